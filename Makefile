@@ -1,0 +1,49 @@
+# Two commands: `make run` and `make test`. Everything lives in .venv; nothing is installed elsewhere.
+PYTHON ?= python3
+PROMPT ?= Tell me a short story about a lighthouse keeper.
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
+EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
+
+.PHONY: run test quick check bench soak clean
+
+run: .venv/installed
+	@$(BIN)/ostinato run "$$PROMPT"
+export PROMPT
+
+test: check
+	$(BIN)/pytest
+
+quick: .venv/installed-dev
+	$(BIN)/pytest -m "not slow"
+
+check: .venv/installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: .venv/installed-dev
+	$(BIN)/python -m bench.cpu
+
+soak: .venv/installed-dev
+	OSTINATO_SOAK=1 $(BIN)/pytest -m soak
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis
+
+.venv/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/installed: .venv/python pyproject.toml constraints.txt
+	@echo "Installing Ostinato ($(EXTRAS)) into .venv; the first time takes a minute or more." >&2
+	$(PIP) --editable '.[$(EXTRAS)]'
+	@touch $@
+
+.venv/installed-dev: .venv/installed
+	@echo "Installing what the tests need into .venv." >&2
+	$(PIP) --editable '.[$(EXTRAS),dev]'
+	@touch $@

@@ -1,0 +1,50 @@
+"""Ostinato: language models with the device in charge of the token loop.
+
+The public names are here and load on first use, so that `import ostinato` costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ostinato.errors import OstinatoError as OstinatoError
+    from ostinato.llm import LLM as LLM
+    from ostinato.llm import Completion as Completion
+    from ostinato.llm import Piece as Piece
+    from ostinato.llm import Score as Score
+    from ostinato.llm import Timings as Timings
+    from ostinato.options import LoadOptions as LoadOptions
+    from ostinato.options import Sampling as Sampling
+
+__version__ = "0.1.0.dev0"
+
+_HOMES = {
+    "LLM": "llm",
+    "Completion": "llm",
+    "Piece": "llm",
+    "Score": "llm",
+    "Timings": "llm",
+    "LoadOptions": "options",
+    "OstinatoError": "errors",
+    "Sampling": "options",
+}
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "LoadOptions",
+    "OstinatoError",
+    "Piece",
+    "Sampling",
+    "Score",
+    "Timings",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"ostinato.{_HOMES[name]}"), name)
+    raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(__all__)}")

@@ -1,0 +1,100 @@
+"""The command line: one verb per function, and the one place where an error becomes a message and an exit code.
+
+Verbs import the rooms they need when they run, so that `--help` never waits for torch; nothing imports this room.
+Exit codes: 0, 2 bad input, 3 our fault, 4 this machine cannot, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.chat import chat
+from ostinato.cli.doctor import doctor
+from ostinato.cli.inspect import inspect
+from ostinato.cli.models import models, pull, rm
+from ostinato.cli.output import drop_output, is_verbose, prepare, talk, write_line
+from ostinato.cli.run import run
+from ostinato.cli.texts import embed, score, tokenize
+from ostinato.errors import HardwareCannot, OstinatoError
+
+app = typer.Typer(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
+for _verb in (run, chat, tokenize, score, embed, inspect, pull, models, rm, doctor):
+    app.command()(_verb)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        write_line(f"ostinato {version('ostinato')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _ostinato(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_show_version, is_eager=True)
+    ] = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """A language-model engine that lets the device own the token loop."""
+    if context.invoked_subcommand is None:
+        write_line(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The program: run a verb and leave with its exit code."""
+    prepare()
+    sys.exit(call(sys.argv[1:] if arguments is None else arguments))
+
+
+def call(arguments: Sequence[str]) -> int:
+    """Run a verb; every error ends here as one line on standard error and an exit code."""
+    try:
+        code = app(list(arguments), prog_name="ostinato", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except OstinatoError as error:
+        return _refuse(error)
+    except typer.TyperException as error:
+        return _refuse_usage(error)
+    except BrokenPipeError:  # whoever read our output has had enough: `ostinato run ... | head -1`
+        drop_output()
+        return 0
+    except MemoryError as error:
+        return _refuse(HardwareCannot(f"this machine ran out of memory: {error or 'no more to be had'}"))
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except Exception as error:  # anything else is a mistake of ours, told without a traceback unless asked for
+        return _blame_ourselves(error)
+
+
+def _refuse(error: OstinatoError) -> int:
+    if error.exit_code == OstinatoError.exit_code:
+        return _blame_ourselves(error)
+    talk(f"error: {error}")
+    if is_verbose() and error.__cause__ is not None:
+        talk(f"caused by {type(error.__cause__).__name__}: {error.__cause__}")
+    return error.exit_code
+
+
+def _refuse_usage(error: typer.TyperException) -> int:
+    context = getattr(error, "ctx", None)
+    program = context.command_path if context is not None else "ostinato"
+    talk(f"error: {error.format_message()}\nsee `{program} --help`")
+    return 2
+
+
+def _blame_ourselves(error: Exception) -> int:
+    if is_verbose():
+        traceback.print_exception(error, file=sys.stderr)
+    advice = "please report it" if is_verbose() else "run it again with --verbose for details, and please report it"
+    talk(f"error: this is our fault: {type(error).__name__}: {error}; {advice}")
+    return OstinatoError.exit_code

@@ -1,0 +1,194 @@
+"""`ostinato chat`: a conversation in the terminal, with history and a few commands.
+
+Ctrl-C stops an answer, not the program. With piped input every line is one message, and nothing is asked for.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.input import check_text, decode_text, is_typed
+from ostinato.cli.loading import opened
+from ostinato.cli.output import detail, talk, write
+from ostinato.errors import BadInput, BadTemplate, PromptTooLong, listing
+from ostinato.files.store import DEFAULT
+from ostinato.options import LoadOptions, Sampling
+
+if TYPE_CHECKING:
+    from ostinato.llm import LLM, Piece
+
+_HELP = """\
+/reset        forget the conversation (the system message stays)
+/system TEXT  set the system message; alone, show it
+/help         this list
+/quit         leave (Ctrl-D too); Ctrl-C stops an answer"""
+
+
+class Conversation:
+    """The messages so far and the model that answers them."""
+
+    def __init__(self, llm: LLM, sampling: Sampling, system: str | None) -> None:
+        self.llm = llm
+        self.sampling = sampling
+        self.system = system
+        self.messages: list[dict[str, str]] = []
+
+    def say(self, text: str) -> None:
+        """Answer one message of the user; an answer that was stopped stays in the history as far as it came."""
+        question = {"role": "user", "content": text}
+        answer: list[str] = []
+        try:
+            self._stream([*self._system(), *self.messages, question], answer)
+        except PromptTooLong as error:
+            talk(f"the conversation no longer fits: {error}; your message was dropped, /reset starts a new one")
+            return
+        except BadTemplate as error:
+            talk(f"error: {error}; your message was dropped")
+            return
+        except KeyboardInterrupt:
+            write("\n")
+            talk("(stopped)")
+        self.messages += [question, {"role": "assistant", "content": "".join(answer)}]
+
+    def _stream(self, messages: list[dict[str, str]], answer: list[str]) -> None:
+        last: Piece | None = None
+        for last in self.llm.stream_chat(messages, self.sampling):
+            answer.append(last.text)
+            write(last.text)
+        write("\n")
+        completion = last.completion if last else None
+        if completion is None:
+            return
+        used = len(completion.prompt_ids) + len(completion.token_ids)
+        detail(f"[{used} of {self.llm.context} tokens, {completion.timings.decode_tok_s or 0:.1f} tok/s]")
+        if completion.finish_reason == "length" and used >= self.llm.context:
+            talk(f"(the context of {self.llm.context} tokens is full; /reset starts a new conversation)")
+        elif completion.finish_reason == "length":
+            talk(f"(cut after {len(completion.token_ids)} tokens, see --max-tokens)")
+
+    def _system(self) -> list[dict[str, str]]:
+        return [{"role": "system", "content": self.system}] if self.system else []
+
+    # --- commands ---
+
+    def reset(self, _: str) -> None:
+        self.messages.clear()
+        talk("(a new conversation)")
+
+    def set_system(self, text: str) -> None:
+        if text:
+            self.system = text
+            talk("(the system message is set; /reset forgets what was said before)")
+        else:
+            talk(f"(system message: {self.system})" if self.system else "(no system message)")
+
+    def help(self, _: str) -> None:
+        talk(_HELP)
+
+
+def converse(conversation: Conversation, lines: Iterator[str]) -> None:
+    """Take lines until they end or one is /quit."""
+    commands: dict[str, Callable[[str], None]] = {
+        "/reset": conversation.reset,
+        "/system": conversation.set_system,
+        "/help": conversation.help,
+    }
+    for line in lines:
+        word, _, rest = line.strip().partition(" ")
+        if word in ("/quit", "/exit"):
+            return
+        if word in commands:
+            commands[word](rest.strip())
+        elif word.startswith("/"):
+            talk(f"unknown command {word}; known: {listing(word, [*commands, '/quit'])}")
+        elif word:
+            conversation.say(line.strip())
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines that a person types, with the editing that the terminal offers; Ctrl-C gives a fresh line."""
+    with suppress(ImportError):  # not on every system; its import is what gives input() its line editing
+        import readline  # noqa: F401
+    while True:
+        try:
+            yield check_text(_ask(), "the message")
+        except EOFError:
+            write("\n")
+            return
+        except BadInput as error:
+            talk(f"error: {error}")
+        except KeyboardInterrupt:
+            write("\n")
+            talk("(/quit or Ctrl-D leaves)")
+
+
+def _ask() -> str:
+    if sys.stdout.isatty():
+        return input("> ")
+    sys.stderr.write("> ")  # the output goes elsewhere, and the prompt is no part of it
+    sys.stderr.flush()
+    return input()
+
+
+def piped_lines() -> Iterator[str]:
+    """Lines of a file or a pipe; none where standard input is closed."""
+    if sys.stdin is None:
+        return
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        yield decode_text(line, f"line {number} of standard input")
+
+
+def chat(
+    model: flags.Model = DEFAULT,
+    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
+    max_tokens: flags.MaxTokens = None,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = 0.0,
+    frequency_penalty: flags.FrequencyPenalty = 0.0,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    ignore_eos: flags.IgnoreEos = False,
+    device: flags.Device = "auto",
+    mode: flags.Mode = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Talk with a model in the terminal.
+
+    /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
+    """
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=flags.parse_logit_bias(logit_bias),
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    with opened(model, options) as llm:
+        if llm.template is None:
+            raise BadInput(f"{llm.name} has no chat template, so it cannot chat; use `ostinato run --raw`")
+        if is_typed():
+            talk(f"{llm.name} on {llm.device}, context {llm.context}; /help lists commands, Ctrl-D leaves")
+        converse(Conversation(llm, sampling, system), typed_lines() if is_typed() else piped_lines())

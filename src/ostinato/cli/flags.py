@@ -1,0 +1,132 @@
+"""The options that several verbs share, each written once: its name, its help, how a shell completes it.
+
+Types for typer, and the parsing of what a shell can only give as text. Values are checked by `ostinato.options`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.cli.output import set_verbose
+from ostinato.errors import BadOption
+from ostinato.files import store
+from ostinato.options import DType, KVType
+from ostinato.options import Mode as ModeName
+
+
+def complete_model(incomplete: str) -> list[str]:
+    """Names of the table and of what is installed; the shell itself completes paths."""
+    names = {*store.TABLE, *(model.name for model in store.installed())}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
+def complete_installed(incomplete: str) -> list[str]:
+    return [model.name for model in store.installed() if model.name.startswith(incomplete)]
+
+
+_MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
+_SAMPLING, _LOADING = "Choosing tokens", "Loading and running"
+
+Model = Annotated[str, typer.Option("--model", metavar="PATH|NAME", help=_MODEL_HELP, autocompletion=complete_model)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose),
+]
+TextFile = Annotated[
+    Path | None,
+    typer.Option("--file", metavar="FILE", help="Take the text from a file (- is standard input)."),
+]
+
+MaxTokens = Annotated[
+    int | None,
+    typer.Option("--max-tokens", metavar="N", help="At most so many tokens.", rich_help_panel=_SAMPLING),
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.", rich_help_panel=_SAMPLING)
+]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", metavar="N", help="Of the N likeliest; 0 is off.", rich_help_panel=_SAMPLING),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="X", help="Of the likeliest that make up X; 1 is off.", rich_help_panel=_SAMPLING),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        "--min-p", metavar="X", help="At least X times as likely as the likeliest; 0 is off.", rich_help_panel=_SAMPLING
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option("--repetition-penalty", metavar="X", help="1 is off.", rich_help_panel=_SAMPLING),
+]
+PresencePenalty = Annotated[
+    float, typer.Option("--presence-penalty", metavar="X", help="0 is off.", rich_help_panel=_SAMPLING)
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", metavar="X", help="0 is off.", rich_help_panel=_SAMPLING)
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=VALUE",
+        help="Add VALUE to a token's logit; may be repeated.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option("--seed", metavar="N", help="The same seed, the same text.", rich_help_panel=_SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
+]
+IgnoreEos = Annotated[
+    bool,
+    typer.Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING),
+]
+
+Device = Annotated[
+    str,
+    typer.Option("--device", metavar="auto|cpu|cuda[:N]", help="Where to run.", rich_help_panel=_LOADING),
+]
+Mode = Annotated[ModeName, typer.Option("--mode", help="How the decode loop is paced.", rich_help_panel=_LOADING)]
+Dtype = Annotated[
+    DType,
+    typer.Option("--dtype", help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_LOADING),
+]
+KvType = Annotated[
+    KVType | None,
+    typer.Option("--kv-type", help="How keys and values are stored.", rich_help_panel=_LOADING),
+]
+Context = Annotated[
+    int | None,
+    typer.Option("--context", metavar="N", help="Tokens of prompt and answer together.", rich_help_panel=_LOADING),
+]
+Threads = Annotated[
+    int | None, typer.Option("--threads", metavar="N", help="Threads on the CPU.", rich_help_panel=_LOADING)
+]
+
+
+def parse_logit_bias(texts: list[str] | None) -> dict[int, float]:
+    """`ID=VALUE` texts as a mapping; the last word on an id counts.
+
+    >>> parse_logit_bias(["5=-100", "7=1.5"])
+    {5: -100.0, 7: 1.5}
+    """
+    bias: dict[int, float] = {}
+    for text in texts or ():
+        token, equals, value = text.partition("=")
+        try:
+            bias[int(token)] = float(value if equals else "no number")
+        except ValueError:
+            raise BadOption(f"--logit-bias is {text!r}; it must be ID=VALUE, as in 42=-100") from None
+    return bias

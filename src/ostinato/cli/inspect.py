@@ -1,0 +1,223 @@
+"""`ostinato inspect`: what a model file is and what it would need, from its headers alone.
+
+A file that cannot be run is still described as far as it goes, and what is missing is said.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.output import talk, write_columns, write_json
+from ostinato.errors import BadInput, OstinatoError
+from ostinato.files.fetch import megabytes
+from ostinato.files.store import DEFAULT, resolve
+from ostinato.options import KVType
+
+if TYPE_CHECKING:
+    from ostinato.files.checkpoint import Checkpoint
+    from ostinato.models.shape import Shape
+    from ostinato.text.tokenizer import Tokenizer
+
+_DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
+Found = TypeVar("Found")
+
+
+def inspect(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|NAME", help="A model; by default smollm2.", autocompletion=flags.complete_model),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="PATH|NAME", help="The same.", autocompletion=flags.complete_model),
+    ] = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights."""
+    from ostinato.files.checkpoint import open_checkpoint
+
+    if file is not None and model is not None:
+        raise BadInput(f"a model was given twice, {file} and --model {model}; give one of them")
+    checkpoint = open_checkpoint(resolve(file or model or DEFAULT, talk=talk))
+    try:
+        facts = describe(checkpoint)
+    finally:
+        checkpoint.close()
+    if as_json:
+        write_json(facts)
+    else:
+        write_columns(_rows(facts))
+
+
+def describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Everything the headers tell, and under `missing` why some of it could not be told."""
+    missing: list[str] = []
+
+    def attempt(read: Callable[[], Found]) -> Found | None:
+        try:
+            return read()
+        except OstinatoError as error:
+            missing.append(str(error))
+            return None
+
+    n_parameters = sum(tensor.n_elements for tensor in checkpoint.tensors.values())
+    facts: dict[str, Any] = {
+        "path": str(checkpoint.path),
+        "format": checkpoint.format,
+        "architecture": checkpoint.architecture,
+        "parameters": n_parameters,
+        "bytes": sum(tensor.n_bytes for tensor in checkpoint.tensors.values()),
+        "tensors": _tensor_types(checkpoint),
+    }
+    shape = None
+    if checkpoint.tensors:
+        shape = attempt(lambda: _read_shape(checkpoint))
+    else:
+        missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
+    facts["sizes"] = _sizes(shape) if shape else None
+    tokenizer = attempt(lambda: _read_tokenizer(checkpoint))
+    facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
+    facts["chat_template"] = _has_template(checkpoint)
+    facts["memory"] = _memory(shape, n_parameters) if shape else None
+    facts["missing"] = missing
+    return facts
+
+
+def _read_shape(checkpoint: Checkpoint) -> Shape:
+    from ostinato.models.registry import read_shape
+
+    return read_shape(checkpoint)
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    from ostinato.text.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+
+    if checkpoint.format == "gguf":
+        return tokenizer_from_gguf(checkpoint.metadata, checkpoint.path)
+    return tokenizer_from_folder(checkpoint.path)
+
+
+def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    types: dict[str, dict[str, int]] = {}
+    for tensor in checkpoint.tensors.values():
+        entry = types.setdefault(tensor.type, {"count": 0, "bytes": 0})
+        entry["count"] += 1
+        entry["bytes"] += tensor.n_bytes
+    return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _sizes(shape: Shape) -> dict[str, Any]:
+    return {
+        "family": shape.family,
+        "layers": shape.n_layers,
+        "hidden": shape.hidden,
+        "heads": shape.n_heads,
+        "kv_heads": shape.n_kv_heads,
+        "head_width": shape.head_width,
+        "feed_forward": shape.ff_width,
+        "context": shape.context,
+        "vocabulary": shape.vocab,
+    }
+
+
+def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
+    from ostinato.memory.store import kv_bytes
+
+    context = shape.default_context
+    types: tuple[KVType, ...] = get_args(KVType)
+    return {
+        "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
+        "context": context,
+        "kv": {kv_type: kv_bytes(shape, kv_type, context) for kv_type in types},
+    }
+
+
+def _tokenizer_facts(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    facts = {"kind": _tokenizer_kind(checkpoint), "pre": checkpoint.metadata.get("tokenizer.ggml.pre")}
+    if tokenizer is None:
+        return facts
+
+    def token(id: int | None) -> dict[str, Any] | None:
+        return None if id is None else {"id": id, "text": tokenizer.token_text(id)}
+
+    return {
+        **facts,
+        "tokens": tokenizer.vocab_size,
+        "bos": token(tokenizer.bos_id),
+        "eos": token(tokenizer.eos_id),
+        "end_of_generation": [token(id) for id in sorted(tokenizer.eog_ids)],
+        "adds_bos": tokenizer.add_bos,
+        "adds_eos": tokenizer.add_eos,
+    }
+
+
+def _tokenizer_kind(checkpoint: Checkpoint) -> str | None:
+    if checkpoint.format == "gguf":
+        kind = checkpoint.metadata.get("tokenizer.ggml.model")
+        return kind if isinstance(kind, str) else None
+    return _json_word(checkpoint.path / "tokenizer.json", "model", "type")
+
+
+def _has_template(checkpoint: Checkpoint) -> bool:
+    if checkpoint.format == "gguf":
+        return "tokenizer.chat_template" in checkpoint.metadata
+    folder = checkpoint.path
+    in_config = _json_word(folder / "tokenizer_config.json", "chat_template") is not None
+    return in_config or (folder / "chat_template.jinja").is_file()
+
+
+def _json_word(path: Path, *keys: str) -> str | None:
+    """A value deep in a JSON file as text; None where the file or the value is not there."""
+    try:
+        value = json.loads(path.read_bytes())
+        for key in keys:
+            value = value[key]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return str(value)
+
+
+def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = [
+        ("file", facts["path"]),
+        ("format", facts["format"]),
+        ("architecture", facts["architecture"]),
+        ("parameters", f"{facts['parameters']:,}"),
+    ]
+    rows += [
+        (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
+        for name, value in (facts["sizes"] or {}).items()
+    ]
+    rows += [
+        ("tensors", f"{type}: {entry['count']}, {megabytes(entry['bytes'])}")
+        for type, entry in facts["tensors"].items()
+    ]
+    rows += _tokenizer_rows(facts["tokenizer"])
+    rows.append(("chat template", "yes" if facts["chat_template"] else "no"))
+    memory = facts["memory"]
+    if memory:
+        weights = ", ".join(f"{megabytes(n)} as {dtype}" for dtype, n in memory["weights"].items())
+        kv = ", ".join(f"{megabytes(n)} as {kv_type}" for kv_type, n in memory["kv"].items())
+        rows += [("needs: weights", weights), ("needs: KV", f"{kv}, at a context of {memory['context']:,}")]
+    return rows + [("missing", text) for text in facts["missing"]]
+
+
+def _tokenizer_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
+    def shown(token: dict[str, Any] | None) -> str:
+        return "none" if token is None else f"{token['id']} {token['text']}"
+
+    pre = f", pre-tokenizer {facts['pre']}" if facts["pre"] else ""
+    rows: list[tuple[str, ...]] = [("tokenizer", f"{facts['kind'] or 'none'}{pre}")]
+    if "tokens" in facts:
+        rows.append(("tokens", f"{facts['tokens']:,}"))
+        rows.append(("BOS", shown(facts["bos"]) + (", added" if facts["adds_bos"] else ", not added")))
+        rows.append(("EOS", shown(facts["eos"]) + (", added" if facts["adds_eos"] else "")))
+        rows.append(("ends at", ", ".join(map(shown, facts["end_of_generation"])) or "nothing"))
+    return rows

@@ -1,0 +1,86 @@
+"""Opening a model for a verb: the `LLM` with the user's options, and a sign of life when that takes a while.
+
+Imports the engine only when called, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from ostinato.cli.output import detail, talk
+from ostinato.files.fetch import megabytes
+from ostinato.options import LoadOptions
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ostinato.llm import LLM
+
+QUIET_S: Final = 1.0
+_LINE_EVERY_S: Final = 2.0
+
+
+class LoadProgress:
+    """Told (bytes done, bytes in all); after a second it shows a bar, or where nobody watches a few plain lines."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._said = self._started
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._started < QUIET_S:
+            return
+        if sys.stderr.isatty():
+            self._show(done, total)
+        elif now - self._said >= _LINE_EVERY_S or self._said == self._started or done == total:
+            self._said = now
+            talk(f"loading: {megabytes(done)} of {megabytes(total)}")
+
+    def _show(self, done: int, total: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+        if self._bar is None:
+            columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task("loading", total=total)
+        assert self._task is not None
+        self._bar.update(self._task, completed=done)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+@contextmanager
+def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
+    """The model, loaded as asked, and closed at the end of the block."""
+    from ostinato.llm import LLM
+
+    progress = LoadProgress()
+    try:
+        llm = LLM(
+            model,
+            device=options.device,
+            mode=options.mode,
+            dtype=options.dtype,
+            kv_type=options.kv_type,
+            context=options.context,
+            threads=options.threads,
+            progress=progress,
+            talk=talk,
+        )
+    finally:
+        progress.close()
+    with llm:
+        detail(f"{llm.path}: {llm.device}, {llm.mode}, {llm.dtype}, KV {llm.kv_type}, context {llm.context}")
+        yield llm

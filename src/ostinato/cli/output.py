@@ -1,0 +1,91 @@
+"""Where words go: data to standard output, talk to standard error, and nothing of a model through markup.
+
+Every verb writes through here. Nothing here decides what is said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+from ostinato.errors import BadInput
+
+_UTF8: Final = ("utf-8", "utf8")
+
+
+class _Detail:
+    """Whether `--verbose` was given. One per process: it is needed where an error is told, after all else ended."""
+
+    wanted = False
+
+
+def set_verbose(value: bool) -> bool:
+    """The callback of `--verbose`, which may stand before the verb, after it, or both."""
+    _Detail.wanted = _Detail.wanted or value
+    return value
+
+
+def is_verbose() -> bool:
+    return _Detail.wanted
+
+
+def prepare() -> None:
+    """Let no character stop the program (what a terminal cannot show becomes `?`), nor an output that is closed."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open as long as we run
+        getattr(sys, name).reconfigure(errors="replace")
+
+
+def talk(text: str) -> None:
+    """A line for the person who watches."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def detail(text: str) -> None:
+    """A line for the person who asked for `--verbose`."""
+    if is_verbose():
+        talk(text)
+
+
+def write(text: str) -> None:
+    """Data, as it is and at once; no markup, no wrapping."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        drop_output()
+        raise BadInput(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def write_line(text: str) -> None:
+    write(text + "\n")
+
+
+def write_json(value: dict[str, Any]) -> None:
+    """One JSON object on one line; escaped to ASCII where the output takes nothing else."""
+    encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
+    write_line(json.dumps(value, ensure_ascii=encoding not in _UTF8, allow_nan=False))
+
+
+def write_columns(rows: Iterable[Sequence[str]]) -> None:
+    """Rows of texts, the columns aligned, the last as long as it is."""
+    lines = [tuple(row) for row in rows]
+    n_columns = max((len(line) for line in lines), default=0)
+    widths = [max((len(line[i]) for line in lines if len(line) > i + 1), default=0) for i in range(n_columns)]
+    for line in lines:
+        cells = [cell.ljust(widths[i]) if i + 1 < len(line) else cell for i, cell in enumerate(line)]
+        write_line("  ".join(cells).rstrip())
+
+
+def drop_output() -> None:
+    """Send what is left to nowhere: the reader of our output has gone, and Python would complain at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

@@ -1,0 +1,153 @@
+"""`ostinato run`: one prompt in, one text out, streamed, with a line of timings at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.input import read_text, without_last_newline
+from ostinato.cli.loading import opened
+from ostinato.cli.output import talk, write, write_json
+from ostinato.errors import BadInput, BadOption
+from ostinato.files.store import DEFAULT
+from ostinato.options import LoadOptions, Sampling
+
+if TYPE_CHECKING:
+    from ostinato.llm import LLM, Completion, Piece
+
+
+def run(
+    prompt: Annotated[
+        str | None, typer.Argument(metavar="PROMPT", help="The prompt; else --file or standard input.")
+    ] = None,
+    model: flags.Model = DEFAULT,
+    file: flags.TextFile = None,
+    system: Annotated[
+        str | None, typer.Option("--system", metavar="TEXT", help="A system message before the prompt.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
+    max_tokens: flags.MaxTokens = 256,
+    temperature: flags.Temperature = None,
+    top_k: flags.TopK = None,
+    top_p: flags.TopP = None,
+    min_p: flags.MinP = None,
+    repetition_penalty: flags.RepetitionPenalty = None,
+    presence_penalty: flags.PresencePenalty = 0.0,
+    frequency_penalty: flags.FrequencyPenalty = 0.0,
+    logit_bias: flags.LogitBias = None,
+    seed: flags.Seed = None,
+    stop: flags.Stop = None,
+    ignore_eos: flags.IgnoreEos = False,
+    device: flags.Device = "auto",
+    mode: flags.Mode = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Generate text from a prompt, streaming.
+
+    An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
+    """
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    sampling = Sampling(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        logit_bias=flags.parse_logit_bias(logit_bias),
+        seed=seed,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+    )
+    if raw and system is not None:
+        raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
+    text = _prompt(prompt, read_text(prompt, file, "the prompt"))
+    with opened(model, options) as llm:
+        pieces = _start(llm, text, system, raw, sampling)
+        _answer_json(llm, pieces) if as_json else _answer(llm, pieces)
+
+
+def _prompt(argument: str | None, text: str) -> str:
+    text = text if argument is not None else without_last_newline(text)
+    if not text:
+        raise BadInput("the prompt is empty; give some text to go on from")
+    return text
+
+
+def _start(llm: LLM, text: str, system: str | None, raw: bool, sampling: Sampling) -> Iterator[Piece]:
+    if raw or llm.template is None:
+        if system is not None:
+            raise BadOption(f"--system needs a chat template, and {llm.name} has none")
+        return llm.stream(text, sampling)
+    messages = [{"role": "user", "content": text}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    return llm.stream_chat(messages, sampling)
+
+
+def _answer(llm: LLM, pieces: Iterator[Piece]) -> None:
+    completion: Completion | None = None
+    n_tokens = 0
+    try:
+        for piece in pieces:
+            write(piece.text)
+            n_tokens += piece.token_id is not None
+            completion = piece.completion or completion
+    except KeyboardInterrupt:
+        write("\n")
+        talk(f"interrupted after {n_tokens} tokens")
+        raise typer.Exit(130) from None
+    write("\n")
+    if completion is not None:
+        talk(timings_line(llm, completion))
+
+
+def _answer_json(llm: LLM, pieces: Iterator[Piece]) -> None:
+    completion = next(piece.completion for piece in pieces if piece.completion is not None)
+    write_json(as_record(llm, completion))
+
+
+def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
+    """A completion as the JSON object that scripts read."""
+    timings = completion.timings
+    return {
+        "text": completion.text,
+        "token_ids": list(completion.token_ids),
+        "prompt_ids": list(completion.prompt_ids),
+        "finish_reason": completion.finish_reason,
+        "timings": {
+            "load_s": timings.load_s,
+            "prefill_s": timings.prefill_s,
+            "first_token_s": timings.first_token_s,
+            "decode_s": timings.decode_s,
+            "decode_tok_s": timings.decode_tok_s,
+        },
+        "model": llm.name,
+        "device": str(llm.device),
+        "mode": llm.mode,
+        "seed": completion.seed,
+        "digest": completion.digest,
+    }
+
+
+def timings_line(llm: LLM, completion: Completion) -> str:
+    """What a person wants to know afterwards, in one line."""
+    timings = completion.timings
+    n_prompt, n_new = len(completion.prompt_ids), len(completion.token_ids)
+    prefill_rate = f" at {n_prompt / timings.prefill_s:.0f} tok/s" if timings.prefill_s else ""
+    decode_rate = f" at {timings.decode_tok_s:.1f} tok/s" if timings.decode_tok_s else ""
+    return (
+        f"[{llm.name} on {llm.device}, {llm.mode}: prompt {n_prompt} tokens{prefill_rate}, "
+        f"first token after {timings.first_token_s:.2f} s, {n_new} tokens{decode_rate}, "
+        f"ended by {completion.finish_reason}; loaded in {timings.load_s:.1f} s]"
+    )

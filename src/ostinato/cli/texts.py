@@ -1,0 +1,150 @@
+"""Verbs that read a text and give figures: `tokenize`, `score` and `embed`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.input import (
+    check_text,
+    is_typed,
+    read_file,
+    read_standard_input,
+    read_text,
+    standard_input_is_given,
+)
+from ostinato.cli.loading import opened
+from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.errors import BadInput
+from ostinato.files.store import DEFAULT, resolve
+from ostinato.options import LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.text.tokenizer import Tokenizer
+
+Pooling = Literal["mean", "last", "cls"]
+
+
+def tokenize(
+    text: Annotated[
+        str | None, typer.Argument(metavar="TEXT", help="The text; else standard input, byte for byte.")
+    ] = None,
+    model: flags.Model = DEFAULT,
+    no_bos: Annotated[bool, typer.Option("--no-bos", help="Add neither BOS nor EOS.")] = False,
+    special: Annotated[
+        bool, typer.Option("--special", help="Take special tokens in the text for what they are.")
+    ] = False,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Show the tokens of a text.
+
+    Works on a GGUF file that holds only a vocabulary. Plain output has a line per token: its id, a tab, its text.
+    """
+    if text is None and is_typed():
+        talk("reading standard input; Ctrl-D ends it")
+    given = read_standard_input() if text is None else check_text(text, "the text")
+    tokenizer = open_tokenizer(resolve(model, talk=talk))
+    ids = tokenizer.encode(given, bos=not no_bos, special=special) if given else []
+    pieces = tokenizer.pieces(ids)
+    if as_json:
+        write_json({"ids": ids, "pieces": pieces})
+        return
+    for token, piece in zip(ids, pieces, strict=True):
+        write_line(f"{token}\t{json.dumps(piece, ensure_ascii=False)}")
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model file or folder; weights are not looked at."""
+    from ostinato.files.checkpoint import open_checkpoint
+    from ostinato.text.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
+
+    if path.is_dir():
+        return tokenizer_from_folder(path)
+    checkpoint = open_checkpoint(path)
+    try:
+        return tokenizer_from_gguf(checkpoint.metadata, path)
+    finally:
+        checkpoint.close()
+
+
+def score(
+    file: flags.TextFile = None,
+    model: flags.Model = DEFAULT,
+    device: flags.Device = "auto",
+    mode: flags.Mode = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """How well a model foretells a text: tokens, negative log-likelihood, perplexity; teacher forced."""
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    text = read_text(None, file, "the text to score")
+    if not text:
+        raise BadInput("the text to score is empty")
+    with opened(model, options) as llm:
+        result = llm.score(text)
+    if as_json:
+        figures = {"n_tokens": result.n_tokens, "nll": result.nll, "perplexity": result.perplexity}
+        write_json({**figures, "model": llm.name})
+    else:
+        rows = [("n_tokens", str(result.n_tokens)), ("nll", f"{result.nll:.6f}")]
+        write_columns([*rows, ("perplexity", f"{result.perplexity:.4f}")])
+
+
+def embed(
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TEXT", help="The texts; else the lines of --file or of standard input."),
+    ] = None,
+    file: flags.TextFile = None,
+    pooling: Annotated[Pooling, typer.Option("--pooling", help="How the rows of a text become one.")] = "mean",
+    model: flags.Model = DEFAULT,
+    device: flags.Device = "auto",
+    mode: flags.Mode = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """One vector per text, from the model's last hidden states.
+
+    Plain output has a line of numbers per text.
+    """
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    given = _texts(texts, file)
+    with opened(model, options) as llm:
+        vectors: list[list[float]] = llm.embed(given, pooling=pooling).tolist()
+    if as_json:
+        write_json({"model": llm.name, "pooling": pooling, "embeddings": vectors})
+        return
+    for vector in vectors:
+        write_line(" ".join(f"{value:.8g}" for value in vector))
+
+
+def _texts(arguments: list[str] | None, file: Path | None) -> list[str]:
+    if arguments and file is not None:
+        raise BadInput(f"texts were given twice, as arguments and with --file {file}; give one of them")
+    if arguments:
+        given = [check_text(text, f"text {number}") for number, text in enumerate(arguments, 1)]
+    elif file is not None:
+        given = read_file(file).splitlines()
+    elif standard_input_is_given():
+        given = read_standard_input().splitlines()
+    else:
+        given = []
+    if not given:
+        raise BadInput("no text to embed: give it as an argument, with --file FILE, or on standard input")
+    empty = [number for number, text in enumerate(given, 1) if not text]
+    if empty:
+        raise BadInput(f"text {empty[0]} of {len(given)} is empty; an empty text has no vector")
+    return given

@@ -1,0 +1,138 @@
+"""Where a model runs and what it needs there: device, dtype, KV type and context, settled before a byte is read.
+
+A default context that does not fit is lowered, and said; one that the user asked for is refused with the figures.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ostinato.errors import ContextTooLarge, HardwareCannot
+from ostinato.files.checkpoint import Checkpoint
+from ostinato.memory.store import kv_bytes
+from ostinato.models.shape import Shape
+from ostinato.options import KVType, LoadOptions
+
+# The rest is for activations, logits and whoever else lives on the machine.
+USABLE_SHARE: Final = 0.9
+LEAST_CONTEXT: Final = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The settled answer: where and how the model will run."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_type: KVType
+    context: int
+    mode: str = "eager"
+
+
+def settle(checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Callable[[str], None]) -> Placement:
+    """Settle what the options leave open, and refuse what does not fit."""
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
+    weights = weight_bytes(checkpoint, shape, dtype)
+    free = int(free_bytes(device) * USABLE_SHARE)
+    if weights > free:
+        raise HardwareCannot(
+            f"the weights need {gib(weights)} as {str(dtype).removeprefix('torch.')} and {device} has {gib(free)} to "
+            f"give; {'try --dtype bfloat16, or ' if dtype == torch.float32 else ''}take a smaller model"
+        )
+    context = choose_context(shape, kv_type, options.context, free - weights, device, talk)
+    return Placement(device, dtype, kv_type, context)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of that name; `auto` is the first GPU where there is one, else the CPU."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise HardwareCannot(f"device {wanted}: {why_no_cuda()}; use --device cpu")
+    device = torch.device("cuda" if wanted == "auto" else wanted)
+    index = device.index or 0
+    if index >= torch.cuda.device_count():
+        raise HardwareCannot(f"device {wanted}: this machine has {torch.cuda.device_count()} GPU(s), numbered from 0")
+    return torch.device("cuda", index)
+
+
+def why_no_cuda() -> str:
+    """Why no CUDA device can be used here."""
+    if torch.version.cuda is None:
+        return "this build of torch has no CUDA"
+    if not torch.cuda.is_available():
+        return "torch finds no NVIDIA driver or no GPU"
+    return "a CUDA device is there"
+
+
+def choose_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    if wanted == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.float32 if wanted == "float32" else torch.bfloat16
+
+
+def choose_context(
+    shape: Shape,
+    kv_type: KVType,
+    wanted: int | None,
+    free: int,
+    device: torch.device,
+    talk: Callable[[str], None],
+) -> int:
+    """The context asked for, or as much of the model's own as fits."""
+    per_token = kv_bytes(shape, kv_type, 1)
+    most = free // per_token
+    if wanted is not None:
+        if wanted > shape.context:
+            raise ContextTooLarge(f"--context {wanted}: this model was trained for {shape.context} positions at most")
+        if wanted > most:
+            raise ContextTooLarge(
+                f"--context {wanted} needs {gib(wanted * per_token)} for keys and values as {kv_type}, and {device} has "
+                f"{gib(free)} left; at most {most} fit"
+            )
+        return wanted
+    if most < LEAST_CONTEXT:
+        raise HardwareCannot(f"{device} has {gib(free)} left beside the weights: too little for keys and values")
+    if most < shape.default_context:
+        talk(
+            f"the model's context of {shape.default_context} tokens needs {gib(shape.default_context * per_token)} and "
+            f"{gib(free)} are left on {device}; using {most}"
+        )
+    return min(most, shape.default_context)
+
+
+def weight_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of the weights once they are laid out in dtype."""
+    return sum(tensor.n_elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can be had on a device now."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return free_host_bytes()
+
+
+def free_host_bytes() -> int:
+    """Memory that the system can give without swapping; the control group's limit where that is lower."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return free if limit == "max" else min(free, max(0, int(limit) - used))
+    except (OSError, ValueError, StopIteration):
+        return free  # no such files on this system
+
+
+def gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"

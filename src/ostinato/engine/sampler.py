@@ -1,0 +1,94 @@
+"""One request's side of sampling: its settled values as tensors, and the counts that its penalties need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import BadInput
+from ostinato.kernels.sample import SampleRows
+from ostinato.kernels.table import Ops
+from ostinato.options import Sampling
+
+
+class Choice(NamedTuple):
+    """A chosen token, its log-probability under the model, and the most likely ones where they were asked for."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Chooses the tokens of one request, one after the other; mutable, because it counts what it chose."""
+
+    ops: Ops
+    sampling: Sampling
+    rows: SampleRows
+    banned_at_first: Tensor
+    n_made: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        ends: Iterable[int],
+        vocab: int,
+        ops: Ops,
+        device: torch.device,
+    ) -> Sampler:
+        """A sampler whose `sampling` is settled (nothing it draws with is None); `ends` wait for min_tokens."""
+        beyond = [token for token in (*sampling.logit_bias, *sampling.stop_ids) if token >= vocab]
+        if beyond:
+            raise BadInput(f"token id {beyond[0]} in logit_bias or stop_ids: this model has ids up to {vocab - 1}")
+
+        def one(value: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
+            assert value is not None  # settled
+            return torch.tensor([value], dtype=dtype, device=device)
+
+        in_prompt = torch.zeros((1, vocab), dtype=torch.bool, device=device)
+        in_prompt[0, torch.tensor(prompt, device=device)] = True
+        bias = torch.zeros((1, vocab), device=device)
+        for token, value in sampling.logit_bias.items():
+            bias[0, token] = value
+        rows = SampleRows(
+            temperature=one(sampling.temperature),
+            top_k=one(sampling.top_k, torch.int64),
+            top_p=one(sampling.top_p),
+            min_p=one(sampling.min_p),
+            repetition=one(sampling.repetition_penalty),
+            presence=one(sampling.presence_penalty),
+            frequency=one(sampling.frequency_penalty),
+            seed=one(sampling.seed, torch.int64),
+            position=one(len(prompt), torch.int64),
+            in_prompt=in_prompt,
+            made=torch.zeros((1, vocab), dtype=torch.int32, device=device),
+            bias=bias,
+        )
+        waiting = sorted(token for token in ends if token < vocab)
+        return cls(ops, sampling, rows, torch.tensor(waiting, dtype=torch.int64, device=device))
+
+    def choose(self, logits: Tensor) -> Choice:
+        """The next token from logits [1, vocab]."""
+        rows = self.rows
+        if self.n_made < self.sampling.min_tokens:
+            rows = replace(rows, bias=rows.bias.index_fill(1, self.banned_at_first, float("-inf")))
+        chosen = self.ops.sample(logits, rows)
+        token = int(chosen.token)
+        self.n_made += 1
+        self.rows.made[0, token] += 1
+        self.rows.position.add_(1)
+        return Choice(token, float(chosen.logprob), self._top(logits))
+
+    def _top(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
+        wanted = self.sampling.logprobs
+        if not wanted:
+            return ()
+        values, ids = logits.log_softmax(-1)[0].topk(min(wanted, logits.shape[-1]))
+        return tuple(zip(ids.tolist(), values.tolist(), strict=True))

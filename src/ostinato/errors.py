@@ -1,0 +1,93 @@
+"""Everything Ostinato can refuse, as one tree; each kind knows its exit code and its HTTP status.
+
+    OstinatoError                     exit 3  HTTP 500   our fault, unless a kind below says otherwise
+    ├── BadInput                      exit 2  HTTP 400   what the caller gave cannot be done
+    │   ├── BadFile                                      damaged, hostile, or not a model at all
+    │   ├── BadOption                                    a value out of range, or an unknown option
+    │   ├── BadTemplate                                  a chat template that raises, loops or eats memory
+    │   ├── PromptTooLong                                does not fit the context
+    │   ├── ContextTooLarge                              the context asked for does not fit the memory
+    │   ├── Unsupported                                  a known thing that is not built here, by name
+    │   └── UnknownName                       HTTP 404   a model or family nobody knows
+    ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: network, disk or checksum
+    └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
+
+A message says what was wrong, where, and what to do, with the values in the sentence. Nothing here imports
+anything of the project, so every room may raise.
+"""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import ClassVar
+
+
+class OstinatoError(Exception):
+    """The root: whatever is raised on purpose in this package is one of these."""
+
+    exit_code: ClassVar[int] = 3
+    http_status: ClassVar[int] = 500
+
+
+class BadInput(OstinatoError):
+    """What the caller gave cannot be done."""
+
+    exit_code = 2
+    http_status = 400
+
+
+class BadFile(BadInput):
+    """A model file that is damaged, hostile, or no model at all."""
+
+
+class BadOption(BadInput):
+    """An option with a value out of range, or an option nobody knows."""
+
+
+class BadTemplate(BadInput):
+    """A chat template that raises, loops or eats memory."""
+
+
+class PromptTooLong(BadInput):
+    """A prompt that does not fit the context."""
+
+
+class ContextTooLarge(BadInput):
+    """A context, asked for by the caller, whose KV cache does not fit the memory."""
+
+
+class Unsupported(BadInput):
+    """Something known that is not built here, refused by name."""
+
+
+class UnknownName(BadInput):
+    """A model or family that nobody knows."""
+
+    http_status = 404
+
+
+class FetchFailed(OstinatoError):
+    """A model that could not be pulled: no network, a full disk, or a checksum that differs."""
+
+    exit_code = 2
+    http_status = 502
+
+
+class HardwareCannot(OstinatoError):
+    """This machine cannot run what was asked."""
+
+    exit_code = 4
+    http_status = 503
+
+
+def listing(name: str, known: Iterable[str]) -> str:
+    """The known names for an error message, the nearest to `name` first.
+
+    >>> listing("temprature", ["top_k", "temperature"])
+    'temperature (the nearest), top_k'
+    """
+    names = sorted(known)
+    nearest = get_close_matches(name, names, n=1, cutoff=0.5)
+    if not nearest:
+        return ", ".join(names)
+    rest = [other for other in names if other != nearest[0]]
+    return ", ".join([f"{nearest[0]} (the nearest)", *rest])

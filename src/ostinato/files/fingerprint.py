@@ -1,0 +1,84 @@
+"""What a model's files hold, as one sha256; sums are remembered by path, size and time and made once.
+
+The memory is a small JSON file in the store's home; where it cannot be read or written, sums are just made
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ostinato.errors import BadFile
+
+_MAX_REMEMBERED = 512
+
+
+def fingerprint_of(paths: Sequence[Path]) -> str:
+    """The sha256 of one file; of several, the sha256 over lines of sums and names in the order given."""
+    memory = _recall()
+    before = dict(memory)
+    sums = [_sum(path, memory) for path in paths]
+    if memory != before:
+        _remember(memory)
+    if len(sums) == 1:
+        return sums[0]
+    lines = "".join(f"{digest}  {path.name}\n" for path, digest in zip(paths, sums, strict=True))
+    return hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def _sum(path: Path, memory: dict[str, Any]) -> str:
+    try:
+        resolved = path.resolve()
+        found = resolved.stat()
+        key, now = str(resolved), [found.st_size, found.st_mtime_ns]
+        known = memory.get(key)
+        if isinstance(known, list) and known[:2] == now and len(known) == 3 and _is_digest(known[2]):
+            return str(known[2])
+        with resolved.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
+        raise BadFile(f"{path}: cannot be read to make its fingerprint: {error}") from None
+    memory[key] = [*now, digest]
+    return digest
+
+
+def _is_digest(value: object) -> bool:
+    return isinstance(value, str) and len(value) == 64 and all(c in "0123456789abcdef" for c in value)
+
+
+def _memory_file() -> Path:
+    from ostinato.files.store import home
+
+    return home() / "fingerprints.json"
+
+
+def _recall() -> dict[str, Any]:
+    try:
+        known = json.loads(_memory_file().read_bytes())
+    except (OSError, ValueError, RuntimeError):  # RuntimeError: no home folder, or JSON nested too deep
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _remember(memory: dict[str, Any]) -> None:
+    """Write the memory in one move, so that a reader never sees half of it; the newest entries are kept."""
+    newest = dict(list(memory.items())[-_MAX_REMEMBERED:])
+    try:
+        target = _memory_file()
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".fingerprints-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(newest, file)
+            os.replace(name, target)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except (OSError, ValueError, RuntimeError):  # ValueError: a path that no text encoding holds
+        return

@@ -1,0 +1,151 @@
+"""A GGUF model, in one file or in several parts, behind the interface of `checkpoint.py`.
+
+Parts are named `NAME-00001-of-00003.gguf`; whichever is opened, the others are found beside it, and the
+first one's metadata is the model's. The header is read by `gguf_header.py`; strings that are not UTF-8 keep
+their bytes as lone surrogates, as is told there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ostinato.errors import BadFile, UnknownName, listing
+from ostinato.files.checkpoint import TensorInfo, fill
+from ostinato.files.fingerprint import fingerprint_of
+from ostinato.files.gguf_header import Header, read_header
+from ostinato.files.mapped import MappedFile
+from ostinato.files.quants import BLOCKS, check_readable
+
+if TYPE_CHECKING:
+    import torch
+
+_PART_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
+_MAX_PARTS = 4096
+
+
+class GGUFFile:
+    """A GGUF model opened for reading; thread-safe. A file that holds only a vocabulary has no tensors."""
+
+    format: Literal["gguf"] = "gguf"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._parts: list[MappedFile] = []
+        try:
+            headers = self._open_parts()
+            self.metadata: Mapping[str, Any] = MappingProxyType(headers[0].metadata)
+            self.version = headers[0].version
+            self.architecture = self._architecture()
+            self._places: dict[str, tuple[MappedFile, int]] = {}
+            self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._table(headers))
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path) -> Header:
+        file = MappedFile(path)
+        self._parts.append(file)
+        return read_header(file.data, file.n_bytes, path)
+
+    def _open_parts(self) -> list[Header]:
+        """The headers of all parts in order; one for a file that is not split."""
+        header = self._open(self.path)
+        count = _split_number(header, "split.count", self.path) or 1
+        if count == 1:
+            return [header]
+        name = _PART_NAME.fullmatch(self.path.name)
+        if name is None or int(name["count"]) != count or count > _MAX_PARTS:
+            raise BadFile(
+                f"{self.path}: is one of {count} parts (split.count), but is not named like "
+                f"-00001-of-{count:05}.gguf; give it its published name, with the other parts beside it"
+            )
+        self.close()
+        self._parts = []
+        paths = [self.path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+        missing = [part.name for part in paths if not os.path.exists(part)]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise BadFile(f"{self.path}: is one of {count} parts, and beside it are missing: {shown}; fetch them too")
+        headers = [self._open(part) for part in paths]
+        for i, (part, part_header) in enumerate(zip(paths, headers, strict=True)):
+            _check_part(part, part_header, i, count)
+        return headers
+
+    def _architecture(self) -> str:
+        value = self.metadata.get("general.architecture")
+        if not isinstance(value, str) or not value:
+            raise BadFile(
+                f"{self.path}: general.architecture is {reprlib.repr(value)}, so nobody knows what model this is; "
+                f"the file is damaged or incomplete: fetch it again"
+            )
+        return value
+
+    def _table(self, headers: list[Header]) -> dict[str, TensorInfo]:
+        tensors: dict[str, TensorInfo] = {}
+        for file, header in zip(self._parts, headers, strict=True):
+            for entry in header.tensors.values():
+                if entry.name in tensors:
+                    raise BadFile(
+                        f"{file.path}: tensor {entry.name!r} is in an earlier part too; fetch the parts again"
+                    )
+                tensors[entry.name] = TensorInfo(entry.name, entry.shape, entry.type, entry.n_bytes)
+                self._places[entry.name] = (file, entry.start)
+        stated = _split_number(headers[0], "split.tensors.count", self.path)
+        if stated is not None and len(headers) > 1 and stated != len(tensors):
+            raise BadFile(
+                f"{self.path}: split.tensors.count is {stated}, but {len(headers)} parts hold {len(tensors)} "
+                f"tensors; fetch the parts again"
+            )
+        return tensors
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, uint8 [rows, row_bytes], a read-only view of the memory map."""
+        if name not in self.tensors:
+            raise UnknownName(f"{self.path}: has no tensor {name!r}; it has {listing(name, self.tensors)[:300]}")
+        info = self.tensors[name]
+        file, start = self._places[name]
+        block = BLOCKS[info.type]
+        return file.view(start, info.n_bytes).reshape(-1, info.shape[-1] // block.elements * block.n_bytes)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with the values of a tensor; see `Checkpoint.read`."""
+        raw = self.raw(name)
+        check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
+        fill(self.tensors[name], raw, out)
+
+    def fingerprint(self) -> str:
+        """The file's sha256, or that of the list of its parts' sums."""
+        return fingerprint_of([part.path for part in self._parts])
+
+    def close(self) -> None:
+        for part in self._parts:
+            part.close()
+
+
+def _split_number(header: Header, key: str, path: Path) -> int | None:
+    value = header.metadata.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise BadFile(
+            f"{path}: {key} is {reprlib.repr(value)}; it must be a whole number: the file is damaged, fetch it again"
+        )
+    return value
+
+
+def _check_part(path: Path, header: Header, index: int, count: int) -> None:
+    stated = (_split_number(header, "split.no", path), _split_number(header, "split.count", path))
+    if stated != (index, count):
+        raise BadFile(
+            f"{path}: says it is part {stated[0]} of {stated[1]} (split.no, from 0, and split.count), but is "
+            f"named as part {index} of {count}; the parts do not belong together: fetch them again"
+        )

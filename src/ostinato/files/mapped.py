@@ -1,0 +1,73 @@
+"""One regular file as a read-only memory map, with every way in which opening can fail said in words.
+
+Only bytes here; `gguf.py` and `safetensors.py` give them meaning. A view handed out keeps the map alive, so
+closing never pulls memory from under a reader.
+"""
+
+import mmap
+import os
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ostinato.errors import BadFile, OstinatoError
+
+
+def status(path: Path) -> os.stat_result:
+    """`path.stat()`, or BadFile that says why there is nothing to look at."""
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        raise BadFile(f"{path}: there is no such file or folder; check the path") from None
+    except PermissionError:
+        raise BadFile(
+            f"{path}: may not be looked at with your permissions; allow reading it (chmod +rx its folder)"
+        ) from None
+    except (OSError, ValueError) as error:  # a name too long, a loop of links, a NUL in the name
+        raise BadFile(f"{path}: cannot be looked at: {error}; check the path") from None
+
+
+class MappedFile:
+    """A file mapped into memory, read only. An empty file has no bytes and no map."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        mode = status(path).st_mode
+        if not stat.S_ISREG(mode):  # a pipe or a device could block for ever, or have no end
+            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+            raise BadFile(f"{path}: is {kind}; a model file is wanted here")
+        try:
+            with path.open("rb") as file:
+                self.n_bytes = os.fstat(file.fileno()).st_size
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.n_bytes else None
+        except PermissionError:
+            raise BadFile(f"{path}: may not be read with your permissions; allow it (chmod +r)") from None
+        except (OSError, ValueError) as error:
+            raise BadFile(f"{path}: cannot be read: {error}") from None
+        self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map or b"", dtype=np.uint8)
+
+    @property
+    def data(self) -> mmap.mmap | bytes:
+        """The whole file, for `struct` and slicing."""
+        self._check_open()
+        return self._map if self._map is not None else b""
+
+    def view(self, start: int, n_bytes: int) -> NDArray[np.uint8]:
+        """Bytes [start, start + n_bytes) without a copy; the caller has checked the bounds."""
+        return self._check_open()[start : start + n_bytes]
+
+    def _check_open(self) -> NDArray[np.uint8]:
+        if self._bytes is None:
+            raise OstinatoError(f"{self.path}: was closed and cannot be read any more; open it again")
+        return self._bytes
+
+    def close(self) -> None:
+        """Let go of the map; views still held elsewhere stay good, and the map goes with the last of them."""
+        self._bytes = None
+        if self._map is not None:
+            with suppress(BufferError):  # somebody holds a view
+                self._map.close()
+            self._map = None

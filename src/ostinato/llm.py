@@ -1,0 +1,395 @@
+"""The Python face: `LLM` opens a model and answers; `Completion` is an answer, `Piece` a part of one.
+
+It joins the rooms (files, text, engine) and holds no arithmetic of its own. The walk of one request through
+the files is told in docs/walk.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self, TypeAlias, overload
+
+import torch
+from torch import Tensor
+
+from ostinato.decoder.pooling import pooling as pooling_named
+from ostinato.engine.defaults import default_sampling
+from ostinato.engine.engine import Engine, FinishReason, Token
+from ostinato.engine.placement import Placement, settle
+from ostinato.errors import BadInput, Unsupported
+from ostinato.files import store
+from ostinato.files.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.registry import build_model, read_shape
+from ostinato.options import LoadOptions, Sampling, from_words
+from ostinato.text.stream import TextStream
+from ostinato.text.template import ChatTemplate, template_from_folder, template_from_gguf
+from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+
+Prompt: TypeAlias = str | Sequence[int]
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds: loading the model, the prompt, until the first token, all further tokens; and their pace."""
+
+    load_s: float
+    prefill_s: float
+    first_token_s: float
+    decode_s: float
+    decode_tok_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability under the model, and the most likely tokens beside it."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer: its text, its tokens (the one that ended it included), and how it came about."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None
+    timings: Timings
+    seed: int
+    _digest: Callable[[], str] = field(repr=False, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the model, the options that matter and the token ids: same digest, same computation."""
+        return self._digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer as it comes: text that can be shown, the token behind it; the last has the whole."""
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    completion: Completion | None = None
+
+
+class Score(NamedTuple):
+    """How well a model predicts a text: tokens predicted, their summed negative log-likelihood, exp of its mean."""
+
+    n_tokens: int
+    nll: float
+    perplexity: float
+
+
+class LLM:
+    """A model, ready to answer.
+
+    >>> with LLM("smollm2", context=4096) as llm:                                      # doctest: +SKIP
+    ...     print(llm.generate("Once upon a time", Sampling(max_tokens=64)).text)
+
+    `model` is a path (a GGUF file or a safetensors folder) or a name that the store knows. Options are those of
+    `LoadOptions`; an unknown one is refused. `progress` is told (bytes read, bytes in all) while weights load,
+    `talk` a sentence where something was settled otherwise than one might expect. One request runs at a time: other
+    threads wait for their turn.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = store.DEFAULT,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        talk: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> None:
+        say = talk or (lambda _: None)
+        wanted = from_words(LoadOptions, options)
+        if wanted.threads is not None:
+            torch.set_num_threads(wanted.threads)
+        self.name = str(model)
+        self.path = store.resolve(self.name, talk=say)
+        started = time.perf_counter()
+        self._checkpoint = open_checkpoint(self.path)
+        self._options = wanted
+        self._placement = self._load(say, progress)
+        self.load_s = time.perf_counter() - started
+
+    def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Placement:
+        checkpoint = self._checkpoint
+        shape = read_shape(checkpoint)
+        placement = settle(checkpoint, shape, self._options, talk)
+        self.tokenizer, self.template = _text_of(checkpoint)
+        self._defaults = default_sampling(checkpoint)
+        model = build_model(
+            checkpoint,
+            shape,
+            dtype=placement.dtype,
+            device=placement.device,
+            context=placement.context,
+            progress=progress,
+        )
+        self.shape = shape
+        self._engine = Engine(model, placement, self.tokenizer.eog_ids)
+        return placement
+
+    @property
+    def device(self) -> str:
+        return str(self._placement.device)
+
+    @property
+    def mode(self) -> str:
+        return self._placement.mode
+
+    @property
+    def dtype(self) -> str:
+        return str(self._placement.dtype).removeprefix("torch.")
+
+    @property
+    def kv_type(self) -> str:
+        return self._placement.kv_type
+
+    @property
+    def context(self) -> int:
+        return self._placement.context
+
+    # Answers
+
+    @overload
+    def generate(self, prompt: str, sampling: Sampling | None = None) -> Completion: ...
+    @overload
+    def generate(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str] | list[list[int]], sampling: Sampling | None = None) -> list[Completion]: ...
+    def generate(self, prompt: Any, sampling: Sampling | None = None) -> Any:
+        """The answer to a prompt (text, or token ids as they are); a list of prompts gives a list, in order.
+
+        >>> llm.generate(["one", "two"], Sampling(max_tokens=8))                       # doctest: +SKIP
+        """
+        if _is_one_prompt(prompt):
+            return _last(self.stream(prompt, sampling))
+        return [_last(self.stream(one, sampling)) for one in prompt]
+
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Piece]:
+        """The answer piece by piece; pieces join to the whole text, and the last holds the `Completion`.
+
+        >>> for piece in llm.stream("Once upon a time"): print(piece.text, end="")     # doctest: +SKIP
+        """
+        ids = self._prompt_ids(prompt)
+        return self._stream_ids(ids, sampling or Sampling())
+
+    @overload
+    def chat(self, messages: Messages, sampling: Sampling | None = None, **template_options: Any) -> Completion: ...
+    @overload
+    def chat(
+        self, messages: Sequence[Messages], sampling: Sampling | None = None, **template_options: Any
+    ) -> list[Completion]: ...
+    def chat(self, messages: Any, sampling: Sampling | None = None, **template_options: Any) -> Any:
+        """The answer to a conversation through the model's chat template; a list of conversations gives a list.
+
+        >>> llm.chat([{"role": "user", "content": "hi"}])                              # doctest: +SKIP
+        """
+        if messages and isinstance(messages[0], (list, tuple)):
+            return [_last(self.stream_chat(one, sampling, **template_options)) for one in messages]
+        return _last(self.stream_chat(messages, sampling, **template_options))
+
+    def stream_chat(
+        self, messages: Messages, sampling: Sampling | None = None, **template_options: Any
+    ) -> Iterator[Piece]:
+        """Like `stream`, for a conversation. Further words (`tools`, `enable_thinking`) go to the template."""
+        return self._stream_ids(self.chat_ids(messages, **template_options), sampling or Sampling())
+
+    def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
+        """The prompt ids of a conversation."""
+        if self.template is None:
+            raise Unsupported(
+                f"{self.name} has no chat template, so it has no notion of a conversation; "
+                "give it plain text instead (generate, or `ostinato run --raw`)"
+            )
+        text = self.template.render(messages, **template_options)
+        ids = self.tokenizer.encode(text, bos=False, special=True)
+        bos = self.tokenizer.bos_id
+        # Most templates write BOS themselves; a second one would be a token the model never saw there.
+        return [bos, *ids] if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos] else ids
+
+    # Text and tokens
+
+    def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+        """Token ids of a text; `bos` adds BOS and EOS as the file says, `special` parses special tokens in it."""
+        return self.tokenizer.encode(text, bos=bos, special=special)
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """The text of token ids, control tokens hidden."""
+        return self.tokenizer.decode(ids)
+
+    # What the model computes
+
+    def logits(self, ids: Sequence[int]) -> Tensor:
+        """Teacher forced: float32 [n, vocab], row i being what the model expects after ids[: i + 1]."""
+        return torch.cat(list(self._engine.logits(ids)))
+
+    def score(self, text: str) -> Score:
+        """How well the model predicts a text, every token but the first from those before it.
+
+        A text longer than the context is scored in stretches of the context that share one token.
+        """
+        ids = self.tokenize(text)
+        if len(ids) < 2:
+            raise BadInput("a text of at least two tokens is needed to score one by the other")
+        nll = 0.0
+        step = max(1, self.context - 1)
+        for start in range(0, len(ids) - 1, step):
+            nll += self._nll(ids[start : start + step + 1])
+        n_tokens = len(ids) - 1
+        return Score(n_tokens, nll, math.exp(min(nll / n_tokens, 700.0)))
+
+    def _nll(self, ids: Sequence[int]) -> float:
+        targets = torch.tensor(ids[1:])
+        nll, done = 0.0, 0
+        for chunk in self._engine.logits(ids[:-1]):
+            wanted = targets[done : done + len(chunk)].to(chunk.device)
+            nll += float(torch.nn.functional.cross_entropy(chunk, wanted, reduction="none").double().sum())
+            done += len(chunk)
+        return nll
+
+    def embed(self, texts: str | Sequence[str], pooling: str = "mean", *, normalize: bool = True) -> Tensor:
+        """One vector per text, float32 [texts, hidden], from the last hidden rows; of unit length unless told not."""
+        pool = pooling_named(pooling)
+        texts = [texts] if isinstance(texts, str) else texts
+        if not texts:
+            return torch.empty((0, self.shape.hidden))
+        vectors = torch.stack([pool(self._engine.hidden(self.tokenize(text))) for text in texts])
+        return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
+
+    # Life
+
+    def close(self) -> None:
+        """Give back the files and helpers; the object is of no use afterwards."""
+        if self.template is not None:
+            self.template.close()
+        self._checkpoint.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # One answer
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if not prompt:
+            raise BadInput("the prompt is empty; give it some text")
+        return self.tokenizer.encode(prompt)
+
+    def _settled(self, sampling: Sampling) -> Sampling:
+        settled = sampling.over(self._defaults)
+        return settled if settled.seed is not None else dataclasses.replace(settled, seed=secrets.randbits(53))
+
+    def _stream_ids(self, prompt: list[int], sampling: Sampling) -> Iterator[Piece]:
+        settled = self._settled(sampling)
+        self._engine.check(prompt, room=1)  # here, not at the first piece: a bad prompt is refused by the call
+        return self._pieces(prompt, settled)
+
+    def _pieces(self, prompt: list[int], sampling: Sampling) -> Iterator[Piece]:
+        started = time.perf_counter()
+        text = TextStream(self.tokenizer, sampling.stop)
+        tokens: list[Token] = []
+        shown: list[str] = []
+        for token in self._engine.generate(prompt, sampling):
+            tokens.append(token)
+            ended = token.finish_reason == "stop"
+            new = "" if ended else text.push(token.choice.token)
+            reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
+            if reason is not None and not text.stopped:
+                new += text.finish()
+            shown.append(new)
+            if reason is None:
+                yield Piece(new, token.choice.token)
+                continue
+            completion = self._completion("".join(shown), tokens, prompt, sampling, reason, started)
+            yield Piece(new, token.choice.token, reason, completion)
+            return
+
+    def _completion(
+        self,
+        text: str,
+        tokens: Sequence[Token],
+        prompt: Sequence[int],
+        sampling: Sampling,
+        reason: FinishReason,
+        started: float,
+    ) -> Completion:
+        first, last = tokens[0].at, tokens[-1].at
+        n_more, seconds = len(tokens) - 1, last - first
+        ids = tuple(token.choice.token for token in tokens)
+        logprobs = tuple(TokenLogprob(t.choice.token, t.choice.logprob, t.choice.top) for t in tokens)
+        assert sampling.seed is not None  # settled
+        return Completion(
+            text=text,
+            token_ids=ids,
+            prompt_ids=tuple(prompt),
+            finish_reason=reason,
+            logprobs=logprobs if sampling.logprobs is not None else None,
+            timings=Timings(
+                load_s=self.load_s,
+                prefill_s=first - started,
+                first_token_s=first - started,
+                decode_s=seconds,
+                decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
+            ),
+            seed=sampling.seed,
+            _digest=lambda: self._digest(sampling, prompt, ids),
+        )
+
+    def _digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> str:
+        words = dataclasses.asdict(sampling)
+        if not sampling.temperature:
+            words["seed"] = None  # nothing was drawn
+        words["logit_bias"] = sorted(sampling.logit_bias.items())
+        content = {
+            "model": self._checkpoint.fingerprint(),
+            "dtype": self.dtype,
+            "kv_type": self.kv_type,
+            "context": self.context,
+            "sampling": words,
+            "prompt_ids": list(prompt),
+            "token_ids": list(ids),
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _is_one_prompt(prompt: Any) -> bool:
+    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+
+
+def _last(pieces: Iterator[Piece]) -> Completion:
+    for piece in pieces:
+        if piece.completion is not None:
+            return piece.completion
+    raise AssertionError("a stream ended without its completion")
+
+
+def _text_of(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
+    path = checkpoint.path
+    if checkpoint.format == "gguf":
+        tokenizer = tokenizer_from_gguf(checkpoint.metadata, path)
+        return tokenizer, template_from_gguf(checkpoint.metadata, tokenizer, path)
+    tokenizer = tokenizer_from_folder(path)
+    return tokenizer, template_from_folder(path, tokenizer)

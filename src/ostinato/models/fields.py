@@ -1,0 +1,88 @@
+"""Typed reading of a model's own description: GGUF metadata or config.json, with errors that name the key.
+
+A key is read with the type and the range it must have; what is missing or mistyped is a `BadFile` that says
+where, so that no family file checks anything itself.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ostinato.errors import BadFile
+
+T = TypeVar("T")
+_MOST = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A mapping of a model's settings, read under a prefix (`llama.` in GGUF, none in config.json)."""
+
+    values: Mapping[str, Any]
+    path: Path
+    prefix: str = ""
+
+    def has(self, key: str) -> bool:
+        return self.values.get(self.prefix + key) is not None
+
+    def raw(self, key: str) -> Any:
+        """The value as the file has it; None where it is absent or null."""
+        return self.values.get(self.prefix + key)
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= _MOST:
+            raise self._wrong(key, value, f"a whole number from {least} to {_MOST}")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self._present(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self._wrong(key, value, "a finite number")
+        return float(value)
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        value = self.number(key, default)
+        if value <= 0:
+            raise self._wrong(key, value, "greater than 0")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._present(key, default)
+        if not isinstance(value, bool):
+            raise self._wrong(key, value, "true or false")
+        return value
+
+    def word(self, key: str, default: str | None = None) -> str:
+        value = self._present(key, default)
+        if not isinstance(value, str):
+            raise self._wrong(key, value, "a word")
+        return value
+
+    def numbers(self, key: str, length: int) -> tuple[float, ...]:
+        value = self._present(key, None)
+        good = isinstance(value, (list, tuple)) and len(value) == length
+        if not good or not all(isinstance(v, (int, float)) and math.isfinite(v) and v > 0 for v in value):
+            raise self._wrong(key, value, f"a list of {length} positive numbers")
+        return tuple(float(v) for v in value)
+
+    def inside(self, key: str) -> "Fields":
+        """The mapping under a key, read the same way; an absent one is empty."""
+        value = self.raw(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise self._wrong(key, value, "an object")
+        return Fields(value or {}, self.path)
+
+    def _present(self, key: str, default: T | None) -> Any:
+        value = self.raw(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise BadFile(f"{self.path}: the setting {self.prefix + key!r} is missing; the file is incomplete")
+        return default
+
+    def _wrong(self, key: str, value: object, wanted: str) -> BadFile:
+        shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
+        return BadFile(f"{self.path}: the setting {self.prefix + key!r} is {shown}; it must be {wanted}")

@@ -1,0 +1,151 @@
+"""gemma2 and gemma3: norms before and after each block, scaled embeddings, layers that see a window and layers
+that see everything. gemma2 caps its scores and logits by tanh; gemma3 norms query and key heads and turns its
+window layers by another rope base. Safetensors keep a norm's weight as its distance from 1, GGUF as it is.
+"""
+
+from dataclasses import replace
+
+from ostinato.files.checkpoint import Checkpoint
+from ostinato.models import rope as ropes
+from ostinato.models.blocks import Layer
+from ostinato.models.builder import Builder
+from ostinato.models.family import COMMON_NAMES, Family
+from ostinato.models.fields import Fields
+from ostinato.models.rope import Rope
+from ostinato.models.shape import Shape, common_from_config, common_from_gguf, layer_types
+from ostinato.models.weights import plus_one
+
+LOCAL_BASE = 10_000.0
+# GGUF does not state the scale of the queries: these sizes take it from the hidden size, all others from the head.
+SCALED_BY_HIDDEN = {("gemma2", 46), ("gemma3", 62)}
+
+
+def windowed(shape: Shape, window: int, global_every: int) -> Shape:
+    """Every `global_every`-th layer sees everything, the rest a window."""
+    return replace(shape, windows=tuple(None if (i + 1) % global_every == 0 else window for i in range(shape.n_layers)))
+
+
+def gemma_from_gguf(checkpoint: Checkpoint, family: str, window: int, global_every: int) -> Shape:
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    shape = common_from_gguf(checkpoint, family, "halves")
+    by_hidden = (family, shape.n_layers) in SCALED_BY_HIDDEN
+    shape = replace(
+        shape,
+        activation="gelu_tanh",
+        embedding_scale=shape.hidden**0.5,
+        query_scale=(shape.hidden / shape.n_heads if by_hidden else shape.head_width) ** -0.5,
+    )
+    return windowed(shape, f.integer("attention.sliding_window", window), global_every)
+
+
+def gemma2_from_gguf(checkpoint: Checkpoint) -> Shape:
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    return replace(
+        gemma_from_gguf(checkpoint, "gemma2", 4096, global_every=2),
+        attention_softcap=f.positive("attn_logit_softcapping", 50.0),
+        logit_softcap=f.positive("final_logit_softcapping", 30.0),
+    )
+
+
+def gemma3_from_gguf(checkpoint: Checkpoint) -> Shape:
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    shape = gemma_from_gguf(checkpoint, "gemma3", 1024, global_every=6)
+    whole = ropes.from_gguf(f, shape.head_width, "halves", default_base=1_000_000.0)
+    cap = f.positive("final_logit_softcapping") if f.has("final_logit_softcapping") else None
+    return replace(two_ropes(shape, whole, f.positive("rope.freq_base_swa", LOCAL_BASE)), logit_softcap=cap)
+
+
+def two_ropes(shape: Shape, whole: Rope, local_base: float) -> Shape:
+    local = Rope(local_base, whole.width, whole.pairing)
+    return replace(shape, ropes=tuple(whole if window is None else local for window in shape.windows))
+
+
+def gemma_from_config(checkpoint: Checkpoint, family: str, global_every: int) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    shape = common_from_config(checkpoint, family)
+    window = c.integer("sliding_window", 4096)
+    if c.has("layer_types"):
+        kinds = layer_types(c, shape.n_layers)
+        shape = replace(shape, windows=tuple(window if k == "sliding_attention" else None for k in kinds))
+    else:
+        shape = windowed(shape, window, c.integer("sliding_window_pattern", global_every))
+    cap = "final_logit_softcapping"
+    return replace(
+        shape,
+        embedding_scale=shape.hidden**0.5,
+        query_scale=c.positive("query_pre_attn_scalar", shape.head_width) ** -0.5,
+        logit_softcap=c.positive(cap) if c.has(cap) else None,
+        tied_head=c.flag("tie_word_embeddings", True),
+    )
+
+
+def gemma2_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    shape = gemma_from_config(checkpoint, "gemma2", global_every=2)
+    cap = "attn_logit_softcapping"
+    return replace(shape, attention_softcap=c.positive(cap) if c.has(cap) else None)
+
+
+def gemma3_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    shape = gemma_from_config(checkpoint, "gemma3", global_every=6)
+    whole = ropes.from_config(c, shape.head_width, kind="full_attention", default_base=1_000_000.0)
+    local = c.positive("rope_local_base_freq", LOCAL_BASE)
+    if c.inside("rope_parameters").has("sliding_attention"):
+        local = ropes.from_config(c, shape.head_width, kind="sliding_attention", default_base=local).base
+    return two_ropes(shape, whole, local)
+
+
+def gemma2_layer(b: Builder, i: int) -> Layer:
+    return sandwich(b, i, qk_norm=False)
+
+
+def gemma3_layer(b: Builder, i: int) -> Layer:
+    return sandwich(b, i, qk_norm=True)
+
+
+def sandwich(b: Builder, i: int, *, qk_norm: bool) -> Layer:
+    return Layer(
+        attention_norm=b.norm(f"blk.{i}.attn_norm"),
+        attention=b.attention(i, qk_norm=qk_norm),
+        after_attention=b.norm(f"blk.{i}.post_attention_norm"),
+        mlp_norm=b.norm(f"blk.{i}.ffn_norm"),
+        mlp=b.gated_mlp(i),
+        after_mlp=b.norm(f"blk.{i}.post_ffw_norm"),
+    )
+
+
+NAMES = {
+    **COMMON_NAMES,
+    "model.layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
+    "model.layers.*.pre_feedforward_layernorm": "blk.*.ffn_norm",
+    "model.layers.*.post_feedforward_layernorm": "blk.*.post_ffw_norm",
+}
+NORMS = {
+    f"{name}.weight": plus_one
+    for name in (
+        "output_norm", "attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm",
+    )
+}  # fmt: skip
+
+GEMMA2 = Family(
+    "gemma2",
+    gemma2_layer,
+    gguf="gemma2",
+    hf=("Gemma2ForCausalLM",),
+    shape_from_gguf=gemma2_from_gguf,
+    shape_from_config=gemma2_from_config,
+    names=NAMES,
+    config_transforms=NORMS,
+)
+
+GEMMA3 = Family(
+    "gemma3",
+    gemma3_layer,
+    gguf="gemma3",
+    hf=("Gemma3ForCausalLM",),
+    shape_from_gguf=gemma3_from_gguf,
+    shape_from_config=gemma3_from_config,
+    names=NAMES,
+    config_transforms=NORMS,
+)

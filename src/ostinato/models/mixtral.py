@@ -1,0 +1,31 @@
+"""mixtral: llama's blocks with routed experts. Its GGUF files call themselves llama and are read there."""
+
+from dataclasses import replace
+
+from ostinato.files.checkpoint import Checkpoint
+from ostinato.models.family import COMMON_NAMES, Family
+from ostinato.models.fields import Fields
+from ostinato.models.llama import layer
+from ostinato.models.shape import ExpertShape, Shape, common_from_config
+
+
+def shape_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    shape = common_from_config(checkpoint, "mixtral")
+    n_experts, n_used = c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2)
+    return replace(shape, experts=ExpertShape(n_experts, n_used, shape.ff_width, renormalise=True))
+
+
+MIXTRAL = Family(
+    "mixtral",
+    layer,
+    hf=("MixtralForCausalLM",),
+    shape_from_config=shape_from_config,
+    names={
+        **COMMON_NAMES,
+        "model.layers.*.block_sparse_moe.gate": "blk.*.ffn_gate_inp",
+        "model.layers.*.block_sparse_moe.experts.*.w1": "blk.*.ffn_gate.*",
+        "model.layers.*.block_sparse_moe.experts.*.w3": "blk.*.ffn_up.*",
+        "model.layers.*.block_sparse_moe.experts.*.w2": "blk.*.ffn_down.*",
+    },
+)

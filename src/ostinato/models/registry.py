@@ -1,0 +1,69 @@
+"""The table of families, and the way from a checkpoint to a model. A new family is one file and one line here."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
+
+import torch
+
+from ostinato.errors import UnknownName, Unsupported, listing
+from ostinato.files.checkpoint import Checkpoint
+from ostinato.kernels.table import ops_for
+from ostinato.models.blocks import Model
+from ostinato.models.builder import Builder
+from ostinato.models.family import BUFFERS, Family
+from ostinato.models.gemma import GEMMA2, GEMMA3
+from ostinato.models.gpt2 import GPT2
+from ostinato.models.llama import LLAMA
+from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.phi3 import PHI3
+from ostinato.models.qwen2 import QWEN2
+from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
+from ostinato.models.shape import Shape
+from ostinato.models.weights import Progress, Weights, translate
+
+FAMILIES: Final = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL)
+
+BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.gguf: f for f in FAMILIES if f.gguf is not None})
+BY_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMILIES for name in f.hf})
+
+
+def family_of(checkpoint: Checkpoint) -> Family:
+    """The family of a checkpoint's architecture; an unknown one is refused with the list of known ones."""
+    known = BY_GGUF if checkpoint.format == "gguf" else BY_CONFIG
+    name = checkpoint.architecture
+    if name.endswith("ForConditionalGeneration") or "vision_config" in checkpoint.metadata:
+        raise Unsupported(f"{checkpoint.path}: {name} takes images too; vision models are not supported")
+    if name not in known:
+        raise UnknownName(f"{checkpoint.path}: the architecture {name!r} is not known; known: {listing(name, known)}")
+    return known[name]
+
+
+def read_shape(checkpoint: Checkpoint) -> Shape:
+    """What the model is, from its metadata alone."""
+    family = family_of(checkpoint)
+    read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
+    assert read is not None  # the tables above hold only families that can
+    return read(checkpoint)
+
+
+def build_model(
+    checkpoint: Checkpoint,
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    context: int,
+    progress: Progress | None = None,
+) -> Model:
+    """The model with its weights on `device` in `dtype`, for an engine of that context."""
+    family = family_of(checkpoint)
+    if checkpoint.format == "gguf":
+        names = {name: name for name in checkpoint.tensors}
+        weights = Weights(checkpoint, names, dtype, device)
+    else:
+        names = translate(checkpoint.tensors, family.names, BUFFERS)
+        weights = Weights(checkpoint, names, dtype, device, family.config_transforms)
+    model = family.build(Builder(shape, weights, ops_for(device), context), family.layer)
+    weights.fill(progress)
+    return model

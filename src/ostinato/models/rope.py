@@ -1,0 +1,180 @@
+"""Rotary positions of a family: the base, how far each frequency is stretched, and by how much to amplify.
+
+Every scaling scheme (linear, llama3, yarn, longrope, a tensor of factors) comes down to one divisor per
+frequency and one amplitude, so that is all `Rope` keeps. Turning the rows is `kernels/rope.py`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.kernels.rope import Pairing
+from ostinato.models.fields import Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Angles of one kind of layer; `width` is how many elements of a head turn."""
+
+    base: float
+    width: int
+    pairing: Pairing
+    divisors: tuple[float, ...] | None = None
+    amplitude: float = 1.0
+    # longrope keeps two sets of divisors: `divisors` up to original_context, these beyond it
+    long_divisors: tuple[float, ...] | None = None
+    original_context: int | None = None
+
+    def frequencies(self, context: int) -> Tensor:
+        """The angle each pair turns by per position, float32 [width / 2], for an engine of that context."""
+        powers = torch.arange(0, self.width, 2, dtype=torch.int64).float() / self.width
+        plain = 1.0 / self.base**powers
+        long = self.long_divisors if self.original_context and context > self.original_context else None
+        divisors = long or self.divisors
+        return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float32)
+
+    def turns(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for positions [rows], float32 [rows, width / 2], amplified."""
+        angles = positions.float().unsqueeze(-1) * frequencies
+        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+
+
+def linear(width: int, factor: float) -> tuple[float, ...]:
+    return (factor,) * (width // 2)
+
+
+def llama3(width: int, base: float, s: Fields) -> tuple[float, ...]:
+    """Long waves are stretched by the factor, short ones not at all, those between by a blend."""
+    factor = s.positive("factor")
+    low, high = s.positive("low_freq_factor"), s.positive("high_freq_factor")
+    original = s.integer("original_max_position_embeddings")
+    if high <= low:
+        raise BadFile(f"{s.path}: rope scaling llama3 has high_freq_factor {high} <= low_freq_factor {low}")
+
+    def divisor(i: int) -> float:
+        wavelength = 2 * math.pi * math.pow(base, 2 * i / width)
+        blend = min(1.0, max(0.0, (original / wavelength - low) / (high - low)))
+        return 1.0 / ((1 - blend) / factor + blend)
+
+    return tuple(divisor(i) for i in range(width // 2))
+
+
+def yarn(
+    width: int, base: float, factor: float, original: int, beta_fast: float = 32.0, beta_slow: float = 1.0
+) -> tuple[float, ...]:
+    """Pairs that turn more than beta_fast times within the original context keep their pace; slow ones stretch."""
+
+    def pair_that_turns(times: float) -> float:
+        return width * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
+
+    low = max(math.floor(pair_that_turns(beta_fast)), 0)
+    high = min(math.ceil(pair_that_turns(beta_slow)), width - 1)
+
+    def divisor(i: int) -> float:
+        stretched = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
+        return 1.0 / (stretched / factor + (1 - stretched))
+
+    return tuple(divisor(i) for i in range(width // 2))
+
+
+def yarn_amplitude(factor: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+
+
+def longrope_amplitude(stretch: float, original: int) -> float:
+    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+
+
+def from_config(c: Fields, width: int, *, kind: str | None = None, default_base: float = 10_000.0) -> Rope:
+    """The rope that config.json states; `kind` picks one layer type where the file keeps a rope for each."""
+    settings = c.inside("rope_parameters") if c.has("rope_parameters") else c.inside("rope_scaling")
+    if kind is not None and settings.has(kind):
+        settings = settings.inside(kind)
+    base = settings.positive("rope_theta", c.positive("rope_theta", default_base))
+    scheme = settings.word("rope_type", settings.word("type", "default"))
+    width = _turning(settings, c, width)
+    rope = Rope(_above_one(base, c), width, "halves")
+    match scheme:
+        case "default":
+            return rope
+        case "linear":
+            return _with(rope, linear(width, settings.positive("factor")))
+        case "llama3":
+            return _with(rope, llama3(width, base, settings))
+        case "yarn":
+            return _yarn_from_config(rope, settings, c)
+        case "longrope" | "su":
+            return _longrope_from_config(rope, settings, c)
+    raise Unsupported(
+        f"{c.path}: rope scaling {scheme!r} is not supported; known: default, linear, llama3, yarn, longrope"
+    )
+
+
+def _turning(settings: Fields, c: Fields, width: int) -> int:
+    share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", 1.0))
+    return _even(int(width * share), c)
+
+
+def _even(width: int, f: Fields) -> int:
+    if width % 2 or width < 2:
+        raise BadFile(f"{f.path}: {width} elements of a head turn by rotary positions; it must be an even number")
+    return width
+
+
+def _above_one(base: float, f: Fields) -> float:
+    if base <= 1:
+        raise BadFile(f"{f.path}: the rope base is {base}; it must be greater than 1")
+    return base
+
+
+def _with(rope: Rope, divisors: Sequence[float], amplitude: float = 1.0) -> Rope:
+    return Rope(rope.base, rope.width, rope.pairing, tuple(divisors), amplitude)
+
+
+def _yarn_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
+    factor = s.positive("factor")
+    original = s.integer("original_max_position_embeddings", c.integer("max_position_embeddings"))
+    fast, slow = s.positive("beta_fast", 32.0), s.positive("beta_slow", 1.0)
+    amplitude = s.positive("attention_factor", yarn_amplitude(factor))
+    return _with(rope, yarn(rope.width, rope.base, factor, original, fast, slow), amplitude)
+
+
+def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
+    n = rope.width // 2
+    trained = c.integer("max_position_embeddings")
+    original = s.integer(
+        "original_max_position_embeddings", c.integer("original_max_position_embeddings", trained), least=2
+    )
+    stretch = trained / original if original != trained else s.positive("factor", 1.0)
+    amplitude = s.positive("attention_factor", longrope_amplitude(stretch, original))
+    short, long = s.numbers("short_factor", n), s.numbers("long_factor", n)
+    return Rope(rope.base, rope.width, rope.pairing, short, amplitude, long, original)
+
+
+def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 10_000.0) -> Rope:
+    """The rope that GGUF metadata states, tensors of factors apart (`with_factors`)."""
+    turning = _even(f.integer("rope.dimension_count", width), f)
+    if turning > width:
+        raise BadFile(f"{f.path}: {f.prefix}rope.dimension_count is {turning}, wider than a head ({width})")
+    rope = Rope(_above_one(f.positive("rope.freq_base", default_base), f), turning, pairing)
+    # Old files state linear scaling by rope.scale_linear alone.
+    scheme = f.word("rope.scaling.type", "linear" if f.has("rope.scale_linear") else "none")
+    factor = f.positive("rope.scaling.factor", f.positive("rope.scale_linear", 1.0))
+    match scheme:
+        case "none":
+            return rope
+        case "linear":
+            return rope if factor == 1 else _with(rope, linear(turning, factor))
+        case "yarn":
+            original = f.integer("rope.scaling.original_context_length", f.integer("context_length"))
+            fast = f.positive("rope.scaling.yarn_beta_fast", 32.0)
+            slow = f.positive("rope.scaling.yarn_beta_slow", 1.0)
+            amplitude = f.positive("rope.scaling.attn_factor", 1.0) * yarn_amplitude(factor)
+            return _with(rope, yarn(turning, rope.base, factor, original, fast, slow), amplitude)
+        case "longrope":
+            return rope  # its two sets of factors are tensors
+    raise Unsupported(f"{f.path}: rope scaling {scheme!r} is not supported; known: none, linear, yarn, longrope")

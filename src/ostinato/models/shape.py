@@ -1,0 +1,214 @@
+"""What a model is, before any weight is read: sizes, windows, caps, rope, experts.
+
+`read_shape` asks the checkpoint's family; `common_from_gguf` and `common_from_config` read what nearly every
+family states alike, and a family changes by `replace` what it does differently. `docs/add-a-family.md` tells how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.kernels.activation import Activation
+from ostinato.kernels.rope import Pairing
+from ostinato.models import rope as ropes
+from ostinato.models.fields import Fields
+from ostinato.models.rope import Rope
+
+if TYPE_CHECKING:
+    from ostinato.files.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertShape:
+    """Routed experts of a layer: how many there are, how many a row uses, how wide each is."""
+
+    n_experts: int
+    n_used: int
+    ff_width: int
+    renormalise: bool
+    dense_layers: frozenset[int] = frozenset()  # layers with a plain feed-forward block in their place
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One model's sizes and habits; everything `blocks.py` needs to know besides the weights."""
+
+    family: str
+    n_layers: int
+    hidden: int
+    n_heads: int
+    n_kv_heads: int
+    head_width: int
+    ff_width: int
+    vocab: int
+    context: int  # as trained
+    norm_eps: float
+    ropes: tuple[Rope | None, ...]  # per layer; None: no rotary positions
+    windows: tuple[int | None, ...]  # per layer; None: sees everything before it
+    query_scale: float
+    activation: Activation = "silu"
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    embedding_scale: float | None = None
+    experts: ExpertShape | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tied_head: bool = False  # the head is the embedding
+
+    @property
+    def default_context(self) -> int:
+        """As trained; with longrope the range in which its short factors, made for it, hold."""
+        originals = [r.original_context for r in self.ropes if r is not None and r.original_context]
+        return min([self.context, *originals])
+
+
+def everywhere(value: Any, n_layers: int) -> tuple[Any, ...]:
+    return (value,) * n_layers
+
+
+def common_from_gguf(checkpoint: Checkpoint, family: str, pairing: Pairing) -> Shape:
+    """What llama-like GGUF files state under `<architecture>.`"""
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
+        if isinstance(f.raw(key), (list, np.ndarray)):
+            raise Unsupported(f"{f.path}: {f.prefix}{key} differs from layer to layer, which is not supported")
+    hidden, n_heads = f.integer("embedding_length"), f.integer("attention.head_count")
+    head_width = f.integer("attention.key_length", max(1, hidden // n_heads))
+    if f.integer("attention.value_length", head_width) != head_width:
+        raise Unsupported(f"{f.path}: key heads and value heads of different width are not supported")
+    n_layers = f.integer("block_count")
+    rope = with_factors(ropes.from_gguf(f, head_width, pairing), f, checkpoint)
+    window = f.integer("attention.sliding_window", least=0) if f.has("attention.sliding_window") else 0
+    return checked(
+        Shape(
+            family=family,
+            n_layers=n_layers,
+            hidden=hidden,
+            n_heads=n_heads,
+            n_kv_heads=f.integer("attention.head_count_kv", n_heads),
+            head_width=head_width,
+            ff_width=f.integer("feed_forward_length", least=0) or 1,
+            vocab=vocab_rows(checkpoint, "token_embd.weight"),
+            context=f.integer("context_length"),
+            norm_eps=f.positive("attention.layer_norm_rms_epsilon", f.positive("attention.layer_norm_epsilon", 1e-5)),
+            ropes=everywhere(rope, limited(n_layers, f)),
+            windows=everywhere(window or None, n_layers),
+            query_scale=head_width**-0.5,
+            tied_head="output.weight" not in checkpoint.tensors,
+        ),
+        checkpoint,
+    )
+
+
+def common_from_config(checkpoint: Checkpoint, family: str) -> Shape:
+    """What llama-like config.json files state."""
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    head_width = c.integer("head_dim", max(1, hidden // n_heads))
+    n_layers = c.integer("num_hidden_layers")
+    return checked(
+        Shape(
+            family=family,
+            n_layers=n_layers,
+            hidden=hidden,
+            n_heads=n_heads,
+            n_kv_heads=c.integer("num_key_value_heads", n_heads),
+            head_width=head_width,
+            ff_width=c.integer("intermediate_size"),
+            vocab=c.integer("vocab_size"),
+            context=c.integer("max_position_embeddings"),
+            norm_eps=c.positive("rms_norm_eps", 1e-6),
+            ropes=everywhere(ropes.from_config(c, head_width), limited(n_layers, c)),
+            windows=windows_from_config(c, n_layers),
+            query_scale=head_width**-0.5,
+            activation=activation_from_config(c),
+            attention_bias=c.flag("attention_bias", False),
+            mlp_bias=c.flag("mlp_bias", False),
+            tied_head=c.flag("tie_word_embeddings", False),
+        ),
+        checkpoint,
+    )
+
+
+def with_factors(rope: Rope, f: Fields, checkpoint: Checkpoint) -> Rope:
+    """A GGUF file's tensors of rope factors: one set (llama3), or a short and a long one (longrope)."""
+    if "rope_freqs.weight" in checkpoint.tensors:
+        return Rope(rope.base, rope.width, rope.pairing, _factors(checkpoint, "rope_freqs.weight", rope))
+    if "rope_factors_short.weight" not in checkpoint.tensors:
+        return rope
+    trained = f.integer("context_length")
+    original = f.integer("rope.scaling.original_context_length", trained, least=2)
+    amplitude = f.positive("rope.scaling.attn_factor", ropes.longrope_amplitude(trained / original, original))
+    short = _factors(checkpoint, "rope_factors_short.weight", rope)
+    long = _factors(checkpoint, "rope_factors_long.weight", rope)
+    return Rope(rope.base, rope.width, rope.pairing, short, amplitude, long, original)
+
+
+def _factors(checkpoint: Checkpoint, name: str, rope: Rope) -> tuple[float, ...]:
+    info = checkpoint.tensors.get(name)
+    if info is None or info.type != "F32" or info.shape != (rope.width // 2,):
+        found = "absent" if info is None else f"{info.type} {list(info.shape)}"
+        raise BadFile(f"{checkpoint.path}: the tensor {name} is {found}; it must be F32 [{rope.width // 2}]")
+    values = np.ascontiguousarray(checkpoint.raw(name)).reshape(-1).view(np.float32)
+    if not (np.isfinite(values).all() and (values > 0).all()):
+        raise BadFile(f"{checkpoint.path}: the tensor {name} holds factors that are not positive numbers")
+    return tuple(float(v) for v in values)
+
+
+def windows_from_config(c: Fields, n_layers: int) -> tuple[int | None, ...]:
+    """Sliding windows by layer: from `layer_types` where the file has it, else one window for all or none."""
+    window = c.integer("sliding_window", least=0) if c.has("sliding_window") else 0
+    if not window or not c.flag("use_sliding_window", True):
+        return everywhere(None, n_layers)
+    if c.has("layer_types"):
+        return tuple(window if kind == "sliding_attention" else None for kind in layer_types(c, n_layers))
+    first = c.integer("max_window_layers", 0, least=0)
+    return tuple(window if layer >= first else None for layer in range(n_layers))
+
+
+def layer_types(c: Fields, n_layers: int) -> Sequence[str]:
+    """config.json's list of `sliding_attention` and `full_attention`, one per layer."""
+    kinds = c.raw("layer_types")
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(kinds, list) or len(kinds) != n_layers or any(kind not in known for kind in kinds):
+        raise BadFile(f"{c.path}: layer_types must list {n_layers} of {known[0]!r} and {known[1]!r}")
+    return kinds
+
+
+def activation_from_config(c: Fields) -> Activation:
+    name = c.word("hidden_activation", c.word("hidden_act", c.word("activation_function", "silu")))
+    match name:
+        case "silu" | "swish":
+            return "silu"
+        case "gelu_pytorch_tanh" | "gelu_new":
+            return "gelu_tanh"
+    raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: silu, gelu_pytorch_tanh, gelu_new")
+
+
+def vocab_rows(checkpoint: Checkpoint, name: str) -> int:
+    """How many tokens the embedding holds: the file's own word for the size of the vocabulary."""
+    info = checkpoint.tensors.get(name)
+    if info is None:
+        raise BadFile(f"{checkpoint.path}: it has no tensor {name}; a file that holds only a vocabulary cannot be run")
+    return info.shape[0]
+
+
+def limited(n_layers: int, f: Fields) -> int:
+    """The number of layers, refused where no model has so many (before anything of that length is made)."""
+    if n_layers > 10_000:
+        raise BadFile(f"{f.path}: it claims {n_layers} layers; no model has so many, the file is damaged")
+    return n_layers
+
+
+def checked(shape: Shape, checkpoint: Checkpoint) -> Shape:
+    """The sizes, where they agree with each other."""
+    if shape.n_heads % shape.n_kv_heads:
+        raise BadFile(
+            f"{checkpoint.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly"
+        )
+    return shape

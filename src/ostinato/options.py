@@ -1,0 +1,186 @@
+"""What a user may state: how to load a model (`LoadOptions`) and how to choose tokens (`Sampling`).
+
+Frozen records, checked when made, so that nothing below re-checks a value. `None` means that the user did not
+say: a model's own defaults come in by `Sampling.over`. No torch here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar, get_args
+
+from ostinato.errors import BadOption, Unsupported, listing
+
+DType = Literal["auto", "float32", "bfloat16"]
+KVType = Literal["f32", "bf16", "f16", "q8_0"]
+Mode = Literal["auto", "eager"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_SEED = 2**63 - 1
+
+_NOT_HERE = {
+    "lora": "LoRA adapters",
+    "adapter": "LoRA adapters",
+    "mmproj": "vision models",
+    "images": "vision models",
+    "tensor_parallel_size": "several GPUs",
+    "n_gpu_layers": "CPU offload",
+    "cpu_offload_gb": "CPU offload",
+    "speculative_config": "speculative decoding",
+    "draft_model": "speculative decoding",
+}
+
+
+def _check(condition: bool, option: str, value: object, wanted: str) -> None:
+    if not condition:
+        raise BadOption(f"{option} is {value!r}; it must be {wanted}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """How a model is loaded and where it runs."""
+
+    device: str = "auto"
+    mode: Mode = "auto"
+    dtype: DType = "auto"
+    kv_type: KVType | None = None
+    context: int | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        kind, _, number = self.device.partition(":")
+        named = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdecimal())
+        _check(named, "device", self.device, "auto, cpu, cuda or cuda:N")
+        _check(self.mode in get_args(Mode), "mode", self.mode, "auto or eager")
+        _check(self.dtype in get_args(DType), "dtype", self.dtype, "auto, float32 or bfloat16")
+        _check(
+            self.kv_type is None or self.kv_type in get_args(KVType),
+            "kv_type",
+            self.kv_type,
+            "f32, bf16, f16 or q8_0",
+        )
+        _check(
+            self.context is None or _is_count(self.context, 1),
+            "context",
+            self.context,
+            "a whole number from 1",
+        )
+        _check(
+            self.threads is None or _is_count(self.threads, 1),
+            "threads",
+            self.threads,
+            "a whole number from 1",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. What is left out is the model's own default where its files state one.
+
+    >>> Sampling(max_tokens=64, temperature=0).temperature
+    0
+    """
+
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_ids"):
+            value = getattr(self, name)
+            one = isinstance(value, (str, int))
+            object.__setattr__(self, name, (value,) if one else tuple(value))  # lists are welcome; kept hashable
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        self._check_limits()
+        self._check_numbers()
+
+    def _check_limits(self) -> None:
+        most = self.max_tokens
+        _check(most is None or _is_count(most, 1), "max_tokens", most, "a whole number from 1")
+        _check(_is_count(self.min_tokens, 0), "min_tokens", self.min_tokens, "a whole number from 0")
+        _check(
+            most is None or self.min_tokens <= most,
+            "min_tokens",
+            self.min_tokens,
+            f"at most max_tokens ({most})",
+        )
+        _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
+        _check(all(_is_count(i, 0) for i in self.stop_ids), "stop_ids", self.stop_ids, "token ids")
+        seed, n = self.seed, self.logprobs
+        _check(
+            seed is None or (_is_count(seed, 0) and seed <= MAX_SEED),
+            "seed",
+            seed,
+            "a whole number from 0 to 2^63-1",
+        )
+        _check(
+            n is None or (_is_count(n, 0) and n <= MAX_LOGPROBS),
+            "logprobs",
+            n,
+            f"a whole number from 0 to {MAX_LOGPROBS}",
+        )
+
+    def _check_numbers(self) -> None:
+        def number(name: str, low: float, high: float, wanted: str) -> None:
+            value = getattr(self, name)
+            _check(value is None or (_is_number(value) and low <= value <= high), name, value, wanted)
+
+        number("temperature", 0, 100, "a number from 0 to 100")
+        number("top_p", 0, 1, "a number from 0 to 1")
+        number("min_p", 0, 1, "a number from 0 to 1")
+        number("repetition_penalty", 0.01, 100, "a number from 0.01 to 100 (1 is off)")
+        number("presence_penalty", -100, 100, "a number from -100 to 100")
+        number("frequency_penalty", -100, 100, "a number from -100 to 100")
+        _check(
+            self.top_k is None or _is_count(self.top_k, 0),
+            "top_k",
+            self.top_k,
+            "a whole number from 0 (0 is off)",
+        )
+        for token, bias in self.logit_bias.items():
+            _check(_is_count(token, 0), "logit_bias", token, "keyed by token id")
+            _check(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "a number from -100 to 100")
+
+    def over(self, defaults: Sampling) -> Sampling:
+        """This, with `defaults` (the model's own) wherever the user did not say."""
+        said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(defaults, **{k: v for k, v in said.items() if v is not None})
+
+
+Options = TypeVar("Options", LoadOptions, Sampling)
+
+
+def from_words(kind: type[Options], words: Mapping[str, Any]) -> Options:
+    """Build an options record from a mapping; an unknown name is refused with the nearest known one."""
+    known = [f.name for f in dataclasses.fields(kind)]
+    for word in words:
+        if word in _NOT_HERE:
+            raise Unsupported(f"{word!r}: {_NOT_HERE[word]} are not supported (see the README, what is not here)")
+        if word not in known:
+            raise BadOption(f"unknown option {word!r}; known: {listing(word, known)}")
+    return kind(**words)

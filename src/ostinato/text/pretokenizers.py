@@ -1,0 +1,149 @@
+"""How byte-level BPE vocabularies cut text into words before merging, by the names that GGUF files use.
+
+Each name of `tokenizer.ggml.pre` stands for one or more patterns, applied in order: a pattern cuts every piece that
+the ones before it left. Only patterns and defaults live here; docs/tokenizers.md says which names have been checked
+against the ids of another implementation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Regex, pre_tokenizers
+
+from ostinato.errors import Unsupported, listing
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """The patterns of one kind of vocabulary, and what its files leave unsaid."""
+
+    patterns: tuple[str, ...]
+    whole_words: bool = False  # a word that is a token is taken as it is, whatever the merges say
+    add_bos: bool = False  # when the file does not say
+
+    def build(self) -> pre_tokenizers.PreTokenizer:
+        """The pre-tokenizer: words cut by the patterns, their UTF-8 bytes written as printable characters."""
+        cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in self.patterns]
+        as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        return pre_tokenizers.Sequence([*cuts, as_bytes])
+
+
+# Contractions are spelt out letter by letter: a case-insensitive group would also take "ſ" for "s".
+_SHORT = r"'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD]"
+_SPACES = r"\s+(?!\S)|\s+"
+_LINES = rf"\s*[\r\n]+|{_SPACES}"
+_UPPER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}"
+_LOWER = r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+
+
+def _tiktoken(digits: str) -> str:
+    """The pattern of the Llama 3 and Qwen 2 kind; they differ in how many digits make a word."""
+    return rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LINES}"
+
+
+def _cased(digits: str, short: str) -> str:
+    """The pattern of the GPT-4o and Tekken kind, which cuts between lower and upper case."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return (
+        rf"{start}[{_UPPER}]*[{_LOWER}]+{short}|{start}[{_UPPER}]+[{_LOWER}]*{short}|{digits}"
+        rf"| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LINES}"
+    )
+
+
+# Cased letters, as the first DeepSeek vocabularies list them one by one.
+_CASED_LETTERS = (
+    "A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗ"
+    "ὙὛὝ\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec"
+    "\u1ff2-\u1ff4\u1ff6-\u1ffcℂℇℊ-ℓℕℙ-ℝℤ\u2126ℨ\u212a-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ"
+    "𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃"
+)
+_HAN_TO_HANGUL = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_ASCII_PUNCTUATION = r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~]"""
+
+_PLAIN_GPT2 = PreTokenizer((_GPT2,))
+_DIGITS_THEN_GPT2 = PreTokenizer((r"\p{N}", _GPT2))
+_TIKTOKEN_3 = PreTokenizer((_tiktoken(r"\p{N}{1,3}"),))
+_LLAMA3 = PreTokenizer(_TIKTOKEN_3.patterns, whole_words=True, add_bos=True)
+_QWEN2 = PreTokenizer((_tiktoken(r"\p{N}"),))
+_DEEPSEEK3 = PreTokenizer(
+    (
+        r"\p{N}{1,3}",
+        "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+        rf"{_ASCII_PUNCTUATION}[A-Za-z]+|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+"
+        rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_LINES}",
+    )
+)
+_BLOOM = PreTokenizer((r" ?[^(\s|.,!?…。，、।۔،)]+",))
+_BAILING = PreTokenizer(
+    (
+        r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        rf"|\s*[\r\n]|{_SPACES}",
+    )
+)
+_GPT4O = PreTokenizer((_cased(r"\p{N}{1,3}", f"(?:{_SHORT})?"),))
+
+_BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
+    (PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
+    (PreTokenizer((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")), "falcon"),
+    (
+        _PLAIN_GPT2,
+        "gpt-2 mpt olmo jais trillion granite-docling phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de"
+        " jina-v2-code roberta-bpe gigachat a.x-4.0 mellum modern-bert exaone4",
+    ),
+    (_DIGITS_THEN_GPT2, "smollm starcoder refact command-r codeshell exaone minerva-7b mellum2"),
+    (_LLAMA3, "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano"),
+    (_TIKTOKEN_3, "dbrx smaug-bpe glm4 chatglm-bpe"),
+    (_QWEN2, "qwen2 deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo f2llmv2 grok-2"),
+    (
+        PreTokenizer(
+            (
+                rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LINES}",
+            )
+        ),
+        "qwen35",
+    ),
+    (
+        PreTokenizer(
+            (
+                "[\r\n]",
+                rf"\s?[{_CASED_LETTERS}]+",
+                "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+                r"\s+$",
+                _HAN_TO_HANGUL,
+                r"\p{N}+",
+            )
+        ),
+        "deepseek-llm",
+    ),
+    (PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN_TO_HANGUL, r"\p{N}")), "deepseek-coder"),
+    (_DEEPSEEK3, "deepseek-v3 hunyuan-dense joyai-llm"),
+    (PreTokenizer((_cased(r"\p{N}", ""),), whole_words=True, add_bos=True), "tekken"),
+    (_GPT4O, "gpt-4o llama4 kanana2 minimax-m2"),
+    (_BLOOM, "bloom poro-chat gpt3-finnish"),
+    (PreTokenizer((*_BLOOM.patterns, r"\p{N}")), "viking"),
+    (_BAILING, "bailingmoe bailingmoe2 llada-moe"),
+    (
+        PreTokenizer(
+            (rf"{_SHORT}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",),
+        ),
+        "seed-coder",
+    ),
+    (PreTokenizer((r"\p{N}{1,3}", _tiktoken(r"\p{N}+")), whole_words=True), "minicpm5"),
+)
+
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: kind for kind, names in _BY_KIND for name in names.split()}
+
+
+def find_pre_tokenizer(name: str) -> PreTokenizer:
+    """The pre-tokenizer a file names; an unknown name is refused with the known ones.
+
+    >>> find_pre_tokenizer("smollm").add_bos
+    False
+    """
+    found = PRE_TOKENIZERS.get(name)
+    if found is None:
+        known = listing(name, PRE_TOKENIZERS)
+        raise Unsupported(f"the pre-tokenizer {name!r} (tokenizer.ggml.pre) is not known here; known: {known}")
+    return found

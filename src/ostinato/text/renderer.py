@@ -1,0 +1,209 @@
+"""The child process that renders chat templates: JSON lines in, JSON lines out, under limits on memory and time.
+
+A template out of a model file is a stranger's program; jinja2's sandbox keeps it from our objects, and this process
+keeps it from our memory. It is run as a script and imports jinja2 and the standard library only, so that it starts
+quickly and has little to lose. `template.py` is the other end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+PROBE = "7f3a9c51"  # a word no template says of itself
+FILE_NAME = "<template>"  # what jinja2 calls a template made from a string
+
+
+class OutputTooLong(Exception):
+    """The rendered text passed its limit."""
+
+
+class GenerationBlocks(Extension):
+    """`{% generation %} ... {% endgeneration %}` marks the assistant's words for training; here it shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body, lineno=line)
+
+
+def to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as templates expect it: no HTML escapes, and letters as they are."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def raise_exception(message: str) -> None:
+    """How a template refuses a conversation."""
+    raise jinja2.TemplateError(message)
+
+
+def strftime_now(form: str) -> str:
+    """The time of rendering, as a template wants it written."""
+    return datetime.now().strftime(form)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """The sandbox with what chat templates lean on."""
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
+    )
+    made.filters["tojson"] = to_json
+    made.globals["raise_exception"] = raise_exception
+    made.globals["strftime_now"] = strftime_now
+    return made
+
+
+class Template:
+    """One compiled template, and which forms of message content it can show."""
+
+    def __init__(self, source: str, fixed: Mapping[str, Any], max_characters: int) -> None:
+        self._template = environment().from_string(source)
+        self._fixed = fixed
+        self._max_characters = max_characters
+        self._shows: dict[bool, bool] = {}
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        messages = [self._in_a_form_it_shows(message) for message in variables["messages"]]
+        return self._render({**variables, "messages": messages})
+
+    def _render(self, variables: Mapping[str, Any]) -> str:
+        pieces: list[str] = []
+        length = 0
+        for piece in self._template.generate({**variables, **self._fixed}):
+            length += len(piece)
+            if length > self._max_characters:
+                raise OutputTooLong
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def _in_a_form_it_shows(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Content as given where the template shows that form; else as the other form, where it shows that one."""
+        content = message.get("content")
+        if not isinstance(content, (str, list)):
+            return message
+        parts = isinstance(content, list)
+        if self._can_show(parts) or not self._can_show(not parts):
+            return message
+        return {**message, "content": join_text(content) if parts else [{"type": "text", "text": content}]}
+
+    def _can_show(self, parts: bool) -> bool:
+        """Whether a user's words given in this form come out as words, found out by trying once."""
+        if parts not in self._shows:
+            content = [{"type": "text", "text": PROBE}] if parts else PROBE
+            message = {"role": "user", "content": content}
+            try:
+                text = self._render({"messages": [message], "add_generation_prompt": True})
+            except (OutputTooLong, MemoryError):
+                raise
+            except Exception:  # a stranger's program may fail in any way; then it cannot show this form
+                text = ""
+            # A list that was merely printed shows its keys too.
+            self._shows[parts] = PROBE in text and "'text'" not in text and '"text"' not in text
+        return self._shows[parts]
+
+
+def join_text(parts: list[Any]) -> str:
+    """Typed text parts as one string, a line each."""
+    return "\n".join(part["text"] for part in parts)
+
+
+def limit_memory(n_bytes: int) -> None:
+    """Bound this process's address space, where the platform can."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
+    except (ImportError, ValueError, OSError):
+        return
+
+
+def limit_time(seconds: float) -> None:
+    """Bound the processor time of the next render, so that a loop ends even when nobody waits for it any more."""
+    try:
+        import resource
+
+        used = math.ceil(time.process_time() + seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
+    except (ImportError, ValueError, OSError):
+        return
+
+
+def where(error: BaseException) -> str:
+    """`, line 12` when the error arose in a line of the template; of several, the innermost."""
+    line: int | None = getattr(error, "lineno", None)
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == FILE_NAME:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    return f", line {line}" if line is not None else ""
+
+
+def answer(work: Callable[[], str]) -> dict[str, str]:
+    """The reply to one request: the text, or what went wrong and of which kind it was."""
+    try:
+        return {"text": work()}
+    except MemoryError:
+        return {"limit": "memory"}
+    except OutputTooLong:
+        return {"limit": "output"}
+    except RecursionError as error:
+        return {"error": f"it calls itself too deeply{where(error)}"}
+    except jinja2.TemplateSyntaxError as error:
+        return {"error": f"it is not a valid template{where(error)}: {error.message}"}
+    except Exception as error:  # whatever a stranger's program can raise is an answer, never a dead process
+        kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
+        return {"error": f"{kind}{error}{where(error)}"}
+
+
+def main() -> None:
+    """Read the settings, say that we are ready, then answer one request per line until the parent goes away."""
+    lines, replies = sys.stdin.buffer, sys.stdout.buffer
+    settings = json.loads(lines.readline())
+    limit_memory(settings["memory_bytes"])
+    templates: dict[str, Template] = {}
+
+    def render(request: Mapping[str, Any]) -> str:
+        name = request["template"]
+        if name not in templates:
+            templates[name] = Template(settings["sources"][name], settings["fixed"], settings["max_characters"])
+        return templates[name].render(request["variables"])
+
+    def send(reply: Mapping[str, Any]) -> None:
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+
+    send({"ready": True})
+    while line := lines.readline():
+        limit_time(settings["seconds"])
+        reply = answer(lambda line=line: render(json.loads(line)))  # type: ignore[misc]
+        try:
+            send(reply)
+        except MemoryError:
+            send({"limit": "memory"})
+            return
+        if "limit" in reply:
+            return  # the parent starts a fresh process, so that nothing of this one lingers
+
+
+if __name__ == "__main__":
+    main()

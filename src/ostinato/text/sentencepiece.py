@@ -1,0 +1,72 @@
+"""SentencePiece-style vocabularies (`tokenizer.ggml.model` is `llama`): scores decide what merges, bytes are the last resort.
+
+Of all neighbours that join to a token, those whose token has the highest score join first. The `tokenizers` library
+merges by rank, so every way to cut a token into two becomes a merge, ranked by the token's score. Spaces are
+written as U+2581 and runs are not cut into words.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from tokenizers import Tokenizer as Library
+from tokenizers import models
+
+from ostinato.text.specials import Encode, with_specials
+from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
+
+SPACE = "\u2581"
+MAX_TOKEN_CHARACTERS = 1_000
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def sentencepiece_pieces(vocabulary: Vocabulary) -> list[bytes]:
+    """The bytes that each token of the vocabulary adds to a text."""
+    return [piece(text, kind) for text, kind in zip(vocabulary.tokens, vocabulary.types, strict=True)]
+
+
+def piece(text: str, kind: int) -> bytes:
+    """The bytes of one token of the given type."""
+    if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
+        return text.encode()
+    byte = _BYTE.fullmatch(text) if kind == TokenType.BYTE else None
+    return bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode()
+
+
+def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: bool) -> Encode:
+    """The encoder; `space_first` puts a space before a text and before what follows a special token."""
+    scores = facts.numbers("scores", len(vocabulary.tokens), 0.0).tolist()
+    ids = _mergeable(vocabulary, facts)
+    merges = _merges_by_score(ids, scores)
+    bytes_there = {text: id for id, text in enumerate(vocabulary.tokens) if vocabulary.types[id] == TokenType.BYTE}
+    unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
+    known = ids | bytes_there | ({} if unknown is None else {unknown: vocabulary.unk_id})
+    library = Library(models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown))
+
+    def words(text: str, at_start: bool) -> list[int]:
+        spaced = f" {text}" if space_first and at_start else text
+        return library.encode(spaced.replace(" ", SPACE), add_special_tokens=False).ids
+
+    return with_specials(vocabulary, words)
+
+
+def _mergeable(vocabulary: Vocabulary, facts: Facts) -> dict[str, int]:
+    """The tokens that merging may make. Control and byte tokens are left out: text that spells one is only text."""
+    kinds = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE)
+    ids = {text: id for text, id in vocabulary.id_of_text().items() if text and vocabulary.types[id] not in kinds}
+    longest = max(ids, key=len, default="")
+    if len(longest) > MAX_TOKEN_CHARACTERS:
+        raise facts.bad("tokens", f"holds a token of {len(longest)} characters; {MAX_TOKEN_CHARACTERS} is the limit")
+    return ids
+
+
+def _merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every cut of every token into two tokens, the highest score first."""
+    best_first = sorted(ids, key=lambda text: -scores[ids[text]])
+    return [
+        (text[:cut], text[cut:])
+        for text in best_first
+        for cut in range(1, len(text))
+        if text[:cut] in ids and text[cut:] in ids
+    ]

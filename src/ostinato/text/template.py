@@ -1,0 +1,255 @@
+"""Chat templates: a conversation becomes the prompt that a model was trained on.
+
+The template is rendered by `renderer.py` in a child process, because a template is a stranger's program and
+jinja2's sandbox bounds neither its time nor its memory; this module starts that process, waits with a deadline and
+replaces it when it fails. Nothing here knows about token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ostinato.errors import BadFile, BadInput, BadTemplate, OstinatoError
+from ostinato.text.tokenizer import Tokenizer
+
+RENDER_SECONDS = 5.0
+START_SECONDS = 30.0
+MEMORY_BYTES = 512 * 2**20
+MAX_CHARACTERS = 8 * 2**20
+_RENDERER = Path(__file__).with_name("renderer.py")
+
+
+class ChatTemplate:
+    """One model's chat template; safe to use from many threads.
+
+    Content may be text or a list of `{"type": "text", "text": ...}` parts. It reaches the template as it was given
+    if the template shows that form; if not, parts are joined by newlines, or text becomes one part.
+
+    >>> template = ChatTemplate("{{ messages[0]['content'] }}", bos_token="", eos_token="")
+    >>> template.render([{"role": "user", "content": "hi"}])
+    'hi'
+    >>> template.close()
+    """
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        bos_token: str,
+        eos_token: str,
+        tool_source: str | None = None,
+        name: str = "the chat template",
+    ) -> None:
+        self.source = source
+        self.tool_source = tool_source
+        self.name = name
+        self._settings = {
+            "sources": {"default": source, "tools": tool_source},
+            "fixed": {"bos_token": bos_token, "eos_token": eos_token},
+            "seconds": RENDER_SECONDS,
+            "memory_bytes": MEMORY_BYTES,
+            "max_characters": MAX_CHARACTERS,
+        }
+        self._lock = threading.Lock()
+        self._child: _Child | None = None
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Any] | None = None,
+        documents: Sequence[Any] | None = None,
+        **options: Any,
+    ) -> str:
+        """The prompt for `messages`; `options` (such as `enable_thinking`) reach the template by their names."""
+        variables = {
+            **options,
+            "messages": check_messages(messages),
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "documents": documents,
+        }
+        which = "tools" if tools and self.tool_source is not None else "default"
+        try:
+            request = json.dumps({"template": which, "variables": variables}).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise BadInput(f"messages, tools and template options must be plain JSON values: {error}") from error
+        with self._lock:
+            return self._ask(request)
+
+    def close(self) -> None:
+        """End the rendering process; a later render would start another."""
+        with self._lock:
+            self._end_child()
+
+    def _ask(self, request: bytes) -> str:
+        child = self._child
+        if child is None or not child.usable():
+            child = self._child = _Child(self, self._settings)
+        reply = child.ask(request, RENDER_SECONDS)
+        if reply is None or "limit" in reply:
+            self._end_child()
+        if reply is None:
+            raise BadTemplate(f"{self.name} {_why_silent(child)}")
+        if "limit" in reply:
+            raise BadTemplate(f"{self.name} {_LIMITS[reply['limit']]}")
+        if "error" in reply:
+            raise BadTemplate(f"{self.name} failed: {reply['error']}")
+        return str(reply["text"])
+
+    def _end_child(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+
+_MEMORY = f"used more than {MEMORY_BYTES // 2**20} MiB of memory, the limit for a template"
+_LIMITS = {
+    "memory": _MEMORY,
+    "output": f"made more than {MAX_CHARACTERS} characters, the limit for a prompt's text",
+}
+
+
+def _why_silent(child: _Child) -> str:
+    if child.expired:
+        return f"did not finish within {RENDER_SECONDS:g} seconds, the limit for a template"
+    # Without an answer and before its time is up, a process dies of an allocation that could not even be reported.
+    return _MEMORY
+
+
+class _Child:
+    """One rendering process: a request at a time, each with a deadline."""
+
+    def __init__(self, owner: object, settings: Mapping[str, Any]) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", str(_RENDERER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal is for us, not for it
+            )
+        except OSError as error:
+            raise OstinatoError(f"the template renderer could not be started: {error}") from error
+        self._made_by = os.getpid()
+        self.expired = False
+        self.end = weakref.finalize(owner, _end_process, self._process)
+        if self.ask(json.dumps(settings).encode(), START_SECONDS) is None:
+            self.end()
+            code = self._process.returncode
+            raise OstinatoError(f"the template renderer did not start (exit code {code}); is jinja2 installed?")
+
+    def usable(self) -> bool:
+        """Whether it still runs, and is ours: a forked process must not share the parent's."""
+        return self._made_by == os.getpid() and self._process.poll() is None
+
+    def ask(self, request: bytes, seconds: float) -> dict[str, Any] | None:
+        """The reply to one line; None when there was none in time, or the process ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        clock = threading.Timer(seconds, self._expire)
+        clock.daemon = True
+        clock.start()
+        try:
+            self._process.stdin.write(request + b"\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except (BrokenPipeError, ConnectionResetError):
+            line = b""
+        finally:
+            clock.cancel()
+            clock.join()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def _expire(self) -> None:
+        self.expired = True
+        self._process.kill()
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        try:
+            if pipe is not None:
+                pipe.close()
+        except OSError:  # what was still in the pipe has nowhere to go
+            pass
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation as plain dictionaries; `BadInput` names the index of the first that is none."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise BadInput(f"messages is {type(messages).__name__}; it must be a list of messages with role and content")
+    return [_check_message(index, message) for index, message in enumerate(messages)]
+
+
+def _check_message(index: int, message: object) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise BadInput(f"messages[{index}] is {type(message).__name__}; it must have a role and a content")
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise BadInput(f"messages[{index}] has no role; it must be a string such as 'user'")
+    if content is None and not message.get("tool_calls"):
+        raise BadInput(f"messages[{index}] ({role}) has no content")
+    if isinstance(content, Sequence) and not isinstance(content, (str, bytes)):
+        return {**message, "content": [_check_part(index, place, part) for place, part in enumerate(content)]}
+    if content is not None and not isinstance(content, str):
+        kind = type(content).__name__
+        raise BadInput(f"messages[{index}] ({role}) has a content of type {kind}; it must be text or a list of parts")
+    return dict(message)
+
+
+def _check_part(index: int, place: int, part: object) -> dict[str, Any]:
+    what = f"messages[{index}].content[{place}]"
+    if not isinstance(part, Mapping):
+        raise BadInput(f"{what} is {type(part).__name__}; it must be a part such as {{'type': 'text', 'text': ...}}")
+    if part.get("type") != "text":
+        raise BadInput(f"{what} has type {part.get('type')!r}; only text parts are supported")
+    if not isinstance(part.get("text"), str):
+        raise BadInput(f"{what} has no text")
+    return dict(part)
+
+
+def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer, path: Path) -> ChatTemplate | None:
+    """The chat template of a GGUF file, with its tool-using variant where it has one; None for a model without."""
+    key = "tokenizer.chat_template"
+    named = {name: metadata.get(f"{key}.{name}") for name in ("default", "tool_use")}
+    named = {"default": metadata.get(key, named["default"]), "tool_use": named["tool_use"]}
+    return _from_named(named, tokenizer, str(path))
+
+
+def _from_named(named: Mapping[str, object], tokenizer: Tokenizer, where: str) -> ChatTemplate | None:
+    for name, source in named.items():
+        if source is not None and not isinstance(source, str):
+            raise BadFile(f"{where}: the chat template {name!r} is {type(source).__name__}, not text")
+    source, tool_source = named.get("default"), named.get("tool_use")
+    if source is None:
+        source, tool_source = tool_source, None
+    if source is None:
+        return None
+    return ChatTemplate(
+        str(source),
+        bos_token=_text_of(tokenizer, tokenizer.bos_id),
+        eos_token=_text_of(tokenizer, tokenizer.eos_id),
+        tool_source=None if tool_source is None else str(tool_source),
+        name=f"the chat template of {where}",
+    )
+
+
+def _text_of(tokenizer: Tokenizer, id: int | None) -> str:
+    return "" if id is None else tokenizer.token_text(id)
+
+
+def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a model folder; None for a model without."""
+    return None

@@ -1,0 +1,156 @@
+"""Text to token ids and back, for one model: `Tokenizer`, and how to have it from a GGUF file or a folder.
+
+The cutting and merging is the `tokenizers` library's; the beginning and end tokens and the way back to text are
+here. No torch. Which vocabularies are supported is told in docs/tokenizers.md.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ostinato.errors import BadInput, Unsupported, listing
+from ostinato.text.byte_level import byte_level_encoder, byte_level_pieces
+from ostinato.text.pretokenizers import find_pre_tokenizer
+from ostinato.text.sentencepiece import sentencepiece_encoder, sentencepiece_pieces
+from ostinato.text.specials import Encode
+from ostinato.text.vocabulary import Facts, Vocabulary, read_vocabulary
+from ostinato.text.wordpiece import wordpiece_encoder, wordpiece_pieces
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """One model's tokenizer; safe to use from many threads.
+
+    >>> tokenizer.decode(tokenizer.encode("Hello"))            # doctest: +SKIP
+    'Hello'
+    """
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    eog_ids: frozenset[int]
+    add_bos: bool
+    add_eos: bool
+    encoder: Encode
+    texts: Sequence[str]  # the literal text of each token, as the vocabulary has it
+    shown: Sequence[bytes]  # the bytes each token adds to a text
+    hidden: frozenset[int]  # ids that add nothing, unless asked for
+    drops_first_space: bool = False  # a text begins without the space that encoding put before it
+    suffix: tuple[int, ...] = ()  # what ends a text when BOS and EOS are asked for
+
+    def encode(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
+        """The ids of `text`. `bos` adds BOS and EOS as the file says; without `special`, control tokens are text.
+
+        A code point that no UTF-8 text can hold (a lone surrogate) counts as U+FFFD.
+        """
+        ids = self.encoder(_SURROGATE.sub("\ufffd", text), special)
+        if not bos:
+            return ids
+        first = [self.bos_id] if self.add_bos and self.bos_id is not None else []
+        return [*first, *ids, *self.suffix]
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of `ids`; control tokens show nothing unless `special`. Bytes that make no character are U+FFFD."""
+        characters = codecs.getincrementaldecoder("utf-8")("replace")
+        text: list[str] = []
+        start = True
+        for id in ids:
+            text.append(characters.decode(self.piece_bytes(id, start=start, special=special)))
+            start = start and not special and id in self.hidden
+        return "".join([*text, characters.decode(b"", final=True)])
+
+    def piece_bytes(self, id: int, *, start: bool, special: bool = False) -> bytes:
+        """The bytes that `id` adds to a text, at its start or further on."""
+        self._check(id)
+        if id in self.hidden:
+            return self.texts[id].encode() if special else b""
+        piece = self.shown[id]
+        return piece[1:] if start and self.drops_first_space and piece.startswith(b" ") else piece
+
+    def is_hidden(self, id: int) -> bool:
+        """Whether `id` shows nothing in a text."""
+        return id in self.hidden
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """One string per id for people to read: control tokens by name, stray bytes as in `\\xf0`."""
+        return [
+            self.token_text(id) if id in self.hidden else self.shown[id].decode(errors="backslashreplace")
+            for id in map(self._check, ids)
+        ]
+
+    def token_text(self, id: int) -> str:
+        """The literal text of a token, such as "<s>"."""
+        return self.texts[self._check(id)]
+
+    def _check(self, id: int) -> int:
+        if not 0 <= id < self.vocab_size:
+            raise BadInput(f"token id {id} is outside the vocabulary of {self.vocab_size} tokens")
+        return id
+
+
+def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
+    """The tokenizer that a GGUF file's metadata describes; `path` is named in errors."""
+    vocabulary = read_vocabulary(metadata, path)
+    make = _KINDS.get(vocabulary.model)
+    if make is None:
+        known = listing(vocabulary.model, _KINDS)
+        raise Unsupported(f"{path}: tokenizers of the kind {vocabulary.model!r} are not supported; supported: {known}")
+    return make(vocabulary, Facts(metadata, path))
+
+
+def _byte_level(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
+    pre = find_pre_tokenizer(vocabulary.pre)
+    encoder = byte_level_encoder(vocabulary, facts, pre)
+    return _assemble(vocabulary, facts, encoder, byte_level_pieces(vocabulary), add_bos=pre.add_bos)
+
+
+def _sentencepiece(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
+    space_first = facts.flag("add_space_prefix", True)
+    encoder = sentencepiece_encoder(vocabulary, facts, space_first=space_first)
+    made = _assemble(vocabulary, facts, encoder, sentencepiece_pieces(vocabulary), add_bos=True)
+    return replace(made, drops_first_space=space_first)
+
+
+def _wordpiece(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
+    encoder = wordpiece_encoder(vocabulary, facts)
+    made = _assemble(vocabulary, facts, encoder, wordpiece_pieces(vocabulary), add_bos=True)
+    separator = [id for id in [vocabulary.sep_id] if id is not None and facts.flag("add_sep_token", True)]
+    return replace(made, drops_first_space=True, suffix=(*made.suffix, *separator))
+
+
+_KINDS: Mapping[str, Callable[[Vocabulary, Facts], Tokenizer]] = {
+    "gpt2": _byte_level,
+    "llama": _sentencepiece,
+    "bert": _wordpiece,
+}
+
+
+def _assemble(
+    vocabulary: Vocabulary, facts: Facts, encoder: Encode, shown: Sequence[bytes], *, add_bos: bool
+) -> Tokenizer:
+    eos = [id for id in [vocabulary.eos_id] if id is not None and facts.flag("add_eos_token", False)]
+    return Tokenizer(
+        vocab_size=len(vocabulary.tokens),
+        bos_id=vocabulary.bos_id,
+        eos_id=vocabulary.eos_id,
+        eog_ids=vocabulary.eog_ids,
+        add_bos=facts.flag("add_bos_token", add_bos) and vocabulary.bos_id is not None,
+        add_eos=bool(eos),
+        encoder=encoder,
+        texts=vocabulary.tokens,
+        shown=shown,
+        hidden=vocabulary.hidden,
+        suffix=tuple(eos),
+    )
+
+
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a safetensors folder."""
+    raise Unsupported(f"{folder}: tokenizers of folders are not supported yet")

@@ -1,0 +1,79 @@
+"""A model so small that a verb answers at once: one layer of llama with random weights, as a GGUF file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.models import tiny_gguf, tiny_text
+
+CONTEXT = 50_000  # long, so that an answer can be interrupted
+HIDDEN, WIDTH, VOCAB = 32, 48, 300
+
+
+def config(context: int = CONTEXT) -> dict[str, Any]:
+    return {
+        "vocab_size": VOCAB,
+        "hidden_size": HIDDEN,
+        "intermediate_size": WIDTH,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    }
+
+
+def tensors() -> dict[str, Tensor]:
+    random = torch.Generator().manual_seed(5)
+
+    def matrix(rows: int, columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=random) * 0.3
+
+    layer = "model.layers.0."
+    return {
+        "model.embed_tokens.weight": matrix(VOCAB, HIDDEN),
+        "model.norm.weight": torch.ones(HIDDEN),
+        "lm_head.weight": matrix(VOCAB, HIDDEN),
+        f"{layer}input_layernorm.weight": torch.ones(HIDDEN),
+        f"{layer}post_attention_layernorm.weight": torch.ones(HIDDEN),
+        f"{layer}self_attn.q_proj.weight": matrix(HIDDEN, HIDDEN),
+        f"{layer}self_attn.k_proj.weight": matrix(HIDDEN // 2, HIDDEN),
+        f"{layer}self_attn.v_proj.weight": matrix(HIDDEN // 2, HIDDEN),
+        f"{layer}self_attn.o_proj.weight": matrix(HIDDEN, HIDDEN),
+        f"{layer}mlp.gate_proj.weight": matrix(WIDTH, HIDDEN),
+        f"{layer}mlp.up_proj.weight": matrix(WIDTH, HIDDEN),
+        f"{layer}mlp.down_proj.weight": matrix(HIDDEN, WIDTH),
+    }
+
+
+def write(
+    path: Path,
+    *,
+    context: int = CONTEXT,
+    vocabulary_only: bool = False,
+    change: Callable[[dict[str, Any]], object] = lambda metadata: None,
+) -> Path:
+    """The model at `path`; `change` may alter its metadata, `vocabulary_only` leaves its weights out."""
+    weights = {} if vocabulary_only else tensors()
+    tiny_gguf.write(path, "llama", config(context), weights, change=change)
+    return path
+
+
+def without_template(metadata: dict[str, Any]) -> None:
+    del metadata[tiny_template_key()]
+
+
+def tiny_template_key() -> str:
+    return "tokenizer.chat_template"
+
+
+def prompt_of(text: str) -> str:
+    """What the chat template makes of one message."""
+    control = tiny_text.CONTROL_TOKENS
+    return f"{control[1]}user\n{text}{control[2]}\n{control[1]}assistant\n"

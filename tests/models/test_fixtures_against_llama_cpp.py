@@ -1,0 +1,47 @@
+"""The tiny GGUF files are what people have: llama.cpp reads each as transformers reads the folder.
+
+Tolerances are llama.cpp's: it takes GELU from a table of half floats, and rounds activations to the type of the
+weights they meet.
+"""
+
+from pathlib import Path
+from typing import Final
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from tests.models import llama_cpp, tiny
+
+pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: the GGUF fixtures were not compared with it")
+
+TOLERANCES: Final = {
+    "gemma2": 5e-3,
+    "gemma3": 5e-3,
+    "gemma3-linear": 5e-3,
+    "gpt2": 1e-2,
+    "llama-f16": 1e-2,
+    "llama-bf16": 1e-1,
+    "llama-quantised": 3e-1,
+}
+IN_LLAMA_CPP: Final = [
+    name
+    for name, model in tiny.TINY.items()
+    if model.architecture is not None and name != "phi3-window"  # it reads phi3's window, and leaves it unused
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_LLAMA_CPP)
+def test_llama_cpp_reads_a_tiny_gguf_as_transformers_reads_the_model(name: str, tiny_files: Path) -> None:
+    model = tiny.TINY[name]
+    ids = [*tiny.prompt(name), *tiny.reference_greedy(name)]
+    ends = [model.n_prompt, len(ids)]
+    found = llama_cpp.log_probabilities(
+        tiny.gguf(name, tiny_files),
+        [ids[:end] for end in ends],
+        n_vocab=tiny.VOCAB_SIZE,
+        context=model.context or 256,
+    )
+    wanted = torch.stack([tiny.forward(name, ids[:end])[-1].log_softmax(-1) for end in ends])
+    assert_close(found, wanted, atol=TOLERANCES.get(name, 1e-4), rtol=0)

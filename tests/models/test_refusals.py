@@ -1,0 +1,289 @@
+"""What a model file can get wrong is refused by one of our errors, which names it; nothing else comes out."""
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ostinato import LLM
+from ostinato.errors import BadFile, BadInput, UnknownName, Unsupported
+from tests.models import tiny, tiny_gguf
+
+FIRST_Q: Final = "model.layers.0.self_attn.q_proj.weight"
+Change = Callable[[dict[str, Any]], object]
+TensorChange = Callable[[dict[str, Tensor]], object]
+
+
+def spoiled_gguf(
+    tmp: Path,
+    files: Path,
+    *,
+    name: str = "llama",
+    metadata: Change = lambda metadata: None,
+    tensors: TensorChange = lambda tensors: None,
+) -> Path:
+    """The GGUF file of a tiny model after a change to its metadata or its tensors."""
+    architecture = tiny.TINY[name].architecture
+    assert architecture is not None
+    config, weights = tiny.parts_of(name, files)
+    tensors(weights)
+    tiny_gguf.write(tmp / "spoiled.gguf", architecture, config, weights, change=metadata)
+    return tmp / "spoiled.gguf"
+
+
+def spoiled_folder(
+    tmp: Path,
+    files: Path,
+    *,
+    name: str = "llama",
+    config: Change = lambda config: None,
+    tensors: TensorChange = lambda tensors: None,
+) -> Path:
+    """The folder of a tiny model after a change to config.json or to its tensors."""
+    path = tmp / "spoiled"
+    shutil.copytree(tiny.folder(name, files), path)
+    stated, weights = tiny.parts_of(name, files)
+    config(stated)
+    tensors(weights)
+    (path / "config.json").write_text(json.dumps(stated))
+    save_file(weights, path / "model.safetensors")
+    return path
+
+
+def setting(key: str, value: Any) -> Change:
+    """A change that gives a GGUF key another value of the same kind, or takes the key away (None)."""
+
+    def change(metadata: dict[str, Any]) -> None:
+        if value is None:
+            del metadata[key]
+        else:
+            kind = gguf.GGUFValueType.get_type(value)
+            metadata[key] = gguf.GGUFValue(value=value, type=kind)
+
+    return change
+
+
+def refusal(path: Path, kind: type[BadInput] = BadInput, **options: Any) -> str:
+    """The message with which the model is refused."""
+    with pytest.raises(kind) as caught:
+        LLM(path, device="cpu", **options)
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+# GGUF
+
+
+def test_a_tensor_nobody_uses_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({"blk.0.surprise.weight": torch.ones(4, 32)}))
+    assert "blk.0.surprise.weight" in refusal(path, BadFile)
+
+
+@pytest.mark.parametrize("name", [FIRST_Q, "model.norm.weight", "model.embed_tokens.weight"])
+def test_a_missing_tensor_is_named(name: str, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.pop(name))
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 3)
+    assert names.get_name(name, (".weight",)) in refusal(path, BadFile)
+
+
+def test_a_layer_too_few_is_noticed(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, metadata=setting("llama.block_count", 4))
+    assert "blk.3." in refusal(path, BadFile)
+
+
+def test_a_layer_too_many_is_noticed(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, metadata=setting("llama.block_count", 2))
+    assert "blk.2." in refusal(path, BadFile)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (32, 64), (64,), (2, 32, 64)], ids=str)
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(
+    shape: tuple[int, ...], tmp_path: Path, tiny_files: Path
+) -> None:
+    name = "model.layers.1.self_attn.o_proj.weight"
+    path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({name: torch.ones(shape)}))
+    message = refusal(path, BadFile)
+    assert "blk.1.attn_output.weight" in message
+    assert str(list(shape)) in message
+    assert "[64, 64]" in message
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, metadata=setting("general.architecture", "llamma"))
+    message = refusal(path, UnknownName)
+    assert "'llamma'" in message
+    for known in ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2"):
+        assert known in message
+
+
+def test_a_gguf_that_is_only_a_vocabulary_cannot_be_run(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.clear())
+    assert "vocabulary" in refusal(path, BadFile)
+
+
+@pytest.mark.parametrize(
+    "key", ["block_count", "context_length", "embedding_length", "feed_forward_length", "attention.head_count"]
+)
+def test_a_missing_size_is_named(key: str, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, metadata=setting(f"llama.{key}", None))
+    assert f"llama.{key}" in refusal(path, BadFile)
+
+
+WRONG_SETTINGS: Final[Mapping[str, list[Any]]] = {
+    "llama.block_count": [0, -1, 2**31 - 1, "three", 3.5, True],
+    "llama.context_length": [0, "long"],
+    "llama.embedding_length": [0, 63, 2**30],
+    "llama.feed_forward_length": [0, 97, [96, 96, 96]],
+    "llama.attention.head_count": [0, 3, 5, 128, [4, 4, 4]],
+    "llama.attention.head_count_kv": [0, 3, 8, [2, 2, 2]],
+    "llama.attention.key_length": [0, 7, 32],
+    "llama.attention.value_length": [8],
+    "llama.attention.layer_norm_rms_epsilon": [0.0, -1.0, math.nan, math.inf, "small"],
+    "llama.rope.dimension_count": [0, 7, 32, "half"],
+    "llama.rope.freq_base": [0.0, 1.0, -5.0, math.nan],
+    "llama.rope.scaling.type": ["spiral", 7],
+    "llama.rope.scaling.factor": [0.0, -2.0, math.nan],
+    "llama.attention.sliding_window": [-1, "wide"],
+    "llama.expert_count": [4, -1],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_SETTINGS.items() for value in values], ids=str
+)
+def test_a_size_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
+    refusal(spoiled_gguf(tmp_path, tiny_files, metadata=setting(key, value)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("expert_count", 5), ("expert_used_count", 5), ("expert_used_count", 0), ("expert_used_count", None)],
+)
+def test_a_count_of_experts_that_cannot_be_is_refused(
+    key: str, value: int | None, tmp_path: Path, tiny_files: Path
+) -> None:
+    refusal(spoiled_gguf(tmp_path, tiny_files, name="mixtral", metadata=setting(f"llama.{key}", value)))
+
+
+@pytest.mark.parametrize(
+    "factors", [torch.ones(7), torch.zeros(8), torch.full((8,), math.nan), -torch.ones(8)], ids=str
+)
+def test_rope_factors_that_cannot_be_are_refused(factors: Tensor, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, tensors=lambda t: t.update({"rope_freqs.weight": factors}))
+    assert "rope_freqs.weight" in refusal(path, BadFile)
+
+
+def test_long_factors_without_short_ones_are_refused(tmp_path: Path, tiny_files: Path) -> None:
+    extra = {"rope_factors_long.weight": torch.ones(8)}
+    path = spoiled_gguf(tmp_path, tiny_files, name="phi3", tensors=lambda t: t.update(extra))
+    assert "rope_factors_" in refusal(path, BadFile)
+
+
+# Folders
+
+
+def test_a_quantised_folder_is_refused_by_the_name_of_its_method(tmp_path: Path, tiny_files: Path) -> None:
+    quantised = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    path = spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(quantised))
+    assert "gptq" in refusal(path, Unsupported)
+
+
+def test_an_unknown_architecture_of_a_folder_is_refused_with_the_known_ones(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(architectures=["LlamaForCausalLLM"]))
+    message = refusal(path, UnknownName)
+    for name in {model.kind for model in tiny.TINY.values()}:
+        assert name in message
+
+
+def test_a_model_that_takes_images_is_refused_as_such(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(
+        tmp_path, tiny_files, config=lambda c: c.update(architectures=["Gemma3ForConditionalGeneration"])
+    )
+    assert "vision" in refusal(path, Unsupported)
+
+
+def test_a_tensor_of_a_folder_that_nobody_uses_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    extra = {"model.layers.0.adapter.weight": torch.ones(4)}
+    path = spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.update(extra))
+    assert "model.layers.0.adapter.weight" in refusal(path, BadFile)
+
+
+def test_a_bias_that_the_config_does_not_announce_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    extra = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}
+    path = spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.update(extra))
+    assert "model.layers.0.self_attn.q_proj.bias" in refusal(path, BadFile)
+
+
+def test_a_missing_tensor_of_a_folder_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.pop(FIRST_Q))
+    assert "attn_q" in (message := refusal(path, BadFile)) or FIRST_Q in message
+
+
+def test_a_tensor_of_a_folder_with_another_shape_is_named(tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.update({FIRST_Q: torch.ones(64, 32)}))
+    message = refusal(path, BadFile)
+    assert FIRST_Q in message
+    assert "[64, 32]" in message
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path, tiny_files: Path) -> None:
+    numbers = torch.ones(64, 64, dtype=torch.int64)
+    refusal(spoiled_folder(tmp_path, tiny_files, tensors=lambda t: t.update({FIRST_Q: numbers})))
+
+
+WRONG_CONFIGS: Final[Mapping[str, list[Any]]] = {
+    "num_hidden_layers": [None, 0, 2, 4, 2**40, "three", True],
+    "hidden_size": [None, 0, 63, 10**12, [64]],
+    "intermediate_size": [None, 95, -96],
+    "num_attention_heads": [None, 0, 3, 5, 2.0],
+    "num_key_value_heads": [0, 3, 8],
+    "head_dim": [0, 17, 32],
+    "vocab_size": [None, 0, 301, "all"],
+    "max_position_embeddings": [None, 0, -1],
+    "rms_norm_eps": [0, -1e-5, "tiny"],
+    "hidden_act": ["relu", 7],
+    "attention_bias": [True, "no"],
+    "tie_word_embeddings": ["yes"],
+    "layer_types": [["sliding_attention"], "all", ["odd", "even", "odd"]],
+    "rope_parameters": [
+        [],
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "linear", "rope_theta": 1e4},
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 0},
+        {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0},
+        {"rope_type": "yarn", "rope_theta": 1e4, "factor": "four"},
+        {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0], "long_factor": [1.0]},
+        {"rope_type": "default", "rope_theta": 0},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.01},
+        {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 2.0},
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [(key, value) for key, values in WRONG_CONFIGS.items() for value in values], ids=str
+)
+def test_a_config_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
+    stated = {key: value, "sliding_window": 16} if key == "layer_types" else {key: value}
+    refusal(spoiled_folder(tmp_path, tiny_files, config=lambda c: c.update(stated)))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("num_local_experts", 7), ("num_experts_per_tok", 7), ("mlp_only_layers", "none"), ("decoder_sparse_step", 0)],
+)
+def test_a_config_of_experts_that_cannot_be_is_refused(key: str, value: Any, tmp_path: Path, tiny_files: Path) -> None:
+    refusal(spoiled_folder(tmp_path, tiny_files, name="qwen3-moe", config=lambda c: c.update({key: value})))
+
+
+def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_files: Path) -> None:
+    with pytest.raises(BadInput, match="256"):
+        LLM(tiny.gguf("llama", tiny_files), device="cpu", context=257)

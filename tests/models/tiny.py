@@ -1,0 +1,256 @@
+"""Tiny random models of every family, as transformers builds them, and as files of both formats.
+
+`TINY` names them; `build` gives the float32 reference, `folder` and `gguf` the same weights on disk. A model
+is in `TINY` because it turns on something that no other one turns on; where a feature cannot be said in a GGUF
+file, `architecture` is None and only the folder exists.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.models import tiny_folder, tiny_gguf, tiny_text, tiny_weights
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB_SIZE: Final = 300
+N_PROMPT: Final = 48
+N_GREEDY: Final = 64
+WINDOW: Final = 16  # smaller than the prompt, so that it matters
+
+_BASE: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": tiny_text.BOS,
+    "eos_token_id": tiny_text.EOS,
+    "pad_token_id": 0,
+    "rms_norm_eps": 1e-5,
+}
+_GPT2: Final[Mapping[str, Any]] = {
+    "vocab_size": VOCAB_SIZE,
+    "n_embd": 64,
+    "n_layer": 3,
+    "n_head": 4,
+    "n_positions": 256,
+    "bos_token_id": tiny_text.BOS,
+    "eos_token_id": tiny_text.EOS,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TinyModel:
+    """What one tiny model is made of."""
+
+    kind: str  # the class in transformers, as config.json names it
+    architecture: str | None  # general.architecture in GGUF; None: cannot be said there
+    config: Mapping[str, Any]
+    storage: str = "F32"  # F32, F16, BF16, or "quantised": Q8_0 and Q4_0 mixed
+    context: int | None = None  # to be asked for, where the arithmetic depends on it
+    n_prompt: int = N_PROMPT
+
+
+def _llama(architecture: str | None = "llama", storage: str = "F32", **config: Any) -> TinyModel:
+    return TinyModel("LlamaForCausalLM", architecture, {**_BASE, **config}, storage)
+
+
+def _made(kind: str, architecture: str | None, **config: Any) -> TinyModel:
+    return TinyModel(kind, architecture, {**_BASE, **config})
+
+
+def _yarn() -> dict[str, Any]:
+    return {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def _qwen3_moe(architecture: str | None, **config: Any) -> TinyModel:
+    sizes = {"head_dim": 32, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    return _made("Qwen3MoeForCausalLM", architecture, **{**sizes, "norm_topk_prob": True, **config})
+
+
+def _gemma3(**scaling: Any) -> TinyModel:
+    local = {"rope_type": "default", "rope_theta": 1e4}
+    rope = {
+        "sliding_attention": local,
+        "full_attention": {"rope_type": "default", "rope_theta": 1e6, **scaling},
+    }
+    # Every sixth layer is global in the files people have, and a GGUF file does not say so: hence seven layers.
+    sizes = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
+    return _made("Gemma3ForCausalLM", "gemma3", rope_parameters=rope, **sizes)
+
+
+def _gemma2(architecture: str | None, scalar: int) -> TinyModel:
+    caps = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+    sizes = {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": WINDOW,
+    }
+    return _made("Gemma2ForCausalLM", architecture, **sizes, **caps)
+
+
+def _phi3(rope: Mapping[str, Any] | None = None, **config: Any) -> TinyModel:
+    return _made("Phi3ForCausalLM", "phi3", **{"original_max_position_embeddings": 256, **config}, rope_parameters=rope)
+
+
+def _long_phi3(context: int | None, n_prompt: int, share: float, **config: Any) -> TinyModel:
+    n = int(16 * share) // 2
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": share,
+        "short_factor": [1.0 + 0.05 * i for i in range(n)],
+        "long_factor": [1.0 + 0.9 * i for i in range(n)],
+    }
+    sizes = {"max_position_embeddings": 1024, "original_max_position_embeddings": 256}
+    made = _made("Phi3ForCausalLM", "phi3", rope_parameters=rope, **sizes, **config)
+    return TinyModel(made.kind, made.architecture, made.config, context=context, n_prompt=n_prompt)
+
+
+TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
+    {
+        "llama": _llama(),
+        "llama-tied": _llama(tie_word_embeddings=True),
+        "llama-3.1": _llama(
+            rope_parameters={
+                "rope_type": "llama3",
+                "rope_theta": 500.0,  # so that a head of 16 has short waves, long ones and some between
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        ),
+        "llama-linear": _llama(rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+        "llama-bias": _llama(attention_bias=True, mlp_bias=True),
+        "llama-f16": _llama(storage="F16"),
+        "llama-bf16": _llama(storage="BF16"),
+        "llama-quantised": _llama(storage="quantised"),
+        "mistral": _made("MistralForCausalLM", "llama", sliding_window=None),
+        "mistral-window": _made("MistralForCausalLM", None, sliding_window=WINDOW),
+        "qwen2": _made("Qwen2ForCausalLM", "qwen2"),
+        "qwen2-tied": _made("Qwen2ForCausalLM", "qwen2", tie_word_embeddings=True),
+        "qwen2-window": _made(
+            "Qwen2ForCausalLM", None, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1
+        ),
+        "qwen2-yarn": _made("Qwen2ForCausalLM", "qwen2", rope_parameters=_yarn()),
+        "qwen3": _made("Qwen3ForCausalLM", "qwen3", head_dim=16),
+        "qwen3-wide": _made("Qwen3ForCausalLM", "qwen3", head_dim=32, tie_word_embeddings=True),
+        "qwen3-yarn": _made("Qwen3ForCausalLM", "qwen3", head_dim=32, rope_parameters=_yarn()),
+        "gemma2": _gemma2("gemma2", scalar=32),
+        "gemma2-scalar": _gemma2(None, scalar=20),  # only the 27B model has one, which GGUF readers know by its size
+        "gemma3": _gemma3(),
+        "gemma3-linear": _gemma3(rope_type="linear", factor=8.0),
+        "phi3": _phi3(),
+        "phi3-window": _phi3(sliding_window=WINDOW),
+        "phi3-partial": _phi3({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}),
+        "phi3-short": _long_phi3(context=None, n_prompt=N_PROMPT, share=1.0),
+        "phi3-long": _long_phi3(context=512, n_prompt=272, share=1.0),
+        "phi4-mini": _long_phi3(context=512, n_prompt=272, share=0.75, tie_word_embeddings=True),
+        "gpt2": TinyModel("GPT2LMHeadModel", "gpt2", _GPT2),
+        "mixtral": _made("MixtralForCausalLM", "llama", num_local_experts=4, num_experts_per_tok=2),
+        "qwen3-moe": _qwen3_moe("qwen3moe"),
+        "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
+        "qwen3-moe-mixed": _qwen3_moe(None, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3]),
+    }
+)
+
+# Prompts after which no greedy choice is a near tie, where the first prompt has one.
+_PROMPT_SEEDS: Final[Mapping[str, int]] = {
+    "llama": 1,
+    "llama-quantised": 1,
+    "qwen2": 2,
+    "qwen2-yarn": 1,
+    "qwen3-wide": 1,
+    "gemma2-scalar": 2,
+    "gemma3-linear": 1,
+    "phi3-long": 1,
+    "gpt2": 1,
+}
+
+
+@cache
+def build(name: str) -> Any:
+    """The reference: transformers' model with this tiny model's weights, in float32. Not to be changed."""
+    tiny = TINY[name]
+    kind = getattr(transformers, tiny.kind)
+    config = kind.config_class(**json.loads(json.dumps(dict(tiny.config))), attn_implementation="eager")
+    model = kind(config).eval()
+    tiny_weights.fill(model, name, tiny.storage)
+    return model
+
+
+def folder(name: str, tmp: Path, *, style: tiny_folder.Style = "current", shard_size: str | None = None) -> Path:
+    """The model as a safetensors folder under `tmp`, written once."""
+    path = tmp / f"{name}-{style}{'-sharded' if shard_size else ''}"
+    if not path.exists():
+        tiny_folder.write(build(name), path, storage=TINY[name].storage, style=style, shard_size=shard_size)
+    return path
+
+
+def gguf(name: str, tmp: Path, *, parts: int = 1) -> Path:
+    """The model as a GGUF file under `tmp`, or the first of `parts` files, written once."""
+    tiny = TINY[name]
+    assert tiny.architecture is not None, f"{name} cannot be said in a GGUF file"
+    path = tmp / f"{name}.gguf"
+    first = path if parts == 1 else tmp / f"{name}-00001-of-{parts:05d}.gguf"
+    if not first.exists():
+        config, tensors = parts_of(name, tmp)
+        tiny_gguf.write(path, tiny.architecture, config, tensors, storage=tiny.storage, parts=parts)
+    return first
+
+
+def parts_of(name: str, tmp: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The model's config.json and its tensors by their names in a folder, to be written again otherwise."""
+    source = folder(name, tmp)
+    return json.loads((source / "config.json").read_text()), load_file(source / "model.safetensors")
+
+
+def prompt(name: str) -> list[int]:
+    """Random ids, the same for every format of one model; no control tokens."""
+    random = torch.Generator().manual_seed(_PROMPT_SEEDS.get(name, 0))
+    ids: list[int] = torch.randint(3, VOCAB_SIZE, (TINY[name].n_prompt,), generator=random).tolist()
+    return ids
+
+
+@cache
+def reference_logits(name: str) -> Tensor:
+    """float32 [n_prompt, vocab]: transformers' logits for `prompt(name)`."""
+    return forward(name, prompt(name))
+
+
+@cache
+def reference_greedy(name: str) -> tuple[int, ...]:
+    """The 64 ids after `prompt(name)`, each from a whole forward pass, so that no cache can be wrong."""
+    ids = prompt(name)
+    for _ in range(N_GREEDY):
+        ids.append(int(forward(name, ids)[-1].argmax()))
+    return tuple(ids[TINY[name].n_prompt :])
+
+
+def clearest_margin(name: str) -> float:
+    """The smallest distance between the best and the second-best logit along the greedy path."""
+    ids = [*prompt(name), *reference_greedy(name)]
+    best = forward(name, ids)[TINY[name].n_prompt - 1 : -1].topk(2).values
+    return float((best[:, 0] - best[:, 1]).min())
+
+
+def forward(name: str, ids: list[int]) -> Tensor:
+    """transformers' logits [len(ids), vocab], in float32."""
+    with torch.inference_mode():
+        logits: Tensor = build(name)(torch.tensor([ids]), use_cache=False).logits[0]
+    return logits

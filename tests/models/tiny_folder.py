@@ -1,0 +1,90 @@
+"""A tiny model as a safetensors folder, in the two manners of config.json that people have.
+
+"current" is what transformers 5 writes. "original" is what the families' authors published: `rope_theta` and
+`rope_scaling`, no `layer_types`, defaults left out, and in old files buffers that no model needs.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.models import tiny_text
+
+Style = Literal["current", "original"]
+_DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def write(model: Any, folder: Path, *, storage: str, style: Style, shard_size: str | None) -> None:
+    """Save `model` under `folder` with its tokenizer."""
+    folder.mkdir(parents=True)
+    dtype = _DTYPES.get(storage, torch.float32)
+    state = {name: value.to(dtype) for name, value in model.state_dict().items()}
+    model.config.dtype = dtype
+    model.save_pretrained(folder, state_dict=state, max_shard_size=shard_size or "1GB")
+    model.config.dtype = torch.float32
+    tiny_text.write_files(folder)
+    if style == "original":
+        config_path = folder / "config.json"
+        config = json.loads(config_path.read_text())
+        config_path.write_text(json.dumps(original_config(config), indent=2))
+        _rewrite_tensors(folder / "model.safetensors", config)
+
+
+def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same facts under the names of the first releases."""
+    kind = config["model_type"]
+    old = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
+    old["torch_dtype"] = old.pop("dtype")
+    old.pop("transformers_version")
+    if kind in ("gemma2", "gemma3_text", "gpt2"):
+        old.pop("tie_word_embeddings")  # true by default there
+    if kind in ("llama", "mistral", "mixtral", "qwen2") and old.get("head_dim") is not None:
+        assert old["head_dim"] * old["num_attention_heads"] == old["hidden_size"]
+        old.pop("head_dim")
+    if kind == "gemma3_text":
+        old["sliding_window_pattern"] = old.pop("_sliding_window_pattern")
+    if kind == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
+    if kind == "qwen2" and not old["use_sliding_window"]:
+        old["sliding_window"] = 16  # stated, and not used
+    return {**old, **_original_rope(config)}
+
+
+def _original_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    if "rope_parameters" not in config:
+        return {}
+    rope = dict(config["rope_parameters"])
+    found = {}
+    if "full_attention" in rope:
+        found["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = dict(rope["full_attention"])
+    found["rope_theta"] = rope.pop("rope_theta")
+    share = rope.pop("partial_rotary_factor", 1.0)
+    if share != 1.0:
+        found["partial_rotary_factor"] = share
+    if config["model_type"] == "phi3":
+        rope.pop("original_max_position_embeddings", None)  # stands beside rope_scaling in this family
+    if rope["rope_type"] == "default":
+        return {**found, "rope_scaling": None}
+    if config["model_type"] != "gemma3_text" and rope["rope_type"] != "llama3":
+        rope["type"] = rope.pop("rope_type")
+    return {**found, "rope_scaling": rope}
+
+
+def _rewrite_tensors(path: Path, config: Mapping[str, Any]) -> None:
+    """GPT-2 was published without the prefix and with its masks; Llama 2 with the frequencies of its rotation."""
+    tensors = load_file(path)
+    if config["model_type"] == "gpt2":
+        tensors = {name.removeprefix("transformer."): value for name, value in tensors.items()}
+        n = config["n_positions"]
+        for layer in range(config["n_layer"]):
+            tensors[f"h.{layer}.attn.bias"] = torch.ones(n, n).tril().view(1, 1, n, n)
+    elif config["model_type"] == "llama":
+        frequencies = torch.ones(config["hidden_size"] // config["num_attention_heads"] // 2)
+        for layer in range(config["num_hidden_layers"]):
+            tensors[f"model.layers.{layer}.self_attn.rotary_emb.inv_freq"] = frequencies.clone()
+    save_file(tensors, path, metadata={"format": "pt"})

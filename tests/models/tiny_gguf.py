@@ -1,0 +1,209 @@
+"""A tiny model as a GGUF file: the keys, tensor names and layouts that converted models have.
+
+Reads the safetensors folder of the same model and writes with the `gguf` package. What a family keeps
+differently in GGUF (rows of Q and K in pairs, norms plus one, stacked experts, transposed matrices) is done
+here and nowhere else; that llama.cpp reads the result as meant is tested beside.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from torch import Tensor
+
+from tests.models import tiny_text, tiny_weights
+
+Config = Mapping[str, Any]
+
+
+def write(
+    path: Path,
+    architecture: str,
+    config: Config,
+    tensors: Mapping[str, Tensor],
+    *,
+    storage: str = "F32",
+    parts: int = 1,
+    change: Callable[[dict[str, Any]], object] = lambda metadata: None,
+) -> None:
+    """One GGUF file at `path`, or `parts` of them named after it; `change` may spoil the metadata before."""
+    arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    converted = list(_converted(architecture, config, tensors))
+    per_part = math.ceil(len(converted) / parts) if parts > 1 else 0
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
+    _add_metadata(writer, architecture, config)
+    _add_vocabulary(writer)
+    change(writer.kv_data[0])
+    names = gguf.get_tensor_name_map(arch, _n_layers(config))
+    for name, value in converted:
+        # Names with no counterpart in a folder (the rotation's factors) are GGUF names already.
+        new_name = names.get_name(name, try_suffixes=(".weight", ".bias")) or name
+        data, type_ = tiny_weights.pack(value.float().numpy(), tiny_weights.block_type(name, storage))
+        writer.add_tensor(new_name, data, raw_dtype=type_)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _n_layers(config: Config) -> int:
+    return int(config.get("num_hidden_layers") or config["n_layer"])
+
+
+def _rope(config: Config) -> dict[str, Any]:
+    rope = config.get("rope_parameters") or {}
+    return dict(rope.get("full_attention", rope))
+
+
+def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
+    special = {"gpt2": _add_gpt2, "phi3": _add_phi3, "gemma2": _add_gemma2}
+    if architecture in special:
+        special[architecture](writer, config)
+        return
+    _add_common(writer, config)
+    if architecture == "llama":
+        writer.add_vocab_size(config["vocab_size"])
+        writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
+    if architecture == "gemma3":
+        writer.add_sliding_window(config["sliding_window"])
+    if architecture == "qwen3moe":
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+
+
+def _add_sizes(writer: Any, config: Config) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+
+
+def _add_common(writer: Any, config: Config) -> None:
+    _add_sizes(writer, config)
+    rope = _rope(config)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if config.get("num_local_experts"):
+        writer.add_expert_count(config["num_local_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_value_length(config["head_dim"])
+
+
+def _add_gemma2(writer: Any, config: Config) -> None:
+    assert _rope(config)["rope_theta"] == 10_000  # the converter writes no key for it
+    _add_sizes(writer, config)
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_sliding_window(config["sliding_window"])
+
+
+def _add_phi3(writer: Any, config: Config) -> None:
+    _add_sizes(writer, config)
+    rope = _rope(config)
+    original = config["original_max_position_embeddings"]
+    writer.add_rope_scaling_orig_ctx_len(original)
+    share = rope.get("partial_rotary_factor", 1.0)
+    writer.add_rope_dimension_count(int(share * config["hidden_size"]) // config["num_attention_heads"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_sliding_window(config["sliding_window"] or 0)
+    if rope["rope_type"] == "longrope":
+        scale = config["max_position_embeddings"] / original
+        writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(scale) / math.log(original)))
+
+
+def _add_gpt2(writer: Any, config: Config) -> None:
+    writer.add_block_count(config["n_layer"])
+    writer.add_context_length(config["n_positions"])
+    writer.add_embedding_length(config["n_embd"])
+    writer.add_feed_forward_length(4 * config["n_embd"])
+    writer.add_head_count(config["n_head"])
+    writer.add_layer_norm_eps(config["layer_norm_epsilon"])
+
+
+def _add_vocabulary(writer: Any) -> None:
+    tokens = tiny_text.vocabulary()
+    n_control = len(tiny_text.CONTROL_TOKENS)
+    kinds = [gguf.TokenType.CONTROL] * n_control + [gguf.TokenType.NORMAL] * (len(tokens) - n_control)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in tiny_text.MERGES])
+    writer.add_bos_token_id(tiny_text.BOS)
+    writer.add_eos_token_id(tiny_text.EOS)
+    writer.add_pad_token_id(0)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(tiny_text.CHAT_TEMPLATE)
+
+
+def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors under their names in a folder, laid out as GGUF has them; then those that only GGUF has."""
+    for name, value in _stacked_experts(tensors).items():
+        if architecture == "llama" and name.endswith(("q_proj.weight", "q_proj.bias")):
+            value = _in_pairs(value, config["num_attention_heads"])
+        elif architecture == "llama" and name.endswith(("k_proj.weight", "k_proj.bias")):
+            value = _in_pairs(value, config["num_key_value_heads"])
+        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+            value = value + 1
+        elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            value = value.T.contiguous()
+        yield name, value
+    rope = _rope(config)
+    if rope.get("rope_type") == "llama3":
+        yield (
+            "rope_freqs.weight",
+            _llama3_factors(rope, config["hidden_size"] // config["num_attention_heads"]),
+        )
+    if rope.get("rope_type") == "longrope":
+        yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
+        yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
+
+
+def _in_pairs(value: Tensor, n_heads: int) -> Tensor:
+    """Rows of each head from two halves to neighbouring pairs, as llama's rotation wants them in GGUF."""
+    halves = value.view(n_heads, 2, value.shape[0] // n_heads // 2, *value.shape[1:])
+    return halves.transpose(1, 2).reshape(value.shape)
+
+
+def _stacked_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`...experts.3.w1.weight` and its like for all experts become one tensor `...experts.w1.weight`."""
+    done = {name: value for name, value in tensors.items() if ".experts." not in name}
+    groups: dict[str, dict[int, Tensor]] = {}
+    for name, value in tensors.items():
+        if ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            number, _, matrix = after.partition(".")
+            if before.endswith("block_sparse_moe"):
+                # The name map knows mixtral's stacked experts by the names of the first Llama release.
+                before = before.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+            groups.setdefault(f"{before}.experts.{matrix}", {})[int(number)] = value
+    stacked = {name: torch.stack([group[n] for n in sorted(group)]) for name, group in groups.items()}
+    return {**done, **stacked}
+
+
+def _llama3_factors(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    """By how much each frequency of Llama 3.1 is divided: 1 for short waves, `factor` for long ones, a ramp between."""
+    low, high, original = (
+        rope["low_freq_factor"],
+        rope["high_freq_factor"],
+        rope["original_max_position_embeddings"],
+    )
+    factors = []
+    for i in range(0, head_dim, 2):
+        wave = 2 * math.pi * rope["rope_theta"] ** (i / head_dim)
+        smooth = min(1.0, max(0.0, (original / wave - low) / (high - low)))
+        factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
+    return torch.tensor(factors)

@@ -1,0 +1,85 @@
+"""Random weights that let a mistake be seen: every part of a tiny model moves its logits.
+
+Attention is neither flat nor one-hot, norms are away from one, biases away from zero, and logits have a spread
+of about one. What is stored in fewer bits is rounded here first, so that a float32 reference holds exactly the
+values that the file holds.
+"""
+
+import math
+from typing import Any
+from zlib import crc32
+
+import gguf
+import numpy as np
+import torch
+from torch import Tensor
+
+_ROUNDED = {"F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def fill(model: Any, name: str, storage: str) -> None:
+    """Give every parameter of `model` its random value; `name` is the seed."""
+    for parameter_name, parameter in model.named_parameters():
+        random = torch.Generator().manual_seed(crc32(f"{name}/{parameter_name}".encode()))
+        noise = torch.randn(parameter.shape, generator=random, dtype=torch.float32)
+        value = _scaled(parameter_name, noise, model)
+        with torch.no_grad():
+            parameter.copy_(rounded(parameter_name, value, storage))
+
+
+def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
+    kind = model.config.model_type
+    is_gemma = kind.startswith("gemma")
+    if name.endswith("bias"):
+        return noise * 0.2
+    if noise.ndim == 1:
+        is_last = name.endswith(("model.norm.weight", "ln_f.weight"))
+        around = (6.0 if is_gemma else 3.0) if is_last and _is_tied(model) else 1.0
+        return noise * 0.25 + around - (1.0 if is_gemma else 0.0)  # gemma stores a norm's distance from one
+    if "embed" in name or "wte" in name or "wpe" in name:
+        # Small where the head is tied to it: else the greedy choice is the last token for ever. Gemma scales by 8.
+        return noise * ((0.02 if is_gemma else 0.04) if _is_tied(model) else 0.4)
+    fan_in = noise.shape[0] if kind == "gpt2" else noise.shape[-1]
+    gains = {
+        "q_proj": 1.5,
+        "k_proj": 1.5,
+        "qkv_proj": 1.4,
+        "c_attn": 2.5,
+        "c_fc": 2.0,
+        "c_proj": 3.0,
+        "gate.weight": 2.0,
+    }
+    gain = next((g for part, g in gains.items() if part in name), 1.0)
+    return noise * gain / math.sqrt(fan_in)
+
+
+def _is_tied(model: Any) -> bool:
+    return bool(model.config.tie_word_embeddings)
+
+
+def block_type(name: str, storage: str) -> str:
+    """The GGUF type in which the tensor with this name in a folder is stored."""
+    vector = name.endswith(("norm.weight", "bias", "ln_1.weight", "ln_2.weight", "ln_f.weight"))
+    if vector or name.endswith(("mlp.gate.weight", "block_sparse_moe.gate.weight")):
+        return "F32"
+    if storage == "quantised":
+        wide = any(part in name for part in ("embed_tokens", "lm_head", "down_proj"))
+        return "Q8_0" if wide else "Q4_0"
+    return storage
+
+
+def rounded(name: str, value: Tensor, storage: str) -> Tensor:
+    """`value` as float32, after one trip through the type in which it is stored."""
+    if storage in _ROUNDED:
+        return value.to(_ROUNDED[storage]).float()
+    kind = block_type(name, storage)
+    if kind == "F32":
+        return value
+    packed, type_ = pack(value.numpy(), kind)
+    return torch.from_numpy(gguf.quants.dequantize(packed, type_))
+
+
+def pack(value: "np.ndarray[Any, Any]", kind: str) -> tuple["np.ndarray[Any, Any]", Any]:
+    """`value` [rows, columns] as the bytes of the GGUF type `kind`, and that type."""
+    type_ = gguf.GGMLQuantizationType[kind]
+    return gguf.quants.quantize(np.ascontiguousarray(value), type_), type_

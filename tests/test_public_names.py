@@ -1,0 +1,56 @@
+"""The public names of the package, pinned: whoever changes one changes this file, and the changelog."""
+
+import dataclasses
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import ostinato
+
+NAMES = [
+    "LLM",
+    "Completion",
+    "LoadOptions",
+    "OstinatoError",
+    "Piece",
+    "Sampling",
+    "Score",
+    "Timings",
+    "__version__",
+]
+METHODS = {
+    "chat", "chat_ids", "close", "context", "detokenize", "device", "dtype", "embed", "generate", "kv_type", "logits",
+    "mode", "score", "stream", "stream_chat", "tokenize",
+}  # fmt: skip
+COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed"]
+SAMPLING = [
+    "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_ids", "ignore_eos", "logprobs",
+]  # fmt: skip
+
+
+def test_the_package_offers_these_names() -> None:
+    assert ostinato.__all__ == NAMES
+    assert all(getattr(ostinato, name) is not None for name in NAMES)
+
+
+def test_the_records_have_these_fields() -> None:
+    assert [f.name for f in dataclasses.fields(ostinato.Sampling)] == SAMPLING
+    assert [f.name for f in dataclasses.fields(ostinato.Completion) if f.name[0] != "_"] == COMPLETION
+
+
+def test_an_llm_has_these_methods() -> None:
+    public = {name for name, _ in inspect.getmembers(ostinato.LLM) if not name.startswith("_")}
+    assert public == METHODS
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(AttributeError, match="LLM"):
+        _ = ostinato.Engine
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    code = "import sys, ostinato, ostinato.options, ostinato.text.tokenizer; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
