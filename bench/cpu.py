@@ -126,7 +126,9 @@ def measure(path: Path, rounds: int, threads: int) -> list[Series]:
             print(f"round {n + 1} of {rounds}: {engine}", file=sys.stderr)
             taken.append(in_its_own_process(engine, path, threads))
     return [
-        Series(engine, task, "s" if task.endswith("_s") and "tok" not in task else "tok/s", tuple(f[task] for f in runs))
+        Series(
+            engine, task, "s" if task.endswith("_s") and "tok" not in task else "tok/s", tuple(f[task] for f in runs)
+        )
         for engine, runs in figures.items()
         for task in runs[0]
     ]
@@ -134,7 +136,9 @@ def measure(path: Path, rounds: int, threads: int) -> list[Series]:
 
 def show(series: list[Series]) -> None:
     by = {(s.engine, s.task): s for s in series}
-    print(f"{'':14} {'load s':>10} {'prefill tok/s':>14} {'decode tok/s':>14}   ours / theirs (median, least - largest)")
+    print(
+        f"{'':14} {'load s':>10} {'prefill tok/s':>14} {'decode tok/s':>14}   ours / theirs (median, least - largest)"
+    )
     for engine in ENGINES:
         mine = [by.get((engine, task)) for task in ("load_s", "prefill_tok_s", "decode_tok_s")]
         cells = [f"{s.median:.2f}" if s else "-" for s in mine]

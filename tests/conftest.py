@@ -1,10 +1,15 @@
 """What every test may lean on: the default model, where it can be had, and the shared vocabularies."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from ostinato.errors import FetchFailed
+
+if TYPE_CHECKING:
+    from ostinato import LLM
 
 VOCABULARIES = Path(__file__).parents[2] / "shared" / "data" / "vocab"
 
@@ -26,3 +31,26 @@ def vocab_data() -> Path:
     if not VOCABULARIES.is_dir():
         pytest.skip(f"no vocabularies at {VOCABULARIES}: ids of other implementations were not compared")
     return VOCABULARIES
+
+
+@pytest.fixture(scope="session")
+def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where tiny models are written, each once a session."""
+    return tmp_path_factory.mktemp("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_gguf(tiny_files: Path) -> Path:
+    """A tiny llama with a chat template, as a GGUF file."""
+    from tests.models import tiny
+
+    return tiny.gguf("llama", tiny_files)
+
+
+@pytest.fixture(scope="session")
+def tiny_llm(tiny_gguf: Path) -> "Iterator[LLM]":
+    """The tiny llama, opened once."""
+    from ostinato import LLM
+
+    with LLM(tiny_gguf, device="cpu", context=128) as llm:
+        yield llm

@@ -132,7 +132,7 @@ class LLM:
         shape = read_shape(checkpoint)
         placement = settle(checkpoint, shape, self._options, talk)
         self.tokenizer, self.template = _text_of(checkpoint)
-        self._defaults = default_sampling(checkpoint)
+        self.defaults = default_sampling(checkpoint)
         model = build_model(
             checkpoint,
             shape,
@@ -299,7 +299,7 @@ class LLM:
         return self.tokenizer.encode(prompt)
 
     def _settled(self, sampling: Sampling) -> Sampling:
-        settled = sampling.over(self._defaults)
+        settled = sampling.over(self.defaults)
         return settled if settled.seed is not None else dataclasses.replace(settled, seed=secrets.randbits(53))
 
     def _stream_ids(self, prompt: list[int], sampling: Sampling) -> Iterator[Piece]:

@@ -18,7 +18,7 @@ from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.inspect import inspect
 from ostinato.cli.models import models, pull, rm
-from ostinato.cli.output import drop_output, is_verbose, prepare, talk, write_line
+from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, write_line
 from ostinato.cli.run import run
 from ostinato.cli.texts import embed, score, tokenize
 from ostinato.errors import HardwareCannot, OstinatoError
@@ -59,13 +59,12 @@ def call(arguments: Sequence[str]) -> int:
     """Run a verb; every error ends here as one line on standard error and an exit code."""
     try:
         code = app(list(arguments), prog_name="ostinato", standalone_mode=False)
-        sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except OstinatoError as error:
         return _refuse(error)
     except typer.TyperException as error:
         return _refuse_usage(error)
-    except BrokenPipeError:  # whoever read our output has had enough: `ostinato run ... | head -1`
+    except ReaderGone:
         drop_output()
         return 0
     except MemoryError as error:

@@ -25,6 +25,14 @@ if TYPE_CHECKING:
     from ostinato.text.tokenizer import Tokenizer
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
+_STATED: Final = {
+    "layers": ("block_count", "num_hidden_layers"),
+    "hidden": ("embedding_length", "hidden_size"),
+    "heads": ("attention.head_count", "num_attention_heads"),
+    "kv_heads": ("attention.head_count_kv", "num_key_value_heads"),
+    "feed_forward": ("feed_forward_length", "intermediate_size"),
+    "context": ("context_length", "max_position_embeddings"),
+}
 Found = TypeVar("Found")
 
 
@@ -81,7 +89,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         shape = attempt(lambda: _read_shape(checkpoint))
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
-    facts["sizes"] = _sizes(shape) if shape else None
+    facts["sizes"] = _sizes(shape) if shape else _stated_sizes(checkpoint)
     tokenizer = attempt(lambda: _read_tokenizer(checkpoint))
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = _has_template(checkpoint)
@@ -127,11 +135,20 @@ def _sizes(shape: Shape) -> dict[str, Any]:
     }
 
 
+def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Sizes as the file states them, for a model that we cannot run and so do not quite understand."""
+    in_gguf = checkpoint.format == "gguf"
+    keys = (f"{checkpoint.architecture}.{gguf}" if in_gguf else config for gguf, config in _STATED.values())
+    stated = {name: checkpoint.metadata.get(key) for name, key in zip(_STATED, keys, strict=True)}
+    return {name: value for name, value in stated.items() if isinstance(value, int)}
+
+
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
+    from ostinato.kernels.q8_0 import BLOCK
     from ostinato.memory.store import kv_bytes
 
     context = shape.default_context
-    types: tuple[KVType, ...] = get_args(KVType)
+    types: list[KVType] = [t for t in get_args(KVType) if t != "q8_0" or shape.head_width % BLOCK == 0]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
         "context": context,
@@ -193,7 +210,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
     ]
     rows += [
         (name.replace("_", " "), f"{value:,}" if isinstance(value, int) else value)
-        for name, value in (facts["sizes"] or {}).items()
+        for name, value in facts["sizes"].items()
     ]
     rows += [
         ("tensors", f"{type}: {entry['count']}, {megabytes(entry['bytes'])}")

@@ -16,6 +16,10 @@ from ostinato.errors import BadInput
 _UTF8: Final = ("utf-8", "utf8")
 
 
+class ReaderGone(Exception):
+    """Whoever read our output has had enough, as in `ostinato run ... | head -1`; no error of anybody's."""
+
+
 class _Detail:
     """Whether `--verbose` was given. One per process: it is needed where an error is told, after all else ended."""
 
@@ -58,7 +62,7 @@ def write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        raise
+        raise ReaderGone from None
     except OSError as error:
         drop_output()
         raise BadInput(f"cannot write to standard output: {error.strerror or error}") from error

@@ -40,7 +40,7 @@ def settle(checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Cal
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
-    weights = weight_bytes(checkpoint, shape, dtype)
+    weights = weight_bytes(checkpoint, dtype)
     free = int(free_bytes(device) * USABLE_SHARE)
     if weights > free:
         raise HardwareCannot(
@@ -109,7 +109,7 @@ def choose_context(
     return min(most, shape.default_context)
 
 
-def weight_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype) -> int:
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
     """Bytes of the weights once they are laid out in dtype."""
     return sum(tensor.n_elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
 

@@ -32,8 +32,10 @@ def family_of(checkpoint: Checkpoint) -> Family:
     """The family of a checkpoint's architecture; an unknown one is refused with the list of known ones."""
     known = BY_GGUF if checkpoint.format == "gguf" else BY_CONFIG
     name = checkpoint.architecture
-    if name.endswith("ForConditionalGeneration") or "vision_config" in checkpoint.metadata:
-        raise Unsupported(f"{checkpoint.path}: {name} takes images too; vision models are not supported")
+    if name.endswith("ForConditionalGeneration") or "vision_config" in checkpoint.metadata or name == "clip":
+        raise Unsupported(f"{checkpoint.path}: {name} takes images; vision models are not supported")
+    if checkpoint.metadata.get("general.type") == "adapter":
+        raise Unsupported(f"{checkpoint.path}: this is an adapter, not a model; LoRA adapters are not supported")
     if name not in known:
         raise UnknownName(f"{checkpoint.path}: the architecture {name!r} is not known; known: {listing(name, known)}")
     return known[name]

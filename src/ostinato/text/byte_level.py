@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
+from ostinato.text.guard import guarded
 from ostinato.text.pretokenizers import PreTokenizer
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
@@ -46,7 +47,12 @@ def byte_level_encoder(vocabulary: Vocabulary, facts: Facts, pre: PreTokenizer) 
     """The encoder of a byte-level vocabulary with the merges of its file."""
     ids = vocabulary.id_of_text()
     merges = _checked_merges(facts.strings("merges"), ids, facts)
-    library = Library(models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words))
+    model = guarded(
+        lambda: models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words),
+        vocabulary.path,
+        "has a bad vocabulary",
+    )
+    library = Library(model)
     library.pre_tokenizer = pre.build()
 
     def words(text: str, at_start: bool) -> list[int]:

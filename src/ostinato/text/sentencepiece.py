@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
+from ostinato.text.guard import guarded
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
 
@@ -42,7 +43,12 @@ def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: 
     bytes_there = {text: id for id, text in enumerate(vocabulary.tokens) if vocabulary.types[id] == TokenType.BYTE}
     unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
     known = ids | bytes_there | ({} if unknown is None else {unknown: vocabulary.unk_id})
-    library = Library(models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown))
+    model = guarded(
+        lambda: models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown),
+        vocabulary.path,
+        "has a bad vocabulary",
+    )
+    library = Library(model)
 
     def words(text: str, at_start: bool) -> list[int]:
         spaced = f" {text}" if space_first and at_start else text

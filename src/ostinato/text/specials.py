@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from ostinato.text.vocabulary import TokenType, Vocabulary
 
 Encode = Callable[[str, bool], list[int]]  # a text, and whether control tokens in it are parsed
-Words = Callable[[str, bool], list[int]]  # a stretch without special tokens, and whether it begins a text or follows one
+Words = Callable[
+    [str, bool], list[int]
+]  # a stretch without special tokens, and whether it begins a text or follows one
 _BLANKS = " \t\n\v\f\r"
 
 

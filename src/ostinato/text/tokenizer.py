@@ -9,12 +9,13 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadInput, Unsupported, listing
 from ostinato.text.byte_level import byte_level_encoder, byte_level_pieces
+from ostinato.text.folder import read_folder
 from ostinato.text.pretokenizers import find_pre_tokenizer
 from ostinato.text.sentencepiece import sentencepiece_encoder, sentencepiece_pieces
 from ostinato.text.specials import Encode
@@ -24,7 +25,7 @@ from ostinato.text.wordpiece import wordpiece_encoder, wordpiece_pieces
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Tokenizer:
     """One model's tokenizer; safe to use from many threads.
 
@@ -38,12 +39,13 @@ class Tokenizer:
     eog_ids: frozenset[int]
     add_bos: bool
     add_eos: bool
-    encoder: Encode
-    texts: Sequence[str]  # the literal text of each token, as the vocabulary has it
-    shown: Sequence[bytes]  # the bytes each token adds to a text
-    hidden: frozenset[int]  # ids that add nothing, unless asked for
+    encoder: Encode = field(repr=False)
+    texts: Sequence[str] = field(repr=False)  # the literal text of each token, as the vocabulary has it
+    shown: Sequence[bytes] = field(repr=False)  # the bytes each token adds to a text
+    hidden: frozenset[int] = field(repr=False)  # ids that add nothing, unless asked for
     drops_first_space: bool = False  # a text begins without the space that encoding put before it
-    suffix: tuple[int, ...] = ()  # what ends a text when BOS and EOS are asked for
+    prefix: tuple[int, ...] = ()  # what goes before a text when BOS and EOS are asked for
+    suffix: tuple[int, ...] = ()  # and after it
 
     def encode(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
         """The ids of `text`. `bos` adds BOS and EOS as the file says; without `special`, control tokens are text.
@@ -53,14 +55,17 @@ class Tokenizer:
         ids = self.encoder(_SURROGATE.sub("\ufffd", text), special)
         if not bos:
             return ids
-        first = [self.bos_id] if self.add_bos and self.bos_id is not None else []
-        return [*first, *ids, *self.suffix]
+        return [*self.prefix, *ids, *self.suffix]
 
-    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of `ids`; control tokens show nothing unless `special`. Bytes that make no character are U+FFFD."""
+    def decode(self, ids: Sequence[int], *, special: bool = False, at_start: bool = True) -> str:
+        """The text of `ids`; control tokens show nothing unless `special`. Bytes that make no character are U+FFFD.
+
+        `at_start=False` is for ids that go on from others: then a leading space is kept where the vocabulary's
+        texts begin without one.
+        """
         characters = codecs.getincrementaldecoder("utf-8")("replace")
         text: list[str] = []
-        start = True
+        start = at_start
         for id in ids:
             text.append(characters.decode(self.piece_bytes(id, start=start, special=special)))
             start = start and not special and id in self.hidden
@@ -135,22 +140,39 @@ _KINDS: Mapping[str, Callable[[Vocabulary, Facts], Tokenizer]] = {
 def _assemble(
     vocabulary: Vocabulary, facts: Facts, encoder: Encode, shown: Sequence[bytes], *, add_bos: bool
 ) -> Tokenizer:
+    bos = [id for id in [vocabulary.bos_id] if id is not None and facts.flag("add_bos_token", add_bos)]
     eos = [id for id in [vocabulary.eos_id] if id is not None and facts.flag("add_eos_token", False)]
     return Tokenizer(
         vocab_size=len(vocabulary.tokens),
         bos_id=vocabulary.bos_id,
         eos_id=vocabulary.eos_id,
         eog_ids=vocabulary.eog_ids,
-        add_bos=facts.flag("add_bos_token", add_bos) and vocabulary.bos_id is not None,
+        add_bos=bool(bos),
         add_eos=bool(eos),
         encoder=encoder,
         texts=vocabulary.tokens,
         shown=shown,
         hidden=vocabulary.hidden,
+        prefix=tuple(bos),
         suffix=tuple(eos),
     )
 
 
 def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a safetensors folder."""
-    raise Unsupported(f"{folder}: tokenizers of folders are not supported yet")
+    """The tokenizer of a safetensors folder: its tokenizer.json, and the special ids that the files beside it name."""
+    facts = read_folder(folder)
+    return Tokenizer(
+        vocab_size=len(facts.texts),
+        bos_id=facts.bos_id,
+        eos_id=facts.eos_id,
+        eog_ids=facts.eog_ids,
+        add_bos=facts.bos_id is not None and facts.bos_id in facts.prefix,
+        add_eos=facts.eos_id is not None and facts.eos_id in facts.suffix,
+        encoder=facts.encoder,
+        texts=facts.texts,
+        shown=facts.shown,
+        hidden=facts.hidden,
+        drops_first_space=facts.drops_first_space,
+        prefix=facts.prefix,
+        suffix=facts.suffix,
+    )

@@ -1,0 +1,243 @@
+"""Tokenizers of safetensors folders: `tokenizer.json` used as it is, and what the files beside it say about special ids.
+
+The library's own file brings its normalizer, pre-tokenizer and model; here is only what it leaves to others: which
+ids begin and end a text, which end a generation, and what each id looks like as bytes, so that a stream of ids and
+a whole list decode alike.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Library
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.text.byte_level import token_bytes
+from ostinato.text.guard import guarded
+from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no such file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadFile(f"{path} cannot be read: {error}") from error
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadFile(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadFile(f"{path} holds {type(value).__name__}, not a JSON object")
+    return value
+
+
+@dataclass(slots=True)
+class FolderEncoder:
+    """Two of the library's tokenizers, because whether special tokens are parsed is a setting of the object."""
+
+    source: str
+    path: Path
+    parsing: Library
+    plain: Library | None = None  # made when first asked for: a conversation never needs it
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self, text: str, parse_control: bool) -> list[int]:
+        library = self.parsing if parse_control else self._plain()
+        return library.encode(text, add_special_tokens=False).ids
+
+    def _plain(self) -> Library:
+        with self.lock:
+            if self.plain is None:
+                self.plain = load_library(self.source, self.path)
+                self.plain.encode_special_tokens = True
+            return self.plain
+
+
+def load_library(source: str, path: Path) -> Library:
+    """The library's tokenizer out of the text of a tokenizer.json, without truncation and padding."""
+    library: Library = guarded(lambda: Library.from_str(source), path, "is not a tokenizer.json that can be used")
+    library.no_truncation()
+    library.no_padding()
+    return library
+
+
+@dataclass(frozen=True, slots=True)
+class FolderFacts:
+    """What a folder says about its tokens."""
+
+    encoder: FolderEncoder
+    texts: Sequence[str]
+    shown: Sequence[bytes]
+    hidden: frozenset[int]
+    bos_id: int | None
+    eos_id: int | None
+    eog_ids: frozenset[int]
+    prefix: tuple[int, ...]
+    suffix: tuple[int, ...]
+    drops_first_space: bool
+
+
+def read_folder(folder: Path) -> FolderFacts:
+    """Everything `tokenizer_from_folder` needs; `BadFile` or `Unsupported` says what is wrong with which file."""
+    path = folder / "tokenizer.json"
+    parsed = read_json(path)
+    if not parsed:
+        raise _no_tokenizer(folder)
+    source = path.read_text(encoding="utf-8")
+    library = load_library(source, path)
+    settings = read_json(folder / "tokenizer_config.json")
+    config = read_json(folder / "config.json")
+    named = {**config, **_mapping(config.get("text_config"))}
+    texts = _texts(library, path, named.get("vocab_size"))
+    added = library.get_added_tokens_decoder()
+    hidden = frozenset(id for id, token in added.items() if token.special)
+    pieces = decoder_pieces(parsed.get("decoder"), path)
+    bos_id = _token_id(library, settings.get("bos_token"), named.get("bos_token_id"), len(texts))
+    eos_id = _token_id(library, settings.get("eos_token"), named.get("eos_token_id"), len(texts))
+    ends = [*_ids(read_json(folder / "generation_config.json").get("eos_token_id")), *_ids(named.get("eos_token_id"))]
+    markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
+    prefix, suffix = _around(library, settings, bos_id, eos_id)
+    return FolderFacts(
+        encoder=FolderEncoder(source, path, library),
+        texts=texts,
+        shown=[text.encode() if id in added else pieces.of(text) for id, text in enumerate(texts)],
+        hidden=hidden,
+        bos_id=bos_id,
+        eos_id=eos_id,
+        eog_ids=end_ids(markers, [eos_id, *(id for id in ends if id < len(texts))]),
+        prefix=prefix,
+        suffix=suffix,
+        drops_first_space=pieces.drops_first_space,
+    )
+
+
+def _no_tokenizer(folder: Path) -> BadFile | Unsupported:
+    others = [
+        name for name in ("tokenizer.model", "vocab.json", "vocab.txt", "spiece.model") if (folder / name).exists()
+    ]
+    if others:
+        return Unsupported(
+            f"{folder} has {others[0]} but no tokenizer.json; write one with transformers: "
+            "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+        )
+    return BadFile(f"{folder} has no tokenizer.json; fetch it from where the model came from")
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _texts(library: Library, path: Path, config_size: object) -> list[str]:
+    """The token of each id; ids that only the model's matrices have are empty."""
+    vocabulary = library.get_vocab(with_added_tokens=True)
+    size = max(vocabulary.values(), default=-1) + 1
+    if isinstance(config_size, int) and 0 < config_size <= MAX_TOKENS:
+        size = max(size, config_size)
+    if not 0 < size <= MAX_TOKENS:
+        raise BadFile(f"{path} has token ids up to {size - 1}; 1 to {MAX_TOKENS} tokens can be used")
+    texts = [""] * size
+    for text, id in vocabulary.items():
+        texts[id] = text
+    return texts
+
+
+def _token_id(library: Library, token: object, fallback: object, n_tokens: int) -> int | None:
+    """The id of a token given as text, or as a record with its text; else the first id that config.json names."""
+    content = token.get("content") if isinstance(token, dict) else token
+    if isinstance(content, str) and content:
+        return library.token_to_id(content)
+    return next((id for id in _ids(fallback) if id < n_tokens), None)
+
+
+def _ids(value: object) -> list[int]:
+    """Ids from an entry that may be one id, a list, or absent."""
+    listed = value if isinstance(value, list) else [value]
+    return [id for id in listed if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
+
+
+def _around(
+    library: Library, settings: Mapping[str, Any], bos_id: int | None, eos_id: int | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """What goes before and after a text: the file's own post-processor, unless tokenizer_config.json speaks."""
+    bare = library.encode("a", add_special_tokens=False).ids
+    full = library.encode("a", add_special_tokens=True).ids
+    at = next((at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare), None)
+    prefix, suffix = ((), ()) if at is None or not bare else (tuple(full[:at]), tuple(full[at + len(bare) :]))
+    add_bos, add_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
+    if isinstance(add_bos, bool) and bos_id is not None and add_bos != (bos_id in prefix):
+        prefix = (bos_id, *prefix) if add_bos else tuple(id for id in prefix if id != bos_id)
+    if isinstance(add_eos, bool) and eos_id is not None and add_eos != (eos_id in suffix):
+        suffix = (*suffix, eos_id) if add_eos else tuple(id for id in suffix if id != eos_id)
+    return prefix, suffix
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """How a decoder turns the text of a token into bytes."""
+
+    bytes_stand_in: bool = False  # every character stands for a byte
+    byte_tokens: bool = False  # <0x0A> is a byte
+    replaced: tuple[tuple[str, str], ...] = ()
+    rest: str | None = None  # a token with this mark continues a word, any other brings a space
+    drops_first_space: bool = False
+
+    def of(self, text: str) -> bytes:
+        """The bytes of one token."""
+        if self.bytes_stand_in:
+            return token_bytes(text)
+        byte = _BYTE.fullmatch(text) if self.byte_tokens else None
+        if byte:
+            return bytes([int(byte[1], 16)])
+        for old, new in self.replaced:
+            text = text.replace(old, new)
+        if self.rest is None:
+            return text.encode()
+        return (text.removeprefix(self.rest) if self.rest and text.startswith(self.rest) else f" {text}").encode()
+
+
+def decoder_pieces(decoder: object, path: Path) -> Pieces:
+    """What the `decoder` entry of a tokenizer.json means token by token; one that cannot be read so is refused."""
+    if decoder is None:
+        return Pieces(rest="", drops_first_space=True)
+    steps = _mapping(decoder).get("decoders") if _mapping(decoder).get("type") == "Sequence" else [decoder]
+    by_type = {step.get("type"): step for step in steps if isinstance(step, dict)} if isinstance(steps, list) else {}
+    known = {"ByteLevel", "ByteFallback", "Fuse", "Strip", "Replace", "Metaspace", "WordPiece"}
+    strange = [str(kind) for kind in by_type if kind not in known]
+    if strange or not by_type:
+        what = ", ".join(strange) or "of an unknown form"
+        raise Unsupported(f"{path}: the decoder {what} is not supported; supported: {', '.join(sorted(known))}")
+    if "ByteLevel" in by_type:
+        return Pieces(bytes_stand_in=True)
+    if "WordPiece" in by_type:
+        return Pieces(rest=str(by_type["WordPiece"].get("prefix", "##")), drops_first_space=True)
+    strip = by_type.get("Strip", {})
+    drops = strip.get("content") == " " and bool(strip.get("start"))
+    replaced = _replaced(steps, path)
+    if "Metaspace" in by_type:
+        space = by_type["Metaspace"]
+        replaced = (*replaced, (str(space.get("replacement", "\u2581")), " "))
+        scheme = space.get("prepend_scheme", "always" if space.get("add_prefix_space", True) else "never")
+        drops = drops or scheme != "never"
+    return Pieces(byte_tokens="ByteFallback" in by_type, replaced=replaced, drops_first_space=drops)
+
+
+def _replaced(steps: Sequence[Any], path: Path) -> tuple[tuple[str, str], ...]:
+    pairs = []
+    for step in steps:
+        if _mapping(step).get("type") == "Replace":
+            old, new = _mapping(step.get("pattern")).get("String"), step.get("content")
+            if not isinstance(old, str) or not old or not isinstance(new, str):
+                raise Unsupported(f"{path}: the decoder replaces by a pattern; only plain strings are supported")
+            pairs.append((old, new))
+    return tuple(pairs)

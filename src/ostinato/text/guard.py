@@ -1,0 +1,22 @@
+"""The border to the `tokenizers` library, whose failures come as bare exceptions, or as panics.
+
+A panic is no `Exception` in Python, so that an ordinary `except` would let it through to the user.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from ostinato.errors import BadFile
+
+Made = TypeVar("Made")
+
+
+def guarded(make: Callable[[], Made], path: Path, what: str) -> Made:
+    """The result of `make`; whatever the library raises becomes a `BadFile` about `path`."""
+    try:
+        return make()
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        raise BadFile(f"{path} {what}: {error}") from error

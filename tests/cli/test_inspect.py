@@ -1,0 +1,115 @@
+"""`ostinato inspect`: whole models, vocabularies, strangers, and what is no model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli import tiny_model
+from tests.cli.conftest import Run
+
+
+def facts(ostinato: Run, *arguments: str | Path) -> dict[str, Any]:
+    ran = ostinato("inspect", "--json", *arguments)
+    assert ran.code == 0, ran.err
+    found: dict[str, Any] = json.loads(ran.out)
+    return found
+
+
+def test_a_model_is_described_in_full(ostinato: Run, tiny: Path) -> None:
+    found = facts(ostinato, tiny)
+    weights = tiny_model.tensors()
+    n_parameters = sum(value.numel() for value in weights.values())
+    assert (found["format"], found["architecture"], found["parameters"]) == ("gguf", "llama", n_parameters)
+    assert found["tensors"] == {"F32": {"count": len(weights), "bytes": 4 * n_parameters}}
+    assert found["sizes"] == {
+        "family": "llama",
+        "layers": 1,
+        "hidden": 32,
+        "heads": 2,
+        "kv_heads": 1,
+        "head_width": 16,
+        "feed_forward": 48,
+        "context": tiny_model.CONTEXT,
+        "vocabulary": 300,
+    }
+    assert found["tokenizer"]["kind"] == "gpt2"
+    assert found["tokenizer"]["eos"] == {"id": 2, "text": "<|im_end|>"}
+    assert found["chat_template"] is True
+    assert found["missing"] == []
+
+
+def test_memory_is_weights_and_keys_and_values(ostinato: Run, tiny: Path) -> None:
+    found = facts(ostinato, tiny)
+    memory = found["memory"]
+    assert memory["weights"] == {"float32": 4 * found["parameters"], "bfloat16": 2 * found["parameters"]}
+    assert memory["context"] == tiny_model.CONTEXT
+    assert memory["kv"]["f32"] == 2 * tiny_model.CONTEXT * 16 * 4
+    assert memory["kv"]["bf16"] == memory["kv"]["f16"] == memory["kv"]["f32"] // 2
+    assert "q8_0" not in memory["kv"]  # a head of 16 has no whole block of 32
+
+
+def test_plain_output_says_the_same_to_people(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("inspect", tiny)
+    assert ran.code == 0
+    for words in ("architecture", "llama", "50,000", "F32: 12", "2 <|im_end|>", "chat template", "as bfloat16"):
+        assert words in ran.out
+    assert ran.err == ""
+
+
+def test_a_vocabulary_is_inspected_and_what_is_missing_is_said(ostinato: Run, vocabulary: Path) -> None:
+    found = facts(ostinato, "--model", vocabulary)
+    assert found["tokenizer"]["tokens"] == 300
+    assert found["memory"] is None
+    assert "only a vocabulary" in found["missing"][0]
+    assert "only a vocabulary" in ostinato("inspect", vocabulary).out
+
+
+def test_an_unknown_architecture_is_inspected_as_far_as_it_goes(ostinato: Run, tmp_path: Path) -> None:
+    def rename(metadata: dict[str, Any]) -> None:
+        metadata["general.architecture"].value = "novel"
+        metadata["novel.block_count"] = metadata.pop("llama.block_count")
+
+    found = facts(ostinato, tiny_model.write(tmp_path / "novel.gguf", change=rename))
+    assert found["architecture"] == "novel"
+    assert found["sizes"] == {"layers": 1}
+    assert found["parameters"] > 0
+    assert found["tokenizer"]["tokens"] == 300
+    assert "'novel' is not known" in found["missing"][0]
+
+
+def test_a_tokenizer_that_nobody_knows_does_not_hide_the_rest(ostinato: Run, tmp_path: Path) -> None:
+    def rename(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.ggml.model"].value = "novel"
+
+    found = facts(ostinato, tiny_model.write(tmp_path / "novel.gguf", change=rename))
+    assert found["sizes"]["layers"] == 1
+    assert found["tokenizer"] == {"kind": "novel", "pre": "gpt-2"}
+    assert "novel" in found["missing"][0]
+
+
+def test_a_model_given_twice_is_refused(ostinato: Run) -> None:
+    assert "given twice" in ostinato("inspect", "a", "--model", "b").err
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"", "empty"), (b"GGUF", ""), (b"<html>", "web page")])
+def test_what_is_no_model_is_refused(ostinato: Run, tmp_path: Path, content: bytes, words: str) -> None:
+    file = tmp_path / "thing.gguf"
+    file.write_bytes(content)
+    ran = ostinato("inspect", file)
+    assert ran.code == 2
+    assert words in ran.err
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_default_model_needs_what_it_says(
+    default_model: Path, ostinato: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = facts(ostinato, default_model)
+    assert found["parameters"] == 134_515_008
+    assert {kind: entry["count"] for kind, entry in found["tensors"].items()} == {"Q4_1": 210, "Q8_0": 1, "F32": 61}
+    assert found["tokenizer"]["pre"] == "smollm"

@@ -1,0 +1,226 @@
+"""`ostinato run` on a tiny model: where the prompt comes from, what comes out, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from ostinato.cli.flags import parse_logit_bias
+from ostinato.cli.loading import LoadProgress
+from ostinato.errors import BadOption
+from tests.cli import tiny_model
+from tests.cli.conftest import Run, start
+
+GREEDY = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos")
+
+
+def answer(ostinato: Run, *arguments: str | Path, stdin: bytes = b"") -> dict[str, object]:
+    ran = ostinato("run", "--json", *GREEDY, *arguments, stdin=stdin)
+    assert ran.code == 0, ran.err
+    record: dict[str, object] = json.loads(ran.out)
+    return record
+
+
+def test_json_has_everything_a_script_needs(ostinato: Run, tiny: Path) -> None:
+    record = answer(ostinato, "--model", tiny, "--seed", "7", "hello")
+    assert list(record) == [
+        "text",
+        "token_ids",
+        "prompt_ids",
+        "finish_reason",
+        "timings",
+        "model",
+        "device",
+        "mode",
+        "seed",
+        "digest",
+    ]
+    timings = record["timings"]
+    assert isinstance(timings, dict)
+    assert list(timings) == ["load_s", "prefill_s", "first_token_s", "decode_s", "decode_tok_s"]
+    assert isinstance(record["token_ids"], list)
+    assert len(record["token_ids"]) == 8
+    assert (record["finish_reason"], record["device"], record["mode"]) == ("length", "cpu", "eager")
+    assert (record["model"], record["seed"]) == (str(tiny), 7)
+
+
+def test_the_plain_output_is_the_text_and_a_newline_and_timings_go_to_stderr(ostinato: Run, tiny: Path) -> None:
+    expected = answer(ostinato, "--model", tiny, "hello")["text"]
+    ran = ostinato("run", *GREEDY, "--model", tiny, "hello")
+    assert (ran.code, ran.out) == (0, f"{expected}\n")
+    assert "tok/s" in ran.err
+    assert "first token after" in ran.err
+    assert "loaded in" in ran.err
+
+
+def test_the_same_seed_gives_the_same_text_and_digest(ostinato: Run, tiny: Path) -> None:
+    words = ("run", "--json", "--model", tiny, "--temperature", "1.5", "--max-tokens", "12", "--seed")
+    once, again, other = (json.loads(ostinato(*words, seed, "hi").out) for seed in ("3", "3", "4"))
+    assert (once["text"], once["digest"]) == (again["text"], again["digest"])
+    assert once["token_ids"] != other["token_ids"]
+    assert once["digest"] != other["digest"]
+
+
+def test_the_prompt_may_be_an_argument_a_file_or_standard_input(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_bytes("größer\n".encode())
+    from_argument = answer(ostinato, "--model", tiny, "größer")
+    from_file = answer(ostinato, "--model", tiny, "--file", file)
+    from_stdin = answer(ostinato, "--model", tiny, stdin="größer\r\n".encode())
+    from_dash = answer(ostinato, "--model", tiny, "--file", "-", stdin="größer".encode())
+    assert {str(record["prompt_ids"]) for record in (from_argument, from_file, from_stdin, from_dash)} == {
+        str(from_argument["prompt_ids"])
+    }
+
+
+def test_an_instruct_model_gets_its_template_unless_raw(ostinato: Run, tiny: Path) -> None:
+    templated = answer(ostinato, "--model", tiny, "hi")
+    raw = answer(ostinato, "--model", tiny, "--raw", "hi")
+    with_system = answer(ostinato, "--model", tiny, "--system", "be kind", "hi")
+    ids = ostinato("tokenize", "--json", "--special", "--model", tiny, tiny_model.prompt_of("hi"))
+    assert templated["prompt_ids"] == json.loads(ids.out)["ids"]
+    assert isinstance(raw["prompt_ids"], list)
+    assert len(raw["prompt_ids"]) == 2
+    assert len(str(with_system["prompt_ids"])) > len(str(templated["prompt_ids"]))
+
+
+def test_text_that_looks_like_markup_comes_out_as_it_is(ostinato: Run, tiny: Path) -> None:
+    bracket = json.loads(ostinato("tokenize", "--json", "--model", tiny, "[").out)["ids"][0]
+    ran = ostinato("run", *GREEDY, "--model", tiny, "--logit-bias", f"{bracket}=100", "hi")
+    assert ran.out == "[" * 8 + "\n"
+
+
+def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: Run, tiny: Path) -> None:
+    letters = [json.loads(ostinato("tokenize", "--json", "--model", tiny, letter).out)["ids"][0] for letter in "["]
+    words = ("--model", tiny, "--logit-bias", f"{letters[0]}=100", "--stop", "nothing", "--stop", "[[[", "hi")
+    record = answer(ostinato, *words)
+    assert record["text"] == ""
+    assert record["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("",), "the prompt is empty"),
+        (("hi", "--file", "x"), "given twice"),
+        (("--file", "/no/such/file"), "cannot read /no/such/file: No such file"),
+        (("--file", "/"), "cannot read /: Is a directory"),
+        (("hi", "--raw", "--system", "x"), "--raw leaves it out"),
+        (("hi", "--temperature", "-1"), "temperature is -1.0; it must be a number from 0 to 100"),
+        (("hi", "--max-tokens", "0"), "max_tokens is 0"),
+        (("hi", "--top-p", "nan"), "top_p is nan"),
+        (("hi", "--seed", "-5"), "seed is -5"),
+        (("hi", "--device", "gpu"), "device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
+        (("hi", "--threads", "0"), "threads is 0"),
+        (("hi", "--logit-bias", "5"), "it must be ID=VALUE"),
+        (("hi", "--stop", ""), "stop is ('',)"),
+    ],
+)
+def test_bad_input_is_refused_before_a_model_is_looked_for(
+    ostinato: Run, arguments: tuple[str, ...], message: str
+) -> None:
+    ran = ostinato("run", "--model", "/there/is/no/model.gguf", *arguments)
+    assert ran.code == 2
+    assert message in ran.err
+    assert ran.out == ""
+    assert ran.err.count("\n") == 1
+
+
+def test_an_empty_pipe_is_an_empty_prompt(ostinato: Run, tiny: Path) -> None:
+    assert "the prompt is empty" in ostinato("run", "--model", tiny, stdin=b"\n").err
+    assert ostinato("run", "--model", tiny, stdin=b"").code == 2
+
+
+def test_nobody_gives_a_prompt(ostinato: Run) -> None:
+    ran = ostinato("run", terminal=True)
+    assert ran.code == 2
+    assert "the prompt is missing: give it as an argument, with --file FILE, or on standard input" in ran.err
+
+
+def test_bytes_that_are_not_utf8_are_refused_with_their_offset(ostinato: Run, tmp_path: Path) -> None:
+    file = tmp_path / "bad.txt"
+    file.write_bytes(b"good\xc3(")
+    ran = ostinato("run", "--file", file)
+    assert ran.code == 2
+    assert f"{file} is not UTF-8: byte 0xc3 at offset 4" in ran.err
+
+
+def test_a_system_message_needs_a_template(ostinato: Run, base: Path) -> None:
+    ran = ostinato("run", "--model", base, "--system", "be kind", "hi")
+    assert ran.code == 2
+    assert "has none" in ran.err
+
+
+def test_a_model_without_a_template_takes_the_prompt_as_it_is(ostinato: Run, base: Path, tiny: Path) -> None:
+    assert answer(ostinato, "--model", base, "hi")["text"] == answer(ostinato, "--model", tiny, "--raw", "hi")["text"]
+
+
+def test_a_prompt_longer_than_the_context_says_how_long(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("run", "--model", tiny, "--context", "16", "--raw", "hello there " * 10)
+    assert ran.code == 2
+    assert "16" in ran.err
+
+
+def test_a_device_that_is_not_here_is_the_hardwares_limit(ostinato: Run, tiny: Path) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    ran = ostinato("run", "--model", tiny, "--device", "cuda", "hi")
+    assert ran.code == 4
+    assert "--device cpu" in ran.err
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_was_streamed_and_exits_with_130(tiny: Path) -> None:
+    with start(("run", "--model", tiny, "--max-tokens", "40000", "--ignore-eos", "hi")) as program:
+        assert program.stdout is not None
+        first = program.stdout.read(1)
+        program.send_signal(signal.SIGINT)
+        out, err = program.communicate(timeout=30)
+        assert program.returncode == 130
+    assert first
+    assert out.endswith(b"\n")
+    assert b"interrupted after" in err
+    assert b"Traceback" not in err
+
+
+def test_logit_bias_is_parsed() -> None:
+    assert parse_logit_bias(["3=1", " 4=-0.5", "3=2"]) == {3: 2.0, 4: -0.5}
+    for text in ("", "3", "3=", "=3", "a=1", "1=b"):
+        with pytest.raises(BadOption, match="--logit-bias"):
+            parse_logit_bias([text])
+
+
+def test_quick_loading_is_silent_and_slow_loading_says_so_in_a_few_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("ostinato.cli.loading.time.monotonic", lambda: now)
+    progress = LoadProgress()
+    progress(1, 100_000_000)
+    assert capsys.readouterr().err == ""
+    for step in range(1, 101):
+        now = 100.0 + step / 10
+        progress(step * 1_000_000, 100_000_000)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert 3 <= len(lines) <= 8
+    assert lines[-1] == "loading: 100 MB of 100 MB"
+
+
+def test_on_a_terminal_slow_loading_shows_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setattr("ostinato.cli.loading.QUIET_S", 0.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    progress = LoadProgress()
+    progress(50, 100)
+    progress.close()
+    assert "loading" in capsys.readouterr().err

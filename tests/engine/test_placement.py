@@ -1,0 +1,75 @@
+"""Where a model runs is settled before a byte is read: lowered and said by default, refused when asked for."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ostinato import LLM
+from ostinato.engine import placement
+from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    monkeypatch.setattr(placement, "free_bytes", lambda device: n_bytes)
+
+
+def weights_and(tiny_gguf: Path, n_tokens: int) -> int:
+    """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
+    with LLM(tiny_gguf, device="cpu") as llm:
+        weights = placement.weight_bytes(llm._checkpoint, torch.float32)
+        per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
+    return int((weights + n_tokens * per_token) / placement.USABLE_SHARE) + 1
+
+
+def test_a_default_context_that_does_not_fit_is_lowered_and_said(
+    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(monkeypatch, weights_and(tiny_gguf, 200))
+    said: list[str] = []
+    with LLM(tiny_gguf, device="cpu", talk=said.append) as llm:
+        assert llm.context == 200
+    assert "256" in said[0]
+    assert "using 200" in said[0]
+
+
+def test_a_context_asked_for_that_does_not_fit_is_refused_with_the_figures(
+    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(monkeypatch, weights_and(tiny_gguf, 200))
+    with pytest.raises(ContextTooLarge, match=r"--context 256 needs .* at most 200 fit"):
+        LLM(tiny_gguf, device="cpu", context=256)
+
+
+def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_gguf: Path) -> None:
+    with pytest.raises(ContextTooLarge, match="trained for 256"):
+        LLM(tiny_gguf, device="cpu", context=257)
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_way_out(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 1000)
+    with pytest.raises(HardwareCannot, match="bfloat16") as refused:
+        LLM(tiny_gguf, device="cpu")
+    assert refused.value.exit_code == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_a_matter_of_hardware(tiny_gguf: Path) -> None:
+    with pytest.raises(HardwareCannot, match="--device cpu"):
+        LLM(tiny_gguf, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "tpu"},
+        {"device": "cuda:x"},
+        {"mode": "loop"},
+        {"dtype": "float16"},
+        {"kv_type": "fp8"},
+        {"context": 0},
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_opened(wrong: dict[str, str | int]) -> None:
+    with pytest.raises(BadOption, match=next(iter(wrong))):
+        LLM("no/such/file", **wrong)

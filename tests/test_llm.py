@@ -1,0 +1,145 @@
+"""The Python face: lists in, lists out; pieces that join; options that are known; answers with a digest."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato import LLM, Sampling
+from ostinato.errors import BadInput, BadOption, Unsupported
+from tests.models import tiny
+
+GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
+
+
+def test_lists_in_lists_out_in_order(tiny_llm: LLM) -> None:
+    together = tiny_llm.generate(["one", "two", "three"], GREEDY)
+    apart = [tiny_llm.generate(prompt, GREEDY) for prompt in ("one", "two", "three")]
+    assert [a.token_ids for a in together] == [a.token_ids for a in apart]
+    assert tiny_llm.generate([], GREEDY) == []
+    by_ids = tiny_llm.generate([[5, 6], [7, 8]], GREEDY)
+    assert [a.prompt_ids for a in by_ids] == [(5, 6), (7, 8)]
+    talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
+    assert [a.text for a in tiny_llm.chat(talks, GREEDY)] == [tiny_llm.chat(talk, GREEDY).text for talk in talks]
+
+
+def test_pieces_join_to_the_text_and_only_the_last_has_the_whole(tiny_llm: LLM) -> None:
+    pieces = list(tiny_llm.stream("the sea", GREEDY))
+    whole = pieces[-1].completion
+    assert whole is not None
+    assert "".join(piece.text for piece in pieces) == whole.text == tiny_llm.detokenize(whole.token_ids)
+    assert [piece.completion for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+@given(start=st.integers(0, 60), length=st.integers(1, 6))
+@settings(max_examples=25, derandomize=True, deadline=None)
+def test_a_stop_string_is_never_shown_wherever_it_falls(tiny_llm: LLM, start: int, length: int) -> None:
+    warm = Sampling(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
+    whole = tiny_llm.generate("the sea", warm).text
+    stop = whole[start : start + length]
+    if not stop:
+        return
+    pieces = list(
+        tiny_llm.stream("the sea", Sampling(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True, stop=(stop,)))
+    )
+    assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_a_conversation_goes_through_the_models_template(tiny_llm: LLM) -> None:
+    ids = tiny_llm.chat_ids([{"role": "user", "content": "hi"}])
+    text = tiny_llm.tokenizer.decode(ids, special=True)
+    assert text == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert ids.count(1) == 2  # parsed as the control token, not spelled out
+
+
+def test_a_model_without_a_template_says_so(tiny_files: Path, tmp_path: Path) -> None:
+    folder = tiny.folder("llama", tmp_path)
+    config = folder / "tokenizer_config.json"
+    config.write_text("{}")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    with LLM(folder, device="cpu") as llm, pytest.raises(Unsupported, match="no chat template"):
+        llm.chat([{"role": "user", "content": "hi"}])
+
+
+def test_score_is_the_cross_entropy_of_each_token_after_the_first(tiny_llm: LLM) -> None:
+    text = "the sea and the wind in the old tower"
+    ids = tiny_llm.tokenize(text)
+    rows = tiny_llm.logits(ids).double().log_softmax(-1)
+    nll = -sum(float(rows[i, ids[i + 1]]) for i in range(len(ids) - 1))
+    score = tiny_llm.score(text)
+    assert score.n_tokens == len(ids) - 1
+    assert math.isclose(score.nll, nll, rel_tol=1e-5)
+    assert math.isclose(score.perplexity, math.exp(nll / (len(ids) - 1)), rel_tol=1e-5)
+
+
+def test_a_text_longer_than_the_context_is_scored_in_stretches(tiny_llm: LLM) -> None:
+    text = "the sea and the wind in the old tower " * 40
+    score = tiny_llm.score(text)
+    assert score.n_tokens == len(tiny_llm.tokenize(text)) - 1 > tiny_llm.context
+    assert math.isfinite(score.perplexity)
+    with pytest.raises(BadInput, match="two tokens"):
+        tiny_llm.score("")
+
+
+def test_embeddings_are_one_unit_vector_per_text_by_the_pooling_asked_for(tiny_llm: LLM) -> None:
+    texts = ["the sea", "the wind and the rain"]
+    means = tiny_llm.embed(texts, pooling="mean")
+    assert means.shape == (2, tiny_llm.shape.hidden)
+    torch.testing.assert_close(means.norm(dim=-1), torch.ones(2))
+    assert not torch.allclose(means, tiny_llm.embed(texts, pooling="last"))
+    torch.testing.assert_close(means[1:], tiny_llm.embed(texts[1]))
+    rows = tiny_llm._engine.hidden(tiny_llm.tokenize(texts[0]))
+    torch.testing.assert_close(tiny_llm.embed(texts[0], "cls", normalize=False)[0], rows[0])
+    with pytest.raises(BadOption, match=r"mean \(the nearest\)"):
+        tiny_llm.embed(texts, pooling="men")
+
+
+@pytest.mark.parametrize(
+    ("word", "hint"), [("contxt", "context (the nearest)"), ("thread", "threads (the nearest)"), ("lora", "LoRA")]
+)
+def test_an_unknown_option_is_refused_with_the_nearest_name(tiny_gguf: Path, word: str, hint: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        LLM(tiny_gguf, **{word: 1})
+    assert hint in str(refused.value)
+
+
+def test_the_digest_is_of_the_model_the_options_that_matter_and_the_tokens(tiny_llm: LLM, tiny_files: Path) -> None:
+    answer = tiny_llm.generate("the sea", GREEDY)
+    assert answer.digest == tiny_llm.generate("the sea", GREEDY).digest
+    assert answer.digest != tiny_llm.generate("the see", GREEDY).digest
+    assert answer.digest != tiny_llm.generate("the sea", Sampling(max_tokens=9, temperature=0, ignore_eos=True)).digest
+    seeded = Sampling(max_tokens=10, temperature=0, ignore_eos=True, seed=4)
+    assert answer.digest == tiny_llm.generate("the sea", seeded).digest  # nothing was drawn
+    with LLM(tiny.gguf("llama-tied", tiny_files), device="cpu", context=128) as other:
+        assert answer.digest != other.generate("the sea", GREEDY).digest
+
+
+def test_timings_add_up(tiny_llm: LLM) -> None:
+    timings = tiny_llm.generate("the sea", GREEDY).timings
+    assert 0 < timings.prefill_s <= timings.first_token_s
+    assert timings.decode_tok_s is not None
+    assert math.isclose(timings.decode_tok_s * timings.decode_s, 9, rel_tol=1e-6)
+    assert tiny_llm.generate("the sea", Sampling(max_tokens=1)).timings.decode_tok_s is None
+
+
+def test_a_models_own_sampling_defaults_hold_unless_the_user_says_otherwise(tmp_path: Path) -> None:
+    folder = tiny.folder("llama", tmp_path)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 1.5, "top_k": 7}')
+    with LLM(folder, device="cpu") as llm:
+        assert (llm.defaults.temperature, llm.defaults.top_k, llm.defaults.top_p) == (1.5, 7, 1.0)
+        seeds = {llm.generate([5, 6, 7], Sampling(max_tokens=12, seed=seed)).token_ids for seed in range(3)}
+        assert len(seeds) > 1
+        cold = {llm.generate([5, 6, 7], Sampling(max_tokens=12, temperature=0)).token_ids for _ in range(3)}
+        assert len(cold) == 1
+
+
+def test_defaults_of_a_file_that_make_no_sense_are_the_files_fault(tmp_path: Path) -> None:
+    folder = tiny.folder("llama", tmp_path)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": -3}')
+    with pytest.raises(BadInput, match="temperature"):
+        LLM(folder, device="cpu")

@@ -1,0 +1,61 @@
+"""Options are checked when they are made, each with its name, its value and what it must be."""
+
+from typing import Any
+
+import pytest
+
+from ostinato import Sampling
+from ostinato.errors import BadOption, OstinatoError, listing
+from ostinato.options import LoadOptions, from_words
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_tokens": 0}, {"max_tokens": 1.5}, {"max_tokens": True}, {"min_tokens": -1}, {"temperature": -0.1},
+        {"temperature": float("nan")}, {"temperature": "hot"}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2},
+        {"repetition_penalty": 0}, {"presence_penalty": 1000}, {"seed": -1}, {"seed": 2**63}, {"stop": ("",)},
+        {"stop": ("a",) * 17}, {"logprobs": 21}, {"logit_bias": {5: 101.0}}, {"logit_bias": {-5: 1.0}},
+        {"stop_ids": (-2,)},
+    ],
+)  # fmt: skip
+def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadOption, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+def test_min_tokens_cannot_exceed_max_tokens() -> None:
+    with pytest.raises(BadOption, match="at most max_tokens"):
+        Sampling(max_tokens=3, min_tokens=4)
+
+
+def test_one_stop_string_or_a_list_are_both_welcome() -> None:
+    stops: Any = "###"
+    listed: Any = ["###", "!"]
+    assert Sampling(stop=stops).stop == ("###",)
+    assert Sampling(stop=listed).stop == ("###", "!")
+
+
+def test_what_the_user_says_wins_over_the_defaults() -> None:
+    settled = Sampling(temperature=0.5).over(Sampling(temperature=1.0, top_k=40))
+    assert (settled.temperature, settled.top_k) == (0.5, 40)
+
+
+@pytest.mark.parametrize("kind", [LoadOptions, Sampling])
+def test_an_unknown_word_lists_the_known_ones(kind: Any) -> None:
+    with pytest.raises(BadOption, match="known: "):
+        from_words(kind, {"nonsense_zzz": 1})
+
+
+def test_the_nearest_name_comes_first() -> None:
+    assert listing("temprature", ["top_k", "temperature"]) == "temperature (the nearest), top_k"
+    assert listing("zzz", ["b", "a"]) == "a, b"
+
+
+def test_every_error_has_an_exit_code_and_a_status() -> None:
+    kinds = [OstinatoError]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+    assert len(kinds) > 8
+    assert {kind.exit_code for kind in kinds} == {2, 3, 4}
+    assert all(400 <= kind.http_status < 600 for kind in kinds)
