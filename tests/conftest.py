@@ -1,5 +1,6 @@
 """What every test may lean on: the default model, where it can be had, and the shared vocabularies."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,9 @@ from ostinato.errors import FetchFailed
 
 if TYPE_CHECKING:
     from ostinato import LLM
+
+# Tests run side by side, and their models are too small to be shared by threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 VOCABULARIES = Path(__file__).parents[2] / "shared" / "data" / "vocab"
 

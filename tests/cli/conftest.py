@@ -82,5 +82,6 @@ def start(arguments: Sequence[str | Path], **settings: object) -> subprocess.Pop
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        bufsize=0,  # what one read leaves is still in the pipe for the next
         env={**os.environ, **{key: str(value) for key, value in settings.items()}},
     )

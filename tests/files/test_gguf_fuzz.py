@@ -128,14 +128,14 @@ def test_mutated_files_open_or_say_bad_file_and_nothing_else(tmp_path: Path) -> 
     @given(content=mutated())
     def one(content: bytes) -> None:
         path.write_bytes(content)
-        start = time.perf_counter()
+        start = time.process_time()
         tracemalloc.start()
         try:
             refusal = _open_and_read(path)
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-        assert time.perf_counter() - start < EXAMPLE_SECONDS
+        assert time.process_time() - start < EXAMPLE_SECONDS
         assert peak < EXAMPLE_BYTES
         assert refusal is None or str(path) in refusal
         seen["opened" if refusal is None else "refused"] += 1

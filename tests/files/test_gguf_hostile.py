@@ -36,14 +36,14 @@ SIZES = [2**31, 2**32, 2**60, 2**63 - 1, 2**63, 2**64 - 1]
 @contextmanager
 def little_time_and_memory(n_bytes: int = 8 << 20, seconds: float = 2.0) -> Iterator[None]:
     tracemalloc.start()
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         yield
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
     assert peak < n_bytes
-    assert time.perf_counter() - start < seconds
+    assert time.process_time() - start < seconds
 
 
 def refuse(folder: Path, content: bytes, message: str) -> None:
@@ -53,7 +53,7 @@ def refuse(folder: Path, content: bytes, message: str) -> None:
     with little_time_and_memory(), pytest.raises(BadFile, match=message) as caught:
         open_checkpoint(path)
     assert str(path) in str(caught.value)
-    assert any(advice in str(caught.value) for advice in ("fetch", "give", "newer"))
+    assert any(advice in str(caught.value) for advice in ("fetch", "give", "newer", "not accepted"))
     assert len(str(caught.value)) < 1000
 
 
@@ -237,7 +237,7 @@ def test_a_file_without_an_architecture_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [-5, 2, 2**31 - 1])
 def test_impossible_numbers_of_parts_are_refused(tmp_path: Path, count: int) -> None:
-    refuse(tmp_path, with_pair(pair("split.count", I32, struct.pack("<i", count))), f"{count}")
+    refuse(tmp_path, with_pair(pair("split.count", I32, struct.pack("<i", count))), f"{count}.*(part|whole number)")
     refuse(tmp_path, with_pair(pair("split.count", STRING, string("three"))), "split.count is 'three'")
 
 

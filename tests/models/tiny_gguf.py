@@ -54,8 +54,9 @@ def _n_layers(config: Config) -> int:
 
 
 def _rope(config: Config) -> dict[str, Any]:
-    rope = config.get("rope_parameters") or {}
-    return dict(rope.get("full_attention", rope))
+    rope: dict[str, Any] = config.get("rope_parameters") or {}
+    found: dict[str, Any] = rope.get("full_attention", rope)
+    return found
 
 
 def _add_metadata(writer: Any, architecture: str, config: Config) -> None:

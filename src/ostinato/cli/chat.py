@@ -5,10 +5,12 @@ Ctrl-C stops an answer, not the program. With piped input every line is one mess
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated
+from contextlib import contextmanager, suppress
+from itertools import count
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 
@@ -30,10 +32,41 @@ _HELP = """\
 /quit         leave (Ctrl-D too); Ctrl-C stops an answer"""
 
 
+class CtrlC:
+    """Ctrl-C as an exception where somebody waits for it, and as nothing in between.
+
+    Without this a second Ctrl-C, typed while the first is still being answered, would end the program.
+    """
+
+    def __init__(self) -> None:
+        self._is_awaited = False
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGINT, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handle(self, *_: object) -> None:
+        if self._is_awaited:
+            self._is_awaited = False
+            raise KeyboardInterrupt
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        self._is_awaited = True
+        try:
+            yield
+        finally:
+            self._is_awaited = False
+
+
 class Conversation:
     """The messages so far and the model that answers them."""
 
-    def __init__(self, llm: LLM, sampling: Sampling, system: str | None) -> None:
+    def __init__(self, llm: LLM, sampling: Sampling, system: str | None, ctrl_c: CtrlC) -> None:
+        self.ctrl_c = ctrl_c
         self.llm = llm
         self.sampling = sampling
         self.system = system
@@ -44,7 +77,8 @@ class Conversation:
         question = {"role": "user", "content": text}
         answer: list[str] = []
         try:
-            self._stream([*self._system(), *self.messages, question], answer)
+            with self.ctrl_c.awaited():
+                self._stream([*self._system(), *self.messages, question], answer)
         except PromptTooLong as error:
             talk(f"the conversation no longer fits: {error}; your message was dropped, /reset starts a new one")
             return
@@ -111,13 +145,15 @@ def converse(conversation: Conversation, lines: Iterator[str]) -> None:
             conversation.say(line.strip())
 
 
-def typed_lines() -> Iterator[str]:
+def typed_lines(ctrl_c: CtrlC) -> Iterator[str]:
     """Lines that a person types, with the editing that the terminal offers; Ctrl-C gives a fresh line."""
     with suppress(ImportError):  # not on every system; its import is what gives input() its line editing
         import readline  # noqa: F401
     while True:
         try:
-            yield check_text(_ask(), "the message")
+            with ctrl_c.awaited():
+                line = _ask()
+            yield check_text(line, "the message")
         except EOFError:
             write("\n")
             return
@@ -136,11 +172,13 @@ def _ask() -> str:
     return input()
 
 
-def piped_lines() -> Iterator[str]:
+def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
     """Lines of a file or a pipe; none where standard input is closed."""
-    if sys.stdin is None:
-        return
-    for number, line in enumerate(sys.stdin.buffer, 1):
+    for number in count(1):
+        with ctrl_c.awaited():
+            line = b"" if sys.stdin is None else sys.stdin.buffer.readline()
+        if not line:
+            return
         yield decode_text(line, f"line {number} of standard input")
 
 
@@ -191,4 +229,6 @@ def chat(
             raise BadInput(f"{llm.name} has no chat template, so it cannot chat; use `ostinato run --raw`")
         if is_typed():
             talk(f"{llm.name} on {llm.device}, context {llm.context}; /help lists commands, Ctrl-D leaves")
-        converse(Conversation(llm, sampling, system), typed_lines() if is_typed() else piped_lines())
+        with CtrlC() as ctrl_c:
+            lines = typed_lines(ctrl_c) if is_typed() else piped_lines(ctrl_c)
+            converse(Conversation(llm, sampling, system, ctrl_c), lines)

@@ -124,16 +124,20 @@ def fill(info: TensorInfo, raw: NDArray[np.uint8], out: torch.Tensor) -> None:
         return
     block = BLOCKS[info.type]
     blocks = raw.reshape(-1, block.n_bytes)
-    step = max(1, CHUNK_ELEMENTS // block.elements)
     if flat.device.type == "cpu" and flat.dtype == torch.float32:
-        values = flat.numpy().reshape(-1, block.elements)
-        for start in range(0, len(blocks), step):
-            dequantize_into(blocks[start : start + step], info.type, values[start : start + step])
-        return
-    buffer = np.empty((min(step, len(blocks)), block.elements), np.float32)
+        dequantize_into(blocks, info.type, flat.numpy().reshape(-1, block.elements))
+    else:
+        _fill_through_buffer(info.type, blocks, flat)
+
+
+def _fill_through_buffer(type: str, blocks: NDArray[np.uint8], flat: torch.Tensor) -> None:
+    """Dequantise to float32 piece by piece and let torch convert and move each; larger pieces to a device."""
+    import torch
+
+    elements = BLOCKS[type].elements
+    step = CHUNK_ELEMENTS * (1 if flat.device.type == "cpu" else 64) // elements
+    buffer = np.empty((min(step, len(blocks)), elements), np.float32)
     for start in range(0, len(blocks), step):
-        part = blocks[start : start + step]
-        dequantize_into(part, info.type, buffer[: len(part)])
-        at = start * block.elements
-        values_here = torch.from_numpy(buffer[: len(part)]).view(-1)
-        flat[at : at + values_here.numel()].copy_(values_here)
+        values = buffer[: min(step, len(blocks) - start)]
+        dequantize_into(blocks[start : start + step], type, values)
+        flat[start * elements :][: values.size].copy_(torch.from_numpy(values).view(-1))

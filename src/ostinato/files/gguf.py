@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.errors import BadFile, UnknownName, listing
+from ostinato.errors import BadFile, UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import TensorInfo, fill
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.gguf_header import Header, read_header
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 4096
+_NO_MODELS = {  # by general.type
+    "adapter": "a LoRA adapter",
+    "mmproj": "the vision part of a model",
+    "imatrix": "an importance matrix",
+}
 
 
 class GGUFFile:
@@ -45,6 +50,7 @@ class GGUFFile:
             self.metadata: Mapping[str, Any] = MappingProxyType(headers[0].metadata)
             self.version = headers[0].version
             self.architecture = self._architecture()
+            self._refuse_what_is_no_model()
             self._places: dict[str, tuple[MappedFile, int]] = {}
             self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._table(headers))
         except BaseException:
@@ -62,8 +68,10 @@ class GGUFFile:
         count = _split_number(header, "split.count", self.path) or 1
         if count == 1:
             return [header]
+        if count > _MAX_PARTS:
+            raise BadFile(f"{self.path}: split.count is {count}; more than {_MAX_PARTS} parts are not accepted")
         name = _PART_NAME.fullmatch(self.path.name)
-        if name is None or int(name["count"]) != count or count > _MAX_PARTS:
+        if name is None or int(name["count"]) != count or not 1 <= int(name["part"]) <= count:
             raise BadFile(
                 f"{self.path}: is one of {count} parts (split.count), but is not named like "
                 f"-00001-of-{count:05}.gguf; give it its published name, with the other parts beside it"
@@ -88,6 +96,12 @@ class GGUFFile:
                 f"the file is damaged or incomplete: fetch it again"
             )
         return value
+
+    def _refuse_what_is_no_model(self) -> None:
+        kind = "mmproj" if self.architecture == "clip" else self.metadata.get("general.type")
+        what = _NO_MODELS.get(kind) if isinstance(kind, str) else None
+        if what is not None:
+            raise Unsupported(f"{self.path}: is {what}, which is not supported; give the GGUF file of a whole model")
 
     def _table(self, headers: list[Header]) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}

@@ -245,11 +245,8 @@ def _read_strings(reader: _Reader, key: str, count: int) -> list[str]:
     for i in range(count):
         if end - at < 8 or (length := unpack(data, at)[0]) > end - at - 8:
             reader.at = at
-            raise reader.bad(
-                f"length of string {i} of {key!r}",
-                length if end - at >= 8 else None,
-                "it reaches beyond the end",
-            )
+            length = reader.number("<Q", f"length of string {i} of {key!r}")
+            raise reader.bad(f"length of string {i} of {key!r}", length, "it reaches beyond the end")
         at += 8 + length
         strings.append(data[at - length : at].decode("utf-8", "surrogateescape"))
     reader.at = at

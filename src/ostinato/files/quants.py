@@ -116,11 +116,14 @@ def check_readable(type: str, where: str) -> None:
 def dequantize_into(blocks: Bytes, type: str, out: Floats) -> None:
     """Write the values of `blocks`, uint8 [n, n_bytes], to `out`, float32 [n, elements], both contiguous.
 
-    Temporaries are a few times the size of `out`, so a caller with much to read goes in chunks.
+    Goes in chunks, so that temporaries stay small however large the tensor is.
     """
     check_readable(type, "the tensor")
+    undo = _DEQUANTISE[type]
+    step = CHUNK_ELEMENTS // BLOCKS[type].elements
     with np.errstate(all="ignore"):  # a scale may be infinite or not a number: that is the file's own value
-        _DEQUANTISE[type](blocks, out)
+        for start in range(0, len(blocks), step):
+            undo(blocks[start : start + step], out[start : start + step])
 
 
 def dequantize(raw: Bytes, type: str) -> Floats:
@@ -136,7 +139,5 @@ def dequantize(raw: Bytes, type: str) -> Floats:
         raise BadFile(f"rows of {row_bytes} bytes are not whole {type} blocks of {block.n_bytes} bytes")
     blocks = np.ascontiguousarray(raw).reshape(-1, block.n_bytes)
     out = np.empty((len(blocks), block.elements), np.float32)
-    step = CHUNK_ELEMENTS // block.elements
-    for start in range(0, len(blocks), step):
-        dequantize_into(blocks[start : start + step], type, out[start : start + step])
+    dequantize_into(blocks, type, out)
     return out.reshape(n_rows, row_bytes // block.n_bytes * block.elements)

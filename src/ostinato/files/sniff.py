@@ -3,6 +3,7 @@
 Only messages come from here; the readers are `gguf.py` and `safetensors.py`.
 """
 
+import codecs
 import os
 from pathlib import Path
 
@@ -26,11 +27,17 @@ def _kind(head: bytes) -> str:
         return "a Git LFS pointer, not the file itself; run `git lfs pull` or fetch the file again"
     if head.lstrip()[:1] == b"<":
         return f"a web page, perhaps an error page saved under this name; fetch the file again, or {_GIVE}"
+    if _is_text(head):
+        return f"a text file; {_GIVE}"
+    return f"not a model: it begins with the bytes {head[:4].hex(' ')}; {_GIVE}"
+
+
+def _is_text(head: bytes) -> bool:
     try:
-        head[: len(head) // 2].decode("ascii")
+        text = codecs.getincrementaldecoder("utf-8")().decode(head)  # `head` may end within a character
     except UnicodeDecodeError:
-        return f"not a model: it begins with the bytes {head[:4].hex(' ')}; {_GIVE}"
-    return f"a text file; {_GIVE}"
+        return False
+    return all(character.isprintable() or character.isspace() for character in text)
 
 
 def not_a_model(path: Path, head: bytes, n_bytes: int) -> BadFile:

@@ -11,17 +11,20 @@ from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Fields
-from ostinato.models.shape import ExpertShape, Shape, common_from_config, common_from_gguf
+from ostinato.models.shape import ExpertShape, Shape, checked, common_from_config, common_from_gguf
 
 
 def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
     shape = common_from_gguf(checkpoint, "llama", "neighbours")
     f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
-    shape = replace(shape, attention_bias="blk.0.attn_q.bias" in checkpoint.tensors)
+    # GGUF does not state biases: the file has them or not.
+    attention_bias, mlp_bias = (f"blk.0.{name}.bias" in checkpoint.tensors for name in ("attn_q", "ffn_up"))
+    shape = replace(shape, attention_bias=attention_bias, mlp_bias=mlp_bias)
     if not f.integer("expert_count", 0, least=0):
         return shape
     used = f.integer("expert_used_count")
-    return replace(shape, experts=ExpertShape(f.integer("expert_count"), used, shape.ff_width, renormalise=True))
+    experts = ExpertShape(f.integer("expert_count"), used, shape.ff_width, renormalise=True)
+    return checked(replace(shape, experts=experts), checkpoint)
 
 
 def shape_from_config(checkpoint: Checkpoint) -> Shape:

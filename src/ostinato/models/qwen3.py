@@ -9,7 +9,7 @@ from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Fields
 from ostinato.models.qwen2 import without_unused_window
-from ostinato.models.shape import ExpertShape, Shape, common_from_config, common_from_gguf
+from ostinato.models.shape import ExpertShape, Shape, checked, common_from_config, common_from_gguf
 
 
 def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
@@ -29,7 +29,7 @@ def moe_shape_from_gguf(checkpoint: Checkpoint) -> Shape:
         f.integer("expert_feed_forward_length", shape.ff_width),
         renormalise=True,
     )
-    return replace(shape, experts=experts)
+    return checked(replace(shape, experts=experts), checkpoint)
 
 
 def moe_shape_from_config(checkpoint: Checkpoint) -> Shape:
@@ -47,7 +47,7 @@ def moe_shape_from_config(checkpoint: Checkpoint) -> Shape:
         c.flag("norm_topk_prob", False),
         frozenset(i for i in range(shape.n_layers) if i in plain or (i + 1) % every),
     )
-    return replace(shape, family="qwen3moe", experts=experts)
+    return checked(replace(shape, family="qwen3moe", experts=experts), checkpoint)
 
 
 def layer(b: Builder, i: int) -> Layer:

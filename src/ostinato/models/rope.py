@@ -116,13 +116,15 @@ def from_config(c: Fields, width: int, *, kind: str | None = None, default_base:
 
 def _turning(settings: Fields, c: Fields, width: int) -> int:
     share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", 1.0))
-    return _even(int(width * share), c)
+    return _within(int(width * share), width, c)
 
 
-def _even(width: int, f: Fields) -> int:
-    if width % 2 or width < 2:
-        raise BadFile(f"{f.path}: {width} elements of a head turn by rotary positions; it must be an even number")
-    return width
+def _within(turning: int, width: int, f: Fields) -> int:
+    if turning % 2 or not 2 <= turning <= width:
+        raise BadFile(
+            f"{f.path}: {turning} elements of a head of {width} turn by rotary positions; it must be an even number up to that"
+        )
+    return turning
 
 
 def _above_one(base: float, f: Fields) -> float:
@@ -157,9 +159,7 @@ def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
 
 def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 10_000.0) -> Rope:
     """The rope that GGUF metadata states, tensors of factors apart (`with_factors`)."""
-    turning = _even(f.integer("rope.dimension_count", width), f)
-    if turning > width:
-        raise BadFile(f"{f.path}: {f.prefix}rope.dimension_count is {turning}, wider than a head ({width})")
+    turning = _within(f.integer("rope.dimension_count", width), width, f)
     rope = Rope(_above_one(f.positive("rope.freq_base", default_base), f), turning, pairing)
     # Old files state linear scaling by rope.scale_linear alone.
     scheme = f.word("rope.scaling.type", "linear" if f.has("rope.scale_linear") else "none")

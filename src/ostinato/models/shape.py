@@ -139,7 +139,7 @@ def with_factors(rope: Rope, f: Fields, checkpoint: Checkpoint) -> Rope:
     """A GGUF file's tensors of rope factors: one set (llama3), or a short and a long one (longrope)."""
     if "rope_freqs.weight" in checkpoint.tensors:
         return Rope(rope.base, rope.width, rope.pairing, _factors(checkpoint, "rope_freqs.weight", rope))
-    if "rope_factors_short.weight" not in checkpoint.tensors:
+    if not {"rope_factors_short.weight", "rope_factors_long.weight"} & checkpoint.tensors.keys():
         return rope
     trained = f.integer("context_length")
     original = f.integer("rope.scaling.original_context_length", trained, least=2)
@@ -211,4 +211,7 @@ def checked(shape: Shape, checkpoint: Checkpoint) -> Shape:
         raise BadFile(
             f"{checkpoint.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly"
         )
+    experts = shape.experts
+    if experts is not None and experts.n_used > experts.n_experts:
+        raise BadFile(f"{checkpoint.path}: a row uses {experts.n_used} experts, and there are only {experts.n_experts}")
     return shape

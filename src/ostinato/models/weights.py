@@ -21,6 +21,7 @@ from ostinato.errors import BadFile
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
 
+NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
 Transform = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int], None]
 
@@ -105,6 +106,10 @@ class Weights:
                 raise BadFile(
                     f"{self._checkpoint.path}: the tensor {found.name} has the shape {list(found.shape)}; "
                     f"this model needs {list(self._stored(name, shape))}"
+                )
+            if found.type in NOT_WEIGHTS:
+                raise BadFile(
+                    f"{self._checkpoint.path}: the tensor {found.name} holds {found.type}, which no weights are"
                 )
             self._taken.add(name)
 

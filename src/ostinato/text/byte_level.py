@@ -1,4 +1,4 @@
-"""Byte-level BPE vocabularies (`tokenizer.ggml.model` is `gpt2`): every byte has a printable stand-in, so any text fits.
+"""Byte-level BPE (`tokenizer.ggml.model` is `gpt2`): every byte has a printable stand-in, so any text fits.
 
 Words are cut by the pre-tokenizer that the file names, then merged in the order of its merges.
 """

@@ -1,4 +1,4 @@
-"""Tokenizers of safetensors folders: `tokenizer.json` used as it is, and what the files beside it say about special ids.
+"""Tokenizers of safetensors folders: `tokenizer.json` as it is, and the special ids that the files beside it name.
 
 The library's own file brings its normalizer, pre-tokenizer and model; here is only what it leaves to others: which
 ids begin and end a text, which end a generation, and what each id looks like as bytes, so that a stream of ids and
@@ -25,14 +25,20 @@ from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no such file."""
+def _read_text(path: Path) -> str | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        return {}
+        return None
     except (OSError, UnicodeDecodeError) as error:
         raise BadFile(f"{path} cannot be read: {error}") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file, empty where there is no such file."""
+    text = _read_text(path)
+    if text is None:
+        return {}
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -54,7 +60,7 @@ class FolderEncoder:
 
     def __call__(self, text: str, parse_control: bool) -> list[int]:
         library = self.parsing if parse_control else self._plain()
-        return library.encode(text, add_special_tokens=False).ids
+        return _encoded(library, text, self.path)
 
     def _plain(self) -> Library:
         with self.lock:
@@ -62,6 +68,11 @@ class FolderEncoder:
                 self.plain = load_library(self.source, self.path)
                 self.plain.encode_special_tokens = True
             return self.plain
+
+
+def _encoded(library: Library, text: str, path: Path, *, whole: bool = False) -> list[int]:
+    """The ids of a text; `whole` adds what the file's own post-processor puts around it."""
+    return guarded(lambda: library.encode(text, add_special_tokens=whole).ids, path, "cannot encode a text")
 
 
 def load_library(source: str, path: Path) -> Library:
@@ -91,10 +102,9 @@ class FolderFacts:
 def read_folder(folder: Path) -> FolderFacts:
     """Everything `tokenizer_from_folder` needs; `BadFile` or `Unsupported` says what is wrong with which file."""
     path = folder / "tokenizer.json"
-    parsed = read_json(path)
-    if not parsed:
+    source = _read_text(path)
+    if source is None:
         raise _no_tokenizer(folder)
-    source = path.read_text(encoding="utf-8")
     library = load_library(source, path)
     settings = read_json(folder / "tokenizer_config.json")
     config = read_json(folder / "config.json")
@@ -102,12 +112,14 @@ def read_folder(folder: Path) -> FolderFacts:
     texts = _texts(library, path, named.get("vocab_size"))
     added = library.get_added_tokens_decoder()
     hidden = frozenset(id for id, token in added.items() if token.special)
-    pieces = decoder_pieces(parsed.get("decoder"), path)
+    # The library keeps its parts as JSON; parsing the whole file a second time would take longer than loading it.
+    decoder = None if library.decoder is None else json.loads(library.decoder.__getstate__())
+    pieces = decoder_pieces(decoder, path)
     bos_id = _token_id(library, settings.get("bos_token"), named.get("bos_token_id"), len(texts))
     eos_id = _token_id(library, settings.get("eos_token"), named.get("eos_token_id"), len(texts))
     ends = [*_ids(read_json(folder / "generation_config.json").get("eos_token_id")), *_ids(named.get("eos_token_id"))]
     markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
-    prefix, suffix = _around(library, settings, bos_id, eos_id)
+    prefix, suffix = _around(_whole_and_bare(library, path), settings, bos_id, eos_id)
     return FolderFacts(
         encoder=FolderEncoder(source, path, library),
         texts=texts,
@@ -166,14 +178,17 @@ def _ids(value: object) -> list[int]:
     return [id for id in listed if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
 
 
+def _whole_and_bare(library: Library, path: Path) -> tuple[list[int], list[int]]:
+    return _encoded(library, "a", path, whole=True), _encoded(library, "a", path)
+
+
 def _around(
-    library: Library, settings: Mapping[str, Any], bos_id: int | None, eos_id: int | None
+    whole_and_bare: tuple[list[int], list[int]], settings: Mapping[str, Any], bos_id: int | None, eos_id: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What goes before and after a text: the file's own post-processor, unless tokenizer_config.json speaks."""
-    bare = library.encode("a", add_special_tokens=False).ids
-    full = library.encode("a", add_special_tokens=True).ids
-    at = next((at for at in range(len(full) - len(bare) + 1) if full[at : at + len(bare)] == bare), None)
-    prefix, suffix = ((), ()) if at is None or not bare else (tuple(full[:at]), tuple(full[at + len(bare) :]))
+    whole, bare = whole_and_bare
+    at = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), None)
+    prefix, suffix = ((), ()) if at is None or not bare else (tuple(whole[:at]), tuple(whole[at + len(bare) :]))
     add_bos, add_eos = settings.get("add_bos_token"), settings.get("add_eos_token")
     if isinstance(add_bos, bool) and bos_id is not None and add_bos != (bos_id in prefix):
         prefix = (bos_id, *prefix) if add_bos else tuple(id for id in prefix if id != bos_id)
@@ -210,8 +225,9 @@ def decoder_pieces(decoder: object, path: Path) -> Pieces:
     """What the `decoder` entry of a tokenizer.json means token by token; one that cannot be read so is refused."""
     if decoder is None:
         return Pieces(rest="", drops_first_space=True)
-    steps = _mapping(decoder).get("decoders") if _mapping(decoder).get("type") == "Sequence" else [decoder]
-    by_type = {step.get("type"): step for step in steps if isinstance(step, dict)} if isinstance(steps, list) else {}
+    sequence = _mapping(decoder).get("decoders") if _mapping(decoder).get("type") == "Sequence" else [decoder]
+    steps = [step for step in sequence if isinstance(step, dict)] if isinstance(sequence, list) else []
+    by_type = {step.get("type"): step for step in steps}
     known = {"ByteLevel", "ByteFallback", "Fuse", "Strip", "Replace", "Metaspace", "WordPiece"}
     strange = [str(kind) for kind in by_type if kind not in known]
     if strange or not by_type:
@@ -232,10 +248,10 @@ def decoder_pieces(decoder: object, path: Path) -> Pieces:
     return Pieces(byte_tokens="ByteFallback" in by_type, replaced=replaced, drops_first_space=drops)
 
 
-def _replaced(steps: Sequence[Any], path: Path) -> tuple[tuple[str, str], ...]:
+def _replaced(steps: Sequence[Mapping[str, Any]], path: Path) -> tuple[tuple[str, str], ...]:
     pairs = []
     for step in steps:
-        if _mapping(step).get("type") == "Replace":
+        if step.get("type") == "Replace":
             old, new = _mapping(step.get("pattern")).get("String"), step.get("content")
             if not isinstance(old, str) or not old or not isinstance(new, str):
                 raise Unsupported(f"{path}: the decoder replaces by a pattern; only plain strings are supported")

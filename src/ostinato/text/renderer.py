@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any
 
 import jinja2
@@ -103,7 +104,7 @@ class Template:
         parts = isinstance(content, list)
         if self._can_show(parts) or not self._can_show(not parts):
             return message
-        return {**message, "content": join_text(content) if parts else [{"type": "text", "text": content}]}
+        return {**message, "content": other_form(content)}
 
     def _can_show(self, parts: bool) -> bool:
         """Whether a user's words given in this form come out as words, found out by trying once."""
@@ -121,9 +122,11 @@ class Template:
         return self._shows[parts]
 
 
-def join_text(parts: list[Any]) -> str:
-    """Typed text parts as one string, a line each."""
-    return "\n".join(part["text"] for part in parts)
+def other_form(content: str | list[Any]) -> str | list[Any]:
+    """Typed text parts as one string, a line each; a string as one part."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return "\n".join(part["text"] for part in content)
 
 
 def limit_memory(n_bytes: int) -> None:
@@ -167,7 +170,7 @@ def answer(work: Callable[[], str]) -> dict[str, str]:
     except OutputTooLong:
         return {"limit": "output"}
     except RecursionError as error:
-        return {"error": f"it calls itself too deeply{where(error)}"}
+        return {"error": f"it nests or calls itself too deeply{where(error)}"}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"it is not a valid template{where(error)}: {error.message}"}
     except Exception as error:  # whatever a stranger's program can raise is an answer, never a dead process
@@ -182,7 +185,8 @@ def main() -> None:
     limit_memory(settings["memory_bytes"])
     templates: dict[str, Template] = {}
 
-    def render(request: Mapping[str, Any]) -> str:
+    def render(line: bytes) -> str:
+        request = json.loads(line)
         name = request["template"]
         if name not in templates:
             templates[name] = Template(settings["sources"][name], settings["fixed"], settings["max_characters"])
@@ -195,7 +199,7 @@ def main() -> None:
     send({"ready": True})
     while line := lines.readline():
         limit_time(settings["seconds"])
-        reply = answer(lambda line=line: render(json.loads(line)))  # type: ignore[misc]
+        reply = answer(partial(render, line))
         try:
             send(reply)
         except MemoryError:

@@ -1,4 +1,4 @@
-"""SentencePiece-style vocabularies (`tokenizer.ggml.model` is `llama`): scores decide what merges, bytes are the last resort.
+"""SentencePiece-style BPE (`tokenizer.ggml.model` is `llama`): scores decide what merges, bytes are the last resort.
 
 Of all neighbours that join to a token, those whose token has the highest score join first. The `tokenizers` library
 merges by rank, so every way to cut a token into two becomes a merge, ranked by the token's score. Spaces are
@@ -42,7 +42,7 @@ def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: 
     merges = _merges_by_score(ids, scores)
     bytes_there = {text: id for id, text in enumerate(vocabulary.tokens) if vocabulary.types[id] == TokenType.BYTE}
     unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
-    known = ids | bytes_there | ({} if unknown is None else {unknown: vocabulary.unk_id})
+    known = ids | bytes_there | {text: id for text, id in [(unknown, vocabulary.unk_id)] if text and id is not None}
     model = guarded(
         lambda: models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown),
         vocabulary.path,

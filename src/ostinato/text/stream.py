@@ -14,14 +14,16 @@ class TextStream:
     """The text of one growing list of ids, piece by piece.
 
     A piece never ends inside a character or inside what may still become a stop string; the pieces join to
-    `tokenizer.decode(all ids, at_start=at_start)` cut before the first stop string. Each push costs the same, however long the text.
+    `tokenizer.decode(all ids, at_start=at_start)` cut before the first stop string, the one that begins first. Where
+    a longer stop string that began earlier may still come, it is waited for. Each push costs the same, however long
+    the text.
     """
 
     __slots__ = ("_characters", "_held", "_longest", "_start", "_stop", "_stopped", "_tokenizer")
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, at_start: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self._stop = tuple(s for s in stop if s)
         self._longest = max((len(s) for s in self._stop), default=0)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._start = at_start

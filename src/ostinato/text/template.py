@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadFile, BadInput, BadTemplate, OstinatoError
+from ostinato.text.folder import read_json
 from ostinato.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
 MEMORY_BYTES = 512 * 2**20
 MAX_CHARACTERS = 8 * 2**20
+_CPU_LIMIT_SIGNAL = getattr(signal, "SIGXCPU", 0)
 _RENDERER = Path(__file__).with_name("renderer.py")
 
 
@@ -96,11 +99,12 @@ class ChatTemplate:
         if child is None or not child.usable():
             child = self._child = _Child(self, self._settings)
         reply = child.ask(request, RENDER_SECONDS)
-        if reply is None or "limit" in reply:
-            self._end_child()
         if reply is None:
-            raise BadTemplate(f"{self.name} {_why_silent(child)}")
+            why = _why_silent(child)
+            self._end_child()
+            raise BadTemplate(f"{self.name} {why}")
         if "limit" in reply:
+            self._end_child()
             raise BadTemplate(f"{self.name} {_LIMITS[reply['limit']]}")
         if "error" in reply:
             raise BadTemplate(f"{self.name} failed: {reply['error']}")
@@ -120,10 +124,11 @@ _LIMITS = {
 
 
 def _why_silent(child: _Child) -> str:
-    if child.expired:
+    code = child.exit_code()
+    if child.expired or code == -_CPU_LIMIT_SIGNAL:
         return f"did not finish within {RENDER_SECONDS:g} seconds, the limit for a template"
-    # Without an answer and before its time is up, a process dies of an allocation that could not even be reported.
-    return _MEMORY
+    # Before its time is up, a process dies of an allocation that could not even be reported.
+    return f"ended its process (exit code {code}); most likely it {_MEMORY}"
 
 
 class _Child:
@@ -151,6 +156,14 @@ class _Child:
     def usable(self) -> bool:
         """Whether it still runs, and is ours: a forked process must not share the parent's."""
         return self._made_by == os.getpid() and self._process.poll() is None
+
+    def exit_code(self) -> int:
+        """How the process ended; it is ended when it has not by itself."""
+        try:
+            return self._process.wait(timeout=1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return self._process.wait()
 
     def ask(self, request: bytes, seconds: float) -> dict[str, Any] | None:
         """The reply to one line; None when there was none in time, or the process ended."""
@@ -251,5 +264,28 @@ def _text_of(tokenizer: Tokenizer, id: int | None) -> str:
 
 
 def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a model folder; None for a model without."""
-    return None
+    """The chat template of a model folder; None for a model without.
+
+    `chat_template.jinja` counts before `chat_template.json`, and that before tokenizer_config.json; variants are
+    named there, or are files in `additional_chat_templates`.
+    """
+    named = _listed(read_json(folder / "tokenizer_config.json").get("chat_template"))
+    named |= _listed(read_json(folder / "chat_template.json").get("chat_template"))
+    files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
+    for name, file in files.items():
+        if file.is_file():
+            try:
+                named[name] = file.read_text(encoding="utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise BadFile(f"{file} cannot be read: {error}") from error
+    return _from_named(named, tokenizer, str(folder))
+
+
+def _listed(entry: object) -> dict[str, object]:
+    """The templates of a JSON entry by name: one text, a list of records with name and template, or an object."""
+    if isinstance(entry, list):
+        records = [record for record in entry if isinstance(record, dict)]
+        return {str(record.get("name")): record.get("template") for record in records}
+    if isinstance(entry, dict):
+        return dict(entry)
+    return {} if entry is None else {"default": entry}

@@ -19,11 +19,13 @@ from ostinato.errors import BadFile
 KEY = "tokenizer.ggml."
 MAX_TOKENS = 4_000_000
 
-END_MARKERS = frozenset(
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|calls|> <|flush|> <end_of_turn> <|endoftext|> </s> <|eom_id|>"
-    " <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> [e~["
-    " <｜end▁of▁sentence｜>".split()
-)
+# fmt: off
+END_MARKERS = frozenset([
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<|eom_id|>",
+    "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<end_of_utterance>", "<｜end▁of▁sentence｜>", "</s>", "<eos>",
+    "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<turn|>", "<|tool_response>", "[e~[",
+])
+# fmt: on
 
 
 class TokenType(IntEnum):
@@ -122,7 +124,8 @@ class Vocabulary:
 
     def id_of_text(self) -> dict[str, int]:
         """Token text to id; of two equal texts (some files have them) the lower id is the one that is written."""
-        return {text: len(self.tokens) - 1 - back for back, text in enumerate(reversed(self.tokens))}
+        last = len(self.tokens) - 1
+        return {text: last - back for back, text in enumerate(reversed(self.tokens)) if text}
 
     @property
     def hidden(self) -> frozenset[int]:

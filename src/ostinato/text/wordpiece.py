@@ -1,4 +1,4 @@
-"""WordPiece vocabularies (`tokenizer.ggml.model` is `bert`): words in lower case, each the longest pieces from its start.
+"""WordPiece (`tokenizer.ggml.model` is `bert`): words in lower case, each cut into the longest pieces from its start.
 
 GGUF files mark the beginning of a word with U+2581 and leave the rest bare; the `tokenizers` library wants the
 rest marked with ##.

@@ -1,0 +1,137 @@
+"""Our ids against llama.cpp's: the default model on awkward texts, and every kind of vocabulary on random ones."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from ostinato.files.checkpoint import open_checkpoint
+from ostinato.text.byte_level import byte_characters
+from ostinato.text.pretokenizers import PRE_TOKENIZERS
+from ostinato.text.tokenizer import tokenizer_from_gguf
+from ostinato.text.vocabulary import TokenType
+from tests.counts import soak
+from tests.text.llama_cpp import reference_ids, write_model
+from tests.text.vocabularies import ATOMS, Metadata
+
+pytestmark = pytest.mark.slow
+
+AWKWARD = [
+    "",
+    " ",
+    "    four spaces, then\ttabs\t\t and   runs  of   them   ",
+    "\n\n\n\nlines\r\nand\rreturns\n \n\n",
+    "0 1 12 123 1234 12345678901234567890 3.14159 1,000,000 ١٢٣ ½ ² Ⅷ",
+    "don't I'm you'LL they'Ve we'd it'S 's 't ' ''",
+    "日本語のテキスト、中文字符。한국어 문장 ไทย हिन्दी עברית العربية",
+    "👨\u200d👩\u200d👧\u200d👦 👍🏽 🇩🇪🇫🇷 ❤\ufe0f \U0001f9d1\u200d\U0001f680",
+    "<|im_start|>user\nhi<|im_end|> <|endoftext|><|im_end|><|im_start|",
+    "\x7f\x80\u07ff\u0800\ud7ff\ue000\uffff\U00010000\U0010ffff",
+    "\ufffd\ufffd half\ufffdway",
+    "e\u0301 Z\u0351\u036b\u0343\u032a a\u0300\u0301\u0302 \u0301alone",
+    "a" * 3_000,
+    "Pneumono" + "ultra" * 200 + "microscopic",
+    "=" * 100 + "-" * 63 + "_" * 17 + " " * 129 + "\n" * 33,
+    "\u00a0\u2028\u2029\u3000\u200b\ufeff\x0b\x0c\x85\x1c",
+    "def f(x: int) -> list[str]:\n    return [f'{x!r}' for _ in range(10)]  # ok\n",
+    "http://example.org/?q=%20&x=1#y a@b.example C:\\Windows\\System32",
+    "ßẞſ'ſ ǅ ʰ ª Ω Ω K İ ı ﬁ",
+    "\x01\x02 \x1b[0m",
+]
+
+
+def random_texts(seed: int, n: int, atoms: list[str]) -> list[str]:
+    chance = random.Random(seed)
+    return ["".join(chance.choices(atoms, k=chance.randint(1, 14))) for _ in range(n)]
+
+
+def compare(metadata: Metadata, model: Path, texts: list[str], folder: Path, *, bos: bool = False) -> None:
+    tokenizer = tokenizer_from_gguf(metadata, model)
+    for text, (plain, parsed) in zip(texts, reference_ids(model, texts, folder, bos=bos), strict=True):
+        assert tokenizer.encode(text, bos=bos) == plain, repr(text)
+        assert tokenizer.encode(text, bos=bos, special=True) == parsed, repr(text)
+
+
+@pytest.mark.model
+def test_the_default_model_on_awkward_texts(default_model: Path, tmp_path: Path) -> None:
+    metadata = dict(open_checkpoint(default_model).metadata)
+    texts = [*AWKWARD, *random_texts(7, soak(3_000), ATOMS)]
+    compare(metadata, default_model, texts, tmp_path)
+
+
+@pytest.mark.model
+def test_the_default_model_with_bos_and_eos(default_model: Path, tmp_path: Path) -> None:
+    compare(dict(open_checkpoint(default_model).metadata), default_model, AWKWARD, tmp_path, bos=True)
+
+
+def all_pairs(pre: str) -> Metadata:
+    """A vocabulary where any two bytes of one word may merge, in random order: ids then show where words are cut."""
+    characters = byte_characters()
+    pairs = [(left, right) for left in characters for right in characters]
+    random.Random(3).shuffle(pairs)
+    special = {"<|im_end|>": TokenType.CONTROL, "<|user|>": TokenType.USER_DEFINED}
+    tokens = [*characters, *(left + right for left, right in pairs), *special]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * (len(tokens) - 2) + [int(kind) for kind in special.values()],
+        "tokenizer.ggml.merges": [f"{left} {right}" for left, right in pairs],
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 1,
+    }
+
+
+def one_name_of_each_kind() -> list[str]:
+    return list({kind: name for name, kind in reversed(PRE_TOKENIZERS.items())}.values())
+
+
+def shared_atoms(pre: str) -> list[str]:
+    """The texts on which llama.cpp follows the pattern of the models' own files; docs/tokenizers.md says where not."""
+    if pre in ("deepseek-llm", "deepseek-coder"):
+        return [atom for atom in ATOMS if not any(c in atom for c in "\u2028\u3000")]
+    if PRE_TOKENIZERS[pre] in (PRE_TOKENIZERS["tekken"], PRE_TOKENIZERS["gpt-4o"]):
+        caseless = ["日本", "中文", "ひらがな", "カタカナ", "한국어"]
+        return [atom for atom in ATOMS if atom in caseless or all(ord(c) < 128 or not c.isalpha() for c in atom)]
+    return ATOMS
+
+
+NAMES = list(PRE_TOKENIZERS) if soak(10) == 10 else one_name_of_each_kind()
+
+
+@pytest.mark.parametrize("pre", NAMES)
+def test_every_kind_of_pre_tokenizer_cuts_the_same_words(pre: str, tmp_path: Path) -> None:
+    metadata = all_pairs(pre)
+    model = write_model(tmp_path / "pairs.gguf", metadata)
+    atoms = [atom for atom in shared_atoms(pre) if not any(0x300 <= ord(c) < 0x370 or c == "\ufe0f" for c in atom)]
+    texts = random_texts(5, soak(3_000), atoms if atoms != ATOMS and "tekken" in pre else shared_atoms(pre))
+    compare(metadata, model, texts, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama-spm", {}),
+        ("llama-spm", {"tokenizer.ggml.add_space_prefix": False, "tokenizer.ggml.add_eos_token": True}),
+        ("phi-3", {}),
+    ],
+)
+@pytest.mark.parametrize("bos", [False, True])
+def test_sentencepiece_vocabularies_on_random_texts(
+    vocab_data: Path, tmp_path: Path, name: str, changes: Metadata, bos: bool
+) -> None:
+    metadata = {**open_checkpoint(vocab_data / f"{name}.gguf").metadata, **changes}
+    model = write_model(tmp_path / "words.gguf", metadata)
+    texts = random_texts(11, soak(3_000), [*ATOMS, "<|assistant|>", "▁▁", "░", "--------"])
+    compare(metadata, model, texts, tmp_path, bos=bos)
+
+
+def test_user_defined_blanks_and_tags_are_matched_before_merging(vocab_data: Path, tmp_path: Path) -> None:
+    metadata = dict(open_checkpoint(vocab_data / "llama-spm.gguf").metadata)
+    added = {"  ": 4, "   ": 4, "\n\n": 4, "\t\t": 4, "<table>": 4, "<start_of_turn>": 3, "<end_of_turn>": 3}
+    metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *added]
+    metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], *added.values()]
+    metadata["tokenizer.ggml.scores"] = [*metadata["tokenizer.ggml.scores"], *[-1000.0] * len(added)]
+    metadata["tokenizer.ggml.add_space_prefix"] = False
+    model = write_model(tmp_path / "tags.gguf", metadata)
+    compare(metadata, model, random_texts(13, soak(3_000), [*ATOMS, *list(added) * 3]), tmp_path)
