@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,8 @@ def test_lists_in_lists_out_in_order(tiny_llm: LLM) -> None:
     together = tiny_llm.generate(["one", "two", "three"], GREEDY)
     apart = [tiny_llm.generate(prompt, GREEDY) for prompt in ("one", "two", "three")]
     assert [a.token_ids for a in together] == [a.token_ids for a in apart]
-    assert tiny_llm.generate([], GREEDY) == []
+    nothing: list[str] = []
+    assert tiny_llm.generate(nothing, GREEDY) == []
     by_ids = tiny_llm.generate([[5, 6], [7, 8]], GREEDY)
     assert [a.prompt_ids for a in by_ids] == [(5, 6), (7, 8)]
     talks = [[{"role": "user", "content": text}] for text in ("one", "two")]
@@ -103,8 +105,9 @@ def test_embeddings_are_one_unit_vector_per_text_by_the_pooling_asked_for(tiny_l
     ("word", "hint"), [("contxt", "context (the nearest)"), ("thread", "threads (the nearest)"), ("lora", "LoRA")]
 )
 def test_an_unknown_option_is_refused_with_the_nearest_name(tiny_gguf: Path, word: str, hint: str) -> None:
+    options: dict[str, Any] = {word: 1}
     with pytest.raises(BadInput) as refused:
-        LLM(tiny_gguf, **{word: 1})
+        LLM(tiny_gguf, **options)
     assert hint in str(refused.value)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -52,7 +52,7 @@ class Parrot:
 
 def talked(*lines: str, system: str | None = None) -> Parrot:
     parrot = Parrot()
-    conversation = Conversation(parrot, Sampling(), system, CtrlC())  # type: ignore[arg-type]  a stand-in
+    conversation = Conversation(cast(Any, parrot), Sampling(), system, CtrlC())
     converse(conversation, iter(lines))
     return parrot
 
@@ -233,8 +233,10 @@ def test_a_person_can_stop_an_answer_and_go_on_and_leave(tiny: Path) -> None:
     person.wait_for("> ")
     person.type("hi\n")
     time.sleep(0.5)
-    person.type("\x03")
+    person.type("\x03\x03")
     person.wait_for("(stopped)")
+    person.wait_for("> ")
+    time.sleep(0.2)
     person.type("\x03")
     person.wait_for("(/quit or Ctrl-D leaves)")
     person.type("again\n")

@@ -101,7 +101,8 @@ def allowed(logits: list[float], top_k: int, top_p: float, min_p: float) -> set[
     order = order[:top_k] if top_k else order
     exps = [math.exp(logits[i] - logits[order[0]]) for i in order]
     shares = [e / sum(exps) for e in exps]
-    kept, before = set(), 0.0
+    kept: set[int] = set()
+    before = 0.0
     for token, share in zip(order, shares, strict=True):
         if kept and before >= top_p:
             break

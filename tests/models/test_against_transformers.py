@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from ostinato import LLM, Sampling
-from tests.models import tiny, tiny_text
+from tests.models import tiny, tiny_gguf, tiny_text
 
 # Cached values and products of other shapes sum in another order; float32 leaves that much.
 TOLERANCE: Final = 1e-4
@@ -67,6 +67,17 @@ def test_a_gguf_in_three_parts_is_one_model(name: str, tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*-of-00003.gguf"))) == 3
     with opened(first, context=tiny.TINY[name].context) as llm:
         assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=TOLERANCE, rtol=0)
+
+
+def test_a_mixtral_gguf_of_the_first_kind_has_one_tensor_for_each_expert(tmp_path: Path) -> None:
+    config, tensors = tiny.parts_of("mixtral", tmp_path)
+    matrices = {"w1": "gate", "w2": "down", "w3": "up"}
+    for name in [name for name in tensors if ".experts." in name]:
+        layer, expert, matrix = (name.split(".")[place] for place in (2, 5, 6))
+        tensors[f"blk.{layer}.ffn_{matrices[matrix]}.{expert}.weight"] = tensors.pop(name)
+    tiny_gguf.write(tmp_path / "old.gguf", "llama", config, tensors)
+    with opened(tmp_path / "old.gguf") as llm:
+        assert_close(llm.logits(tiny.prompt("mixtral")), tiny.reference_logits("mixtral"), atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["gguf", "current", "original"])

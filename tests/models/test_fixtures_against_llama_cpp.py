@@ -19,6 +19,7 @@ TOLERANCES: Final = {
     "gemma2": 5e-3,
     "gemma3": 5e-3,
     "gemma3-linear": 5e-3,
+    "gemma3-stated": 5e-3,
     "gpt2": 1e-2,
     "llama-f16": 1e-2,
     "llama-bf16": 1e-1,

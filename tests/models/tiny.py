@@ -81,15 +81,12 @@ def _qwen3_moe(architecture: str | None, **config: Any) -> TinyModel:
     return _made("Qwen3MoeForCausalLM", architecture, **{**sizes, "norm_topk_prob": True, **config})
 
 
-def _gemma3(**scaling: Any) -> TinyModel:
-    local = {"rope_type": "default", "rope_theta": 1e4}
-    rope = {
-        "sliding_attention": local,
-        "full_attention": {"rope_type": "default", "rope_theta": 1e6, **scaling},
-    }
-    # Every sixth layer is global in the files people have, and a GGUF file does not say so: hence seven layers.
+def _gemma3(local_base: float = 1e4, config: Mapping[str, Any] | None = None, **scaling: Any) -> TinyModel:
+    local = {"rope_type": "default", "rope_theta": local_base}
+    rope = {"sliding_attention": local, "full_attention": {"rope_type": "default", "rope_theta": 1e6, **scaling}}
+    # Every sixth layer is global in the files people have, and a GGUF file need not say so: hence seven layers.
     sizes = {"num_hidden_layers": 7, "head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": WINDOW}
-    return _made("Gemma3ForCausalLM", "gemma3", rope_parameters=rope, **sizes)
+    return _made("Gemma3ForCausalLM", "gemma3", **{**sizes, "rope_parameters": rope, **(config or {})})
 
 
 def _gemma2(architecture: str | None, scalar: int) -> TinyModel:
@@ -155,6 +152,7 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "gemma2-scalar": _gemma2(None, scalar=20),  # only the 27B model has one, which GGUF readers know by its size
         "gemma3": _gemma3(),
         "gemma3-linear": _gemma3(rope_type="linear", factor=8.0),
+        "gemma3-stated": _gemma3(500.0, {"num_hidden_layers": 4, "sliding_window_pattern": 3}),
         "phi3": _phi3(),
         "phi3-window": _phi3(sliding_window=WINDOW),
         "phi3-partial": _phi3({"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75}),

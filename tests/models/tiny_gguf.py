@@ -69,7 +69,7 @@ def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
         writer.add_vocab_size(config["vocab_size"])
         writer.add_rope_dimension_count(config["hidden_size"] // config["num_attention_heads"])
     if architecture == "gemma3":
-        writer.add_sliding_window(config["sliding_window"])
+        _add_gemma3(writer, config)
     if architecture == "qwen3moe":
         writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
@@ -99,6 +99,15 @@ def _add_common(writer: Any, config: Config) -> None:
     if config.get("head_dim"):
         writer.add_key_length(config["head_dim"])
         writer.add_value_length(config["head_dim"])
+
+
+def _add_gemma3(writer: Any, config: Config) -> None:
+    writer.add_sliding_window(config["sliding_window"])
+    local_base = config["rope_parameters"]["sliding_attention"]["rope_theta"]
+    if local_base != 10_000:
+        writer.add_rope_freq_base_swa(local_base)
+    if config["_sliding_window_pattern"] != 6:
+        writer.add_sliding_window_pattern(config["_sliding_window_pattern"])
 
 
 def _add_gemma2(writer: Any, config: Config) -> None:

