@@ -91,6 +91,14 @@ def test_a_tokenizer_that_nobody_knows_does_not_hide_the_rest(ostinato: Run, tmp
     assert "novel" in found["missing"][0]
 
 
+def test_a_safetensors_folder_is_described_alike(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    found, same = facts(ostinato, tiny_model.write_folder(tmp_path / "model")), facts(ostinato, tiny)
+    assert (found["format"], found["architecture"]) == ("safetensors", "LlamaForCausalLM")
+    for part in ("parameters", "sizes", "tensors", "memory", "chat_template", "missing"):
+        assert found[part] == same[part]
+    assert found["tokenizer"] == {**same["tokenizer"], "kind": "BPE", "pre": None}
+
+
 def test_a_model_given_twice_is_refused(ostinato: Run) -> None:
     assert "given twice" in ostinato("inspect", "a", "--model", "b").err
 

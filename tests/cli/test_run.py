@@ -56,6 +56,15 @@ def test_the_plain_output_is_the_text_and_a_newline_and_timings_go_to_stderr(ost
     assert "loaded in" in ran.err
 
 
+def test_a_safetensors_folder_runs_like_the_file(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    folder = tiny_model.write_folder(tmp_path / "model")
+    from_folder, from_file = (answer(ostinato, "--model", path, "hello") for path in (folder, tiny))
+    assert from_folder["prompt_ids"] == from_file["prompt_ids"]
+    assert from_folder["token_ids"] == from_file["token_ids"]
+    ids = ostinato("tokenize", "--json", "--model", folder, "hello there")
+    assert ids.out == ostinato("tokenize", "--json", "--model", tiny, "hello there").out
+
+
 def test_the_same_seed_gives_the_same_text_and_digest(ostinato: Run, tiny: Path) -> None:
     words = ("run", "--json", "--model", tiny, "--temperature", "1.5", "--max-tokens", "12", "--seed")
     once, again, other = (json.loads(ostinato(*words, seed, "hi").out) for seed in ("3", "3", "4"))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.models import tiny_gguf, tiny_text
@@ -66,14 +68,20 @@ def write(
 
 
 def without_template(metadata: dict[str, Any]) -> None:
-    del metadata[tiny_template_key()]
-
-
-def tiny_template_key() -> str:
-    return "tokenizer.chat_template"
+    del metadata["tokenizer.chat_template"]
 
 
 def prompt_of(text: str) -> str:
     """What the chat template makes of one message."""
     control = tiny_text.CONTROL_TOKENS
     return f"{control[1]}user\n{text}{control[2]}\n{control[1]}assistant\n"
+
+
+def write_folder(folder: Path) -> Path:
+    """The same model as a safetensors folder."""
+    folder.mkdir()
+    save_file(tensors(), folder / "model.safetensors", metadata={"format": "pt"})
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"}
+    (folder / "config.json").write_text(json.dumps({**config(), **facts, "tie_word_embeddings": False}))
+    tiny_text.write_files(folder)
+    return folder

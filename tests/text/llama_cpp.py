@@ -27,7 +27,8 @@ params.n_ctx = 64
 params.cpuparams.n_threads = 1
 params.port = 0  # any that is free
 params.verbosity = -1
-address = xllamacpp.Server(params).listening_address
+server = xllamacpp.Server(params)  # held: letting go of it shuts it down
+address = server.listening_address
 
 def ids(text, special):
     body = {"content": text, "add_special": request["bos"], "parse_special": special}
