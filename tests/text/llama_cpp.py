@@ -32,7 +32,8 @@ address = server.listening_address
 
 def ids(text, special):
     body = {"content": text, "add_special": request["bos"], "parse_special": special}
-    question = urllib.request.Request(address + "/tokenize", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    kind = {"Content-Type": "application/json"}
+    question = urllib.request.Request(address + "/tokenize", json.dumps(body).encode(), kind)
     return json.load(urllib.request.urlopen(question, timeout=60))["tokens"]
 
 try:

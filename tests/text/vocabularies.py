@@ -11,7 +11,7 @@ NOWHERE = Path("tiny.gguf")
 Metadata = dict[str, Any]
 
 
-def _metadata(model: str, tokens: list[tuple[str, TokenType]], **more: Any) -> Metadata:
+def _metadata(model: str, tokens: list[tuple[str, TokenType]], more: Metadata) -> Metadata:
     keys = {"model": model, "tokens": [text for text, _ in tokens], "token_type": [int(kind) for _, kind in tokens]}
     return {f"tokenizer.ggml.{key}": value for key, value in {**keys, **more}.items()}
 
@@ -25,7 +25,7 @@ def byte_level(pre: str = "gpt-2", **more: Any) -> Metadata:
     tokens = [*texts, *control, ("<tool>", TokenType.USER_DEFINED)]
     end = len(tokens) - 2
     facts = {"pre": pre, "merges": merges, "bos_token_id": end - 1, "eos_token_id": end}
-    return _metadata("gpt2", tokens, **{**facts, **more})
+    return _metadata("gpt2", tokens, {**facts, **more})
 
 
 def sentencepiece(**more: Any) -> Metadata:
@@ -37,7 +37,7 @@ def sentencepiece(**more: Any) -> Metadata:
     tokens = [*special, *bytes_, *normal, ("\n\n", TokenType.USER_DEFINED)]
     scores = [0.0] * 259 + [-float(place) for place in range(len(normal))] + [-1000.0]
     facts = {"scores": scores, "bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0}
-    return _metadata("llama", tokens, **{**facts, **more})
+    return _metadata("llama", tokens, {**facts, **more})
 
 
 def wordpiece(**more: Any) -> Metadata:
@@ -46,7 +46,7 @@ def wordpiece(**more: Any) -> Metadata:
     words = ["▁hello", "▁world", "▁the", "▁un", "able", "s", "▁.", "▁a", "▁é"]
     tokens = [*special, *((text, TokenType.NORMAL) for text in words)]
     facts = {"unknown_token_id": 1, "cls_token_id": 2, "seperator_token_id": 3, "padding_token_id": 0}
-    return _metadata("bert", tokens, **{**facts, **more})
+    return _metadata("bert", tokens, {**facts, **more})
 
 
 def tokenizer_of(metadata: Metadata) -> Tokenizer:

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from ostinato.engine.amx import make_bfloat16_safe
 from ostinato.errors import ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.memory.store import kv_bytes
@@ -39,6 +40,8 @@ def settle(checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Cal
     """Settle what the options leave open, and refuse what does not fit."""
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        make_bfloat16_safe(talk)
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
     weights = weight_bytes(checkpoint, dtype)
     free = int(free_bytes(device) * USABLE_SHARE)
@@ -95,8 +98,8 @@ def choose_context(
             raise ContextTooLarge(f"--context {wanted}: this model was trained for {shape.context} positions at most")
         if wanted > most:
             raise ContextTooLarge(
-                f"--context {wanted} needs {gib(wanted * per_token)} for keys and values as {kv_type}, and {device} has "
-                f"{gib(free)} left; at most {most} fit"
+                f"--context {wanted} needs {gib(wanted * per_token)} for keys and values as {kv_type}, and {device} "
+                f"has {gib(free)} left; at most {most} fit"
             )
         return wanted
     if most < LEAST_CONTEXT:

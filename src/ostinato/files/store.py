@@ -128,7 +128,9 @@ def installed() -> list[StoredModel]:
 
 def remove(name: str) -> int:
     """Take a model, and what is left of an unfinished pull of it, off the disk; returns the bytes freed."""
-    folders = [folder for folder in (_folder(name), _partial(name)) if folder.is_dir()]
+    # Only a name of ours becomes a folder here: "" and ".." would be the whole store.
+    places = (_folder(name), _partial(name)) if is_name(name) else ()
+    folders = [folder for folder in places if folder.is_dir()]
     if not folders:
         raise _not_installed(name)
     n_bytes = folder_bytes(*folders)
@@ -146,6 +148,8 @@ def source_of(name: str) -> Source:
     if name in TABLE:
         return TABLE[name]
     if not name.startswith("hf:"):
+        if name and os.path.exists(name):
+            raise BadInput(f"{name!r} is on this machine already, as a path; a pull takes a name: {', '.join(TABLE)}")
         raise _unknown(name)
     match = _HUB_NAME.fullmatch(name)
     if match is None or ".." in name:

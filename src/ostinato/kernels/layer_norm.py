@@ -5,5 +5,5 @@ from torch import Tensor
 
 
 def layer_norm_torch(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Normalise each row of x [..., width], then scale and shift by weight and bias [width]; x.dtype out."""
-    return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    """Normalise each row of x [..., width], then scale and shift by weight and bias [width]; float32 inside."""
+    return F.layer_norm(x.float(), (x.shape[-1],), weight.float(), bias.float(), eps).to(x.dtype)

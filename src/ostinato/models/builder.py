@@ -5,6 +5,7 @@ A family says `b.attention(layer)`, `b.gated_mlp(layer)`; names and shapes of th
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ostinato.kernels.table import Ops
@@ -22,8 +23,9 @@ class Builder:
     def norm(self, name: str, width: int | None = None, *, bias: bool = False) -> Norm:
         """An RMS norm, or with `bias` a layer norm, over `width` (the hidden size unless said)."""
         size = (width or self.shape.hidden,)
-        weight = self.weights.take(f"{name}.weight", size)
-        shift = self.weights.take(f"{name}.bias", size) if bias else None
+        # Few numbers, used in float32: they stay as exact as the file has them, whatever the model's dtype.
+        weight = self.weights.take(f"{name}.weight", size, torch.float32)
+        shift = self.weights.take(f"{name}.bias", size, torch.float32) if bias else None
         return Norm(self.ops, weight, shift, self.shape.norm_eps)
 
     def linear(self, names: str | list[str], outs: int | list[int], width: int, *, bias: bool) -> Linear:

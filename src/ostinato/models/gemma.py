@@ -35,7 +35,8 @@ def gemma_from_gguf(checkpoint: Checkpoint, family: str, window: int, global_eve
         embedding_scale=shape.hidden**0.5,
         query_scale=(shape.hidden / shape.n_heads if by_hidden else shape.head_width) ** -0.5,
     )
-    return windowed(shape, f.integer("attention.sliding_window", window), global_every)
+    every = f.integer("attention.sliding_window_pattern", global_every)
+    return windowed(shape, f.integer("attention.sliding_window", window), every)
 
 
 def gemma2_from_gguf(checkpoint: Checkpoint) -> Shape:

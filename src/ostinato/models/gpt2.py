@@ -12,7 +12,12 @@ from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Fields
 from ostinato.models.shape import (
-    Shape, activation_from_config, checked, common_from_gguf, everywhere, limited,
+    Shape,
+    activation_from_config,
+    checked,
+    common_from_gguf,
+    everywhere,
+    limited,
 )  # fmt: skip
 from ostinato.models.weights import transpose
 

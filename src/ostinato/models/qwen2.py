@@ -7,7 +7,7 @@ from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Fields
-from ostinato.models.shape import Shape, common_from_config, common_from_gguf, everywhere
+from ostinato.models.shape import Shape, common_from_config, common_from_gguf, everywhere, windows_from_config
 
 
 def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
@@ -20,8 +20,9 @@ def shape_from_config(checkpoint: Checkpoint) -> Shape:
 
 def without_unused_window(checkpoint: Checkpoint, shape: Shape) -> Shape:
     """Qwen's config.json names a window even where use_sliding_window, false when absent, turns it off."""
-    if Fields(checkpoint.metadata, checkpoint.path).flag("use_sliding_window", False):
-        return shape
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    if c.flag("use_sliding_window", False):
+        return replace(shape, windows=windows_from_config(c, shape.n_layers, first_windowed=28))
     return replace(shape, windows=everywhere(None, shape.n_layers))
 
 

@@ -1,6 +1,7 @@
 """The table of families, and the way from a checkpoint to a model. A new family is one file and one line here."""
 
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -20,7 +21,7 @@ from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.shape import Shape
-from ostinato.models.weights import Progress, Weights, translate
+from ostinato.models.weights import Progress, Weights, spelled, translate
 
 FAMILIES: Final = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL)
 
@@ -65,7 +66,8 @@ def build_model(
         weights = Weights(checkpoint, names, dtype, device)
     else:
         names = translate(checkpoint.tensors, family.names, BUFFERS)
-        weights = Weights(checkpoint, names, dtype, device, family.config_transforms)
+        spell = partial(spelled, family.names)
+        weights = Weights(checkpoint, names, dtype, device, family.config_transforms, spell)
     model = family.build(Builder(shape, weights, ops_for(device), context), family.layer)
     weights.fill(progress)
     return model

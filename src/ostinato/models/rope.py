@@ -64,15 +64,23 @@ def llama3(width: int, base: float, s: Fields) -> tuple[float, ...]:
 
 
 def yarn(
-    width: int, base: float, factor: float, original: int, beta_fast: float = 32.0, beta_slow: float = 1.0
+    width: int,
+    base: float,
+    factor: float,
+    original: int,
+    beta_fast: float = 32.0,
+    beta_slow: float = 1.0,
+    truncate: bool = True,
 ) -> tuple[float, ...]:
     """Pairs that turn more than beta_fast times within the original context keep their pace; slow ones stretch."""
 
     def pair_that_turns(times: float) -> float:
         return width * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
 
-    low = max(math.floor(pair_that_turns(beta_fast)), 0)
-    high = min(math.ceil(pair_that_turns(beta_slow)), width - 1)
+    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    if truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
 
     def divisor(i: int) -> float:
         stretched = min(1.0, max(0.0, (i - low) / max(high - low, 0.001)))
@@ -81,8 +89,8 @@ def yarn(
     return tuple(divisor(i) for i in range(width // 2))
 
 
-def yarn_amplitude(factor: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0
+def yarn_amplitude(factor: float, share: float = 1.0) -> float:
+    return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
 def longrope_amplitude(stretch: float, original: int) -> float:
@@ -122,7 +130,8 @@ def _turning(settings: Fields, c: Fields, width: int) -> int:
 def _within(turning: int, width: int, f: Fields) -> int:
     if turning % 2 or not 2 <= turning <= width:
         raise BadFile(
-            f"{f.path}: {turning} elements of a head of {width} turn by rotary positions; it must be an even number up to that"
+            f"{f.path}: {turning} of a head's {width} elements turn by rotary positions; it must be an even number "
+            "no larger than the head"
         )
     return turning
 
@@ -141,8 +150,11 @@ def _yarn_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     factor = s.positive("factor")
     original = s.integer("original_max_position_embeddings", c.integer("max_position_embeddings"))
     fast, slow = s.positive("beta_fast", 32.0), s.positive("beta_slow", 1.0)
-    amplitude = s.positive("attention_factor", yarn_amplitude(factor))
-    return _with(rope, yarn(rope.width, rope.base, factor, original, fast, slow), amplitude)
+    amplitude = yarn_amplitude(factor)
+    if s.has("mscale") and s.has("mscale_all_dim"):
+        amplitude = yarn_amplitude(factor, s.number("mscale")) / yarn_amplitude(factor, s.number("mscale_all_dim"))
+    divisors = yarn(rope.width, rope.base, factor, original, fast, slow, s.flag("truncate", True))
+    return _with(rope, divisors, s.positive("attention_factor", amplitude))
 
 
 def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
@@ -151,7 +163,7 @@ def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     original = s.integer(
         "original_max_position_embeddings", c.integer("original_max_position_embeddings", trained), least=2
     )
-    stretch = trained / original if original != trained else s.positive("factor", 1.0)
+    stretch = s.positive("factor", trained / original)
     amplitude = s.positive("attention_factor", longrope_amplitude(stretch, original))
     short, long = s.numbers("short_factor", n), s.numbers("long_factor", n)
     return Rope(rope.base, rope.width, rope.pairing, short, amplitude, long, original)

@@ -160,14 +160,14 @@ def _factors(checkpoint: Checkpoint, name: str, rope: Rope) -> tuple[float, ...]
     return tuple(float(v) for v in values)
 
 
-def windows_from_config(c: Fields, n_layers: int) -> tuple[int | None, ...]:
+def windows_from_config(c: Fields, n_layers: int, first_windowed: int = 0) -> tuple[int | None, ...]:
     """Sliding windows by layer: from `layer_types` where the file has it, else one window for all or none."""
     window = c.integer("sliding_window", least=0) if c.has("sliding_window") else 0
     if not window or not c.flag("use_sliding_window", True):
         return everywhere(None, n_layers)
     if c.has("layer_types"):
         return tuple(window if kind == "sliding_attention" else None for kind in layer_types(c, n_layers))
-    first = c.integer("max_window_layers", 0, least=0)
+    first = c.integer("max_window_layers", first_windowed, least=0)
     return tuple(window if layer >= first else None for layer in range(n_layers))
 
 

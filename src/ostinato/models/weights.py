@@ -36,13 +36,16 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         transforms: Mapping[str, Transform] | None = None,
+        spell: Callable[[str], str] = str,
     ) -> None:
-        """`names` maps our names to the file's; `transforms` maps our names (without the layer) to a change on read."""
+        """`names` maps our names to the file's; `transforms` maps our names (without the layer) to a change on read;
+        `spell` says how the file would call one of our names, for messages."""
         self._checkpoint = checkpoint
         self._names = names
         self._dtype = dtype
         self._device = device
         self._transforms = transforms or {}
+        self._spell = spell
         self._taken: set[str] = set()
         self._jobs: list[tuple[str, Tensor]] = []
 
@@ -53,15 +56,17 @@ class Weights:
         """The outermost size of a tensor."""
         return self._checkpoint.tensors[self._names[name]].shape[0]
 
-    def take(self, name: str, shape: Sequence[int]) -> Tensor:
-        """One tensor of exactly this shape; its values are there after `fill`."""
-        return self.take_stacked([name], [shape]).view(*shape)
+    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor of exactly this shape, in dtype or the model's; its values are there after `fill`."""
+        return self.take_stacked([name], [shape], dtype).view(*shape)
 
-    def take_stacked(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
+    def take_stacked(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype | None = None
+    ) -> Tensor:
         """Several tensors on top of each other, along their rows, in one piece of memory [sum of rows, ...]."""
         rows = sum(shape[0] for shape in shapes)
         self._check(names, shapes)
-        out = torch.empty((rows, *shapes[0][1:]), dtype=self._dtype, device=self._device)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             self._jobs.append((name, out[start : start + shape[0]]))
@@ -100,7 +105,7 @@ class Weights:
     def _check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         for name, shape in zip(names, shapes, strict=True):
             if name not in self._names:
-                raise BadFile(f"{self._checkpoint.path}: the tensor {name} is missing; the file is incomplete")
+                raise BadFile(f"{self._checkpoint.path}: the tensor {self._spell(name)} is missing; it is incomplete")
             found = self._checkpoint.tensors[self._names[name]]
             if tuple(found.shape) != tuple(self._stored(name, shape)):
                 raise BadFile(
@@ -125,7 +130,7 @@ class Weights:
         if transform is None and out.device.type == "cpu" and out.is_contiguous():
             self._checkpoint.read(self._names[name], out)
             return
-        plain = torch.empty(tuple(self._checkpoint.tensors[self._names[name]].shape), dtype=self._dtype)
+        plain = torch.empty(tuple(self._checkpoint.tensors[self._names[name]].shape), dtype=out.dtype)
         self._checkpoint.read(self._names[name], plain)
         out.copy_(plain if transform is None else transform(plain))
 
@@ -180,3 +185,20 @@ def translate(
             target = target.replace("*", number, 1)
         ours[f"{target}.{leaf}"] = name
     return ours
+
+
+def spelled(table: Mapping[str, str], name: str) -> str:
+    """How a file with these names would call one of ours; our own name where it has none for it.
+
+    >>> spelled({"model.layers.*.mlp.up_proj": "blk.*.ffn_up"}, "blk.3.ffn_up.weight")
+    'model.layers.3.mlp.up_proj.weight'
+    """
+    stem, _, leaf = name.rpartition(".")
+    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", stem)
+    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", stem)
+    theirs = next((their for their, ours in table.items() if ours == pattern), None)
+    if theirs is None:
+        return name
+    for number in numbers:
+        theirs = theirs.replace("*", number, 1)
+    return f"{theirs}.{leaf}"

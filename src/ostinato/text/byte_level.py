@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from ostinato.text.guard import guarded
+from ostinato.text.guard import guarded, library_ids
 from ostinato.text.pretokenizers import PreTokenizer
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
@@ -56,7 +56,7 @@ def byte_level_encoder(vocabulary: Vocabulary, facts: Facts, pre: PreTokenizer) 
     library.pre_tokenizer = pre.build()
 
     def words(text: str, at_start: bool) -> list[int]:
-        return library.encode(text, add_special_tokens=False).ids
+        return library_ids(library, text, vocabulary.path)
 
     return with_specials(vocabulary, words)
 

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Library
 
 from ostinato.errors import BadFile, Unsupported
 from ostinato.text.byte_level import token_bytes
-from ostinato.text.guard import guarded
+from ostinato.text.guard import guarded, library_ids
 from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -60,7 +60,7 @@ class FolderEncoder:
 
     def __call__(self, text: str, parse_control: bool) -> list[int]:
         library = self.parsing if parse_control else self._plain()
-        return _encoded(library, text, self.path)
+        return library_ids(library, text, self.path)
 
     def _plain(self) -> Library:
         with self.lock:
@@ -68,11 +68,6 @@ class FolderEncoder:
                 self.plain = load_library(self.source, self.path)
                 self.plain.encode_special_tokens = True
             return self.plain
-
-
-def _encoded(library: Library, text: str, path: Path, *, whole: bool = False) -> list[int]:
-    """The ids of a text; `whole` adds what the file's own post-processor puts around it."""
-    return guarded(lambda: library.encode(text, add_special_tokens=whole).ids, path, "cannot encode a text")
 
 
 def load_library(source: str, path: Path) -> Library:
@@ -179,7 +174,7 @@ def _ids(value: object) -> list[int]:
 
 
 def _whole_and_bare(library: Library, path: Path) -> tuple[list[int], list[int]]:
-    return _encoded(library, "a", path, whole=True), _encoded(library, "a", path)
+    return library_ids(library, "a", path, whole=True), library_ids(library, "a", path)
 
 
 def _around(

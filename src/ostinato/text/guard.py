@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from tokenizers import Tokenizer as Library
+
 from ostinato.errors import BadFile
 
 Made = TypeVar("Made")
@@ -20,3 +22,8 @@ def guarded(make: Callable[[], Made], path: Path, what: str) -> Made:
         raise
     except BaseException as error:
         raise BadFile(f"{path} {what}: {error}") from error
+
+
+def library_ids(library: Library, text: str, path: Path, *, whole: bool = False) -> list[int]:
+    """The library's ids of a text; `whole` adds what its own post-processor puts around one."""
+    return guarded(lambda: library.encode(text, add_special_tokens=whole).ids, path, "cannot encode a text")

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer as Library
 from tokenizers import models
 
-from ostinato.text.guard import guarded
+from ostinato.text.guard import guarded, library_ids
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
 
@@ -41,10 +41,10 @@ def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: 
     ids = _mergeable(vocabulary, facts)
     merges = _merges_by_score(ids, scores)
     bytes_there = {text: id for id, text in enumerate(vocabulary.tokens) if vocabulary.types[id] == TokenType.BYTE}
-    unknown = None if vocabulary.unk_id is None else vocabulary.tokens[vocabulary.unk_id]
-    known = ids | bytes_there | {text: id for text, id in [(unknown, vocabulary.unk_id)] if text and id is not None}
+    unknown = vocabulary.unknown
+    known = ids | bytes_there | ({unknown[0]: unknown[1]} if unknown else {})
     model = guarded(
-        lambda: models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown),
+        lambda: models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown[0] if unknown else None),
         vocabulary.path,
         "has a bad vocabulary",
     )
@@ -52,7 +52,7 @@ def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: 
 
     def words(text: str, at_start: bool) -> list[int]:
         spaced = f" {text}" if space_first and at_start else text
-        return library.encode(spaced.replace(" ", SPACE), add_special_tokens=False).ids
+        return library_ids(library, spaced.replace(" ", SPACE), vocabulary.path)
 
     return with_specials(vocabulary, words)
 

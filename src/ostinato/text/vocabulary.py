@@ -128,6 +128,12 @@ class Vocabulary:
         return {text: last - back for back, text in enumerate(reversed(self.tokens)) if text}
 
     @property
+    def unknown(self) -> tuple[str, int] | None:
+        """The token for what no other covers, with its id; None where there is none, or it has no text."""
+        text = "" if self.unk_id is None else self.tokens[self.unk_id]
+        return None if self.unk_id is None or not text else (text, self.unk_id)
+
+    @property
     def hidden(self) -> frozenset[int]:
         """The ids that show nothing in output text."""
         return frozenset(self.ids_of(TokenType.CONTROL, TokenType.UNKNOWN))

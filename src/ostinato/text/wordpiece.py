@@ -9,6 +9,7 @@ from __future__ import annotations
 from tokenizers import Tokenizer as Library
 from tokenizers import models, normalizers, pre_tokenizers
 
+from ostinato.text.guard import library_ids
 from ostinato.text.sentencepiece import SPACE
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
@@ -24,20 +25,20 @@ def wordpiece_pieces(vocabulary: Vocabulary) -> list[bytes]:
 
 def wordpiece_encoder(vocabulary: Vocabulary, facts: Facts) -> Encode:
     """The encoder, with case and accents treated as the file says."""
-    if vocabulary.unk_id is None:
-        raise facts.bad("unknown_token_id", "is missing, and a WordPiece vocabulary needs it")
-    unknown = vocabulary.tokens[vocabulary.unk_id]
+    unknown = vocabulary.unknown
+    if unknown is None:
+        raise facts.bad("unknown_token_id", "is missing or names no text, and a WordPiece vocabulary needs it")
     special = (TokenType.CONTROL, TokenType.UNKNOWN)
     ids = {
         text.removeprefix(SPACE) if text.startswith(SPACE) else _REST + text: id
         for text, id in vocabulary.id_of_text().items()
         if text and vocabulary.types[id] not in special
     }
-    ids[unknown] = vocabulary.unk_id
+    ids[unknown[0]] = unknown[1]
     library = Library(
         models.WordPiece(
             vocab=ids,
-            unk_token=unknown,
+            unk_token=unknown[0],
             max_input_chars_per_word=MAX_WORD_CHARACTERS,
             continuing_subword_prefix=_REST,
         )
@@ -49,6 +50,6 @@ def wordpiece_encoder(vocabulary: Vocabulary, facts: Facts) -> Encode:
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
 
     def words(text: str, at_start: bool) -> list[int]:
-        return library.encode(text, add_special_tokens=False).ids
+        return library_ids(library, text, vocabulary.path)
 
     return with_specials(vocabulary, words)
