@@ -46,5 +46,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
+        if name == "LLM":
+            import_module("ostinato.engine.amx").limit_early()  # must come before torch is loaded
         return getattr(import_module(f"ostinato.{_HOMES[name]}"), name)
     raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(__all__)}")

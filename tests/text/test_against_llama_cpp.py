@@ -84,7 +84,7 @@ def all_pairs(pre: str) -> Metadata:
 
 
 def one_name_of_each_kind() -> list[str]:
-    return list({kind: name for name, kind in reversed(PRE_TOKENIZERS.items())}.values())
+    return list({kind: name for name, kind in reversed([*PRE_TOKENIZERS.items()])}.values())
 
 
 def shared_atoms(pre: str) -> list[str]:

@@ -64,7 +64,7 @@ class LoadProgress:
 @contextmanager
 def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
     """The model, loaded as asked, and closed at the end of the block."""
-    from ostinato.llm import LLM
+    from ostinato import LLM
 
     progress = LoadProgress()
     try:

@@ -1,8 +1,9 @@
 """bfloat16 on CPUs that announce AMX: some virtual machines do, and then refuse its instructions.
 
 A refused instruction ends the process, so nothing of ours could report it. Before the first bfloat16 product a
-child process tries one; where that dies, the matrix library is told to leave AMX alone. The finding is kept in the
-store's folder, one try per CPU and version of torch.
+child process tries one, and the finding is kept in the store's folder. Where AMX fails, torch's matrix library is
+told to leave it alone, which it heeds only when told before its first use: `limit_early` does that from the second
+process on. A process in which it may be too late does without the library, slowly.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Final
-
-import torch
 
 from ostinato.files import store
 
@@ -24,18 +24,28 @@ WITHOUT_AMX: Final = "AVX512_CORE_BF16"
 TRY: Final = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 
 
+def limit_early() -> None:
+    """Where AMX is known to fail and torch is not loaded yet, keep it off for this process."""
+    if "torch" not in sys.modules and LIMIT not in os.environ and _remembered().get(_this_cpu()) is False:
+        os.environ[LIMIT] = WITHOUT_AMX
+
+
 def make_bfloat16_safe(talk: Callable[[str], None]) -> None:
-    """Keep bfloat16 products off AMX where it is announced and does not work. The user's own setting is respected."""
+    """Make sure that a bfloat16 product cannot end the process. A limit that is set already is respected."""
     if LIMIT in os.environ or "amx_bf16" not in cpu_line("flags"):
         return
-    key = f"{cpu_line('model name')}, torch {torch.__version__}"
-    works = _remembered().get(key)
+    works = _remembered().get(_this_cpu())
     if works is None:
         works = amx_works()
-        _remember({**_remembered(), key: works})
+        _remember({**_remembered(), _this_cpu(): works})
     if not works:
-        os.environ[LIMIT] = WITHOUT_AMX
-        talk("this CPU announces AMX and does not carry it out; bfloat16 runs without it")
+        import torch
+
+        torch.backends.mkldnn.set_flags(False)
+        talk(
+            "this CPU announces AMX and does not carry it out; bfloat16 prompts run slowly in this process, "
+            f"and faster in one that begins with {LIMIT}={WITHOUT_AMX} or with `from ostinato import LLM` before torch"
+        )
 
 
 def amx_works() -> bool:
@@ -53,6 +63,10 @@ def cpu_line(name: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def _this_cpu() -> str:
+    return f"{cpu_line('model name')}, torch {version('torch')}"
 
 
 def _note() -> Path:

@@ -1,0 +1,258 @@
+"""Chat templates: what reaches them, what they may use, and what a conversation must look like."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato.errors import BadFile, BadInput, BadTemplate
+from ostinato.files.checkpoint import open_checkpoint
+from ostinato.text.template import ChatTemplate, template_from_folder, template_from_gguf
+from ostinato.text.tokenizer import tokenizer_from_gguf
+from tests.text.templates import CHATML, GENERATION, HEADERS, ONLY_PARTS, PARTS, TOOLS, TURNS
+from tests.text.vocabularies import NOWHERE, byte_level, tokenizer_of
+
+USER = {"role": "user", "content": "hi"}
+TALK = [{"role": "system", "content": " Be kind. "}, USER, {"role": "assistant", "content": "Hello <b>é</b>"}, USER]
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": "Köln & <Bonn>"}}}
+
+
+@contextmanager
+def template(source: str, **more: Any) -> Iterator[ChatTemplate]:
+    made = ChatTemplate(source, bos_token="<s>", eos_token="</s>", **more)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def render(source: str, messages: Any = (USER,), **options: Any) -> str:
+    with template(source) as made:
+        return made.render(messages, **options)
+
+
+def test_a_conversation_becomes_a_prompt() -> None:
+    assert render(CHATML) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert render(CHATML, add_generation_prompt=False) == "<|im_start|>user\nhi<|im_end|>\n"
+
+
+def test_bos_and_eos_blocks_and_loop_controls_are_there() -> None:
+    source = "{{ bos_token }}{% for i in range(9) %}\n  {% if i == 2 %}\n    {% break %}\n  {% endif %}\n{{ i }}\n{% endfor %}\n"
+    assert render(source + "{{ eos_token }}") == "<s>0\n1\n</s>"
+
+
+def test_a_template_refuses_in_its_own_words() -> None:
+    with pytest.raises(BadTemplate, match="System role not supported"):
+        render(TURNS, TALK)
+    with pytest.raises(BadTemplate, match="roles must alternate"):
+        render(TURNS, [USER, USER])
+    assert render(TURNS) == "<s><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+
+
+def test_tools_documents_and_options_reach_the_template() -> None:
+    text = render(TOOLS, tools=[WEATHER], documents=[{"title": "T", "text": "D"}], enable_thinking=False)
+    assert json.dumps(WEATHER, ensure_ascii=False, indent=2) in text
+    assert "[T: D]" in text
+    assert text.endswith("<assistant><think></think>")
+    assert render(TOOLS) == "\n<user>hi\n<assistant>"
+
+
+def test_json_is_written_as_templates_expect_it() -> None:
+    value = {"b": "<é&'>", "a": [1, None, True]}
+    assert render("{{ value | tojson }}", value=value) == '{"b": "<é&\'>", "a": [1, null, true]}'
+    assert render("{{ value | tojson(indent=4) }}", value=value) == json.dumps(value, ensure_ascii=False, indent=4)
+    source = "{{ value | tojson(ensure_ascii=true, separators=(',', ':'), sort_keys=true) }}"
+    assert render(source, value=value) == '{"a":[1,null,true],"b":"<\\u00e9&\'>"}'
+
+
+def test_the_time_can_be_written() -> None:
+    assert render("{{ strftime_now('%Y') }}") in (str(datetime.now().year), str(datetime.now().year - 1))
+
+
+def test_generation_blocks_show_their_body() -> None:
+    assert render(GENERATION, TALK[1:]) == "[hi]Hello <b>é</b></s>[hi]"
+
+
+def test_the_tool_using_variant_is_taken_when_there_are_tools() -> None:
+    with template("plain", tool_source="tools: {{ tools | length }}") as made:
+        assert made.render([USER]) == "plain"
+        assert made.render([USER], tools=[]) == "plain"
+        assert made.render([USER], tools=[WEATHER]) == "tools: 1"
+
+
+def test_typed_parts_reach_a_template_that_shows_them_and_are_joined_for_one_that_does_not() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    assert render(PARTS, parts) == "<user>a;b;"
+    assert render(PARTS) == "<user>hi"
+    assert "user\na\nb<|im_end|>" in render(CHATML, parts)
+    assert render("{{ messages[0].content }}", parts) == "a\nb"
+    assert render("{{ messages[0]['content'] | trim }}", parts) == "a\nb"
+
+
+def test_text_becomes_a_part_for_a_template_that_shows_only_parts() -> None:
+    assert render(ONLY_PARTS) == "<hi>"
+
+
+def test_a_tool_call_needs_no_content() -> None:
+    call = {"function": {"name": "f", "arguments": {"x": 1}}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    text = render(HEADERS, messages)
+    assert '<|python_tag|>f({"x": 1})<|eom_id|>' in text
+    assert "<|start_header_id|>tool<|end_header_id|>\n\n2<|eot_id|>" in text
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("hi", "messages is str"),
+        ({"role": "user", "content": "x"}, "messages is dict"),
+        (None, "messages is NoneType"),
+        ([USER, "hi"], r"messages\[1\] is str"),
+        ([{"content": "x"}], r"messages\[0\] has no role"),
+        ([{"role": 1, "content": "x"}], r"messages\[0\] has no role"),
+        ([USER, USER, {"role": "user"}], r"messages\[2\] \(user\) has no content"),
+        ([{"role": "user", "content": 7}], r"messages\[0\] \(user\) has a content of type int"),
+        ([{"role": "user", "content": ["x"]}], r"messages\[0\]\.content\[0\] is str"),
+        ([{"role": "user", "content": [{"type": "image"}]}], r"content\[0\] has type 'image'; only text parts"),
+        ([{"role": "user", "content": [{"type": "text"}]}], r"messages\[0\]\.content\[0\] has no text"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_place(messages: Any, message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        render(CHATML, messages)
+
+
+def test_values_that_are_not_plain_are_refused() -> None:
+    loop: list[Any] = []
+    loop.append(loop)
+    for value in (object(), loop, {1, 2}):
+        with pytest.raises(BadInput, match="must be plain JSON values"):
+            render(CHATML, option=value)
+
+
+def test_a_syntax_error_is_told_with_its_line() -> None:
+    with pytest.raises(BadTemplate, match="line 3.*nosuchtag"):
+        render("a\nb\n{% nosuchtag %}")
+
+
+def test_an_error_inside_is_told_with_its_line_and_the_next_render_works() -> None:
+    with template("\n{% if fail %}{{ nothing.at.all }}{% endif %}ok") as made:
+        with pytest.raises(BadTemplate, match="'nothing' is undefined, line 2"):
+            made.render([USER], fail=True)
+        assert made.render([USER]) == "\nok"
+
+
+def test_strange_characters_come_through() -> None:
+    text = "é👍\u2028\x00\ud800\n\r\t\"'\\"
+    assert render("{{ messages[0].content }}", [{"role": "user", "content": text}]) == text
+
+
+def test_a_typical_render_takes_little_time() -> None:
+    with template(HEADERS) as made:
+        made.render(TALK)
+        times = []
+        for _ in range(50):
+            start = time.perf_counter()
+            made.render(TALK)
+            times.append(time.perf_counter() - start)
+    assert min(times) < 2e-3
+
+
+def test_many_threads_share_one_template() -> None:
+    wrong: list[bool] = []
+    with template("{{ messages[0].content }}") as made:
+
+        def work(number: int) -> None:
+            message = {"role": "user", "content": f"number {number} " * 1_000}
+            wrong.extend(made.render([message]) != message["content"] for _ in range(20))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not any(wrong)
+    assert len(wrong) == 160
+
+
+def test_a_gguf_files_template_knows_its_tokens() -> None:
+    tokenizer = tokenizer_of(byte_level())
+    metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.chat_template.tool_use": "T"}
+    made = template_from_gguf(metadata, tokenizer, NOWHERE)
+    assert made is not None
+    assert made.render([USER]) == "<|im_start|>|<|im_end|>"
+    assert made.render([USER], tools=[WEATHER]) == "T"
+    made.close()
+
+
+def test_named_templates_of_a_gguf_file_count_too() -> None:
+    tokenizer = tokenizer_of(byte_level())
+    for name in ("default", "tool_use"):
+        made = template_from_gguf({f"tokenizer.chat_template.{name}": name}, tokenizer, NOWHERE)
+        assert made is not None
+        assert made.source == name
+    assert template_from_gguf({}, tokenizer, NOWHERE) is None
+    with pytest.raises(BadFile, match="'default' is int, not text"):
+        template_from_gguf({"tokenizer.chat_template": 5}, tokenizer, NOWHERE)
+
+
+def test_a_folder_may_keep_its_template_in_many_places(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(byte_level())
+
+    def sources() -> tuple[str, str | None] | None:
+        made = template_from_folder(tmp_path, tokenizer)
+        return None if made is None else (made.source, made.tool_source)
+
+    assert sources() is None
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "in config"}))
+    assert sources() == ("in config", None)
+    named = [
+        {"name": "default", "template": "d"},
+        {"name": "tool_use", "template": "t"},
+        {"name": "rag", "template": "r"},
+    ]
+    config.write_text(json.dumps({"chat_template": named}))
+    assert sources() == ("d", "t")
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "in json"}))
+    assert sources() == ("in json", "t")
+    (tmp_path / "chat_template.jinja").write_text("in jinja")
+    assert sources() == ("in jinja", "t")
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("more tools")
+    assert sources() == ("in jinja", "more tools")
+    config.write_text("{")
+    with pytest.raises(BadFile, match="tokenizer_config"):
+        sources()
+
+
+@pytest.mark.model
+def test_the_default_models_own_template(default_model: Path) -> None:
+    metadata = open_checkpoint(default_model).metadata
+    made = template_from_gguf(metadata, tokenizer_from_gguf(metadata, default_model), default_model)
+    assert made is not None
+    assert made.render([USER]).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert "trained by Hugging Face" in made.render([USER])
+    assert "trained by Hugging Face" not in made.render(TALK)
+    made.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", [CHATML, HEADERS, TURNS, TOOLS, PARTS, GENERATION])
+def test_prompts_are_those_of_transformers(source: str) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for messages in (TALK[1:], [USER]):
+        for generation in (True, False):
+            for tools in (None, [WEATHER]):
+                options: dict[str, Any] = {"tools": tools, "add_generation_prompt": generation, "date_string": "today"}
+                theirs, _ = render_jinja_template(
+                    [messages], chat_template=source, bos_token="<s>", eos_token="</s>", **options
+                )
+                assert render(source, messages, **options) == theirs[0]
