@@ -16,7 +16,8 @@ HEADERS = """\
 {%- else %}
     {%- set system_message = "" %}
 {%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\nToday is " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
+{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
+{{- "Today is " + date_string + "\\n\\n" + system_message + "<|eot_id|>" }}
 {%- for message in messages %}
     {%- if message.tool_calls is defined %}
         {%- for call in message.tool_calls %}
@@ -24,7 +25,8 @@ HEADERS = """\
         {%- endfor %}
         {%- continue %}
     {%- endif %}
-    {{- "<|start_header_id|>" + message['role'] + "<|end_header_id|>\\n\\n" + message['content'] | trim + "<|eot_id|>" }}
+    {{- "<|start_header_id|>" + message['role'] + "<|end_header_id|>\\n\\n" }}
+    {{- message['content'] | trim + "<|eot_id|>" }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- "<|start_header_id|>assistant<|end_header_id|>\\n\\n" }}

@@ -43,8 +43,8 @@ def test_a_conversation_becomes_a_prompt() -> None:
 
 
 def test_bos_and_eos_blocks_and_loop_controls_are_there() -> None:
-    source = "{{ bos_token }}{% for i in range(9) %}\n  {% if i == 2 %}\n    {% break %}\n  {% endif %}\n{{ i }}\n{% endfor %}\n"
-    assert render(source + "{{ eos_token }}") == "<s>0\n1\n</s>"
+    loop = "{% for i in range(9) %}\n  {% if i == 2 %}\n    {% break %}\n  {% endif %}\n{{ i }}\n{% endfor %}\n"
+    assert render("{{ bos_token }}" + loop + "{{ eos_token }}") == "<s>0\n1\n</s>"
 
 
 def test_a_template_refuses_in_its_own_words() -> None:
@@ -60,7 +60,7 @@ def test_tools_documents_and_options_reach_the_template() -> None:
     assert json.dumps(WEATHER, ensure_ascii=False, indent=2) in text
     assert "[T: D]" in text
     assert text.endswith("<assistant><think></think>")
-    assert render(TOOLS) == "\n<user>hi\n<assistant>"
+    assert render(TOOLS) == "<user>hi<assistant>"
 
 
 def test_json_is_written_as_templates_expect_it() -> None:
@@ -137,7 +137,7 @@ def test_values_that_are_not_plain_are_refused() -> None:
 
 
 def test_a_syntax_error_is_told_with_its_line() -> None:
-    with pytest.raises(BadTemplate, match="line 3.*nosuchtag"):
+    with pytest.raises(BadTemplate, match=r"line 3.*nosuchtag"):
         render("a\nb\n{% nosuchtag %}")
 
 

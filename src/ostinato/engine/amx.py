@@ -41,7 +41,7 @@ def make_bfloat16_safe(talk: Callable[[str], None]) -> None:
     if not works:
         import torch
 
-        torch.backends.mkldnn.set_flags(False)
+        torch.backends.mkldnn.set_flags(False)  # type: ignore[no-untyped-call]  # torch leaves it untyped
         talk(
             "this CPU announces AMX and does not carry it out; bfloat16 prompts run slowly in this process, "
             f"and faster in one that begins with {LIMIT}={WITHOUT_AMX} or with `from ostinato import LLM` before torch"
