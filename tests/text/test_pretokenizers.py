@@ -1,15 +1,17 @@
 """Every name of `tokenizer.ggml.pre` builds, cuts words as its pattern says, and loses no byte of a text."""
 
 from functools import cache
+from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.errors import Unsupported
 from ostinato.text.pretokenizers import PRE_TOKENIZERS, find_pre_tokenizer
 from ostinato.text.tokenizer import Tokenizer
-from tests.text.vocabularies import ATOMS, byte_level, tokenizer_of
+from tests.counts import soak
+from tests.text.vocabularies import ATOMS, NOWHERE, byte_level, tokenizer_of
 
 WANTED = (
     "default llama-bpe llama3 llama-v3 falcon3 gpt-2 qwen2 smollm deepseek-llm deepseek-coder falcon starcoder refact"
@@ -25,14 +27,20 @@ def tokenizer_with(pre: str) -> Tokenizer:
 
 def words(pre: str, text: str) -> list[str]:
     """The words that a text is cut into."""
-    cuts = find_pre_tokenizer(pre).build().pre_tokenize_str(text)
+    cuts = find_pre_tokenizer(pre, NOWHERE).build().pre_tokenize_str(text)
     return [text[start:end] for _, (start, end) in cuts]
+
+
+def test_the_docs_say_of_every_name_whether_its_ids_were_checked() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tokenizers.md").read_text(encoding="utf-8")
+    assert [name for name in PRE_TOKENIZERS if f"`{name}`" not in page] == []
 
 
 def test_the_names_that_files_use_most_are_known() -> None:
     assert set(WANTED.split()) <= PRE_TOKENIZERS.keys()
 
 
+@settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(pre=st.sampled_from(sorted(PRE_TOKENIZERS)), text=texts)
 def test_every_name_builds_and_round_trips_text(pre: str, text: str) -> None:
     tokenizer = tokenizer_with(pre)

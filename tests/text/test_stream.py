@@ -37,7 +37,7 @@ def check(tokenizer: Tokenizer, ids: list[int], stop: list[str], *, at_start: bo
     assert "".join(pieces) == (whole[: min(found)] if found else whole)
 
 
-@settings(max_examples=soak(3_000))
+@settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(kind=kinds, text=texts, stop=stops)
 @example(kind="byte-level", text="xabcde", stop=["bc", "abcdf", "abcde"])
 @example(kind="byte-level", text="abab", stop=["abac", "b"])
@@ -46,7 +46,7 @@ def test_pieces_of_a_text_join_to_the_text_before_the_first_stop_string(kind: st
     check(tokenizer, tokenizer.encode(text, special=True), stop)
 
 
-@settings(max_examples=soak(3_000))
+@settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(kind=kinds, data=st.data(), stop=stops, at_start=st.booleans())
 def test_pieces_of_any_ids_join_to_what_one_decode_gives(
     kind: str, data: st.DataObject, stop: list[str], at_start: bool
@@ -55,6 +55,7 @@ def test_pieces_of_any_ids_join_to_what_one_decode_gives(
     check(tokenizer, data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1))), stop, at_start=at_start)
 
 
+@settings(derandomize=True, database=None, deadline=None)
 @given(text=texts)
 def test_no_piece_holds_a_broken_character(text: str) -> None:
     tokenizer = TOKENIZERS["byte-level"]

@@ -95,6 +95,11 @@ def test_typed_parts_reach_a_template_that_shows_them_and_are_joined_for_one_tha
     assert render("{{ messages[0]['content'] | trim }}", parts) == "a\nb"
 
 
+def test_parts_are_joined_even_where_the_template_speaks_of_text_itself() -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert render('{"text": "{{ messages[0].content }}"}', parts) == '{"text": "a"}'
+
+
 def test_text_becomes_a_part_for_a_template_that_shows_only_parts() -> None:
     assert render(ONLY_PARTS) == "<hi>"
 

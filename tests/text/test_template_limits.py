@@ -13,6 +13,7 @@ from ostinato.errors import BadTemplate
 from ostinato.text import template as room
 from ostinato.text.template import ChatTemplate
 
+LINUX = sys.platform.startswith("linux")
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -26,6 +27,7 @@ def failure(source: str) -> str:
         made.close()
 
 
+@pytest.mark.skipif(not LINUX, reason="not every platform can bound a process's memory")
 @pytest.mark.parametrize(
     "source",
     [
@@ -106,8 +108,11 @@ def test_a_template_that_calls_itself_forever_is_told_so() -> None:
 
 def test_after_a_failure_the_next_render_works(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "RENDER_SECONDS", 0.5)
-    source = "{% if trouble == 'big' %}{{ 'a' * 10**10 }}{% elif trouble == 'long' %}{% for i in range(9999) %}{% for j in range(99999) %}"
-    made = ChatTemplate(source + "{% endfor %}{% endfor %}{% else %}ok{% endif %}", bos_token="", eos_token="")
+    loop = "{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    source = (
+        "{% if trouble == 'big' %}{{ 'a' * 10**10 }}{% elif trouble == 'long' %}" + loop + "{% else %}ok{% endif %}"
+    )
+    made = ChatTemplate(source, bos_token="", eos_token="")
     assert made.render(USER) == "ok"
     for trouble in ("big", "long", "big"):
         with pytest.raises(BadTemplate):
@@ -138,6 +143,21 @@ def test_a_process_that_was_killed_is_replaced() -> None:
     made.close()
 
 
+def test_an_interrupted_render_leaves_no_reply_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ChatTemplate("{{ messages[0].content }}", bos_token="", eos_token="")
+    made.render(USER)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ostinato.text.template.json.loads", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made.render(USER)
+    assert made.render([{"role": "user", "content": "another"}]) == "another"
+    made.close()
+
+
 def process_of(made: ChatTemplate) -> "subprocess.Popen[bytes]":
     assert made._child is not None
     return made._child._process
@@ -151,8 +171,8 @@ def gone(pid: int) -> bool:
         return True
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.skipif(not LINUX, reason="reads /proc")
+@pytest.mark.parametrize("busy", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_renderer_ends_when_its_parent_goes_away(busy: bool) -> None:
     code = """
 import sys, threading

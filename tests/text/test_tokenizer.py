@@ -242,7 +242,7 @@ junk = st.recursive(
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(3_000))
+@settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(
     kind=st.sampled_from([byte_level, sentencepiece, wordpiece]),
     changes=st.dictionaries(st.sampled_from(sorted({*byte_level(), *sentencepiece(), *wordpiece()})), junk, max_size=4),
@@ -254,7 +254,7 @@ def test_only_our_errors_come_out_of_junk(kind: Any, changes: Metadata) -> None:
 
 
 @pytest.mark.soak
-@settings(max_examples=soak(3_000))
+@settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(tokens=st.lists(st.text(max_size=4), min_size=1), data=st.data())
 def test_any_list_of_tokens_gives_a_tokenizer_or_our_error(tokens: list[str], data: st.DataObject) -> None:
     types = data.draw(st.lists(st.integers(0, 7), min_size=len(tokens), max_size=len(tokens)))

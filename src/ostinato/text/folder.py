@@ -8,7 +8,6 @@ a whole list decode alike.
 from __future__ import annotations
 
 import json
-import re
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,9 +19,8 @@ from tokenizers import Tokenizer as Library
 from ostinato.errors import BadFile, Unsupported
 from ostinato.text.byte_level import token_bytes
 from ostinato.text.guard import guarded, library_ids
+from ostinato.text.sentencepiece import spelt_byte
 from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
-
-_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _read_text(path: Path) -> str | None:
@@ -206,9 +204,9 @@ class Pieces:
         """The bytes of one token."""
         if self.bytes_stand_in:
             return token_bytes(text)
-        byte = _BYTE.fullmatch(text) if self.byte_tokens else None
-        if byte:
-            return bytes([int(byte[1], 16)])
+        byte = spelt_byte(text) if self.byte_tokens else None
+        if byte is not None:
+            return byte
         for old, new in self.replaced:
             text = text.replace(old, new)
         if self.rest is None:

@@ -7,6 +7,7 @@ against the ids of another implementation.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tokenizers import Regex, pre_tokenizers
 
@@ -137,14 +138,14 @@ _BY_KIND: Sequence[tuple[PreTokenizer, str]] = (
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = {name: kind for kind, names in _BY_KIND for name in names.split()}
 
 
-def find_pre_tokenizer(name: str) -> PreTokenizer:
-    """The pre-tokenizer a file names; an unknown name is refused with the known ones.
+def find_pre_tokenizer(name: str, path: Path) -> PreTokenizer:
+    """The pre-tokenizer that the file at `path` names; an unknown name is refused with the known ones.
 
-    >>> find_pre_tokenizer("smollm").add_bos
-    False
+    >>> find_pre_tokenizer("llama-bpe", Path("model.gguf")).add_bos
+    True
     """
     found = PRE_TOKENIZERS.get(name)
     if found is None:
         known = listing(name, PRE_TOKENIZERS)
-        raise Unsupported(f"the pre-tokenizer {name!r} (tokenizer.ggml.pre) is not known here; known: {known}")
+        raise Unsupported(f"{path}: the pre-tokenizer {name!r} (tokenizer.ggml.pre) is not known; known: {known}")
     return found

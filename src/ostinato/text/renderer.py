@@ -23,6 +23,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 PROBE = "7f3a9c51"  # a word no template says of itself
+MAX_MESSAGE = 2_000  # characters of a template's own error message
 FILE_NAME = "<template>"  # what jinja2 calls a template made from a string
 
 
@@ -112,13 +113,15 @@ class Template:
             content = [{"type": "text", "text": PROBE}] if parts else PROBE
             message = {"role": "user", "content": content}
             try:
-                text = self._render({"messages": [message], "add_generation_prompt": True})
+                given = {"messages": [message], "add_generation_prompt": True, "tools": None, "documents": None}
+                text = self._render(given)
             except (OutputTooLong, MemoryError):
                 raise
             except Exception:  # a stranger's program may fail in any way; then it cannot show this form
                 text = ""
-            # A list that was merely printed shows its keys too.
-            self._shows[parts] = PROBE in text and "'text'" not in text and '"text"' not in text
+            # A list that was merely printed shows its brackets too.
+            printed = parts and (f"{PROBE}'}}" in text or f'{PROBE}"}}' in text)
+            self._shows[parts] = PROBE in text and not printed
         return self._shows[parts]
 
 
@@ -175,7 +178,7 @@ def answer(work: Callable[[], str]) -> dict[str, str]:
         return {"error": f"it is not a valid template{where(error)}: {error.message}"}
     except Exception as error:  # whatever a stranger's program can raise is an answer, never a dead process
         kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
-        return {"error": f"{kind}{error}{where(error)}"}
+        return {"error": f"{kind}{str(error)[:MAX_MESSAGE]}{where(error)}"}
 
 
 def main() -> None:

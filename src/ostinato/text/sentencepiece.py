@@ -31,8 +31,14 @@ def piece(text: str, kind: int) -> bytes:
     """The bytes of one token of the given type."""
     if kind in (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED):
         return text.encode()
-    byte = _BYTE.fullmatch(text) if kind == TokenType.BYTE else None
-    return bytes([int(byte[1], 16)]) if byte else text.replace(SPACE, " ").encode()
+    byte = spelt_byte(text) if kind == TokenType.BYTE else None
+    return text.replace(SPACE, " ").encode() if byte is None else byte
+
+
+def spelt_byte(text: str) -> bytes | None:
+    """The byte that a token such as `<0x0A>` spells; None for any other."""
+    spelt = _BYTE.fullmatch(text)
+    return bytes([int(spelt[1], 16)]) if spelt else None
 
 
 def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: bool) -> Encode:
@@ -69,7 +75,7 @@ def _mergeable(vocabulary: Vocabulary, facts: Facts) -> dict[str, int]:
 
 def _merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
     """Every cut of every token into two tokens, the highest score first."""
-    best_first = sorted(ids, key=lambda text: -scores[ids[text]])
+    best_first = sorted(ids, key=lambda text: (-scores[ids[text]], ids[text]))
     return [
         (text[:cut], text[cut:])
         for text in best_first

@@ -26,7 +26,7 @@ RENDER_SECONDS = 5.0
 START_SECONDS = 30.0
 MEMORY_BYTES = 512 * 2**20
 MAX_CHARACTERS = 8 * 2**20
-_CPU_LIMIT_SIGNAL = getattr(signal, "SIGXCPU", 0)
+_ENDED_BY_CPU_LIMIT = -signal.SIGXCPU if hasattr(signal, "SIGXCPU") else None
 _RENDERER = Path(__file__).with_name("renderer.py")
 
 
@@ -95,10 +95,15 @@ class ChatTemplate:
             self._end_child()
 
     def _ask(self, request: bytes) -> str:
+        if self._child is None or not self._child.usable():
+            self._end_child()
+            self._child = _Child(self, self._settings)
         child = self._child
-        if child is None or not child.usable():
-            child = self._child = _Child(self, self._settings)
-        reply = child.ask(request, RENDER_SECONDS)
+        try:
+            reply = child.ask(request, RENDER_SECONDS)
+        except BaseException:  # an interrupt, say: the reply that is still to come must not answer the next request
+            self._end_child()
+            raise
         if reply is None:
             why = _why_silent(child)
             self._end_child()
@@ -125,7 +130,7 @@ _LIMITS = {
 
 def _why_silent(child: _Child) -> str:
     code = child.exit_code()
-    if child.expired or code == -_CPU_LIMIT_SIGNAL:
+    if child.expired or code == _ENDED_BY_CPU_LIMIT:
         return f"did not finish within {RENDER_SECONDS:g} seconds, the limit for a template"
     # Before its time is up, a process dies of an allocation that could not even be reported.
     return f"ended its process (exit code {code}); most likely it {_MEMORY}"

@@ -111,7 +111,7 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any], path: Path) -> Tokenizer:
 
 
 def _byte_level(vocabulary: Vocabulary, facts: Facts) -> Tokenizer:
-    pre = find_pre_tokenizer(vocabulary.pre)
+    pre = find_pre_tokenizer(vocabulary.pre, vocabulary.path)
     encoder = byte_level_encoder(vocabulary, facts, pre)
     return _assemble(vocabulary, facts, encoder, byte_level_pieces(vocabulary), add_bos=pre.add_bos)
 

@@ -1,7 +1,7 @@
 """A vocabulary as a GGUF file states it: tokens with types, scores and merges, and the ids with a special meaning.
 
 The metadata comes from strangers, so every list and number is checked here once; nothing below checks again.
-What an id looks like as text is also decided here, because it depends on the kind of the vocabulary.
+What the tokens mean as text is told by kind, in `byte_level.py`, `sentencepiece.py` and `wordpiece.py`.
 """
 
 from __future__ import annotations
@@ -142,8 +142,7 @@ class Vocabulary:
 # What a kind of vocabulary means where its file says nothing.
 _DEFAULT_IDS: Mapping[str, Mapping[str, int]] = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
-    "bert": {"bos": 101, "unknown": 100, "seperator": 102},
-    "t5": {"eos": 1, "unknown": 2},
+    "bert": {"bos": 101, "unknown": 100, "seperator": 102},  # the format's own spelling
 }
 
 
