@@ -13,10 +13,10 @@ run: .venv/installed
 export PROMPT
 
 test: check
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadscope
 
 quick: .venv/installed-dev
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow"
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
@@ -27,7 +27,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m bench.cpu
 
 soak: .venv/installed-dev
-	OSTINATO_SOAK=1 $(BIN)/pytest -m soak
+	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato import LLM, Sampling
+from ostinato import LLM, Batch, Sampling
 from ostinato.errors import BadInput, BadOption, Unsupported
 from tests.models import tiny
 
@@ -32,7 +32,8 @@ def test_pieces_join_to_the_text_and_only_the_last_has_the_whole(tiny_llm: LLM) 
     pieces = list(tiny_llm.stream("the sea", GREEDY))
     whole = pieces[-1].completion
     assert whole is not None
-    assert "".join(piece.text for piece in pieces) == whole.text == tiny_llm.detokenize(whole.token_ids)
+    joined = "".join(piece.text for piece in pieces)
+    assert joined == whole.text == tiny_llm.tokenizer.decode(whole.token_ids, at_start=False)
     assert [piece.completion for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
@@ -95,8 +96,11 @@ def test_embeddings_are_one_unit_vector_per_text_by_the_pooling_asked_for(tiny_l
     torch.testing.assert_close(means.norm(dim=-1), torch.ones(2))
     assert not torch.allclose(means, tiny_llm.embed(texts, pooling="last"))
     torch.testing.assert_close(means[1:], tiny_llm.embed(texts[1]))
-    rows = tiny_llm._engine.hidden(tiny_llm.tokenize(texts[0]))
-    torch.testing.assert_close(tiny_llm.embed(texts[0], "cls", normalize=False)[0], rows[0])
+    decoder = tiny_llm.decoder(embeddings=True)
+    decoder.decode(Batch(token=tiny_llm.tokenize(texts[0])))
+    first = decoder.embedding(0)
+    assert first is not None
+    torch.testing.assert_close(tiny_llm.embed(texts[0], "cls", normalize=False)[0], first)
     with pytest.raises(BadOption, match=r"mean \(the nearest\)"):
         tiny_llm.embed(texts, pooling="men")
 
@@ -146,3 +150,20 @@ def test_defaults_of_a_file_that_make_no_sense_are_the_files_fault(tmp_path: Pat
     (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": -3}')
     with pytest.raises(BadInput, match="temperature"):
         LLM(folder, device="cpu")
+
+
+def test_whoever_has_the_last_piece_may_ask_again_at_once(tiny_llm: LLM) -> None:
+    text = tiny_llm.generate("the sea", GREEDY).text
+    for sampling in (GREEDY, Sampling(max_tokens=10, temperature=0, ignore_eos=True, stop=(text[2:4],))):
+        pieces = tiny_llm.stream("the sea", sampling)
+        last = next(piece for piece in pieces if piece.finish_reason is not None)
+        assert last.completion is not None
+        assert tiny_llm.generate("the sea", GREEDY).text == text
+
+
+def test_ids_that_only_pad_the_embedding_are_never_chosen(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    favourite = tiny_llm.generate([5, 6, 7], Sampling(max_tokens=1, ignore_eos=True)).token_ids[0]
+    monkeypatch.setattr(tiny_llm._engine, "_n_tokens", favourite)
+    warm = Sampling(max_tokens=20, temperature=2.0, seed=1, ignore_eos=True)
+    for sampling in (Sampling(max_tokens=20, ignore_eos=True), warm):
+        assert max(tiny_llm.generate([5, 6, 7], sampling).token_ids) < favourite

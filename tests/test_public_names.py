@@ -10,19 +10,12 @@ import pytest
 import ostinato
 
 NAMES = [
-    "LLM",
-    "Completion",
-    "LoadOptions",
-    "OstinatoError",
-    "Piece",
-    "Sampling",
-    "Score",
-    "Timings",
+    "LLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score", "Timings",
     "__version__",
-]
+]  # fmt: skip
 METHODS = {
-    "chat", "chat_ids", "close", "context", "detokenize", "device", "dtype", "embed", "generate", "kv_type", "logits",
-    "mode", "score", "stream", "stream_chat", "tokenize",
+    "chat", "chat_ids", "close", "context", "decoder", "detokenize", "device", "dtype", "embed", "generate", "kv_type",
+    "load_state", "logits", "mode", "rank", "save_state", "score", "state_ids", "stream", "stream_chat", "tokenize",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed"]
 SAMPLING = [

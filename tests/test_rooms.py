@@ -15,14 +15,17 @@ ROOMS = (
     "text",
     "kernels",
     "models",
+    "batch",
     "memory",
+    "graph",
     "decoder",
+    "encoder",
     "engine",
     "llm",
     "cli",
 )
 # The rooms that a small environment, or a quick command, uses without torch.
-WITHOUT_TORCH = ("errors", "options", "text")
+WITHOUT_TORCH = ("errors", "options", "text", "batch", "graph")
 
 
 def imports(path: Path) -> Iterator[str]:

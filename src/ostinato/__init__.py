@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ostinato.batch.batch import Batch as Batch
+    from ostinato.engine.decoder import Decoder as Decoder
     from ostinato.errors import OstinatoError as OstinatoError
     from ostinato.llm import LLM as LLM
     from ostinato.llm import Completion as Completion
@@ -22,6 +24,8 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "LLM": "llm",
+    "Batch": "batch.batch",
+    "Decoder": "engine.decoder",
     "Completion": "llm",
     "Piece": "llm",
     "Score": "llm",
@@ -32,16 +36,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "LLM",
-    "Completion",
-    "LoadOptions",
-    "OstinatoError",
-    "Piece",
-    "Sampling",
-    "Score",
-    "Timings",
+    "LLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score", "Timings",
     "__version__",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

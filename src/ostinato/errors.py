@@ -9,6 +9,13 @@
     │   ├── ContextTooLarge                              the context asked for does not fit the memory
     │   ├── Unsupported                                  a known thing that is not built here, by name
     │   └── UnknownName                       HTTP 404   a model or family nobody knows
+    ├── DecodeError                   exit 3  HTTP 500   a batch the decoder could not take; has a code and a reason
+    │   ├── InvalidBatch              exit 2  HTTP 400   the input is wrong; the same call will always fail
+    │   ├── NoSlot                    exit 4  HTTP 503   no room now; retry later, with less, or after freeing memory
+    │   ├── Aborted                   exit 130 HTTP 499  the caller's own signal stopped the run
+    │   ├── AllocationFailed          exit 4  HTTP 503   a buffer or graph could not be had
+    │   └── ComputeFailed                                a graph could not be built, or its run failed
+    ├── InternalError                                    a broken invariant of ours; never the caller's fault
     ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: network, disk or checksum
     └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
 
@@ -63,6 +70,59 @@ class UnknownName(BadInput):
     """A model or family that nobody knows."""
 
     http_status = 404
+
+
+class DecodeError(OstinatoError):
+    """A batch that the decoder could not take: `reason` names the check, `index` the token where there is one."""
+
+    code: ClassVar[int]
+
+    def __init__(self, message: str, *, reason: str, index: int | None = None) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.index = index
+
+
+class InvalidBatch(DecodeError):
+    """The input is wrong; the same call will always fail. Nothing was changed."""
+
+    code = -1
+    exit_code = 2
+    http_status = 400
+
+
+class NoSlot(DecodeError):
+    """Memory has no room now. Nothing was changed: retry later, with a smaller batch, or after freeing memory."""
+
+    code = 1
+    exit_code = 4
+    http_status = 503
+
+
+class Aborted(DecodeError):
+    """The caller's abort signal stopped a run; what was computed before it stays."""
+
+    code = 2
+    exit_code = 130
+    http_status = 499
+
+
+class AllocationFailed(DecodeError):
+    """A buffer or graph could not be allocated."""
+
+    code = -2
+    exit_code = 4
+    http_status = 503
+
+
+class ComputeFailed(DecodeError):
+    """A graph could not be built, or its run failed."""
+
+    code = -3
+
+
+class InternalError(OstinatoError):
+    """A broken invariant of ours: a bug, never the caller's fault."""
 
 
 class FetchFailed(OstinatoError):

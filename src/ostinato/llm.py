@@ -21,13 +21,14 @@ from typing import Any, NamedTuple, Self, TypeAlias, overload
 import torch
 from torch import Tensor
 
-from ostinato.decoder.pooling import pooling as pooling_named
+from ostinato.engine.decoder import Decoder
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine, FinishReason, Token
 from ostinato.engine.placement import Placement, settle
-from ostinato.errors import BadInput, Unsupported
+from ostinato.errors import BadFile, BadInput, Unsupported
 from ostinato.files import store
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
+from ostinato.memory import state_file
 from ostinato.models.registry import build_model, read_shape
 from ostinato.options import LoadOptions, Sampling, from_words
 from ostinato.text.stream import TextStream
@@ -141,8 +142,8 @@ class LLM:
             context=placement.context,
             progress=progress,
         )
-        self.shape = shape
-        self._engine = Engine(model, placement, self.tokenizer.eog_ids)
+        self.shape, self._model = shape, model
+        self._engine = Engine(model, placement, self.tokenizer.eog_ids, self.tokenizer.vocab_size)
         return placement
 
     @property
@@ -182,13 +183,15 @@ class LLM:
             return _last(self.stream(prompt, sampling))
         return [_last(self.stream(one, sampling)) for one in prompt]
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False) -> Iterator[Piece]:
         """The answer piece by piece; pieces join to the whole text, and the last holds the `Completion`.
+
+        `reuse` does not compute again what memory holds of the prompt's beginning (`load_state`).
 
         >>> for piece in llm.stream("Once upon a time"): print(piece.text, end="")     # doctest: +SKIP
         """
         ids = self._prompt_ids(prompt)
-        return self._stream_ids(ids, sampling or Sampling())
+        return self._stream_ids(ids, sampling or Sampling(), reuse=reuse, fresh=False)
 
     @overload
     def chat(self, messages: Messages, sampling: Sampling | None = None, **template_options: Any) -> Completion: ...
@@ -206,10 +209,11 @@ class LLM:
         return _last(self.stream_chat(messages, sampling, **template_options))
 
     def stream_chat(
-        self, messages: Messages, sampling: Sampling | None = None, **template_options: Any
+        self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **template_options: Any
     ) -> Iterator[Piece]:
         """Like `stream`, for a conversation. Further words (`tools`, `enable_thinking`) go to the template."""
-        return self._stream_ids(self.chat_ids(messages, **template_options), sampling or Sampling())
+        ids = self.chat_ids(messages, **template_options)
+        return self._stream_ids(ids, sampling or Sampling(), reuse=reuse, fresh=True)
 
     def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
         """The prompt ids of a conversation."""
@@ -264,14 +268,65 @@ class LLM:
             done += len(chunk)
         return nll
 
-    def embed(self, texts: str | Sequence[str], pooling: str = "mean", *, normalize: bool = True) -> Tensor:
-        """One vector per text, float32 [texts, hidden], from the last hidden rows; of unit length unless told not."""
-        pool = pooling_named(pooling)
+    def embed(self, texts: str | Sequence[str], pooling: str | None = None, *, normalize: bool | None = None) -> Tensor:
+        """One vector per text, float32 [texts, hidden], from the last hidden rows.
+
+        `pooling` is the model's own, else mean; with `rank` a ranking model gives its scores [texts, classes].
+        `normalize` to unit length is an encoder's own habit, and done for a decoder's, unless said.
+        """
+        wanted = pooling or self.shape.pooling or "mean"
         texts = [texts] if isinstance(texts, str) else texts
         if not texts:
             return torch.empty((0, self.shape.hidden))
-        vectors = torch.stack([pool(self._engine.hidden(self.tokenize(text))) for text in texts])
+        vectors = torch.stack(self._engine.embed([self.tokenize(text) for text in texts], wanted))
+        if normalize is None:
+            normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
         return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
+
+    def rank(self, query: str, texts: Sequence[str]) -> Tensor:
+        """How well each text answers the query, by a model made for it: float32 [texts, classes], one class mostly.
+
+        >>> llm.rank("what is a lighthouse?", ["a tower with a lamp", "a kind of fish"])  # doctest: +SKIP
+        """
+        first = self.tokenize(query)
+        pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
+        scores = self._engine.rank(pairs)
+        return torch.stack(scores) if scores else torch.empty((0, self.shape.n_classes or 1))
+
+    # Memory
+
+    def decoder(self, **settings: Any) -> Decoder:
+        """A decoder of its own over this model, for whoever wants batches and memory in their own hands.
+
+        >>> decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)                       # doctest: +SKIP
+        """
+        wanted = {"n_ctx": self.context, "kv_type": self._placement.kv_type, **settings}
+        return Decoder(self._model, **wanted)
+
+    @property
+    def state_ids(self) -> tuple[int, ...]:
+        """The tokens of the sequence that memory holds: the last prompt and answer, or a loaded state."""
+        return self._engine.ids
+
+    def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
+        """Write the sequence in memory to a file, with a note of the caller's own (JSON)."""
+        content = {"model": self._checkpoint.fingerprint(), "note": dict(note or {})}
+        state_file.write(path, self._engine.save(content))
+
+    def load_state(self, path: str | Path) -> Mapping[str, Any]:
+        """Put a saved sequence into memory, and give back its note; the next call with `reuse` goes on from it."""
+        data = state_file.read(path)
+        try:
+            content = state_file.describe(data).note or {}
+        except BadFile as error:
+            raise BadFile(f"{path}: {error}") from error
+        if content.get("model") != self._checkpoint.fingerprint():
+            raise BadFile(
+                f"{path}: this state was saved by another model than {self.name}; use that one, or another file"
+            )
+        self._engine.load(data)
+        note: Mapping[str, Any] = content["note"]
+        return note
 
     # Life
 
@@ -302,17 +357,19 @@ class LLM:
         settled = sampling.over(self.defaults)
         return settled if settled.seed is not None else dataclasses.replace(settled, seed=secrets.randbits(53))
 
-    def _stream_ids(self, prompt: list[int], sampling: Sampling) -> Iterator[Piece]:
+    def _stream_ids(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
+        """`fresh`: the answer is a text of its own, not the rest of the prompt's."""
         settled = self._settled(sampling)
         self._engine.check(prompt, room=1)  # here, not at the first piece: a bad prompt is refused by the call
-        return self._pieces(prompt, settled)
+        return self._pieces(prompt, settled, reuse=reuse, fresh=fresh)
 
-    def _pieces(self, prompt: list[int], sampling: Sampling) -> Iterator[Piece]:
+    def _pieces(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         started = time.perf_counter()
-        text = TextStream(self.tokenizer, sampling.stop)
+        text = TextStream(self.tokenizer, sampling.stop, at_start=fresh)
         tokens: list[Token] = []
         shown: list[str] = []
-        for token in self._engine.generate(prompt, sampling):
+        answer = self._engine.generate(prompt, sampling, reuse=reuse)
+        for token in answer:
             tokens.append(token)
             ended = token.finish_reason == "stop"
             new = "" if ended else text.push(token.choice.token)
@@ -323,6 +380,7 @@ class LLM:
             if reason is None:
                 yield Piece(new, token.choice.token)
                 continue
+            answer.close()  # a stop string ends it before the engine would
             completion = self._completion("".join(shown), tokens, prompt, sampling, reason, started)
             yield Piece(new, token.choice.token, reason, completion)
             return
@@ -349,7 +407,7 @@ class LLM:
             logprobs=logprobs if sampling.logprobs is not None else None,
             timings=Timings(
                 load_s=self.load_s,
-                prefill_s=first - started,
+                prefill_s=tokens[0].logits_at - started,
                 first_token_s=first - started,
                 decode_s=seconds,
                 decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,

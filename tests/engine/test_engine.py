@@ -159,7 +159,7 @@ def test_a_prompt_in_one_chunk_or_several_gives_the_same_tokens(
     prompt = [3 + (i * 37) % 290 for i in range(100)]
     with LLM(tiny_gguf, device="cpu") as llm:
         whole = llm.generate(prompt, GREEDY).token_ids
-        monkeypatch.setattr("ostinato.decoder.flow.CHUNK_ROWS", 7)
+        monkeypatch.setattr("ostinato.engine.engine.CHUNK_ROWS", 7)
         assert llm.generate(prompt, GREEDY).token_ids == whole
 
 

@@ -1,5 +1,6 @@
 """Where a model runs is settled before a byte is read: lowered and said by default, refused when asked for."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,37 +10,47 @@ import torch
 from ostinato import LLM
 from ostinato.engine import placement
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
+from tests.models import tiny
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda device: n_bytes)
 
 
-def weights_and(tiny_gguf: Path, n_tokens: int) -> int:
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama that was trained for 1,024 positions."""
+    folder = tiny.folder("llama", tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    return folder
+
+
+def weights_and(model: Path, n_tokens: int) -> int:
     """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
-    with LLM(tiny_gguf, device="cpu") as llm:
+    with LLM(model, device="cpu") as llm:
         weights = placement.weight_bytes(llm._checkpoint, torch.float32)
         per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
     return int((weights + n_tokens * per_token) / placement.USABLE_SHARE) + 1
 
 
 def test_a_default_context_that_does_not_fit_is_lowered_and_said(
-    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_free(monkeypatch, weights_and(tiny_gguf, 200))
+    with_free(monkeypatch, weights_and(long_model, 600))
     said: list[str] = []
-    with LLM(tiny_gguf, device="cpu", talk=said.append) as llm:
-        assert llm.context == 200
-    assert "256" in said[0]
-    assert "using 200" in said[0]
+    with LLM(long_model, device="cpu", talk=said.append) as llm:
+        assert llm.context == 512  # memory comes in steps of 256 cells
+    assert "1024" in said[0]
+    assert "using 512" in said[0]
 
 
 def test_a_context_asked_for_that_does_not_fit_is_refused_with_the_figures(
-    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with_free(monkeypatch, weights_and(tiny_gguf, 200))
-    with pytest.raises(ContextTooLarge, match=r"--context 256 needs .* at most 200 fit"):
-        LLM(tiny_gguf, device="cpu", context=256)
+    with_free(monkeypatch, weights_and(long_model, 600))
+    with pytest.raises(ContextTooLarge, match=r"--context 600 needs .* at most 512 fit"):
+        LLM(long_model, device="cpu", context=600)
 
 
 def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_gguf: Path) -> None:

@@ -11,39 +11,24 @@ from torch.testing import assert_close
 from ostinato import LLM, Sampling
 from tests.models import tiny, tiny_gguf, tiny_text
 
-# Cached values and products of other shapes sum in another order; float32 leaves that much.
-TOLERANCE: Final = 1e-4
 GREEDY: Final = Sampling(max_tokens=tiny.N_GREEDY, temperature=0, ignore_eos=True)
-CASES: Final = [
-    (name, form)
-    for name, model in tiny.TINY.items()
-    for form in ("gguf", "current", "original")
-    if form != "gguf" or model.architecture is not None
-]
-
-
-def written(name: str, form: str, tmp: Path) -> Path:
-    """The tiny model on disk: one GGUF file, or a folder with one of the two manners of config.json."""
-    if form == "gguf":
-        return tiny.gguf(name, tmp)
-    return tiny.folder(name, tmp, style="original" if form == "original" else "current")
 
 
 def opened(path: Path, **options: Any) -> LLM:
     return LLM(path, device="cpu", **{name: value for name, value in options.items() if value is not None})
 
 
-@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+@pytest.fixture(scope="module", params=tiny.CASES, ids=lambda case: "-".join(case))
 def case(request: pytest.FixtureRequest, tiny_files: Path) -> Iterator[tuple[str, LLM]]:
     """A tiny model's name, and the model opened from one of its formats."""
     name, form = request.param
-    with opened(written(name, form, tiny_files), context=tiny.TINY[name].context) as llm:
+    with opened(tiny.written(name, form, tiny_files), context=tiny.TINY[name].context) as llm:
         yield name, llm
 
 
 def test_logits_equal_those_of_transformers(case: tuple[str, LLM]) -> None:
     name, llm = case
-    assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=TOLERANCE, rtol=0)
+    assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=tiny.TOLERANCE, rtol=0)
 
 
 def test_64_greedy_tokens_equal_those_of_transformers(case: tuple[str, LLM]) -> None:
@@ -56,7 +41,7 @@ def test_a_folder_in_several_shards_is_one_model(name: str, tiny_files: Path) ->
     path = tiny.folder(name, tiny_files, shard_size="60KB")
     assert len(list(path.glob("*.safetensors"))) > 2
     with opened(path) as llm:
-        assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=TOLERANCE, rtol=0)
+        assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=tiny.TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama-quantised", "phi3-long"])
@@ -64,7 +49,7 @@ def test_a_gguf_in_three_parts_is_one_model(name: str, tmp_path: Path) -> None:
     first = tiny.gguf(name, tmp_path, parts=3)
     assert len(list(tmp_path.glob("*-of-00003.gguf"))) == 3
     with opened(first, context=tiny.TINY[name].context) as llm:
-        assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=TOLERANCE, rtol=0)
+        assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=tiny.TOLERANCE, rtol=0)
 
 
 def test_a_mixtral_gguf_of_the_first_kind_has_one_tensor_for_each_expert(tmp_path: Path) -> None:
@@ -75,12 +60,12 @@ def test_a_mixtral_gguf_of_the_first_kind_has_one_tensor_for_each_expert(tmp_pat
         tensors[f"blk.{layer}.ffn_{matrices[matrix]}.{expert}.weight"] = tensors.pop(name)
     tiny_gguf.write(tmp_path / "old.gguf", "llama", config, tensors)
     with opened(tmp_path / "old.gguf") as llm:
-        assert_close(llm.logits(tiny.prompt("mixtral")), tiny.reference_logits("mixtral"), atol=TOLERANCE, rtol=0)
+        assert_close(llm.logits(tiny.prompt("mixtral")), tiny.reference_logits("mixtral"), atol=tiny.TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("form", ["gguf", "current", "original"])
 def test_longrope_takes_its_original_context_unless_asked_for_more(form: str, tiny_files: Path) -> None:
-    with opened(written("phi3-short", form, tiny_files)) as llm:
+    with opened(tiny.written("phi3-short", form, tiny_files)) as llm:
         assert llm.context == 256
 
 
@@ -93,7 +78,7 @@ def test_bfloat16_compute_stays_near_float32(name: str, tiny_files: Path) -> Non
 
 def test_one_token_alone_has_the_logits_of_transformers(tiny_files: Path) -> None:
     with opened(tiny.gguf("gemma2", tiny_files)) as llm:
-        assert_close(llm.logits([5]), tiny.forward("gemma2", [5]), atol=TOLERANCE, rtol=0)
+        assert_close(llm.logits([5]), tiny.forward("gemma2", [5]), atol=tiny.TOLERANCE, rtol=0)
 
 
 def test_logits_are_float32_rows_of_the_vocabulary(tiny_files: Path) -> None:
@@ -106,7 +91,7 @@ def test_logits_are_float32_rows_of_the_vocabulary(tiny_files: Path) -> None:
 @pytest.mark.parametrize("form", ["gguf", "current"])
 def test_both_formats_of_a_model_read_the_same_text_alike(form: str, tiny_files: Path) -> None:
     text = "The bell in the tower, and 12 more — naïve 東京 🙂."
-    with opened(written("llama", form, tiny_files)) as llm:
+    with opened(tiny.written("llama", form, tiny_files)) as llm:
         assert llm.tokenize(text) == tiny_text.tokenizer().encode(text, add_special_tokens=False).ids
         assert llm.detokenize(llm.tokenize(text)) == text
         assert llm.template is not None
@@ -118,7 +103,7 @@ def test_greedy_after_a_chat_is_the_same_from_both_formats(tiny_files: Path) -> 
     messages = [{"role": "user", "content": "Who is there?"}]
     answers = []
     for form in ("gguf", "current"):
-        with opened(written("llama", form, tiny_files)) as llm:
+        with opened(tiny.written("llama", form, tiny_files)) as llm:
             answers.append(llm.chat(messages, GREEDY).token_ids)
     assert answers[0] == answers[1]
     assert len(answers[0]) == tiny.N_GREEDY

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.models import llama_cpp, tiny
+from tests.models import llama_cpp, tiny, tiny_encoders
 
 pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: the GGUF fixtures were not compared with it")
 
@@ -46,3 +46,25 @@ def test_llama_cpp_reads_a_tiny_gguf_as_transformers_reads_the_model(name: str, 
     )
     wanted = torch.stack([tiny.forward(name, ids[:end])[-1].log_softmax(-1) for end in ends])
     assert_close(found, wanted, atol=TOLERANCES.get(name, 1e-4), rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert", "bert-cls", "bert-masked", "nomic-bert"])
+def test_llama_cpp_embeds_with_a_tiny_gguf_as_transformers_with_the_model(name: str, tiny_files: Path) -> None:
+    path = tiny_encoders.gguf(name, tiny_files)
+    ids = [tiny_encoders.ids_of(text) for text in tiny_encoders.TEXTS]
+    pooling = tiny_encoders.ENCODERS[name].pooling or "mean"
+    found = llama_cpp.embeddings(path, [*ids, *tiny_encoders.TEXTS], pooling=pooling, context=128)
+    wanted = torch.stack([tiny_encoders.vector(name, row) for row in ids])
+    assert_close(found, torch.cat((wanted, wanted)), atol=1e-5 if name == "nomic-bert" else 1e-3, rtol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert-rank", "bert-classes"])
+def test_llama_cpp_ranks_with_a_tiny_gguf_as_transformers_with_the_model(name: str, tiny_files: Path) -> None:
+    query, documents = tiny_encoders.PAIR[0], tiny_encoders.TEXTS
+    found = llama_cpp.scores(tiny_encoders.gguf(name, tiny_files), query, documents, context=128)
+    for score, document in zip(found, documents, strict=True):
+        ids = [*tiny_encoders.ids_of(query), *tiny_encoders.ids_of(document)[1:-1]]
+        wanted = tiny_encoders.scores(name, ids, [0] * len(ids))
+        assert_close(score, wanted[0], atol=3e-3, rtol=0)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any, Final
 
 import torch
@@ -26,6 +26,8 @@ transformers.logging.disable_progress_bar()
 VOCAB_SIZE: Final = 300
 N_PROMPT: Final = 48
 N_GREEDY: Final = 64
+# Cached values and products of other shapes sum in another order; float32 leaves that much.
+TOLERANCE: Final = 1e-4
 WINDOW: Final = 16  # smaller than the prompt, so that it matters
 
 _BASE: Final[Mapping[str, Any]] = {
@@ -118,6 +120,33 @@ def _long_phi3(context: int | None, n_prompt: int, share: float, **config: Any) 
     return TinyModel(made.kind, made.architecture, made.config, context=context, n_prompt=n_prompt)
 
 
+def _mamba(kind: str, architecture: str | None, **config: Any) -> TinyModel:
+    base = {key: _BASE[key] for key in ("vocab_size", "hidden_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+    sizes = {"num_hidden_layers": 3, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": False}
+    return TinyModel(kind, architecture, {**base, **sizes, **config})
+
+
+def _mamba2(architecture: str | None, **config: Any) -> TinyModel:
+    sizes = {"state_size": 16, "num_heads": 8, "head_dim": 16, "n_groups": 1, "chunk_size": 32}
+    return _mamba("Mamba2ForCausalLM", architecture, **{**sizes, **config})
+
+
+def _falcon_h1(architecture: str | None, **config: Any) -> TinyModel:
+    mixer = {"mamba_d_ssm": 96, "mamba_n_heads": 6, "mamba_d_state": 16, "mamba_chunk_size": 32}
+    factors = {
+        "embedding_multiplier": 2.5,
+        "lm_head_multiplier": 0.9,
+        "key_multiplier": 0.7,
+        "attention_in_multiplier": 0.9,
+        "attention_out_multiplier": 1.2,
+        "ssm_in_multiplier": 1.3,
+        "ssm_out_multiplier": 0.8,
+        "mlp_multipliers": [1.4, 0.6],
+        "ssm_multipliers": [0.7, 1.1, 0.9, 1.2, 0.8],
+    }
+    return _made("FalconH1ForCausalLM", architecture, **{**mixer, **factors, "head_dim": 16, **config})
+
+
 TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
     {
         "llama": _llama(),
@@ -164,8 +193,35 @@ TINY: Final[Mapping[str, TinyModel]] = MappingProxyType(
         "qwen3-moe": _qwen3_moe("qwen3moe"),
         "qwen3-moe-unnormed": _qwen3_moe(None, norm_topk_prob=False),
         "qwen3-moe-mixed": _qwen3_moe(None, decoder_sparse_step=2, num_hidden_layers=4, mlp_only_layers=[3]),
+        "mamba": _mamba("MambaForCausalLM", "mamba", state_size=8, tie_word_embeddings=True),
+        "mamba-bias": _mamba("MambaForCausalLM", None, use_bias=True, use_conv_bias=False, expand=3, conv_kernel=3),
+        # The two norms have one epsilon: GGUF files state only one.
+        "falcon-mamba": _mamba("FalconMambaForCausalLM", "mamba", state_size=8, mixer_rms_eps=1e-5),
+        "mamba2": _mamba2("mamba2"),
+        "mamba2-groups": _mamba2("mamba2", n_groups=2),
+        "mamba2-limits": _mamba2(None, use_bias=True, time_step_limit=[0.1, 0.5], tie_word_embeddings=True),
+        "falcon-h1": _falcon_h1("falcon-h1"),
+        "falcon-h1-norm": _falcon_h1(
+            "falcon-h1", mamba_rms_norm=True, mamba_norm_before_gate=False, mamba_n_groups=2, head_dim=32
+        ),
+        "falcon-h1-bias": _falcon_h1(
+            None,
+            mamba_rms_norm=True,
+            mamba_proj_bias=True,
+            projectors_bias=True,
+            attention_bias=True,
+            mlp_bias=True,
+            tie_word_embeddings=True,
+        ),
     }
 )
+
+CASES: Final = [
+    (name, form)
+    for name, model in TINY.items()
+    for form in ("gguf", "current", "original")
+    if form != "gguf" or model.architecture is not None
+]
 
 # Prompts after which no greedy choice is a near tie, where the first prompt has one.
 _PROMPT_SEEDS: Final[Mapping[str, int]] = {
@@ -187,9 +243,28 @@ def build(name: str) -> Any:
     tiny = TINY[name]
     kind = getattr(transformers, tiny.kind)
     config = kind.config_class(**json.loads(json.dumps(dict(tiny.config))), attn_implementation="eager")
-    model = kind(config).eval()
+    model = as_trained(kind(config).eval())
     tiny_weights.fill(model, name, tiny.storage)
     return model
+
+
+def as_trained(model: Any) -> Any:
+    """The model with what transformers computes otherwise than those who trained such models put right.
+
+    mamba2 norms each group of channels alone; transformers' class of that name norms all of them together.
+    """
+    if model.config.model_type == "mamba2" and model.config.n_groups > 1:
+        for layer in model.backbone.layers:
+            layer.mixer.norm.forward = MethodType(_norm_by_groups, layer.mixer.norm)
+            layer.mixer.norm.n_groups = model.config.n_groups
+    return model
+
+
+def _norm_by_groups(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
+    gated = (x * torch.nn.functional.silu(gate)).view(*x.shape[:-1], norm.n_groups, -1)
+    normed = torch.nn.functional.rms_norm(gated, gated.shape[-1:], eps=norm.variance_epsilon).flatten(-2)
+    weight: Tensor = norm.weight
+    return weight * normed
 
 
 def folder(name: str, tmp: Path, *, style: tiny_folder.Style = "current", shard_size: str | None = None) -> Path:
@@ -210,6 +285,13 @@ def gguf(name: str, tmp: Path, *, parts: int = 1) -> Path:
         config, tensors = parts_of(name, tmp)
         tiny_gguf.write(path, tiny.architecture, config, tensors, storage=tiny.storage, parts=parts)
     return first
+
+
+def written(name: str, form: str, tmp: Path) -> Path:
+    """The model on disk in one of the forms of `CASES`: a GGUF file, or a folder with a manner of config.json."""
+    if form == "gguf":
+        return gguf(name, tmp)
+    return folder(name, tmp, style="original" if form == "original" else "current")
 
 
 def parts_of(name: str, tmp: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:

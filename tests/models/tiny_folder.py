@@ -40,7 +40,7 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
     old = {key: value for key, value in config.items() if key not in ("layer_types", "rope_parameters")}
     old["torch_dtype"] = old.pop("dtype")
     old.pop("transformers_version")
-    if kind in ("gemma2", "gemma3_text", "gpt2"):
+    if kind in ("gemma2", "gemma3_text", "gpt2") or (kind == "mamba" and config["tie_word_embeddings"]):
         old.pop("tie_word_embeddings")  # true by default there
     if kind in ("llama", "mistral", "mixtral", "qwen2") and old.get("head_dim") is not None:
         assert old["head_dim"] * old["num_attention_heads"] == old["hidden_size"]
@@ -51,6 +51,9 @@ def original_config(config: Mapping[str, Any]) -> dict[str, Any]:
         old["num_experts"] = old.pop("num_local_experts")
     if kind == "qwen2" and not old["use_sliding_window"]:
         old["sliding_window"] = 16  # stated, and not used
+    if "time_step_limit" in old:
+        low, high = (float(v["__float__"] if isinstance(v, dict) else v) for v in old["time_step_limit"])
+        old["time_step_limit"] = [low, high]  # with the word Infinity, which JSON does not know
     return {**old, **_original_rope(config)}
 
 

@@ -28,6 +28,7 @@ def write(
     storage: str = "F32",
     parts: int = 1,
     change: Callable[[dict[str, Any]], object] = lambda metadata: None,
+    vocabulary: Callable[[Any], None] | None = None,
 ) -> None:
     """One GGUF file at `path`, or `parts` of them named after it; `change` may spoil the metadata before."""
     arch = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -35,7 +36,7 @@ def write(
     per_part = math.ceil(len(converted) / parts) if parts > 1 else 0
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=per_part)
     _add_metadata(writer, architecture, config)
-    _add_vocabulary(writer)
+    (vocabulary or _add_vocabulary)(writer)
     change(writer.kv_data[0])
     names = gguf.get_tensor_name_map(arch, _n_layers(config))
     for name, value in converted:
@@ -60,7 +61,16 @@ def _rope(config: Config) -> dict[str, Any]:
 
 
 def _add_metadata(writer: Any, architecture: str, config: Config) -> None:
-    special = {"gpt2": _add_gpt2, "phi3": _add_phi3, "gemma2": _add_gemma2}
+    special = {
+        "gpt2": _add_gpt2,
+        "phi3": _add_phi3,
+        "gemma2": _add_gemma2,
+        "mamba": _add_mamba,
+        "mamba2": _add_mamba2,
+        "falcon-h1": _add_falcon_h1,
+        "bert": _add_encoder,
+        "nomic-bert": _add_encoder,
+    }
     if architecture in special:
         special[architecture](writer, config)
         return
@@ -143,6 +153,58 @@ def _add_gpt2(writer: Any, config: Config) -> None:
     writer.add_layer_norm_eps(config["layer_norm_epsilon"])
 
 
+def _add_recurrent(writer: Any, config: Config) -> None:
+    """Attention and feed-forward are said to be there with nothing in them, as llama.cpp wants it."""
+    writer.add_context_length(2**20)
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(0)
+    writer.add_head_count(0)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_layer_norm_rms_eps(config["layer_norm_epsilon"])
+    writer.add_ssm_conv_kernel(config["conv_kernel"])
+    writer.add_ssm_state_size(config["state_size"])
+
+
+def _add_mamba(writer: Any, config: Config) -> None:
+    _add_recurrent(writer, config)
+    writer.add_ssm_inner_size(config["intermediate_size"])
+    writer.add_ssm_time_step_rank(config["time_step_rank"])
+    writer.add_ssm_dt_b_c_rms(config["model_type"] == "falcon_mamba")
+
+
+def _add_mamba2(writer: Any, config: Config) -> None:
+    _add_recurrent(writer, config)
+    writer.add_ssm_inner_size(config["num_heads"] * config["head_dim"])
+    writer.add_ssm_time_step_rank(config["num_heads"])
+    writer.add_ssm_group_count(config["n_groups"])
+
+
+def _add_falcon_h1(writer: Any, config: Config) -> None:
+    _add_common(writer, config)
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_ssm_conv_kernel(config["mamba_d_conv"])
+    writer.add_ssm_state_size(config["mamba_d_state"])
+    writer.add_ssm_inner_size(config["mamba_d_ssm"])
+    writer.add_ssm_time_step_rank(config["mamba_n_heads"])
+    writer.add_ssm_group_count(config["mamba_n_groups"])
+
+
+def _add_encoder(writer: Any, config: Config) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_layer_norm_eps(config["layer_norm_eps"])
+    writer.add_causal_attention(False)
+    if config["pooling"] is not None:
+        writer.add_pooling_type(gguf.PoolingType[config["pooling"].upper()])
+    if config["pooling"] == "rank":
+        writer.add_classifier_output_labels(list(config["id2label"].values()))
+    if config["model_type"] == "nomic_bert":
+        writer.add_rope_freq_base(_rope(config)["rope_theta"])
+
+
 def _add_vocabulary(writer: Any) -> None:
     tokens = tiny_text.vocabulary()
     n_control = len(tiny_text.CONTROL_TOKENS)
@@ -170,6 +232,12 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
             value = value + 1
         elif architecture == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T.contiguous()
+        elif architecture in ("mamba", "mamba2", "falcon-h1"):
+            name, value = _mixer_part(name, _multiplied(name, value, config), config)
+        elif architecture in ("bert", "nomic-bert"):
+            name = _encoder_name(name, config)
+            if name.startswith(("pooler.", "cls.predictions.")):
+                continue
         yield name, value
     rope = _rope(config)
     if rope.get("rope_type") == "llama3":
@@ -180,6 +248,52 @@ def _converted(architecture: str, config: Config, tensors: Mapping[str, Tensor])
     if rope.get("rope_type") == "longrope":
         yield "rope_factors_long.weight", torch.tensor(rope["long_factor"])
         yield "rope_factors_short.weight", torch.tensor(rope["short_factor"])
+
+
+def _encoder_name(name: str, config: Config) -> str:
+    """The name that the map knows; a ranking head's two layers are `cls` and `cls.output`."""
+    name = name.removeprefix("bert.")
+    if config["pooling"] == "rank":
+        name = name.replace("pooler.dense", "cls").replace("classifier", "cls.output")
+    return name
+
+
+def _mixer_part(name: str, value: Tensor, config: Config) -> tuple[str, Tensor]:
+    """A part of a mamba mixer as GGUF has it: decay as it is, the vectors of mamba2 as columns, its norm by groups."""
+    leaf = name.rpartition(".")[2]
+    value = -torch.exp(value) if leaf == "A_log" else value
+    if leaf in ("A_log", "D") and config["model_type"].removeprefix("falcon_") != "mamba":
+        value = value.unsqueeze(-1)
+    if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+        value = value.view(config.get("n_groups") or config["mamba_n_groups"], -1)
+    if name.endswith("conv1d.weight"):
+        value = value.squeeze(1)
+    return name.replace(".dt_bias", ".dt_proj.bias"), value.contiguous()
+
+
+def _multiplied(name: str, value: Tensor, config: Config) -> Tensor:
+    """falcon-h1 with its factors in its weights."""
+    if config["model_type"] != "falcon_h1":
+        return value
+    into, (gate, down) = config["attention_in_multiplier"], config["mlp_multipliers"]
+    factors: dict[str, float] = {
+        "embed_tokens": config["embedding_multiplier"],
+        "lm_head": config["lm_head_multiplier"],
+        "q_proj": into,
+        "k_proj": into * config["key_multiplier"],
+        "v_proj": into,
+        "o_proj": config["attention_out_multiplier"],
+        "out_proj": config["ssm_out_multiplier"],
+        "gate_proj": gate,
+        "down_proj": down,
+    }
+    part = name.split(".")[-2]
+    if part != "in_proj":
+        return value * factors.get(part, 1.0)
+    shared = config["mamba_n_groups"] * config["mamba_d_state"]
+    rows = [config["mamba_d_ssm"], config["mamba_d_ssm"], shared, shared, config["mamba_n_heads"]]
+    factor = torch.cat([torch.full((n,), f) for n, f in zip(rows, config["ssm_multipliers"], strict=True)])
+    return value * float(config["ssm_in_multiplier"]) * factor.unsqueeze(-1)
 
 
 def _in_pairs(value: Tensor, n_heads: int) -> Tensor:

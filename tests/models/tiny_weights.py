@@ -30,10 +30,14 @@ def fill(model: Any, name: str, storage: str) -> None:
 def _scaled(name: str, noise: Tensor, model: Any) -> Tensor:
     kind = model.config.model_type
     is_gemma = kind.startswith("gemma")
+    if name.endswith("A_log"):
+        return noise * 0.5
+    if name.endswith(("dt_bias", "dt_proj.bias")):
+        return noise * 0.5 - 1.5  # with it a state is remembered for about ten tokens
     if name.endswith("bias"):
         return noise * 0.2
     if noise.ndim == 1:
-        is_last = name.endswith(("model.norm.weight", "ln_f.weight"))
+        is_last = name.endswith(("model.norm.weight", "ln_f.weight", "norm_f.weight", "final_layernorm.weight"))
         around = (6.0 if is_gemma else 3.0) if is_last and _is_tied(model) else 1.0
         return noise * 0.25 + around - (1.0 if is_gemma else 0.0)  # gemma stores a norm's distance from one
     if "embed" in name or "wte" in name or "wpe" in name:

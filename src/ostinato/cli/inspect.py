@@ -144,15 +144,15 @@ def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
+    from ostinato.decoder.memories import context_bytes
     from ostinato.kernels.q8_0 import BLOCK
-    from ostinato.memory.store import kv_bytes
 
     context = shape.default_context
     types: list[KVType] = [t for t in get_args(KVType) if t != "q8_0" or shape.head_width % BLOCK == 0]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
         "context": context,
-        "kv": {kv_type: kv_bytes(shape, kv_type, context) for kv_type in types},
+        "kv": {kv_type: context_bytes(shape, kv_type, context) for kv_type in types},
     }
 
 

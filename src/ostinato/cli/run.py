@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.conversation import Conversation
 from ostinato.cli.input import read_text, without_last_newline
 from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write, write_json
@@ -27,6 +29,12 @@ def run(
     file: flags.TextFile = None,
     system: Annotated[
         str | None, typer.Option("--system", metavar="TEXT", help="A system message before the prompt.")
+    ] = None,
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            "--state", metavar="FILE", help="Go on from the conversation in FILE, if it is there; save it after."
+        ),
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
     max_tokens: flags.MaxTokens = 256,
@@ -73,8 +81,14 @@ def run(
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
     text = _prompt(prompt, read_text(prompt, file, "the prompt"))
     with opened(model, options) as llm:
-        pieces = _start(llm, text, system, raw, sampling)
-        _answer_json(llm, pieces) if as_json else _answer(llm, pieces)
+        if state is not None:
+            conversation = Conversation.at(state, llm, raw)
+            pieces = conversation.ask(llm, text, system, sampling)
+        else:
+            pieces = _start(llm, text, system, raw, sampling)
+        completion = _answer_json(llm, pieces) if as_json else _answer(llm, pieces)
+        if state is not None and completion is not None:
+            conversation.save(llm, completion.text)
 
 
 def _prompt(argument: str | None, text: str) -> str:
@@ -95,7 +109,7 @@ def _start(llm: LLM, text: str, system: str | None, raw: bool, sampling: Samplin
     return llm.stream_chat(messages, sampling)
 
 
-def _answer(llm: LLM, pieces: Iterator[Piece]) -> None:
+def _answer(llm: LLM, pieces: Iterator[Piece]) -> Completion | None:
     completion: Completion | None = None
     n_tokens = 0
     try:
@@ -110,11 +124,13 @@ def _answer(llm: LLM, pieces: Iterator[Piece]) -> None:
     write("\n")
     if completion is not None:
         talk(timings_line(llm, completion))
+    return completion
 
 
-def _answer_json(llm: LLM, pieces: Iterator[Piece]) -> None:
+def _answer_json(llm: LLM, pieces: Iterator[Piece]) -> Completion:
     completion = next(piece.completion for piece in pieces if piece.completion is not None)
     write_json(as_record(llm, completion))
+    return completion
 
 
 def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:

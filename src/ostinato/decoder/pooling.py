@@ -1,24 +1,175 @@
-"""From the hidden rows of a text to one vector, by name."""
+"""From hidden rows to one vector per sequence: mean, cls, last, rank, or none at all (PL-1..12).
+
+Sums and choices are carried from ubatch to ubatch, so a sequence may be spread over any number of them. Rows arrive
+in ubatch order, one for every token; the rows of pooling none are kept by `output.py` instead.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import StrEnum
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from ostinato.errors import BadOption, listing
+from ostinato.batch.batch import Ints
+from ostinato.batch.ubatch import Ubatch
+from ostinato.errors import BadOption, InternalError, listing
 
-POOLINGS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = MappingProxyType(
-    {
-        "mean": lambda rows: rows.mean(0),
-        "last": lambda rows: rows[-1],
-        "cls": lambda rows: rows[0],
-    }
+# The classification head of a ranking model: [sequences, n_embd_out] to [sequences, classes].
+Head = Callable[[Tensor], Tensor]
+
+
+class Pooling(StrEnum):
+    """How the rows of a sequence become one vector."""
+
+    NONE = "none"  # they do not: one row per output token (PL-2)
+    MEAN = "mean"
+    CLS = "cls"  # the token with the lowest position
+    LAST = "last"  # the token with the highest position
+    RANK = "rank"  # one of the others, then a classification head
+
+
+def pooling(name: str) -> Pooling:
+    """The pooling of that name; BadOption, with the known names, if there is none."""
+    if name not in tuple(Pooling):
+        raise BadOption(f"unknown pooling {name!r}; known: {listing(name, Pooling)}")
+    return Pooling(name)
+
+
+class Members(NamedTuple):
+    """The tokens of one sequence in one ubatch, ascending, and their positions."""
+
+    tokens: Ints
+    positions: Ints
+
+
+def members(ubatch: Ubatch) -> dict[int, Members]:
+    """The tokens of every sequence, looked up token by token: sets may shrink inside a ubatch (PL-8, PL-10)."""
+    token = np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)
+    found = {}
+    for sequence in ubatch.seq_id_unq.tolist():
+        tokens = token[ubatch.seq_id == sequence]
+        found[sequence] = Members(tokens, ubatch.first_pos[tokens])
+    return found
+
+
+class _Rule(Protocol):
+    """Carries one sequence's rows to one float32 vector."""
+
+    def add(self, found: Members, rows: Tensor) -> None:
+        """Take in the sequence's tokens of one ubatch; rows are those of the whole ubatch."""
+
+    def vector(self) -> Tensor:
+        """The vector so far, [width]."""
+
+
+class _Mean:
+    """The arithmetic mean over all tokens (PL-4). Summed in float64, so that the split shows in no digit kept."""
+
+    def __init__(self) -> None:
+        self._sum: Tensor | None = None
+        self._count = 0
+
+    def add(self, found: Members, rows: Tensor) -> None:
+        part = rows[torch.from_numpy(found.tokens).to(rows.device)].double().sum(0)
+        self._sum = part if self._sum is None else self._sum + part
+        self._count += len(found.tokens)
+
+    def vector(self) -> Tensor:
+        if self._sum is None:
+            raise InternalError("the mean of a sequence without tokens was asked for (PL-4)")
+        return (self._sum / self._count).float()
+
+
+class _Chosen:
+    """The row of one token, the best so far by position."""
+
+    def __init__(self) -> None:
+        self._position: int | None = None
+        self._row: Tensor | None = None
+
+    def _keep(self, position: int, row: Tensor) -> None:
+        # A copy: the rows of a ubatch are overwritten by the next.
+        self._position, self._row = position, row.to(torch.float32, copy=True)
+
+    def vector(self) -> Tensor:
+        if self._row is None:
+            raise InternalError("the row of a sequence without tokens was asked for (PL-5)")
+        return self._row
+
+
+class _First(_Chosen):
+    """The lowest position; of equals the earliest (PL-5)."""
+
+    def add(self, found: Members, rows: Tensor) -> None:
+        at = int(found.positions.argmin())
+        if self._position is None or found.positions[at] < self._position:
+            self._keep(int(found.positions[at]), rows[int(found.tokens[at])])
+
+
+class _Last(_Chosen):
+    """The highest position; of equals the latest (PL-6)."""
+
+    def add(self, found: Members, rows: Tensor) -> None:
+        at = len(found.positions) - 1 - int(found.positions[::-1].argmax())
+        if self._position is None or found.positions[at] >= self._position:
+            self._keep(int(found.positions[at]), rows[int(found.tokens[at])])
+
+
+_RULES: Final[Mapping[Pooling, Callable[[], _Rule]]] = MappingProxyType(
+    {Pooling.MEAN: _Mean, Pooling.CLS: _First, Pooling.LAST: _Last}
 )
 
 
-def pooling(name: str) -> Callable[[Tensor], Tensor]:
-    """The function that takes hidden rows [rows, hidden] to one vector [hidden]."""
-    if name not in POOLINGS:
-        raise BadOption(f"unknown pooling {name!r}; known: {listing(name, POOLINGS)}")
-    return POOLINGS[name]
+class Pooled:
+    """The pooled vectors of one batch, by sequence id: `clear`, then `add` every ubatch, then read.
+
+    Rank needs a `head` and may choose its row as `rank_by` says, for models that rank by their last token or by the
+    mean (PL-7).
+    """
+
+    def __init__(self, kind: Pooling, *, head: Head | None = None, rank_by: Pooling = Pooling.CLS) -> None:
+        rule = rank_by if kind is Pooling.RANK else kind
+        if not isinstance(kind, Pooling) or (rule not in _RULES and kind is not Pooling.NONE):
+            raise InternalError(f"pooling {kind!r} (by {rule!r}) was not settled before decoding (PL-1)")
+        if (kind is Pooling.RANK) != (head is not None):
+            raise InternalError(f"pooling {kind} and a head of {head!r}: a head goes with rank and only with it (PL-7)")
+        self.kind = kind
+        self._head = head
+        self._rule = rule
+        self.clear()
+
+    @property
+    def per_token(self) -> bool:
+        """Whether rows stay rows, kept with the logits (PL-2)."""
+        return self.kind is Pooling.NONE
+
+    def clear(self) -> None:
+        """Forget everything: a new batch was accepted (D-13), or a ubatch of this one failed."""
+        self._carried: dict[int, _Rule] = {}
+        self._vectors: dict[int, Tensor] = {}
+
+    def add(self, ubatch: Ubatch, rows: Tensor) -> None:
+        """Take in the rows [n_tokens, n_embd_out] of one ubatch, a row for every token of it (PL-12)."""
+        if self.per_token:
+            return
+        if len(rows) != ubatch.n_tokens:
+            raise InternalError(f"{len(rows)} rows to pool for {ubatch.n_tokens} tokens (PL-12)")
+        for sequence, found in members(ubatch).items():
+            carried = self._carried.setdefault(sequence, _RULES[self._rule]())
+            carried.add(found, rows)
+            # Through the head at once: should it fail, it fails inside the ubatch that can still be rolled back.
+            vector = carried.vector()
+            self._vectors[sequence] = vector if self._head is None else self._head(vector.unsqueeze(0)).squeeze(0)
+
+    def results(self) -> dict[int, Tensor]:
+        """Every participating sequence's vector, float32 [n_embd_out], or [classes] for rank (PL-3)."""
+        return dict(self._vectors)
+
+    def get(self, sequence: int) -> Tensor | None:
+        """One sequence's vector; None if it was not in the batch, or with pooling none (PL-11)."""
+        return self._vectors.get(sequence)

@@ -1,35 +1,45 @@
 """Turns a prompt into tokens: prefill, then one step per token until an end, a limit, or the caller has enough.
 
-Token ids in, tokens out; what ends an answer is decided here, except stop strings, which only text can know.
+Token ids in, tokens out; what ends an answer is decided here, except stop strings, which only text can know. Every
+forward goes through `engine/decoder.py`, as a batch of one sequence.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Final, Literal
 
+import numpy as np
 from torch import Tensor
 
-from ostinato.decoder.flow import Decoder
+from ostinato.batch.batch import Batch
+from ostinato.engine.decoder import Decoder
 from ostinato.engine.placement import Placement
 from ostinato.engine.sampler import Choice, Sampler
-from ostinato.errors import BadInput, PromptTooLong
-from ostinato.memory.store import KVStore
+from ostinato.errors import BadInput, InternalError, PromptTooLong, Unsupported
+from ostinato.memory.state_file import describe
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 
 FinishReason = Literal["stop", "length"]
 
+# Rows of one forward. Fixed, so that a prompt's bits do not depend on anything but the prompt; wide enough that the
+# matrix products are at full speed, narrow enough that a mask over a long context stays small.
+CHUNK_ROWS: Final = 512
+SEQUENCE: Final = 0
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of an answer and when it was there, in seconds of `time.perf_counter`; the last has a reason."""
+    """One token of an answer; when its logits were there, and when it was, in seconds of `time.perf_counter`. The
+    last has a reason."""
 
     choice: Choice
+    logits_at: float
     at: float
     finish_reason: FinishReason | None
 
@@ -37,50 +47,85 @@ class Token:
 class Engine:
     """One model, one sequence at a time."""
 
-    def __init__(self, model: Model, placement: Placement, eog_ids: frozenset[int]) -> None:
+    def __init__(self, model: Model, placement: Placement, eog_ids: frozenset[int], n_tokens: int) -> None:
+        """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen."""
         self._model = model
+        self._n_tokens = n_tokens
+        self._placement = placement
         self._eog_ids = eog_ids
         self.context = placement.context
-        self._decoder = Decoder(model, KVStore(model.shape, placement.kv_type, placement.context, placement.device))
+        self._decoder = self._new_decoder() if model.shape.causal else None
+        self._ids: list[int] = []  # the tokens that memory holds
+        self._embedder: tuple[str, Decoder] | None = None
         self._turn = threading.Lock()
         self._holder: int | None = None
 
-    def generate(self, prompt: Sequence[int], sampling: Sampling) -> Iterator[Token]:
-        """The answer to a prompt, token by token; `sampling` is settled. Closing the iterator ends the request."""
+    # Answers
+
+    def generate(
+        self, prompt: Sequence[int], sampling: Sampling, *, reuse: bool = False
+    ) -> Generator[Token, None, None]:
+        """The answer to a prompt, token by token; `sampling` is settled. Closing it ends the request.
+
+        `reuse` keeps what memory holds of the prompt's beginning, from an earlier answer or a loaded state.
+        """
         self.check(prompt, room=1)
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
         most = self.context - len(prompt)
         if sampling.max_tokens is not None:
             most = min(most, sampling.max_tokens)
-        sampler = Sampler.of(sampling, prompt, ends, self._model.shape.vocab, self._model.ops, self._model.device)
+        sampler = Sampler.of(sampling, prompt, ends, self._model, self._n_tokens)
         with self._own_turn():
-            self._decoder.begin()
-            logits = self._decoder.last_logits(prompt)
+            logits = self._last_logits(prompt[self._keep_prefix(prompt if reuse else []) :])
             for n_made in range(1, most + 1):
+                logits_at = time.perf_counter()
                 choice = sampler.choose(logits)
                 reason: FinishReason | None = None
                 if choice.token in ends:
                     reason = "stop"
                 elif n_made == most:
                     reason = "length"
-                yield Token(choice, time.perf_counter(), reason)
+                token = Token(choice, logits_at, time.perf_counter(), reason)
                 if reason is not None:
-                    return
-                logits = self._decoder.last_logits([choice.token])
+                    break
+                yield token
+                logits = self._last_logits([choice.token])
+        yield token  # after the turn is over: whoever has the last token need not come back for more
+
+    # What the model computes
 
     def logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """Teacher forced: float32 logits [rows, vocab] of every position, a chunk at a time."""
+        """Teacher forced: float32 logits [rows, vocab] of every position, a chunk at a time, each the reader's own."""
         self.check(ids)
         with self._own_turn():
-            self._decoder.begin()
-            yield from self._decoder.logits(ids)
+            self._keep_prefix([])
+            for chunk in _chunks(ids):
+                self._decode(chunk, outputs=len(chunk))
+                rows = self._causal().outputs.all_logits().value
+                if rows is None:
+                    raise InternalError("logits of a whole chunk were asked for and not all are there")
+                yield rows.clone()
 
-    def hidden(self, ids: Sequence[int]) -> Tensor:
-        """The last hidden rows, float32 [tokens, hidden]."""
-        self.check(ids)
+    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[Tensor]:
+        """One float32 vector per text [hidden], or its scores with pooling `rank`."""
+        for ids in texts:
+            self.check(ids)
         with self._own_turn():
-            self._decoder.begin()
-            return self._decoder.hidden(ids)
+            decoder = self._pooling_decoder(pooling)
+            return [_pooled(decoder, ids) for ids in texts]
+
+    def rank(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        """The scores [classes] of each pair of texts, by a model that ranks."""
+        for first, second in pairs:
+            self.check([*first, *second])
+        types = self._model.type_embedding
+        second_kind = 1 if types is not None and len(types) > 1 else 0
+        with self._own_turn():
+            decoder = self._pooling_decoder("rank")
+            return [
+                _pooled(decoder, [*first, *second], segment=[0] * len(first) + [second_kind] * len(second))
+                for first, second in pairs
+            ]
 
     def check(self, ids: Sequence[int], *, room: int = 0) -> None:
         """Refuse ids that are no tokens of this model, or too many for the context with `room` to spare."""
@@ -97,6 +142,74 @@ class Engine:
                 + "; shorten it, or give a larger --context (`ostinato inspect` tells what the model was trained for)"
             )
 
+    # Saved state
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """The tokens that memory holds."""
+        return tuple(self._ids)
+
+    def save(self, note: Mapping[str, Any]) -> bytes:
+        """The sequence in memory with its token ids, and a note of the caller's."""
+        with self._own_turn():
+            return self._causal().save_sequence(SEQUENCE, {**note, "ids": self._ids})
+
+    def load(self, data: bytes) -> None:
+        """Put a saved sequence into memory."""
+        note = describe(data).note or {}
+        with self._own_turn():
+            self._ids = []
+            self._causal().load_sequence(SEQUENCE, data)
+            self._ids = list(note["ids"])
+
+    # Inside
+
+    def _new_decoder(self, **settings: Any) -> Decoder:
+        wanted: dict[str, Any] = {"n_batch": CHUNK_ROWS, "n_ubatch": CHUNK_ROWS, **settings}
+        return Decoder(self._model, n_ctx=self.context, kv_type=self._placement.kv_type, **wanted)
+
+    def _causal(self) -> Decoder:
+        if self._decoder is None:
+            raise Unsupported(f"{self._model.shape.family} is an encoder: it embeds text and generates none")
+        return self._decoder
+
+    def _pooling_decoder(self, pooling: str) -> Decoder:
+        """A decoder of its own for embeddings: it holds one text at a time, of any length up to the context."""
+        if self._embedder is None or self._embedder[0] != pooling:
+            n_ubatch = CHUNK_ROWS if self._model.shape.causal else self.context
+            decoder = self._new_decoder(n_batch=self.context, n_ubatch=n_ubatch, embeddings=True, pooling=pooling)
+            self._embedder = (pooling, decoder)
+        return self._embedder[1]
+
+    def _keep_prefix(self, prompt: Sequence[int]) -> int:
+        """Make memory hold just a beginning of the prompt, as long as it can be; how many tokens that is."""
+        memory = self._causal().memory
+        n_kept = 0
+        while n_kept < min(len(self._ids), len(prompt) - 1) and self._ids[n_kept] == prompt[n_kept]:
+            n_kept += 1
+        if n_kept < len(self._ids) and not memory.seq_rm(SEQUENCE, n_kept, None):
+            n_kept = 0  # recurrent states cannot go back that far
+        if n_kept == 0:
+            memory.clear()
+        self._ids = list(prompt[:n_kept])
+        return n_kept
+
+    def _last_logits(self, tokens: Sequence[int]) -> Tensor:
+        """Extend the sequence by tokens; float32 logits [1, vocab] of the token that comes next."""
+        chunks = _chunks(tokens)
+        for number, chunk in enumerate(chunks):
+            self._decode(chunk, outputs=1 if number == len(chunks) - 1 else 0)
+        last = self._causal().logits(-1)
+        if last is None:
+            raise InternalError("the logits of the last token were asked for and are not there")
+        return last.unsqueeze(0).to(self._model.device)
+
+    def _decode(self, tokens: Sequence[int], *, outputs: int) -> None:
+        flags = np.zeros(len(tokens), np.int8)
+        flags[len(tokens) - outputs :] = 1
+        self._causal().decode(Batch(token=tokens, output=flags))
+        self._ids.extend(tokens)
+
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
         """One sequence at a time: other threads wait; the same thread would wait for itself, so it is told."""
@@ -109,3 +222,17 @@ class Engine:
                 yield
             finally:
                 self._holder = None
+
+
+def _chunks(tokens: Sequence[int]) -> list[Sequence[int]]:
+    return [tokens[start : start + CHUNK_ROWS] for start in range(0, len(tokens), CHUNK_ROWS)]
+
+
+def _pooled(decoder: Decoder, ids: Sequence[int], segment: Sequence[int] | None = None) -> Tensor:
+    if decoder.model.shape.causal:
+        decoder.memory.clear()
+    decoder.decode(Batch(token=ids, segment=segment))
+    vector = decoder.pooled(SEQUENCE)
+    if vector is None:
+        raise InternalError("a pooled vector was asked for and is not there")
+    return vector.clone()

@@ -6,6 +6,7 @@ A default context that does not fit is lowered, and said; one that the user aske
 from __future__ import annotations
 
 import os
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,10 @@ from typing import Final
 
 import torch
 
+from ostinato.decoder.memories import context_bytes
 from ostinato.engine.amx import make_bfloat16_safe
 from ostinato.errors import ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.memory.store import kv_bytes
 from ostinato.models.shape import Shape
 from ostinato.options import KVType, LoadOptions
 
@@ -91,14 +92,17 @@ def choose_context(
     talk: Callable[[str], None],
 ) -> int:
     """The context asked for, or as much of the model's own as fits."""
-    per_token = kv_bytes(shape, kv_type, 1)
-    most = free // per_token
+
+    def needed(context: int) -> int:
+        return context_bytes(shape, kv_type, context)
+
+    most = bisect_right(range(shape.context + 1), free, key=needed) - 1
     if wanted is not None:
         if wanted > shape.context:
             raise ContextTooLarge(f"--context {wanted}: this model was trained for {shape.context} positions at most")
         if wanted > most:
             raise ContextTooLarge(
-                f"--context {wanted} needs {gib(wanted * per_token)} for keys and values as {kv_type}, and {device} "
+                f"--context {wanted} needs {gib(needed(wanted))} for keys and values as {kv_type}, and {device} "
                 f"has {gib(free)} left; at most {most} fit"
             )
         return wanted
@@ -106,7 +110,7 @@ def choose_context(
         raise HardwareCannot(f"{device} has {gib(free)} left beside the weights: too little for keys and values")
     if most < shape.default_context:
         talk(
-            f"the model's context of {shape.default_context} tokens needs {gib(shape.default_context * per_token)} and "
+            f"the model's context of {shape.default_context} tokens needs {gib(needed(shape.default_context))} and "
             f"{gib(free)} are left on {device}; using {most}"
         )
     return min(most, shape.default_context)

@@ -12,6 +12,7 @@ from torch import Tensor
 from ostinato.errors import BadInput
 from ostinato.kernels.sample import SampleRows
 from ostinato.kernels.table import Ops
+from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 
 
@@ -34,16 +35,12 @@ class Sampler:
     n_made: int = 0
 
     @classmethod
-    def of(
-        cls,
-        sampling: Sampling,
-        prompt: Sequence[int],
-        ends: Iterable[int],
-        vocab: int,
-        ops: Ops,
-        device: torch.device,
-    ) -> Sampler:
-        """A sampler whose `sampling` is settled (nothing it draws with is None); `ends` wait for min_tokens."""
+    def of(cls, sampling: Sampling, prompt: Sequence[int], ends: Iterable[int], model: Model, n_tokens: int) -> Sampler:
+        """A sampler whose `sampling` is settled (nothing it draws with is None); `ends` wait for min_tokens.
+
+        Ids from `n_tokens` on, which no tokenizer can show, are never chosen.
+        """
+        vocab, device = model.shape.vocab, model.device
         beyond = [token for token in (*sampling.logit_bias, *sampling.stop_ids) if token >= vocab]
         if beyond:
             raise BadInput(f"token id {beyond[0]} in logit_bias or stop_ids: this model has ids up to {vocab - 1}")
@@ -55,8 +52,9 @@ class Sampler:
         in_prompt = torch.zeros((1, vocab), dtype=torch.bool, device=device)
         in_prompt[0, torch.tensor(prompt, device=device)] = True
         bias = torch.zeros((1, vocab), device=device)
+        bias[0, n_tokens:] = float("-inf")
         for token, value in sampling.logit_bias.items():
-            bias[0, token] = value
+            bias[0, token] += value
         rows = SampleRows(
             temperature=one(sampling.temperature),
             top_k=one(sampling.top_k, torch.int64),
@@ -72,7 +70,7 @@ class Sampler:
             bias=bias,
         )
         waiting = sorted(token for token in ends if token < vocab)
-        return cls(ops, sampling, rows, torch.tensor(waiting, dtype=torch.int64, device=device))
+        return cls(model.ops, sampling, rows, torch.tensor(waiting, dtype=torch.int64, device=device))
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token from logits [1, vocab]."""

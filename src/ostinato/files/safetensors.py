@@ -38,6 +38,8 @@ _BESIDE_WEIGHTS = (  # what else decides the answer, where it is there
     "special_tokens_map.json",
     "chat_template.jinja",
     "chat_template.json",
+    "modules.json",
+    "1_Pooling/config.json",
 )
 
 

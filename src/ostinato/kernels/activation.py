@@ -5,12 +5,14 @@ from typing import Literal
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["silu", "gelu_tanh"]
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 def activate_torch(x: Tensor, activation: Activation) -> Tensor:
-    """Elementwise silu(x) = x * sigmoid(x), or GELU by its tanh formula; x.dtype out."""
-    return F.silu(x) if activation == "silu" else F.gelu(x, approximate="tanh")
+    """Elementwise silu(x) = x * sigmoid(x), GELU by the error function, or GELU by its tanh formula; x.dtype out."""
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="none" if activation == "gelu" else "tanh")
 
 
 def gated_torch(gate_up: Tensor, activation: Activation) -> Tensor:

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from ostinato.kernels.activation import activate_torch, gated_torch
 from ostinato.kernels.attention import attention_torch
+from ostinato.kernels.causal_conv import causal_conv_torch
 from ostinato.kernels.experts import experts_torch, route_torch
+from ostinato.kernels.gated_norm import gated_norm_torch
 from ostinato.kernels.layer_norm import layer_norm_torch
 from ostinato.kernels.linear import linear_torch
 from ostinato.kernels.rms_norm import rms_norm_torch
 from ostinato.kernels.rope import rope_torch
 from ostinato.kernels.sample import Chosen, SampleRows, sample_torch
+from ostinato.kernels.selective_scan import selective_scan_torch
+from ostinato.kernels.ssd_scan import ssd_scan_torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,10 @@ class Ops:
     gated: Callable[..., Tensor] = gated_torch
     route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route_torch
     experts: Callable[..., Tensor] = experts_torch
+    causal_conv: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]] = causal_conv_torch
+    selective_scan: Callable[..., tuple[Tensor, Tensor]] = selective_scan_torch
+    ssd_scan: Callable[..., tuple[Tensor, Tensor]] = ssd_scan_torch
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] = gated_norm_torch
     sample: Callable[[Tensor, SampleRows], Chosen] = sample_torch
 
 

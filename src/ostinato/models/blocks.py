@@ -1,8 +1,8 @@
 """What models are made of: norms, linears, attention, feed-forward blocks, layers, and the model over them.
 
-Each block holds its weights and the ops it calls (`kernels/table.py`) and nothing about requests. Keys and values
-go through a `KV`, an argument, so a block does not know how they are kept. Shapes: x is [rows, hidden], one row
-per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
+Each block holds its weights and the ops it calls (`kernels/table.py`) and nothing about requests. What a forward
+remembers goes through a `Memory`, an argument, so a block does not know how it is kept. Shapes: x is [rows, hidden],
+one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
 """
 
 from __future__ import annotations
@@ -14,17 +14,33 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ostinato.errors import Unsupported
 from ostinato.kernels.activation import Activation
 from ostinato.kernels.table import Ops
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape
 
 
-class KV(Protocol):
-    """Where attention keeps keys and values: appends this forward's rows, then gives what a row may look at."""
+class Memory(Protocol):
+    """What one forward reads of its sequences and leaves for the next: keys and values, and recurrent states."""
 
-    def extend(self, layer: int, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys, values [cells, kv_heads, head_width] with the new rows in, and the mask [rows, cells] or None."""
+    @property
+    def n_seqs(self) -> int:
+        """The rows are this many runs of equal length, one after the other: what recurrent layers go through."""
+
+    @property
+    def n_planes(self) -> int:
+        """How many states of each run to keep: the newest and, for roll back, those before its last tokens."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        """Append k and v, then attend each row of q to what it may see; [rows, heads, head_width]."""
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """The states that the runs start from, each [n_seqs, ...] as the shape says; zeros for a new sequence."""
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """The states to remember, each tensor [n_seqs, planes, ...], the newest plane first; planes may be fewer than
+        n_planes where a run was shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +70,11 @@ class Linear:
     ops: Ops
     weight: Tensor  # [out, in]
     bias: Tensor | None
+    scale: Tensor | float | None = None  # of what comes out, [out] or one for all
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.linear(x, self.weight, self.bias)
+        y = self.ops.linear(x, self.weight, self.bias)
+        return y if self.scale is None else y * self.scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +89,7 @@ class Attention:
     q_norm: Norm | None
     k_norm: Norm | None
 
-    def __call__(self, x: Tensor, angles: Angles, kv: KV) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
         s = self.shape
         heads = self.qkv(x).view(len(x), s.n_heads + 2 * s.n_kv_heads, s.head_width)
         q, k, v = torch.split(heads, [s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
@@ -82,8 +100,7 @@ class Attention:
             cos, sin = angles.turns[rope]
             q = self.ops.rope(q, cos, sin, rope.pairing)
             k = self.ops.rope(k, cos, sin, rope.pairing)
-        keys, values, mask = kv.extend(self.layer, k, v, s.windows[self.layer])
-        seen = self.ops.attention(q, keys, values, mask, scale=s.query_scale, softcap=s.attention_softcap)
+        seen = memory.attend(self.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
         return self.out(seen.flatten(1))
 
 
@@ -140,25 +157,61 @@ class Layer:
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
 
-    def __call__(self, x: Tensor, angles: Angles, kv: KV) -> Tensor:
-        seen = self.attention(self.attention_norm(x), angles, kv)
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+        seen = self.attention(self.attention_norm(x), angles, memory)
         x = x + (seen if self.after_attention is None else self.after_attention(seen))
         thought = self.mlp(self.mlp_norm(x))
         return x + (thought if self.after_mlp is None else self.after_mlp(thought))
 
 
 @dataclass(frozen=True, slots=True)
+class PostNormLayer:
+    """Attention and feed-forward as encoders have them: each added to what came in, and the sum normed."""
+
+    attention: Attention
+    attention_norm: Norm
+    mlp: Callable[[Tensor], Tensor]
+    mlp_norm: Norm
+
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+        x = self.attention_norm(x + self.attention(x, angles, memory))
+        return self.mlp_norm(x + self.mlp(x))
+
+
+@dataclass(frozen=True, slots=True)
+class RankingHead:
+    """From a pooled row to scores: tanh(dense(x)), then out; a file may lack either."""
+
+    dense: Linear | None
+    out: Linear | None
+
+    def __call__(self, pooled: Tensor) -> Tensor:
+        inside = pooled if self.dense is None else torch.tanh(self.dense(pooled))
+        return inside if self.out is None else self.out(inside)
+
+
+class AnyLayer(Protocol):
+    """Rows [rows, hidden] to rows of the same shape."""
+
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
-    """A decoder: tokens in, hidden rows out; the head turns the rows one asks for into logits."""
+    """Tokens in, hidden rows out. A decoder's head turns the rows one asks for into logits; an encoder has none, and
+    its ranking head, where there is one, turns pooled rows into scores."""
 
     shape: Shape
     ops: Ops
     embedding: Tensor  # [vocab, hidden]
     position_embedding: Tensor | None  # [positions, hidden], of families without rotary positions
-    layers: Sequence[Layer]
-    norm: Norm
-    head: Linear
+    layers: Sequence[AnyLayer]
+    norm: Norm | None
+    head: Linear | None
     frequencies: dict[Rope, Tensor]
+    type_embedding: Tensor | None = None  # [types, hidden]: which of two texts a token is of
+    embedding_norm: Norm | None = None
+    ranking: RankingHead | None = None
 
     @property
     def device(self) -> torch.device:
@@ -168,21 +221,45 @@ class Model:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def hidden(self, tokens: Tensor, positions: Tensor, kv: KV) -> Tensor:
-        """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; kv gains the rows."""
+    def hidden(self, tokens: Tensor, positions: Tensor, memory: Memory, types: Tensor | None = None) -> Tensor:
+        """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.
+
+        types int64 [rows], for models that tell two texts apart: 0, the first, unless given.
+        """
+        return self.through(self.embed(tokens), positions, memory, types)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [rows] to what the model takes in for them, [rows, hidden]."""
         x = self.embedding[tokens]
-        if self.position_embedding is not None:
-            x = x + self.position_embedding[positions]
         if self.shape.embedding_scale is not None:
             # Rounded to the model's dtype first, as the models of this kind were trained.
             x = x * torch.tensor(self.shape.embedding_scale, dtype=x.dtype, device=x.device)
+        return x
+
+    def through(self, x: Tensor, positions: Tensor, memory: Memory, types: Tensor | None = None) -> Tensor:
+        """Rows [rows, hidden], embedded tokens or given, to the last hidden rows; otherwise as `hidden`."""
+        if self.type_embedding is not None:
+            x = x + (self.type_embedding[0] if types is None else self.type_embedding[types])
+        if self.position_embedding is not None:
+            x = x + self.position_embedding[positions]
+        if self.embedding_norm is not None:
+            x = self.embedding_norm(x)
+        x = x.float() if self.shape.wide_residual else x
         angles = Angles({rope: rope.turns(positions, f) for rope, f in self.frequencies.items()})
         for layer in self.layers:
-            x = layer(x, angles, kv)
-        return self.norm(x)
+            x = layer(x, angles, memory)
+        return (x if self.norm is None else self.norm(x)).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden rows [rows, hidden] to float32 logits [rows, vocab]."""
+        if self.head is None:
+            raise Unsupported(f"{self.shape.family} is an encoder: it embeds text and has no logits")
         logits = self.head(hidden).float()
         cap = self.shape.logit_softcap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def rank(self, pooled: Tensor) -> Tensor:
+        """Pooled rows [rows, hidden] to float32 scores [rows, n_classes]."""
+        if self.ranking is None:
+            raise Unsupported(f"this {self.shape.family} model has no head to rank with")
+        return self.ranking(pooled.to(self.dtype)).float()

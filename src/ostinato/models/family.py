@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.models.blocks import Layer, Model
+from ostinato.models.blocks import AnyLayer, Model
 from ostinato.models.builder import Builder
 from ostinato.models.shape import Shape
 from ostinato.models.weights import Transform
@@ -28,10 +28,12 @@ COMMON_NAMES: Mapping[str, str] = {
     "model.layers.*.mlp.down_proj": "blk.*.ffn_down",
 }
 # Buffers that older tools wrote beside the weights; they hold nothing that a model learned.
-BUFFERS = re.compile(r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias")
+BUFFERS = re.compile(
+    r".*\.rotary_emb\.inv_freq|.*\.attn\.(masked_)?bias|(.*\.)?embeddings\.position_ids|.*\.mamba\.mup_vector"
+)
 
 
-def rms_layers(b: Builder, layer: Callable[[Builder, int], Layer]) -> Model:
+def rms_layers(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> Model:
     """The usual model: its layers, an RMS norm, a head."""
     return b.model([layer(b, i) for i in range(b.shape.n_layers)], b.norm("output_norm"))
 
@@ -41,13 +43,15 @@ class Family:
     """One row of the table in `registry.py`."""
 
     name: str
-    layer: Callable[[Builder, int], Layer]
+    layer: Callable[[Builder, int], AnyLayer]
     gguf: str | None = None  # general.architecture
     hf: tuple[str, ...] = ()  # config.json's architectures[0]
     shape_from_gguf: Callable[[Checkpoint], Shape] | None = None
     shape_from_config: Callable[[Checkpoint], Shape] | None = None
     names: Mapping[str, str] = field(default_factory=lambda: COMMON_NAMES)
-    config_transforms: Mapping[str, Transform] = field(
-        default_factory=dict
-    )  # what a safetensors folder keeps otherwise
-    build: Callable[[Builder, Callable[[Builder, int], Layer]], Model] = rms_layers
+    gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF files call a tensor otherwise than we do
+    # What each format keeps otherwise than `builder.py` wants it.
+    gguf_transforms: Mapping[str, Transform] = field(default_factory=dict)
+    config_transforms: Mapping[str, Transform] = field(default_factory=dict)
+    ignored: re.Pattern[str] = BUFFERS  # tensors of a folder that have no part in what the model gives
+    build: Callable[[Builder, Callable[[Builder, int], AnyLayer]], Model] = rms_layers

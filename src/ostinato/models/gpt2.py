@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.models.blocks import Layer, Model
+from ostinato.models.blocks import AnyLayer, Layer, Model
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Fields
@@ -18,8 +18,8 @@ from ostinato.models.shape import (
     common_from_gguf,
     everywhere,
     limited,
-)  # fmt: skip
-from ostinato.models.weights import transpose
+)
+from ostinato.models.weights import TRANSPOSED
 
 
 def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
@@ -68,7 +68,7 @@ def layer(b: Builder, i: int) -> Layer:
     )
 
 
-def build(b: Builder, layer: Callable[[Builder, int], Layer]) -> Model:
+def build(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> Model:
     positions = b.weights.take("position_embd.weight", (b.shape.context, b.shape.hidden))
     layers = [layer(b, i) for i in range(b.shape.n_layers)]
     return b.model(layers, b.norm("output_norm", bias=True), positions=positions)
@@ -95,6 +95,6 @@ GPT2 = Family(
     shape_from_config=shape_from_config,
     # The first published files have no `transformer.` before their names.
     names={**STEMS, **{f"transformer.{stem}": ours for stem, ours in STEMS.items()}, "lm_head": "output"},
-    config_transforms={f"{name}.weight": transpose for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
+    config_transforms={f"{name}.weight": TRANSPOSED for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
     build=build,
 )

@@ -10,12 +10,15 @@ import torch
 from ostinato.errors import UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.kernels.table import ops_for
+from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
-from ostinato.models.family import BUFFERS, Family
+from ostinato.models.falcon_h1 import FALCON_H1
+from ostinato.models.family import Family
 from ostinato.models.gemma import GEMMA2, GEMMA3
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.llama import LLAMA
+from ostinato.models.mamba import MAMBA, MAMBA2
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
@@ -23,7 +26,9 @@ from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.shape import Shape
 from ostinato.models.weights import Progress, Weights, spelled, translate
 
-FAMILIES: Final = (LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL)
+FAMILIES: Final = (
+    LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT, NOMIC_BERT,
+)  # fmt: skip
 
 BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.gguf: f for f in FAMILIES if f.gguf is not None})
 BY_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMILIES for name in f.hf})
@@ -62,10 +67,10 @@ def build_model(
     """The model with its weights on `device` in `dtype`, for an engine of that context."""
     family = family_of(checkpoint)
     if checkpoint.format == "gguf":
-        names = {name: name for name in checkpoint.tensors}
-        weights = Weights(checkpoint, names, dtype, device)
+        names = translate(checkpoint.tensors, family.gguf_names)
+        weights = Weights(checkpoint, names, dtype, device, family.gguf_transforms)
     else:
-        names = translate(checkpoint.tensors, family.names, BUFFERS)
+        names = translate(checkpoint.tensors, family.names, family.ignored)
         spell = partial(spelled, family.names)
         weights = Weights(checkpoint, names, dtype, device, family.config_transforms, spell)
     model = family.build(Builder(shape, weights, ops_for(device), context), family.layer)

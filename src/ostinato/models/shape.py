@@ -6,6 +6,7 @@ family states alike, and a family changes by `replace` what it does differently.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,79 @@ class ExpertShape:
 
 
 @dataclass(frozen=True, slots=True)
+class RecurrentShape:
+    """What a recurrent layer remembers of a sequence: one tensor of each of these sizes, float32."""
+
+    states: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MambaShape(RecurrentShape):
+    """A mamba block: `inner` channels, each with `state` numbers of its own."""
+
+    inner: int
+    state: int
+    kernel: int  # inputs that the convolution looks at
+    dt_rank: int
+    bias: bool = False  # of the products in and out
+    conv_bias: bool = True
+    norm_eps: float | None = None  # with it, step, b and c are normed (falcon-mamba)
+
+    @staticmethod
+    def of(*, inner: int, state: int, kernel: int, **rest: Any) -> MambaShape:
+        """The shape with the states that follow from it."""
+        return MambaShape(((inner, kernel - 1), (inner, state)), inner=inner, state=state, kernel=kernel, **rest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Shape(RecurrentShape):
+    """A mamba2 block: `n_heads` heads of the `inner` channels, in groups that share b and c."""
+
+    inner: int
+    state: int
+    kernel: int
+    n_heads: int
+    n_groups: int
+    conv_width: int  # channels of the convolution: what is scanned, b and c
+    in_bias: bool = False
+    out_bias: bool = False
+    conv_bias: bool = True
+    gated_norm: bool = True  # false: a gate alone
+    norm_first: bool = False  # before the gate
+    dt_limit: tuple[float, float] = (0.0, math.inf)
+
+    @staticmethod
+    def of(*, inner: int, state: int, kernel: int, n_heads: int, n_groups: int, **rest: Any) -> Mamba2Shape:
+        """The shape with the states that follow from it."""
+        width = inner + 2 * n_groups * state
+        return Mamba2Shape(
+            ((width, kernel - 1), (n_heads, inner // n_heads, state)),
+            inner=inner,
+            state=state,
+            kernel=kernel,
+            n_heads=n_heads,
+            n_groups=n_groups,
+            conv_width=width,
+            **rest,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Multipliers:
+    """Fixed factors on what goes into or comes out of a product (falcon-h1). GGUF has them in the weights already."""
+
+    attention_in: float = 1.0
+    attention_out: float = 1.0
+    mixer_in: float = 1.0
+    mixer_out: float = 1.0
+    # of a mixer's first product: gate, what is scanned, b, c, step
+    mixer_parts: tuple[float, ...] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    ff_gate: float = 1.0
+    ff_down: float = 1.0
+    head: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Shape:
     """One model's sizes and habits; everything `blocks.py` needs to know besides the weights."""
 
@@ -59,6 +133,14 @@ class Shape:
     attention_bias: bool = False
     mlp_bias: bool = False
     tied_head: bool = False  # the head is the embedding
+    attention: bool = True  # false: recurrent layers only, no keys and values
+    recurrent: RecurrentShape | None = None  # with attention too: a hybrid
+    causal: bool = True  # false: an encoder, every row sees every row of its sequence
+    pooling: str | None = None  # an encoder's own way to one vector: mean, cls, last, rank, none
+    normalise: bool = False  # an encoder's vectors have length 1
+    n_classes: int | None = None  # a ranking head's outputs
+    multipliers: Multipliers = Multipliers()
+    wide_residual: bool = False  # what the layers add to is float32 whatever the weights are
 
     @property
     def default_context(self) -> int:
@@ -185,9 +267,12 @@ def activation_from_config(c: Fields) -> Activation:
     match name:
         case "silu" | "swish":
             return "silu"
+        case "gelu":
+            return "gelu"
         case "gelu_pytorch_tanh" | "gelu_new":
             return "gelu_tanh"
-    raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: silu, gelu_pytorch_tanh, gelu_new")
+    known = "silu, gelu, gelu_pytorch_tanh, gelu_new"
+    raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: {known}")
 
 
 def vocab_rows(checkpoint: Checkpoint, name: str) -> int:
@@ -207,7 +292,7 @@ def limited(n_layers: int, f: Fields) -> int:
 
 def checked(shape: Shape, checkpoint: Checkpoint) -> Shape:
     """The sizes, where they agree with each other."""
-    if shape.n_heads % shape.n_kv_heads:
+    if shape.attention and shape.n_heads % shape.n_kv_heads:
         raise BadFile(
             f"{checkpoint.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly"
         )

@@ -8,9 +8,11 @@ read, and no weight exists twice.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,8 +24,27 @@ if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
 
 NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
-Transform = Callable[[Tensor], Tensor]
 Progress = Callable[[int, int], None]
+Sizes = tuple[int, ...]
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
+LEAVES = {"gamma": "weight", "beta": "bias"}  # how the first files of bert call them
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """How a format keeps a tensor otherwise: the shape there, given ours, and how its values become ours."""
+
+    shape: Callable[[Sizes], Sizes] = lambda ours: ours
+    values: Callable[[Tensor], Tensor] = lambda stored: stored
+
+
+TRANSPOSED = Transform(shape=lambda ours: ours[::-1], values=torch.t)  # a matrix as [in, out]
+PLUS_ONE = Transform(values=lambda stored: stored + 1)  # a norm's weight as its distance from 1
+MINUS_EXP = Transform(values=lambda stored: -stored.exp())  # a rate of decay as its logarithm
+COLUMN = Transform(shape=lambda ours: (*ours, 1))  # a vector as a matrix of one column
+FLAT = Transform(shape=lambda ours: (math.prod(ours),))  # rows one after the other
+CHANNELS = Transform(shape=lambda ours: (ours[0], 1, *ours[1:]))  # a convolution of each channel alone
+_AS_IT_IS = Transform()
 
 
 class Weights:
@@ -42,8 +63,8 @@ class Weights:
         `spell` says how the file would call one of our names, for messages."""
         self._checkpoint = checkpoint
         self._names = names
-        self._dtype = dtype
-        self._device = device
+        self.dtype = dtype
+        self.device = device
         self._transforms = transforms or {}
         self._spell = spell
         self._taken: set[str] = set()
@@ -56,17 +77,17 @@ class Weights:
         """The outermost size of a tensor."""
         return self._checkpoint.tensors[self._names[name]].shape[0]
 
-    def take(self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """One tensor of exactly this shape, in dtype or the model's; its values are there after `fill`."""
-        return self.take_stacked([name], [shape], dtype).view(*shape)
+    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:
+        """One tensor of exactly this shape; its values are there after `fill`. In the model's dtype unless said."""
+        return self.take_stacked([name], [shape], dtype=dtype).view(*shape)
 
     def take_stacked(
-        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtype: torch.dtype | None = None
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None
     ) -> Tensor:
         """Several tensors on top of each other, along their rows, in one piece of memory [sum of rows, ...]."""
         rows = sum(shape[0] for shape in shapes)
         self._check(names, shapes)
-        out = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self._dtype, device=self._device)
+        out = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self.dtype, device=self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             self._jobs.append((name, out[start : start + shape[0]]))
@@ -80,7 +101,7 @@ class Weights:
 
     def empty(self, *shape: int) -> Tensor:
         """Memory for `take_into`, where these weights live."""
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def pass_over(self, name: str) -> None:
         """Count a tensor as used that was read elsewhere (rope factors) or is the embedding once more."""
@@ -107,10 +128,11 @@ class Weights:
             if name not in self._names:
                 raise BadFile(f"{self._checkpoint.path}: the tensor {self._spell(name)} is missing; it is incomplete")
             found = self._checkpoint.tensors[self._names[name]]
-            if tuple(found.shape) != tuple(self._stored(name, shape)):
+            wanted = self._transform(name).shape(tuple(shape))
+            if tuple(found.shape) != wanted:
                 raise BadFile(
                     f"{self._checkpoint.path}: the tensor {found.name} has the shape {list(found.shape)}; "
-                    f"this model needs {list(self._stored(name, shape))}"
+                    f"this model needs {list(wanted)}"
                 )
             if found.type in NOT_WEIGHTS:
                 raise BadFile(
@@ -118,21 +140,17 @@ class Weights:
                 )
             self._taken.add(name)
 
-    def _stored(self, name: str, shape: Sequence[int]) -> Sequence[int]:
-        """The shape in the file: transposed where the format keeps it so."""
-        return shape[::-1] if self._transform(name) is transpose else shape
-
-    def _transform(self, name: str) -> Transform | None:
-        return self._transforms.get(without_layer(name))
+    def _transform(self, name: str) -> Transform:
+        return self._transforms.get(without_layer(name), _AS_IT_IS)
 
     def _read(self, name: str, out: Tensor) -> None:
         transform = self._transform(name)
-        if transform is None and out.device.type == "cpu" and out.is_contiguous():
+        if transform is _AS_IT_IS and out.device.type == "cpu" and out.is_contiguous():
             self._checkpoint.read(self._names[name], out)
             return
         plain = torch.empty(tuple(self._checkpoint.tensors[self._names[name]].shape), dtype=out.dtype)
         self._checkpoint.read(self._names[name], plain)
-        out.copy_(plain if transform is None else transform(plain))
+        out.copy_(transform.values(plain).reshape(out.shape))
 
     def _n_bytes(self, name: str) -> int:
         return self._checkpoint.tensors[self._names[name]].n_bytes
@@ -151,21 +169,12 @@ def without_layer(name: str) -> str:
     return re.sub(r"^blk\.\d+\.", "", name)
 
 
-def transpose(x: Tensor) -> Tensor:
-    """For formats that keep a matrix as [in, out]."""
-    return x.t()
-
-
-def plus_one(x: Tensor) -> Tensor:
-    """For formats that keep a norm's weight as its distance from 1."""
-    return x + 1
-
-
 def translate(
     tensors: Iterable[str], table: Mapping[str, str], ignored: re.Pattern[str] | None = None
 ) -> dict[str, str]:
     """Our names to the file's, by a table of the file's names in which `*` stands for a number.
 
+    The table holds whole names (`...mixer.A_log`), or names without their last part, which then stays as it is.
     A name the table lacks stays as it is, to be refused by `fill`; what `ignored` matches holds no weights.
 
     >>> translate(["model.layers.3.mlp.up_proj.weight"], {"model.layers.*.mlp.up_proj": "blk.*.ffn_up"})
@@ -176,14 +185,10 @@ def translate(
         if ignored is not None and ignored.fullmatch(name):
             continue
         stem, _, leaf = name.rpartition(".")
-        numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", stem)
-        target = table.get(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", stem))
-        if target is None:
-            ours[name] = name
-            continue
-        for number in numbers:
-            target = target.replace("*", number, 1)
-        ours[f"{target}.{leaf}"] = name
+        target = table.get(_starred(name))
+        if target is None and (target := table.get(_starred(stem))) is not None:
+            target = f"{target}.{LEAVES.get(leaf, leaf)}"
+        ours[name if target is None else _numbered(target, name)] = name
     return ours
 
 
@@ -194,11 +199,19 @@ def spelled(table: Mapping[str, str], name: str) -> str:
     'model.layers.3.mlp.up_proj.weight'
     """
     stem, _, leaf = name.rpartition(".")
-    numbers = re.findall(r"(?<=\.)\d+(?=\.|$)", stem)
-    pattern = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", stem)
-    theirs = next((their for their, ours in table.items() if ours == pattern), None)
-    if theirs is None:
-        return name
-    for number in numbers:
-        theirs = theirs.replace("*", number, 1)
-    return f"{theirs}.{leaf}"
+    theirs = {ours: their for their, ours in list(table.items())[::-1]}
+    if (whole := theirs.get(_starred(name))) is not None:
+        return _numbered(whole, name)
+    found = theirs.get(_starred(stem))
+    return name if found is None else _numbered(f"{found}.{leaf}", name)
+
+
+def _starred(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _numbered(target: str, name: str) -> str:
+    """The numbers of a name in the places that a target has for them."""
+    for number in _NUMBER.findall(name):
+        target = target.replace("*", number, 1)
+    return target

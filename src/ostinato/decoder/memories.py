@@ -1,0 +1,161 @@
+"""The memory that a model needs: its coordinator, and the tensors behind it.
+
+The one place that knows which kind of memory goes with which shape: keys and values for attention, in two caches
+where some layers see a window; states for recurrent layers; both for a hybrid (SP-15, SW-5, HY-1).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ostinato.batch.batch import MAX_SEQ
+from ostinato.decoder.settings import Settings, settle
+from ostinato.memory.coordinator.hybrid import HybridCoordinator
+from ostinato.memory.coordinator.interface import Cursor, Memory
+from ostinato.memory.coordinator.kv import KVCoordinator
+from ostinato.memory.coordinator.recurrent import RecurrentCoordinator
+from ostinato.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.memory.forward import ForwardMemory, KVPart
+from ostinato.memory.kv_cache import KVCache
+from ostinato.memory.recurrent import RecurrentMemory
+from ostinato.memory.store import KVStore, StateStore, cell_bytes
+from ostinato.memory.window import Window, windowed_size
+from ostinato.models.blocks import Model
+from ostinato.options import KVType
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """A memory and the tensors of each of its parts; a part that a model does not need is None."""
+
+    memory: Memory
+    full: tuple[KVCache, KVStore] | None = None
+    windowed: tuple[KVCache, KVStore] | None = None
+    recurrent: tuple[RecurrentMemory, StateStore] | None = None
+
+    def forward(self, cursor: Cursor, model: Model) -> ForwardMemory:
+        """What the forward of the cursor's current ubatch, which has been applied, sees and writes."""
+        ubatch, causal, device = cursor.ubatch, model.shape.causal, model.device
+        caches = [
+            (place, part[1])
+            for place, part in ((cursor.attention, self.full), (cursor.windowed, self.windowed))
+            if place is not None and part is not None
+        ]
+        parts = [
+            KVPart.of(place.cache, store, ubatch, place.slot, causal=causal, device=device) for place, store in caches
+        ]
+        part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
+        states = None if self.recurrent is None else self.recurrent[1]
+        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.recurrent)
+
+
+def _part_with(layer: int, parts: list[KVPart]) -> int:
+    return next((number for number, part in enumerate(parts) if layer in part.store.keys), 0)
+
+
+def window_of(shape: Shape) -> int | None:
+    """The one window size of a model's windowed layers; None where all layers see everything."""
+    sizes = {window for window in shape.windows if window is not None}
+    assert len(sizes) <= 1, "a model with windows of several sizes"
+    return sizes.pop() if sizes else None
+
+
+def layers_of(shape: Shape, *, windowed: bool) -> list[int]:
+    """The layers with attention that see a window, or those that see everything."""
+    if not shape.attention:
+        return []
+    return [layer for layer in range(shape.n_layers) if (shape.windows[layer] is not None) == windowed]
+
+
+def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts:
+    """A new, empty memory of the kind that the model needs."""
+    shape = model.shape
+    recurrent = _recurrent(model, settings)
+    if not shape.attention:
+        assert recurrent is not None
+        return MemoryParts(RecurrentCoordinator(recurrent[0]), recurrent=recurrent)
+    window = window_of(shape)
+    if recurrent is not None:
+        assert window is None, "a hybrid with windowed layers"
+        full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
+        return MemoryParts(HybridCoordinator(full[0], recurrent[0]), full=full, recurrent=recurrent)
+    if window is None:
+        full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
+        return MemoryParts(KVCoordinator(full[0]), full=full)
+    full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
+    small = _cache(
+        model,
+        settings,
+        kv_type,
+        layers_of(shape, windowed=True),
+        windowed_cells(settings, window),
+        Window("standard", window),
+    )
+    return MemoryParts(TwoCacheCoordinator(full[0], small[0]), full=full, windowed=small)
+
+
+def windowed_cells(settings: Settings, window: int) -> int:
+    """Cells of one stream of the windowed cache (SW-5)."""
+    return windowed_size(
+        settings.capacity,
+        window,
+        n_seq_max=settings.n_seq_max,
+        unified=settings.unified,
+        n_ubatch=settings.n_ubatch,
+    )
+
+
+def memory_bytes(shape: Shape, settings: Settings, kv_type: KVType) -> int:
+    """What the tensors of such a memory would take."""
+    per_cell = cell_bytes(shape, kv_type)
+    window = window_of(shape)
+    cells = len(layers_of(shape, windowed=False)) * settings.capacity
+    if window is not None:
+        cells += len(layers_of(shape, windowed=True)) * windowed_cells(settings, window)
+    return cells * settings.n_streams * per_cell + _state_bytes(shape, settings)
+
+
+def context_bytes(shape: Shape, kv_type: KVType, context: int) -> int:
+    """What memory takes for one sequence of that length; nothing for an encoder, which has none."""
+    if not shape.causal or context < 1:
+        return 0
+    return memory_bytes(shape, settle(n_ctx=context, n_seq_max=1, unified=True), kv_type)
+
+
+def _state_bytes(shape: Shape, settings: Settings) -> int:
+    if shape.recurrent is None:
+        return 0
+    per_row = 4 * sum(math.prod(size) for size in shape.recurrent.states)
+    return per_row * shape.n_layers * settings.n_seq_max * (1 + settings.n_rs_seq)
+
+
+def _cache(
+    model: Model, settings: Settings, kv_type: KVType, layers: list[int], cells: int, window: Window | None
+) -> tuple[KVCache, KVStore]:
+    store = KVStore(
+        model.shape,
+        layers,
+        kv_type,
+        streams=settings.n_streams,
+        cells=cells,
+        device=model.device,
+        frequencies=model.frequencies,
+    )
+    cache = KVCache(
+        cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, can_shift=True, tensors=store
+    )
+    return cache, store
+
+
+def _recurrent(model: Model, settings: Settings) -> tuple[RecurrentMemory, StateStore] | None:
+    shape = model.shape.recurrent
+    if shape is None:
+        return None
+    rows = min(MAX_SEQ, settings.n_seq_max)
+    store = StateStore(shape, range(model.shape.n_layers), rows=rows, planes=1 + settings.n_rs_seq, device=model.device)
+    return RecurrentMemory(rows, n_snapshots=settings.n_rs_seq, tensors=store), store

@@ -1,0 +1,246 @@
+"""bert and nomic-bert: encoders, whose rows see the whole text; for embeddings, and with a head for ranking.
+
+Norms come after each block. bert adds a learned position and which of two texts a token is of; nomic-bert turns by
+rotary positions and gates its feed-forward block. Pooling is what the file says: GGUF's `pooling_type`, or the
+folder's `1_Pooling/config.json` (`pooling.py`); mean where neither does, and rank where there is a head for it.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.files.checkpoint import Checkpoint
+from ostinato.models import rope as ropes
+from ostinato.models.blocks import AnyLayer, Model, PostNormLayer
+from ostinato.models.builder import Builder
+from ostinato.models.family import BUFFERS, Family
+from ostinato.models.fields import Fields
+from ostinato.models.pooling import pooling_of_folder, pooling_of_gguf
+from ostinato.models.rope import Rope
+from ostinato.models.shape import (
+    Shape,
+    activation_from_config,
+    checked,
+    common_from_gguf,
+    everywhere,
+    limited,
+)
+
+NOMIC_BASE = 1000.0
+
+
+# Shapes
+
+
+def encoder_from_gguf(checkpoint: Checkpoint, family: str) -> Shape:
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    if f.flag("attention.causal", False):
+        raise Unsupported(f"{f.path}: a {family} that reads in one direction only is not supported")
+    shape = common_from_gguf(checkpoint, family, "halves")
+    heads = [checkpoint.tensors[name] for name in ("cls.output.weight", "cls.weight") if name in checkpoint.tensors]
+    n_classes = heads[0].shape[0] if heads else None
+    return replace(
+        shape,
+        norm_eps=f.positive("attention.layer_norm_epsilon", 1e-12),
+        causal=False,
+        pooling=pooling_of_gguf(f, ranks=bool(heads)),
+        normalise=True,
+        n_classes=n_classes,
+        tied_head=False,
+    )
+
+
+def bert_from_gguf(checkpoint: Checkpoint) -> Shape:
+    shape = encoder_from_gguf(checkpoint, "bert")
+    without_rope = everywhere(None, shape.n_layers)
+    return replace(shape, ropes=without_rope, activation="gelu", attention_bias=True, mlp_bias=True)
+
+
+def nomic_from_gguf(checkpoint: Checkpoint) -> Shape:
+    return encoder_from_gguf(checkpoint, "nomic-bert")
+
+
+def encoder_from_config(checkpoint: Checkpoint, family: str, rope: Rope | None, sizes: dict[str, Any]) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    n_layers, head_width = limited(sizes["n_layers"], c), max(1, sizes["hidden"] // sizes["n_heads"])
+    head = checkpoint.tensors.get("classifier.weight")
+    ranks = checkpoint.architecture.endswith("ForSequenceClassification")
+    if ranks and head is None:
+        raise BadFile(f"{c.path}: {checkpoint.architecture} without a tensor classifier.weight; the file is incomplete")
+    pooling, normalise = pooling_of_folder(checkpoint.path)
+    return checked(
+        Shape(
+            family=family,
+            n_kv_heads=sizes["n_heads"],
+            head_width=head_width,
+            vocab=c.integer("vocab_size"),
+            ropes=everywhere(rope, n_layers),
+            windows=everywhere(None, n_layers),
+            query_scale=head_width**-0.5,
+            causal=False,
+            pooling="rank" if ranks else pooling,
+            normalise=normalise,
+            n_classes=head.shape[0] if ranks and head is not None else None,
+            **sizes,
+        ),
+        checkpoint,
+    )
+
+
+def bert_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    kind = c.word("position_embedding_type", "absolute")
+    if kind != "absolute" or c.flag("is_decoder", False):
+        raise Unsupported(f"{c.path}: a bert with {kind} positions or as a decoder is not supported")
+    sizes = {
+        "n_layers": c.integer("num_hidden_layers"),
+        "hidden": c.integer("hidden_size"),
+        "n_heads": c.integer("num_attention_heads"),
+        "ff_width": c.integer("intermediate_size"),
+        "context": c.integer("max_position_embeddings"),
+        "norm_eps": c.positive("layer_norm_eps", 1e-12),
+        "activation": activation_from_config(c) if c.has("hidden_act") else "gelu",
+    }
+    shape = encoder_from_config(checkpoint, "bert", None, sizes)
+    return replace(shape, attention_bias=True, mlp_bias=True)
+
+
+def nomic_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    if not c.has("n_embd"):
+        return nomic_as_transformers_writes_it(checkpoint)
+    refused = ("moe_every_n_layers", "prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm",
+               "rotary_emb_interleaved", "rotary_emb_scale_base", "rotary_scaling_factor")  # fmt: skip
+    if stated := [key for key in refused if c.raw(key)]:
+        raise Unsupported(f"{c.path}: a nomic-bert with {', '.join(stated)} is not supported")
+    if c.word("activation_function", "swiglu") != "swiglu" or c.positive("rotary_emb_fraction", 1.0) != 1:
+        raise Unsupported(f"{c.path}: a nomic-bert without swiglu or with partly turned heads is not supported")
+    hidden, n_heads = c.integer("n_embd"), c.integer("n_head")
+    sizes = {
+        "n_layers": c.integer("n_layer"),
+        "hidden": hidden,
+        "n_heads": n_heads,
+        "ff_width": c.integer("n_inner", 4 * hidden),
+        # Beyond what it was trained for, its authors turn by other angles.
+        "context": min(c.integer("n_positions"), c.integer("max_trained_positions", 2048)),
+        "norm_eps": c.positive("layer_norm_epsilon", 1e-12),
+    }
+    rope = Rope(c.positive("rotary_emb_base", NOMIC_BASE), max(1, hidden // n_heads), "halves")
+    return encoder_from_config(checkpoint, "nomic-bert", rope, sizes)
+
+
+def nomic_as_transformers_writes_it(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    if c.integer("head_dim", hidden // n_heads) * n_heads != hidden:
+        raise Unsupported(f"{c.path}: a nomic-bert whose heads are not as wide as its rows is not supported")
+    sizes = {
+        "n_layers": c.integer("num_hidden_layers"),
+        "hidden": hidden,
+        "n_heads": n_heads,
+        "ff_width": c.integer("intermediate_size"),
+        "context": c.integer("max_position_embeddings"),
+        "norm_eps": c.positive("layer_norm_eps", 1e-12),
+        "activation": activation_from_config(c),
+    }
+    rope = ropes.from_config(c, max(1, hidden // n_heads), default_base=NOMIC_BASE)
+    return encoder_from_config(checkpoint, "nomic-bert", rope, sizes)
+
+
+# Blocks
+
+
+def bert_layer(b: Builder, i: int) -> PostNormLayer:
+    return post_norm(b, i, b.plain_mlp)
+
+
+def nomic_layer(b: Builder, i: int) -> PostNormLayer:
+    return post_norm(b, i, b.gated_mlp)
+
+
+def post_norm(b: Builder, i: int, mlp: Callable[[int], Any]) -> PostNormLayer:
+    return PostNormLayer(
+        attention=b.attention(i, fused=b.weights.has(f"blk.{i}.attn_qkv.weight")),
+        attention_norm=b.norm(f"blk.{i}.attn_output_norm", bias=True),
+        mlp=mlp(i),
+        mlp_norm=b.norm(f"blk.{i}.layer_output_norm", bias=True),
+    )
+
+
+def build_bert(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> Model:
+    positions = b.weights.take("position_embd.weight", (b.shape.context, b.shape.hidden))
+    return build_encoder(b, layer, positions)
+
+
+def build_encoder(b: Builder, layer: Callable[[Builder, int], AnyLayer], positions: Tensor | None = None) -> Model:
+    if b.shape.n_classes is None:
+        for name in ("cls.weight", "cls.bias"):
+            b.weights.pass_over(name)  # a folder's pooler: trained for the next sentence, no part of a row
+    return b.encoder([layer(b, i) for i in range(b.shape.n_layers)], positions=positions)
+
+
+# Names
+
+
+def with_prefix(prefix: str, stems: dict[str, str]) -> dict[str, str]:
+    """The names as a bare model has them, and as one inside another: with the inner model's name before them."""
+    head = {f"{before}pooler.dense": "cls" for before in ("", prefix)} | {"classifier": "cls.output"}
+    return {**stems, **{prefix + stem: ours for stem, ours in stems.items()}, **head}
+
+
+BERT_STEMS = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.position_embeddings": "position_embd",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "encoder.layer.*.attention.self.query": "blk.*.attn_q",
+    "encoder.layer.*.attention.self.key": "blk.*.attn_k",
+    "encoder.layer.*.attention.self.value": "blk.*.attn_v",
+    "encoder.layer.*.attention.output.dense": "blk.*.attn_output",
+    "encoder.layer.*.attention.output.LayerNorm": "blk.*.attn_output_norm",
+    "encoder.layer.*.intermediate.dense": "blk.*.ffn_up",
+    "encoder.layer.*.output.dense": "blk.*.ffn_down",
+    "encoder.layer.*.output.LayerNorm": "blk.*.layer_output_norm",
+}
+NOMIC_STEMS = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "emb_ln": "token_embd_norm",
+    "encoder.layers.*.attn.Wqkv": "blk.*.attn_qkv",
+    "encoder.layers.*.attn.out_proj": "blk.*.attn_output",
+    "encoder.layers.*.norm1": "blk.*.attn_output_norm",
+    "encoder.layers.*.mlp.fc11": "blk.*.ffn_up",
+    "encoder.layers.*.mlp.fc12": "blk.*.ffn_gate",
+    "encoder.layers.*.mlp.fc2": "blk.*.ffn_down",
+    "encoder.layers.*.norm2": "blk.*.layer_output_norm",
+}
+# Heads that guess masked words or the next sentence: nobody asks them.
+OTHER_HEADS = re.compile(BUFFERS.pattern + r"|cls\.(predictions|seq_relationship)\..*")
+
+BERT = Family(
+    "bert",
+    bert_layer,
+    gguf="bert",
+    hf=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
+    shape_from_gguf=bert_from_gguf,
+    shape_from_config=bert_from_config,
+    names=with_prefix("bert.", BERT_STEMS),
+    ignored=OTHER_HEADS,
+    build=build_bert,
+)
+
+NOMIC_BERT = Family(
+    "nomic-bert",
+    nomic_layer,
+    gguf="nomic-bert",
+    hf=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification"),
+    shape_from_gguf=nomic_from_gguf,
+    shape_from_config=nomic_from_config,
+    names=with_prefix("nomic_bert.", NOMIC_STEMS),
+    ignored=OTHER_HEADS,
+    build=build_encoder,
+)

@@ -1,0 +1,236 @@
+"""mamba and mamba2: layers that remember by a state of fixed size; no attention, no feed-forward block.
+
+falcon-mamba is mamba with its step, b and c normed. Safetensors keep the rates of decay as logarithms, GGUF as they
+are; both keep mamba2's last norm by groups, each of which is normed alone.
+"""
+
+import math
+from dataclasses import replace
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.files.checkpoint import Checkpoint
+from ostinato.models.builder import Builder
+from ostinato.models.family import Family
+from ostinato.models.fields import Fields
+from ostinato.models.recurrent import RecurrentLayer
+from ostinato.models.shape import (
+    Mamba2Shape,
+    MambaShape,
+    RecurrentShape,
+    Shape,
+    activation_from_config,
+    everywhere,
+    limited,
+    vocab_rows,
+)
+from ostinato.models.weights import CHANNELS, COLUMN, FLAT, MINUS_EXP
+
+# Their authors state no longest sequence: a state does not grow. The same number as in GGUF files.
+CONTEXT = 2**20
+
+
+def without_attention(family: str, hidden: int, n_layers: int, vocab: int, norm_eps: float) -> Shape:
+    """What all recurrent models have in common."""
+    return Shape(
+        family=family,
+        n_layers=n_layers,
+        hidden=hidden,
+        n_heads=0,
+        n_kv_heads=0,
+        head_width=0,
+        ff_width=0,
+        vocab=vocab,
+        context=CONTEXT,
+        norm_eps=norm_eps,
+        ropes=everywhere(None, n_layers),
+        windows=everywhere(None, n_layers),
+        query_scale=1.0,
+        attention=False,
+        wide_residual=True,
+    )
+
+
+def recurrent_from_gguf(checkpoint: Checkpoint, family: str, recurrent: RecurrentShape) -> Shape:
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    n_layers = limited(f.integer("block_count"), f)
+    eps = f.positive("attention.layer_norm_rms_epsilon", 1e-5)
+    vocab = vocab_rows(checkpoint, "token_embd.weight")
+    shape = without_attention(family, f.integer("embedding_length"), n_layers, vocab, eps)
+    tied = "output.weight" not in checkpoint.tensors
+    return replace(shape, recurrent=recurrent, context=f.integer("context_length", CONTEXT), tied_head=tied)
+
+
+def recurrent_from_config(checkpoint: Checkpoint, family: str, recurrent: RecurrentShape, *, tied: bool) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    only_silu(c)
+    n_layers = limited(c.integer("num_hidden_layers"), c)
+    eps = c.positive("layer_norm_epsilon", 1e-5)
+    shape = without_attention(family, c.integer("hidden_size"), n_layers, c.integer("vocab_size"), eps)
+    return replace(
+        shape,
+        recurrent=recurrent,
+        tied_head=c.flag("tie_word_embeddings", tied),
+        wide_residual=c.flag("residual_in_fp32", True),
+    )
+
+
+def only_silu(c: Fields) -> None:
+    if (activation := activation_from_config(c)) != "silu":
+        raise Unsupported(f"{c.path}: mamba blocks with the activation {activation!r} are not supported; only silu is")
+
+
+def mamba_from_gguf(checkpoint: Checkpoint) -> Shape:
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    normed = f.flag("ssm.dt_b_c_rms", False)
+    mamba = MambaShape.of(
+        inner=f.integer("ssm.inner_size"),
+        state=f.integer("ssm.state_size"),
+        kernel=f.integer("ssm.conv_kernel"),
+        dt_rank=f.integer("ssm.time_step_rank"),
+        bias="blk.0.ssm_in.bias" in checkpoint.tensors,
+        conv_bias="blk.0.ssm_conv1d.bias" in checkpoint.tensors,
+        norm_eps=f.positive("attention.layer_norm_rms_epsilon", 1e-5) if normed else None,
+    )
+    return recurrent_from_gguf(checkpoint, "mamba", mamba)
+
+
+def mamba_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    hidden = c.integer("hidden_size")
+    rank = c.raw("time_step_rank")
+    normed = checkpoint.architecture == "FalconMambaForCausalLM"
+    mamba = MambaShape.of(
+        inner=c.integer("intermediate_size", int(c.positive("expand", 2) * hidden)),
+        state=c.integer("state_size", 16),
+        kernel=c.integer("conv_kernel", 4),
+        dt_rank=math.ceil(hidden / 16) if rank in (None, "auto") else c.integer("time_step_rank"),
+        bias=c.flag("use_bias", False),
+        conv_bias=c.flag("use_conv_bias", True),
+        norm_eps=c.positive("mixer_rms_eps", 1e-6) if normed else None,
+    )
+    return recurrent_from_config(checkpoint, "mamba", mamba, tied=True)
+
+
+def mamba2_block_from_gguf(checkpoint: Checkpoint) -> Mamba2Shape:
+    """What GGUF files state of mamba2 blocks; biases and the last norm are there or not."""
+    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+    has = {name: f"blk.0.{name}" in checkpoint.tensors for name in ("ssm_in.bias", "ssm_out.bias", "ssm_conv1d.bias")}
+    shape = Mamba2Shape.of(
+        inner=f.integer("ssm.inner_size"),
+        state=f.integer("ssm.state_size"),
+        kernel=f.integer("ssm.conv_kernel"),
+        n_heads=f.integer("ssm.time_step_rank"),  # GGUF's word for it
+        n_groups=f.integer("ssm.group_count", 1),
+        in_bias=has["ssm_in.bias"],
+        out_bias=has["ssm_out.bias"],
+        conv_bias=has["ssm_conv1d.bias"],
+        gated_norm="blk.0.ssm_norm.weight" in checkpoint.tensors,
+    )
+    return divided(shape, f)
+
+
+def divided(shape: Mamba2Shape, f: Fields) -> Mamba2Shape:
+    """The shape, where its channels, heads and groups go into each other."""
+    if shape.inner % shape.n_heads or shape.n_heads % shape.n_groups:
+        raise BadFile(
+            f"{f.path}: {shape.inner} channels in {shape.n_heads} heads in {shape.n_groups} groups do not come out even"
+        )
+    return shape
+
+
+def step_limit(c: Fields) -> tuple[float, float]:
+    """config.json's `time_step_limit`, where infinity may be a word in an object."""
+    stated = c.raw("time_step_limit")
+    if stated is None:
+        return (0.0, math.inf)
+    plain = [v.get("__float__") if isinstance(v, dict) else v for v in stated] if isinstance(stated, list) else []
+    limit = [float(v) for v in plain if isinstance(v, (int, float)) or v == "Infinity"]
+    if len(limit) != 2 or len(plain) != 2 or not 0 <= limit[0] <= limit[1]:
+        raise BadFile(f"{c.path}: time_step_limit is {stated!r}; it must be two numbers, the smaller first")
+    return limit[0], limit[1]
+
+
+def mamba2_from_gguf(checkpoint: Checkpoint) -> Shape:
+    block = replace(mamba2_block_from_gguf(checkpoint), gated_norm=True)
+    return recurrent_from_gguf(checkpoint, "mamba2", block)
+
+
+def mamba2_from_config(checkpoint: Checkpoint) -> Shape:
+    c = Fields(checkpoint.metadata, checkpoint.path)
+    n_heads, width = c.integer("num_heads", 128), c.integer("head_dim", 64)
+    bias = c.flag("use_bias", False)
+    shape = Mamba2Shape.of(
+        inner=n_heads * width,
+        state=c.integer("state_size", 128),
+        kernel=c.integer("conv_kernel", 4),
+        n_heads=n_heads,
+        n_groups=c.integer("n_groups", 8),
+        in_bias=bias,
+        out_bias=bias,
+        conv_bias=c.flag("use_conv_bias", True),
+        dt_limit=step_limit(c),
+    )
+    return recurrent_from_config(checkpoint, "mamba2", divided(shape, c), tied=False)
+
+
+def mamba_layer(b: Builder, i: int) -> RecurrentLayer:
+    return RecurrentLayer(b.norm(f"blk.{i}.attn_norm"), b.mamba(i))
+
+
+def mamba2_layer(b: Builder, i: int) -> RecurrentLayer:
+    return RecurrentLayer(b.norm(f"blk.{i}.attn_norm"), b.mamba2(i))
+
+
+def mixer_names(at: str) -> dict[str, str]:
+    """A mixer's tensors, under the stem that a family gives it, as far as mamba and mamba2 call them alike."""
+    return {
+        f"{at}.in_proj": "blk.*.ssm_in",
+        f"{at}.conv1d": "blk.*.ssm_conv1d",
+        f"{at}.A_log": "blk.*.ssm_a",
+        f"{at}.D": "blk.*.ssm_d",
+        f"{at}.out_proj": "blk.*.ssm_out",
+    }
+
+
+def mixer2_names(at: str) -> dict[str, str]:
+    return {**mixer_names(at), f"{at}.dt_bias": "blk.*.ssm_dt.bias", f"{at}.norm": "blk.*.ssm_norm"}
+
+
+NAMES = {
+    "backbone.embeddings": "token_embd",
+    "backbone.embedding": "token_embd",  # in the first files
+    "backbone.norm_f": "output_norm",
+    "backbone.layers.*.norm": "blk.*.attn_norm",
+    "lm_head": "output",
+}
+MAMBA_NAMES = {
+    **NAMES,
+    **mixer_names("backbone.layers.*.mixer"),
+    "backbone.layers.*.mixer.x_proj": "blk.*.ssm_x",
+    "backbone.layers.*.mixer.dt_proj": "blk.*.ssm_dt",
+}
+CONFIG_TRANSFORMS = {"ssm_a": MINUS_EXP, "ssm_conv1d.weight": CHANNELS, "ssm_norm.weight": FLAT}
+GGUF_TRANSFORMS = {"ssm_a": COLUMN, "ssm_d": COLUMN}
+
+MAMBA = Family(
+    "mamba",
+    mamba_layer,
+    gguf="mamba",
+    hf=("MambaForCausalLM", "FalconMambaForCausalLM"),
+    shape_from_gguf=mamba_from_gguf,
+    shape_from_config=mamba_from_config,
+    names=MAMBA_NAMES,
+    config_transforms=CONFIG_TRANSFORMS,
+)
+
+MAMBA2 = Family(
+    "mamba2",
+    mamba2_layer,
+    gguf="mamba2",
+    hf=("Mamba2ForCausalLM",),
+    shape_from_gguf=mamba2_from_gguf,
+    shape_from_config=mamba2_from_config,
+    names={**NAMES, **mixer2_names("backbone.layers.*.mixer")},
+    gguf_transforms=GGUF_TRANSFORMS,
+    config_transforms=CONFIG_TRANSFORMS,
+)

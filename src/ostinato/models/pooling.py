@@ -1,0 +1,53 @@
+"""How a file says that the rows of a text become one vector: by `pooling_type` in GGUF, by the files that
+sentence-transformers keeps beside the model in a folder. The pooling itself is in `decoder/pooling.py`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ostinato.errors import BadFile, Unsupported
+from ostinato.models.fields import Fields
+
+GGUF_POOLING = ("none", "mean", "cls", "last", "rank")
+FOLDER_POOLING = {"cls_token": "cls", "mean_tokens": "mean", "lasttoken": "last"}
+
+
+def pooling_of_gguf(f: Fields, *, ranks: bool) -> str:
+    """What `pooling_type` says; without it, rank where there is a head for it, else mean."""
+    kind = f.integer("pooling_type", GGUF_POOLING.index("rank" if ranks else "mean"), least=0)
+    if kind >= len(GGUF_POOLING):
+        raise BadFile(f"{f.path}: {f.prefix}pooling_type is {kind}; known: 0 to {len(GGUF_POOLING) - 1}")
+    if GGUF_POOLING[kind] == "rank" and not ranks:
+        raise BadFile(f"{f.path}: {f.prefix}pooling_type is rank, and there is no cls.output.weight to rank with")
+    return GGUF_POOLING[kind]
+
+
+def pooling_of_folder(folder: Path) -> tuple[str, bool]:
+    """How a sentence-transformers folder makes one vector of a text, and whether that has length 1."""
+    modules = json_beside(folder / "modules.json")
+    kinds = [str(m.get("type", "")).rpartition(".")[2] for m in modules] if isinstance(modules, list) else []
+    if unknown := sorted(set(kinds) - {"Transformer", "Pooling", "Normalize"}):
+        raise Unsupported(f"{folder}: after the model come {', '.join(unknown)} modules, which are not supported")
+    normalise = "Normalize" in kinds or not kinds
+    stated = json_beside(folder / "1_Pooling" / "config.json")
+    if not isinstance(stated, dict):
+        return "mean", normalise
+    if isinstance(stated.get("pooling_mode"), str):
+        chosen = [stated["pooling_mode"].replace("lasttoken", "last")]
+    else:
+        chosen = [key.removeprefix("pooling_mode_") for key, on in stated.items() if key[:13] == "pooling_mode_" and on]
+        chosen = [FOLDER_POOLING.get(name, name) for name in chosen]
+    if len(chosen) != 1 or chosen[0] not in FOLDER_POOLING.values():
+        raise Unsupported(f"{folder}: pooling by {chosen or 'nothing'} is not supported; known: cls, last, mean")
+    return chosen[0], normalise
+
+
+def json_beside(path: Path) -> Any:
+    """A JSON file that a folder may have; None where it has not."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise BadFile(f"{path} cannot be read as JSON: {error}") from error

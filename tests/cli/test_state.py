@@ -1,0 +1,75 @@
+"""`ostinato run --state FILE`: a conversation goes on where another process left it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ostinato import LLM, Sampling
+from tests.cli.conftest import Run
+
+SHORT = ("--max-tokens", "6", "--ignore-eos", "--json")
+
+
+def said(ostinato: Run, *arguments: str | Path) -> dict[str, Any]:
+    ran = ostinato("run", *SHORT, *arguments)
+    assert ran.code == 0, ran.err
+    record: dict[str, Any] = json.loads(ran.out)
+    return record
+
+
+def test_the_second_question_knows_the_first_and_its_answer(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    first = said(ostinato, "--model", tiny, "--state", state, "--system", "be kind", "one")
+    second = said(ostinato, "--model", tiny, "--state", state, "two")
+    messages = [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "one"},
+        {"role": "assistant", "content": first["text"]},
+        {"role": "user", "content": "two"},
+    ]
+    with LLM(tiny, device="cpu") as llm:
+        assert second["prompt_ids"] == llm.chat_ids(messages)
+        alone = llm.chat(messages, Sampling(max_tokens=6, ignore_eos=True))
+    assert tuple(second["token_ids"]) == alone.token_ids
+
+
+def test_plain_text_goes_on_token_by_token(ostinato: Run, base: Path, tmp_path: Path) -> None:
+    state = tmp_path / "text.state"
+    first = said(ostinato, "--model", base, "--state", state, "one")
+    second = said(ostinato, "--model", base, "--state", state, "two")
+    before = [*first["prompt_ids"], *first["token_ids"][:-1]]  # the last token was chosen, and not yet run
+    assert second["prompt_ids"][: len(before)] == before
+
+
+def test_a_damaged_state_is_refused_by_name_and_stays(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    said(ostinato, "--model", tiny, "--state", state, "one")
+    damaged = bytearray(state.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    state.write_bytes(damaged)
+    ran = ostinato("run", *SHORT, "--model", tiny, "--state", state, "two")
+    assert (ran.code, ran.out) == (2, "")
+    assert str(state) in ran.err
+    assert state.read_bytes() == damaged
+
+
+def test_a_state_of_another_model_or_manner_is_refused(ostinato: Run, tiny: Path, base: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    said(ostinato, "--model", tiny, "--state", state, "one")
+    other = ostinato("run", *SHORT, "--model", base, "--state", state, "two")
+    assert other.code == 2
+    assert "another model" in other.err
+    raw = ostinato("run", *SHORT, "--model", tiny, "--raw", "--state", state, "two")
+    assert raw.code == 2
+    assert "through the chat template" in raw.err
+    late = ostinato("run", *SHORT, "--model", tiny, "--system", "be brief", "--state", state, "two")
+    assert late.code == 2
+    assert "begun already" in late.err
+
+
+def test_a_folder_that_is_not_there_is_told_before_anything_runs(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    ran = ostinato("run", *SHORT, "--model", tiny, "--state", tmp_path / "no" / "talk.state", "one")
+    assert (ran.code, ran.out) == (2, "")
+    assert "no folder" in ran.err

@@ -1,0 +1,199 @@
+"""bert and nomic-bert, in every form that people have, give the rows and scores of transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from ostinato import LLM
+from ostinato.errors import BadFile, BadInput, Unsupported
+from ostinato.files.checkpoint import open_checkpoint
+from ostinato.models.registry import read_shape
+from tests.models import plain_memory, tiny, tiny_encoders
+from tests.models.tiny_encoders import ENCODERS, RANKERS
+
+
+@pytest.mark.parametrize(("name", "form"), tiny_encoders.CASES, ids=lambda part: part)
+def test_hidden_rows_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
+    model = plain_memory.load(tiny_encoders.written(name, form, tiny_files))
+    for text in tiny_encoders.TEXTS:
+        ids = tiny_encoders.ids_of(text)
+        found = plain_memory.hidden(model, ids)
+        assert_close(found, tiny_encoders.rows(name, ids), atol=tiny.TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize(("name", "form"), [c for c in tiny_encoders.CASES if c[0] in RANKERS], ids=lambda part: part)
+def test_scores_of_a_pair_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
+    model = plain_memory.load(tiny_encoders.written(name, form, tiny_files))
+    ids, types = tiny_encoders.pair()
+    pooled = plain_memory.hidden(model, ids, types=types)[:1]
+    with torch.inference_mode():
+        found = model.rank(pooled)
+    assert found.shape == (1, model.shape.n_classes)
+    assert_close(found[0], tiny_encoders.scores(name, ids, types), atol=tiny.TOLERANCE, rtol=0)
+
+
+def test_which_of_two_texts_a_token_is_of_matters(tiny_files: Path) -> None:
+    model = plain_memory.load(tiny_encoders.folder("bert", tiny_files))
+    ids, types = tiny_encoders.pair()
+    assert not torch.allclose(plain_memory.hidden(model, ids), plain_memory.hidden(model, ids, types=types), atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "pooling"),
+    [
+        ("bert", "current", "mean"),
+        ("bert", "gguf", "mean"),
+        ("bert-cls", "current", "cls"),
+        ("bert-cls", "gguf", "cls"),
+        ("bert-last", "current", "last"),
+        ("bert-rank", "current", "rank"),
+        ("bert-rank", "gguf", "rank"),
+        ("nomic-bert", "current", "mean"),
+        ("nomic-bert", "gguf", "mean"),
+    ],
+)
+def test_an_encoder_pools_as_its_file_says(name: str, form: str, pooling: str, tiny_files: Path) -> None:
+    shape = read_shape(open_checkpoint(tiny_encoders.written(name, form, tiny_files)))
+    assert (shape.pooling, shape.causal, shape.normalise) == (pooling, False, True)
+    assert shape.n_classes == ENCODERS[name].config.get("num_labels")
+
+
+def test_an_encoder_has_no_logits_and_one_without_a_head_does_not_rank(tiny_files: Path) -> None:
+    model = plain_memory.load(tiny_encoders.gguf("bert", tiny_files))
+    rows = plain_memory.hidden(model, [2, 3])
+    with pytest.raises(Unsupported, match="encoder"):
+        model.logits(rows)
+    with pytest.raises(Unsupported, match="rank"):
+        model.rank(rows)
+
+
+def edited(path: Path, tmp: Path, name: str, change: Any) -> Path:
+    """A copy of a folder with one of its JSON files changed."""
+    copy = tmp / "edited"
+    copy.mkdir()
+    for file in path.rglob("*"):
+        if file.is_file():
+            (copy / file.relative_to(path)).parent.mkdir(exist_ok=True)
+            (copy / file.relative_to(path)).write_bytes(file.read_bytes())
+    stated = json.loads((copy / name).read_text())
+    stated = change(stated) or stated
+    (copy / name).write_text(json.dumps(stated))
+    return copy
+
+
+def test_vectors_are_as_long_as_they_come_where_a_folder_has_no_norm_for_them(tmp_path: Path, tiny_files: Path) -> None:
+    path = edited(tiny_encoders.folder("bert-cls", tiny_files), tmp_path, "modules.json", lambda m: m[:2])
+    assert not read_shape(open_checkpoint(path)).normalise
+
+
+def test_the_newer_way_to_state_pooling_is_read(tmp_path: Path, tiny_files: Path) -> None:
+    source = tiny_encoders.folder("nomic-bert", tiny_files)
+    path = edited(source, tmp_path, "1_Pooling/config.json", lambda c: {"pooling_mode": "cls"})
+    assert read_shape(open_checkpoint(path)).pooling == "cls"
+
+
+@pytest.mark.parametrize("mode", ["max_tokens", "weightedmean_tokens"])
+def test_pooling_that_is_not_supported_is_named(mode: str, tmp_path: Path, tiny_files: Path) -> None:
+    source = tiny_encoders.folder("bert-cls", tiny_files)
+    path = edited(source, tmp_path, "1_Pooling/config.json", lambda c: {f"pooling_mode_{mode}": True})
+    with pytest.raises(Unsupported, match=mode):
+        read_shape(open_checkpoint(path))
+
+
+def test_a_layer_after_the_pooling_is_refused_by_name(tmp_path: Path, tiny_files: Path) -> None:
+    more = {"idx": 3, "name": "3", "type": "sentence_transformers.models.Dense"}
+    source = tiny_encoders.folder("bert-cls", tiny_files)
+    path = edited(source, tmp_path, "modules.json", lambda modules: [*modules, more])
+    with pytest.raises(Unsupported, match="Dense"):
+        read_shape(open_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "original", "key", "value"),
+    [
+        ("bert", False, "position_embedding_type", "relative_key"),
+        ("bert", False, "is_decoder", True),
+        ("bert", False, "hidden_act", "relu"),
+        ("nomic-bert", False, "head_dim", 8),
+        ("nomic-bert", True, "moe_every_n_layers", 2),
+        ("nomic-bert", True, "qkv_proj_bias", True),
+        ("nomic-bert", True, "rotary_emb_fraction", 0.5),
+        ("nomic-bert", True, "activation_function", "gelu"),
+    ],
+)
+def test_what_an_encoder_may_be_and_is_not_here_is_refused(
+    name: str, original: bool, key: str, value: Any, tmp_path: Path, tiny_files: Path
+) -> None:
+    source = tiny_encoders.folder(name, tiny_files, original=original)
+    path = edited(source, tmp_path, "config.json", lambda c: c.update({key: value}))
+    with pytest.raises(Unsupported):
+        read_shape(open_checkpoint(path))
+
+
+@pytest.mark.parametrize(("kind", "message"), [(4, "rank"), (9, "pooling_type")])
+def test_a_pooling_type_without_a_head_or_a_meaning_is_refused(
+    kind: int, message: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    import gguf
+
+    def change(metadata: dict[str, Any]) -> None:
+        metadata["bert.pooling_type"] = gguf.GGUFValue(value=kind, type=gguf.GGUFValueType.UINT32)
+
+    tiny_encoders.folder("bert", tiny_files)
+    (tmp_path / "bert-current").symlink_to(tiny_files / "bert-current")
+    path = tiny_encoders.gguf("bert", tmp_path, change=change)
+    with pytest.raises(BadFile, match=message):
+        read_shape(open_checkpoint(path))
+
+
+# Through the encode path
+
+
+@pytest.mark.parametrize(("name", "form"), tiny_encoders.CASES, ids=lambda part: part)
+def test_embeddings_of_texts_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
+    ids = [tiny_encoders.ids_of(text) for text in tiny_encoders.TEXTS]
+    with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu") as llm:
+        assert [llm.tokenize(text) for text in tiny_encoders.TEXTS] == ids
+        found = llm.embed(tiny_encoders.TEXTS)
+    if name in RANKERS:
+        wanted = torch.stack([tiny_encoders.scores(name, row, [0] * len(row)) for row in ids])
+    else:
+        wanted = torch.stack([tiny_encoders.vector(name, row) for row in ids])
+    assert_close(found, wanted, atol=tiny.TOLERANCE, rtol=0)
+
+
+def test_a_text_is_embedded_alike_alone_and_among_others(tiny_files: Path) -> None:
+    with LLM(tiny_encoders.gguf("nomic-bert", tiny_files), device="cpu") as llm:
+        together = llm.embed(tiny_encoders.TEXTS)
+        alone = torch.cat([llm.embed(text) for text in tiny_encoders.TEXTS])
+    assert_close(together, alone, atol=1e-5, rtol=0)
+
+
+def test_an_encoder_generates_nothing_and_says_so(tiny_files: Path) -> None:
+    with (
+        LLM(tiny_encoders.gguf("bert", tiny_files), device="cpu") as llm,
+        pytest.raises(Unsupported, match="encoder"),
+    ):
+        llm.generate("the time")
+
+
+@pytest.mark.parametrize(("name", "form"), [c for c in tiny_encoders.CASES if c[0] in RANKERS], ids=lambda part: part)
+def test_ranking_a_text_for_a_query_gives_the_scores_of_transformers(name: str, form: str, tiny_files: Path) -> None:
+    ids, types = tiny_encoders.pair()
+    with LLM(tiny_encoders.written(name, form, tiny_files), device="cpu") as llm:
+        found = llm.rank(tiny_encoders.PAIR[0], [tiny_encoders.PAIR[1], tiny_encoders.PAIR[0]])
+    assert found.shape[0] == 2
+    assert_close(found[0], tiny_encoders.scores(name, ids, types), atol=tiny.TOLERANCE, rtol=0)
+    assert not torch.allclose(found[0], found[1], atol=1e-3)
+
+
+def test_an_encoder_says_that_it_generates_no_text(tiny_files: Path) -> None:
+    with LLM(tiny_encoders.folder("bert", tiny_files), device="cpu") as llm:
+        with pytest.raises(Unsupported, match="encoder"):
+            llm.generate("hello")
+        with pytest.raises(BadInput, match="ranking head"):
+            llm.rank("hello", ["there"])

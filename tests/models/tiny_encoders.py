@@ -1,0 +1,210 @@
+"""Tiny random encoders, as transformers builds them, and as files of both formats; the companion of `tiny.py`."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.models import tiny_gguf, tiny_weights, tiny_wordpiece
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+Form = Literal["gguf", "current", "original"]
+_BASE: Final[Mapping[str, Any]] = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "layer_norm_eps": 1e-12,
+    "pad_token_id": 0,
+}
+TEXTS: Final = (
+    "The people said that it was time.",
+    "who was there when we were all up?",
+    "Naïve words, unlike others; 12 of them!",
+    "a",
+)
+PAIR: Final = ("what is it about?", "it is about the time when people were many")
+
+
+@dataclass(frozen=True, slots=True)
+class TinyEncoder:
+    """What one tiny encoder is made of; `pooling` is what the folder of a sentence-transformers model says."""
+
+    kind: str
+    architecture: str | None
+    config: Mapping[str, Any]
+    pooling: str | None = None
+
+
+def _made(kind: str, architecture: str | None, pooling: str | None = None, **config: Any) -> TinyEncoder:
+    return TinyEncoder(kind, architecture, {**_BASE, **config}, pooling)
+
+
+ENCODERS: Final[Mapping[str, TinyEncoder]] = MappingProxyType(
+    {
+        "bert": _made("BertModel", "bert"),
+        "bert-cls": _made("BertModel", "bert", "cls"),
+        "bert-last": _made("BertModel", "bert", "last", hidden_act="gelu_new"),
+        "bert-masked": _made("BertForMaskedLM", "bert"),
+        "bert-rank": _made("BertForSequenceClassification", "bert", num_labels=1),
+        "bert-classes": _made("BertForSequenceClassification", "bert", num_labels=3),
+        "nomic-bert": _made("NomicBertModel", "nomic-bert", "mean"),
+        "nomic-bert-rank": _made("NomicBertForSequenceClassification", None, num_labels=2),
+    }
+)
+RANKERS: Final = ("bert-rank", "bert-classes", "nomic-bert-rank")
+# The tanh form of GELU cannot be said in a GGUF file, where bert's is the exact one.
+CASES: Final = [
+    (name, form)
+    for name, encoder in ENCODERS.items()
+    for form in ("gguf", "current", "original")
+    if form != "gguf" or (encoder.architecture is not None and name != "bert-last")
+]
+
+
+@cache
+def build(name: str) -> Any:
+    """The reference, in float32. Not to be changed."""
+    kind = getattr(transformers, ENCODERS[name].kind)
+    model = kind(kind.config_class(**dict(ENCODERS[name].config), attn_implementation="eager")).eval()
+    tiny_weights.fill(model, name, "F32")
+    return model
+
+
+def written(name: str, form: str, tmp: Path) -> Path:
+    """The encoder on disk, written once."""
+    if form == "gguf":
+        return gguf(name, tmp)
+    return folder(name, tmp, original=form == "original")
+
+
+def folder(name: str, tmp: Path, *, original: bool = False) -> Path:
+    """A safetensors folder: as transformers writes it, or under the names of the first files."""
+    path = tmp / f"{name}-{'original' if original else 'current'}"
+    if path.exists():
+        return path
+    build(name).save_pretrained(path)
+    tiny_wordpiece.write_files(path)
+    if (pooling := ENCODERS[name].pooling) is not None:
+        _write_pooling(path, pooling)
+    if original:
+        _make_original(path)
+    return path
+
+
+def _write_pooling(path: Path, pooling: str) -> None:
+    """As sentence-transformers keeps it beside the model."""
+    (path / "1_Pooling").mkdir()
+    words = {"cls": "cls_token", "mean": "mean_tokens", "max": "max_tokens", "last": "lasttoken"}
+    modes = {f"pooling_mode_{word}": kind == pooling for kind, word in words.items()}
+    stated = {"word_embedding_dimension": 64, **modes, "include_prompt": True}
+    (path / "1_Pooling" / "config.json").write_text(json.dumps(stated))
+    kinds = ("Transformer", "Pooling", "Normalize")
+    modules = [{"idx": i, "name": str(i), "type": f"sentence_transformers.models.{k}"} for i, k in enumerate(kinds)]
+    (path / "modules.json").write_text(json.dumps(modules))
+
+
+def _make_original(path: Path) -> None:
+    """bert with gamma and beta and its positions counted out; nomic-bert with the keys of its authors."""
+    config, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    if config["model_type"] == "bert":
+        tensors = {name.replace("LayerNorm.weight", "LayerNorm.gamma"): value for name, value in tensors.items()}
+        tensors = {name.replace("LayerNorm.bias", "LayerNorm.beta"): value for name, value in tensors.items()}
+        prefix = "" if "embeddings.word_embeddings.weight" in tensors else "bert."
+        tensors[f"{prefix}embeddings.position_ids"] = torch.arange(128)[None]
+    else:
+        config = _nomic_config(config)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def _nomic_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "architectures": config["architectures"],
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "causal": False,
+        "layer_norm_epsilon": config["layer_norm_eps"],
+        "max_trained_positions": 128,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "n_embd": config["hidden_size"],
+        "n_head": config["num_attention_heads"],
+        "n_inner": config["intermediate_size"],
+        "n_layer": config["num_hidden_layers"],
+        "n_positions": 512,
+        "parallel_block": False,
+        "prenorm": False,
+        "qkv_proj_bias": False,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "rotary_emb_interleaved": False,
+        "rotary_emb_scale_base": None,
+        "rotary_scaling_factor": None,
+        "type_vocab_size": 2,
+        "use_rms_norm": False,
+        "vocab_size": config["vocab_size"],
+    }
+
+
+def gguf(name: str, tmp: Path, **options: Any) -> Path:
+    """A GGUF file."""
+    encoder = ENCODERS[name]
+    assert encoder.architecture is not None
+    path = tmp / f"{name}.gguf"
+    if not path.exists():
+        source = folder(name, tmp)
+        config = json.loads((source / "config.json").read_text())
+        config["pooling"] = "rank" if name in RANKERS else encoder.pooling
+        tensors = load_file(source / "model.safetensors")
+        add = tiny_wordpiece.add_to
+        tiny_gguf.write(path, encoder.architecture, config, tensors, vocabulary=add, **options)
+    return path
+
+
+def ids_of(text: str) -> list[int]:
+    """The text as an encoder takes it, with its first and last token."""
+    ids: list[int] = tiny_wordpiece.tokenizer().encode(text).ids
+    return ids
+
+
+def pair() -> tuple[list[int], list[int]]:
+    """Two texts as one: the ids, and which of the two each is of."""
+    found = tiny_wordpiece.tokenizer().encode(*PAIR)
+    return found.ids, found.type_ids
+
+
+def rows(name: str, ids: list[int], types: list[int] | None = None) -> Tensor:
+    """transformers' last hidden rows [len(ids), hidden], float32."""
+    model = build(name)
+    body = getattr(model, model.base_model_prefix, model)
+    kinds = None if types is None else torch.tensor([types])
+    with torch.inference_mode():
+        found: Tensor = body(torch.tensor([ids]), token_type_ids=kinds).last_hidden_state[0]
+    return found
+
+
+def scores(name: str, ids: list[int], types: list[int]) -> Tensor:
+    """transformers' scores [n_classes] of a ranking model."""
+    with torch.inference_mode():
+        found: Tensor = build(name)(torch.tensor([ids]), token_type_ids=torch.tensor([types])).logits[0]
+    return found
+
+
+def vector(name: str, ids: list[int]) -> Tensor:
+    """The embedding [hidden] of one text: pooled as the model says (mean where it does not), of length 1."""
+    found = rows(name, ids)
+    pooled = {"cls": found[0], "last": found[-1]}.get(ENCODERS[name].pooling or "mean", found.mean(0))
+    return torch.nn.functional.normalize(pooled, dim=0)
