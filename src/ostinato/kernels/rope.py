@@ -18,13 +18,14 @@ def rope_torch(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     Computes in float32; gives a new tensor in x.dtype.
     """
     half = cos.shape[-1]
-    turned = x[..., : 2 * half].float()
-    if pairing == "halves":
-        a, b = turned[..., :half], turned[..., half:]
+    part = x[..., : 2 * half].float()
+    # As complex numbers a pair turns by one product: (a + ib)(cos + i sin).
+    turn = torch.complex(cos, sin).unsqueeze(1)
+    if pairing == "neighbours":
+        turned = torch.view_as_complex(part.reshape(*part.shape[:-1], half, 2)) * turn
+        out = torch.view_as_real(turned).flatten(-2)
     else:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-    c, s = cos.unsqueeze(1), sin.unsqueeze(1)
-    pair = (a * c - b * s, b * c + a * s)
-    out = torch.cat(pair, -1) if pairing == "halves" else torch.stack(pair, -1).flatten(-2)
+        turned = torch.complex(part[..., :half], part[..., half:]) * turn
+        out = torch.cat((turned.real, turned.imag), -1)
     out = out.to(x.dtype)
     return out if 2 * half == x.shape[-1] else torch.cat((out, x[..., 2 * half :]), -1)

@@ -92,14 +92,13 @@ class Attention:
     def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
         s = self.shape
         heads = self.qkv(x).view(len(x), s.n_heads + 2 * s.n_kv_heads, s.head_width)
-        q, k, v = torch.split(heads, [s.n_heads, s.n_kv_heads, s.n_kv_heads], dim=1)
-        q = q if self.q_norm is None else self.q_norm(q)
-        k = k if self.k_norm is None else self.k_norm(k)
+        qk, v = heads[:, : -s.n_kv_heads], heads[:, -s.n_kv_heads :]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : s.n_heads]), self.k_norm(qk[:, s.n_heads :])), 1)
         rope = s.ropes[self.layer]
         if rope is not None:
-            cos, sin = angles.turns[rope]
-            q = self.ops.rope(q, cos, sin, rope.pairing)
-            k = self.ops.rope(k, cos, sin, rope.pairing)
+            qk = self.ops.rope(qk, *angles.turns[rope], rope.pairing)
+        q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
         seen = memory.attend(self.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
         return self.out(seen.flatten(1))
 
