@@ -4,13 +4,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import LLM, Batch, Sampling
-from ostinato.errors import BadInput, BadOption, Unsupported
+from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, Unsupported
 from tests.models import tiny
 
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
@@ -167,3 +168,47 @@ def test_ids_that_only_pad_the_embedding_are_never_chosen(tiny_llm: LLM, monkeyp
     warm = Sampling(max_tokens=20, temperature=2.0, seed=1, ignore_eos=True)
     for sampling in (Sampling(max_tokens=20, ignore_eos=True), warm):
         assert max(tiny_llm.generate([5, 6, 7], sampling).token_ids) < favourite
+
+
+def test_whole_numbers_of_other_libraries_are_ids_too(tiny_llm: LLM) -> None:
+    plain = tiny_llm.generate([5, 6, 7], GREEDY).token_ids
+    others: list[Any] = [np.array([5, 6, 7]), torch.tensor([5, 6, 7])]
+    for other in others:
+        assert tiny_llm.generate(other, GREEDY).token_ids == plain
+    wrong: Any = [5, 6.5]
+    with pytest.raises(BadInput, match="index 1"):
+        tiny_llm.generate(wrong, GREEDY)
+
+
+def test_a_vector_per_text_cannot_be_asked_without_pooling(tiny_llm: LLM) -> None:
+    with pytest.raises(BadOption, match="row for every token"):
+        tiny_llm.embed("the sea", pooling="none")
+
+
+def test_a_long_text_after_a_short_one_is_embedded_whole(tiny_llm: LLM, tiny_gguf: Path) -> None:
+    text = "the sea and the wind " * 12
+    tiny_llm.embed("the sea")
+    with LLM(tiny_gguf, device="cpu", context=128) as other:
+        torch.testing.assert_close(tiny_llm.embed(text), other.embed(text))
+
+
+def test_a_decoder_of_ones_own_refuses_unknown_settings(tiny_llm: LLM) -> None:
+    with pytest.raises(BadOption, match=r"n_seq_max \(the nearest\)"):
+        tiny_llm.decoder(n_seqmax=4)
+    with pytest.raises(BadOption, match="kv_type"):
+        tiny_llm.decoder(kv_type="fp8")
+
+
+def test_a_memory_that_no_machine_has_is_a_matter_of_hardware(tiny_llm: LLM) -> None:
+    with pytest.raises(HardwareCannot, match="no memory for a tensor"):
+        tiny_llm.decoder(n_ctx=2**48)
+
+
+def test_a_state_whose_note_was_tampered_with_is_refused_by_name(tiny_llm: LLM, tmp_path: Path) -> None:
+    tiny_llm.generate("the sea", GREEDY)
+    fingerprint = tiny_llm._checkpoint.fingerprint()
+    for note in ({}, {"model": fingerprint}, {"model": fingerprint, "note": {}, "ids": [1, 2]}):
+        path = tmp_path / "bad.state"
+        path.write_bytes(tiny_llm._engine._causal().save_sequence(0, note))
+        with pytest.raises(BadFile, match=r"bad\.state"):
+            tiny_llm.load_state(path)

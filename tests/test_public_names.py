@@ -15,7 +15,7 @@ NAMES = [
 ]  # fmt: skip
 METHODS = {
     "chat", "chat_ids", "close", "context", "decoder", "detokenize", "device", "dtype", "embed", "generate", "kv_type",
-    "load_state", "logits", "mode", "rank", "save_state", "score", "state_ids", "stream", "stream_chat", "tokenize",
+    "load_state", "logits", "mode", "rank", "save_state", "score", "stream", "stream_chat", "tokenize",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed"]
 SAMPLING = [

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 import json
 import math
+import operator
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +27,7 @@ from ostinato.engine.decoder import Decoder
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine, FinishReason, Token
 from ostinato.engine.placement import Placement, settle
-from ostinato.errors import BadFile, BadInput, Unsupported
+from ostinato.errors import BadFile, BadInput, BadOption, InternalError, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.memory import state_file
@@ -125,7 +127,11 @@ class LLM:
         started = time.perf_counter()
         self._checkpoint = open_checkpoint(self.path)
         self._options = wanted
-        self._placement = self._load(say, progress)
+        try:
+            self._placement = self._load(say, progress)
+        except BaseException:
+            self._checkpoint.close()
+            raise
         self.load_s = time.perf_counter() - started
 
     def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Placement:
@@ -148,22 +154,27 @@ class LLM:
 
     @property
     def device(self) -> str:
+        """Where it runs: cpu, or cuda:N."""
         return str(self._placement.device)
 
     @property
     def mode(self) -> str:
+        """How the decode loop is paced."""
         return self._placement.mode
 
     @property
     def dtype(self) -> str:
+        """What it computes in."""
         return str(self._placement.dtype).removeprefix("torch.")
 
     @property
     def kv_type(self) -> str:
+        """How keys and values are kept."""
         return self._placement.kv_type
 
     @property
     def context(self) -> int:
+        """Tokens of prompt and answer together, at most."""
         return self._placement.context
 
     # Answers
@@ -274,7 +285,11 @@ class LLM:
         `pooling` is the model's own, else mean; with `rank` a ranking model gives its scores [texts, classes].
         `normalize` to unit length is an encoder's own habit, and done for a decoder's, unless said.
         """
-        wanted = pooling or self.shape.pooling or "mean"
+        if pooling == "none":
+            raise BadOption(
+                "pooling 'none' gives a row for every token, not a vector; use LLM.decoder(embeddings=True)"
+            )
+        wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
         texts = [texts] if isinstance(texts, str) else texts
         if not texts:
             return torch.empty((0, self.shape.hidden))
@@ -300,13 +315,12 @@ class LLM:
 
         >>> decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)                       # doctest: +SKIP
         """
+        known = inspect.signature(Decoder).parameters.keys() - {"model"}
+        for word in settings:
+            if word not in known:
+                raise BadOption(f"unknown setting {word!r} of a decoder; known: {listing(word, known)}")
         wanted = {"n_ctx": self.context, "kv_type": self._placement.kv_type, **settings}
         return Decoder(self._model, **wanted)
-
-    @property
-    def state_ids(self) -> tuple[int, ...]:
-        """The tokens of the sequence that memory holds: the last prompt and answer, or a loaded state."""
-        return self._engine.ids
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
         """Write the sequence in memory to a file, with a note of the caller's own (JSON)."""
@@ -315,16 +329,14 @@ class LLM:
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
         """Put a saved sequence into memory, and give back its note; the next call with `reuse` goes on from it."""
-        data = state_file.read(path)
+        data = state_file.read(path, limit=self._engine.largest_state_bytes)
         try:
             content = state_file.describe(data).note or {}
+            if content.get("model") != self._checkpoint.fingerprint() or not isinstance(content.get("note"), dict):
+                raise BadFile(f"this state was not saved by {self.name}; use the model that did, or another file")
+            self._engine.load(data)
         except BadFile as error:
             raise BadFile(f"{path}: {error}") from error
-        if content.get("model") != self._checkpoint.fingerprint():
-            raise BadFile(
-                f"{path}: this state was saved by another model than {self.name}; use that one, or another file"
-            )
-        self._engine.load(data)
         note: Mapping[str, Any] = content["note"]
         return note
 
@@ -348,7 +360,7 @@ class LLM:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
-            return list(prompt)
+            return [_whole(token, index) for index, token in enumerate(prompt)]
         if not prompt:
             raise BadInput("the prompt is empty; give it some text")
         return self.tokenizer.encode(prompt)
@@ -413,16 +425,16 @@ class LLM:
                 decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
             ),
             seed=sampling.seed,
-            _digest=lambda: self._digest(sampling, prompt, ids),
+            _digest=self._digest(sampling, prompt, ids),
         )
 
-    def _digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    def _digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
+        """The digest, when it is asked for: hashing a large model takes seconds the first time."""
         words = dataclasses.asdict(sampling)
         if not sampling.temperature:
             words["seed"] = None  # nothing was drawn
         words["logit_bias"] = sorted(sampling.logit_bias.items())
         content = {
-            "model": self._checkpoint.fingerprint(),
             "dtype": self.dtype,
             "kv_type": self.kv_type,
             "context": self.context,
@@ -430,18 +442,36 @@ class LLM:
             "prompt_ids": list(prompt),
             "token_ids": list(ids),
         }
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        fingerprint = self._checkpoint.fingerprint
+
+        def digest() -> str:
+            return hashlib.sha256(json.dumps(content | {"model": fingerprint()}, sort_keys=True).encode()).hexdigest()
+
+        return digest
 
 
 def _is_one_prompt(prompt: Any) -> bool:
-    return isinstance(prompt, str) or (len(prompt) > 0 and isinstance(prompt[0], int))
+    if isinstance(prompt, str):
+        return True
+    try:
+        operator.index(prompt[0])  # numpy's and torch's whole numbers are ids too
+    except (IndexError, TypeError):
+        return False
+    return True
+
+
+def _whole(token: Any, index: int) -> int:
+    try:
+        return operator.index(token)
+    except TypeError as error:
+        raise BadInput(f"token id {token!r} at index {index}: a prompt is text, or a list of whole numbers") from error
 
 
 def _last(pieces: Iterator[Piece]) -> Completion:
     for piece in pieces:
         if piece.completion is not None:
             return piece.completion
-    raise AssertionError("a stream ended without its completion")
+    raise InternalError("a stream ended without its completion")
 
 
 def _text_of(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:

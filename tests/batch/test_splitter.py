@@ -106,6 +106,7 @@ def test_every_split_is_what_the_rules_say(both: tuple[CleanBatch, Clean], calls
     assert (splitter.n_used, splitter.complete) == (len(slow.used), len(slow.used) == batch.n_tokens)
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(2_000), derandomize=True, deadline=None)
 @given(both=batches(), call=CALLS)
 def test_every_token_is_used_once_and_no_ubatch_is_too_long(both: tuple[CleanBatch, Clean], call: Call) -> None:
@@ -128,6 +129,7 @@ def test_every_token_is_used_once_and_no_ubatch_is_too_long(both: tuple[CleanBat
             assert len(set(sets[:, 0].tolist())) == ubatch.n_seqs
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(2_000), derandomize=True, deadline=None)
 @given(
     ids=st.lists(st.integers(0, 4), min_size=1, max_size=40),

@@ -35,12 +35,25 @@ def test_the_second_question_knows_the_first_and_its_answer(ostinato: Run, tiny:
     assert tuple(second["token_ids"]) == alone.token_ids
 
 
-def test_plain_text_goes_on_token_by_token(ostinato: Run, base: Path, tmp_path: Path) -> None:
+def test_plain_text_goes_on_from_all_that_was_shown(ostinato: Run, base: Path, tmp_path: Path) -> None:
     state = tmp_path / "text.state"
     first = said(ostinato, "--model", base, "--state", state, "one")
     second = said(ostinato, "--model", base, "--state", state, "two")
-    before = [*first["prompt_ids"], *first["token_ids"][:-1]]  # the last token was chosen, and not yet run
+    before = [*first["prompt_ids"], *first["token_ids"]]
     assert second["prompt_ids"][: len(before)] == before
+    with LLM(base, device="cpu") as llm:
+        alone = llm.generate(second["prompt_ids"], Sampling(max_tokens=6, ignore_eos=True))
+    assert tuple(second["token_ids"]) == alone.token_ids
+
+
+def test_a_stop_string_is_no_part_of_what_goes_on(ostinato: Run, base: Path, tmp_path: Path) -> None:
+    state = tmp_path / "text.state"
+    shown = said(ostinato, "--model", base, "one")["text"]
+    first = said(ostinato, "--model", base, "--state", state, "--stop", shown[2], "one")
+    assert first["text"] == shown[:2]
+    second = said(ostinato, "--model", base, "--state", state, "two")
+    with LLM(base, device="cpu") as llm:
+        assert llm.detokenize(second["prompt_ids"]).startswith("one" + shown[:2])
 
 
 def test_a_damaged_state_is_refused_by_name_and_stays(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
@@ -60,7 +73,7 @@ def test_a_state_of_another_model_or_manner_is_refused(ostinato: Run, tiny: Path
     said(ostinato, "--model", tiny, "--state", state, "one")
     other = ostinato("run", *SHORT, "--model", base, "--state", state, "two")
     assert other.code == 2
-    assert "another model" in other.err
+    assert "was not saved by" in other.err
     raw = ostinato("run", *SHORT, "--model", tiny, "--raw", "--state", state, "two")
     assert raw.code == 2
     assert "through the chat template" in raw.err

@@ -152,6 +152,7 @@ def test_the_files_that_are_mutated_are_valid_to_begin_with(tmp_path: Path, seed
     assert _open_and_read(path) is None
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(2_000), derandomize=True, database=None, deadline=None)
 @given(content=st.binary(max_size=400), with_magic=st.booleans())
 def test_bytes_of_any_kind_open_or_say_bad_file(

@@ -51,6 +51,7 @@ def test_a_tensor_of_several_chunks_gives_the_same_bits(type: str) -> None:
     assert_same_bits(type, random_rows(type, n_rows=5, n_blocks=n_blocks, seed=2))
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(1_000), derandomize=True, database=None, deadline=None)
 @given(
     type=st.sampled_from(SHARED),

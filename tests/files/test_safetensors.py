@@ -295,6 +295,7 @@ def test_an_unreadable_weights_file_is_refused(model: Path) -> None:
         open_checkpoint(model)
 
 
+@pytest.mark.soak
 @settings(
     max_examples=soak(2_000),
     derandomize=True,

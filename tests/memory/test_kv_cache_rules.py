@@ -161,6 +161,7 @@ def decode(cache: KVCache, seq_id: list[list[int]], pos: list[int] | None = None
     return slots
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("contiguous", [False, True])
 @given(
     used=st.lists(st.booleans(), min_size=1, max_size=10), head=st.integers(0, 10), n=st.integers(1, 6), data=st.data()

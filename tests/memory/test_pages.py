@@ -142,7 +142,7 @@ class PagesAgainstSequences(RuleBasedStateMachine):
             ]
 
 
-TestPagesAgainstSequences = PagesAgainstSequences.TestCase
+TestPagesAgainstSequences = pytest.mark.soak(PagesAgainstSequences.TestCase)
 TestPagesAgainstSequences.settings = settings(
     max_examples=soak(600), stateful_step_count=30, derandomize=True, deadline=None
 )

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -287,3 +288,28 @@ def test_a_config_of_experts_that_cannot_be_is_refused(key: str, value: Any, tmp
 def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_files: Path) -> None:
     with pytest.raises(BadInput, match="256"):
         LLM(tiny.gguf("llama", tiny_files), device="cpu", context=257)
+
+
+# Sizes that no memory could hold are refused before anything of that size is made
+
+
+@pytest.mark.parametrize("scheme", ["linear", "yarn"])
+def test_a_head_of_two_thousand_million_elements_is_refused_at_once(
+    scheme: str, tmp_path: Path, tiny_files: Path
+) -> None:
+    def change(metadata: dict[str, Any]) -> None:
+        values = {"attention.key_length": 2**31 - 2, "attention.value_length": 2**31 - 2, "rope.scaling.factor": 4.0}
+        for key, value in {**values, "rope.dimension_count": 2**31 - 2, "rope.scaling.type": scheme}.items():
+            setting(f"llama.{key}", value)(metadata)
+
+    started = time.perf_counter()
+    assert "65536" in refusal(spoiled_gguf(tmp_path, tiny_files, metadata=change), BadFile)
+    assert time.perf_counter() - started < 5
+
+
+@pytest.mark.parametrize("key", ["expert_count", "feed_forward_length"])
+def test_experts_that_the_file_does_not_hold_take_no_memory(key: str, tmp_path: Path, tiny_files: Path) -> None:
+    path = spoiled_gguf(tmp_path, tiny_files, name="mixtral", metadata=setting(f"llama.{key}", 10**7))
+    started = time.perf_counter()
+    assert "exps" in refusal(path, BadFile)
+    assert time.perf_counter() - started < 5

@@ -53,6 +53,7 @@ def compare(metadata: Metadata, model: Path, texts: list[str], folder: Path, *, 
         assert tokenizer.encode(text, bos=bos, special=True) == parsed, repr(text)
 
 
+@pytest.mark.soak
 @pytest.mark.model
 def test_the_default_model_on_awkward_texts(default_model: Path, tmp_path: Path) -> None:
     metadata = dict(open_checkpoint(default_model).metadata)
@@ -104,6 +105,7 @@ def _letter_or_mark(character: str) -> bool:
 NAMES = list(PRE_TOKENIZERS) if soak(10) == 10 else one_name_of_each_kind()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("pre", NAMES)
 def test_every_kind_of_pre_tokenizer_cuts_the_same_words(pre: str, tmp_path: Path) -> None:
     metadata = all_pairs(pre)
@@ -111,6 +113,7 @@ def test_every_kind_of_pre_tokenizer_cuts_the_same_words(pre: str, tmp_path: Pat
     compare(metadata, model, random_texts(5, soak(3_000), shared_atoms(pre)), tmp_path)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
@@ -129,6 +132,7 @@ def test_sentencepiece_vocabularies_on_random_texts(
     compare(metadata, model, texts, tmp_path, bos=bos)
 
 
+@pytest.mark.soak
 def test_user_defined_blanks_and_tags_are_matched_before_merging(vocab_data: Path, tmp_path: Path) -> None:
     metadata = dict(open_checkpoint(vocab_data / "llama-spm.gguf").metadata)
     added = {"  ": 4, "   ": 4, "\n\n": 4, "\t\t": 4, "<table>": 4, "<start_of_turn>": 3, "<end_of_turn>": 3}

@@ -40,6 +40,7 @@ def test_the_names_that_files_use_most_are_known() -> None:
     assert set(WANTED.split()) <= PRE_TOKENIZERS.keys()
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(pre=st.sampled_from(sorted(PRE_TOKENIZERS)), text=texts)
 def test_every_name_builds_and_round_trips_text(pre: str, text: str) -> None:

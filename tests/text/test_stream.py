@@ -37,6 +37,7 @@ def check(tokenizer: Tokenizer, ids: list[int], stop: list[str], *, at_start: bo
     assert "".join(pieces) == (whole[: min(found)] if found else whole)
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(kind=kinds, text=texts, stop=stops)
 @example(kind="byte-level", text="xabcde", stop=["bc", "abcdf", "abcde"])
@@ -46,6 +47,7 @@ def test_pieces_of_a_text_join_to_the_text_before_the_first_stop_string(kind: st
     check(tokenizer, tokenizer.encode(text, special=True), stop)
 
 
+@pytest.mark.soak
 @settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(kind=kinds, data=st.data(), stop=stops, at_start=st.booleans())
 def test_pieces_of_any_ids_join_to_what_one_decode_gives(

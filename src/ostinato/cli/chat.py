@@ -62,7 +62,7 @@ class CtrlC:
             self._is_awaited = False
 
 
-class Conversation:
+class Talk:
     """The messages so far and the model that answers them."""
 
     def __init__(self, llm: LLM, sampling: Sampling, system: str | None, ctrl_c: CtrlC) -> None:
@@ -126,12 +126,12 @@ class Conversation:
         talk(_HELP)
 
 
-def converse(conversation: Conversation, lines: Iterator[str]) -> None:
+def converse(held: Talk, lines: Iterator[str]) -> None:
     """Take lines until they end or one is /quit."""
     commands: dict[str, Callable[[str], None]] = {
-        "/reset": conversation.reset,
-        "/system": conversation.set_system,
-        "/help": conversation.help,
+        "/reset": held.reset,
+        "/system": held.set_system,
+        "/help": held.help,
     }
     for line in lines:
         word, _, rest = line.strip().partition(" ")
@@ -142,13 +142,13 @@ def converse(conversation: Conversation, lines: Iterator[str]) -> None:
         elif word.startswith("/"):
             talk(f"unknown command {word}; known: {listing(word, [*commands, '/quit'])}")
         elif word:
-            conversation.say(line.strip())
+            held.say(line.strip())
 
 
 def typed_lines(ctrl_c: CtrlC) -> Iterator[str]:
     """Lines that a person types, with the editing that the terminal offers; Ctrl-C gives a fresh line."""
     with suppress(ImportError):  # not on every system; its import is what gives input() its line editing
-        import readline  # noqa: F401
+        import readline  # noqa: F401  imported for what it does to input()
     while True:
         try:
             with ctrl_c.awaited():
@@ -183,6 +183,7 @@ def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
 
 
 def chat(
+    call: typer.Context,
     model: flags.Model = DEFAULT,
     system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
     max_tokens: flags.MaxTokens = None,
@@ -210,20 +211,7 @@ def chat(
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
     options = LoadOptions(device, mode, dtype, kv_type, context, threads)
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=flags.parse_logit_bias(logit_bias),
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    sampling = flags.sampling(call.params)
     with opened(model, options) as llm:
         if llm.template is None:
             raise BadInput(f"{llm.name} has no chat template, so it cannot chat; use `ostinato run --raw`")
@@ -231,4 +219,4 @@ def chat(
             talk(f"{llm.name} on {llm.device}, context {llm.context}; /help lists commands, Ctrl-D leaves")
         with CtrlC() as ctrl_c:
             lines = typed_lines(ctrl_c) if is_typed() else piped_lines(ctrl_c)
-            converse(Conversation(llm, sampling, system, ctrl_c), lines)
+            converse(Talk(llm, sampling, system, ctrl_c), lines)

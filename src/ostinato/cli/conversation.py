@@ -6,7 +6,7 @@ The file is the model's memory with a note: the messages so far, or that the tex
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ from ostinato.errors import BadInput
 from ostinato.options import Sampling
 
 if TYPE_CHECKING:
-    from ostinato.llm import LLM, Piece
+    from ostinato.llm import LLM, Completion, Piece
 
 
 @dataclass(slots=True)
@@ -23,6 +23,7 @@ class Conversation:
 
     file: Path
     messages: list[dict[str, Any]] | None
+    ids: list[int] = field(default_factory=list)  # of text without a template
 
     @staticmethod
     def at(file: Path, llm: LLM, raw: bool) -> Conversation:
@@ -32,19 +33,19 @@ class Conversation:
             raise BadInput(f"--state {file}: there is no folder {file.parent} to save it in")
         if not file.exists():
             return Conversation(file, None if plain else [])
-        messages = llm.load_state(file).get("messages")
+        note = llm.load_state(file)
+        messages = note.get("messages")
         if plain != (messages is None):
             kind = "as plain text (--raw)" if messages is None else "through the chat template"
             raise BadInput(f"{file}: this conversation was held {kind}; go on in the same way, or take another file")
-        return Conversation(file, messages)
+        return Conversation(file, messages, note.get("ids", []))
 
     def ask(self, llm: LLM, text: str, system: str | None, sampling: Sampling) -> Iterator[Piece]:
         """The answer to what is said next."""
         if self.messages is None:
             if system is not None:
                 raise BadInput(f"--system needs a chat template, and {llm.name} has none")
-            before = llm.state_ids
-            return llm.stream([*before, *llm.tokenize(text, bos=not before)], sampling, reuse=True)
+            return llm.stream([*self.ids, *llm.tokenize(text, bos=not self.ids)], sampling, reuse=True)
         if system is not None:
             if self.messages:
                 raise BadInput(f"{self.file}: --system opens a conversation, and this one has begun already")
@@ -52,8 +53,12 @@ class Conversation:
         self.messages.append({"role": "user", "content": text})
         return llm.stream_chat(self.messages, sampling, reuse=True)
 
-    def save(self, llm: LLM, answer: str) -> None:
-        """Write the conversation with its answer."""
+    def save(self, llm: LLM, answer: Completion) -> None:
+        """Write the conversation with its answer: what was shown of it, so that one goes on from what one has read."""
         if self.messages is not None:
-            self.messages.append({"role": "assistant", "content": answer})
-        llm.save_state(self.file, {"messages": self.messages})
+            self.messages.append({"role": "assistant", "content": answer.text})
+        elif answer.finish_reason == "length":
+            self.ids = [*answer.prompt_ids, *answer.token_ids]
+        else:  # an end token or a stop string was not shown
+            self.ids = [*answer.prompt_ids, *llm.tokenize(answer.text, bos=False)]
+        llm.save_state(self.file, {"messages": self.messages, "ids": self.ids})

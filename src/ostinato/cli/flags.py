@@ -5,15 +5,17 @@ Types for typer, and the parsing of what a shell can only give as text. Values a
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from ostinato.cli.output import set_verbose
 from ostinato.errors import BadOption
 from ostinato.files import store
-from ostinato.options import DType, KVType
+from ostinato.options import DType, KVType, Sampling
 from ostinato.options import Mode as ModeName
 
 
@@ -116,7 +118,14 @@ Threads = Annotated[
 ]
 
 
-def parse_logit_bias(texts: list[str] | None) -> dict[int, float]:
+def sampling(words: Mapping[str, Any]) -> Sampling:
+    """The sampling among all that a verb was given by name (`typer.Context.params`)."""
+    names = {field.name for field in fields(Sampling)} & words.keys()
+    given = {name: words[name] for name in names}
+    return Sampling(**{**given, "logit_bias": parse_logit_bias(words["logit_bias"])})
+
+
+def parse_logit_bias(texts: Iterable[str] | None) -> dict[int, float]:
     """`ID=VALUE` texts as a mapping; the last word on an id counts.
 
     >>> parse_logit_bias(["5=-100", "7=1.5"])

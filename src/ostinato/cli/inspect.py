@@ -5,16 +5,14 @@ A file that cannot be run is still described as far as it goes, and what is miss
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args
 
 import typer
 
 from ostinato.cli import flags
 from ostinato.cli.output import talk, write_columns, write_json
-from ostinato.errors import BadInput, OstinatoError
+from ostinato.errors import BadFile, BadInput, OstinatoError
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT, resolve
 from ostinato.options import KVType
@@ -66,6 +64,8 @@ def inspect(
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything the headers tell, and under `missing` why some of it could not be told."""
+    from ostinato.text.of_checkpoint import has_template, tokenizer_of
+
     missing: list[str] = []
 
     def attempt(read: Callable[[], Found]) -> Found | None:
@@ -90,9 +90,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
     facts["sizes"] = _sizes(shape) if shape else _stated_sizes(checkpoint)
-    tokenizer = attempt(lambda: _read_tokenizer(checkpoint))
+    tokenizer = attempt(lambda: tokenizer_of(checkpoint))
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
-    facts["chat_template"] = _has_template(checkpoint)
+    facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
     facts["memory"] = _memory(shape, n_parameters) if shape else None
     facts["missing"] = missing
     return facts
@@ -102,14 +102,6 @@ def _read_shape(checkpoint: Checkpoint) -> Shape:
     from ostinato.models.registry import read_shape
 
     return read_shape(checkpoint)
-
-
-def _read_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    from ostinato.text.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
-
-    if checkpoint.format == "gguf":
-        return tokenizer_from_gguf(checkpoint.metadata, checkpoint.path)
-    return tokenizer_from_folder(checkpoint.path)
 
 
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
@@ -176,29 +168,17 @@ def _tokenizer_facts(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dic
 
 
 def _tokenizer_kind(checkpoint: Checkpoint) -> str | None:
+    from ostinato.files.json_file import read_json_object
+    from ostinato.text.folder import MAX_TOKENIZER_BYTES
+
     if checkpoint.format == "gguf":
         kind = checkpoint.metadata.get("tokenizer.ggml.model")
         return kind if isinstance(kind, str) else None
-    return _json_word(checkpoint.path / "tokenizer.json", "model", "type")
-
-
-def _has_template(checkpoint: Checkpoint) -> bool:
-    if checkpoint.format == "gguf":
-        return "tokenizer.chat_template" in checkpoint.metadata
-    folder = checkpoint.path
-    in_config = _json_word(folder / "tokenizer_config.json", "chat_template") is not None
-    return in_config or (folder / "chat_template.jinja").is_file()
-
-
-def _json_word(path: Path, *keys: str) -> str | None:
-    """A value deep in a JSON file as text; None where the file or the value is not there."""
     try:
-        value = json.loads(path.read_bytes())
-        for key in keys:
-            value = value[key]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        model = read_json_object(checkpoint.path / "tokenizer.json", most=MAX_TOKENIZER_BYTES).get("model")
+    except BadFile:  # told already, by whoever wanted to tokenize with it
         return None
-    return str(value)
+    return str(model["type"]) if isinstance(model, dict) and "type" in model else None
 
 
 def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from ostinato.cli.output import detail, talk
@@ -68,17 +69,7 @@ def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
 
     progress = LoadProgress()
     try:
-        llm = LLM(
-            model,
-            device=options.device,
-            mode=options.mode,
-            dtype=options.dtype,
-            kv_type=options.kv_type,
-            context=options.context,
-            threads=options.threads,
-            progress=progress,
-            talk=talk,
-        )
+        llm = LLM(model, progress=progress, talk=talk, **asdict(options))
     finally:
         progress.close()
     with llm:

@@ -51,7 +51,7 @@ def rm(
     verbose: flags.Verbose = False,
 ) -> None:
     """Remove a model that was pulled."""
-    n_bytes = store.remove(name)
+    n_bytes = store.remove(name, talk=talk)
     if as_json:
         write_json({"name": name, "bytes": n_bytes})
     else:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(
+    call: typer.Context,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; else --file or standard input.")
     ] = None,
@@ -63,20 +64,7 @@ def run(
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
     """
     options = LoadOptions(device, mode, dtype, kv_type, context, threads)
-    sampling = Sampling(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        logit_bias=flags.parse_logit_bias(logit_bias),
-        seed=seed,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-    )
+    sampling = flags.sampling(call.params)
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
     text = _prompt(prompt, read_text(prompt, file, "the prompt"))
@@ -88,7 +76,7 @@ def run(
             pieces = _start(llm, text, system, raw, sampling)
         completion = _answer_json(llm, pieces) if as_json else _answer(llm, pieces)
         if state is not None and completion is not None:
-            conversation.save(llm, completion.text)
+            conversation.save(llm, completion)
 
 
 def _prompt(argument: str | None, text: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -19,14 +22,14 @@ from ostinato.cli.input import (
 )
 from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write_columns, write_json, write_line
-from ostinato.errors import BadInput
+from ostinato.errors import BadFile, BadInput
 from ostinato.files.store import DEFAULT, resolve
 from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
-    from ostinato.text.tokenizer import Tokenizer
+    from ostinato.llm import LLM
 
-Pooling = Literal["mean", "last", "cls"]
+Pooling = Literal["mean", "cls", "last", "rank"]
 
 
 def tokenize(
@@ -45,6 +48,8 @@ def tokenize(
 
     Works on a GGUF file that holds only a vocabulary. Plain output has a line per token: its id, a tab, its text.
     """
+    from ostinato.text.of_checkpoint import open_tokenizer
+
     if text is None and is_typed():
         talk("reading standard input; Ctrl-D ends it")
     given = read_standard_input() if text is None else check_text(text, "the text")
@@ -56,20 +61,6 @@ def tokenize(
         return
     for token, piece in zip(ids, pieces, strict=True):
         write_line(f"{token}\t{json.dumps(piece, ensure_ascii=False)}")
-
-
-def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model file or folder; weights are not looked at."""
-    from ostinato.files.checkpoint import open_checkpoint
-    from ostinato.text.tokenizer import tokenizer_from_folder, tokenizer_from_gguf
-
-    if path.is_dir():
-        return tokenizer_from_folder(path)
-    checkpoint = open_checkpoint(path)
-    try:
-        return tokenizer_from_gguf(checkpoint.metadata, path)
-    finally:
-        checkpoint.close()
 
 
 def score(
@@ -91,6 +82,7 @@ def score(
         raise BadInput("the text to score is empty")
     with opened(model, options) as llm:
         result = llm.score(text)
+    _check_numbers(llm, (result.nll, result.perplexity))
     if as_json:
         figures = {"n_tokens": result.n_tokens, "nll": result.nll, "perplexity": result.perplexity}
         write_json({**figures, "model": llm.name})
@@ -105,7 +97,10 @@ def embed(
         typer.Argument(metavar="TEXT", help="The texts; else the lines of --file or of standard input."),
     ] = None,
     file: flags.TextFile = None,
-    pooling: Annotated[Pooling, typer.Option("--pooling", help="How the rows of a text become one.")] = "mean",
+    pooling: Annotated[
+        Pooling | None,
+        typer.Option("--pooling", help="How the rows of a text become one; by default the model's own way, else mean."),
+    ] = None,
     model: flags.Model = DEFAULT,
     device: flags.Device = "auto",
     mode: flags.Mode = "auto",
@@ -116,7 +111,7 @@ def embed(
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """One vector per text, from the model's last hidden states.
+    """One vector per text, from the model's last hidden states; with --pooling rank, a ranking model's scores.
 
     Plain output has a line of numbers per text.
     """
@@ -124,11 +119,21 @@ def embed(
     given = _texts(texts, file)
     with opened(model, options) as llm:
         vectors: list[list[float]] = llm.embed(given, pooling=pooling).tolist()
+    _check_numbers(llm, chain.from_iterable(vectors))
     if as_json:
-        write_json({"model": llm.name, "pooling": pooling, "embeddings": vectors})
+        used = pooling or llm.shape.pooling or "mean"
+        write_json({"model": llm.name, "pooling": used, "embeddings": vectors})
         return
     for vector in vectors:
         write_line(" ".join(f"{value:.8g}" for value in vector))
+
+
+def _check_numbers(llm: LLM, values: Iterable[float]) -> None:
+    if not all(map(math.isfinite, values)):
+        raise BadFile(
+            f"{llm.path}: the model computes values that are not numbers (NaN, infinity); its file may be damaged: "
+            "fetch it again"
+        )
 
 
 def _texts(arguments: list[str] | None, file: Path | None) -> list[str]:

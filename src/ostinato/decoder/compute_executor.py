@@ -18,6 +18,7 @@ from ostinato.decoder.pooling import Pooled
 from ostinato.decoder.sample_router import SampleRouter
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch
 from ostinato.graph.scheduler import Prepared
+from ostinato.kernels.allocate import is_out_of_memory
 
 Graph = TypeVar("Graph")
 Result = TypeVar("Result")
@@ -98,7 +99,8 @@ def _stage(name: str, failed: type[DecodeError], work: Callable[[], Result]) -> 
     except (DecodeError, InternalError):
         raise
     except Exception as error:
-        raise failed(f"the stage {name} of a run failed: {error}", reason=name) from error
+        kind = AllocationFailed if is_out_of_memory(error) else failed
+        raise kind(f"the stage {name} of a run failed: {error}", reason=name) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,7 @@ class EagerStages:
     setup: Setup
     job: UbatchJob
     embeddings: bool
+    logits: bool
     _ran: EagerGraph | None = None
 
     def validate(self, ubatch: Ubatch) -> None:
@@ -103,6 +104,8 @@ class EagerStages:
 
         assert graph.memory is not None  # bound
         check()
+        if n_threads != torch.get_num_threads():
+            torch.set_num_threads(n_threads)
         memory = replace(graph.memory, before_layer=check)
         graph.memory = memory
         rows_in = self.model.embed(graph.tokens) if graph.embd is None else graph.embd
@@ -110,7 +113,7 @@ class EagerStages:
         if self.job.expected == 0:
             return
         rows = hidden[graph.output_rows]
-        logits = self.model.logits(rows) if self.model.head is not None else None
+        logits = self.model.logits(rows) if self.logits else None
         graph.computed = Computed(logits, rows if self.embeddings else None)
 
     def extract(self, graph: EagerGraph, ubatch: Ubatch) -> int:

@@ -159,7 +159,9 @@ class DecodeFlow:
                 memory=lambda: self.parts.forward(cursor, self.model),
                 memory_shape=lambda: cursor.shape,
             )
-            stages = EagerStages(self.model, self.graphs, self._extractor, self._setup(), job, self.embeddings)
+            stages = EagerStages(
+                self.model, self.graphs, self._extractor, self._setup(), job, self.embeddings, logits=self._makes_logits
+            )
 
             def compute(stages: EagerStages = stages) -> int:
                 return self._computing.execute(stages.job.ubatch, stages, abort).rows
@@ -183,6 +185,11 @@ class DecodeFlow:
     def _keeps_rows(self) -> bool:
         """Whether embeddings are rows beside the logits, and not pooled."""
         return self.embeddings and (self.pooled is None or self.pooled.per_token)
+
+    @property
+    def _makes_logits(self) -> bool:
+        """Pooled vectors need none, and a head over every token would cost more than the rest."""
+        return self.pooled is None or self.pooled.per_token
 
     def _setup(self) -> Setup:
         pooling = None if self.pooled is None else self.pooled.kind

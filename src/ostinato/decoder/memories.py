@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ostinato.batch.batch import MAX_SEQ
 from ostinato.decoder.settings import Settings, settle
+from ostinato.errors import Unsupported
 from ostinato.memory.coordinator.hybrid import HybridCoordinator
 from ostinato.memory.coordinator.interface import Cursor, Memory
 from ostinato.memory.coordinator.kv import KVCoordinator
@@ -61,7 +62,8 @@ def _part_with(layer: int, parts: list[KVPart]) -> int:
 def window_of(shape: Shape) -> int | None:
     """The one window size of a model's windowed layers; None where all layers see everything."""
     sizes = {window for window in shape.windows if window is not None}
-    assert len(sizes) <= 1, "a model with windows of several sizes"
+    if len(sizes) > 1:
+        raise Unsupported(f"{shape.family}: windows of several sizes ({sorted(sizes)}) are not supported")
     return sizes.pop() if sizes else None
 
 
@@ -80,22 +82,15 @@ def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts
         assert recurrent is not None
         return MemoryParts(RecurrentCoordinator(recurrent[0]), recurrent=recurrent)
     window = window_of(shape)
+    full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
     if recurrent is not None:
-        assert window is None, "a hybrid with windowed layers"
-        full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
+        if window is not None:
+            raise Unsupported(f"{shape.family}: recurrent layers beside a sliding window are not supported")
         return MemoryParts(HybridCoordinator(full[0], recurrent[0]), full=full, recurrent=recurrent)
     if window is None:
-        full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
         return MemoryParts(KVCoordinator(full[0]), full=full)
-    full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
-    small = _cache(
-        model,
-        settings,
-        kv_type,
-        layers_of(shape, windowed=True),
-        windowed_cells(settings, window),
-        Window("standard", window),
-    )
+    cells, layers = windowed_cells(settings, window), layers_of(shape, windowed=True)
+    small = _cache(model, settings, kv_type, layers, cells, Window("standard", window))
     return MemoryParts(TwoCacheCoordinator(full[0], small[0]), full=full, windowed=small)
 
 

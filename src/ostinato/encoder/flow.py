@@ -34,7 +34,7 @@ class EncodeFlow:
         self.model, self.settings = model, settings
         self.pooled = pooled or Pooled(Pooling.NONE)
         self.outputs = Outputs(
-            n_vocab=model.shape.vocab if model.head is not None else 0,
+            n_vocab=0,  # an encoder has no logits
             n_embd_out=model.shape.hidden,
             n_batch=settings.n_batch,
             n_seq_max=settings.n_seq_max,
@@ -86,7 +86,7 @@ class EncodeFlow:
             return EncoderMemory.of(self.model.ops, ubatch, self.model.device)
 
         job = UbatchJob(ubatch, first_row=0, expected=ubatch.n_tokens, memory=memory)
-        stages = EagerStages(self.model, self.graphs, self._extractor, self._setup, job, embeddings=True)
+        stages = EagerStages(self.model, self.graphs, self._extractor, self._setup, job, embeddings=True, logits=False)
         rows = self._computing.execute(ubatch, stages, abort).rows
         if rows != job.expected:
             raise ComputeFailed(f"the run produced {rows} rows where {job.expected} were due (UX-1)", reason="rows")

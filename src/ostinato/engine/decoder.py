@@ -1,6 +1,6 @@
 """The decoder for library users: any batch of tokens of any sequences in, rows out, memory in their hands.
 
-    decoder = Decoder.of(llm, n_seq_max=4, n_outputs_max=64)
+    decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)
     decoder.decode(Batch(token=[1, 2, 3], seq_id=[[0], [0], [1]], output=[0, 1, 1]))
     decoder.logits(1), decoder.memory.seq_rm(0)
 
@@ -11,7 +11,7 @@ accepted. Failures are one exception per class, each with `.code`, `.reason` and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from torch import Tensor
 
@@ -43,13 +43,31 @@ class Decoder:
         model: Model,
         *,
         n_ctx: int,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        unified: bool = True,
+        n_outputs_max: int = 0,
+        n_outputs_max_per_seq: int = 0,
+        n_rs_seq: int = 0,
         kv_type: KVType = "f32",
         embeddings: bool = False,
         pooling: str = "none",
-        **sizes: Any,
     ) -> None:
+        if kv_type not in get_args(KVType):
+            raise BadOption(f"kv_type is {kv_type!r}; known: {', '.join(get_args(KVType))}")
         causal = model.shape.causal
-        self.settings: Settings = settle(n_ctx=n_ctx, causal=causal, **{"unified": True, **sizes})
+        self.settings: Settings = settle(
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_seq_max=n_seq_max,
+            unified=unified,
+            n_outputs_max=n_outputs_max,
+            n_outputs_max_per_seq=n_outputs_max_per_seq,
+            n_rs_seq=n_rs_seq,
+            causal=causal,
+        )
         self.model = model
         pooled = _pooled(model, pooling) if embeddings or not causal else None
         self._parts: MemoryParts | None = None
@@ -111,6 +129,7 @@ class Decoder:
 
     @property
     def parts(self) -> MemoryParts:
+        """The memory's caches and states with their tensors; to be looked at."""
         if self._parts is None:
             raise Unsupported(f"{self.model.shape.family} is an encoder: it has no memory")
         return self._parts
@@ -119,6 +138,11 @@ class Decoder:
     def memory(self) -> Memory:
         """The memory: `seq_rm`, `seq_cp`, `seq_keep`, `seq_add`, `seq_div`, `clear`, `pos_min`, `pos_max`."""
         return self.parts.memory
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """No saved state of this memory is larger."""
+        return state_file.largest(self._saved_parts())
 
     def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
         """The whole memory as bytes (ST-1)."""

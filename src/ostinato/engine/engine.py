@@ -20,7 +20,7 @@ from ostinato.batch.batch import Batch
 from ostinato.engine.decoder import Decoder
 from ostinato.engine.placement import Placement
 from ostinato.engine.sampler import Choice, Sampler
-from ostinato.errors import BadInput, InternalError, PromptTooLong, Unsupported
+from ostinato.errors import BadFile, BadInput, InternalError, PromptTooLong, Unsupported
 from ostinato.memory.state_file import describe
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
@@ -31,6 +31,7 @@ FinishReason = Literal["stop", "length"]
 # matrix products are at full speed, narrow enough that a mask over a long context stays small.
 CHUNK_ROWS: Final = 512
 SEQUENCE: Final = 0
+LONGEST_WAIT_S: Final = 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,17 +112,19 @@ class Engine:
         for ids in texts:
             self.check(ids)
         with self._own_turn():
-            decoder = self._pooling_decoder(pooling)
+            decoder = self._pooling_decoder(pooling, max(map(len, texts)))
             return [_pooled(decoder, ids) for ids in texts]
 
     def rank(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
         """The scores [classes] of each pair of texts, by a model that ranks."""
+        if not pairs:
+            return []
         for first, second in pairs:
             self.check([*first, *second])
         types = self._model.type_embedding
         second_kind = 1 if types is not None and len(types) > 1 else 0
         with self._own_turn():
-            decoder = self._pooling_decoder("rank")
+            decoder = self._pooling_decoder("rank", max(len(first) + len(second) for first, second in pairs))
             return [
                 _pooled(decoder, [*first, *second], segment=[0] * len(first) + [second_kind] * len(second))
                 for first, second in pairs
@@ -145,9 +148,9 @@ class Engine:
     # Saved state
 
     @property
-    def ids(self) -> tuple[int, ...]:
-        """The tokens that memory holds."""
-        return tuple(self._ids)
+    def largest_state_bytes(self) -> int:
+        """No saved state of this engine is larger."""
+        return self._causal().largest_state_bytes
 
     def save(self, note: Mapping[str, Any]) -> bytes:
         """The sequence in memory with its token ids, and a note of the caller's."""
@@ -155,31 +158,40 @@ class Engine:
             return self._causal().save_sequence(SEQUENCE, {**note, "ids": self._ids})
 
     def load(self, data: bytes) -> None:
-        """Put a saved sequence into memory."""
-        note = describe(data).note or {}
+        """Put a saved sequence into memory; BadFile where its token ids are not those of its cells."""
+        ids = (describe(data).note or {}).get("ids")
         with self._own_turn():
+            memory = self._causal().memory
             self._ids = []
             self._causal().load_sequence(SEQUENCE, data)
-            self._ids = list(note["ids"])
+            last = memory.pos_max(SEQUENCE)
+            n_held = 0 if last is None else last + 1
+            if not isinstance(ids, list) or len(ids) != n_held or not all(isinstance(token, int) for token in ids):
+                memory.clear()
+                raise BadFile("this state does not say which tokens it holds; save it again")
+            self._ids = ids
 
     # Inside
 
     def _new_decoder(self, **settings: Any) -> Decoder:
-        wanted: dict[str, Any] = {"n_batch": CHUNK_ROWS, "n_ubatch": CHUNK_ROWS, **settings}
-        return Decoder(self._model, n_ctx=self.context, kv_type=self._placement.kv_type, **wanted)
+        wanted: dict[str, Any] = {"n_ctx": self.context, "n_batch": CHUNK_ROWS, "n_ubatch": CHUNK_ROWS, **settings}
+        return Decoder(self._model, kv_type=self._placement.kv_type, **wanted)
 
     def _causal(self) -> Decoder:
         if self._decoder is None:
             raise Unsupported(f"{self._model.shape.family} is an encoder: it embeds text and generates none")
         return self._decoder
 
-    def _pooling_decoder(self, pooling: str) -> Decoder:
-        """A decoder of its own for embeddings: it holds one text at a time, of any length up to the context."""
-        if self._embedder is None or self._embedder[0] != pooling:
-            n_ubatch = CHUNK_ROWS if self._model.shape.causal else self.context
-            decoder = self._new_decoder(n_batch=self.context, n_ubatch=n_ubatch, embeddings=True, pooling=pooling)
-            self._embedder = (pooling, decoder)
-        return self._embedder[1]
+    def _pooling_decoder(self, pooling: str, n_tokens: int) -> Decoder:
+        """A decoder of its own for embeddings, just large enough for one text of that length at a time."""
+        kept = self._embedder
+        if kept is None or kept[0] != pooling or kept[1].settings.n_batch < n_tokens:
+            self._embedder = None  # given back before more is asked for
+            size = -(-n_tokens // CHUNK_ROWS) * CHUNK_ROWS
+            n_ubatch = CHUNK_ROWS if self._model.shape.causal else size
+            wanted = {"n_ctx": size, "n_batch": size, "n_ubatch": n_ubatch, "embeddings": True, "pooling": pooling}
+            self._embedder = kept = (pooling, self._new_decoder(**wanted))
+        return kept[1]
 
     def _keep_prefix(self, prompt: Sequence[int]) -> int:
         """Make memory hold just a beginning of the prompt, as long as it can be; how many tokens that is."""
@@ -216,12 +228,14 @@ class Engine:
         me = threading.get_ident()
         if self._holder == me and self._turn.locked():
             raise BadInput("another stream of this LLM is still open in this thread; finish or close it first")
-        with self._turn:
-            self._holder = me
-            try:
-                yield
-            finally:
-                self._holder = None
+        if not self._turn.acquire(timeout=LONGEST_WAIT_S):
+            raise BadInput(f"another request has held this LLM for {LONGEST_WAIT_S} seconds; finish or close it first")
+        self._holder = me
+        try:
+            yield
+        finally:
+            self._holder = None
+            self._turn.release()
 
 
 def _chunks(tokens: Sequence[int]) -> list[Sequence[int]]:

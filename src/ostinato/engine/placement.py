@@ -24,6 +24,7 @@ from ostinato.options import KVType, LoadOptions
 # The rest is for activations, logits and whoever else lives on the machine.
 USABLE_SHARE: Final = 0.9
 LEAST_CONTEXT: Final = 128
+FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,15 +131,16 @@ def free_bytes(device: torch.device) -> int:
 
 def free_host_bytes() -> int:
     """Memory that the system can give without swapping; the control group's limit where that is lower."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+    free = FREE_WHEN_NOT_TOLD
     try:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
         used = int(Path("/sys/fs/cgroup/memory.current").read_text())
         return free if limit == "max" else min(free, max(0, int(limit) - used))
-    except (OSError, ValueError, StopIteration):
-        return free  # no such files on this system
+    except (OSError, ValueError, AttributeError, StopIteration):
+        return free  # this system does not tell, or not all of it
 
 
 def gib(n_bytes: int) -> str:

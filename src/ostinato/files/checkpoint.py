@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.errors import OstinatoError
+from ostinato.errors import InternalError
 from ostinato.files.mapped import MappedFile, status
 from ostinato.files.quants import BLOCKS, CHUNK_ELEMENTS, dequantize_into
 from ostinato.files.sniff import not_a_model, refuse_folder
@@ -114,7 +114,7 @@ def fill(info: TensorInfo, raw: NDArray[np.uint8], out: torch.Tensor) -> None:
 
     if out.numel() != info.n_elements or not out.is_contiguous():
         layout = "contiguous" if out.is_contiguous() else "non-contiguous"
-        raise OstinatoError(
+        raise InternalError(
             f"tensor {info.name!r} of shape {list(info.shape)} cannot be read into a {layout} tensor of shape "
             f"{list(out.shape)}; give a contiguous one with {info.n_elements} elements"
         )

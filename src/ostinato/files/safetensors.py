@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 from ostinato.errors import BadFile, UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import TensorInfo, fill
 from ostinato.files.fingerprint import fingerprint_of
+from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
 from ostinato.files.quants import check_readable
-from ostinato.files.safetensors_header import Place, read_header, read_json_object
+from ostinato.files.safetensors_header import Place, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,7 @@ class SafetensorsFolder:
         self.metadata: Mapping[str, Any] = MappingProxyType(read_json_object(path / "config.json"))
         self.architecture = self._architecture()
         self._refuse_quantised()
-        self.generation_config: Mapping[str, Any] = MappingProxyType(_optional_json(path / "generation_config.json"))
+        self.generation_config: Mapping[str, Any] = MappingProxyType(read_json_if_there(path / "generation_config.json"))
         self._places: dict[str, tuple[MappedFile, Place]] = {}
         try:
             self._open_shards()
@@ -135,10 +136,6 @@ class SafetensorsFolder:
     def close(self) -> None:
         for shard in self._shards:
             shard.close()
-
-
-def _optional_json(path: Path) -> dict[str, Any]:
-    return read_json_object(path) if os.path.exists(path) else {}
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -1,23 +1,21 @@
 """The header of one safetensors file: eight bytes of length, then JSON that says where each tensor lies.
 
 Every bound is checked before a tensor is believed: the header inside the file, each tensor inside the data
-and of the size its shape asks for, none over another, nothing left over. JSON too deep, too long or with a
-name twice is a BadFile like the rest.
+and of the size its shape asks for, none over another, nothing left over. The JSON itself is parsed by
+`json_file.py`.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from ostinato.errors import BadFile, Unsupported
+from ostinato.files.json_file import parse_json_object
 from ostinato.files.mapped import MappedFile
 
 MAX_HEADER_BYTES: Final = 1 << 25  # a hundred thousand tensors take about 2^23
-MAX_JSON_BYTES: Final = 1 << 25
 MAX_DIMENSIONS: Final = 8
 
 _AGAIN = "the file is damaged or cut off: fetch it again"
@@ -56,39 +54,6 @@ class Place(NamedTuple):
     type: str
     start: int
     n_bytes: int
-
-
-def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """A JSON object, each name once; BadFile, beginning with `where`, for anything else."""
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in found if names.count(name) > 1)
-            raise BadFile(f"{where}: the name {twice[:120]!r} is there twice; {_AGAIN}")
-        return found
-
-    try:
-        parsed = json.loads(text.decode("utf-8"), object_pairs_hook=once)
-    except RecursionError:
-        raise BadFile(f"{where}: its JSON is nested too deep; {_AGAIN}") from None
-    except ValueError as error:  # not UTF-8, not JSON, or a number of thousands of digits
-        raise BadFile(f"{where}: is not JSON: {str(error)[:200]}; {_AGAIN}") from None
-    if not isinstance(parsed, dict):
-        raise BadFile(f"{where}: is a JSON {type(parsed).__name__}, not an object; {_AGAIN}")
-    return parsed
-
-
-def read_json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file of reasonable size."""
-    file = MappedFile(path)
-    try:
-        if file.n_bytes > MAX_JSON_BYTES:
-            raise BadFile(f"{path}: has {file.n_bytes} bytes; JSON of more than {MAX_JSON_BYTES} is not read")
-        return parse_json_object(bytes(file.data[:]), os.fspath(path))
-    finally:
-        file.close()
 
 
 def read_header(file: MappedFile) -> dict[str, Place]:

@@ -17,13 +17,15 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import quote
 
 from ostinato.errors import BadInput, FetchFailed, UnknownName, listing
 from ostinato.files.fetch import (
+    STALLED_S,
     DiskFull,
     FetchedFile,
+    Growth,
     HubSource,
     Source,
     Talk,
@@ -33,6 +35,9 @@ from ostinato.files.fetch import (
     megabytes,
     sha256_of,
 )
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
 
 DEFAULT: Final = "smollm2"
 
@@ -49,8 +54,14 @@ TABLE: Final[Mapping[str, Source]] = MappingProxyType(
     }
 )
 
+WAIT_TALK_EVERY_S: Final = 30.0
+
 _MARKER: Final = ".ostinato.json"
 _HUB_NAME: Final = re.compile(r"hf:(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>[^\\\0]+))?")
+
+
+class Busy(FetchFailed):
+    """Another process is at the model, and does not get on with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +115,7 @@ def pull(name: str, *, talk: Talk) -> StoredModel:
                     return stored
                 talk(f"{stored.path} is damaged; fetching it again")
             return _fetch(name, source, talk)
-    except DiskFull as error:
+    except (Busy, DiskFull) as error:
         raise FetchFailed(f"{name}: {error}") from error
     except FetchFailed as error:
         raise FetchFailed(f"{name}: {error}; {_other_ways(name, source)}") from error
@@ -126,16 +137,14 @@ def installed() -> list[StoredModel]:
     return sorted((model for model in stored if model is not None), key=lambda model: model.name)
 
 
-def remove(name: str) -> int:
+def remove(name: str, *, talk: Talk) -> int:
     """Take a model, and what is left of an unfinished pull of it, off the disk; returns the bytes freed."""
-    # Only a name of ours becomes a folder here: "" and ".." would be the whole store.
-    places = (_folder(name), _partial(name)) if is_name(name) else ()
-    folders = [folder for folder in places if folder.is_dir()]
-    if not folders:
+    if not _places(name):
         raise _not_installed(name)
-    n_bytes = folder_bytes(*folders)
     try:
-        with _only_one(name, lambda _: None):
+        with _only_one(name, talk):
+            folders = _places(name)  # a pull that we waited for has moved them
+            n_bytes = folder_bytes(*folders)
             for folder in folders:
                 _discard(folder)
     except OSError as error:
@@ -169,6 +178,12 @@ def _folder(name: str) -> Path:
 
 def _partial(name: str) -> Path:
     return home() / "partial" / quote(name, safe="")
+
+
+def _places(name: str) -> list[Path]:
+    """What there is of a name on the disk. Only a name of ours is one: "" and ".." would be the whole store."""
+    places = (_folder(name), _partial(name)) if is_name(name) else ()
+    return [folder for folder in places if folder.is_dir()]
 
 
 def _read(folder: Path, name: str | None = None) -> StoredModel | None:
@@ -252,20 +267,41 @@ def _discard(folder: Path) -> None:
 @contextmanager
 def _only_one(name: str, talk: Talk) -> Iterator[None]:
     """One writer per name on this machine; the lock dies with its process, so a killed pull leaves none."""
-    from filelock import FileLock, Timeout
+    from filelock import FileLock
 
     path = home() / "locks" / f"{quote(name, safe='')}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
+    if not _acquired(lock, 0):
         talk(f"waiting for another pull of {name}")
-        lock.acquire()
+        _wait(lock, name, talk)
     try:
         yield
     finally:
         lock.release()
+
+
+def _wait(lock: BaseFileLock, name: str, talk: Talk) -> None:
+    """Wait as long as the other process gets on: what it fetches grows."""
+    growth = Growth()
+    while not _acquired(lock, WAIT_TALK_EVERY_S):
+        n_bytes = folder_bytes(_partial(name))
+        if growth.has_stalled(n_bytes):
+            raise Busy(
+                f"another process is at it and has brought nothing for {STALLED_S:.0f} seconds; "
+                f"end that process, then try again (its lock is {lock.lock_file})"
+            )
+        talk(f"still waiting for another pull of {name}: {megabytes(n_bytes)} so far")
+
+
+def _acquired(lock: BaseFileLock, seconds: float) -> bool:
+    from filelock import Timeout
+
+    try:
+        lock.acquire(timeout=seconds)
+    except Timeout:
+        return False
+    return True
 
 
 # --- what to say when it does not work ---

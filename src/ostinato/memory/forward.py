@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.batch.batch import MAX_SEQ
 from ostinato.batch.ubatch import Ubatch
 from ostinato.kernels.table import Ops
 from ostinato.memory.kv_cache import KVCache
@@ -115,14 +116,10 @@ class EncoderMemory:
     n_planes: int = 1
 
     @staticmethod
-    def of(ops: Ops, ubatch: Ubatch, device: torch.device, window: int | None = None) -> EncoderMemory:
-        seen = np.zeros((ubatch.n_tokens, ubatch.n_tokens), np.bool_)
-        token = np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)
-        for row, primary in enumerate(ubatch.primary.tolist()):
-            seen[row, token[ubatch.seq_id == primary]] = True
-        if window is not None:  # symmetric: half of it on either side (SW-2)
-            far = np.abs(ubatch.first_pos[:, None] - ubatch.first_pos[None, :]) > window // 2
-            seen &= ~far
+    def of(ops: Ops, ubatch: Ubatch, device: torch.device) -> EncoderMemory:
+        member = np.zeros((MAX_SEQ, ubatch.n_tokens), np.bool_)
+        member[ubatch.seq_id, np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)] = True
+        seen = member[ubatch.primary]
         return EncoderMemory(ops, None if seen.all() else torch.from_numpy(seen).to(device))
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ostinato.batch.batch import Ints
 from ostinato.errors import BadOption
+from ostinato.kernels.allocate import zeros
 from ostinato.kernels.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.kernels.rope import rope_torch
 from ostinato.memory.recurrent_state import Run
@@ -38,9 +39,9 @@ class Half:
     """K or V of one layer."""
 
     def __init__(self, streams: int, cells: int, heads: int, width: int, kv_type: KVType, device: torch.device) -> None:
-        self.values = torch.zeros((streams, cells, heads, width), dtype=_DTYPES[kv_type], device=device)
+        self.values = zeros((streams, cells, heads, width), _DTYPES[kv_type], device)
         scales = (streams, cells, heads, width // BLOCK)
-        self.scales = torch.zeros(scales, dtype=torch.float16, device=device) if kv_type == "q8_0" else None
+        self.scales = zeros(scales, torch.float16, device) if kv_type == "q8_0" else None
 
     @property
     def parts(self) -> list[Tensor]:
@@ -130,7 +131,7 @@ class StateStore:
     ) -> None:
         self.planes = planes
         self.layers = {
-            layer: tuple(torch.zeros((rows, planes, *size), device=device) for size in recurrent.states)
+            layer: tuple(zeros((rows, planes, *size), torch.float32, device) for size in recurrent.states)
             for layer in layers
         }
 

@@ -99,12 +99,22 @@ class Builder:
         s, at = self.shape, f"blk.{layer}."
         assert s.experts is not None
         n, ff = s.experts.n_experts, s.experts.ff_width
+        for part, size in (("ffn_gate", (ff, s.hidden)), ("ffn_up", (ff, s.hidden)), ("ffn_down", (s.hidden, ff))):
+            self._check_expert_parts(at + part, n, size)
         gate_up, down = self.weights.empty(n, 2 * ff, s.hidden), self.weights.empty(n, s.hidden, ff)
         self._expert_parts(at + "ffn_gate", [gate_up[e, :ff] for e in range(n)], gate_up[:, :ff])
         self._expert_parts(at + "ffn_up", [gate_up[e, ff:] for e in range(n)], gate_up[:, ff:])
         self._expert_parts(at + "ffn_down", [down[e] for e in range(n)], down)
         router = self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False)
         return Experts(self.ops, router, gate_up, down, s.experts, s.activation)
+
+    def _check_expert_parts(self, name: str, n: int, size: tuple[int, int]) -> None:
+        """Before memory is laid out for them: the file really holds that many experts of that size."""
+        if self.weights.has(f"{name}_exps.weight"):
+            self.weights.check([f"{name}_exps.weight"], [(n, *size)])
+            return
+        for expert in range(n):
+            self.weights.check([f"{name}.{expert}.weight"], [size])
 
     def _expert_parts(self, name: str, parts: list[Tensor], whole: Tensor) -> None:
         """One tensor for all experts, or one for each, as the file has it."""

@@ -15,6 +15,8 @@ from ostinato.errors import BadFile, Unsupported
 from ostinato.kernels.rope import Pairing
 from ostinato.models.fields import Fields
 
+WIDEST = 65_536  # elements of a head that turn; no model comes near, and a list of that length is made from it
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -128,10 +130,10 @@ def _turning(settings: Fields, c: Fields, width: int) -> int:
 
 
 def _within(turning: int, width: int, f: Fields) -> int:
-    if turning % 2 or not 2 <= turning <= width:
+    if turning % 2 or not 2 <= turning <= min(width, WIDEST):
         raise BadFile(
             f"{f.path}: {turning} of a head's {width} elements turn by rotary positions; it must be an even number "
-            "no larger than the head"
+            f"no larger than the head or {WIDEST}"
         )
     return turning
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import BadFile
+from ostinato.kernels.allocate import empty
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
@@ -86,8 +87,8 @@ class Weights:
     ) -> Tensor:
         """Several tensors on top of each other, along their rows, in one piece of memory [sum of rows, ...]."""
         rows = sum(shape[0] for shape in shapes)
-        self._check(names, shapes)
-        out = torch.empty((rows, *shapes[0][1:]), dtype=dtype or self.dtype, device=self.device)
+        self.check(names, shapes)
+        out = empty((rows, *shapes[0][1:]), dtype or self.dtype, self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             self._jobs.append((name, out[start : start + shape[0]]))
@@ -96,12 +97,12 @@ class Weights:
 
     def take_into(self, name: str, out: Tensor) -> None:
         """One tensor into memory that somebody laid out, a view of it included."""
-        self._check([name], [out.shape])
+        self.check([name], [out.shape])
         self._jobs.append((name, out))
 
     def empty(self, *shape: int) -> Tensor:
         """Memory for `take_into`, where these weights live."""
-        return torch.empty(shape, dtype=self.dtype, device=self.device)
+        return empty(shape, self.dtype, self.device)
 
     def pass_over(self, name: str) -> None:
         """Count a tensor as used that was read elsewhere (rope factors) or is the embedding once more."""
@@ -116,14 +117,19 @@ class Weights:
             # The largest first, so that no thread is left with one big tensor at the end.
             order = sorted(self._jobs, key=lambda job: -self._n_bytes(job[0]))
             reading = {pool.submit(self._read, name, out): name for name, out in order}
-            for ready in as_completed(reading):
-                ready.result()
-                done += self._n_bytes(reading[ready])
-                if progress is not None:
-                    progress(done, total)
+            try:
+                for ready in as_completed(reading):
+                    ready.result()
+                    done += self._n_bytes(reading[ready])
+                    if progress is not None:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # the rest need not be read any more
+                raise
         self._jobs.clear()
 
-    def _check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+    def check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        """Refuse names that the file lacks, or has in another shape; they count as used."""
         for name, shape in zip(names, shapes, strict=True):
             if name not in self._names:
                 raise BadFile(f"{self._checkpoint.path}: the tensor {self._spell(name)} is missing; it is incomplete")

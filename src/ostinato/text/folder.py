@@ -8,6 +8,7 @@ a whole list decode alike.
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,33 +18,13 @@ from typing import Any
 from tokenizers import Tokenizer as Library
 
 from ostinato.errors import BadFile, Unsupported
+from ostinato.files.json_file import read_json_if_there, read_text
 from ostinato.text.byte_level import token_bytes
 from ostinato.text.guard import guarded, library_ids
 from ostinato.text.sentencepiece import spelt_byte
 from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
 
-
-def _read_text(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadFile(f"{path} cannot be read: {error}") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty where there is no such file."""
-    text = _read_text(path)
-    if text is None:
-        return {}
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise BadFile(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise BadFile(f"{path} holds {type(value).__name__}, not a JSON object")
-    return value
+MAX_TOKENIZER_BYTES = 1 << 28  # the largest vocabularies in use take about 2^25
 
 
 @dataclass(slots=True)
@@ -95,12 +76,12 @@ class FolderFacts:
 def read_folder(folder: Path) -> FolderFacts:
     """Everything `tokenizer_from_folder` needs; `BadFile` or `Unsupported` says what is wrong with which file."""
     path = folder / "tokenizer.json"
-    source = _read_text(path)
-    if source is None:
+    if not os.path.exists(path):
         raise _no_tokenizer(folder)
+    source = read_text(path, most=MAX_TOKENIZER_BYTES)
     library = load_library(source, path)
-    settings = read_json(folder / "tokenizer_config.json")
-    config = read_json(folder / "config.json")
+    settings = read_json_if_there(folder / "tokenizer_config.json")
+    config = read_json_if_there(folder / "config.json")
     named = {**config, **_mapping(config.get("text_config"))}
     texts = _texts(library, path, named.get("vocab_size"))
     added = library.get_added_tokens_decoder()
@@ -110,7 +91,7 @@ def read_folder(folder: Path) -> FolderFacts:
     pieces = decoder_pieces(decoder, path)
     bos_id = _token_id(library, settings.get("bos_token"), named.get("bos_token_id"), len(texts))
     eos_id = _token_id(library, settings.get("eos_token"), named.get("eos_token_id"), len(texts))
-    ends = [*_ids(read_json(folder / "generation_config.json").get("eos_token_id")), *_ids(named.get("eos_token_id"))]
+    ends = [*_ids(read_json_if_there(folder / "generation_config.json").get("eos_token_id")), *_ids(named.get("eos_token_id"))]
     markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
     prefix, suffix = _around(_whole_and_bare(library, path), settings, bos_id, eos_id)
     return FolderFacts(

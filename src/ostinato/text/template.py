@@ -16,10 +16,10 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from ostinato.errors import BadFile, BadInput, BadTemplate, OstinatoError
-from ostinato.text.folder import read_json
+from ostinato.errors import BadFile, BadInput, BadTemplate, InternalError
+from ostinato.files.json_file import read_json_if_there, read_text
 from ostinato.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 5.0
@@ -149,14 +149,14 @@ class _Child:
                 start_new_session=True,  # Ctrl-C in the terminal is for us, not for it
             )
         except OSError as error:
-            raise OstinatoError(f"the template renderer could not be started: {error}") from error
+            raise InternalError(f"the template renderer could not be started: {error}") from error
         self._made_by = os.getpid()
         self.expired = False
         self.end = weakref.finalize(owner, _end_process, self._process)
         if self.ask(json.dumps(settings).encode(), START_SECONDS) is None:
             self.end()
             code = self._process.returncode
-            raise OstinatoError(f"the template renderer did not start (exit code {code}); is jinja2 installed?")
+            raise InternalError(f"the template renderer did not start (exit code {code}); is jinja2 installed?")
 
     def usable(self) -> bool:
         """Whether it still runs, and is ours: a forked process must not share the parent's."""
@@ -238,29 +238,32 @@ def _check_part(index: int, place: int, part: object) -> dict[str, Any]:
     return dict(part)
 
 
+class Sources(NamedTuple):
+    """The text of a model's template, and of its variant for tools where it has one."""
+
+    default: str
+    tools: str | None
+
+
 def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer, path: Path) -> ChatTemplate | None:
     """The chat template of a GGUF file, with its tool-using variant where it has one; None for a model without."""
-    key = "tokenizer.chat_template"
-    named = {name: metadata.get(f"{key}.{name}") for name in ("default", "tool_use")}
-    named = {"default": metadata.get(key, named["default"]), "tool_use": named["tool_use"]}
-    return _from_named(named, tokenizer, str(path))
+    return _made(sources_in_gguf(metadata, path), tokenizer, path)
 
 
-def _from_named(named: Mapping[str, object], tokenizer: Tokenizer, where: str) -> ChatTemplate | None:
-    for name, source in named.items():
-        if source is not None and not isinstance(source, str):
-            raise BadFile(f"{where}: the chat template {name!r} is {type(source).__name__}, not text")
-    source, tool_source = named.get("default"), named.get("tool_use")
-    if source is None:
-        source, tool_source = tool_source, None
-    if source is None:
+def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a model folder; None for a model without."""
+    return _made(sources_in_folder(folder), tokenizer, folder)
+
+
+def _made(sources: Sources | None, tokenizer: Tokenizer, path: Path) -> ChatTemplate | None:
+    if sources is None:
         return None
     return ChatTemplate(
-        str(source),
+        sources.default,
         bos_token=_text_of(tokenizer, tokenizer.bos_id),
         eos_token=_text_of(tokenizer, tokenizer.eos_id),
-        tool_source=None if tool_source is None else str(tool_source),
-        name=f"the chat template of {where}",
+        tool_source=sources.tools,
+        name=f"the chat template of {path}",
     )
 
 
@@ -268,22 +271,35 @@ def _text_of(tokenizer: Tokenizer, id: int | None) -> str:
     return "" if id is None else tokenizer.token_text(id)
 
 
-def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a model folder; None for a model without.
+def sources_in_gguf(metadata: Mapping[str, Any], path: Path) -> Sources | None:
+    """What a GGUF file says of its template; None where it says nothing."""
+    key = "tokenizer.chat_template"
+    named = {name: metadata.get(f"{key}.{name}") for name in ("default", "tool_use")}
+    return _chosen({**named, "default": metadata.get(key, named["default"])}, path)
+
+
+def sources_in_folder(folder: Path) -> Sources | None:
+    """What the files of a folder say of its template; None where they say nothing.
 
     `chat_template.jinja` counts before `chat_template.json`, and that before tokenizer_config.json; variants are
     named there, or are files in `additional_chat_templates`.
     """
-    named = _listed(read_json(folder / "tokenizer_config.json").get("chat_template"))
-    named |= _listed(read_json(folder / "chat_template.json").get("chat_template"))
+    named = _listed(read_json_if_there(folder / "tokenizer_config.json").get("chat_template"))
+    named |= _listed(read_json_if_there(folder / "chat_template.json").get("chat_template"))
     files = {"default": folder / "chat_template.jinja", "tool_use": folder / "additional_chat_templates/tool_use.jinja"}
-    for name, file in files.items():
-        if file.is_file():
-            try:
-                named[name] = file.read_text(encoding="utf-8")
-            except (OSError, UnicodeDecodeError) as error:
-                raise BadFile(f"{file} cannot be read: {error}") from error
-    return _from_named(named, tokenizer, str(folder))
+    named |= {name: read_text(file) for name, file in files.items() if file.is_file()}
+    return _chosen(named, folder)
+
+
+def _chosen(named: Mapping[str, object], path: Path) -> Sources | None:
+    for name, source in named.items():
+        if source is not None and not isinstance(source, str):
+            raise BadFile(f"{path}: the chat template {name!r} is {type(source).__name__}, not text")
+    texts = {name: source for name, source in named.items() if isinstance(source, str)}
+    default, tools = texts.get("default"), texts.get("tool_use")
+    if default is not None:
+        return Sources(default, tools)
+    return None if tools is None else Sources(tools, None)
 
 
 def _listed(entry: object) -> dict[str, object]:

@@ -1,0 +1,50 @@
+"""The text side of a model on disk, of whichever kind: its tokenizer and its chat template.
+
+The one place that knows that a GGUF file holds both in its metadata and a folder in files of their own.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ostinato.files.checkpoint import Checkpoint, open_checkpoint
+from ostinato.text.template import (
+    ChatTemplate,
+    sources_in_folder,
+    sources_in_gguf,
+    template_from_folder,
+    template_from_gguf,
+)
+from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
+    """The tokenizer of a model."""
+    if checkpoint.format == "gguf":
+        return tokenizer_from_gguf(checkpoint.metadata, checkpoint.path)
+    return tokenizer_from_folder(checkpoint.path)
+
+
+def template_of(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
+    """The chat template of a model; None for a model without. Its process starts with the first rendering."""
+    if checkpoint.format == "gguf":
+        return template_from_gguf(checkpoint.metadata, tokenizer, checkpoint.path)
+    return template_from_folder(checkpoint.path, tokenizer)
+
+
+def has_template(checkpoint: Checkpoint) -> bool:
+    """Whether `template_of` would give one, also where the tokenizer cannot be read."""
+    if checkpoint.format == "gguf":
+        return sources_in_gguf(checkpoint.metadata, checkpoint.path) is not None
+    return sources_in_folder(checkpoint.path) is not None
+
+
+def open_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a model file or folder; a folder needs no weights for it, nor a GGUF file."""
+    if path.is_dir():
+        return tokenizer_from_folder(path)
+    checkpoint = open_checkpoint(path)
+    try:
+        return tokenizer_of(checkpoint)
+    finally:
+        checkpoint.close()
