@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: run test quick check bench soak clean
+.PHONY: run test quick check bench soak test-gpu wheel clean
 
 run: .venv/installed
 	@$(BIN)/ostinato run "$$PROMPT"
@@ -25,9 +25,17 @@ check: .venv/installed-dev
 
 bench: .venv/installed-dev
 	$(BIN)/python -m bench.cpu
+	$(BIN)/python -m bench.batch
+	$(BIN)/python -m bench.kv_planner
 
 soak: .venv/installed-dev
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
+
+test-gpu: .venv/installed-dev
+	$(BIN)/python -m bench.gpu_check smollm2
+
+wheel: .venv/installed
+	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis

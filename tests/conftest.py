@@ -1,4 +1,4 @@
-"""What every test may lean on: the default model, where it can be had, and the shared vocabularies."""
+"""What every test may lean on: the default model, where it can be had, and a folder of vocabularies."""
 
 import os
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Some CPUs announce AMX and refuse it; the matrix library must know before any test has used it (engine/amx.py).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-VOCABULARIES = Path(__file__).parents[2] / "shared" / "data" / "vocab"
+VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
 
 
 @pytest.fixture(scope="session")
@@ -36,7 +36,8 @@ def default_model() -> Path:
 def vocab_data() -> Path:
     """The folder of vocabularies with ids made by another implementation; skipped where it is not there."""
     if not VOCABULARIES.is_dir():
-        pytest.skip(f"no vocabularies at {VOCABULARIES}: ids of other implementations were not compared")
+        where = f"{VOCABULARIES} (OSTINATO_VOCABULARIES names another folder)"
+        pytest.skip(f"no vocabularies at {where}: ids of other implementations were not compared")
     return VOCABULARIES
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ostinato import Sampling
-from ostinato.errors import BadOption, OstinatoError, listing
+from ostinato.errors import BadOption, OstinatoError, Unsupported, listing
 from ostinato.options import LoadOptions, from_words
 
 
@@ -16,7 +16,8 @@ from ostinato.options import LoadOptions, from_words
         {"temperature": float("nan")}, {"temperature": "hot"}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2},
         {"repetition_penalty": 0}, {"presence_penalty": 1000}, {"seed": -1}, {"seed": 2**63}, {"stop": ("",)},
         {"stop": ("a",) * 17}, {"logprobs": 21}, {"logit_bias": {5: 101.0}}, {"logit_bias": {-5: 1.0}},
-        {"stop_ids": (-2,)},
+        {"stop_ids": (-2,)}, {"stop": 3.5}, {"stop": 3}, {"stop_ids": 3.5}, {"stop_ids": "one"}, {"logit_bias": 5},
+        {"logit_bias": [1, 2]}, {"logit_bias": "5=1"}, {"ignore_eos": "no"}, {"temperature": 10**400},
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -34,6 +35,27 @@ def test_one_stop_string_or_a_list_are_both_welcome() -> None:
     listed: Any = ["###", "!"]
     assert Sampling(stop=stops).stop == ("###",)
     assert Sampling(stop=listed).stop == ("###", "!")
+
+
+def test_none_for_stops_and_bias_means_none() -> None:
+    nothing: Any = None
+    assert Sampling(stop=nothing, stop_ids=nothing, logit_bias=nothing) == Sampling()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"device": 0}, {"device": None}, {"device": "cuda:"}, {"device": "cuda:²"}, {"mode": 1}, {"dtype": "float16"},
+     {"dtype": []}, {"kv_type": 8}, {"kv_type": "q4_0"}, {"context": "4096"}, {"threads": 0}],
+)  # fmt: skip
+def test_a_wrong_way_to_load_is_refused_by_name(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadOption, match=next(iter(wrong))):
+        LoadOptions(**wrong)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3", "FP8_E5M2", "float8_e4m3fn"])
+def test_an_fp8_cache_is_refused_as_something_known(name: Any) -> None:
+    with pytest.raises(Unsupported, match="FP8 caches are not supported"):
+        LoadOptions(kv_type=name)
 
 
 def test_what_the_user_says_wins_over_the_defaults() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar, get_args
 
@@ -34,6 +34,8 @@ _NOT_HERE = {
     "draft_model": "speculative decoding",
 }
 
+_FP8_NAMES = ("fp8", "f8", "float8")
+
 
 def _check(condition: bool, option: str, value: object, wanted: str) -> None:
     if not condition:
@@ -41,11 +43,31 @@ def _check(condition: bool, option: str, value: object, wanted: str) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _is_count(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_device(value: object) -> bool:
+    if not isinstance(value, str):
+        return False
+    kind, _, number = value.partition(":")
+    return value in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isascii() and number.isdecimal())
+
+
+def _several(option: str, value: object, wanted: str) -> tuple[Any, ...]:
+    """One value, a list of them, or None for none, as a tuple: what is kept stays hashable."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, int)):
+        return (value,)
+    if not isinstance(value, Iterable):
+        raise BadOption(f"{option} is {value!r}; it must be {wanted}")
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +82,11 @@ class LoadOptions:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        kind, _, number = self.device.partition(":")
-        named = self.device in ("auto", "cpu", "cuda") or (kind == "cuda" and number.isdecimal())
-        _check(named, "device", self.device, "auto, cpu, cuda or cuda:N")
+        _check(_is_device(self.device), "device", self.device, "auto, cpu, cuda or cuda:N")
         _check(self.mode in get_args(Mode), "mode", self.mode, "auto or eager")
         _check(self.dtype in get_args(DType), "dtype", self.dtype, "auto, float32 or bfloat16")
+        if isinstance(self.kv_type, str) and self.kv_type.lower().startswith(_FP8_NAMES):
+            raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: f32, bf16, f16 or q8_0 are")
         _check(
             self.kv_type is None or self.kv_type in get_args(KVType),
             "kv_type",
@@ -110,11 +132,11 @@ class Sampling:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_ids"):
-            value = getattr(self, name)
-            one = isinstance(value, (str, int))
-            object.__setattr__(self, name, (value,) if one else tuple(value))  # lists are welcome; kept hashable
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        object.__setattr__(self, "stop", _several("stop", self.stop, "strings"))
+        object.__setattr__(self, "stop_ids", _several("stop_ids", self.stop_ids, "token ids"))
+        bias = {} if self.logit_bias is None else self.logit_bias
+        _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
+        object.__setattr__(self, "logit_bias", dict(bias))
         self._check_limits()
         self._check_numbers()
 
@@ -131,6 +153,7 @@ class Sampling:
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
         _check(all(_is_count(i, 0) for i in self.stop_ids), "stop_ids", self.stop_ids, "token ids")
+        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         seed, n = self.seed, self.logprobs
         _check(
             seed is None or (_is_count(seed, 0) and seed <= MAX_SEED),

@@ -16,7 +16,7 @@ from typing import Any, cast
 
 import pytest
 
-from ostinato.cli.chat import CtrlC, Talk, converse
+from ostinato.cli.chat import CtrlC, Dialogue, converse
 from ostinato.errors import BadTemplate, PromptTooLong
 from ostinato.options import Sampling
 from tests.cli.conftest import Run, start
@@ -52,7 +52,7 @@ class Parrot:
 
 def talked(*lines: str, system: str | None = None) -> Parrot:
     parrot = Parrot()
-    converse(Talk(cast(Any, parrot), Sampling(), system, CtrlC()), iter(lines))
+    converse(Dialogue(cast(Any, parrot), Sampling(), system, CtrlC()), iter(lines))
     return parrot
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,22 @@ def test_a_safetensors_folder_is_described_alike(ostinato: Run, tiny: Path, tmp_
     for part in ("parameters", "sizes", "tensors", "memory", "chat_template", "missing"):
         assert found[part] == same[part]
     assert found["tokenizer"] == {**same["tokenizer"], "kind": "BPE", "pre": None}
+
+
+def test_a_template_under_any_of_its_names_is_seen(ostinato: Run, tmp_path: Path) -> None:
+    def rename(metadata: dict[str, Any]) -> None:
+        metadata["tokenizer.chat_template.tool_use"] = metadata.pop("tokenizer.chat_template")
+
+    assert facts(ostinato, tiny_model.write(tmp_path / "tools.gguf", change=rename))["chat_template"] is True
+
+
+def test_a_pipe_in_a_folder_is_said_and_does_not_block(ostinato: Run, tmp_path: Path) -> None:
+    folder = tiny_model.write_folder(tmp_path / "model")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    found = facts(ostinato, folder)
+    assert found["tokenizer"]["kind"] is None
+    assert "tokenizer.json: is not a regular file" in found["missing"][0]
 
 
 def test_a_model_given_twice_is_refused(ostinato: Run) -> None:

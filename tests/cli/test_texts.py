@@ -10,8 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import save_file
 
+from tests.cli import tiny_model
 from tests.cli.conftest import Run
+from tests.models import tiny_encoders
 
 
 def tokens(ostinato: Run, *arguments: str | Path, stdin: bytes = b"") -> dict[str, list[object]]:
@@ -51,10 +54,8 @@ def test_special_tokens_are_text_unless_asked_for(ostinato: Run, vocabulary: Pat
 
 
 def test_no_bos_leaves_the_first_token_out(ostinato: Run, tmp_path: Path) -> None:
-    from tests.cli import tiny_model
-
     def add_bos(metadata: dict[str, object]) -> None:
-        metadata["tokenizer.ggml.add_bos_token"].value = True  # type: ignore[attr-defined]
+        metadata["tokenizer.ggml.add_bos_token"].value = True  # type: ignore[attr-defined]  # a field of the writer
 
     path = tiny_model.write(tmp_path / "bos.gguf", vocabulary_only=True, change=add_bos)
     with_bos = tokens(ostinato, "--model", path, "hi")["ids"]
@@ -124,8 +125,41 @@ def test_embed_pools_as_asked(ostinato: Run, tiny: Path) -> None:
         json.loads(ostinato("embed", "--json", "--model", tiny, "--pooling", kind, "one two").out)["embeddings"]
         for kind in ("mean", "last", "cls")
     ]
+    own = json.loads(ostinato("embed", "--json", "--model", tiny, "one two").out)
+    assert (own["pooling"], own["embeddings"]) == ("mean", found[0])
     assert found[0] != found[1] != found[2]
     assert ostinato("embed", "--model", tiny, "--pooling", "max", "one").code == 2
+
+
+def test_embed_pools_the_models_own_way_unless_told(ostinato: Run, tmp_path: Path) -> None:
+    encoder = tiny_encoders.gguf("bert-cls", tmp_path)
+    own, cls, mean = (
+        json.loads(ostinato("embed", "--json", "--model", encoder, *words, "one two").out)
+        for words in ((), ("--pooling", "cls"), ("--pooling", "mean"))
+    )
+    assert own == cls
+    assert own["embeddings"] != mean["embeddings"]
+
+
+def test_ranking_asks_for_a_model_that_ranks(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("embed", "--model", tiny, "--pooling", "rank", "one")
+    assert ran.code == 2
+    assert "ranking head" in ran.err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+@pytest.mark.parametrize("verb", ["score", "embed"])
+def test_a_model_that_computes_no_numbers_is_said_to_be_damaged(
+    ostinato: Run, tmp_path: Path, verb: str, form: tuple[str, ...]
+) -> None:
+    folder = tiny_model.write_folder(tmp_path / "damaged")
+    weights = tiny_model.tensors()
+    weights["model.norm.weight"] *= float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    ran = ostinato(verb, *form, "--model", folder, stdin=b"one two")
+    assert (ran.code, ran.out) == (2, "")
+    assert "values that are not numbers" in ran.err
+    assert str(folder) in ran.err
 
 
 @pytest.mark.parametrize(

@@ -65,4 +65,4 @@ def test_streams_hold_together_at_least_the_context_in_steps_of_256_c_3(
 
 def test_settings_do_not_change() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        settle().n_ctx = 1  # type: ignore[misc]
+        settle().n_ctx = 1  # type: ignore[misc]  # frozen, which mypy sees too

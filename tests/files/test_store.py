@@ -388,7 +388,7 @@ def test_a_pip_that_brings_nothing_any_more_is_ended(
     monkeypatch.setattr(fetch, "STALLED_S", 0.5)
     pip_stand_in(monkeypatch, "import time\n(dest / 'half.whl').write_bytes(b'x' * 3000)\ntime.sleep(60)")
     started = time.monotonic()
-    with pytest.raises(FetchFailed, match="brought 3 kB of .* and then nothing"):
+    with pytest.raises(FetchFailed, match=r"brought 3 kB of .* and then nothing"):
         store.resolve("tiny", talk=silent)
     assert time.monotonic() - started < 30
     assert files_below(home) == []

@@ -62,7 +62,7 @@ class CtrlC:
             self._is_awaited = False
 
 
-class Talk:
+class Dialogue:
     """The messages so far and the model that answers them."""
 
     def __init__(self, llm: LLM, sampling: Sampling, system: str | None, ctrl_c: CtrlC) -> None:
@@ -126,12 +126,12 @@ class Talk:
         talk(_HELP)
 
 
-def converse(held: Talk, lines: Iterator[str]) -> None:
+def converse(dialogue: Dialogue, lines: Iterator[str]) -> None:
     """Take lines until they end or one is /quit."""
     commands: dict[str, Callable[[str], None]] = {
-        "/reset": held.reset,
-        "/system": held.set_system,
-        "/help": held.help,
+        "/reset": dialogue.reset,
+        "/system": dialogue.set_system,
+        "/help": dialogue.help,
     }
     for line in lines:
         word, _, rest = line.strip().partition(" ")
@@ -142,7 +142,7 @@ def converse(held: Talk, lines: Iterator[str]) -> None:
         elif word.startswith("/"):
             talk(f"unknown command {word}; known: {listing(word, [*commands, '/quit'])}")
         elif word:
-            held.say(line.strip())
+            dialogue.say(line.strip())
 
 
 def typed_lines(ctrl_c: CtrlC) -> Iterator[str]:
@@ -219,4 +219,4 @@ def chat(
             talk(f"{llm.name} on {llm.device}, context {llm.context}; /help lists commands, Ctrl-D leaves")
         with CtrlC() as ctrl_c:
             lines = typed_lines(ctrl_c) if is_typed() else piped_lines(ctrl_c)
-            converse(Talk(llm, sampling, system, ctrl_c), lines)
+            converse(Dialogue(llm, sampling, system, ctrl_c), lines)

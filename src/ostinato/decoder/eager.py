@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ostinato.batch.clean import CleanBatch
 from ostinato.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import Abort, Computed, Extractor
 from ostinato.errors import Aborted, InvalidBatch
@@ -54,6 +55,21 @@ class UbatchJob:
     memory_shape: Callable[[], tuple[int, ...]] = tuple
 
 
+def check_inputs(model: Model, batch: CleanBatch) -> None:
+    """Refuse rows that are not as wide as the model's, and texts that it cannot tell apart."""
+    width = model.shape.hidden
+    if batch.embd is not None and batch.embd.shape[-1] != width:
+        raise InvalidBatch(f"embd rows are {batch.embd.shape[-1]} wide; this model's are {width} (S-5)", reason="shape")
+    known = 1 if model.type_embedding is None else len(model.type_embedding)
+    if batch.segment is not None and not ((batch.segment >= 0) & (batch.segment < known)).all():
+        index = int(((batch.segment < 0) | (batch.segment >= known)).argmax())
+        raise InvalidBatch(
+            f"token {index}: segment {batch.segment[index]}; this model tells {known} apart",
+            reason="segment",
+            index=index,
+        )
+
+
 @dataclass(slots=True)
 class EagerStages:
     """The stages for one ubatch; mutable, because it remembers the graph it ran until the commit."""
@@ -68,15 +84,7 @@ class EagerStages:
     _ran: EagerGraph | None = None
 
     def validate(self, ubatch: Ubatch) -> None:
-        width = self.model.shape.hidden
-        if ubatch.embd is not None and ubatch.embd.shape[-1] != width:
-            raise InvalidBatch(
-                f"embd rows are {ubatch.embd.shape[-1]} wide; this model's are {width} (S-5)", reason="shape"
-            )
-
-        known = 1 if self.model.type_embedding is None else len(self.model.type_embedding)
-        if ubatch.segment is not None and not ((ubatch.segment >= 0) & (ubatch.segment < known)).all():
-            raise InvalidBatch(f"segment must be below {known}, as many as this model tells apart", reason="segment")
+        """What could be wrong was refused with the batch (`check_inputs`), before memory was touched."""
 
     def prepare(self, ubatch: Ubatch) -> Prepared[EagerGraph]:
         key = self.graphs.key(ubatch, self.setup, n_outputs=self.job.expected, memory=self.job.memory_shape())

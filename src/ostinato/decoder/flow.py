@@ -16,7 +16,7 @@ from ostinato.batch.batch import Batch
 from ostinato.batch.sanitizer import CleanBatch, sanitize
 from ostinato.batch.splitter import Splitter
 from ostinato.decoder.compute_executor import ComputeExecutor, Extractor, Threads
-from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob
+from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
 from ostinato.decoder.graph_scheduler import DecoderGraphScheduler
 from ostinato.decoder.memories import MemoryParts
 from ostinato.decoder.output import Outputs
@@ -25,7 +25,7 @@ from ostinato.decoder.sample_router import SampleRouter
 from ostinato.decoder.settings import Settings
 from ostinato.decoder.ubatch_executor import UbatchExecutor
 from ostinato.errors import Aborted, InternalError, InvalidBatch
-from ostinato.graph.scheduler import GraphKey, Limits, Setup
+from ostinato.graph.scheduler import GraphKey, Limits, Setup, classed
 from ostinato.memory.coordinator.interface import Cursor, Memory, flush, prepare_with_retry
 from ostinato.memory.status import Status
 from ostinato.models.blocks import Model
@@ -98,7 +98,7 @@ class DecodeFlow:
         if self.memory.prepare_update(optimise=False).status is Status.SUCCESS and abort():
             raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
         with torch.inference_mode():
-            if flush(self.memory):
+            if classed("bring memory up to date", lambda: flush(self.memory)):
                 self.graphs.request_reservation()
         self.graphs.ensure_reserved(self._worst())
 
@@ -107,7 +107,14 @@ class DecodeFlow:
         self.graphs.ensure_reserved(self._worst())  # D-9
         self.update(abort)
         splitter = Splitter(clean)
-        cursor = prepare_with_retry(self.memory, splitter, self.settings.n_ubatch, self.embeddings)
+        cursor = prepare_with_retry(
+            self.memory,
+            splitter,
+            self.settings.n_ubatch,
+            self.embeddings,
+            on_compaction=self.graphs.request_reservation,
+        )
+        self.graphs.ensure_reserved(self._worst())
         self.outputs.reserve(clean.n_outputs, embeddings=self._keeps_rows, sampling=bool(self.router.samplers))  # D-13
         if self.pooled is not None:
             self.pooled.clear()
@@ -145,6 +152,7 @@ class DecodeFlow:
             raise InvalidBatch(
                 f"{clean.n_outputs} outputs; {s.n_outputs_max} at most were asked for (D-7)", reason="n_outputs"
             )
+        check_inputs(self.model, clean)
         return clean
 
     def _run_all(self, cursor: Cursor, abort: Callable[[], bool]) -> None:
@@ -164,10 +172,12 @@ class DecodeFlow:
             )
 
             def compute(stages: EagerStages = stages) -> int:
-                return self._computing.execute(stages.job.ubatch, stages, abort).rows
+                rows = self._computing.execute(stages.job.ubatch, stages, abort).rows
+                if rows == stages.job.expected:
+                    classed("keep the states of a run", stages.commit)
+                return rows
 
             self.ubatches.execute(cursor, compute, expected=job.expected)
-            stages.commit()
             first_row += job.expected
             if not cursor.advance():
                 return

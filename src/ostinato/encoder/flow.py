@@ -14,7 +14,7 @@ from ostinato.batch.sanitizer import sanitize
 from ostinato.batch.splitter import Splitter
 from ostinato.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import ComputeExecutor, Extractor, Threads
-from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob
+from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
 from ostinato.decoder.flow import Decoded, never
 from ostinato.decoder.output import Outputs
 from ostinato.decoder.pooling import Pooled, Pooling
@@ -67,6 +67,7 @@ class EncodeFlow:
                 f"{clean.n_tokens} tokens that all see each other must fit one ubatch of {s.n_ubatch} (EN-2)",
                 reason="n_ubatch",
             )
+        check_inputs(self.model, clean)
         self._ensure_reserved()
         ubatch = Splitter(clean).simple(clean.n_tokens)
         assert ubatch is not None  # the batch has tokens

@@ -23,10 +23,10 @@ _AGAIN = "the file is damaged or cut off: fetch it again"
 def read_bytes(path: Path, *, most: int = MAX_TEXT_BYTES) -> bytes:
     """The content of a file of at most `most` bytes."""
     with opened(path) as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise BadFile(f"{path}: has more than {most} bytes, the limit for such a file; {_AGAIN}")
-    return content
+        n_bytes = os.fstat(file.fileno()).st_size
+        if n_bytes > most:
+            raise BadFile(f"{path}: has {n_bytes} bytes; more than {most} of such a file are not read")
+        return file.read(n_bytes)
 
 
 def read_text(path: Path, *, most: int = MAX_TEXT_BYTES) -> str:

@@ -1,7 +1,7 @@
 """One regular file, opened or as a read-only memory map, with every way in which that can fail said in words.
 
-Only bytes here; `gguf.py`, `safetensors.py` and `json_file.py` give them meaning. A view handed out keeps the map alive, so
-closing never pulls memory from under a reader.
+Only bytes here; `gguf.py`, `safetensors.py` and `json_file.py` give them meaning. A view handed out keeps the map
+alive, so closing never pulls memory from under a reader.
 """
 
 import mmap

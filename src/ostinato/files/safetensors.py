@@ -56,7 +56,9 @@ class SafetensorsFolder:
         self.metadata: Mapping[str, Any] = MappingProxyType(read_json_object(path / "config.json"))
         self.architecture = self._architecture()
         self._refuse_quantised()
-        self.generation_config: Mapping[str, Any] = MappingProxyType(read_json_if_there(path / "generation_config.json"))
+        self.generation_config: Mapping[str, Any] = MappingProxyType(
+            read_json_if_there(path / "generation_config.json")
+        )
         self._places: dict[str, tuple[MappedFile, Place]] = {}
         try:
             self._open_shards()

@@ -142,7 +142,7 @@ class GraphScheduler(Generic[Graph]):
             return False
         self._own(worst)
         self.invalidate()  # a new reservation lays the buffers out anew
-        _classed("reserve the worst-case graph", lambda: self._reserve(worst))
+        classed("reserve the worst-case graph", lambda: self._reserve(worst))
         self._reservation_due = False
         self.n_reserved += 1
         return True
@@ -156,7 +156,7 @@ class GraphScheduler(Generic[Graph]):
             self.n_reused += 1
             return Prepared(self._stored[1], reused=True)
         self.invalidate()
-        graph = _classed("build a graph", lambda: self._build(key))
+        graph = classed("build a graph", lambda: self._build(key))
         self._stored = (key, graph)
         self.n_built += 1
         return Prepared(graph, reused=False)
@@ -166,7 +166,7 @@ class GraphScheduler(Generic[Graph]):
             raise InternalError(f"a {key.graph_type} graph was asked of the {self.graph_type} scheduler (GS-5)")
 
 
-def _classed(what: str, work: Callable[[], Result]) -> Result:
+def classed(what: str, work: Callable[[], Result]) -> Result:
     """Do the work; whatever it raises leaves as one of the classes of result (G-1) or as a bug of ours."""
     try:
         return work()

@@ -149,10 +149,14 @@ class StateStore:
         )
 
     def commit(self, run: Run, kept: Mapping[int, tuple[Tensor, ...]]) -> None:
-        """Write what a run left behind, each [sets, planes, ...], once it has succeeded as a whole (RM-19)."""
+        """Write what a run left behind, each [sets, planes, ...], once it has succeeded as a whole (RM-19).
+
+        Wholly or not at all: everything that is read or made anew comes before the first write.
+        """
+        writes: list[tuple[Tensor, Tensor]] = []
         for layer, states in self.layers.items():
             for state, new in zip(states, kept[layer], strict=True):
-                moved = [(move.target, state[move.source].clone()) for move in run.moves]
-                state[run.head : run.head + new.shape[0], : new.shape[1]] = new
-                for target, row in moved:
-                    state[target] = row
+                writes.append((state[run.head : run.head + new.shape[0], : new.shape[1]], new))
+                writes += [(state[move.target], state[move.source].clone()) for move in run.moves]
+        for place, value in writes:
+            place.copy_(value)

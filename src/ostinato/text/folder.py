@@ -91,7 +91,8 @@ def read_folder(folder: Path) -> FolderFacts:
     pieces = decoder_pieces(decoder, path)
     bos_id = _token_id(library, settings.get("bos_token"), named.get("bos_token_id"), len(texts))
     eos_id = _token_id(library, settings.get("eos_token"), named.get("eos_token_id"), len(texts))
-    ends = [*_ids(read_json_if_there(folder / "generation_config.json").get("eos_token_id")), *_ids(named.get("eos_token_id"))]
+    generation = read_json_if_there(folder / "generation_config.json")
+    ends = [*_ids(generation.get("eos_token_id")), *_ids(named.get("eos_token_id"))]
     markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
     prefix, suffix = _around(_whole_and_bare(library, path), settings, bos_id, eos_id)
     return FolderFacts(

@@ -105,14 +105,24 @@ def flush(memory: Memory) -> bool:
     return update.status is Status.SUCCESS
 
 
-def prepare_with_retry(memory: Memory, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Cursor:
+def prepare_with_retry(
+    memory: Memory,
+    splitter: Splitter,
+    n_ubatch: int,
+    all_outputs: bool,
+    *,
+    on_compaction: Callable[[], None] = lambda: None,
+) -> Cursor:
     """Room for the batch; once, where there is none, memory is asked to make some (D-12, MC-5).
+
+    `on_compaction` is told when it did: graphs made before are void then (UP-8).
 
     Raises NoSlot without room, AllocationFailed for answers that make no sense here, InvalidBatch where memory says
     that there can never be room. No sequence has changed either way.
     """
     cursor = memory.prepare_batch(splitter, n_ubatch, all_outputs)
     if cursor.status is Status.FAILED_PREPARE and _optimise(memory):
+        on_compaction()
         cursor = memory.prepare_batch(splitter, n_ubatch, all_outputs)
     if cursor.status is Status.FAILED_PREPARE:
         raise NoSlot(
