@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.batch.batch import MAX_SEQ
+from ostinato.batch.batch import MAX_SEQ, Ints
 from ostinato.batch.ubatch import Ubatch
 from ostinato.kernels.table import Ops
+from ostinato.memory.cells import Cells
 from ostinato.memory.kv_cache import KVCache
 from ostinato.memory.recurrent_state import Run
 from ostinato.memory.slots import Slot
@@ -24,13 +25,13 @@ from ostinato.memory.store import KVStore, StateStore
 
 @dataclass(frozen=True, slots=True)
 class StreamView:
-    """The rows of a ubatch that belong to one stream, the cells they write, and the mask over those they see."""
+    """The rows of a ubatch that belong to one stream, the cells they write, those they see, and the mask over these."""
 
     stream: int
     rows: slice
-    cells: Tensor
-    n_cells: int
-    mask: Tensor | None  # [rows, n_cells]; None: every row sees every one
+    written: Tensor
+    seen: slice | Tensor
+    mask: Tensor | None  # [rows, cells seen]; None: every row sees every one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +46,18 @@ class KVPart:
         """For a slot that has been applied."""
         views = []
         masks = cache.visible(ubatch, slot, causal=causal)
-        for part, seen in zip(slot.streams, masks, strict=True):
-            # Beyond the last used cell there is only padding, which eager attention need not look at.
-            n_cells = cache.streams[part.stream].cells.used_stop
-            seen = np.ascontiguousarray(seen[:, :n_cells])
-            mask = None if seen.all() else torch.from_numpy(seen).to(device)
-            cells = torch.from_numpy(part.cells).to(device)
-            views.append(StreamView(part.stream, part.rows, cells, n_cells, mask))
+        for part, mask in zip(slot.streams, masks, strict=True):
+            seen = in_order(cache.streams[part.stream].cells, np.flatnonzero(mask.any(0)))
+            looked = mask[:, seen]
+            views.append(
+                StreamView(
+                    part.stream,
+                    part.rows,
+                    torch.from_numpy(part.cells).to(device),
+                    _as_slice(seen) or torch.from_numpy(seen).to(device),
+                    None if looked.all() else torch.from_numpy(looked).to(device),
+                )
+            )
         return KVPart(store, tuple(views))
 
     def attend(
@@ -60,12 +66,30 @@ class KVPart:
         keys, values = self.store.keys[layer], self.store.values[layer]
         seen = []
         for view in self.views:
-            keys.write(view.stream, view.cells, k[view.rows])
-            values.write(view.stream, view.cells, v[view.rows])
-            cells = slice(0, view.n_cells)
-            all_keys, all_values = (half.read(view.stream, cells, q.dtype) for half in (keys, values))
+            keys.write(view.stream, view.written, k[view.rows])
+            values.write(view.stream, view.written, v[view.rows])
+            all_keys, all_values = (half.read(view.stream, view.seen, q.dtype) for half in (keys, values))
             seen.append(ops.attention(q[view.rows], all_keys, all_values, view.mask, scale=scale, softcap=softcap))
         return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+
+def in_order(cells: Cells, chosen: Ints) -> Ints:
+    """Cells by position, and those of one position by their lowest sequence.
+
+    Sums then run in the same order wherever the cells lie: a state that was saved and loaded goes on to the bit.
+    """
+    positions = cells.position[chosen]
+    order = np.argsort(positions, kind="stable")
+    if (np.diff(positions[order]) == 0).any():
+        order = np.lexsort((cells.member[:, chosen].argmax(0), positions))
+    return chosen[order]
+
+
+def _as_slice(cells: Ints) -> slice | None:
+    """The cells as one piece of memory, where they are one: then nothing is copied to read them."""
+    first, last = int(cells[0]), int(cells[-1])
+    whole = last - first + 1 == len(cells) and bool((np.diff(cells) == 1).all())
+    return slice(first, last + 1) if whole else None
 
 
 @dataclass(frozen=True, slots=True)
