@@ -29,13 +29,12 @@ from ostinato.engine.engine import Engine, FinishReason, Token
 from ostinato.engine.placement import Placement, settle
 from ostinato.errors import BadFile, BadInput, BadOption, InternalError, Unsupported, listing
 from ostinato.files import store
-from ostinato.files.checkpoint import Checkpoint, open_checkpoint
+from ostinato.files.checkpoint import open_checkpoint
 from ostinato.memory import state_file
 from ostinato.models.registry import build_model, read_shape
 from ostinato.options import LoadOptions, Sampling, from_words
+from ostinato.text.of_checkpoint import template_of, tokenizer_of
 from ostinato.text.stream import TextStream
-from ostinato.text.template import ChatTemplate, template_from_folder, template_from_gguf
-from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
 
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -138,7 +137,8 @@ class LLM:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
         placement = settle(checkpoint, shape, self._options, talk)
-        self.tokenizer, self.template = _text_of(checkpoint)
+        self.tokenizer = tokenizer_of(checkpoint)
+        self.template = template_of(checkpoint, self.tokenizer)
         self.defaults = default_sampling(checkpoint)
         model = build_model(
             checkpoint,
@@ -343,7 +343,7 @@ class LLM:
     # Life
 
     def close(self) -> None:
-        """Give back the files and helpers; the object is of no use afterwards."""
+        """Give back the file and the template's process; the object is of no use afterwards."""
         if self.template is not None:
             self.template.close()
         self._checkpoint.close()
@@ -472,12 +472,3 @@ def _last(pieces: Iterator[Piece]) -> Completion:
         if piece.completion is not None:
             return piece.completion
     raise InternalError("a stream ended without its completion")
-
-
-def _text_of(checkpoint: Checkpoint) -> tuple[Tokenizer, ChatTemplate | None]:
-    path = checkpoint.path
-    if checkpoint.format == "gguf":
-        tokenizer = tokenizer_from_gguf(checkpoint.metadata, path)
-        return tokenizer, template_from_gguf(checkpoint.metadata, tokenizer, path)
-    tokenizer = tokenizer_from_folder(path)
-    return tokenizer, template_from_folder(path, tokenizer)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadFile, Unsupported
+from ostinato.files.json_file import read_text
 from ostinato.models.fields import Fields
 
 GGUF_POOLING = ("none", "mean", "cls", "last", "rank")
@@ -45,9 +46,9 @@ def pooling_of_folder(folder: Path) -> tuple[str, bool]:
 
 def json_beside(path: Path) -> Any:
     """A JSON file that a folder may have; None where it has not."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
         raise BadFile(f"{path} cannot be read as JSON: {error}") from error
