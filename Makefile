@@ -43,15 +43,15 @@ clean:
 .venv/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) -V 2>&1). Try: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
-	$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv
 	@touch $@
 
 .venv/installed: .venv/python pyproject.toml constraints.txt
 	@echo "Installing Ostinato ($(EXTRAS)) into .venv; the first time takes a minute or more." >&2
-	$(PIP) --editable '.[$(EXTRAS)]'
+	@$(PIP) --editable '.[$(EXTRAS)]' >&2
 	@touch $@
 
 .venv/installed-dev: .venv/installed
 	@echo "Installing what the tests need into .venv." >&2
-	$(PIP) --editable '.[$(EXTRAS),dev]'
+	@$(PIP) --editable '.[$(EXTRAS),dev]' >&2
 	@touch $@

@@ -212,3 +212,25 @@ def test_a_state_whose_note_was_tampered_with_is_refused_by_name(tiny_llm: LLM, 
         path.write_bytes(tiny_llm._engine._causal().save_sequence(0, note))
         with pytest.raises(BadFile, match=r"bad\.state"):
             tiny_llm.load_state(path)
+
+
+def test_what_everybody_tries_first_is_told_the_right_way(tiny_llm: LLM) -> None:
+    llm: Any = tiny_llm
+    with pytest.raises(BadOption, match=r"Sampling\(max_tokens=2\)"):
+        llm.generate("the sea", max_tokens=2)
+    with pytest.raises(BadOption, match="must be a Sampling"):
+        llm.generate("the sea", {"max_tokens": 2})
+    with pytest.raises(BadInput, match="NoneType"):
+        llm.generate(None)
+    with pytest.raises(BadInput, match="int"):
+        llm.tokenize(5)
+    with pytest.raises(BadInput, match="empty"):
+        llm.chat([])
+
+
+def test_a_closed_llm_says_so(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, device="cpu") as llm:
+        stream = llm.stream("the sea", GREEDY)
+    for ask in (lambda: llm.generate("the sea", GREEDY), lambda: next(stream), lambda: llm.embed("the sea")):
+        with pytest.raises(BadInput, match="closed"):
+            ask()

@@ -1,5 +1,7 @@
 """Options are checked when they are made, each with its name, its value and what it must be."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -81,3 +83,20 @@ def test_every_error_has_an_exit_code_and_a_status() -> None:
     assert len(kinds) > 8
     assert {kind.exit_code for kind in kinds} == {2, 3, 4, 130}
     assert all(400 <= kind.http_status < 600 for kind in kinds)
+
+
+def test_a_misspelt_option_is_told_its_nearest_name() -> None:
+    words: dict[str, Any] = {"temprature": 1.0}
+    with pytest.raises(BadOption, match=r"temperature \(the nearest\)"):
+        Sampling(**words)
+    assert copy.deepcopy(Sampling(max_tokens=3)) == pickle.loads(pickle.dumps(Sampling(max_tokens=3)))
+
+
+def test_more_threads_than_cores_are_refused() -> None:
+    with pytest.raises(BadOption, match="cores of this machine"):
+        LoadOptions(threads=100_000)
+
+
+def test_a_mode_that_is_still_to_come_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match="not built yet"):
+        LoadOptions(mode="loop")

@@ -185,11 +185,12 @@ class LLM:
     def generate(self, prompt: Sequence[int], sampling: Sampling | None = None) -> Completion: ...
     @overload
     def generate(self, prompt: list[str] | list[list[int]], sampling: Sampling | None = None) -> list[Completion]: ...
-    def generate(self, prompt: Any, sampling: Sampling | None = None) -> Any:
+    def generate(self, prompt: Any, sampling: Sampling | None = None, **words: Any) -> Any:
         """The answer to a prompt (text, or token ids as they are); a list of prompts gives a list, in order.
 
         >>> llm.generate(["one", "two"], Sampling(max_tokens=8))                       # doctest: +SKIP
         """
+        _check_call(sampling, words)
         if _is_one_prompt(prompt):
             return _last(self.stream(prompt, sampling))
         return [_last(self.stream(one, sampling)) for one in prompt]
@@ -201,6 +202,7 @@ class LLM:
 
         >>> for piece in llm.stream("Once upon a time"): print(piece.text, end="")     # doctest: +SKIP
         """
+        _check_call(sampling, {})
         ids = self._prompt_ids(prompt)
         return self._stream_ids(ids, sampling or Sampling(), reuse=reuse, fresh=False)
 
@@ -223,6 +225,7 @@ class LLM:
         self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **template_options: Any
     ) -> Iterator[Piece]:
         """Like `stream`, for a conversation. Further words (`tools`, `enable_thinking`) go to the template."""
+        _check_call(sampling, {})
         ids = self.chat_ids(messages, **template_options)
         return self._stream_ids(ids, sampling or Sampling(), reuse=reuse, fresh=True)
 
@@ -233,6 +236,8 @@ class LLM:
                 f"{self.name} has no chat template, so it has no notion of a conversation; "
                 "give it plain text instead (generate, or `ostinato run --raw`)"
             )
+        if not messages:
+            raise BadInput("the conversation is empty; give it at least one message")
         text = self.template.render(messages, **template_options)
         ids = self.tokenizer.encode(text, bos=False, special=True)
         bos = self.tokenizer.bos_id
@@ -243,6 +248,8 @@ class LLM:
 
     def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
         """Token ids of a text; `bos` adds BOS and EOS as the file says, `special` parses special tokens in it."""
+        if not isinstance(text, str):
+            raise BadInput(f"a text is needed to tokenize, not {type(text).__name__}")
         return self.tokenizer.encode(text, bos=bos, special=special)
 
     def detokenize(self, ids: Sequence[int]) -> str:
@@ -346,6 +353,7 @@ class LLM:
         """Give back the file and the template's process; the object is of no use afterwards."""
         if self.template is not None:
             self.template.close()
+        self._engine.close()
         self._checkpoint.close()
 
     def __enter__(self) -> Self:
@@ -450,9 +458,19 @@ class LLM:
         return digest
 
 
+def _check_call(sampling: object, words: Mapping[str, Any]) -> None:
+    if words:
+        given = ", ".join(f"{name}={value!r}" for name, value in words.items())
+        raise BadOption(f"options of a request go into a Sampling: generate(prompt, Sampling({given}))")
+    if not isinstance(sampling, Sampling | None):
+        raise BadOption(f"sampling is {sampling!r}; it must be a Sampling, as in Sampling(max_tokens=64)")
+
+
 def _is_one_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return True
+    if not hasattr(prompt, "__getitem__"):
+        raise BadInput(f"a prompt is text, token ids, or a list of prompts; not {type(prompt).__name__}")
     try:
         operator.index(prompt[0])  # numpy's and torch's whole numbers are ids too
     except (IndexError, TypeError):

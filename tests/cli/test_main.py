@@ -90,7 +90,7 @@ def test_the_version_is_the_packages(ostinato: Run) -> None:
         (("bogus",), "No such command 'bogus'"),
         (("run", "--temprature", "1", "hi"), "--temperature"),
         (("run", "--top-k", "many", "hi"), "Invalid value for '--top-k'"),
-        (("run", "--mode", "loop", "hi"), "'loop' is not one of 'auto', 'eager'"),
+        (("run", "--mode", "loop", "hi"), "mode 'loop' is not built yet"),
         (("run", "--dtype", "int4", "hi"), "'int4' is not one of"),
         (("run", "one", "two"), "unexpected extra argument"),
         (("pull",), "Missing argument 'NAME'"),

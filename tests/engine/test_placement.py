@@ -9,7 +9,7 @@ import torch
 
 from ostinato import LLM
 from ostinato.engine import placement
-from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
+from ostinato.errors import BadInput, ContextTooLarge, HardwareCannot
 from tests.models import tiny
 
 
@@ -83,5 +83,5 @@ def test_a_gpu_that_is_not_there_is_a_matter_of_hardware(tiny_gguf: Path) -> Non
     ],
 )
 def test_a_wrong_option_is_refused_before_anything_is_opened(wrong: dict[str, Any]) -> None:
-    with pytest.raises(BadOption, match=next(iter(wrong))):
+    with pytest.raises(BadInput, match=next(iter(wrong))):
         LLM("no/such/file", **wrong)

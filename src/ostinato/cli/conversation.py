@@ -29,8 +29,6 @@ class Conversation:
     def at(file: Path, llm: LLM, raw: bool) -> Conversation:
         """The conversation in the file, put into the model's memory; a new one where there is no file."""
         plain = raw or llm.template is None
-        if not file.parent.is_dir():
-            raise BadInput(f"--state {file}: there is no folder {file.parent} to save it in")
         if not file.exists():
             return Conversation(file, None if plain else [])
         note = llm.load_state(file)

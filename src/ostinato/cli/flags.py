@@ -16,7 +16,6 @@ from ostinato.cli.output import set_verbose
 from ostinato.errors import BadOption
 from ostinato.files import store
 from ostinato.options import DType, KVType, Sampling
-from ostinato.options import Mode as ModeName
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -100,7 +99,10 @@ Device = Annotated[
     str,
     typer.Option("--device", metavar="auto|cpu|cuda[:N]", help="Where to run.", rich_help_panel=_LOADING),
 ]
-Mode = Annotated[ModeName, typer.Option("--mode", help="How the decode loop is paced.", rich_help_panel=_LOADING)]
+Mode = Annotated[
+    str,
+    typer.Option("--mode", metavar="auto|eager", help="How the decode loop is paced.", rich_help_panel=_LOADING),
+]
 Dtype = Annotated[
     DType,
     typer.Option("--dtype", help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_LOADING),

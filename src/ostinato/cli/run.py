@@ -68,6 +68,8 @@ def run(
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
     text = _prompt(prompt, read_text(prompt, file, "the prompt"))
+    if state is not None and not state.parent.is_dir():
+        raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")
     with opened(model, options) as llm:
         if state is not None:
             conversation = Conversation.at(state, llm, raw)

@@ -60,6 +60,11 @@ class Engine:
         self._embedder: tuple[str, Decoder] | None = None
         self._turn = threading.Lock()
         self._holder: int | None = None
+        self._closed = False
+
+    def close(self) -> None:
+        """No request is taken any more."""
+        self._closed = True
 
     # Answers
 
@@ -225,6 +230,8 @@ class Engine:
     @contextmanager
     def _own_turn(self) -> Iterator[None]:
         """One sequence at a time: other threads wait; the same thread would wait for itself, so it is told."""
+        if self._closed:
+            raise BadInput("this LLM is closed; open it again to ask more")
         me = threading.get_ident()
         if self._holder == me and self._turn.locked():
             raise BadInput("another stream of this LLM is still open in this thread; finish or close it first")
