@@ -105,15 +105,11 @@ def _merged(random: Random, how: str, lanes: list[list[Row]]) -> list[Row]:
     if how == "one by one":
         return [row for lane in left for row in lane]
     merged: list[Row] = []
-    ends: dict[int, int] = {}
-    turn = 0
     while left:
         # A lane waits until the positions before it, which may be in a shared lane, are there.
         ready = [lane for lane in left if not _waits(lane[0], left, lane)]
-        lane = ready[turn % len(ready)] if how == "in turns" else random.choice(ready)
-        turn += 1
+        lane = ready[len(merged) % len(ready)] if how == "in turns" else random.choice(ready)
         merged.append(lane.pop(0))
-        ends |= dict.fromkeys(merged[-1].ids, merged[-1].position)
         left = [lane for lane in left if lane]
     return merged
 

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 from unittest.mock import patch
 
 import numpy as np
 from torch import Tensor
 
 from ostinato.batch.batch import MAX_SEQ
-from ostinato.decoder.flow import DecodeFlow
+from ostinato.decoder.flow import DecodeFlow, never
 from ostinato.decoder.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
 from ostinato.engine.decoder import Decoder
 from ostinato.kernels.table import TWINS, Ops
@@ -34,7 +34,7 @@ CELL_STEP = 8
 TOLERANCE = 1e-4
 
 Kind = Literal["kv", "kv-streams", "swa", "swa-streams", "recurrent", "hybrid", "hybrid-streams"]
-KINDS: tuple[Kind, ...] = ("kv", "kv-streams", "swa", "swa-streams", "recurrent", "hybrid", "hybrid-streams")
+KINDS: tuple[Kind, ...] = get_args(Kind)
 MODEL_KINDS: dict[str, MemoryKind] = {"kv": "kv", "swa": "swa", "recurrent": "recurrent", "hybrid": "hybrid"}
 
 
@@ -275,13 +275,17 @@ def assert_close(mine: Tensor | None, theirs: Tensor, what: str) -> None:
 
 
 Fault = Literal["abort", "op", "interrupt", "outputs", "graph", "graph memory", "apply", "extract", "rows", "commit"]
-FAULTS: tuple[Fault, ...] = (
-    *("abort", "op", "interrupt", "outputs", "graph", "graph memory", "apply", "extract", "rows", "commit"),
-)
+FAULTS: tuple[Fault, ...] = get_args(Fault)
+
+
+def lasting(n: int) -> Callable[[], bool]:
+    """An abort signal that is given from its n-th question on."""
+    calls = iter(range(n))
+    return lambda: next(calls, None) is None
 
 
 def nth(n: int, error: BaseException, work: Callable[..., Any]) -> Callable[..., Any]:
-    """The work, but for its n-th call, which raises."""
+    """The work for n calls; those after that raise."""
     left = n
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -300,15 +304,14 @@ def induced(rig: Rig, fault: Fault | None, n: int) -> Iterator[Callable[[], bool
     flow, parts = flow_of(rig.decoder), rig.decoder.parts
     no_memory = MemoryError("no memory")
     strike = Strike(fault)
-    signal: Callable[[], bool] = lambda: False  # noqa: E731 - the signal of somebody who does not abort
+    signal: Callable[[], bool] = never
     with ExitStack() as stack:
 
         def breaks(owner: Any, name: str, error: BaseException) -> None:
             stack.enter_context(patch.object(owner, name, nth(n, error, getattr(owner, name))))
 
         if fault == "abort":
-            calls = iter(range(n))
-            signal = lambda: next(calls, None) is None  # noqa: E731 - as above
+            signal = lasting(n)
         elif fault in ("op", "interrupt"):
             rig.faults.left = n
             rig.faults.error = strike if fault == "op" else KeyboardInterrupt()
@@ -325,8 +328,7 @@ def induced(rig: Rig, fault: Fault | None, n: int) -> Iterator[Callable[[], bool
         elif fault == "extract":
             breaks(flow.outputs, "write_logits", strike)
         elif fault == "rows":
-            lost = replace(flow._extractor)
-            stack.enter_context(patch.object(flow, "_extractor", _Miscounting(lost, n)))
+            stack.enter_context(patch.object(flow, "_extractor", _Miscounting(flow._extractor, n)))
         elif fault == "commit" and parts.recurrent is not None:
             breaks(parts.recurrent[1], "commit", strike)
         try:

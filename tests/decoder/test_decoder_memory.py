@@ -189,11 +189,11 @@ def shifted(kind: Kind) -> Rig:
     return rig
 
 
-def next_is_right(rig: Rig) -> None:
-    rig.decoder.decode(Batch(token=[5]))
-    at = rig.oracle.next_position(0)
+def next_is_right(rig: Rig, s: int = 0) -> None:
+    rig.decoder.decode(Batch(token=[5], seq_id=[[s]]))
+    at = rig.oracle.next_position(s)
     assert at is not None
-    (entry,) = rig.oracle.decode([Row(5, at, (0,))])
+    (entry,) = rig.oracle.decode([Row(5, at, (s,))])
     assert_close(rig.decoder.logits(0), rig.oracle.truth.logits(entry), "the next token")
     rig.check_tensors()
 
@@ -275,6 +275,27 @@ def test_states_that_are_written_in_part_leave_every_sequence_as_it_was() -> Non
         rig.decoder.decode(Batch(token=[4, 5], seq_id=[[0], [2]]))
     rig.check_tensors()
     next_is_right(rig)
+
+
+# Roll backs
+
+
+@pytest.mark.parametrize("fork_first", [False, True])
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid", "hybrid-streams"])
+def test_a_fork_and_a_roll_back_go_on_from_the_right_states_in_either_order(kind: Kind, fork_first: bool) -> None:
+    rig = Rig.of(kind, (0, 1, 2), n_ubatch=8, n_rs_seq=2)  # RM-10, RM-12
+    rows = [Row(token, position, (0,)) for position, token in enumerate(text(6))]
+    rig.decoder.decode(Batch(token=[row.token for row in rows]))
+    rig.oracle.decode(rows)
+    for fork in [True, False] if fork_first else [False, True]:
+        if fork:
+            rig.decoder.memory.seq_cp(0, 1)
+            rig.oracle.copy(0, 1, None, None)
+        else:
+            assert rig.decoder.memory.seq_rm(0, 4)
+            rig.oracle.remove(0, 4, None)
+    for s in (1, 0):
+        next_is_right(rig, s)
 
 
 # Saved states

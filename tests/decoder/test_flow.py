@@ -22,7 +22,18 @@ from ostinato.memory.coordinator.interface import Cursor, Update
 from ostinato.memory.coordinator.kv import KVCoordinator
 from ostinato.memory.kv_cache import KVCache
 from ostinato.memory.status import Status
-from tests.decoder.rig import HIDDEN, KINDS, N_VOCAB, Kind, assert_close, contents, flow_of, model_of, small_decoder
+from tests.decoder.rig import (
+    HIDDEN,
+    KINDS,
+    N_VOCAB,
+    Kind,
+    assert_close,
+    contents,
+    flow_of,
+    lasting,
+    model_of,
+    small_decoder,
+)
 from tests.models import plain_memory
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -45,12 +56,6 @@ def rows_of(decoder: Decoder, n: int) -> list[Tensor]:
     rows = [decoder.logits(index) for index in range(n)]
     assert all(row is not None for row in rows)
     return [row.clone() for row in rows if row is not None]
-
-
-def lasting(n: int) -> Callable[[], bool]:
-    """An abort signal that is given from its n-th question on."""
-    calls = iter(range(n))
-    return lambda: next(calls, None) is None
 
 
 # What was published
@@ -82,14 +87,22 @@ def test_pooled_vectors_outlive_a_batch_without_room() -> None:  # D-8
     assert torch.equal(after, before)
 
 
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        (Batch(embd=np.zeros((8, HIDDEN + 1), np.float32), output=[1] * 8), "shape"),
+        (Batch(token=[1] * 8, segment=[7] * 8, output=[1] * 8), "segment"),
+    ],
+    ids=["embd", "segment"],
+)
 @every_kind
-def test_a_batch_that_is_refused_by_its_embeddings_has_changed_nothing(kind: Kind) -> None:  # G-3, S-5
+def test_a_batch_that_the_model_cannot_take_has_changed_nothing(kind: Kind, bad: Batch, reason: str) -> None:  # G-3
     decoder = small_decoder(kind)
     decoder.decode(batch_of({0: text(10)}))
     before, rows = contents(decoder), rows_of(decoder, 10)
     with pytest.raises(InvalidBatch) as refused:
-        decoder.decode(Batch(embd=np.zeros((8, HIDDEN + 1), np.float32), seq_id=[[0]] * 8, output=[1] * 8))
-    assert refused.value.reason == "shape"
+        decoder.decode(bad)
+    assert refused.value.reason == reason
     assert contents(decoder) == before
     assert all(torch.equal(a, b) for a, b in zip(rows_of(decoder, 10), rows, strict=True))
 

@@ -11,6 +11,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,7 +55,7 @@ def batch_of(texts: Texts, places: list[Place], outputs: list[bool]) -> Batch:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=soak(600), derandomize=True, database=None, deadline=None)
+@settings(max_examples=soak(400), derandomize=True, database=None, deadline=None)
 @given(texts=texts, seed=st.integers(0, 1 << 16), n_ubatch=st.integers(1, 8), in_turns=st.booleans())
 def test_logits_of_mixed_batches_are_those_of_each_sequence_alone(
     kind: Kind, texts: Texts, seed: int, n_ubatch: int, in_turns: bool
@@ -109,6 +110,18 @@ def test_embeddings_of_mixed_batches_are_those_of_each_sequence_alone(
         for s in {s for s, _ in batch}:
             mean = plain[s][[position for t, position in batch if t == s]].mean(0)
             assert_close(means.pooled(s), mean, f"mean of {s}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_given_as_embeddings_are_decoded_like_their_tokens(kind: Kind) -> None:
+    model, tokens = model_of(kind)[0], [3, 1, 4, 1, 5, 9, 2, 6]
+    decoder = small_decoder(kind, cells=CELLS)
+    decoder.decode(Batch(token=tokens[:3]))
+    rows = model.embed(torch.tensor(tokens[3:])).numpy()
+    decoder.decode(Batch(embd=rows, output=[1] * 5))
+    plain = plain_memory.logits(model, tokens)
+    for index in range(5):
+        assert_close(decoder.logits(index), plain[3 + index], f"logits at {3 + index}")
 
 
 @pytest.mark.parametrize("kind", KINDS)
