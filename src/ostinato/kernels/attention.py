@@ -14,6 +14,10 @@ def attention_torch(
     scores to +-softcap by tanh before the mask. Bound by reading k and v at few rows.
     """
     queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    if softcap is None and len(q) == 1:
+        # The heads of a group become rows of their shared key head, so that it is read once and not for each.
+        together = q.view(1, k.shape[1], -1, q.shape[-1])
+        return F.scaled_dot_product_attention(together, keys, values, attn_mask=mask, scale=scale).view(q.shape)
     if softcap is None:
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     else:
