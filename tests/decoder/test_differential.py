@@ -386,6 +386,7 @@ class Operations(RuleBasedStateMachine):
         self.rig.check_tensors()
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decoder_does_what_the_token_histories_say(kind: Kind) -> None:

@@ -31,6 +31,7 @@ def test_logits_equal_those_of_transformers(case: tuple[str, LLM]) -> None:
     assert_close(llm.logits(tiny.prompt(name)), tiny.reference_logits(name), atol=tiny.TOLERANCE, rtol=0)
 
 
+@pytest.mark.slow
 def test_64_greedy_tokens_equal_those_of_transformers(case: tuple[str, LLM]) -> None:
     name, llm = case
     assert llm.generate(tiny.prompt(name), GREEDY).token_ids == tiny.reference_greedy(name)

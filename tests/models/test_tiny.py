@@ -22,6 +22,7 @@ def test_transformers_reads_the_folder_as_the_model_that_was_saved(name: str, st
     assert_close(logits, tiny.reference_logits(name), atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", tiny.TINY)
 def test_a_tiny_model_shows_mistakes_and_has_no_near_ties(name: str) -> None:
     assert 0.5 < float(tiny.reference_logits(name).std()) < 2
