@@ -32,7 +32,9 @@ soak: .venv/installed-dev
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
 
 test-gpu: .venv/installed-dev
-	$(BIN)/python -m bench.gpu_check smollm2
+	$(BIN)/python -m bench.gpu_check --part exact
+	$(BIN)/python -m bench.gpu_check --part speed
+	$(BIN)/python -m bench.gpu_check --part stress
 
 wheel: .venv/installed
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

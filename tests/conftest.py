@@ -15,6 +15,9 @@ if TYPE_CHECKING:
 # Tests run side by side, and their models are too small to be shared by threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Kernels for GPUs run in Triton's interpreter here; it must know before anything imports triton.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # Some CPUs announce AMX and refuse it; the matrix library must know before any test has used it (engine/amx.py).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 

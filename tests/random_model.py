@@ -54,6 +54,9 @@ class RandomWeights(Weights):
     ) -> Tensor:
         return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
 
+    def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
+        return self.take_stacked(names, shapes)
+
     def pass_over(self, name: str) -> None:
         return
 

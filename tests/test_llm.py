@@ -1,6 +1,9 @@
 """The Python face: lists in, lists out; pieces that join; options that are known; answers with a digest."""
 
+import dataclasses
+import gc
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato import LLM, Batch, Sampling
-from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, Unsupported
+from ostinato.engine.engine import Engine
+from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, LineFull, Unsupported
 from tests.models import tiny
 
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
@@ -39,17 +43,22 @@ def test_pieces_join_to_the_text_and_only_the_last_has_the_whole(tiny_llm: LLM) 
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
+WARM = Sampling(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def warm_text(tiny_llm: LLM) -> str:
+    return tiny_llm.generate("the sea", WARM).text
+
+
 @given(start=st.integers(0, 60), length=st.integers(1, 6))
 @settings(max_examples=25, derandomize=True, deadline=None)
-def test_a_stop_string_is_never_shown_wherever_it_falls(tiny_llm: LLM, start: int, length: int) -> None:
-    warm = Sampling(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True)
-    whole = tiny_llm.generate("the sea", warm).text
+def test_a_stop_string_is_never_shown_wherever_it_falls(tiny_llm: LLM, warm_text: str, start: int, length: int) -> None:
+    whole = warm_text
     stop = whole[start : start + length]
     if not stop:
         return
-    pieces = list(
-        tiny_llm.stream("the sea", Sampling(max_tokens=40, temperature=0.9, seed=5, ignore_eos=True, stop=(stop,)))
-    )
+    pieces = list(tiny_llm.stream("the sea", dataclasses.replace(WARM, stop=(stop,))))
     assert "".join(piece.text for piece in pieces) == whole[: whole.index(stop)]
     assert pieces[-1].finish_reason == "stop"
 
@@ -162,12 +171,14 @@ def test_whoever_has_the_last_piece_may_ask_again_at_once(tiny_llm: LLM) -> None
         assert tiny_llm.generate("the sea", GREEDY).text == text
 
 
-def test_ids_that_only_pad_the_embedding_are_never_chosen(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_that_only_pad_the_embedding_are_never_chosen(tiny_llm: LLM) -> None:
     favourite = tiny_llm.generate([5, 6, 7], Sampling(max_tokens=1, ignore_eos=True)).token_ids[0]
-    monkeypatch.setattr(tiny_llm._engine, "_n_tokens", favourite)
     warm = Sampling(max_tokens=20, temperature=2.0, seed=1, ignore_eos=True)
-    for sampling in (Sampling(max_tokens=20, ignore_eos=True), warm):
-        assert max(tiny_llm.generate([5, 6, 7], sampling).token_ids) < favourite
+    placement = dataclasses.replace(tiny_llm._placement, n_slots=1)
+    with Engine(tiny_llm._model, placement, n_tokens=favourite) as engine:
+        for wanted in (Sampling(max_tokens=20, seed=0, ignore_eos=True), warm):
+            request = engine.submit([5, 6, 7], wanted.over(tiny_llm.defaults))
+            assert max(token.token for token in request) < favourite
 
 
 def test_whole_numbers_of_other_libraries_are_ids_too(tiny_llm: LLM) -> None:
@@ -205,11 +216,11 @@ def test_a_memory_that_no_machine_has_is_a_matter_of_hardware(tiny_llm: LLM) -> 
 
 
 def test_a_state_whose_note_was_tampered_with_is_refused_by_name(tiny_llm: LLM, tmp_path: Path) -> None:
-    tiny_llm.generate("the sea", GREEDY)
+    list(tiny_llm.stream("the sea", GREEDY, reuse=True))
     fingerprint = tiny_llm._checkpoint.fingerprint()
     for note in ({}, {"model": fingerprint}, {"model": fingerprint, "note": {}, "ids": [1, 2]}):
         path = tmp_path / "bad.state"
-        path.write_bytes(tiny_llm._engine._causal().save_sequence(0, note))
+        path.write_bytes(tiny_llm._sequential._causal().save_sequence(0, note))
         with pytest.raises(BadFile, match=r"bad\.state"):
             tiny_llm.load_state(path)
 
@@ -234,3 +245,105 @@ def test_a_closed_llm_says_so(tiny_gguf: Path) -> None:
     for ask in (lambda: llm.generate("the sea", GREEDY), lambda: next(stream), lambda: llm.embed("the sea")):
         with pytest.raises(BadInput, match="closed"):
             ask()
+
+
+def until_idle(llm: LLM) -> dict[str, int]:
+    """Wait until nobody sits or waits; how requests have ended."""
+    end = time.monotonic() + 30
+    while (stats := llm.stats()).live or stats.prefilling or stats.waiting:
+        assert time.monotonic() < end
+        time.sleep(0.001)
+    return stats.ended
+
+
+def test_a_stop_string_ends_the_request_and_what_came_after_it_is_not_counted(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, device="cpu") as llm:
+        wanted = Sampling(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True)
+        whole = llm.generate("the sea", wanted)
+        stop = whole.text[12:15]
+        at = whole.text.index(stop)
+        prompts = ["the sea"] * 3
+        cut = llm.generate(prompts, dataclasses.replace(wanted, stop=(stop,)))
+        for answer in cut:
+            assert answer.text == whole.text[:at]
+            assert answer.finish_reason == "stop"
+            assert answer.token_ids == whole.token_ids[: len(answer.token_ids)]
+            assert stop in llm.tokenizer.decode(answer.token_ids, at_start=False)
+            assert stop not in llm.tokenizer.decode(answer.token_ids[:-1], at_start=False)
+        ended = until_idle(llm)
+        assert ended["cancelled"] == 3
+        assert ended["length"] == 1
+        assert llm.stats().pages_leased == 0
+
+
+def test_a_stream_that_is_dropped_half_way_cancels_its_request(tiny_llm: LLM) -> None:
+    before = until_idle(tiny_llm).get("cancelled", 0)
+    endless = Sampling(max_tokens=100, ignore_eos=True)
+    for leave in (lambda stream: stream.close(), lambda stream: None):
+        stream: Any = tiny_llm.stream("the sea", endless)
+        next(stream)
+        leave(stream)
+        del stream
+        gc.collect()
+    assert until_idle(tiny_llm)["cancelled"] == before + 2
+    unread = tiny_llm.stream("the sea", endless)  # nobody has asked for anything yet
+    del unread
+    assert until_idle(tiny_llm)["cancelled"] == before + 2
+
+
+def test_a_long_list_is_fed_as_the_line_has_room(tiny_gguf: Path, tiny_llm: LLM) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(30)]
+    short = Sampling(max_tokens=4, ignore_eos=True)
+    with LLM(tiny_gguf, device="cpu", context=128, slots=2, queue=1) as llm:
+        answers = llm.generate(prompts, short)
+        assert [a.token_ids for a in answers] == [tiny_llm.generate(p, short).token_ids for p in prompts]
+        streams = [llm.stream(prompt, Sampling(max_tokens=100, ignore_eos=True)) for prompt in prompts[:4]]
+        for stream in streams[:2]:
+            next(stream)
+        next_in_line = llm._engine.submit([5], llm._settled(short))
+        with pytest.raises(LineFull):  # two sit, and one waits
+            next(streams[2])
+        streams.clear()  # dropped, and so cancelled
+        assert len(list(next_in_line)) == 4
+
+
+def test_a_list_with_a_bad_prompt_is_refused_before_anything_runs(tiny_llm: LLM) -> None:
+    before = tiny_llm.stats().submitted
+    with pytest.raises(BadInput, match="index 1"):
+        tiny_llm.generate([[5, 6], [5, 3000]], GREEDY)
+    assert tiny_llm.stats().submitted == before
+
+
+def test_what_was_cached_is_told_and_gives_the_same_tokens(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, device="cpu") as llm:
+        text = "the sea and the wind in the old tower and the lamp in the night " * 2
+        first, again = (llm.generate(text, GREEDY) for _ in range(2))
+        assert first.cached_tokens == 0
+        assert 0 < again.cached_tokens < len(again.prompt_ids)
+        assert again.token_ids == first.token_ids
+        assert again.digest == first.digest
+        assert llm.stats().cached_tokens == again.cached_tokens
+
+
+def test_an_llm_tells_its_mode_and_why_not_a_higher_one(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, device="cpu", mode="eager") as llm:
+        assert llm.mode == llm.stats().mode == "eager"
+        assert [reason.partition(":")[0] for reason in llm.why_not] == ["graph", "loop", "persistent"]
+        eager = llm.generate([5, 6, 7], GREEDY).token_ids
+    with LLM(tiny_gguf, device="cpu") as llm:
+        assert llm.mode == "loop"
+        assert llm.generate([5, 6, 7], GREEDY).token_ids == eager
+    with pytest.raises(HardwareCannot, match="'graph' cannot run here"):
+        LLM(tiny_gguf, device="cpu", mode="graph")
+
+
+def test_an_answer_of_the_loop_can_be_saved_and_gone_on_from(tiny_llm: LLM, tmp_path: Path) -> None:
+    first = tiny_llm.generate("the sea", GREEDY)
+    tiny_llm.save_state(tmp_path / "sea.state", {"page": 3})
+    tiny_llm.generate("something else", GREEDY)
+    assert tiny_llm.load_state(tmp_path / "sea.state") == {"page": 3}
+    more = [*first.prompt_ids, *first.token_ids, 7, 8]
+    *_, last = tiny_llm.stream(more, GREEDY, reuse=True)
+    assert last.completion is not None
+    assert last.completion.token_ids == tiny_llm.generate(more, GREEDY).token_ids
+    assert last.completion.cached_tokens == len(first.prompt_ids) + len(first.token_ids) - 1

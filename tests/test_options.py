@@ -47,7 +47,8 @@ def test_none_for_stops_and_bias_means_none() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"device": 0}, {"device": None}, {"device": "cuda:"}, {"device": "cuda:²"}, {"mode": 1}, {"dtype": "float16"},
-     {"dtype": []}, {"kv_type": 8}, {"kv_type": "q4_0"}, {"context": "4096"}, {"threads": 0}],
+     {"dtype": []}, {"kv_type": 8}, {"kv_type": "q4_0"}, {"context": "4096"}, {"threads": 0},
+     {"mode": "fast"}, {"slots": 0}, {"slots": 65}, {"slots": None}, {"queue": -1}, {"queue": 1.5}],
 )  # fmt: skip
 def test_a_wrong_way_to_load_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match=next(iter(wrong))):
@@ -97,6 +98,6 @@ def test_more_threads_than_cores_are_refused() -> None:
         LoadOptions(threads=100_000)
 
 
-def test_a_mode_that_is_still_to_come_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="not built yet"):
-        LoadOptions(mode="loop")
+@pytest.mark.parametrize("mode", ["auto", "eager", "graph", "loop", "persistent"])
+def test_every_mode_may_be_asked_for_whatever_this_machine_can_run(mode: str) -> None:
+    assert LoadOptions(mode=mode).mode == mode

@@ -20,6 +20,7 @@ ROOMS = (
     "graph",
     "decoder",
     "encoder",
+    "loop",
     "engine",
     "llm",
     "cli",

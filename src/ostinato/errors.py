@@ -16,6 +16,11 @@
     │   ├── AllocationFailed          exit 4  HTTP 503   a buffer or graph could not be had
     │   └── ComputeFailed                                a graph could not be built, or its run failed
     ├── InternalError                                    a broken invariant of ours; never the caller's fault
+    │   └── BadPointer                                   memory that a kernel must not be launched on
+    ├── DecodeInvariantError                             an attempt to break one of I-1 to I-10; nothing was changed
+    │   └── PlanStale                                    a buffer of the plan is not where the plan says; fatal
+    ├── EngineDead                            HTTP 503   a device fault or drift: the process must be restarted
+    ├── LineFull                      exit 4  HTTP 429   too many requests wait already
     ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: network, disk or checksum
     └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
 
@@ -123,6 +128,35 @@ class ComputeFailed(DecodeError):
 
 class InternalError(OstinatoError):
     """A broken invariant of ours: a bug, never the caller's fault."""
+
+
+class BadPointer(InternalError):
+    """Memory that a kernel must not be launched on: empty, foreign, wrongly typed or too small."""
+
+
+class DecodeInvariantError(OstinatoError):
+    """An attempt to break one of I-1 to I-10 while decode mode is on. Nothing was changed; running requests finish."""
+
+    def __init__(self, invariant: str, message: str) -> None:
+        super().__init__(f"{invariant}: {message}")
+        self.invariant = invariant
+
+
+class PlanStale(DecodeInvariantError):
+    """A buffer of the plan is not where the plan says: nothing can run on it any more."""
+
+
+class EngineDead(OstinatoError):
+    """A device fault or drift ended this engine: the process must be restarted."""
+
+    http_status = 503
+
+
+class LineFull(OstinatoError):
+    """Too many requests wait already; try again later."""
+
+    exit_code = 4
+    http_status = 429
 
 
 class FetchFailed(OstinatoError):

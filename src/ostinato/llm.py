@@ -17,17 +17,21 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 
 import torch
 from torch import Tensor
 
 from ostinato.engine.decoder import Decoder
 from ostinato.engine.defaults import default_sampling
-from ostinato.engine.engine import Engine, FinishReason, Token
+from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement, settle
-from ostinato.errors import BadFile, BadInput, BadOption, InternalError, Unsupported, listing
+from ostinato.engine.request import FinishReason, Message, Request, Token, waited_for
+from ostinato.engine.sequential import Continuation, Sequential
+from ostinato.engine.stats import Stats
+from ostinato.errors import BadFile, BadInput, BadOption, LineFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.memory import state_file
@@ -39,10 +43,15 @@ from ostinato.text.stream import TextStream
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
+CLOSED: Final = "this LLM is closed; open it again to ask more"
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds: loading the model, the prompt, until the first token, all further tokens; and their pace."""
+    """Seconds: loading the model, the prompt, from asking to the first token, all further tokens; and their pace.
+
+    Decoding is timed by the device's own clock.
+    """
 
     load_s: float
     prefill_s: float
@@ -62,7 +71,10 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer: its text, its tokens (the one that ended it included), and how it came about."""
+    """An answer: its text, its tokens (the one that ended it included), and how it came about.
+
+    `cached_tokens` of the prompt were in memory already and not computed again.
+    """
 
     text: str
     token_ids: tuple[int, ...]
@@ -71,6 +83,7 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None
     timings: Timings
     seed: int
+    cached_tokens: int
     _digest: Callable[[], str] = field(repr=False, compare=False)
 
     @property
@@ -105,8 +118,8 @@ class LLM:
 
     `model` is a path (a GGUF file or a safetensors folder) or a name that the store knows. Options are those of
     `LoadOptions`; an unknown one is refused. `progress` is told (bytes read, bytes in all) while weights load,
-    `talk` a sentence where something was settled otherwise than one might expect. One request runs at a time: other
-    threads wait for their turn.
+    `talk` a sentence where something was settled otherwise than one might expect. Any number of threads may ask, and
+    any number of streams be open: `slots` requests are decoded at once, the others wait in line.
     """
 
     def __init__(
@@ -147,9 +160,19 @@ class LLM:
             device=placement.device,
             context=placement.context,
             progress=progress,
+            packed=placement.packed,
         )
         self.shape, self._model = shape, model
-        self._engine = Engine(model, placement, self.tokenizer.eog_ids, self.tokenizer.vocab_size)
+        ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
+        self._sequential = Sequential(model, placement, ends, n_tokens)
+        self._loop_engine = (
+            Engine(model, placement, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue)
+            if shape.causal
+            else None
+        )
+        if self._loop_engine is not None and self._loop_engine.loop.fell_back is not None:
+            talk(self._loop_engine.loop.fell_back)
+        self._recent: list[int] | None = None  # what memory would hold after the last answer, if it was not `reuse`
         return placement
 
     @property
@@ -160,7 +183,16 @@ class LLM:
     @property
     def mode(self) -> str:
         """How the decode loop is paced."""
-        return self._placement.mode
+        return "eager" if self._loop_engine is None else self._loop_engine.mode
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why no higher mode runs, a sentence for each."""
+        return () if self._loop_engine is None else self._loop_engine.why_not
+
+    def stats(self) -> Stats:
+        """What the engine has counted: steps, tokens, gaps between them, pages, and who sits and waits."""
+        return self._engine.stats()
 
     @property
     def dtype(self) -> str:
@@ -188,12 +220,14 @@ class LLM:
     def generate(self, prompt: Any, sampling: Sampling | None = None, **words: Any) -> Any:
         """The answer to a prompt (text, or token ids as they are); a list of prompts gives a list, in order.
 
+        Prompts of a list run together, as many at a time as there are slots.
+
         >>> llm.generate(["one", "two"], Sampling(max_tokens=8))                       # doctest: +SKIP
         """
         _check_call(sampling, words)
         if _is_one_prompt(prompt):
-            return _last(self.stream(prompt, sampling))
-        return [_last(self.stream(one, sampling)) for one in prompt]
+            return self._complete([self._prompt_ids(prompt)], sampling, fresh=False)[0]
+        return self._complete([self._prompt_ids(one) for one in prompt], sampling, fresh=False)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False) -> Iterator[Piece]:
         """The answer piece by piece; pieces join to the whole text, and the last holds the `Completion`.
@@ -204,7 +238,7 @@ class LLM:
         """
         _check_call(sampling, {})
         ids = self._prompt_ids(prompt)
-        return self._stream_ids(ids, sampling or Sampling(), reuse=reuse, fresh=False)
+        return self._stream_ids(ids, sampling, reuse=reuse, fresh=False)
 
     @overload
     def chat(self, messages: Messages, sampling: Sampling | None = None, **template_options: Any) -> Completion: ...
@@ -217,9 +251,10 @@ class LLM:
 
         >>> llm.chat([{"role": "user", "content": "hi"}])                              # doctest: +SKIP
         """
+        _check_call(sampling, {})
         if messages and isinstance(messages[0], (list, tuple)):
-            return [_last(self.stream_chat(one, sampling, **template_options)) for one in messages]
-        return _last(self.stream_chat(messages, sampling, **template_options))
+            return self._complete([self.chat_ids(one, **template_options) for one in messages], sampling, fresh=True)
+        return self._complete([self.chat_ids(messages, **template_options)], sampling, fresh=True)[0]
 
     def stream_chat(
         self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **template_options: Any
@@ -227,7 +262,7 @@ class LLM:
         """Like `stream`, for a conversation. Further words (`tools`, `enable_thinking`) go to the template."""
         _check_call(sampling, {})
         ids = self.chat_ids(messages, **template_options)
-        return self._stream_ids(ids, sampling or Sampling(), reuse=reuse, fresh=True)
+        return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
 
     def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
         """The prompt ids of a conversation."""
@@ -260,7 +295,7 @@ class LLM:
 
     def logits(self, ids: Sequence[int]) -> Tensor:
         """Teacher forced: float32 [n, vocab], row i being what the model expects after ids[: i + 1]."""
-        return torch.cat(list(self._engine.logits(ids)))
+        return torch.cat(list(self._sequential.logits(ids)))
 
     def score(self, text: str) -> Score:
         """How well the model predicts a text, every token but the first from those before it.
@@ -280,7 +315,7 @@ class LLM:
     def _nll(self, ids: Sequence[int]) -> float:
         targets = torch.tensor(ids[1:])
         nll, done = 0.0, 0
-        for chunk in self._engine.logits(ids[:-1]):
+        for chunk in self._sequential.logits(ids[:-1]):
             wanted = targets[done : done + len(chunk)].to(chunk.device)
             nll += float(torch.nn.functional.cross_entropy(chunk, wanted, reduction="none").double().sum())
             done += len(chunk)
@@ -300,7 +335,7 @@ class LLM:
         texts = [texts] if isinstance(texts, str) else texts
         if not texts:
             return torch.empty((0, self.shape.hidden))
-        vectors = torch.stack(self._engine.embed([self.tokenize(text) for text in texts], wanted))
+        vectors = torch.stack(self._sequential.embed([self.tokenize(text) for text in texts], wanted))
         if normalize is None:
             normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
         return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
@@ -312,7 +347,7 @@ class LLM:
         """
         first = self.tokenize(query)
         pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
-        scores = self._engine.rank(pairs)
+        scores = self._sequential.rank(pairs)
         return torch.stack(scores) if scores else torch.empty((0, self.shape.n_classes or 1))
 
     # Memory
@@ -330,18 +365,22 @@ class LLM:
         return Decoder(self._model, **wanted)
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
-        """Write the sequence in memory to a file, with a note of the caller's own (JSON)."""
+        """Write the last answer, its prompt and its memory to a file, with a note of the caller's own (JSON).
+
+        What was answered without `reuse` is computed once more for it: the loop's own memory is not written.
+        """
         content = {"model": self._checkpoint.fingerprint(), "note": dict(note or {})}
-        state_file.write(path, self._engine.save(content))
+        state_file.write(path, self._sequential.save(content, self._recent))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
         """Put a saved sequence into memory, and give back its note; the next call with `reuse` goes on from it."""
-        data = state_file.read(path, limit=self._engine.largest_state_bytes)
+        data = state_file.read(path, limit=self._sequential.largest_state_bytes)
         try:
             content = state_file.describe(data).note or {}
             if content.get("model") != self._checkpoint.fingerprint() or not isinstance(content.get("note"), dict):
                 raise BadFile(f"this state was not saved by {self.name}; use the model that did, or another file")
-            self._engine.load(data)
+            self._sequential.load(data)
+            self._recent = None
         except BadFile as error:
             raise BadFile(f"{path}: {error}") from error
         note: Mapping[str, Any] = content["note"]
@@ -350,10 +389,12 @@ class LLM:
     # Life
 
     def close(self) -> None:
-        """Give back the file and the template's process; the object is of no use afterwards."""
+        """Cancel what runs, give back the file, threads and the template's process; of no use afterwards."""
         if self.template is not None:
             self.template.close()
-        self._engine.close()
+        self._sequential.close()
+        if self._loop_engine is not None:
+            self._loop_engine.close()
         self._checkpoint.close()
 
     def __enter__(self) -> Self:
@@ -364,7 +405,13 @@ class LLM:
     ) -> None:
         self.close()
 
-    # One answer
+    # Answers, inside
+
+    @property
+    def _engine(self) -> Engine:
+        if self._loop_engine is None:
+            raise Unsupported(f"{self.shape.family} is an encoder: it embeds text and generates none")
+        return self._loop_engine
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
@@ -373,68 +420,72 @@ class LLM:
             raise BadInput("the prompt is empty; give it some text")
         return self.tokenizer.encode(prompt)
 
-    def _settled(self, sampling: Sampling) -> Sampling:
-        settled = sampling.over(self.defaults)
+    def _settled(self, sampling: Sampling | None) -> Sampling:
+        settled = (sampling or Sampling()).over(self.defaults)
         return settled if settled.seed is not None else dataclasses.replace(settled, seed=secrets.randbits(53))
 
-    def _stream_ids(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
+    def _stream_ids(self, prompt: list[int], sampling: Sampling | None, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         """`fresh`: the answer is a text of its own, not the rest of the prompt's."""
         settled = self._settled(sampling)
-        self._engine.check(prompt, room=1)  # here, not at the first piece: a bad prompt is refused by the call
+        self._engine.check(prompt, settled)  # here, not at the first piece: a bad prompt is refused by the call
         return self._pieces(prompt, settled, reuse=reuse, fresh=fresh)
 
     def _pieces(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
-        started = time.perf_counter()
-        text = TextStream(self.tokenizer, sampling.stop, at_start=fresh)
-        tokens: list[Token] = []
-        shown: list[str] = []
-        answer = self._engine.generate(prompt, sampling, reuse=reuse)
-        for token in answer:
-            tokens.append(token)
-            ended = token.finish_reason == "stop"
-            new = "" if ended else text.push(token.choice.token)
-            reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
-            if reason is not None and not text.stopped:
-                new += text.finish()
-            shown.append(new)
-            if reason is None:
-                yield Piece(new, token.choice.token)
-                continue
-            answer.close()  # a stop string ends it before the engine would
-            completion = self._completion("".join(shown), tokens, prompt, sampling, reason, started)
-            yield Piece(new, token.choice.token, reason, completion)
-            return
+        source: Request | Continuation
+        source = self._sequential.generate(prompt, sampling) if reuse else self._engine.submit(prompt, sampling)
+        answer = _Answer(self, prompt, sampling, source, fresh=fresh)
+        try:
+            for token in source:
+                piece = answer.push(token)
+                if piece.completion is None:
+                    yield piece
+                    continue
+                source.cancel()  # a stop string ends it before the engine would
+                self._recent = None if reuse else answer.held
+                yield piece
+                return
+        finally:
+            source.cancel()
+        raise BadInput(CLOSED)
 
-    def _completion(
-        self,
-        text: str,
-        tokens: Sequence[Token],
-        prompt: Sequence[int],
-        sampling: Sampling,
-        reason: FinishReason,
-        started: float,
-    ) -> Completion:
-        first, last = tokens[0].at, tokens[-1].at
-        n_more, seconds = len(tokens) - 1, last - first
-        ids = tuple(token.choice.token for token in tokens)
-        logprobs = tuple(TokenLogprob(t.choice.token, t.choice.logprob, t.choice.top) for t in tokens)
-        assert sampling.seed is not None  # settled
-        return Completion(
-            text=text,
-            token_ids=ids,
-            prompt_ids=tuple(prompt),
-            finish_reason=reason,
-            logprobs=logprobs if sampling.logprobs is not None else None,
-            timings=Timings(
-                load_s=self.load_s,
-                prefill_s=tokens[0].logits_at - started,
-                first_token_s=first - started,
-                decode_s=seconds,
-                decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
-            ),
-            seed=sampling.seed,
-            _digest=self._digest(sampling, prompt, ids),
-        )
+    def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
+        """Answers to prompts that run together, in order. Checked first, all of them; fed as the line has room."""
+        asks = [(prompt, self._settled(sampling)) for prompt in prompts]
+        for prompt, settled in asks:
+            self._engine.check(prompt, settled)
+        heard: SimpleQueue[tuple[Request, Message]] = SimpleQueue()
+        answers: dict[int, _Answer] = {}  # by the request's id
+        order: list[int] = []
+        done: dict[int, Completion] = {}
+        try:
+            while len(done) < len(asks):
+                while len(order) < len(asks):
+                    prompt, settled = asks[len(order)]
+                    try:
+                        request = self._engine.submit(
+                            prompt, settled, wait=not answers, sink=lambda *told: heard.put(told)
+                        )
+                    except LineFull:
+                        break
+                    order.append(request.id)
+                    answers[request.id] = _Answer(self, prompt, settled, request, fresh=fresh)
+                request, message = waited_for(heard, self._engine.help)
+                answer = answers.get(request.id)
+                if answer is None:
+                    continue  # past its stop string
+                if isinstance(message, Exception):
+                    raise message
+                if not isinstance(message, Token):
+                    raise BadInput(CLOSED)
+                completion = answer.push(message).completion
+                if completion is not None:
+                    request.cancel()
+                    done[request.id] = completion
+                    self._recent = answers.pop(request.id).held
+        finally:
+            for answer in answers.values():
+                answer.source.cancel()
+        return [done[id] for id in order]
 
     def _digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
         """The digest, when it is asked for: hashing a large model takes seconds the first time."""
@@ -456,6 +507,60 @@ class LLM:
             return hashlib.sha256(json.dumps(content | {"model": fingerprint()}, sort_keys=True).encode()).hexdigest()
 
         return digest
+
+
+class _Answer:
+    """One answer on its way: its text and tokens so far, until something ends it."""
+
+    def __init__(
+        self, llm: LLM, prompt: Sequence[int], sampling: Sampling, source: Request | Continuation, *, fresh: bool
+    ) -> None:
+        self._llm, self._prompt, self._sampling, self.source = llm, prompt, sampling, source
+        self._text = TextStream(llm.tokenizer, sampling.stop, at_start=fresh)
+        self._tokens: list[Token] = []
+        self._shown: list[str] = []
+
+    @property
+    def held(self) -> list[int]:
+        """The tokens that were read to make it: all but the last."""
+        return [*self._prompt, *(token.token for token in self._tokens[:-1])]
+
+    def push(self, token: Token) -> Piece:
+        """Take the next token; the piece of text that it brings. The last has the completion."""
+        self._tokens.append(token)
+        text = self._text
+        new = "" if token.finish_reason == "stop" else text.push(token.token)
+        reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
+        if reason is not None and not text.stopped:
+            new += text.finish()
+        self._shown.append(new)
+        if reason is None:
+            return Piece(new, token.token)
+        return Piece(new, token.token, reason, self._completion(reason))
+
+    def _completion(self, reason: FinishReason) -> Completion:
+        tokens, sampling, source = self._tokens, self._sampling, self.source
+        n_more, seconds = len(tokens) - 1, (tokens[-1].time_ns - tokens[0].time_ns) / 1e9
+        ids = tuple(token.token for token in tokens)
+        logprobs = tuple(TokenLogprob(t.token, t.logprob, t.top) for t in tokens)
+        assert sampling.seed is not None  # settled
+        return Completion(
+            text="".join(self._shown),
+            token_ids=ids,
+            prompt_ids=tuple(self._prompt),
+            finish_reason=reason,
+            logprobs=logprobs if sampling.logprobs is not None else None,
+            timings=Timings(
+                load_s=self._llm.load_s,
+                prefill_s=source.prefill_s,
+                first_token_s=source.first_token_s,
+                decode_s=seconds,
+                decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
+            ),
+            seed=sampling.seed,
+            cached_tokens=source.cached_tokens,
+            _digest=self._llm._digest(sampling, self._prompt, ids),
+        )
 
 
 def _check_call(sampling: object, words: Mapping[str, Any]) -> None:
@@ -483,10 +588,3 @@ def _whole(token: Any, index: int) -> int:
         return operator.index(token)
     except TypeError as error:
         raise BadInput(f"token id {token!r} at index {index}: a prompt is text, or a list of whole numbers") from error
-
-
-def _last(pieces: Iterator[Piece]) -> Completion:
-    for piece in pieces:
-        if piece.completion is not None:
-            return piece.completion
-    raise InternalError("a stream ended without its completion")

@@ -17,11 +17,14 @@ from ostinato.errors import BadOption, Unsupported, listing
 
 DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
-Mode = Literal["auto", "eager"]
+Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+MAX_SLOTS = 64
+DEFAULT_SLOTS = 8
+DEFAULT_QUEUE = 256
 
 _NOT_HERE = {
     "lora": "LoRA adapters",
@@ -35,7 +38,6 @@ _NOT_HERE = {
     "draft_model": "speculative decoding",
 }
 
-_MODES_TO_COME = ("graph", "loop", "persistent")
 _FP8_NAMES = ("fp8", "f8", "float8")
 
 
@@ -84,7 +86,7 @@ def _several(option: str, value: object, wanted: str) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded and where it runs."""
+    """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait."""
 
     device: str = "auto"
     mode: str = "auto"
@@ -92,12 +94,12 @@ class LoadOptions:
     kv_type: KVType | None = None
     context: int | None = None
     threads: int | None = None
+    slots: int = DEFAULT_SLOTS
+    queue: int = DEFAULT_QUEUE
 
     def __post_init__(self) -> None:
         _check(_is_device(self.device), "device", self.device, "auto, cpu, cuda or cuda:N")
-        if self.mode in _MODES_TO_COME:
-            raise Unsupported(f"mode {self.mode!r} is not built yet; known: auto, eager (`ostinato doctor` tells more)")
-        _check(self.mode in get_args(Mode), "mode", self.mode, "auto or eager")
+        _check(self.mode in get_args(Mode), "mode", self.mode, "auto, eager, graph, loop or persistent")
         _check(self.dtype in get_args(DType), "dtype", self.dtype, "auto, float32 or bfloat16")
         if isinstance(self.kv_type, str) and self.kv_type.lower().startswith(_FP8_NAMES):
             raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: f32, bf16, f16 or q8_0 are")
@@ -116,6 +118,9 @@ class LoadOptions:
         cores = os.cpu_count() or 1
         enough = self.threads is None or (_is_count(self.threads, 1) and self.threads <= cores)
         _check(enough, "threads", self.threads, f"a whole number from 1 to {cores}, the cores of this machine")
+        can_seat = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
+        _check(can_seat, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
+        _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
 
 
 @dataclass(frozen=True, slots=True)

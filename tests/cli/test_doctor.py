@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import platform
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from ostinato.files import store
+from ostinato.loop.open import MODES
 from tests.cli.conftest import Run
+
+doctor = import_module("ostinato.cli.doctor")  # the room has the verb under this name
 
 
 def report(ostinato: Run) -> dict[str, Any]:
@@ -25,11 +30,53 @@ def test_it_says_what_can_run_and_why_not_the_rest(ostinato: Run) -> None:
 
     found = report(ostinato)
     modes = {(mode["device"], mode["mode"]): mode for mode in found["modes"]}
+    assert set(modes) == {(device, name) for device in ("cpu", "cuda") for name in MODES}
     assert modes["cpu", "eager"]["can_run"]
-    assert modes["cuda", "eager"]["can_run"] == torch.cuda.is_available()
+    assert modes["cpu", "loop"]["can_run"]
+    assert modes["cpu", "graph"]["reason"] == "graphs are CUDA's"
+    if not torch.cuda.is_available():
+        assert not any(modes["cuda", name]["can_run"] for name in MODES)
     assert all(mode["can_run"] or mode["reason"] for mode in found["modes"])
-    for name in ("graph", "loop", "persistent"):
-        assert "not built yet" in modes["cuda", name]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("driver_cuda", "words"), [(None, "does not tell"), (12030, "knows CUDA 12.3"), (12040, None), (13000, None)]
+)
+def test_an_old_driver_is_told_what_the_loop_needs(driver_cuda: int | None, words: str | None) -> None:
+    reason = doctor._no_while_nodes(driver_cuda)
+    assert (reason is None) == (words is None)
+    assert reason is None or (words in reason and "12.4 or newer" in reason)
+
+
+def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The report of a machine with a GPU, as far as plain values go."""
+    device = {"name": "a GPU", "bytes": 80 << 30, "free": 70 << 30, "capability": "9.0", "multiprocessors": 132}
+    monkeypatch.setattr(
+        doctor, "_cuda", lambda: {"driver": "580.1", "driver_cuda": 13000, "devices": [device], "reason": None}
+    )
+    found = doctor.examine()
+    modes = {(mode["device"], mode["mode"]): mode["can_run"] for mode in found["modes"]}
+    assert modes["cuda", "graph"]
+    assert modes["cuda", "loop"]
+    rows = dict(row for row in doctor._rows(found) if len(row) == 2)
+    assert rows["driver"] == "NVIDIA 580.1 for CUDA 13.0 (mode loop needs 12.4)"
+    assert rows["gpu"] == "a GPU, 75.2 GB free of 85.9 GB, compute capability 9.0, 132 multiprocessors"
+
+
+def test_without_the_default_model_there_is_no_memory_plan(ostinato: Run) -> None:
+    assert report(ostinato)["plan"] is None
+    assert "plan:" not in ostinato("doctor").out
+
+
+def test_the_default_models_memory_plan_is_told_where_it_is_here(
+    ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "installed", lambda: [store.StoredModel(store.DEFAULT, tiny, tiny.stat().st_size)])
+    monkeypatch.setattr(store, "resolve", lambda name, talk: tiny)
+    plan = report(ostinato)["plan"]
+    assert plan["rows"][0]["name"] == "weights"
+    assert plan["fits"]
+    assert "plan: KV pages" in ostinato("doctor").out
 
 
 def test_it_knows_the_machine(ostinato: Run) -> None:

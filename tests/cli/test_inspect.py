@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.engine import placement
 from tests.cli import tiny_model
 from tests.cli.conftest import Run
 
@@ -52,6 +53,32 @@ def test_memory_is_weights_and_keys_and_values(ostinato: Run, tiny: Path) -> Non
     assert memory["kv"]["f32"] == 2 * cells * 16 * 4
     assert memory["kv"]["bf16"] == memory["kv"]["f16"] == memory["kv"]["f32"] // 2
     assert "q8_0" not in memory["kv"]  # a head of 16 has no whole block of 32
+
+
+def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: Run, tiny: Path) -> None:
+    found = facts(ostinato, tiny)
+    plan = found["plan"]
+    rows = {row["name"]: row["bytes"] for row in plan["rows"]}
+    assert plan["slots"] == 8
+    assert plan["context"] == tiny_model.CONTEXT
+    assert sum(rows.values()) == plan["device_bytes"] + plan["host_bytes"]
+    if plan["device"] == "cpu":
+        assert rows["weights"] == 4 * found["parameters"]
+        pages = -(-tiny_model.CONTEXT // 16)
+        assert rows["KV pages"] == 8 * pages * 16 * 2 * 16 * 4
+    assert plan["fits"]
+    assert "plan: KV pages" in ostinato("inspect", tiny).out
+
+
+def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
+    ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "free_bytes", lambda device: 20_000_000)
+    ran = ostinato("inspect", tiny)
+    assert ran.code == 0
+    assert "and 20 MB are free; lower --slots to" in ran.out
+    monkeypatch.setattr(placement, "free_bytes", lambda device: 1000)
+    assert "1 kB are free; the weights alone are" in ostinato("inspect", tiny).out
 
 
 def test_plain_output_says_the_same_to_people(ostinato: Run, tiny: Path) -> None:

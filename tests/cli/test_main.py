@@ -210,9 +210,3 @@ def test_the_entry_point_leaves_with_the_exit_code(monkeypatch: pytest.MonkeyPat
     with pytest.raises(SystemExit) as left:
         cli.main(["rm", "no-such-model"])
     assert left.value.code == 2
-
-
-def test_a_mode_that_is_still_to_come_is_refused_by_name(ostinato: Run) -> None:
-    ran = ostinato("run", "--mode", "loop", "hi")
-    assert (ran.code, ran.out) == (2, "")
-    assert "mode 'loop' is not built yet" in ran.err

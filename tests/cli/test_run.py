@@ -31,6 +31,7 @@ def test_json_has_everything_a_script_needs(ostinato: Run, tiny: Path) -> None:
         "token_ids",
         "prompt_ids",
         "finish_reason",
+        "cached_tokens",
         "timings",
         "model",
         "device",
@@ -43,7 +44,7 @@ def test_json_has_everything_a_script_needs(ostinato: Run, tiny: Path) -> None:
     assert list(timings) == ["load_s", "prefill_s", "first_token_s", "decode_s", "decode_tok_s"]
     assert isinstance(record["token_ids"], list)
     assert len(record["token_ids"]) == 8
-    assert (record["finish_reason"], record["device"], record["mode"]) == ("length", "cpu", "eager")
+    assert (record["finish_reason"], record["device"], record["mode"]) == ("length", "cpu", "loop")
     assert (record["model"], record["seed"]) == (str(tiny), 7)
 
 
@@ -124,6 +125,8 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: Run, tiny: Path)
         (("hi", "--seed", "-5"), "seed is -5"),
         (("hi", "--device", "gpu"), "device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
         (("hi", "--threads", "0"), "threads is 0"),
+        (("hi", "--slots", "65"), "slots is 65; it must be a whole number from 1 to 64"),
+        (("hi", "--mode", "fast"), "mode is 'fast'; it must be auto, eager, graph, loop or persistent"),
         (("hi", "--logit-bias", "5"), "it must be ID=VALUE"),
         (("hi", "--stop", ""), "stop is ('',)"),
     ],
@@ -181,6 +184,15 @@ def test_a_device_that_is_not_here_is_the_hardwares_limit(ostinato: Run, tiny: P
     ran = ostinato("run", "--model", tiny, "--device", "cuda", "hi")
     assert ran.code == 4
     assert "--device cpu" in ran.err
+
+
+def test_a_mode_may_be_chosen_and_one_that_cannot_run_says_why(ostinato: Run, tiny: Path) -> None:
+    eager = answer(ostinato, "--model", tiny, "--mode", "eager", "--slots", "1", "hi")
+    assert eager["mode"] == "eager"
+    assert eager["token_ids"] == answer(ostinato, "--model", tiny, "hi")["token_ids"]
+    ran = ostinato("run", "--model", tiny, "--mode", "graph", "--device", "cpu", "hi")
+    assert ran.code == 4
+    assert "graphs are CUDA's" in ran.err
 
 
 @pytest.mark.slow

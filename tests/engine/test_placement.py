@@ -10,7 +10,9 @@ import torch
 from ostinato import LLM
 from ostinato.engine import placement
 from ostinato.errors import BadInput, ContextTooLarge, HardwareCannot
+from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from tests.models import tiny
+from tests.random_model import random_model
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
@@ -76,7 +78,7 @@ def test_a_gpu_that_is_not_there_is_a_matter_of_hardware(tiny_gguf: Path) -> Non
     [
         {"device": "tpu"},
         {"device": "cuda:x"},
-        {"mode": "loop"},
+        {"mode": "fast"},
         {"dtype": "float16"},
         {"kv_type": "fp8"},
         {"context": 0},
@@ -85,3 +87,24 @@ def test_a_gpu_that_is_not_there_is_a_matter_of_hardware(tiny_gguf: Path) -> Non
 def test_a_wrong_option_is_refused_before_anything_is_opened(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match=next(iter(wrong))):
         LLM("no/such/file", **wrong)
+
+
+CPU = torch.device("cpu")
+
+
+def test_there_are_pages_for_every_slot_or_for_half_of_the_memory_and_for_one_context_at_least() -> None:
+    shape = random_model("kv").shape
+    size = page_bytes(shape, "f32", PAGE_TOKENS["cpu"])
+    a_lot = 10_000 * size
+    assert placement.choose_pages(shape, "f32", 100, 8, a_lot, CPU) == 8 * 7
+    assert placement.choose_pages(shape, "f32", 100, 8, 40 * size, CPU) == 20
+    assert placement.choose_pages(shape, "f32", 100, 8, 8 * size, CPU) == 7
+
+
+def test_pages_of_a_model_without_keys_cost_nothing() -> None:
+    assert placement.choose_pages(random_model("recurrent").shape, "f32", 100, 8, 0, CPU) == 8 * 7
+
+
+def test_slots_and_pages_reach_the_engine(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_gguf, device="cpu", context=100, slots=3) as llm:
+        assert (llm.stats().n_slots, llm.stats().pages) == (3, 3 * 7)

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.bench import bench
 from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.inspect import inspect
@@ -21,11 +22,13 @@ from ostinato.cli.models import models, pull, rm
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, write_line
 from ostinato.cli.run import run
 from ostinato.cli.texts import embed, score, tokenize
+from ostinato.cli.verify import verify
 from ostinato.errors import HardwareCannot, OstinatoError
 
 app = typer.Typer(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
-for _verb in (run, chat, tokenize, score, embed, inspect, pull, models, rm, doctor):
+for _verb in (run, chat, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
     app.command()(_verb)
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:

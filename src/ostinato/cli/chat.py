@@ -20,7 +20,7 @@ from ostinato.cli.loading import opened
 from ostinato.cli.output import detail, talk, write
 from ostinato.errors import BadInput, BadTemplate, PromptTooLong, listing
 from ostinato.files.store import DEFAULT
-from ostinato.options import LoadOptions, Sampling
+from ostinato.options import DEFAULT_SLOTS, LoadOptions, Sampling
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Piece
@@ -204,13 +204,14 @@ def chat(
     kv_type: flags.KvType = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
+    slots: flags.Slots = DEFAULT_SLOTS,
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk with a model in the terminal.
 
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots)
     sampling = flags.sampling(call.params)
     with opened(model, options) as llm:
         if llm.template is None:

@@ -5,6 +5,7 @@ It looks and reports; it changes nothing and refuses nothing.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import shutil
@@ -15,6 +16,7 @@ from typing import Any, Final
 
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
+from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
 
@@ -22,8 +24,8 @@ _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
-_NOT_BUILT: Final = "not built yet in this version"
-_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", "triton", "cuda-core")
+_GPU_PACKAGES: Final = ("triton", "cuda-core", "cuda-bindings")
+_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *_GPU_PACKAGES)
 
 
 def doctor(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
@@ -43,25 +45,54 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cpu": {"name": _cpu_name(), "cores": _cores(), "flags": _cpu_flags()},
+        "cpu": {"name": cpu_name(), "cores": _cores(), "flags": _cpu_flags()},
         "memory": {"total": _total_memory(), "free": _free_memory()},
         "cuda": cuda,
-        "modes": _modes(cuda["reason"]),
+        "modes": _modes(cuda),
         "store": _store(),
+        "plan": _plan(),
     }
 
 
-def _modes(no_cuda: str | None) -> list[dict[str, Any]]:
+def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every mode on either device, as far as the machine decides; some models lack kernels, and say so when loaded."""
+
     def mode(device: str, name: str, reason: str | None) -> dict[str, Any]:
         return {"device": device, "mode": name, "can_run": reason is None, "reason": reason}
 
     no_torch = None if _version("torch") else "torch is not installed"
+    no_gpu = cuda["reason"] or _without_gpu_packages()
     return [
         mode("cpu", "eager", no_torch),
-        mode("cpu", "loop", _NOT_BUILT),
-        mode("cuda", "eager", no_cuda),
-        *(mode("cuda", name, _NOT_BUILT) for name in ("graph", "loop", "persistent")),
+        mode("cpu", "graph", "graphs are CUDA's"),
+        mode("cpu", "loop", no_torch),
+        mode("cpu", "persistent", "the persistent kernel is CUDA's"),
+        mode("cuda", "eager", no_gpu),
+        mode("cuda", "graph", no_gpu),
+        mode("cuda", "loop", no_gpu or _no_while_nodes(cuda["driver_cuda"])),
+        mode("cuda", "persistent", no_gpu or "the persistent kernel is not built yet"),
     ]
+
+
+def _without_gpu_packages() -> str | None:
+    absent = [name for name in _GPU_PACKAGES if _version(name) is None]
+    return f"not installed: {', '.join(absent)} (pip install 'ostinato[gpu]')" if absent else None
+
+
+def _no_while_nodes(driver_cuda: int | None) -> str | None:
+    """Why the driver cannot run a loop as one graph."""
+    from ostinato.loop.open import WHILE_NODES_SINCE
+
+    if driver_cuda is None:
+        return "the NVIDIA driver does not tell which CUDA it knows; WHILE nodes need 12.4 or newer"
+    if driver_cuda < WHILE_NODES_SINCE:
+        return f"the NVIDIA driver knows CUDA {_dotted(driver_cuda)}; WHILE nodes need 12.4 or newer"
+    return None
+
+
+def _dotted(version: int) -> str:
+    """12040 as 12.4."""
+    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _version(package: str) -> str | None:
@@ -73,19 +104,40 @@ def _version(package: str) -> str | None:
 
 def _cuda() -> dict[str, Any]:
     """The driver, the devices that torch can use, and else the reason why there are none."""
-    driver = _driver()
+    found: dict[str, Any] = {"driver": _driver(), "driver_cuda": _driver_cuda(), "devices": [], "reason": None}
     try:
         import torch
     except ImportError as error:
-        return {"driver": driver, "devices": [], "reason": f"torch cannot be imported: {error}"}
+        return {**found, "reason": f"torch cannot be imported: {error}"}
     if not torch.cuda.is_available():
         from ostinato.engine.placement import why_no_cuda
 
-        reason = why_no_cuda() if driver else f"no NVIDIA driver is installed, and {why_no_cuda()}"
-        return {"driver": driver, "devices": [], "reason": reason}
-    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    listed = [{"name": device.name, "bytes": device.total_memory} for device in devices]
-    return {"driver": driver, "devices": listed, "reason": None}
+        reason = why_no_cuda() if found["driver"] else f"no NVIDIA driver is installed, and {why_no_cuda()}"
+        return {**found, "reason": reason}
+    return {**found, "devices": [_gpu(i) for i in range(torch.cuda.device_count())]}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    import torch
+
+    device = torch.cuda.get_device_properties(index)
+    return {
+        "name": device.name,
+        "bytes": device.total_memory,
+        "free": torch.cuda.mem_get_info(index)[0],
+        "capability": f"{device.major}.{device.minor}",
+        "multiprocessors": device.multi_processor_count,
+    }
+
+
+def _driver_cuda() -> int | None:
+    """The newest CUDA that the driver knows, as it numbers them (12040 is 12.4); asked of the driver itself."""
+    number = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else number.value
 
 
 def _driver() -> str | None:
@@ -106,7 +158,8 @@ def _cpu_info(field: str) -> str | None:
     return next(values, None)
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """What this machine's processor is called."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
@@ -147,7 +200,28 @@ def _store() -> dict[str, Any]:
     }
 
 
+def _plan() -> dict[str, Any] | None:
+    """The memory plan of the default model, where it is here; None where it is not, or cannot be read."""
+    if store.DEFAULT not in {model.name for model in store.installed()}:
+        return None
+    from ostinato.cli.inspect import plan_facts, planned
+
+    try:
+        from ostinato.files.checkpoint import open_checkpoint
+        from ostinato.models.registry import read_shape
+
+        checkpoint = open_checkpoint(store.resolve(store.DEFAULT, talk=lambda _: None))
+        try:
+            return plan_facts(planned(checkpoint, read_shape(checkpoint)))
+        finally:
+            checkpoint.close()
+    except (OstinatoError, ImportError):  # doctor reports and refuses nothing; `inspect` says what is wrong with it
+        return None
+
+
 def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
+    from ostinato.cli.inspect import plan_rows
+
     cpu, memory, cuda, kept = report["cpu"], report["memory"], report["cuda"], report["store"]
     packages = ", ".join(f"{name} {found}" for name, found in report["packages"].items() if found)
     absent = ", ".join(name for name, found in report["packages"].items() if not found)
@@ -158,15 +232,32 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("packages", packages + (f"; not installed: {absent}" if absent else "")),
         ("cpu", f"{cpu['name']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or 'no known extensions'}"),
         ("memory", f"{_size(memory['free'])} free of {_size(memory['total'])}"),
-        ("driver", f"NVIDIA {cuda['driver']}" if cuda["driver"] else "no NVIDIA driver"),
+        ("driver", _driver_line(cuda)),
     ]
-    rows += [("gpu", f"{device['name']}, {_size(device['bytes'])}") for device in cuda["devices"]]
+    rows += [("gpu", _gpu_line(device)) for device in cuda["devices"]]
     for mode in report["modes"]:
         answer = "can run" if mode["can_run"] else f"cannot: {mode['reason']}"
         rows.append((f"{mode['device']} {mode['mode']}", answer))
     writable = "" if kept["writable"] else ", NOT WRITABLE: set OSTINATO_HOME to another folder"
     rows.append(("store", f"{kept['home']}, {_size(kept['free'])} free{writable}"))
-    return [*rows, ("models", ", ".join(kept["models"]) or "none; `ostinato pull smollm2` fetches one")]
+    rows.append(("models", ", ".join(kept["models"]) or "none; `ostinato pull smollm2` fetches one"))
+    return (
+        rows if report["plan"] is None else [*rows, ("memory plan", f"of {store.DEFAULT}"), *plan_rows(report["plan"])]
+    )
+
+
+def _driver_line(cuda: dict[str, Any]) -> str:
+    if not cuda["driver"]:
+        return "no NVIDIA driver"
+    knows = "of an unknown CUDA" if cuda["driver_cuda"] is None else f"for CUDA {_dotted(cuda['driver_cuda'])}"
+    return f"NVIDIA {cuda['driver']} {knows} (mode loop needs 12.4)"
+
+
+def _gpu_line(device: dict[str, Any]) -> str:
+    return (
+        f"{device['name']}, {_size(device['free'])} free of {_size(device['bytes'])}, compute capability "
+        f"{device['capability']}, {device['multiprocessors']} multiprocessors"
+    )
 
 
 def _size(n_bytes: int | None) -> str:

@@ -101,7 +101,12 @@ Device = Annotated[
 ]
 Mode = Annotated[
     str,
-    typer.Option("--mode", metavar="auto|eager", help="How the decode loop is paced.", rich_help_panel=_LOADING),
+    typer.Option(
+        "--mode",
+        metavar="auto|eager|graph|loop|persistent",
+        help="How the decode loop is paced; auto is the highest that can run.",
+        rich_help_panel=_LOADING,
+    ),
 ]
 Dtype = Annotated[
     DType,
@@ -118,6 +123,7 @@ Context = Annotated[
 Threads = Annotated[
     int | None, typer.Option("--threads", metavar="N", help="Threads on the CPU.", rich_help_panel=_LOADING)
 ]
+Slots = Annotated[int, typer.Option("--slots", metavar="N", help="Requests decoded at once.", rich_help_panel=_LOADING)]
 
 
 def sampling(words: Mapping[str, Any]) -> Sampling:

@@ -6,6 +6,7 @@ A file that cannot be run is still described as far as it goes, and what is miss
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args
 
 import typer
@@ -15,10 +16,11 @@ from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.errors import BadFile, BadInput, OstinatoError
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT, resolve
-from ostinato.options import KVType
+from ostinato.options import KVType, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
+    from ostinato.loop.memory_plan import MemoryPlan
     from ostinato.models.shape import Shape
     from ostinato.text.tokenizer import Tokenizer
 
@@ -94,6 +96,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
     facts["memory"] = _memory(shape, n_parameters) if shape else None
+    facts["plan"] = plan_facts(planned(checkpoint, shape)) if shape else None
     facts["missing"] = missing
     return facts
 
@@ -146,6 +149,59 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
         "context": context,
         "kv": {kv_type: context_bytes(shape, kv_type, context) for kv_type in types},
     }
+
+
+def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
+    """What an engine with default options would take of this machine's default device."""
+    from ostinato.engine.placement import (
+        choose_device,
+        choose_dtype,
+        free_bytes,
+        keeps_packed,
+        settle,
+        weight_bytes,
+    )
+    from ostinato.loop.memory_plan import Wanted, memory_plan
+
+    options = LoadOptions()
+    device = choose_device(options.device)
+    dtype = choose_dtype(options.dtype, device)
+    kv_type: KVType = "f32" if dtype.itemsize == 4 else "bf16"
+    context, n_pages = shape.default_context, None
+    with suppress(OstinatoError):  # what does not fit is planned all the same, and said not to
+        placement = settle(checkpoint, shape, options, lambda _: None)
+        context, n_pages = placement.context, placement.n_pages
+    weights = weight_bytes(checkpoint, dtype, packed=keeps_packed(options.dtype, device, shape))
+    wanted = Wanted(shape, weights, device, dtype, kv_type, options.slots, context, n_pages)
+    return memory_plan(wanted, free_bytes(device))
+
+
+def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
+    """A memory plan as plain values."""
+    wanted = plan.wanted
+    return {
+        "device": str(wanted.device),
+        "dtype": str(wanted.dtype).removeprefix("torch."),
+        "kv_type": wanted.kv_type,
+        "slots": wanted.n_slots,
+        "context": wanted.context,
+        "rows": [{"name": row.name, "bytes": row.n_bytes, "on_host": row.on_host} for row in plan.rows],
+        "device_bytes": plan.device_bytes,
+        "host_bytes": plan.host_bytes,
+        "free_bytes": plan.free_bytes,
+        "fits": plan.fits,
+        "verdict": plan.verdict,
+    }
+
+
+def plan_rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A memory plan for people."""
+    rows: list[tuple[str, ...]] = []
+    for row in plan["rows"]:
+        where = ", of the host's memory" if row["on_host"] else ""
+        rows.append((f"plan: {row['name']}", f"{megabytes(row['bytes'])}{where}"))
+    verdict = plan["verdict"] + f" (as {plan['dtype']}, KV {plan['kv_type']})"
+    return [*rows, ("plan: in all", verdict)]
 
 
 def _tokenizer_facts(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -203,6 +259,8 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         weights = ", ".join(f"{megabytes(n)} as {dtype}" for dtype, n in memory["weights"].items())
         kv = ", ".join(f"{megabytes(n)} as {kv_type}" for kv_type, n in memory["kv"].items())
         rows += [("needs: weights", weights), ("needs: KV", f"{kv}, at a context of {memory['context']:,}")]
+    if facts["plan"]:
+        rows += plan_rows(facts["plan"])
     return rows + [("missing", text) for text in facts["missing"]]
 
 

@@ -74,4 +74,6 @@ def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
         progress.close()
     with llm:
         detail(f"{llm.path}: {llm.device}, {llm.mode}, {llm.dtype}, KV {llm.kv_type}, context {llm.context}")
+        for reason in llm.why_not:
+            detail(f"not {reason}")
         yield llm

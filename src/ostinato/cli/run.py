@@ -15,7 +15,7 @@ from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write, write_json
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.store import DEFAULT
-from ostinato.options import LoadOptions, Sampling
+from ostinato.options import DEFAULT_SLOTS, LoadOptions, Sampling
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Completion, Piece
@@ -56,6 +56,7 @@ def run(
     kv_type: flags.KvType = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
+    slots: flags.Slots = DEFAULT_SLOTS,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -63,7 +64,7 @@ def run(
 
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots)
     sampling = flags.sampling(call.params)
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
@@ -131,6 +132,7 @@ def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
         "token_ids": list(completion.token_ids),
         "prompt_ids": list(completion.prompt_ids),
         "finish_reason": completion.finish_reason,
+        "cached_tokens": completion.cached_tokens,
         "timings": {
             "load_s": timings.load_s,
             "prefill_s": timings.prefill_s,
@@ -150,10 +152,12 @@ def timings_line(llm: LLM, completion: Completion) -> str:
     """What a person wants to know afterwards, in one line."""
     timings = completion.timings
     n_prompt, n_new = len(completion.prompt_ids), len(completion.token_ids)
-    prefill_rate = f" at {n_prompt / timings.prefill_s:.0f} tok/s" if timings.prefill_s else ""
+    n_computed = n_prompt - completion.cached_tokens
+    prefill_rate = f" at {n_computed / timings.prefill_s:.0f} tok/s" if timings.prefill_s else ""
+    cached = f" ({completion.cached_tokens} cached)" if completion.cached_tokens else ""
     decode_rate = f" at {timings.decode_tok_s:.1f} tok/s" if timings.decode_tok_s else ""
     return (
-        f"[{llm.name} on {llm.device}, {llm.mode}: prompt {n_prompt} tokens{prefill_rate}, "
+        f"[{llm.name} on {llm.device}, {llm.mode}: prompt {n_prompt} tokens{cached}{prefill_rate}, "
         f"first token after {timings.first_token_s:.2f} s, {n_new} tokens{decode_rate}, "
         f"ended by {completion.finish_reason}; loaded in {timings.load_s:.1f} s]"
     )

@@ -1,4 +1,6 @@
-"""Runs requests: places the model on a device (`placement.py`), turns prompts into tokens of output (`engine.py`).
+"""Runs requests: seats them, feeds the loop's inbox, drains its outbox, reuses prefixes, counts.
 
-Token ids in, token ids out; text and HTTP are other rooms.
+`engine.py` is the face, `usher.py` the thread behind it, `reserve.py` and `prefix.py` the pages, `placement.py` where a
+model runs; `sequential.py` and `decoder.py` are what runs without the loop. Token ids in, token ids out; text and HTTP
+are other rooms.
 """

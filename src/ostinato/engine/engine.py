@@ -1,259 +1,197 @@
-"""Turns a prompt into tokens: prefill, then one step per token until an end, a limit, or the caller has enough.
+"""Requests in, tokens out, many at a time: the face of everything between a caller and the decode loop.
 
-Token ids in, tokens out; what ends an answer is decided here, except stop strings, which only text can know. Every
-forward goes through `engine/decoder.py`, as a batch of one sequence.
+Token ids in, token ids out. Any thread may call; one thread of the engine's own (`usher.py`) does the work, and the
+device does the decoding. What ends an answer is decided there, except stop strings, which only text can know.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
-import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Final, Literal
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from itertools import count
+from types import TracebackType
+from typing import Final, Self
+from weakref import WeakKeyDictionary
 
-import numpy as np
-from torch import Tensor
-
-from ostinato.batch.batch import Batch
-from ostinato.engine.decoder import Decoder
+from ostinato.engine.line import Line
 from ostinato.engine.placement import Placement
-from ostinato.engine.sampler import Choice, Sampler
-from ostinato.errors import BadFile, BadInput, InternalError, PromptTooLong, Unsupported
-from ostinato.memory.state_file import describe
+from ostinato.engine.prompt import check_prompt
+from ostinato.engine.request import Ask, Message, Request, Token
+from ostinato.engine.stats import Stats
+from ostinato.engine.usher import Usher
+from ostinato.loop.layout import Word
+from ostinato.loop.open import Loop, LoopOptions
 from ostinato.models.blocks import Model
-from ostinato.options import Sampling
+from ostinato.options import DEFAULT_QUEUE, Sampling
 
-FinishReason = Literal["stop", "length"]
+LONGEST_GOODBYE_S: Final = 30.0
 
-# Rows of one forward. Fixed, so that a prompt's bits do not depend on anything but the prompt; wide enough that the
-# matrix products are at full speed, narrow enough that a mask over a long context stays small.
-CHUNK_ROWS: Final = 512
-SEQUENCE: Final = 0
-LONGEST_WAIT_S: Final = 3600
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One token of an answer; when its logits were there, and when it was, in seconds of `time.perf_counter`. The
-    last has a reason."""
-
-    choice: Choice
-    logits_at: float
-    at: float
-    finish_reason: FinishReason | None
+_OPEN: Final[WeakKeyDictionary[threading.Thread, Line]] = WeakKeyDictionary()
 
 
 class Engine:
-    """One model, one sequence at a time."""
+    """One model and its decode loop.
 
-    def __init__(self, model: Model, placement: Placement, eog_ids: frozenset[int], n_tokens: int) -> None:
-        """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen."""
-        self._model = model
-        self._n_tokens = n_tokens
-        self._placement = placement
-        self._eog_ids = eog_ids
-        self.context = placement.context
-        self._decoder = self._new_decoder() if model.shape.causal else None
-        self._ids: list[int] = []  # the tokens that memory holds
-        self._embedder: tuple[str, Decoder] | None = None
-        self._turn = threading.Lock()
-        self._holder: int | None = None
-        self._closed = False
+    >>> with Engine(model, placement, eog_ids=(2,), n_tokens=32_000) as engine:        # doctest: +SKIP
+    ...     request = engine.submit([5, 6, 7], sampling)
+    ...     ids = [token.token for token in engine.stream(request)]
+    """
 
-    def close(self) -> None:
-        """No request is taken any more."""
-        self._closed = True
-
-    # Answers
-
-    def generate(
-        self, prompt: Sequence[int], sampling: Sampling, *, reuse: bool = False
-    ) -> Generator[Token, None, None]:
-        """The answer to a prompt, token by token; `sampling` is settled. Closing it ends the request.
-
-        `reuse` keeps what memory holds of the prompt's beginning, from an earlier answer or a loaded state.
-        """
-        self.check(prompt, room=1)
-        ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
-        most = self.context - len(prompt)
-        if sampling.max_tokens is not None:
-            most = min(most, sampling.max_tokens)
-        sampler = Sampler.of(sampling, prompt, ends, self._model, self._n_tokens)
-        with self._own_turn():
-            logits = self._last_logits(prompt[self._keep_prefix(prompt if reuse else []) :])
-            for n_made in range(1, most + 1):
-                logits_at = time.perf_counter()
-                choice = sampler.choose(logits)
-                reason: FinishReason | None = None
-                if choice.token in ends:
-                    reason = "stop"
-                elif n_made == most:
-                    reason = "length"
-                token = Token(choice, logits_at, time.perf_counter(), reason)
-                if reason is not None:
-                    break
-                yield token
-                logits = self._last_logits([choice.token])
-        yield token  # after the turn is over: whoever has the last token need not come back for more
-
-    # What the model computes
-
-    def logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
-        """Teacher forced: float32 logits [rows, vocab] of every position, a chunk at a time, each the reader's own."""
-        self.check(ids)
-        with self._own_turn():
-            self._keep_prefix([])
-            for chunk in _chunks(ids):
-                self._decode(chunk, outputs=len(chunk))
-                rows = self._causal().outputs.all_logits().value
-                if rows is None:
-                    raise InternalError("logits of a whole chunk were asked for and not all are there")
-                yield rows.clone()
-
-    def embed(self, texts: Sequence[Sequence[int]], pooling: str) -> list[Tensor]:
-        """One float32 vector per text [hidden], or its scores with pooling `rank`."""
-        for ids in texts:
-            self.check(ids)
-        with self._own_turn():
-            decoder = self._pooling_decoder(pooling, max(map(len, texts)))
-            return [_pooled(decoder, ids) for ids in texts]
-
-    def rank(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
-        """The scores [classes] of each pair of texts, by a model that ranks."""
-        if not pairs:
-            return []
-        for first, second in pairs:
-            self.check([*first, *second])
-        types = self._model.type_embedding
-        second_kind = 1 if types is not None and len(types) > 1 else 0
-        with self._own_turn():
-            decoder = self._pooling_decoder("rank", max(len(first) + len(second) for first, second in pairs))
-            return [
-                _pooled(decoder, [*first, *second], segment=[0] * len(first) + [second_kind] * len(second))
-                for first, second in pairs
-            ]
-
-    def check(self, ids: Sequence[int], *, room: int = 0) -> None:
-        """Refuse ids that are no tokens of this model, or too many for the context with `room` to spare."""
-        if not ids:
-            raise BadInput("the prompt is empty; give it at least one token")
-        vocab = self._model.shape.vocab
-        for index, token in enumerate(ids):
-            if not isinstance(token, int) or not 0 <= token < vocab:
-                raise BadInput(f"token id {token!r} at index {index}: this model has ids from 0 to {vocab - 1}")
-        if len(ids) + room > self.context:
-            raise PromptTooLong(
-                f"the prompt has {len(ids)} tokens and the context holds {self.context}"
-                + (f", of which {room} must be left for the answer" if room else "")
-                + "; shorten it, or give a larger --context (`ostinato inspect` tells what the model was trained for)"
-            )
-
-    # Saved state
+    def __init__(
+        self,
+        model: Model,
+        placement: Placement,
+        *,
+        eog_ids: Sequence[int] | frozenset[int] = (),
+        n_tokens: int | None = None,
+        queue: int = DEFAULT_QUEUE,
+        reuse: bool = True,
+        outbox_entries: int | None = None,
+    ) -> None:
+        """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen. `queue`: how
+        many requests may wait. `reuse`: do not compute a prompt's beginning again where it is still in memory."""
+        vocab = model.shape.vocab
+        options = LoopOptions(
+            mode=placement.mode,
+            n_slots=placement.n_slots,
+            context=placement.context,
+            n_pages=placement.n_pages,
+            kv_type=placement.kv_type,
+            n_tokens=vocab if n_tokens is None else n_tokens,
+        )
+        self.context, self._vocab = placement.context, vocab
+        self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
+        self._loop = Loop(model, options, outbox_entries=outbox_entries)
+        self._line = Line(queue, options.n_slots, self._loop.changed.set)
+        try:
+            self._loop.mode.enter()
+        except BaseException:
+            self._loop.start.close()
+            raise
+        # A page is all there is to a position, unless layers recur: their states belong to the slot.
+        self._usher = Usher(self._loop, self._line, reuse=reuse and model.shape.recurrent is None)
+        self._ids = count(1)
+        # The thread knows nothing of this object, so that an engine that its owner has dropped ends by itself.
+        self._thread = threading.Thread(target=self._usher.run, name="ostinato-engine", daemon=True)
+        weakref.finalize(self, self._line.close).atexit = False
+        _OPEN[self._thread] = self._line
+        self._thread.start()
 
     @property
-    def largest_state_bytes(self) -> int:
-        """No saved state of this engine is larger."""
-        return self._causal().largest_state_bytes
+    def loop(self) -> Loop:
+        """What is below; to be looked at."""
+        return self._loop
 
-    def save(self, note: Mapping[str, Any]) -> bytes:
-        """The sequence in memory with its token ids, and a note of the caller's."""
-        with self._own_turn():
-            return self._causal().save_sequence(SEQUENCE, {**note, "ids": self._ids})
+    @property
+    def mode(self) -> str:
+        """Who paces: the name of the decode mode that runs."""
+        return self._loop.mode_name
 
-    def load(self, data: bytes) -> None:
-        """Put a saved sequence into memory; BadFile where its token ids are not those of its cells."""
-        ids = (describe(data).note or {}).get("ids")
-        with self._own_turn():
-            memory = self._causal().memory
-            self._ids = []
-            self._causal().load_sequence(SEQUENCE, data)
-            last = memory.pos_max(SEQUENCE)
-            n_held = 0 if last is None else last + 1
-            if not isinstance(ids, list) or len(ids) != n_held or not all(isinstance(token, int) for token in ids):
-                memory.clear()
-                raise BadFile("this state does not say which tokens it holds; save it again")
-            self._ids = ids
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why no higher mode runs, a sentence for each."""
+        return self._loop.why_not
 
-    # Inside
+    # Requests
 
-    def _new_decoder(self, **settings: Any) -> Decoder:
-        wanted: dict[str, Any] = {"n_ctx": self.context, "n_batch": CHUNK_ROWS, "n_ubatch": CHUNK_ROWS, **settings}
-        return Decoder(self._model, kv_type=self._placement.kv_type, **wanted)
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> Ask:
+        """What would be submitted; refused here if at all. `sampling` is settled: nothing it draws with is None."""
+        check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
+        ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
+        stop_ids = tuple(sorted(ends))
+        self._loop.host.check(sampling, stop_ids)
+        most = self.context - len(prompt)
+        return Ask(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most))
 
-    def _causal(self) -> Decoder:
-        if self._decoder is None:
-            raise Unsupported(f"{self._model.shape.family} is an encoder: it embeds text and generates none")
-        return self._decoder
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        *,
+        wait: bool = False,
+        sink: Callable[[Request, Message], None] | None = None,
+    ) -> Request:
+        """Ask for an answer, first come first served; returns at once. LineFull when too many wait, or `wait` for room.
 
-    def _pooling_decoder(self, pooling: str, n_tokens: int) -> Decoder:
-        """A decoder of its own for embeddings, just large enough for one text of that length at a time."""
-        kept = self._embedder
-        if kept is None or kept[0] != pooling or kept[1].settings.n_batch < n_tokens:
-            self._embedder = None  # given back before more is asked for
-            size = -(-n_tokens // CHUNK_ROWS) * CHUNK_ROWS
-            n_ubatch = CHUNK_ROWS if self._model.shape.causal else size
-            wanted = {"n_ctx": size, "n_batch": size, "n_ubatch": n_ubatch, "embeddings": True, "pooling": pooling}
-            self._embedder = kept = (pooling, self._new_decoder(**wanted))
-        return kept[1]
+        The request is read from what is returned; or `sink` is told of everything, on the engine's thread.
+        """
+        ask = self.check(prompt, sampling)
+        request = Request(next(self._ids), ask, self._line.cancel, sink, self._loop.start.help)
+        if threading.current_thread() is threading.main_thread():
+            self._loop.start.lend()
+        self._line.join(request, wait=wait)
+        return request
 
-    def _keep_prefix(self, prompt: Sequence[int]) -> int:
-        """Make memory hold just a beginning of the prompt, as long as it can be; how many tokens that is."""
-        memory = self._causal().memory
-        n_kept = 0
-        while n_kept < min(len(self._ids), len(prompt) - 1) and self._ids[n_kept] == prompt[n_kept]:
-            n_kept += 1
-        if n_kept < len(self._ids) and not memory.seq_rm(SEQUENCE, n_kept, None):
-            n_kept = 0  # recurrent states cannot go back that far
-        if n_kept == 0:
-            memory.clear()
-        self._ids = list(prompt[:n_kept])
-        return n_kept
+    def help(self) -> bool:
+        """Do a part of the device's work in place of waiting for it; False where there is none to be done here."""
+        return self._loop.start.help()
 
-    def _last_logits(self, tokens: Sequence[int]) -> Tensor:
-        """Extend the sequence by tokens; float32 logits [1, vocab] of the token that comes next."""
-        chunks = _chunks(tokens)
-        for number, chunk in enumerate(chunks):
-            self._decode(chunk, outputs=1 if number == len(chunks) - 1 else 0)
-        last = self._causal().logits(-1)
-        if last is None:
-            raise InternalError("the logits of the last token were asked for and are not there")
-        return last.unsqueeze(0).to(self._model.device)
-
-    def _decode(self, tokens: Sequence[int], *, outputs: int) -> None:
-        flags = np.zeros(len(tokens), np.int8)
-        flags[len(tokens) - outputs :] = 1
-        self._causal().decode(Batch(token=tokens, output=flags))
-        self._ids.extend(tokens)
-
-    @contextmanager
-    def _own_turn(self) -> Iterator[None]:
-        """One sequence at a time: other threads wait; the same thread would wait for itself, so it is told."""
-        if self._closed:
-            raise BadInput("this LLM is closed; open it again to ask more")
-        me = threading.get_ident()
-        if self._holder == me and self._turn.locked():
-            raise BadInput("another stream of this LLM is still open in this thread; finish or close it first")
-        if not self._turn.acquire(timeout=LONGEST_WAIT_S):
-            raise BadInput(f"another request has held this LLM for {LONGEST_WAIT_S} seconds; finish or close it first")
-        self._holder = me
+    def stream(self, request: Request) -> Iterator[Token]:
+        """The tokens of a request as they come. Closing it half-way cancels the request."""
         try:
-            yield
+            yield from request
         finally:
-            self._holder = None
-            self._turn.release()
+            request.cancel()
+
+    def stream_async(self, request: Request) -> AsyncIterator[Token]:
+        """The same for asyncio: nothing blocks, and no thread is spent."""
+        return request.__aiter__()
+
+    def cancel(self, request: Request) -> None:
+        """End a request as soon as may be."""
+        request.cancel()
+
+    def stats(self) -> Stats:
+        """Where it stands now, and what it counted."""
+        usher, loop = self._usher, self._loop
+        reserve = usher.reserve
+        return Stats(
+            mode=self.mode,
+            n_slots=loop.options.n_slots,
+            waiting=len(self._line),
+            prefilling=usher.n_prefilling,
+            live=usher.n_live,
+            submitted=self._line.n_joined,
+            ended=dict(usher.n_ended),
+            steps=loop.host.word(Word.STEPS),
+            tokens=usher.n_tokens,
+            prompt_tokens=usher.n_prompt_tokens,
+            cached_tokens=usher.n_cached_tokens,
+            pages=reserve.n_pages,
+            pages_leased=reserve.n_pages - reserve.n_available,
+            pages_cached=reserve.n_cached,
+            gaps=usher.gaps.read(),
+            triggers=loop.mode.n_triggers,
+            launches=loop.start.n_launches,
+            instantiations=loop.start.n_instantiations,
+            host_copies=loop.prefill.n_copies,
+            fault=usher.fault,
+        )
+
+    # Life
+
+    def close(self) -> None:
+        """Cancel what runs and waits, end the loop and the threads. Once is enough; twice does no harm."""
+        self._line.close()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
 
 
-def _chunks(tokens: Sequence[int]) -> list[Sequence[int]]:
-    return [tokens[start : start + CHUNK_ROWS] for start in range(0, len(tokens), CHUNK_ROWS)]
-
-
-def _pooled(decoder: Decoder, ids: Sequence[int], segment: Sequence[int] | None = None) -> Tensor:
-    if decoder.model.shape.causal:
-        decoder.memory.clear()
-    decoder.decode(Batch(token=ids, segment=segment))
-    vector = decoder.pooled(SEQUENCE)
-    if vector is None:
-        raise InternalError("a pooled vector was asked for and is not there")
-    return vector.clone()
+@atexit.register
+def _close_all() -> None:
+    """Before the interpreter goes: no thread may be inside torch when its memory is taken down."""
+    open_still = list(_OPEN.items())
+    for _, line in open_still:
+        line.close()
+    for thread, _ in open_still:
+        thread.join(LONGEST_GOODBYE_S)

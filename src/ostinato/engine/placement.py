@@ -1,4 +1,4 @@
-"""Where a model runs and what it needs there: device, dtype, KV type and context, settled before a byte is read.
+"""Where a model runs and what it needs there: device, dtype, KV type, context and pages, settled before a byte is read.
 
 A default context that does not fit is lowered, and said; one that the user asked for is refused with the figures.
 """
@@ -18,7 +18,9 @@ from ostinato.decoder.memories import context_bytes
 from ostinato.engine.amx import make_bfloat16_safe
 from ostinato.errors import ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint
+from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
+from ostinato.models.weights import is_packable
 from ostinato.options import KVType, LoadOptions
 
 # The rest is for activations, logits and whoever else lives on the machine.
@@ -35,7 +37,10 @@ class Placement:
     dtype: torch.dtype
     kv_type: KVType
     context: int
-    mode: str = "eager"
+    mode: str = "auto"  # as asked for; what runs is the engine's to say
+    n_slots: int = 1
+    n_pages: int = 0  # of keys and values, for all slots together
+    packed: bool = False  # matrices stay in the file's own type where kernels multiply it
 
 
 def settle(checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Callable[[str], None]) -> Placement:
@@ -45,15 +50,18 @@ def settle(checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Cal
     if dtype == torch.bfloat16 and device.type == "cpu":
         make_bfloat16_safe(talk)
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
-    weights = weight_bytes(checkpoint, dtype)
+    packed = keeps_packed(options.dtype, device, shape)
+    weights = weight_bytes(checkpoint, dtype, packed=packed)
     free = int(free_bytes(device) * USABLE_SHARE)
     if weights > free:
         raise HardwareCannot(
             f"the weights need {gib(weights)} as {str(dtype).removeprefix('torch.')} and {device} has {gib(free)} to "
             f"give; {'try --dtype bfloat16, or ' if dtype == torch.float32 else ''}take a smaller model"
         )
-    context = choose_context(shape, kv_type, options.context, free - weights, device, talk)
-    return Placement(device, dtype, kv_type, context)
+    left = free - weights
+    context = choose_context(shape, kv_type, options.context, left, device, talk)
+    n_pages = choose_pages(shape, kv_type, context, options.slots, left, device) if shape.causal else 0
+    return Placement(device, dtype, kv_type, context, options.mode, options.slots, n_pages, packed)
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -95,7 +103,8 @@ def choose_context(
     """The context asked for, or as much of the model's own as fits."""
 
     def needed(context: int) -> int:
-        return context_bytes(shape, kv_type, context)
+        paged = _pages_for(context, device) * page_bytes(shape, kv_type, PAGE_TOKENS[device.type])
+        return max(context_bytes(shape, kv_type, context), paged)
 
     most = bisect_right(range(shape.context + 1), free, key=needed) - 1
     if wanted is not None:
@@ -117,9 +126,34 @@ def choose_context(
     return min(most, shape.default_context)
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype) -> int:
-    """Bytes of the weights once they are laid out in dtype."""
-    return sum(tensor.n_elements for tensor in checkpoint.tensors.values()) * dtype.itemsize
+def choose_pages(shape: Shape, kv_type: KVType, context: int, n_slots: int, free: int, device: torch.device) -> int:
+    """Pages for every slot's whole context, or what fits half of the free memory; at least one whole context.
+
+    The other half is for whatever is computed one sequence at a time, and for activations.
+    """
+    one = _pages_for(context, device)
+    size = page_bytes(shape, kv_type, PAGE_TOKENS[device.type])
+    return n_slots * one if not size else min(n_slots * one, max(one, free // 2 // size))
+
+
+def _pages_for(context: int, device: torch.device) -> int:
+    return -(-context // PAGE_TOKENS[device.type])
+
+
+def keeps_packed(wanted: str, device: torch.device, shape: Shape) -> bool:
+    """Whether matrices stay as the file has them: on a GPU, unless a dtype was asked for or the layers recur."""
+    return wanted == "auto" and device.type == "cuda" and shape.recurrent is None
+
+
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool = False) -> int:
+    """Bytes of the weights once they are laid out in dtype, or as the file has them where that can be."""
+    return sum(
+        # Experts, one tensor of three dimensions, are dequantised when they are read.
+        tensor.n_bytes
+        if packed and len(tensor.shape) == 2 and is_packable(tensor.type, tensor.shape)
+        else tensor.n_elements * dtype.itemsize
+        for tensor in checkpoint.tensors.values()
+    )
 
 
 def free_bytes(device: torch.device) -> int:

@@ -1,7 +1,9 @@
 """Memory for tensors, or an error that says how much was asked for and where."""
 
 from collections.abc import Callable, Sequence
+from math import prod
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +17,15 @@ def empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
 
 def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory; on the CPU the system hands it out page by page, as it is first written."""
-    return _claimed(torch.zeros, size, dtype, device)
+    return _claimed(_system_zeros if device.type == "cpu" else torch.zeros, size, dtype, device)
+
+
+def _system_zeros(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """By numpy, which asks the system for zeros where torch would write them."""
+    n_bytes = prod(size) * dtype.itemsize
+    if n_bytes == 0:
+        return torch.zeros(tuple(size), dtype=dtype)
+    return torch.from_numpy(np.zeros(n_bytes, np.uint8)).view(dtype).view(tuple(size))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -17,6 +17,7 @@ from ostinato.kernels.experts import experts_torch, route_torch
 from ostinato.kernels.gated_norm import gated_norm_torch
 from ostinato.kernels.layer_norm import layer_norm_torch
 from ostinato.kernels.linear import linear_torch
+from ostinato.kernels.packed import Weight
 from ostinato.kernels.rms_norm import rms_norm_torch
 from ostinato.kernels.rope import rope_torch
 from ostinato.kernels.sample import Chosen, SampleRows, sample_torch
@@ -30,7 +31,7 @@ class Ops:
 
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm_torch
     layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm_torch
-    linear: Callable[[Tensor, Tensor, Tensor | None], Tensor] = linear_torch
+    linear: Callable[[Tensor, Weight, Tensor | None], Tensor] = linear_torch
     rope: Callable[..., Tensor] = rope_torch
     attention: Callable[..., Tensor] = attention_torch
     activate: Callable[..., Tensor] = activate_torch

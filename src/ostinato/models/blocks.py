@@ -16,7 +16,9 @@ from torch import Tensor
 
 from ostinato.errors import Unsupported
 from ostinato.kernels.activation import Activation
+from ostinato.kernels.packed import Packed, Weight
 from ostinato.kernels.table import Ops
+from ostinato.kernels.weight import rows_of
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape
 
@@ -68,9 +70,14 @@ class Norm:
 @dataclass(frozen=True, slots=True)
 class Linear:
     ops: Ops
-    weight: Tensor  # [out, in]
+    weight: Weight  # [out, in]
     bias: Tensor | None
     scale: Tensor | float | None = None  # of what comes out, [out] or one for all
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it multiplies in."""
+        return self.weight.dtype if isinstance(self.weight, Tensor) else torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.ops.linear(x, self.weight, self.bias)
@@ -202,12 +209,13 @@ class Model:
 
     shape: Shape
     ops: Ops
-    embedding: Tensor  # [vocab, hidden]
+    embedding: Tensor | Packed  # [vocab, hidden]
     position_embedding: Tensor | None  # [positions, hidden], of families without rotary positions
     layers: Sequence[AnyLayer]
     norm: Norm | None
     head: Linear | None
     frequencies: dict[Rope, Tensor]
+    dtype: torch.dtype  # what rows between layers are, unless the residual is wide
     type_embedding: Tensor | None = None  # [types, hidden]: which of two texts a token is of
     embedding_norm: Norm | None = None
     ranking: RankingHead | None = None
@@ -215,10 +223,6 @@ class Model:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
 
     def hidden(self, tokens: Tensor, positions: Tensor, memory: Memory, types: Tensor | None = None) -> Tensor:
         """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.
@@ -229,7 +233,7 @@ class Model:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens int64 [rows] to what the model takes in for them, [rows, hidden]."""
-        x = self.embedding[tokens]
+        x = rows_of(self.embedding, tokens, self.dtype)
         if self.shape.embedding_scale is not None:
             # Rounded to the model's dtype first, as the models of this kind were trained.
             x = x * torch.tensor(self.shape.embedding_scale, dtype=x.dtype, device=x.device)
@@ -237,16 +241,28 @@ class Model:
 
     def through(self, x: Tensor, positions: Tensor, memory: Memory, types: Tensor | None = None) -> Tensor:
         """Rows [rows, hidden], embedded tokens or given, to the last hidden rows; otherwise as `hidden`."""
+        x = self.enter(x, positions, types)
+        angles = self.angles(positions)
+        for layer in self.layers:
+            x = layer(x, angles, memory)
+        return self.leave(x)
+
+    def enter(self, x: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        """Embedded rows to what the first layer takes in."""
         if self.type_embedding is not None:
             x = x + (self.type_embedding[0] if types is None else self.type_embedding[types])
         if self.position_embedding is not None:
             x = x + self.position_embedding[positions]
         if self.embedding_norm is not None:
             x = self.embedding_norm(x)
-        x = x.float() if self.shape.wide_residual else x
-        angles = Angles({rope: rope.turns(positions, f) for rope, f in self.frequencies.items()})
-        for layer in self.layers:
-            x = layer(x, angles, memory)
+        return x.float() if self.shape.wide_residual else x
+
+    def angles(self, positions: Tensor) -> Angles:
+        """What rotary positions turn by, of every kind of rope in the model."""
+        return Angles({rope: rope.turns(positions, f) for rope, f in self.frequencies.items()})
+
+    def leave(self, x: Tensor) -> Tensor:
+        """What the last layer gives to hidden rows, normalised."""
         return (x if self.norm is None else self.norm(x)).to(self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:

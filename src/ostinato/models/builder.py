@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ostinato.kernels.packed import Stack
 from ostinato.kernels.table import Ops
 from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Linear, Model, Norm, PlainMLP, RankingHead
 from ostinato.models.recurrent import Conv, Decay, Mamba2Mixer, MambaMixer
@@ -43,7 +44,7 @@ class Builder:
         """One product; several names are stacked into one matrix, in order."""
         names = [names] if isinstance(names, str) else names
         outs = [outs] if isinstance(outs, int) else outs
-        weight = self.weights.take_stacked([f"{n}.weight" for n in names], [(out, width) for out in outs])
+        weight = self.weights.take_matrix([f"{n}.weight" for n in names], [(out, width) for out in outs])
         shift = self.weights.take_stacked([f"{n}.bias" for n in names], [(out,) for out in outs]) if bias else None
         return Linear(self.ops, weight, shift, scale)
 
@@ -186,7 +187,8 @@ class Builder:
     def model(self, layers: Sequence[AnyLayer], norm: Norm, *, positions: Tensor | None = None) -> Model:
         """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again."""
         s, w = self.shape, self.weights
-        embedding = w.take("token_embd.weight", (s.vocab, s.hidden))
+        embedding = w.take_matrix(["token_embd.weight"], [(s.vocab, s.hidden)])
+        assert not isinstance(embedding, Stack)  # it is one tensor
         scale = self.scale([s.vocab], [s.multipliers.head])
         if s.tied_head:
             head = Linear(self.ops, embedding, None, scale)
@@ -195,7 +197,7 @@ class Builder:
             head = self.linear("output", s.vocab, s.hidden, bias=False, scale=scale)
         for factors in ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"):
             w.pass_over(factors)  # read with the shape
-        return Model(s, self.ops, embedding, positions, layers, norm, head, self._frequencies())
+        return Model(s, self.ops, embedding, positions, layers, norm, head, self._frequencies(), dtype=w.dtype)
 
     def encoder(self, layers: Sequence[AnyLayer], *, positions: Tensor | None) -> Model:
         """An encoder: embeddings of token, text and place, their norm, the layers; a head where it is made to rank."""
@@ -214,6 +216,7 @@ class Builder:
             norm=None,
             head=None,
             frequencies=self._frequencies(),
+            dtype=w.dtype,
             type_embedding=types,
             embedding_norm=self.norm("token_embd_norm", bias=True),
             ranking=ranking,

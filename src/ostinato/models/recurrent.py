@@ -65,7 +65,7 @@ class MambaMixer:
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
         s, n_planes = self.shape, memory.n_planes
         conv_state, scan_state = memory.states(self.layer)
-        u, gate = self.into(x.to(self.into.weight.dtype)).view(memory.n_seqs, -1, 2 * s.inner).chunk(2, -1)
+        u, gate = self.into(x.to(self.into.dtype)).view(memory.n_seqs, -1, 2 * s.inner).chunk(2, -1)
         u, conv_planes = self.conv(u, conv_state, n_planes)
         parts = torch.split(self.select(u), [s.dt_rank, s.state, s.state], -1)
         if self.norms is not None:
@@ -96,7 +96,7 @@ class Mamba2Mixer:
     def __call__(self, x: Tensor, memory: Memory) -> Tensor:
         s, n_planes = self.shape, memory.n_planes
         conv_state, scan_state = memory.states(self.layer)
-        runs = self.into(x.to(self.into.weight.dtype)).view(memory.n_seqs, -1, s.inner + s.conv_width + s.n_heads)
+        runs = self.into(x.to(self.into.dtype)).view(memory.n_seqs, -1, s.inner + s.conv_width + s.n_heads)
         gate, u, dt = torch.split(runs, [s.inner, s.conv_width, s.n_heads], -1)
         u, conv_planes = self.conv(u, conv_state, n_planes)
         u, b, c = torch.split(u, [s.inner, s.n_groups * s.state, s.n_groups * s.state], -1)

@@ -63,16 +63,20 @@ def build_model(
     device: torch.device,
     context: int,
     progress: Progress | None = None,
+    packed: bool = False,
 ) -> Model:
-    """The model with its weights on `device` in `dtype`, for an engine of that context."""
+    """The model with its weights on `device` in `dtype`, for an engine of that context.
+
+    `packed`: matrices stay in the file's own type where kernels multiply it.
+    """
     family = family_of(checkpoint)
     if checkpoint.format == "gguf":
         names = translate(checkpoint.tensors, family.gguf_names)
-        weights = Weights(checkpoint, names, dtype, device, family.gguf_transforms)
+        weights = Weights(checkpoint, names, dtype, device, family.gguf_transforms, packed=packed)
     else:
         names = translate(checkpoint.tensors, family.names, family.ignored)
         spell = partial(spelled, family.names)
-        weights = Weights(checkpoint, names, dtype, device, family.config_transforms, spell)
+        weights = Weights(checkpoint, names, dtype, device, family.config_transforms, spell, packed=packed)
     model = family.build(Builder(shape, weights, ops_for(device), context), family.layer)
     weights.fill(progress)
     return model

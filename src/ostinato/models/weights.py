@@ -12,14 +12,18 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.errors import BadFile
+from ostinato.files.quants import BLOCKS
 from ostinato.kernels.allocate import empty
+from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, pack
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
@@ -51,6 +55,8 @@ _AS_IT_IS = Transform()
 class Weights:
     """What `blocks.py` takes its tensors from."""
 
+    _packed = False  # whether matrices stay in the file's type
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -59,9 +65,12 @@ class Weights:
         device: torch.device,
         transforms: Mapping[str, Transform] | None = None,
         spell: Callable[[str], str] = str,
+        *,
+        packed: bool = False,
     ) -> None:
         """`names` maps our names to the file's; `transforms` maps our names (without the layer) to a change on read;
-        `spell` says how the file would call one of our names, for messages."""
+        `spell` says how the file would call one of our names, for messages. `packed`: matrices stay in the file's
+        type where kernels multiply it."""
         self._checkpoint = checkpoint
         self._names = names
         self.dtype = dtype
@@ -69,7 +78,9 @@ class Weights:
         self._transforms = transforms or {}
         self._spell = spell
         self._taken: set[str] = set()
+        self._packed = packed
         self._jobs: list[tuple[str, Tensor]] = []
+        self._packing: list[tuple[Sequence[str], Packed]] = []
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -95,6 +106,25 @@ class Weights:
             start += shape[0]
         return out
 
+    def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Weight:
+        """Matrices on top of each other, for products: packed as in the file where that can be, one part for each
+        run of one type; else dense."""
+        if not self._packed:
+            return self.take_stacked(names, shapes)
+        self.check(names, shapes)
+        parts: list[Packed | Tensor] = []
+        for kept, run in groupby(zip(names, shapes, strict=True), key=lambda one: self._kept_as(one[0], one[1][-1])):
+            some, sizes = zip(*run, strict=True)
+            if isinstance(kept, torch.dtype):
+                parts.append(self.take_stacked(some, sizes, dtype=kept))
+                continue
+            like = pack(kept, self._empty_blocks(kept, sum(size[0] for size in sizes), sizes[0][-1]), *_total(sizes))
+            planes = tuple(empty(plane.shape, torch.uint8, self.device) for plane in like.planes if plane is not None)
+            packed = replace(like, planes=planes)
+            parts.append(packed)
+            self._packing.append((some, packed))
+        return parts[0] if len(parts) == 1 else Stack(tuple(parts))
+
     def take_into(self, name: str, out: Tensor) -> None:
         """One tensor into memory that somebody laid out, a view of it included."""
         self.check([name], [out.shape])
@@ -111,8 +141,14 @@ class Weights:
     def fill(self, progress: Progress | None = None) -> None:
         """Refuse what nobody took, then read everything that was taken."""
         self._refuse_unused()
-        total = sum(self._n_bytes(name) for name, _ in self._jobs)
-        done = 0
+        done, total = 0, sum(self._n_bytes(name) for name, _ in self._jobs)
+        total += sum(self._n_bytes(name) for names, _ in self._packing for name in names)
+        for names, packed in self._packing:
+            self._read_packed(names, packed)
+            done += sum(self._n_bytes(name) for name in names)
+            if progress is not None:
+                progress(done, total)
+        self._packing.clear()
         with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
             # The largest first, so that no thread is left with one big tensor at the end.
             order = sorted(self._jobs, key=lambda job: -self._n_bytes(job[0]))
@@ -158,6 +194,25 @@ class Weights:
         self._checkpoint.read(self._names[name], plain)
         out.copy_(transform.values(plain).reshape(out.shape))
 
+    def _kept_as(self, name: str, cols: int) -> str | torch.dtype:
+        """The type that a matrix is kept in: its own where it can be, else the dtype it is dequantised to."""
+        type = self._checkpoint.tensors[self._names[name]].type
+        if self._transform(name) is _AS_IT_IS and is_packable(type, (cols,)):
+            return type
+        return torch.float16 if type == "F16" else self.dtype
+
+    def _empty_blocks(self, type: str, rows: int, cols: int) -> Tensor:
+        """The blocks of a matrix without their bytes: what its planes are measured by."""
+        block = BLOCKS[type]
+        return torch.empty((rows, cols // block.elements * block.n_bytes), dtype=torch.uint8, device="meta")
+
+    def _read_packed(self, names: Sequence[str], packed: Packed) -> None:
+        raw = [torch.from_numpy(np.array(self._checkpoint.raw(self._names[name]))) for name in names]
+        made = pack(packed.type, torch.cat(raw).to(self.device), packed.rows, packed.cols)
+        for kept, plane in zip(packed.planes, made.planes, strict=True):
+            if kept is not None and plane is not None:
+                kept.copy_(plane)
+
     def _n_bytes(self, name: str) -> int:
         return self._checkpoint.tensors[self._names[name]].n_bytes
 
@@ -169,6 +224,15 @@ class Weights:
                 f"{self._checkpoint.path}: it holds {len(unused)} tensors that this model has no use for: {shown}; "
                 "running without them would give other answers than the model's"
             )
+
+
+def is_packable(type: str, shape: Sequence[int]) -> bool:
+    """Whether kernels multiply a matrix of this type and shape as the file has it."""
+    return type in PACKED_TYPES and shape[-1] % BLOCKS[type].elements == 0
+
+
+def _total(sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
+    return sum(size[0] for size in sizes), sizes[0][-1]
 
 
 def without_layer(name: str) -> str:

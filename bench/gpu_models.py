@@ -1,0 +1,101 @@
+"""The models of the GPU checks: named shapes, small ones of every family, and a file where there is one.
+
+Small models are made on the CPU and moved, so that the same weights can be computed with on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ostinato.engine.placement import Placement
+from ostinato.kernels.packed import Packed
+from ostinato.kernels.table import Ops
+from ostinato.memory.paged import PAGE_TOKENS
+from ostinato.models.blocks import Model, Norm
+from ostinato.models.random import DTYPES, MIXES, SHAPES, random_model
+from ostinato.models.rope import Rope
+from ostinato.models.shape import Shape
+from ostinato.options import KVType
+from tests.loop.families import FAMILIES, family_model
+from tests.random_model import random_model as model_of_kind
+
+# Families whose layers recur: no kernels in the step yet, and the checks say so.
+RECURRENT: Final = {"mamba2": "recurrent", "falcon-h1": "hybrid"}
+ON_CPU: Final = frozenset({*FAMILIES, *RECURRENT, "tiny"})  # made there and moved
+
+
+def place(device: str) -> torch.device:
+    """`cuda` with its number: tensors have one, and are compared with it."""
+    return torch.device("cuda", 0) if device == "cuda" else torch.device(device)
+
+
+def kv_type_of(type: str) -> KVType:
+    return "f32" if type == "f32" else "bf16"
+
+
+def model_named(name: str, type: str) -> Model:
+    """A model by the name of a shape or a family, in a dtype or a mix of packed types, on the CPU."""
+    return _made(name, type, torch.device("cpu"))
+
+
+def model_on(name: str, type: str, device: str) -> Model:
+    """The same on a device; a large one is made there, with other weights than on the CPU."""
+    if name in ON_CPU:
+        return moved(model_named(name, type), place(device))
+    return _made(name, type, place(device))
+
+
+def _made(name: str, type: str, device: torch.device) -> Model:
+    with torch.inference_mode(False):
+        if name in SHAPES:
+            dtype, mix = (torch.bfloat16, type) if type in MIXES else (DTYPES[type], None)
+            return random_model(name, dtype, device, mix=mix)
+        kind: Any = RECURRENT.get(name)
+        model = family_model(name) if kind is None else model_of_kind(kind)
+        return moved(model, device, DTYPES[type])
+
+
+def moved(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Model:
+    """A model elsewhere, in another dtype if one is given. Norms and frequencies stay in float32, packed as it is."""
+    memo: dict[int, Any] = {}
+    there: Model = _moved(model, device, dtype, memo)
+    return there if dtype is None else replace(there, dtype=dtype)
+
+
+def _moved(part: Any, device: torch.device, dtype: torch.dtype | None, memo: dict[int, Any]) -> Any:
+    if isinstance(part, Tensor | Packed):
+        # A tied head is the embedding once more, there too.
+        if id(part) not in memo:
+            narrow = isinstance(part, Tensor) and part.is_floating_point() and dtype is not None
+            memo[id(part)] = part.to(device, dtype) if narrow and isinstance(part, Tensor) else part.to(device)
+        return memo[id(part)]
+    if isinstance(part, Norm):
+        dtype = None
+    if isinstance(part, Shape | Ops | Rope):
+        return part
+    if isinstance(part, Mapping):  # frequencies
+        return {key: _moved(value, device, None, memo) for key, value in part.items()}
+    if isinstance(part, list | tuple):
+        return type(part)([_moved(value, device, dtype, memo) for value in part])
+    if is_dataclass(part):
+        changes = {f.name: _moved(getattr(part, f.name), device, dtype, memo) for f in fields(part)}
+        return replace(part, **changes)  # type: ignore[type-var]  # an instance, as the line above has seen
+    return part
+
+
+def placement_of(
+    model: Model, mode: str, *, n_slots: int, context: int, kv_type: KVType, n_pages: int | None = None
+) -> Placement:
+    """Pages for every slot's whole context, unless fewer are asked for, and some more for what is kept of prompts."""
+    one = -(-context // PAGE_TOKENS[model.device.type])
+    pages = (n_slots + 1) * one if n_pages is None else n_pages
+    return Placement(model.device, model.dtype, kv_type, context, mode, n_slots, pages)
+
+
+def modes_of(device: str) -> tuple[str, ...]:
+    return ("eager", "loop") if device == "cpu" else ("eager", "graph", "loop")

@@ -1,0 +1,710 @@
+"""Sturdiness: the host does nothing per token, nothing grows, and what breaks ends with one error each.
+
+Calls into CUDA for 100 and for 2,000 tokens, the host's time for draining and text, a process that is stopped in the
+middle, busy cores, allocations, an injected fault, and engines opened and closed by the hundred.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from bench.gpu_calls import CannotCount, counters
+from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_child, say
+from bench.gpu_models import kv_type_of, model_on, modes_of, placement_of
+from ostinato.engine.engine import Engine
+from ostinato.engine.request import Ask, Request, Token
+from ostinato.errors import EngineDead, OstinatoError
+from ostinato.loop.by_hand import GREEDY, ByHand
+from ostinato.loop.host import OutEntry
+from ostinato.loop.open import Loop, LoopOptions
+from ostinato.memory.paged import PAGE_TOKENS
+from ostinato.models.blocks import Model
+from ostinato.text.stream import TextStream
+from ostinato.text.tokenizer import Tokenizer
+
+FEW, MANY = 100, 2_000  # tokens that must cost the same number of calls
+HOST_US: Final = 20.0
+STOPPED_S: Final = 2.0
+SETTLE_S: Final = 0.5  # after a child is ready, before it is stopped
+BUSY_SHARE: Final = 1.05
+GAP_SHARE: Final = 3.0
+N_ENGINES: Final = 1_000
+ENGINES_S: Final = 40.0
+CLOSED_S: Final = 30.0
+WARM_ENGINES: Final = 20
+MB: Final = 1 << 20
+# Calls that start, order or own something; what is left are questions, which an engine's thread asks by time.
+WORKING: Final = re.compile("Launch|Memcpy|Memset|lloc|Free|Record|Create|Destroy|Instantiate|Synchronize|Wait|Upload")
+
+
+def _ids(model: Model, n: int, seed: int = 1) -> list[int]:
+    chance = random.Random(seed)
+    return [chance.randrange(model.shape.vocab) for _ in range(n)]
+
+
+def _engine(
+    model: Model, type: str, *, mode: str = "loop", n_slots: int = 8, context: int = 2048, **more: Any
+) -> Engine:
+    placement = placement_of(model, mode, n_slots=n_slots, context=context, kv_type=kv_type_of(type))
+    return Engine(model, placement, **more)
+
+
+def _by_hand(model: Model, type: str, context: int) -> ByHand:
+    n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
+    options = LoopOptions("loop", 8, context, n_pages, kv_type_of(type), model.shape.vocab)
+    return ByHand(Loop(model, options))
+
+
+# Calls per token
+
+
+def calls(device: str, *, counter: int, name: str, type: str, few: int = FEW, many: int = MANY) -> Iterator[Record]:
+    """Calls into CUDA from trigger to end for few and for many tokens, with nobody asking in between; and through an
+    engine, whose thread does ask."""
+    model = model_on(name, type, device)
+    known = counters()
+    called, count = known[counter] if counter < len(known) else ("Start.n_launches, the loop's own count", None)
+    with closing(_by_hand(model, type, context=min(model.shape.context, many + 48))) as hand:
+        seconds = _lap(hand, model, many)  # warms, too
+        by_tokens = {n: _calls_by_hand(hand, model, n, 1.5 * seconds + 0.2, count) for n in (few, many)}
+    through: dict[int, Counter[str]] = {}
+    if count is not None:
+        with _engine(model, type, context=min(model.shape.context, many + 48)) as engine:
+            for n in (few, few, many):  # the first warms
+                through[n] = count(_generation(engine, model, n))
+    yield {
+        "what": "calls",
+        "counter": called,
+        "seconds": seconds,
+        "by_hand": {str(n): dict(found) for n, found in by_tokens.items()},
+        "engine": {str(n): dict(found) for n, found in through.items()},
+    }
+
+
+def _lap(hand: ByHand, model: Model, n_tokens: int) -> float:
+    """Seconds of a generation, warm."""
+    for _ in range(2):
+        hand.forget()
+        hand.seat(0, _ids(model, 16), most=n_tokens)
+        started = time.perf_counter()
+        hand.run()
+    return time.perf_counter() - started
+
+
+def _calls_by_hand(
+    hand: ByHand,
+    model: Model,
+    n_tokens: int,
+    seconds: float,
+    count: Callable[[Callable[[], None]], Counter[str]] | None,
+) -> Counter[str]:
+    hand.forget()
+    hand.seat(0, _ids(model, 16), most=n_tokens)
+    hand.synchronize()
+    before = hand.loop.start.n_launches
+
+    def work() -> None:
+        hand.begin()
+        time.sleep(seconds)
+        if hand.loop.start.running:
+            raise CannotCount(f"{n_tokens} tokens took more than {seconds:.1f} s")
+
+    if count is None:
+        work()
+        found = Counter({"launches": hand.loop.start.n_launches - before})
+    else:
+        found = count(work)
+    hand.wait()
+    if len(hand.entries) != n_tokens:
+        raise RuntimeError(f"{len(hand.entries)} tokens of {n_tokens} came")
+    return found
+
+
+def _generation(engine: Engine, model: Model, n_tokens: int) -> Callable[[], None]:
+    sampling = replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
+
+    def work() -> None:
+        n = sum(1 for _ in engine.submit(_ids(model, 16), sampling))
+        if n != n_tokens:
+            raise RuntimeError(f"{n} tokens of {n_tokens} came")
+
+    return work
+
+
+def run_calls(setting: Setting, job: Job) -> Ended:
+    """The best counter that works here, each tried in a process of its own."""
+    first = 0 if setting.on_gpu else len(counters())
+    for counter in range(first, len(counters()) + 1):
+        ended = run_child(setting, replace(job, words={**job.words, "counter": counter}))
+        if ended.error is None or not ended.started:
+            break
+    return ended
+
+
+def judge_calls(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    found = ended[0].of("calls")[0]
+    by_hand: dict[str, dict[str, int]] = found["by_hand"]
+    few, many = by_hand
+    same = by_hand[few] == by_hand[many]
+    differ = _differences(by_hand[few], by_hand[many])
+    totals = [sum(by_hand[n].values()) for n in (few, many)]
+    value = f"{totals[0]} calls for {few} tokens, {totals[1]} for {many}, by {found['counter']}"
+    detail = f"; differ: {differ}" if differ else f": {_named(by_hand[many])}"
+    outcomes = [
+        Outcome("PASS" if same else "FAIL", "calls", value + detail, "equal", {"calls": by_hand[many]}),
+    ]
+    if found["engine"]:
+        engine: dict[str, dict[str, int]] = found["engine"]
+        working = {n: {k: v for k, v in engine[n].items() if WORKING.search(k)} for n in (few, many)}
+        asking = {n: sum(engine[n].values()) - sum(working[n].values()) for n in (few, many)}
+        differ = _differences(working[few], working[many])
+        value = (
+            f"{sum(working[few].values())} calls for {few} tokens, {sum(working[many].values())} for {many}, beside "
+            f"questions by time ({asking[few]} and {asking[many]})" + (f"; differ: {differ}" if differ else "")
+        )
+        outcomes.append(Outcome("FAIL" if differ else "PASS", "calls-engine", value, "equal"))
+    return outcomes
+
+
+def _differences(one: dict[str, int], two: dict[str, int]) -> str:
+    names = sorted(name for name in {*one, *two} if one.get(name, 0) != two.get(name, 0))
+    return ", ".join(f"{name} {one.get(name, 0)} and {two.get(name, 0)}" for name in names)
+
+
+def _named(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {n}" for name, n in sorted(counts.items(), key=lambda one: -one[1])[:8])
+
+
+# The host's time per token
+
+
+def host_time(device: str, *, name: str, type: str, n_tokens: int = MANY) -> Iterator[Record]:
+    """Microseconds a token for draining, for handing over to a reader and for text; and what an engine's process takes.
+
+    Draining is timed for all tokens at once, as after a pause, and for one at a time, as when each is waited for.
+    """
+    model = model_on(name, type, device)
+    context = min(model.shape.context, n_tokens + 48)
+    spent: dict[str, list[float]] = {what: [] for what in ("drain", "drain at once", "hand over", "text")}
+    with closing(_by_hand(model, type, context=context)) as hand:
+        host = hand.loop.host
+
+        def generate() -> None:
+            hand.forget()
+            hand.seat(0, _ids(model, 16), most=n_tokens)
+            hand.begin()
+            if not hand.loop.start.wait(120.0):
+                raise RuntimeError("the loop did not end")
+
+        for _ in range(3):
+            generate()
+            spent["drain"].append(_us(lambda: [host.drain(1) for _ in range(n_tokens)]))
+            generate()
+            entries: list[OutEntry] = []
+            spent["drain at once"].append(_us(lambda: entries.extend(host.drain(1 << 20))))  # noqa: B023 - now
+            spent["hand over"].append(_us(lambda: _hand_over(entries)))  # noqa: B023 - now
+            stream = TextStream(_tokenizer(model.shape.vocab), ("</stop>",))
+            spent["text"].append(_us(lambda: [stream.push(e.token or 0) for e in entries]))  # noqa: B023 - now
+    with _engine(model, type, context=context) as engine:
+        run = _generation(engine, model, n_tokens)
+        run()
+        before = time.process_time()
+        run()
+        whole = (time.process_time() - before) * 1e6 / n_tokens
+    figures = {what: round(statistics.median(runs) / n_tokens, 2) for what, runs in spent.items()}
+    yield {"what": "host", "us": figures, "process_us": round(whole, 2), "n_tokens": n_tokens}
+
+
+def _hand_over(entries: Sequence[OutEntry]) -> None:
+    """What an engine's thread does with entries, and what their reader does."""
+    request = Request(1, Ask([1], GREEDY, (), len(entries)), lambda _: None)
+    for e in entries:
+        reason = "length" if e is entries[-1] else None
+        request.put(Token(e.token or 0, e.logprob, e.top, e.position, e.time_ns, reason))  # type: ignore[arg-type]  # a literal
+    if sum(1 for _ in request) != len(entries):
+        raise RuntimeError("tokens were lost on the way to their reader")
+
+
+def _us(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return (time.perf_counter() - started) * 1e6
+
+
+def _tokenizer(vocab: int) -> Tokenizer:
+    """A vocabulary of words of one to eight letters, and some halves of characters."""
+    chance = random.Random(3)
+    letters = "etaoinshrdlu bcdfgé世"
+    pieces = ["".join(chance.choices(letters, k=chance.randint(1, 8))).encode() for _ in range(vocab)]
+    pieces[::50] = ["é".encode()[:1]] * len(pieces[::50])
+    return Tokenizer(
+        vocab_size=vocab,
+        bos_id=None,
+        eos_id=None,
+        eog_ids=frozenset(),
+        add_bos=False,
+        add_eos=False,
+        encoder=lambda text, special: [],
+        texts=["?"] * vocab,
+        shown=pieces,
+        hidden=frozenset(),
+    )
+
+
+def judge_host(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    found = ended[0].of("host")[0]
+    us = found["us"]
+    total = us["drain"] + us["hand over"] + us["text"]
+    parts = ", ".join(f"{what} {value:.1f}" for what, value in us.items())
+    value = (
+        f"{total:.1f} us a token ({parts}); the whole process {found['process_us']:.0f} us of CPU time, naps included"
+    )
+    verdict: Any = "PASS" if total < HOST_US else "MISS"
+    return [Outcome(verdict, "host-time", value, f"drain, hand over and text under {HOST_US:.0f} us", found)]
+
+
+# Stopped
+
+
+@dataclass(slots=True)
+class Heart:
+    """A thread that notices when its process stood still. Mutable: it beats."""
+
+    longest_s: float = 0.0
+    stopped_at: float = 0.0
+    going: bool = True
+
+    def beat(self) -> None:
+        last = time.perf_counter()
+        while self.going:
+            time.sleep(0.005)
+            now = time.perf_counter()
+            if now - last > self.longest_s:
+                self.longest_s, self.stopped_at = now - last, last
+            last = now
+
+
+def stopped(device: str, *, name: str, type: str, n_tokens: int, context: int) -> Iterator[Record]:
+    """A generation during which somebody stops this process."""
+    model = model_on(name, type, device)
+    heart = Heart()
+    with _engine(model, type, context=context) as engine:
+        _generation(engine, model, 8)()
+        beating = threading.Thread(target=heart.beat, daemon=True)
+        request = engine.submit(_ids(model, 16), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
+        tokens: list[Token] = []
+        arrived: list[float] = []
+        for token in request:
+            tokens.append(token)
+            arrived.append(time.perf_counter())
+            if len(tokens) == 4:
+                beating.start()
+                say("ready")
+        heart.going = False
+        beating.join()
+    # By when the soonest was heard of, the device's clock in the host's.
+    offset = min(at - token.time_ns / 1e9 for at, token in zip(arrived, tokens, strict=True))
+    begin, end = heart.stopped_at, heart.stopped_at + heart.longest_s
+    within = sum(begin < token.time_ns / 1e9 + offset < end for token in tokens)
+    yield {
+        "what": "stopped",
+        "wanted": n_tokens,
+        "n": len(tokens),
+        "in_order": all(b.position == a.position + 1 for a, b in pairwise(tokens)),
+        "finish": request.finish_reason,
+        "stood_still_s": round(heart.longest_s, 3),
+        "made_meanwhile": within,
+        **_gaps(tokens),
+    }
+
+
+def _gaps(tokens: Sequence[Token], skip: int = 1) -> Record:
+    """Microseconds between tokens by the device's clock."""
+    gaps = sorted((b.time_ns - a.time_ns) / 1e3 for a, b in pairwise(tokens[skip:]))
+    return {
+        "median_us": round(statistics.median(gaps), 2),
+        "p99_us": round(gaps[min(len(gaps) - 1, len(gaps) * 99 // 100)], 2),
+        "longest_us": round(gaps[-1], 2),
+    }
+
+
+def run_stopped(setting: Setting, job: Job) -> Ended:
+    """Stop the child for two seconds, once it says that it is in the middle."""
+
+    def heard(process: subprocess.Popen[str], line: str) -> None:
+        if line != "ready":
+            return
+        time.sleep(SETTLE_S)
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGSTOP)
+            try:
+                time.sleep(STOPPED_S)
+            finally:
+                os.kill(process.pid, signal.SIGCONT)
+
+    return run_child(setting, job, heard)
+
+
+def judge_stopped(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    found = ended[0].of("stopped")[0]
+    complete = found["n"] == found["wanted"] and found["in_order"] and found["finish"] == "length"
+    spanned = found["stood_still_s"] >= 0.9 * STOPPED_S
+    value = (
+        f"{found['n']} tokens of {found['wanted']}; stood still for {found['stood_still_s']:.2f} s, in which the "
+        f"device made {found['made_meanwhile']}; gaps: median {found['median_us']:.0f} us, longest "
+        f"{found['longest_us']:.0f} us"
+    )
+    bar = f"none lost, longest gap under {GAP_SHARE:.0f} medians"
+    good = complete and (
+        not setting.on_gpu or (found["made_meanwhile"] > 0 and found["longest_us"] < GAP_SHARE * found["median_us"])
+    )
+    if good and not spanned:
+        return [Outcome("SKIP", "stopped", f"the generation was over before it could be stopped: {value}", bar, found)]
+    return [Outcome("PASS" if good else "FAIL", "stopped", value, bar, found)]
+
+
+# Busy cores
+
+
+@contextmanager
+def busy_cores() -> Iterator[int]:
+    """Every core has a process that only counts; they end with this block, or with this process."""
+    n = len(os.sched_getaffinity(0))
+    code = f"import os\nwhile os.getppid() == {os.getpid()}:\n    sum(range(100000))\n"
+    others = [subprocess.Popen([sys.executable, "-S", "-c", code]) for _ in range(n)]
+    try:
+        time.sleep(0.5)
+        yield n
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def busy(device: str, *, name: str, type: str, n_tokens: int) -> Iterator[Record]:
+    """Gaps between tokens on an idle machine, and with every core busy."""
+    model = model_on(name, type, device)
+    n_prompt = 500 if device != "cpu" else 32
+    sampling = replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
+
+    def gaps(engine: Engine) -> Record:
+        return _gaps(list(engine.submit(_ids(model, n_prompt), sampling)), skip=8)
+
+    with _engine(model, type, context=n_prompt + n_tokens + 64) as engine:
+        gaps(engine)
+        idle = gaps(engine)
+        with busy_cores() as n_busy:
+            crowded = [gaps(engine) for _ in range(2)]
+    yield {"what": "busy", "idle": idle, "busy": crowded, "n_busy": n_busy}
+
+
+def judge_busy(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    found = ended[0].of("busy")[0]
+
+    def share(one: Record) -> float:
+        return float(one["p99_us"] / one["median_us"])
+
+    idle, crowded = share(found["idle"]), max(share(one) for one in found["busy"])
+    worst = max(found["busy"], key=share)
+    value = (
+        f"p99 / median {crowded:.3f} with {found['n_busy']} busy processes (median {worst['median_us']:.1f} us, p99 "
+        f"{worst['p99_us']:.1f}, longest {worst['longest_us']:.1f}); idle {idle:.3f}"
+    )
+    if crowded <= BUSY_SHARE:
+        verdict: Any = "PASS"
+    else:  # a device that is not steady by itself is a figure; one that the host unsettles is a fault
+        verdict = "MISS" if idle > BUSY_SHARE or not setting.on_gpu else "FAIL"
+    return [Outcome(verdict, "busy-cores", value, f"at most {BUSY_SHARE}", found)]
+
+
+# Allocations
+
+
+def allocations(device: str, *, name: str, type: str, n_tokens: int = 1_000) -> Iterator[Record]:
+    """What is allocated and compiled between the first token of an answer and its last, in each mode."""
+    model = model_on(name, type, device)
+    compiled = _compilations(device)
+    for mode in modes_of(device):
+        with _engine(model, type, mode=mode, context=min(model.shape.context, n_tokens + 48)) as engine:
+            _generation(engine, model, 8)()
+            request = engine.submit(_ids(model, 16, seed=2), replace(GREEDY, max_tokens=n_tokens, ignore_eos=True))
+            next(request)
+            before = _allocated(engine, device, compiled)
+            n = 1 + sum(1 for _ in request)
+            after = _allocated(engine, device, compiled)
+        grown = {key: after[key] - before[key] for key in before if after[key] != before[key]}
+        yield {"what": "allocations", "mode": mode, "n": n, "grown": grown, "counted": sorted(before)}
+
+
+def _compilations(device: str) -> Callable[[], dict[str, int]]:
+    """How many kernels this process has compiled or loaded so far."""
+    from ostinato.kernels import build
+
+    counted = {"triton": 0}
+    if device != "cpu":
+        from triton import knobs
+
+        def told(*_: Any, **__: Any) -> None:
+            counted["triton"] += 1
+
+        knobs.runtime.jit_post_compile_hook = told
+    cubins: Any = getattr(build, "_cubins", {})
+    return lambda: {"compiled by Triton": counted["triton"], "compiled by NVRTC": len(cubins)}
+
+
+def _allocated(engine: Engine, device: str, compiled: Callable[[], dict[str, int]]) -> dict[str, int]:
+    counts = {"graphs": engine.stats().instantiations, **compiled()}
+    if device == "cpu":
+        return counts
+    stats: dict[str, Any] = dict(torch.cuda.memory_stats())
+    pinned: dict[str, Any] = dict(getattr(torch.cuda, "host_memory_stats", dict)())
+    return counts | {
+        "device allocations": int(stats["allocation.all.allocated"]),
+        "device segments": int(stats["segment.all.allocated"]),
+        "device bytes": int(stats["allocated_bytes.all.current"]),
+        "pinned allocations": int(pinned.get("num_host_alloc", 0)),
+    }
+
+
+def judge_allocations(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    records = ended[0].of("allocations")
+    bad = {record["mode"]: record["grown"] for record in records if record["grown"]}
+    short = [record["mode"] for record in records if record["n"] < 1_000 and setting.on_gpu]
+    counted = ", ".join(records[0]["counted"])
+    modes = ", ".join(record["mode"] for record in records)
+    value = f"grew: {bad}" if bad else f"none over {records[-1]['n']} tokens in {modes} (counted: {counted})"
+    missing = len(records) < len(modes_of(setting.device)) or ended[0].error is not None
+    wrong = bool(bad or short or missing)
+    return [Outcome("FAIL" if wrong else "PASS", "allocations", value + (f"; {ended[0].error}" if missing else ""))]
+
+
+# A fault
+
+
+def fault(device: str, *, how: str, name: str, type: str, n_tokens: int, context: int) -> Iterator[Record]:
+    """Break the device under five requests, three of them running: what each is told, and whether the engine ends."""
+    model = model_on(name, type, device)
+    engine = _engine(model, type, n_slots=3, context=context)
+    complaints: list[str] = []
+    threading.excepthook = lambda what: complaints.append(f"{what.exc_type.__name__}: {what.exc_value}")
+    sampling = replace(GREEDY, max_tokens=n_tokens, ignore_eos=True)
+    requests = [engine.submit(_ids(model, 16, seed), sampling) for seed in range(5)]
+    for request in requests[:3]:
+        for _ in range(3):
+            next(request)
+    with torch.inference_mode(), suppress(RuntimeError):  # what was broken may be told here already
+        if how == "step":  # the next step looks for keys far outside of all memory
+            engine.loop.tables.table["pages"].fill_((1 << 30) - 1)
+        else:  # a kernel of somebody else, in the same process
+            torch.zeros(4, device=model.device)[torch.tensor([1 << 20], device=model.device)]
+    ends: dict[int, list[str]] = {}
+
+    def read(number: int, request: Request) -> None:
+        told: list[str] = []
+        ends[number] = told
+        for _ in range(2):  # a second time: the end comes once
+            try:
+                n = sum(1 for _ in request)
+                told.append(f"ended ({request.finish_reason}, {n} more tokens)" if not told else "nothing more")
+            except Exception as error:
+                told.append(f"{type_of(error)}: {error}")
+
+    readers = [threading.Thread(target=read, args=one, daemon=True) for one in enumerate(requests)]
+    for reader in readers:
+        reader.start()
+    latest = time.monotonic() + 20.0
+    for reader in readers:
+        reader.join(max(0.0, latest - time.monotonic()))
+    unread = [number for number, reader in enumerate(readers) if reader.is_alive()]
+    try:
+        engine.submit([1, 2, 3], sampling)
+        refused = "accepted"
+    except OstinatoError as error:
+        refused = f"{type_of(error)}: {error}"
+    closing_thread = threading.Thread(target=engine.close, daemon=True)
+    started = time.perf_counter()
+    closing_thread.start()
+    closing_thread.join(CLOSED_S)
+    yield {
+        "what": "fault",
+        "how": how,
+        "ends": {str(number): told for number, told in sorted(ends.items())},
+        "unread": unread,
+        "said": engine.stats().fault,
+        "refused": refused,
+        "closed_s": None if closing_thread.is_alive() else round(time.perf_counter() - started, 2),
+        "complaints": complaints,
+    }
+
+
+def type_of(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def judge_fault(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    outcomes = []
+    for one in ended:
+        name = f"fault-{one.job.words['how']}"
+        records = one.of("fault")
+        if not records:
+            outcomes.append(Outcome("FAIL", name, one.error or "it said nothing"))
+            continue
+        found, wrong = records[0], []
+        dead = EngineDead.__name__
+        for number, told in found["ends"].items():
+            if not told or not told[0].startswith(dead):
+                wrong.append(f"request {number} was told {told[:1]}")
+            elif told[1:] != ["nothing more"]:
+                wrong.append(f"request {number} was told twice: {told[1:]}")
+        wrong += [f"request {number} was told nothing" for number in found["unread"]]
+        if "restart" not in (found["said"] or ""):
+            wrong.append(f"the engine does not say that the process must restart: {found['said']}")
+        if not found["refused"].startswith(dead):
+            wrong.append(f"a new request: {found['refused'][:200]}")
+        if found["closed_s"] is None:
+            wrong.append(f"it did not close within {CLOSED_S:.0f} s")
+        wrong += [f"a thread died of {text[:200]}" for text in found["complaints"]]
+        value = f"{len(found['ends'])} requests, one error each; it says: {(found['said'] or '')[:160]}"
+        outcomes.append(Outcome("FAIL" if wrong else "PASS", name, " || ".join(wrong) or value, "", found))
+    return outcomes
+
+
+# Engines by the hundred
+
+
+def engines(device: str, *, name: str, type: str, n: int, seconds: float) -> Iterator[Record]:
+    """Open, ask, close, again and again; what the process and the card hold, now and then."""
+    model = model_on(name, type, device)
+    held: list[Record] = []
+    started, done = time.perf_counter(), 0
+    while done < n and time.perf_counter() - started < seconds:
+        with _engine(model, type, n_slots=2, context=128, outbox_entries=256) as engine:
+            _generation(engine, model, 4)()
+        del engine
+        done += 1
+        if done == WARM_ENGINES or (done > WARM_ENGINES and done % 20 == 0):
+            held.append({"n": done, **_held(device)})
+    held.append({"n": done, **_held(device)})
+    yield {"what": "engines", "n": done, "s": round(time.perf_counter() - started, 1), "held": held}
+
+
+def _held(device: str) -> Record:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    held: Record = {
+        "handles": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "rss": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+    if device != "cpu":
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        held |= {"device": total - free, "torch": torch.cuda.memory_allocated()}
+    return held
+
+
+def judge_engines(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    found = ended[0].of("engines")[0]
+    held = found["held"]
+    if len(held) < 2:
+        value = f"only {found['n']} engines in {found['s']} s; {WARM_ENGINES} are opened before counting"
+        return [Outcome("MISS", "engines", value)]
+    first, last = held[0], held[-1]
+    middle = held[len(held) // 2]
+    # What torch's and the driver's own caches take they take early: memory is judged from the middle on.
+    allowed = {"handles": (first, 0), "threads": (first, 0), "torch": (first, 0), "device": (middle, 2 * MB)}
+    allowed["rss"] = (middle, 16 * MB)  # it breathes
+    grown = {
+        key: last[key] - since[key]
+        for key, (since, slack) in allowed.items()
+        if key in last and last[key] - since[key] > slack
+    }
+    change = ", ".join(f"{key} {first[key]} to {last[key]}" for key in last if key != "n")
+    value = (
+        f"{found['n']} engines in {found['s']:.0f} s (of {N_ENGINES} wanted); after the first {first['n']}: {change}"
+    )
+    bar, facts = "handles and threads as they were, memory no longer growing", {"held": [first, middle, last]}
+    if grown:
+        return [Outcome("FAIL", "engines", f"grew: {grown}; {value}", bar, facts)]
+    return [Outcome("PASS", "engines", value, bar, facts)]
+
+
+# The checks
+
+
+def _model_words(setting: Setting, large: str = "llama-1b") -> dict[str, str]:
+    return {"name": large, "type": "bf16"} if setting.on_gpu else {"name": "tiny", "type": "f32"}
+
+
+def _calls_jobs(setting: Setting) -> list[Job]:
+    few_many = {} if setting.on_gpu else {"few": 10, "many": 60}
+    return [Job("calls", {"counter": 0, **_model_words(setting, "tiny"), **few_many}, 100)]
+
+
+def _host_jobs(setting: Setting) -> list[Job]:
+    more = {} if setting.on_gpu else {"n_tokens": 60}
+    return [Job("host_time", {**_model_words(setting, "tiny"), **more}, 90)]
+
+
+def _stopped_jobs(setting: Setting) -> list[Job]:
+    sizes = {"n_tokens": 7_000, "context": 8192} if setting.on_gpu else {"n_tokens": 1_500, "context": 2048}
+    return [Job("stopped", {**_model_words(setting), **sizes}, 120)]
+
+
+def _busy_jobs(setting: Setting) -> list[Job]:
+    return [Job("busy", {**_model_words(setting), "n_tokens": 1_000 if setting.on_gpu else 100}, 90)]
+
+
+def _allocation_jobs(setting: Setting) -> list[Job]:
+    more = {} if setting.on_gpu else {"n_tokens": 40}
+    return [Job("allocations", {**_model_words(setting, "smollm2-135m"), **more}, 90)]
+
+
+def _fault_jobs(setting: Setting) -> list[Job]:
+    sizes = {"n_tokens": 7_500, "context": 8192} if setting.on_gpu else {"n_tokens": 1_500, "context": 2048}
+    words = {**_model_words(setting, "smollm2-135m"), **sizes}
+    return [Job("fault", {"how": how, **words}, 120) for how in (("step", "beside") if setting.on_gpu else ("step",))]
+
+
+def _engine_jobs(setting: Setting) -> list[Job]:
+    n, seconds = (N_ENGINES, ENGINES_S) if setting.on_gpu else (60, 20.0)
+    return [Job("engines", {**_model_words(setting, "tiny"), "n": n, "seconds": seconds}, 100)]
+
+
+WORKS: Final = {
+    "calls": calls,
+    "host_time": host_time,
+    "stopped": stopped,
+    "busy": busy,
+    "allocations": allocations,
+    "fault": fault,
+    "engines": engines,
+}
+
+CHECKS: Final = (
+    Check("stress", "calls", _calls_jobs, judge_calls, alone=True, run=run_calls),
+    Check("stress", "host-time", _host_jobs, judge_host, alone=True),
+    Check("stress", "allocations", _allocation_jobs, judge_allocations, alone=True),
+    Check("stress", "stopped", _stopped_jobs, judge_stopped, alone=True, run=run_stopped),
+    Check("stress", "busy-cores", _busy_jobs, judge_busy, alone=True),
+    Check("stress", "fault", _fault_jobs, judge_fault, alone=True),
+    Check("stress", "engines", _engine_jobs, judge_engines, alone=True),
+)

@@ -1,0 +1,384 @@
+"""`ostinato bench decode`: tokens per second of every mode here, beside what reading the weights allows.
+
+The measuring is `engine/bench.py`; here words become lists, and figures become a table, a line of JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.bare import opened_bare
+from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
+from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
+from ostinato.files.fetch import megabytes
+from ostinato.files.store import DEFAULT
+from ostinato.options import LoadOptions, Mode
+
+if TYPE_CHECKING:
+    import torch
+
+    from ostinato.engine.bench import Figure, Profile
+    from ostinato.models.blocks import Model
+    from ostinato.models.shape import Shape
+    from ostinato.options import KVType
+
+MOST_BATCH: Final = 64
+ALL: Final = "all"
+
+bench = typer.Typer(no_args_is_help=True)
+
+
+@bench.callback()
+def _bench(verbose: flags.Verbose = False) -> None:
+    """Measure this machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What is measured, and what it is called in the table."""
+
+    name: str
+    type: str
+    model: Model
+    kv_type: KVType
+
+
+@bench.command("decode")
+def decode(
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", metavar="PATH|NAME", help="A model's file or name.", autocompletion=flags.complete_model
+        ),
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape", metavar="NAME", help="No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny."
+        ),
+    ] = None,
+    type: Annotated[
+        str | None,
+        typer.Option(
+            "--type",
+            metavar="f32|f16|bf16|q8_0|q4_k_m|...",
+            help="Random weights as this; by default what --dtype would be.",
+        ),
+    ] = None,
+    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help="eager,graph,loop,persistent; or all.")] = ALL,
+    batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences at once.")] = "1",
+    n_gen: Annotated[
+        str, typer.Option("--n-gen", metavar="LIST", help="Tokens to generate (tg); 0 leaves it out.")
+    ] = "128",
+    n_prompt: Annotated[
+        str, typer.Option("--n-prompt", metavar="LIST", help="Tokens of a prompt (pp); 0 leaves it out.")
+    ] = "512",
+    depth: Annotated[str, typer.Option("--depth", metavar="LIST", help="Positions in memory before that.")] = "0",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each, after one to warm up.")] = 5,
+    profile: Annotated[bool, typer.Option("--profile", help="Also the time of each kind of node, in eager.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the ladder (needs the extra `lab`).")
+    ] = None,
+    device: flags.Device = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    threads: flags.Threads = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Tokens per second of decoding, mode by mode, beside the limit of this machine's memory.
+
+    Lists cross: `--mode eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt,
+    tg is generation, d is depth. Ends with one line of JSON.
+    """
+    options = LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads)
+    if model is not None and shape is not None:
+        raise BadInput(f"--model {model} and --shape {shape} are two models; give one of them")
+    if type is not None and shape is None:
+        raise BadInput(f"--type {type} is for random weights; give --shape too, or --dtype for a file's")
+    lists = {
+        "batches": numbers("--batch", batch, least=1, most=MOST_BATCH),
+        "n_prompts": numbers("--n-prompt", n_prompt, least=0),
+        "n_gens": numbers("--n-gen", n_gen, least=0),
+        "depths": numbers("--depth", depth, least=0),
+    }
+    modes = mode_names(mode)
+    if not any((*lists["n_prompts"], *lists["n_gens"])):
+        raise BadOption("--n-prompt 0 and --n-gen 0 leave nothing to measure; give one of them")
+    if plot is not None:
+        figure_kind(plot)  # before anything is measured
+    with _loaded(model, shape, type, options) as loaded:
+        _measure(loaded, modes, lists, repeats, profile=profile, plot=plot, as_json=as_json)
+
+
+# Words into lists
+
+
+def numbers(option: str, text: str, *, least: int, most: int | None = None) -> list[int]:
+    """A list of whole numbers, each once, in the order given.
+
+    >>> numbers("--batch", "1,4,16", least=1)
+    [1, 4, 16]
+    """
+    found: list[int] = []
+    for word in text.split(","):
+        value = int(word) if word.strip().isascii() and word.strip().isdecimal() else None
+        if value is None or value < least or (most is not None and value > most):
+            upto = "" if most is None else f" to {most}"
+            raise BadOption(f"{option} is {text!r}; it must be whole numbers from {least}{upto}, as in 1,4,16")
+        found.append(value)
+    return list(dict.fromkeys(found))
+
+
+def mode_names(text: str) -> list[str] | None:
+    """A list of modes, or None for all that can run."""
+    if text == ALL:
+        return None
+    known = [name for name in get_args(Mode) if name != "auto"]
+    words = [word.strip() for word in text.split(",")]
+    for word in words:
+        if word not in known:
+            raise BadOption(f"--mode is {text!r}; {word!r} is none of {listing(word, known)}, or `{ALL}`")
+    return list(dict.fromkeys(words))
+
+
+# The model
+
+
+@contextmanager
+def _loaded(model: str | None, shape: str | None, type: str | None, options: LoadOptions) -> Iterator[Loaded]:
+    if shape is None:
+        name = model or DEFAULT
+        with opened_bare(name, options) as bare:
+            dtype = str(bare.placement.dtype).removeprefix("torch.")
+            yield Loaded(name, dtype, bare.load(), bare.placement.kv_type)
+        return
+    yield _random(shape, type, options)
+
+
+def _random(shape: str, type: str | None, options: LoadOptions) -> Loaded:
+    import torch
+
+    from ostinato.engine.amx import make_bfloat16_safe
+    from ostinato.engine.placement import choose_device, choose_dtype
+    from ostinato.models.random import DTYPES, MIXES, named_shape, random_model
+
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    sizes = named_shape(shape)
+    if type is not None and type not in (*DTYPES, *MIXES):
+        raise BadOption(f"--type is {type!r}; known: {listing(type, (*DTYPES, *MIXES))}")
+    device = choose_device(options.device)
+    dtype = DTYPES[type] if type is not None and type in DTYPES else choose_dtype(options.dtype, device)
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        make_bfloat16_safe(talk)
+    called = type or next(name for name, known in DTYPES.items() if known == dtype)
+    mix = type if type in MIXES else None
+    _check_room(sizes, dtype, mix, device)
+    detail(f"making {shape} as {called} on {device}")
+    kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
+    return Loaded(shape, called, random_model(shape, dtype, device, mix=mix), kv_type)
+
+
+def _check_room(shape: Shape, dtype: torch.dtype, mix: str | None, device: torch.device) -> None:
+    """Refuse before any of it is made."""
+    from ostinato.engine.placement import free_bytes
+    from ostinato.loop.memory_plan import Wanted, memory_plan
+    from ostinato.models.random import weight_bytes
+
+    weights = weight_bytes(shape, dtype, mix)
+    memory_plan(Wanted(shape, weights, device, dtype, "bf16", 1, 1), free_bytes(device)).check()
+
+
+# Measuring and telling
+
+
+def _measure(
+    loaded: Loaded,
+    wanted: list[str] | None,
+    lists: dict[str, list[int]],
+    repeats: int,
+    *,
+    profile: bool,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    from ostinato.engine.bench import Bench, read_bandwidth
+
+    model = loaded.model
+    modes = _modes_here(wanted, model)
+    bandwidth = read_bandwidth(model.device)
+    measured = Bench(model, loaded.kv_type, bandwidth, repeats)
+    facts = _facts(loaded, bandwidth, repeats)
+    if not as_json:
+        write_line(_head(facts))
+        _show_row(_HEADINGS)
+    figures = []
+    for figure in measured.figures(modes=modes, **lists):
+        figures.append(figure)
+        if not as_json:
+            _show_row(_row(figure))  # at once: a table may take minutes
+    profiles = []
+    if profile:
+        pairs = [(batch, depth) for batch in lists["batches"] for depth in lists["depths"]]
+        profiles = [measured.profile(batch=batch, depth=depth) for batch, depth in pairs]
+    if not as_json:
+        for one in profiles:
+            _show_profile(one, bandwidth)
+    if plot is not None:
+        draw(figures, _head(facts), plot)
+        talk(f"drawn: {plot}")
+    write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
+
+
+def _modes_here(wanted: list[str] | None, model: Model) -> list[str]:
+    """The modes asked for, refused where one cannot run; or all that can."""
+    from ostinato.loop.open import MODES, why_not
+
+    reasons = {mode: why_not(mode, model) for mode in MODES}
+    if wanted is None:
+        for mode, reason in reasons.items():
+            if reason is not None:
+                talk(f"not {mode}: {reason}")
+        return [mode for mode, reason in reasons.items() if reason is None]
+    for mode in wanted:
+        if reasons[mode] is not None:
+            raise HardwareCannot(f"mode {mode!r} cannot run here: {reasons[mode]}")
+    return wanted
+
+
+def _facts(loaded: Loaded, bandwidth: float, repeats: int) -> dict[str, Any]:
+    import torch
+
+    from ostinato.cli.doctor import cpu_name
+    from ostinato.loop.torch_plan import tensors_of
+
+    device = loaded.model.device
+    sizes = {t.data_ptr(): t.numel() * t.element_size() for _, t in tensors_of(loaded.model, "")}
+    on_gpu = device.type == "cuda"
+    return {
+        "date": date.today().isoformat(),
+        "question": "how fast does it decode here?",
+        "ostinato": version("ostinato"),
+        "python": platform.python_version(),
+        "model": loaded.name,
+        "type": loaded.type,
+        "kv_type": loaded.kv_type,
+        "weight_bytes": sum(sizes.values()),
+        "device": str(device),
+        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "threads": None if on_gpu else torch.get_num_threads(),
+        "torch": torch.__version__,
+        "repeats": repeats,
+        "read_bytes_s": bandwidth,
+    }
+
+
+def _head(facts: dict[str, Any]) -> str:
+    threads = "" if facts["threads"] is None else f", {facts['threads']} threads"
+    return (
+        f"{facts['model']} {facts['type']}, {megabytes(facts['weight_bytes'])} of weights, KV {facts['kv_type']}, on "
+        f"{facts['device_name']}{threads}, which reads {facts['read_bytes_s'] / 1e9:.1f} GB/s"
+    )
+
+
+_HEADINGS: Final = ("mode", "batch", "test", "tok/s", "least - most", "by the host", "limit", "of it")
+_WIDTHS: Final = (10, 5, 15, 10, 20, 11, 10, 6)
+
+
+def _show_row(cells: Sequence[str]) -> None:
+    """Words to the left, numbers to the right."""
+    shown = [
+        cell.ljust(width) if heading in ("mode", "test") else cell.rjust(width)
+        for cell, width, heading in zip(cells, _WIDTHS, _HEADINGS, strict=True)
+    ]
+    write_line("  ".join(shown).rstrip())
+
+
+def _row(figure: Figure) -> tuple[str, ...]:
+    test, rates = figure.task, figure.rates
+    return (
+        test.mode,
+        str(test.batch),
+        test.name,
+        f"{figure.tok_s:.1f}",
+        f"{min(rates):.1f} - {max(rates):.1f}",
+        f"{figure.host_tok_s:.1f}",
+        f"{figure.limit_tok_s:.1f}",
+        f"{100 * figure.tok_s / figure.limit_tok_s:.0f} %",
+    )
+
+
+def _record(figure: Figure) -> dict[str, Any]:
+    return {
+        **asdict(figure.task),
+        "test": figure.task.name,
+        "tok_s": figure.tok_s,
+        "host_tok_s": figure.host_tok_s,
+        "limit_tok_s": figure.limit_tok_s,
+        "bytes_per_token": figure.bytes_per_token,
+        "runs": [asdict(run) for run in figure.runs],
+    }
+
+
+def _show_profile(profile: Profile, bandwidth: float) -> None:
+    whole = profile.microseconds
+    write_line(f"a step of batch {profile.batch} at depth {profile.depth} in eager, without its border: {whole:.0f} us")
+    rows: list[tuple[str, ...]] = [("kind", "nodes", "us", "of it", "reads at", "of the limit")]
+    for kind in profile.kinds:
+        rate = kind.weight_bytes / kind.microseconds * 1e6 if kind.microseconds else 0.0
+        reads = (f"{rate / 1e9:.1f} GB/s", f"{100 * rate / bandwidth:.0f} %") if kind.weight_bytes else ("-", "-")
+        share = 100 * kind.microseconds / whole if whole else 0.0
+        rows.append((kind.kind, str(kind.n_nodes), f"{kind.microseconds:.1f}", f"{share:.0f} %", *reads))
+    write_columns(rows)
+
+
+# The picture
+
+
+def figure_kind(plot: Path) -> Any:
+    """matplotlib's `Figure`; refused clearly where it is not installed, or where the picture could not be written."""
+    if not plot.parent.is_dir():
+        raise BadInput(f"--plot {plot}: there is no folder {plot.parent}")
+    try:
+        return importlib.import_module("matplotlib.figure").Figure
+    except ImportError as error:
+        raise BadInput(f"--plot needs matplotlib ({error}); install it with pip install 'ostinato[lab]'") from error
+
+
+def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
+    """The ladder: for every batch and depth a group of bars, one for each mode, and the limit as a line above them."""
+    shown = [figure for figure in figures if figure.task.kind == "tg"] or list(figures)
+    groups = list(dict.fromkeys((f.task.batch, f.task.name) for f in shown))
+    modes = list(dict.fromkeys(f.task.mode for f in shown))
+    picture = figure_kind(plot)(figsize=(max(6.0, 1.6 * len(groups)), 4.5), layout="constrained")
+    axes = picture.subplots()
+    width = 0.8 / len(modes)
+    for number, mode in enumerate(modes):
+        mine = [f for f in shown if f.task.mode == mode]
+        places = [groups.index((f.task.batch, f.task.name)) - 0.4 + (number + 0.5) * width for f in mine]
+        bars = axes.bar(places, [f.tok_s for f in mine], width, label=mode)
+        axes.bar_label(bars, fmt="%.0f", fontsize=8)
+    limits = {(f.task.batch, f.task.name): f.limit_tok_s for f in shown}
+    for place, group in enumerate(groups):
+        label = "read limit" if place == 0 else None
+        axes.hlines(limits[group], place - 0.45, place + 0.45, colors="black", linestyles="dashed", label=label)
+    axes.set_xticks(range(len(groups)), [f"batch {batch}\n{name}" for batch, name in groups])
+    axes.set_ylabel("tokens per second")
+    axes.set_title(title, fontsize=8)
+    picture.legend(loc="outside lower center", ncols=len(modes) + 1)
+    try:
+        picture.savefig(plot)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--plot {plot}: cannot be drawn: {error}") from error

@@ -1,0 +1,110 @@
+"""`ostinato verify`: whether the modes agree on this machine, and where they first differ.
+
+Exits with 0 where all agree, 3 where something differs, 4 where this machine cannot run the model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.bare import opened_bare
+from ostinato.cli.output import detail, write_columns, write_json, write_line
+from ostinato.errors import OstinatoError
+from ostinato.files.store import DEFAULT
+from ostinato.options import LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.loop.verify import Check, Report
+
+
+def verify(
+    model: flags.Model = DEFAULT,
+    device: flags.Device = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    threads: flags.Threads = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Compare the modes that can run here, buffer by buffer, and the weights with the file.
+
+    A few sequences go through every mode; modes that share kernels must agree to the bit.
+    """
+    report, facts = _verified(model, LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads))
+    if as_json:
+        write_json({**facts, **_record(report)})
+    else:
+        _show(report, facts)
+    if not report.passed:
+        raise typer.Exit(OstinatoError.exit_code)
+
+
+def _verified(model: str, options: LoadOptions) -> tuple[Report, dict[str, Any]]:
+    """Load the model as it would be run, and make every check."""
+    import torch
+
+    from ostinato.loop.verify import Verifier
+    from ostinato.text.of_checkpoint import tokenizer_of
+
+    with opened_bare(model, options) as bare:
+        placement = bare.placement
+        verifier = Verifier(bare.load(), placement.kv_type, tokenizer_of(bare.checkpoint).vocab_size)
+        report = verifier.verify(lambda: bare.load(torch.device("cpu")), detail)
+    return report, {
+        "model": model,
+        "path": str(bare.checkpoint.path),
+        "device": str(placement.device),
+        "dtype": str(placement.dtype).removeprefix("torch."),
+        "kv_type": placement.kv_type,
+    }
+
+
+def _record(report: Report) -> dict[str, Any]:
+    return {
+        "passed": report.passed,
+        "checks": [_check_record(check) for check in report.checks],
+        "not_run": dict(report.not_run),
+    }
+
+
+def _check_record(check: Check) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    found = check.difference
+    return {
+        "check": check.name,
+        "against": check.against,
+        "comparison": check.comparison,
+        "passed": check.passed,
+        "compared": check.n_compared,
+        "seconds": round(check.seconds, 3),
+        "figures": {name: _finite(value) for name, value in check.figures.items()},
+        "difference": None if found is None else {**asdict(found), "text": found.text},
+    }
+
+
+def _finite(value: float) -> float | None:
+    """JSON knows no infinity and no nan."""
+    return value if abs(value) < float("inf") else None
+
+
+def _show(report: Report, facts: dict[str, Any]) -> None:
+    write_line(f"{facts['model']} on {facts['device']}, {facts['dtype']}, KV {facts['kv_type']}")
+    rows: list[tuple[str, ...]] = [("check", "against", "how", "result")]
+    for check in report.checks:
+        how = "to the bit" if check.comparison == "bits" else f"within {check.figures.get('tolerance', 0):g}"
+        rows.append((check.name, check.against, how, _result(check)))
+    rows += [(mode, "", "", f"cannot run here: {reason}") for mode, reason in report.not_run.items()]
+    write_columns(rows)
+    write_line("all agree" if report.passed else "NOT the same: the first difference of each check is above")
+
+
+def _result(check: Check) -> str:
+    if check.difference is not None:
+        return f"DIFFERS at {check.difference.text}"
+    if check.comparison == "bits":
+        return f"same, {check.n_compared} compared"
+    return f"near, cosine {check.figures['cosine']:.6f}, relative error {check.figures['relative']:.2g}"

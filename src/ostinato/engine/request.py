@@ -1,0 +1,208 @@
+"""A request as its caller sees it: an id, tokens as they come, one end, and a way to cancel.
+
+The engine's thread puts tokens in; any one thread, or any one asyncio task, takes them out. Every request that was
+accepted ends exactly once: with a reason, or with an error that its reader is raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+
+from ostinato.errors import InternalError
+from ostinato.options import Sampling
+
+PAUSE_S: Final = 0.001  # between two looks for work to help with, where there was none
+
+FinishReason = Literal["stop", "length"]
+EndReason = Literal["stop", "length", "cancelled"]
+
+
+class Token(NamedTuple):
+    """One token of an answer, at its position in the sequence. `time_ns` is the device's own clock when it was made.
+
+    `logprob` is the model's own; `top` the most likely ones where they were asked for. The last has a reason.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    position: int
+    time_ns: int
+    finish_reason: FinishReason | None
+
+
+T = TypeVar("T")
+
+
+def waited_for(messages: SimpleQueue[T], help: Callable[[], bool]) -> T:
+    """The next message of a queue; who waits for it on the main thread helps to bring it about."""
+    while threading.current_thread() is threading.main_thread():
+        try:
+            return messages.get_nowait() if help() else messages.get(timeout=PAUSE_S)
+        except Empty:
+            continue
+    return messages.get()
+
+
+class Cancelled(NamedTuple):
+    """The end of a request that was cancelled: no token comes with it."""
+
+
+Message: TypeAlias = Token | Cancelled | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is asked for, checked and settled: `most` tokens at most, ended by any of `stop_ids`."""
+
+    prompt: Sequence[int]
+    sampling: Sampling
+    stop_ids: tuple[int, ...]
+    most: int
+
+    @property
+    def n_positions(self) -> int:
+        """Positions that are ever written: the last token of an answer is not read again."""
+        return len(self.prompt) + self.most - 1
+
+
+class Request:
+    """An accepted request. Read it once: `for token in request`, or `async for`.
+
+    Times are seconds of `time.perf_counter`, None until they are known; the tokens carry the device's.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        ask: Ask,
+        cancel: Callable[[Request], None],
+        sink: Callable[[Request, Message], None] | None = None,
+        help: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`sink`, where there is one, is given every message, on the engine's thread, in place of any reader. `help`
+        does a part of the device's work while a reader waits; False where there is nothing to do."""
+        self.id, self.ask = id, ask
+        self.cached_tokens = 0
+        self.submitted = time.perf_counter()
+        self.prefill_began: float | None = None
+        self.prefill_ended: float | None = None
+        self.first_token: float | None = None
+        self.finish_reason: EndReason | None = None
+        self.error: Exception | None = None
+        self._cancel = cancel
+        self._help = help
+        self._lock = threading.Lock()
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._sink = sink
+        self._is_read = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether its one end has come, read or not."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def prefill_s(self) -> float:
+        """Seconds that the prompt took, without waiting in line."""
+        if self.prefill_began is None or self.prefill_ended is None:
+            return 0.0
+        return self.prefill_ended - self.prefill_began
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds from submission to the first token."""
+        return 0.0 if self.first_token is None else self.first_token - self.submitted
+
+    def cancel(self) -> None:
+        """End it as soon as may be; nothing where it has ended. From any thread."""
+        if not self.ended:
+            self._cancel(self)
+
+    # Reading
+
+    def __iter__(self) -> Iterator[Token]:
+        """Tokens as they come; this blocks. Ends after the last, or when it was cancelled; raises its error."""
+        return self
+
+    def __next__(self) -> Token:
+        if self._is_read:
+            raise StopIteration
+        message = waited_for(self._messages, self._help)
+        if not isinstance(message, Token):
+            self._is_read = True
+            if isinstance(message, Exception):
+                raise message
+            raise StopIteration
+        self._is_read = message.finish_reason is not None
+        return message
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """The same without blocking, and without a thread; whoever stops reading half-way cancels it."""
+        here = asyncio.get_running_loop()
+        arrived: asyncio.Queue[Message] = asyncio.Queue()
+
+        def pass_on(_: Request, message: Message) -> None:
+            try:
+                here.call_soon_threadsafe(arrived.put_nowait, message)
+            except RuntimeError:  # that event loop is closed, and its reader gone
+                self.cancel()
+
+        self._send_to(pass_on)
+        try:
+            while not self._is_read:
+                message = await arrived.get()
+                if not isinstance(message, Token):
+                    self._is_read = True
+                    if isinstance(message, Exception):
+                        raise message
+                    return
+                self._is_read = message.finish_reason is not None
+                yield message
+        finally:
+            self.cancel()
+
+    def _send_to(self, sink: Callable[[Request, Message], None]) -> None:
+        """From now on all messages go there, those that nobody has read first."""
+        with self._lock:
+            if self._sink is not None:
+                raise InternalError(f"request {self.id} is read already; a request has one reader")
+            while not self._messages.empty():
+                sink(self, self._messages.get())
+            self._sink = sink
+
+    # The engine's side: called on its thread alone
+
+    def put(self, token: Token) -> None:
+        """A token; one with a reason is the end. Nothing after the end."""
+        if self.ended:
+            return
+        if self.first_token is None:
+            self.first_token = time.perf_counter()
+        self.finish_reason = token.finish_reason
+        self._deliver(token)
+
+    def end_cancelled(self) -> None:
+        """The end, unless it has come."""
+        if not self.ended:
+            self.finish_reason = "cancelled"
+            self._deliver(Cancelled())
+
+    def fail(self, error: Exception) -> None:
+        """The end by an error, unless it has come."""
+        if not self.ended:
+            self.error = error
+            self._deliver(error)
+
+    def _deliver(self, message: Message) -> None:
+        with self._lock:
+            if self._sink is None:
+                self._messages.put(message)
+                return
+        self._sink(self, message)

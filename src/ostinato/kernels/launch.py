@@ -1,0 +1,93 @@
+"""The one gate that tensors pass before a kernel is bound to them, and what a bound kernel is.
+
+A kernel launched on a null, foreign or short pointer can end the process or quietly spoil memory, long after the
+call. Binding happens once, so the checks cost nothing per step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import BadPointer
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A Triton kernel with its grid and all its arguments: a call without arguments, and a record to look into."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: Mapping[str, Any]  # by name: what it is compiled for, and options such as num_warps
+
+    def __call__(self) -> None:
+        self.kernel[self.grid](*self.args, **self.constants)
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Several, one after the other."""
+
+    parts: tuple[Launch, ...]
+
+    def __call__(self) -> None:
+        for launch in self.parts:
+            launch()
+
+
+def checked(
+    name: str,
+    tensor: Tensor,
+    *,
+    dtype: torch.dtype | Iterable[torch.dtype],
+    shape: Sequence[int | None],
+    device: torch.device,
+    columns: bool = False,
+) -> Tensor:
+    """`tensor` itself, once it is known to be what a kernel will take it for; else BadPointer naming the argument.
+
+    It must lie on `device`, have one of the dtypes, be contiguous and not empty, have as many dimensions as `shape`,
+    and be as long as `shape` says in each (None: any length; the first dimension may be longer). With `columns`, it may
+    be some columns of a wider matrix.
+    """
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
+    if not isinstance(tensor, Tensor):
+        raise BadPointer(f"{name} must be a tensor, not {type(tensor).__name__}")
+    if tensor.device != _with_index(device, tensor.device):
+        raise BadPointer(f"{name} {_say(tensor)} lies on {tensor.device}; the kernel runs on {device}: move it there")
+    if tensor.numel() == 0 or tensor.data_ptr() == 0:
+        raise BadPointer(f"{name} {_say(tensor)} has no memory; allocate it before binding a kernel to it")
+    if tensor.dtype not in dtypes:
+        raise BadPointer(f"{name} {_say(tensor)} must be {' or '.join(_short(d) for d in dtypes)}")
+    whole_rows = columns and tensor.dim() == 2 and tensor.stride(1) == 1 and tensor.stride(0) >= tensor.shape[1]
+    if not tensor.is_contiguous() and not whole_rows:
+        raise BadPointer(f"{name} {_say(tensor)} has strides {tuple(tensor.stride())}; the kernel needs it contiguous")
+    wanted = tuple(shape)
+    fits = len(wanted) == tensor.dim() and all(
+        want is None or (have >= want if place == 0 else have == want)
+        for place, (have, want) in enumerate(zip(tensor.shape, wanted, strict=False))
+    )
+    if not fits:
+        text = ", ".join("any" if want is None else str(want) for want in wanted)
+        raise BadPointer(f"{name} {_say(tensor)} is too small or misshapen: the kernel touches [{text}]")
+    return tensor
+
+
+def _with_index(device: torch.device, like: torch.device) -> torch.device:
+    """`cuda` without a number means the one that `like` is on."""
+    if device.index is None and device.type == like.type:
+        return like
+    return device
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _say(tensor: Tensor) -> str:
+    return f"({_short(tensor.dtype)} {list(tensor.shape)})"

@@ -1,0 +1,22 @@
+// The border on CUDA: one block of 128 threads, the last node of every step. See border.h.
+#include "border.h"
+
+// NVRTC knows the type but not the function, which is the device runtime's and built in.
+extern "C" __device__ __cudart_builtin__ void CUDARTAPI
+cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
+
+// For the modes in which the host paces the steps: it reads GO.
+extern "C" __global__ void __launch_bounds__(128)
+border(char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch) {
+    run_border(table, seats, rings, plan_hash, epoch, now_ns());
+}
+
+// For the WHILE graph: the body runs again while the condition is set.
+extern "C" __global__ void __launch_bounds__(128)
+border_loop(
+    char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch,
+    cudaGraphConditionalHandle handle
+) {
+    int go = run_border(table, seats, rings, plan_hash, epoch, now_ns());
+    ONE cudaGraphSetConditional(handle, go);
+}

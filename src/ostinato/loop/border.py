@@ -1,0 +1,316 @@
+"""The border between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
+
+This is the twin of `kernels/native/border.h`, phase by phase, and what the CPU's loop really runs; on a GPU the
+same border is one kernel. It touches the three arenas of `layout.py` and nothing else: no model, no pages, no text.
+Who may write which word, and when, is told in docs/ring.md.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from ostinato.kernels.build import native_source
+from ostinato.loop.layout import (
+    GRANT_PAGES,
+    Arena,
+    End,
+    Fault,
+    Field,
+    Finish,
+    InboxKind,
+    InboxWord,
+    Layout,
+    OutboxWord,
+    SlotState,
+    Tables,
+    Word,
+)
+
+Clock = Callable[[], int]
+
+_ALL_BITS: Final = (1 << 64) - 1
+_SEATED: Final = (SlotState.LIVE, SlotState.PAUSED)
+
+
+@dataclass(frozen=True, slots=True)
+class _Choices:
+    """What a sampler left: by row after a step, by slot after prefill."""
+
+    token: memoryview[int]
+    logprob_bits: memoryview[int]
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+    @staticmethod
+    def of(table: Arena, token: str, logprob: str, top: str) -> _Choices:
+        return _Choices(
+            table.host(token).data,
+            table.host(logprob).view(np.int32).data,
+            table.host(f"{top}_ids"),
+            table.host(f"{top}_logprobs"),
+        )
+
+
+class Border:
+    """A border over these tables, to be called once before the first step and after every step.
+
+    It keeps views of the arenas and no state of its own, so that any number of them may be made of the same tables.
+    Host memory only.
+    """
+
+    def __init__(
+        self, tables: Tables, *, plan_hash: int, epoch: int, page_tokens: int, clock: Clock = time.perf_counter_ns
+    ) -> None:
+        self._built_with = (plan_hash & _ALL_BITS, epoch & _ALL_BITS)
+        self._page_tokens = page_tokens
+        self._clock = clock
+        self._layout = tables.layout
+
+        # Single elements go by memoryview, several times faster than by numpy; whole rows by numpy, below.
+        table, rings = tables.table, tables.rings
+        self._plan_hash = table.host("plan_hash").data
+        self._epoch = table.host("epoch").data
+        self._step_ns = table.host("step_ns").data
+        self._n_rows = table.host("n_rows").data
+        self._row_slot = table.host("row_slot").data
+        self._state = table.host("state").data
+        self._generation = table.host("generation").data
+        self._token = table.host("token").data
+        self._position = table.host("position").data
+        self._made = table.host("made").data
+        self._left = table.host("left").data
+        self._granted = table.host("granted").data
+        self._constrained = table.host("constrained").data
+        self._mask_ready = table.host("mask_ready").data
+        self._penalised = table.host("penalised").data
+        self._n_logprobs = table.host("n_logprobs").data
+        self._n_stop = table.host("n_stop").data
+        self._stop_ids = table.host("stop_ids").data
+        self._counts = table.host("counts").data
+        self._step = _Choices.of(table, "chosen", "chosen_logprob", "top")
+        self._first = _Choices.of(table, "first_token", "first_logprob", "first_top")
+
+        self._seats = [(table.host(field.name), tables.seats.host(field.name)) for field in tables.layout.seat_fields]
+        self._count_rows = table.host("counts")
+        self._pages = table.host("pages")
+        self._mask_bits = table.host("mask_bits")
+        self._seat_mask_bits = tables.seats.host("mask_bits")
+
+        self._words = rings.host("words")[:, 0].data
+        self._inbox = rings.host("inbox")
+        self._outbox = rings.host("outbox").data
+        self._outbox_ns = rings.host("outbox").view(np.int64)[:, OutboxWord.TIME // 2].data
+        self._outbox_top_ids = rings.host("outbox_top_ids")
+        self._outbox_top_logprobs = rings.host("outbox_top_logprobs")
+
+    def __call__(self) -> None:
+        """Run the border once; `words[GO]` says whether a step follows."""
+        words = self._words
+        fault = words[Word.FAULT] or self._drift()
+        if fault:
+            self._refuse(fault)
+            return
+        self._step_ns[0] = self._clock()
+        read = words[Word.OUTBOX_TAIL]
+
+        n_steps, head = self._commit_step(words[Word.OUTBOX_HEAD])
+        taken, head, ends = self._take_inbox(words[Word.INBOX_TAIL], head, read)
+        self._pause_and_wake()
+        n_live = self._gather_rows()
+
+        if ends is None:
+            if self._room(head, read) < 2 * self._layout.n_slots:
+                ends = End.OUTBOX_FULL
+            elif words[Word.YIELD]:
+                ends = End.YIELD
+            elif n_live == 0:
+                ends = End.IDLE
+        if ends is not None:
+            self._n_rows[0] = 0  # the border of the next trigger must not commit this step again
+
+        words[Word.OUTBOX_HEAD] = head
+        words[Word.INBOX_TAIL] = taken
+        words[Word.STEPS] += n_steps
+        words[Word.LIVE] = n_live
+        if ends is None:
+            words[Word.GO] = 1
+            return
+        if ends is End.FAULT:
+            words[Word.FAULT] = Fault.INBOX
+        words[Word.GO] = 0
+        words[Word.WHY] = ends
+        words[Word.ENDS] += 1  # last: who waits for it finds everything else in place
+
+    # --- phase 0: is this still what was built? ---
+
+    def _drift(self) -> Fault:
+        plan_hash, epoch = self._built_with
+        if self._plan_hash[0] & _ALL_BITS != plan_hash:
+            return Fault.PLAN
+        return Fault.EPOCH if self._epoch[0] & _ALL_BITS != epoch else Fault.NONE
+
+    def _refuse(self, fault: int) -> None:
+        """End, and leave everything as it is: nothing that a drifted step made can be believed."""
+        words = self._words
+        self._n_rows[0] = 0
+        words[Word.FAULT] = fault
+        words[Word.LIVE] = 0
+        words[Word.GO] = 0
+        words[Word.WHY] = End.FAULT
+        words[Word.ENDS] += 1
+
+    # --- phase 1: the step just run ---
+
+    def _commit_step(self, head: int) -> tuple[int, int]:
+        """Commit every row; returns the steps run, 0 or 1, and the outbox's head."""
+        n_rows = self._n_rows[0]
+        for row in range(n_rows):
+            slot = self._row_slot[row]
+            self._position[slot] += 1
+            self._commit(slot, self._step, row, head + row)
+        return int(n_rows > 0), head + n_rows
+
+    def _commit(self, slot: int, choices: _Choices, at: int, head: int) -> None:
+        """Make a choice the slot's next token; its position names the token's place already."""
+        token = choices.token[at]
+        self._token[slot] = token
+        self._made[slot] += 1
+        self._left[slot] -= 1
+        if self._penalised[slot] and 0 <= token < self._layout.vocab:
+            self._counts[slot, token] += 1
+        if self._constrained[slot]:
+            self._mask_ready[slot] = 0
+        finish = Finish.NONE
+        if any(self._stop_ids[slot, i] == token for i in range(self._n_stop[slot])):
+            finish = Finish.STOP
+        elif self._left[slot] <= 0:
+            finish = Finish.LENGTH
+        if finish:
+            self._state[slot] = SlotState.FINISHED
+        self._write(head, slot, token, finish, choices.logprob_bits[at])
+        if self._n_logprobs[slot] > 0:
+            place = head % self._layout.outbox_entries
+            self._outbox_top_ids[place] = choices.top_ids[at]
+            self._outbox_top_logprobs[place] = choices.top_logprobs[at]
+
+    def _write(self, head: int, slot: int, token: int, finish: Finish, logprob_bits: int) -> None:
+        place = head % self._layout.outbox_entries
+        outbox = self._outbox
+        outbox[place, OutboxWord.SLOT] = slot
+        outbox[place, OutboxWord.GENERATION] = self._generation[slot]
+        outbox[place, OutboxWord.TOKEN] = token
+        outbox[place, OutboxWord.POSITION] = self._position[slot]
+        outbox[place, OutboxWord.FINISH] = finish
+        outbox[place, OutboxWord.LOGPROB] = logprob_bits
+        self._outbox_ns[place] = self._step_ns[0]
+
+    # --- phase 2: what the host asks ---
+
+    def _take_inbox(self, tail: int, head: int, read: int) -> tuple[int, int, End | None]:
+        """Take entries in order; returns the inbox's tail, the outbox's head, and why to end, if an entry says so."""
+        published = self._words[Word.INBOX_HEAD]
+        if not 0 <= published - tail <= self._layout.inbox_entries:
+            return tail, head, End.FAULT
+        while tail < published:
+            entry: list[int] = self._inbox[tail % self._layout.inbox_entries].tolist()
+            kind, slot, generation = entry[InboxWord.KIND], entry[InboxWord.SLOT], entry[InboxWord.GENERATION]
+            if kind == InboxKind.STOP:
+                return tail + 1, head, End.STOP
+            if not self._is_ours(entry):
+                return tail, head, End.FAULT
+            if kind == InboxKind.ADMIT:
+                # One place for each slot stays free, so that whoever is seated can always be told of a cancellation.
+                if self._room(head, read) <= self._layout.n_slots:
+                    break
+                self._admit(slot)
+                self._commit(slot, self._first, slot, head)
+                head += 1
+            elif self._generation[slot] == generation and self._state[slot] in _SEATED:
+                if kind == InboxKind.CANCEL:
+                    self._state[slot] = SlotState.FINISHED
+                    self._write(head, slot, -1, Finish.CANCELLED, 0)
+                    head += 1
+                elif kind == InboxKind.GRANT:
+                    self._grant(slot, entry[InboxWord.FIRST], entry[InboxWord.COUNT], entry[InboxWord.PAGES :])
+                else:
+                    self._mask_bits[slot] = self._seat_mask_bits[slot]
+                    self._mask_ready[slot] = 1
+            tail += 1
+        return tail, head, None
+
+    def _is_ours(self, entry: list[int]) -> bool:
+        """Whether a host of ours could have written this; past here nothing is checked again."""
+        kind, slot = entry[InboxWord.KIND], entry[InboxWord.SLOT]
+        if not (InboxKind.ADMIT <= kind <= InboxKind.MASK and 0 <= slot < self._layout.n_slots):
+            return False
+        if kind == InboxKind.ADMIT:
+            return self._state[slot] not in _SEATED
+        if kind == InboxKind.GRANT:
+            first, count = entry[InboxWord.FIRST], entry[InboxWord.COUNT]
+            return 0 <= count <= GRANT_PAGES and 0 <= first <= self._layout.max_pages - count
+        return True
+
+    def _admit(self, slot: int) -> None:
+        """The whole row at once: nothing of who sat there before is left (E-71)."""
+        for row, seat in self._seats:
+            row[slot] = seat[slot]
+        if self._penalised[slot]:
+            self._count_rows[slot] = 0
+        self._made[slot] = 0
+        self._mask_ready[slot] = 1
+        self._state[slot] = SlotState.LIVE
+
+    def _grant(self, slot: int, first: int, count: int, pages: list[int]) -> None:
+        self._pages[slot, first : first + count] = pages[:count]
+        self._granted[slot] = (first + count) * self._page_tokens
+
+    def _room(self, head: int, read: int) -> int:
+        return self._layout.outbox_entries - (head - read)
+
+    # --- phases 3 and 4: who is in the next step ---
+
+    def _pause_and_wake(self) -> None:
+        for slot in range(self._layout.n_slots):
+            if self._state[slot] in _SEATED:
+                unpaged = self._position[slot] >= self._granted[slot]
+                unmasked = self._constrained[slot] and not self._mask_ready[slot]
+                self._state[slot] = SlotState.PAUSED if unpaged or unmasked else SlotState.LIVE
+
+    def _gather_rows(self) -> int:
+        n_rows = 0
+        for slot in range(self._layout.n_slots):
+            if self._state[slot] == SlotState.LIVE:
+                self._row_slot[n_rows] = slot
+                n_rows += 1
+        self._n_rows[0] = n_rows
+        return n_rows
+
+
+def border(
+    tables: Tables, *, plan_hash: int, epoch: int, page_tokens: int, clock: Clock = time.perf_counter_ns
+) -> None:
+    """Run one border over tables in host memory; `Border` is the same with its views kept."""
+    Border(tables, plan_hash=plan_hash, epoch=epoch, page_tokens=page_tokens, clock=clock)()
+
+
+def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
+    """What `border.cu` and `border.cpp` include, by name, for these sizes."""
+    rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in layout.seat_fields)
+    sizes = {
+        "N_WORDS": len(Word),
+        "PAGE_TOKENS": page_tokens,
+        "N_SEAT_FIELDS": len(layout.seat_fields),
+        "SEAT_ROWS": rows,
+    }
+    lines = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
+    return {"layout.h": layout.header() + lines, "border.h": native_source("border.h")}
+
+
+def _row_words(field: Field) -> int:
+    """int32 words of one slot."""
+    return field.n_bytes // field.shape[0] // 4

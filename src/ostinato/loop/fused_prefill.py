@@ -1,0 +1,290 @@
+"""Prompts on a GPU: chunks through kernels whose rows do not know each other, one graph per bucket of rows.
+
+A chunk is padded to its bucket, 64 to 512 rows; every product has fixed tiles and no split, and attention walks the
+past in blocks from position 0, so the bits of a position depend on its tokens and on nothing else: not on where the
+prompt was cut, nor on the bucket. All memory is made here, once; a chunk copies its ids and pages in and replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import InternalError
+from ostinato.kernels.activation import activate_torch, gated_torch
+from ostinato.kernels.allocate import zeros
+from ostinato.kernels.chunk_attention import Chunk
+from ostinato.kernels.packed import Weight
+from ostinato.kernels.step import Launch, PromptKernels, StepKernels
+from ostinato.kernels.weight import rows_of
+from ostinato.loop.fused_plan import heads_of, paged_kv_of
+from ostinato.loop.layout import MAX_TOP, Tables
+from ostinato.memory.paged import PagedMemory
+from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
+
+BUCKETS: Final = (64, 128, 256, 512)
+
+
+class FusedPrefill:
+    """Prefill by kernels. `run` and `first` enqueue on the current stream and return at once."""
+
+    rows = BUCKETS[-1]
+    n_copies = 0
+
+    def __init__(
+        self,
+        model: Model,
+        memory: PagedMemory,
+        tables: Tables,
+        n_tokens: int,
+        kernels: StepKernels,
+        prompts: PromptKernels,
+        buckets: Sequence[int] = BUCKETS,
+    ) -> None:
+        self._model, self._memory, self._tables = model, memory, tables
+        self._kernels, self._prompts = kernels, prompts
+        self._buckets = tuple(buckets)
+        self.rows = most = self._buckets[-1]
+        shape, device = model.shape, model.device
+        max_pages = tables.layout.max_pages
+
+        def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return zeros(size, dtype, device)
+
+        # What a chunk brings: start, n, ids, positions and pages, in one copy. The staged side is ours and stays,
+        # because the copy runs on when the caller has gone (E-34).
+        size = 2 + 2 * most + max_pages
+        self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._brought = made(size, dtype=torch.int32)
+        self._start, self._n = self._brought[:1], self._brought[1:2]
+        self._tokens, self._positions = self._brought[2 : 2 + most], self._brought[2 + most : 2 + 2 * most]
+        self._pages = self._brought[2 + 2 * most :]
+
+        wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
+        n_qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width
+        self._x, self._y = made(most, shape.hidden), made(most, shape.hidden)
+        self._h = made(most, shape.hidden, dtype=wide)
+        self._qkv = made(most, n_qkv, dtype=wide)
+        self._q = made(most, shape.n_heads, shape.head_width, dtype=wide)
+        self._seen = made(most, shape.n_heads * shape.head_width, dtype=wide)
+        inner = 1 if shape.experts is not None and not shape.experts.dense_layers else shape.ff_width
+        self._inner = made(most, 2 * inner, dtype=wide)
+        self._act = made(most, inner, dtype=wide)
+        self._last = made(tables.layout.n_slots, shape.hidden)
+        self._launches = {rows: self._bound(rows) for rows in self._buckets}
+        self._graphs: dict[int, Any] = {}
+        self.failures: dict[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
+        self._first = FirstToken(model, tables, n_tokens, kernels, prompts)
+
+    def capture(self, stream: Any) -> None:
+        """Warm and capture every bucket on this stream, and the first token: nothing is compiled or made later."""
+        for rows, launches in self._launches.items():
+            with torch.cuda.stream(stream):
+                self._brought.zero_()
+                _play(launches)
+                self._first.play()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    _play(launches)
+                self._graphs[rows] = graph
+            except RuntimeError as error:
+                self.failures[rows] = str(error)
+
+    def rows_for(self, n_prompt: int) -> int:
+        return self.rows  # of a chunk; its bits are the same in any bucket
+
+    def run(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int], rows: int) -> None:
+        n, most = len(tokens), self.rows
+        bucket = next((size for size in self._buckets if size >= n), None)
+        if bucket is None:
+            raise InternalError(f"a chunk of {n} tokens; at most {most} go at once")
+        staged = self._staged
+        staged[0], staged[1] = start, n
+        staged[2 : 2 + n] = torch.tensor(tokens, dtype=torch.int32)
+        # Padding stands at the last position: any that exists will do, nobody looks at its rows.
+        staged[2 + most : 2 + 2 * most] = torch.arange(start, start + most).clamp(max=start + n - 1)
+        staged[2 + 2 * most : 2 + 2 * most + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._brought.copy_(staged, non_blocking=True)
+        self.n_copies += 1
+        graph = self._graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+        else:
+            _play(self._launches[bucket])
+        self._last[slot].copy_(self._x[n - 1])
+
+    def first(self, slot: int) -> None:
+        self._first.choose(slot, self._last[slot : slot + 1])
+
+    # The launches of a bucket
+
+    def _bound(self, rows: int) -> list[Launch]:
+        launches: list[Launch] = [self._embedding(rows)]
+        for number, layer in enumerate(self._model.layers):
+            assert isinstance(layer, Layer)
+            launches += self._layer(number, layer, rows)
+        return launches
+
+    def _embedding(self, rows: int) -> Launch:
+        model, x, tokens, positions = self._model, self._x[:rows], self._tokens[:rows], self._positions[:rows]
+
+        def embed() -> None:
+            taken = rows_of(model.embedding, tokens, model.dtype)
+            if model.shape.embedding_scale is not None:
+                taken = taken * torch.tensor(model.shape.embedding_scale, dtype=taken.dtype)
+            if model.position_embedding is not None:
+                taken = taken.float() + model.position_embedding.index_select(0, positions).float()
+            x.copy_(taken)
+
+        return embed
+
+    def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
+        prompts, attention = self._prompts, layer.attention
+        heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
+        chunk = Chunk(self._start, self._n, self._pages)
+        qkv, q, seen = self._qkv[:rows], self._q[:rows], self._seen[:rows]
+        return [
+            self._norm(layer.attention_norm, rows),
+            self._product(self._h[:rows], attention.qkv, qkv),
+            prompts.append(qkv, q, kv, chunk, heads),
+            prompts.attend(q, seen, kv, chunk, heads),
+            *self._into_residual(seen, attention.out, layer.after_attention, rows),
+            *self._mlp(layer, rows),
+        ]
+
+    def _mlp(self, layer: Layer, rows: int) -> list[Launch]:
+        mlp, h = layer.mlp, self._h[:rows]
+        inner, act = self._inner[:rows], self._act[:rows]
+        norm = self._norm(layer.mlp_norm, rows)
+        match mlp:
+            case GatedMLP():
+                return [
+                    norm,
+                    self._product(h, mlp.gate_up, inner),
+                    lambda: act.copy_(gated_torch(inner.float(), mlp.activation)),
+                    *self._into_residual(act, mlp.down, layer.after_mlp, rows),
+                ]
+            case PlainMLP():
+                half = self._inner.view(-1)[: inner.numel() // 2].view(rows, -1)
+                return [
+                    norm,
+                    self._product(h, mlp.up, half),
+                    lambda: act.copy_(activate_torch(half.float(), mlp.activation)),
+                    *self._into_residual(act, mlp.down, layer.after_mlp, rows),
+                ]
+            case Experts():
+                return [norm, *self._experts(mlp, rows)]
+        raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
+
+    def _experts(self, mlp: Experts, rows: int) -> list[Launch]:
+        """Each row through its own experts, by the step's kernels: a row is a row, of a step or of a prompt."""
+        kernels, h = self._kernels, self._h[:rows]
+        device, used = self._model.device, mlp.experts.n_used
+        n_rows = torch.full((1,), rows, dtype=torch.int32, device=device)
+        scores = zeros((rows, mlp.experts.n_experts), torch.float32, device)
+        chosen, shares = zeros((rows, used), torch.int32, device), zeros((rows, used), torch.float32, device)
+        act = zeros((rows, used, mlp.experts.ff_width), torch.float32, device)
+        y = self._y[:rows]
+        gate_up, down = (w.flatten(0, 1) if isinstance(w, Tensor) else w for w in (mlp.gate_up, mlp.down))
+        choice = {"n_used": used, "renormalise": mlp.experts.renormalise}
+        return [
+            self._product(h, mlp.router, scores),
+            kernels.route(scores, chosen, shares, n_rows, **choice),
+            kernels.experts_gate_up(h, gate_up, act, chosen, n_rows, activation=mlp.activation),
+            kernels.experts_down(act, down, y, chosen, shares, n_rows, epilogue="store"),
+            lambda: self._x[:rows].add_(y),
+        ]
+
+    def _norm(self, norm: Norm, rows: int) -> Launch:
+        return self._prompts.norm(self._x[:rows], self._h[:rows], norm.weight, norm.bias, norm.eps)
+
+    def _into_residual(self, given: Tensor, linear: Linear, after: Norm | None, rows: int) -> list[Launch]:
+        x, y = self._x[:rows], self._y[:rows]
+        launches = [self._product(given, linear, y)]
+        if after is not None:
+            launches.append(self._prompts.norm(y, y, after.weight, after.bias, after.eps))
+        return [*launches, lambda: x.add_(y)]
+
+    def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
+        weight: Weight = linear.weight
+        return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
+
+
+class FirstToken:
+    """From the last row of a prompt to its first token, in the table, by the step's own head and sampler.
+
+    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left.
+    """
+
+    def __init__(
+        self, model: Model, tables: Tables, n_tokens: int, kernels: StepKernels, prompts: PromptKernels | None = None
+    ) -> None:
+        shape, device = model.shape, model.device
+        self._table = tables.table
+        self._row = zeros((1, shape.hidden), model.dtype if prompts is None else torch.float32, device)
+        logits = zeros((1, shape.vocab), torch.float32, device)
+        self._slot = zeros((1,), torch.int32, device)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        self._made = {
+            "token": zeros((1,), torch.int32, device),
+            "logprob": zeros((1,), torch.float32, device),
+            "top_ids": zeros((1, MAX_TOP), torch.int32, device),
+            "top_logprobs": zeros((1, MAX_TOP), torch.float32, device),
+        }
+        workspace = kernels.sample_workspace(1, shape.vocab, device)
+        # The seat is not in the table before the loop admits it: what it says is read where it was staged.
+        sampling = kernels.sample(
+            logits,
+            tables.seats,
+            n_rows=one,
+            row_slot=self._slot,
+            n_tokens=n_tokens,
+            position=tables.seats["position"],
+            offset=0,
+            chosen=self._made["token"],
+            chosen_logprob=self._made["logprob"],
+            top_ids=self._made["top_ids"],
+            top_logprobs=self._made["top_logprobs"],
+            workspace=workspace,
+            first=True,
+        )
+        if prompts is None:
+            head: list[Callable[[], Any]] = [lambda: logits.copy_(model.logits(self._row))]
+        else:
+            head = self._fused_head(model, logits, one, kernels, prompts)
+        self._launches: list[Callable[[], Any]] = [*head, *(launch for _, launch in sampling)]
+
+    def _fused_head(
+        self, model: Model, logits: Tensor, one: Tensor, kernels: StepKernels, prompts: PromptKernels
+    ) -> list[Callable[[], Any]]:
+        norm, head = model.norm, model.head
+        assert norm is not None
+        assert head is not None
+        normed = torch.zeros_like(self._row)
+        scale, cap = head.scale, model.shape.logit_softcap
+        return [
+            prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps),
+            kernels.matmul(normed, head.weight, logits, one, bias=head.bias, scale=scale, softcap=cap),
+        ]
+
+    def play(self) -> None:
+        """Run the launches as they are: what warms them."""
+        _play(self._launches)
+
+    def choose(self, slot: int, row: Tensor) -> None:
+        """Choose for this slot from the hidden row [1, hidden]."""
+        self._row.copy_(row)
+        self._slot.fill_(slot)
+        self.play()
+        for name, made in self._made.items():
+            self._table[f"first_{name}"][slot : slot + 1].copy_(made)
+
+
+def _play(launches: Sequence[Callable[[], Any]]) -> None:
+    for launch in launches:
+        launch()

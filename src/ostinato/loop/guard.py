@@ -1,0 +1,27 @@
+"""What decode mode locks: whoever would change the step asks here first (I-9)."""
+
+from __future__ import annotations
+
+from ostinato.errors import DecodeInvariantError
+
+
+class Guard:
+    """Locked between enter and exit. A refusal raises in the caller and changes nothing."""
+
+    def __init__(self) -> None:
+        self._locked = False
+
+    @property
+    def locked(self) -> bool:
+        return self._locked
+
+    def lock(self) -> None:
+        self._locked = True
+
+    def unlock(self) -> None:
+        self._locked = False
+
+    def allow(self, invariant: str, what: str) -> None:
+        """Raise where decode mode is on and `what` would break an invariant."""
+        if self._locked:
+            raise DecodeInvariantError(invariant, f"{what} is not allowed while decode mode is on; exit it first")

@@ -1,0 +1,225 @@
+"""The host's side of the rings: it stages seats, publishes inbox entries and reads outbox entries.
+
+Entries are written first and the index that shows them last. A plain store is enough for that here: x86 keeps a
+writer's stores in order, and each index has its own 64 bytes. Nothing here is called by the loop; docs/ring.md draws
+both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+
+from ostinato.errors import BadInput
+from ostinato.loop.layout import (
+    GRANT_PAGES,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+    Finish,
+    InboxKind,
+    InboxWord,
+    OutboxWord,
+    Tables,
+    Word,
+)
+from ostinato.options import Sampling
+
+_FINISHES: Final = tuple(Finish)  # by number
+
+
+class OutEntry(NamedTuple):
+    """One message of the loop: a token of a slot, or (token None) the end of a cancelled one."""
+
+    slot: int
+    generation: int
+    token: int | None
+    position: int
+    finish: Finish
+    logprob: float
+    time_ns: int
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """A sequence about to be admitted. `sampling` is settled; `position` is where its first token will stand."""
+
+    generation: int
+    prompt: Sequence[int]
+    left: int
+    pages: Sequence[int]
+    granted: int
+    sampling: Sampling
+    stop_ids: Sequence[int]
+    constrained: bool = False
+
+    @property
+    def position(self) -> int:
+        return len(self.prompt)
+
+
+class HostSide:
+    """What the host does with the rings. One thread calls it: each ring has one writer and one reader."""
+
+    def __init__(self, tables: Tables) -> None:
+        self._layout = tables.layout
+        self._seats = {name: tables.seats.host(name) for name in tables.seats.names}
+        rings = tables.rings
+        self._words = rings.host("words")
+        self._inbox, outbox = rings.host("inbox"), rings.host("outbox")
+        self._outbox = outbox.data
+        self._logprobs = outbox.view(np.float32)[:, OutboxWord.LOGPROB].data
+        self._times = outbox.view(np.int64)[:, OutboxWord.TIME // 2].data
+        self._top_ids, self._top_logprobs = rings.host("outbox_top_ids"), rings.host("outbox_top_logprobs")
+        self._n_top = [0] * tables.layout.n_slots
+
+    def word(self, word: Word) -> int:
+        """A control word as it is now."""
+        return int(self._words[word, 0])
+
+    def set_yield(self, on: bool) -> None:
+        """Ask the loop to end at the next step border, or no longer."""
+        self._words[Word.YIELD, 0] = on
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the loop has taken every entry that was published."""
+        return self.word(Word.INBOX_TAIL) == self.word(Word.INBOX_HEAD)
+
+    # Inbox
+
+    def check(self, sampling: Sampling, stop_ids: Sequence[int]) -> None:
+        """Refuse what a seat has no room for."""
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise BadInput(f"{len(stop_ids)} token ids end this answer; at most {MAX_STOP_IDS} can (stop_ids)")
+        if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
+            raise BadInput(f"logit_bias has {len(sampling.logit_bias)} entries; at most {MAX_LOGIT_BIAS} can be given")
+        beyond = [i for i in (*sampling.logit_bias, *stop_ids) if i >= self._layout.vocab]
+        if beyond:
+            last = self._layout.vocab - 1
+            raise BadInput(f"token id {beyond[0]} in logit_bias or stop_ids: this model has ids up to {last}")
+
+    def stage(self, slot: int, seat: Seat) -> None:
+        """Write a seat. The slot must be free, and its last admission taken."""
+        s, row = seat.sampling, self._seats
+        penalised = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0)
+        numbers: dict[str, Any] = {
+            "generation": seat.generation,
+            "position": seat.position,
+            "left": seat.left,
+            "granted": seat.granted,
+            "min_tokens": s.min_tokens,
+            "top_k": min(s.top_k or 0, self._layout.vocab),
+            "n_logprobs": s.logprobs or 0,
+            "n_stop": len(seat.stop_ids),
+            "n_bias": len(s.logit_bias),
+            "constrained": seat.constrained,
+            "penalised": penalised,
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "min_p": s.min_p,
+            "repetition": s.repetition_penalty,
+            "presence": s.presence_penalty,
+            "frequency": s.frequency_penalty,
+            "seed": s.seed,
+        }
+        for name, value in numbers.items():
+            row[name][slot] = value
+        row["stop_ids"][slot, : len(seat.stop_ids)] = list(seat.stop_ids)
+        row["bias_ids"][slot, : len(s.logit_bias)] = list(s.logit_bias)
+        row["bias_values"][slot, : len(s.logit_bias)] = list(s.logit_bias.values())
+        row["pages"][slot, : len(seat.pages)] = list(seat.pages)
+        if penalised:
+            row["prompt_bits"][slot] = bits_of(seat.prompt, self._layout.mask_words)
+        self._n_top[slot] = numbers["n_logprobs"]
+
+    def admit(self, slot: int, generation: int) -> bool:
+        """Ask the loop to take in the seat of this slot; False, and nothing done, while the inbox is full."""
+        return self._publish(InboxKind.ADMIT, slot, generation)
+
+    def cancel(self, slot: int, generation: int) -> bool:
+        """Ask the loop to end this sequence."""
+        return self._publish(InboxKind.CANCEL, slot, generation)
+
+    def stop(self) -> bool:
+        """Ask the loop to end, whoever lives."""
+        return self._publish(InboxKind.STOP, 0, 0)
+
+    def grant(self, slot: int, generation: int, first: int, pages: Sequence[int]) -> int:
+        """Give a sequence more pages, from place `first` of its table on; how many the inbox had room for."""
+        done = 0
+        while done < len(pages):
+            some = pages[done : done + GRANT_PAGES]
+            if not self._publish(InboxKind.GRANT, slot, generation, [len(some), first + done, *some]):
+                break
+            done += len(some)
+        return done
+
+    def mask(self, slot: int, generation: int, bits: np.ndarray) -> bool:
+        """Let the next token of a constrained sequence be one whose bit is set; int32 words."""
+        self._seats["mask_bits"][slot] = bits
+        return self._publish(InboxKind.MASK, slot, generation)
+
+    def _publish(self, kind: InboxKind, slot: int, generation: int, rest: Iterable[int] = ()) -> bool:
+        head = self.word(Word.INBOX_HEAD)
+        if head - self.word(Word.INBOX_TAIL) >= self._layout.inbox_entries:
+            return False
+        entry = self._inbox[head % self._layout.inbox_entries]
+        entry[InboxWord.KIND], entry[InboxWord.SLOT], entry[InboxWord.GENERATION] = kind, slot, generation
+        words = list(rest)
+        entry[InboxWord.COUNT : InboxWord.COUNT + len(words)] = words
+        # Stored last: the loop reads the head without a lock and takes every entry below it.
+        self._words[Word.INBOX_HEAD, 0] = head + 1
+        return True
+
+    # Outbox
+
+    @property
+    def waiting(self) -> int:
+        """Outbox entries that nobody has read."""
+        return self.word(Word.OUTBOX_HEAD) - self.word(Word.OUTBOX_TAIL)
+
+    def drain(self, most: int = 4096) -> list[OutEntry]:
+        """Entries of the loop that were not read yet, in order; their places are free again."""
+        tail = self.word(Word.OUTBOX_TAIL)
+        n = min(self.word(Word.OUTBOX_HEAD) - tail, most)
+        if n <= 0:
+            return []
+        size = self._layout.outbox_entries
+        entries = [self._entry(place % size) for place in range(tail, tail + n)]
+        self._words[Word.OUTBOX_TAIL, 0] = tail + n
+        return entries
+
+    def _entry(self, place: int) -> OutEntry:
+        # By memoryview: a token comes alone, and numpy takes longer for one element than for its arithmetic.
+        words = self._outbox
+        slot, token = words[place, OutboxWord.SLOT], words[place, OutboxWord.TOKEN]
+        n_top = self._n_top[slot]
+        top: tuple[tuple[int, float], ...] = ()
+        if n_top and token >= 0:
+            ids, values = self._top_ids[place, :n_top].tolist(), self._top_logprobs[place, :n_top].tolist()
+            top = tuple(zip(ids, values, strict=True))
+        return OutEntry(
+            slot,
+            words[place, OutboxWord.GENERATION],
+            token if token >= 0 else None,
+            words[place, OutboxWord.POSITION],
+            _FINISHES[words[place, OutboxWord.FINISH]],
+            self._logprobs[place],
+            self._times[place],
+            top,
+        )
+
+
+def bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
+    """One bit for each id, int32 words.
+
+    >>> bits_of([0, 33], 2).tolist()
+    [1, 2]
+    """
+    flags = np.zeros(n_words * 32, np.uint8)
+    flags[np.fromiter(ids, np.int64)] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)

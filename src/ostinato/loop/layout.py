@@ -1,0 +1,334 @@
+"""Where everything lies that host and device both know: slot table, seats, rings and control words, written once.
+
+Three arenas, each one piece of memory. The *table* is the device's own: a row per slot and what a step leaves. The
+*seats* are the host's, read by the device when it admits: the same rows, staged. The *rings* are the host's, mapped:
+inbox, outbox and the words by which each side tells the other how far it is. `header()` emits the same offsets for
+CUDA and C++; docs/ring.md tells who may write what, and when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import cached_property
+from math import prod
+from typing import Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAX_STOP_IDS: Final = 16
+MAX_LOGIT_BIAS: Final = 512
+MAX_TOP: Final = 20
+INBOX_ENTRIES: Final = 1024
+OUTBOX_ENTRIES: Final = 65_536
+ALIGNMENT: Final = 256
+
+Kind = Literal["int32", "int64", "float32"]
+_TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
+_C: Final = {"int32": "int", "int64": "long long", "float32": "float"}
+
+
+class SlotState(IntEnum):
+    """What a slot is doing."""
+
+    FREE = 0
+    LIVE = 1
+    PAUSED = 2
+    FINISHED = 3
+
+
+class Finish(IntEnum):
+    """Why a sequence ended, in an outbox entry; NONE while it goes on."""
+
+    NONE = 0
+    STOP = 1
+    LENGTH = 2
+    CANCELLED = 3
+
+
+class InboxKind(IntEnum):
+    """What the host asks of the loop."""
+
+    ADMIT = 1
+    CANCEL = 2
+    GRANT = 3
+    MASK = 4
+    STOP = 5
+
+
+class InboxWord(IntEnum):
+    """Where each int32 sits in one inbox entry."""
+
+    KIND = 0
+    SLOT = 1
+    GENERATION = 2
+    COUNT = 3  # GRANT: pages in this entry
+    FIRST = 4  # GRANT: the place of the first of them in the page table
+    PAGES = 5  # GRANT: up to GRANT_PAGES page numbers
+
+
+INBOX_WORDS: Final = 16
+GRANT_PAGES: Final = INBOX_WORDS - InboxWord.PAGES
+
+
+class OutboxWord(IntEnum):
+    """Where each int32 sits in one outbox entry; TIME is two of them, nanoseconds; LOGPROB holds a float32's bits."""
+
+    SLOT = 0
+    GENERATION = 1
+    TOKEN = 2
+    POSITION = 3
+    FINISH = 4
+    LOGPROB = 5
+    TIME = 6
+
+
+OUTBOX_WORDS: Final = 8
+
+
+class Word(IntEnum):
+    """The control words, each an int64 alone in its 64 bytes: `rings.words[word, 0]`.
+
+    The host writes the first three, the loop the rest.
+    """
+
+    INBOX_HEAD = 0  # entries published since the start
+    OUTBOX_TAIL = 1  # entries read since the start
+    YIELD = 2  # not 0: leave at the next step border
+    INBOX_TAIL = 3  # entries taken
+    OUTBOX_HEAD = 4  # entries published
+    STEPS = 5  # steps run
+    LIVE = 6  # rows of the next step
+    FAULT = 7  # a Fault
+    GO = 8  # 1: another step follows; 0: the loop has ended at this border
+    ENDS = 9  # how often the loop has ended
+    WHY = 10  # why it last ended, an End
+
+
+class Fault(IntEnum):
+    """What a loop found wrong; anything but NONE is fatal."""
+
+    NONE = 0
+    PLAN = 1  # the plan hash in the table is not the one it was built with (I-10)
+    EPOCH = 2  # the epoch in the table is not the one it was built with (I-10)
+    INBOX = 3  # an inbox entry that no host of ours writes
+    DEADLINE = 4  # a device wait ran out
+
+
+class End(IntEnum):
+    """Why a loop ended."""
+
+    IDLE = 0  # nobody lives
+    YIELD = 1
+    OUTBOX_FULL = 2
+    STOP = 3
+    FAULT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """An array in an arena: shape [slots, ...] in the table and the seats."""
+
+    name: str
+    kind: Kind
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def n_bytes(self) -> int:
+        return prod(self.shape) * _TORCH[self.kind].itemsize
+
+
+class Arena:
+    """One piece of memory and the fields in it."""
+
+    def __init__(self, fields: Sequence[Field], memory: Tensor) -> None:
+        """`memory` is uint8, at least as long as the fields reach, and stays where it is."""
+        self.memory = memory
+        self._views: dict[str, Tensor] = {}
+        for field in fields:
+            piece = memory[field.offset : field.offset + field.n_bytes]
+            self._views[field.name] = piece.view(_TORCH[field.kind]).view(field.shape)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """The field of that name, a view."""
+        return self._views[name]
+
+    def host(self, name: str) -> np.ndarray:
+        """The field of that name as numpy, of an arena in host memory; the same bytes."""
+        return self._views[name].numpy()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._views)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that everything else follows from."""
+
+    n_slots: int
+    max_pages: int  # of one slot
+    vocab: int
+    inbox_entries: int = INBOX_ENTRIES
+    outbox_entries: int = OUTBOX_ENTRIES
+
+    @property
+    def mask_words(self) -> int:
+        """int32 words of one bit per token id."""
+        return -(-self.vocab // 32)
+
+    @cached_property
+    def seat_fields(self) -> tuple[Field, ...]:
+        """What an admission sets of a slot; the same in the table and in the seats."""
+        n = self.n_slots
+        return _laid_out(
+            [
+                ("generation", "int32", (n,)),
+                ("position", "int32", (n,)),  # of the token that the next step takes in
+                ("left", "int32", (n,)),  # tokens that may still be made
+                ("granted", "int32", (n,)),  # positions that have pages
+                ("min_tokens", "int32", (n,)),
+                ("top_k", "int32", (n,)),
+                ("n_logprobs", "int32", (n,)),
+                ("n_stop", "int32", (n,)),
+                ("n_bias", "int32", (n,)),
+                ("constrained", "int32", (n,)),  # 1: each token waits for a mask
+                ("penalised", "int32", (n,)),  # 1: some penalty is on, and prompt_bits matter
+                ("temperature", "float32", (n,)),
+                ("top_p", "float32", (n,)),
+                ("min_p", "float32", (n,)),
+                ("repetition", "float32", (n,)),
+                ("presence", "float32", (n,)),
+                ("frequency", "float32", (n,)),
+                ("seed", "int64", (n,)),
+                ("stop_ids", "int32", (n, MAX_STOP_IDS)),
+                ("bias_ids", "int32", (n, MAX_LOGIT_BIAS)),
+                ("bias_values", "float32", (n, MAX_LOGIT_BIAS)),
+                ("pages", "int32", (n, self.max_pages)),
+                ("prompt_bits", "int32", (n, self.mask_words)),
+                ("mask_bits", "int32", (n, self.mask_words)),  # 1: may be chosen
+            ]
+        )
+
+    @cached_property
+    def table_fields(self) -> tuple[Field, ...]:
+        """The seats' fields, what the loop keeps of each slot, and what a step leaves for its border."""
+        n = self.n_slots
+        return _laid_out(
+            [
+                *((f.name, f.kind, f.shape) for f in self.seat_fields),
+                ("state", "int32", (n,)),
+                ("token", "int32", (n,)),  # that the next step takes in
+                ("made", "int32", (n,)),  # tokens made since admission
+                ("mask_ready", "int32", (n,)),
+                ("counts", "int32", (n, self.vocab)),  # how often each token was made
+                # By row, not by slot: who is in the step, and what the sampler chose for them.
+                ("n_rows", "int32", (1,)),
+                ("row_slot", "int32", (n,)),
+                ("chosen", "int32", (n,)),
+                ("chosen_logprob", "float32", (n,)),
+                ("top_ids", "int32", (n, MAX_TOP)),
+                ("top_logprobs", "float32", (n, MAX_TOP)),
+                # By slot: what prefill chose, committed by the admission.
+                ("first_token", "int32", (n,)),
+                ("first_logprob", "float32", (n,)),
+                ("first_top_ids", "int32", (n, MAX_TOP)),
+                ("first_top_logprobs", "float32", (n, MAX_TOP)),
+                ("plan_hash", "int64", (1,)),
+                ("epoch", "int64", (1,)),
+                ("step_ns", "int64", (1,)),  # when the last border ran, by the device's clock
+            ]
+        )
+
+    @cached_property
+    def ring_fields(self) -> tuple[Field, ...]:
+        """Both rings and the control words."""
+        return _laid_out(
+            [
+                ("words", "int64", (len(Word), 8)),
+                ("inbox", "int32", (self.inbox_entries, INBOX_WORDS)),
+                ("outbox", "int32", (self.outbox_entries, OUTBOX_WORDS)),
+                ("outbox_top_ids", "int32", (self.outbox_entries, MAX_TOP)),
+                ("outbox_top_logprobs", "float32", (self.outbox_entries, MAX_TOP)),
+            ]
+        )
+
+    def header(self) -> str:
+        """Offsets, sizes and numbers as C: what `kernels/native/border.h` is compiled with."""
+        lines = ["// Emitted by loop/layout.py; edit there.", "#pragma once"]
+        sizes = {
+            "N_SLOTS": self.n_slots,
+            "MAX_PAGES": self.max_pages,
+            "VOCAB": self.vocab,
+            "MASK_WORDS": self.mask_words,
+            "INBOX_ENTRIES": self.inbox_entries,
+            "OUTBOX_ENTRIES": self.outbox_entries,
+            "INBOX_WORDS": INBOX_WORDS,
+            "OUTBOX_WORDS": OUTBOX_WORDS,
+            "WORD_STRIDE": 8,
+            "MAX_STOP_IDS": MAX_STOP_IDS,
+            "MAX_LOGIT_BIAS": MAX_LOGIT_BIAS,
+            "MAX_TOP": MAX_TOP,
+        }
+        lines += [f"#define {name} {value}" for name, value in sizes.items()]
+        for words in (SlotState, Finish, InboxKind, InboxWord, OutboxWord, Word, Fault, End):
+            lines += [f"#define {_shouted(words.__name__)}_{word.name} {word.value}" for word in words]
+        arenas = (("TABLE", self.table_fields), ("SEAT", self.seat_fields), ("RING", self.ring_fields))
+        for arena, fields in arenas:
+            for field in fields:
+                lines.append(
+                    f"#define {arena}_{field.name}(base) (({_C[field.kind]}*)((char*)(base) + {field.offset}))"
+                )
+        return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The three arenas of one engine."""
+
+    layout: Layout
+    table: Arena
+    seats: Arena
+    rings: Arena
+
+    @staticmethod
+    def on(layout: Layout, device: torch.device) -> Tables:
+        """Zeroed arenas: the table on the device, seats and rings where both can reach them."""
+        pinned = device.type == "cuda"
+        return Tables(
+            layout,
+            Arena(layout.table_fields, torch.zeros(arena_bytes(layout.table_fields), dtype=torch.uint8, device=device)),
+            Arena(layout.seat_fields, _host_bytes(arena_bytes(layout.seat_fields), pinned=pinned)),
+            Arena(layout.ring_fields, _host_bytes(arena_bytes(layout.ring_fields), pinned=pinned)),
+        )
+
+
+def arena_bytes(fields: Sequence[Field]) -> int:
+    """How long an arena of these fields is."""
+    return _aligned(fields[-1].offset + fields[-1].n_bytes)
+
+
+def _host_bytes(n_bytes: int, *, pinned: bool) -> Tensor:
+    return torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _laid_out(fields: Sequence[tuple[str, Kind, tuple[int, ...]]]) -> tuple[Field, ...]:
+    placed: list[Field] = []
+    offset = 0
+    for name, kind, shape in fields:
+        placed.append(Field(name, kind, shape, offset))
+        offset = _aligned(offset + placed[-1].n_bytes)
+    return tuple(placed)
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _shouted(name: str) -> str:
+    """InboxKind as INBOX_KIND."""
+    return "".join(("_" if c.isupper() and i else "") + c.upper() for i, c in enumerate(name))

@@ -1,0 +1,188 @@
+"""Decode mode: enter, trigger, exit, and what may not happen between (I-1 to I-10).
+
+Entering builds the executable, or takes the one there is, and locks it; a trigger is one launch; exit waits for the
+loop's end and unlocks. Executable, plan and addresses are compared at every trigger and at exit, and the loop itself
+compares the plan's hash and the epoch at every step: a difference is fatal. docs/decode-mode.md tells it by rule.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import DecodeInvariantError, EngineDead, InternalError, PlanStale
+from ostinato.loop.guard import Guard
+from ostinato.loop.host import HostSide
+from ostinato.loop.layout import End, Fault, Tables, Word
+from ostinato.loop.plan import Buffer, Plan
+from ostinato.loop.starts.start import Start
+
+EXIT_DEADLINE_S: Final = 600.0
+MUST_RESTART: Final = "this engine is dead and the process must be restarted"
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """What was there when decode mode was entered, and must be there until it is left (I-10)."""
+
+    executable: int
+    plan_hash: int
+    addresses: tuple[tuple[str, int, int], ...]
+
+
+class DecodeMode:
+    """The lock around one plan and one start."""
+
+    def __init__(self, plan: Plan, start: Start, tables: Tables, guard: Guard) -> None:
+        self._plan, self._start, self._tables, self._guard = plan, start, tables, guard
+        self._host = HostSide(tables)
+        self._entered: Entered | None = None
+        self._dead: str | None = None
+        self.n_triggers = 0
+
+    # Enter, trigger, exit
+
+    def enter(self) -> None:
+        """Build the executable, or take the one there is; check it against the plan; lock."""
+        self._check_alive()
+        if self._entered is not None:
+            raise DecodeInvariantError("I-9", "decode mode is on already; exit it before entering again")
+        if self._start.executable == 0:
+            self._start.build()
+        self._plan.check()
+        # What the loop compares at every step with what its border was built with.
+        self._tables.table["plan_hash"][0] = self._plan.hash
+        self._tables.table["epoch"][0] = self._start.executable
+        if self._plan.device.type == "cuda":
+            torch.cuda.synchronize(self._plan.device)  # the loop's stream does not wait for the one that wrote them
+        self._entered = self._now()
+        self._guard.lock()
+
+    def trigger(self) -> None:
+        """One launch; the loop goes on until nobody lives. Refused while one runs (I-2)."""
+        self._check_alive()
+        if self._entered is None:
+            raise DecodeInvariantError("I-9", "a trigger needs decode mode; enter it first")
+        if self._start.running:
+            raise DecodeInvariantError("I-2", "the loop runs already: tokens are not submitted one by one")
+        self.check()
+        self.n_triggers += 1
+        self._start.launch()
+
+    def exit(self, seconds: float = EXIT_DEADLINE_S) -> None:
+        """Wait for the loop to end, check that nothing has changed, and unlock. Without decode mode, nothing."""
+        if self._entered is None:
+            return
+        if not self._start.wait(seconds):
+            self.die(f"the loop did not end within {seconds:.0f} s; {MUST_RESTART}")
+            raise EngineDead(self._dead)
+        entered, self._entered = self._entered, None
+        self._guard.unlock()
+        if self._dead is None:
+            self._compare(entered)
+
+    @property
+    def on(self) -> bool:
+        return self._entered is not None
+
+    @property
+    def running(self) -> bool:
+        return self._start.running
+
+    # Checks
+
+    def check(self) -> None:
+        """Compare executable, plan and addresses with what was entered; what differs is fatal (I-10)."""
+        if self._entered is not None:
+            self._compare(self._entered)
+
+    def fault(self) -> str | None:
+        """Why this engine is dead: what the loop or a check found wrong. None while all is well."""
+        if self._dead is None:
+            found = self._host.word(Word.FAULT)
+            failure = self._start.failure()
+            if found != Fault.NONE:
+                self.die(f"the loop found a fault ({Fault(found).name.lower()}, I-10); {MUST_RESTART}")
+            elif failure is not None:
+                self.die(f"the step failed: {failure}; {MUST_RESTART}")
+        return self._dead
+
+    def die(self, why: str) -> None:
+        """Nothing runs on this engine any more."""
+        self._dead = self._dead or why
+
+    # What may be changed, outside decode mode only
+
+    @property
+    def plan(self) -> Plan:
+        return self._plan
+
+    def rebuild(self) -> None:
+        """Make the executable again, as after a change of the plan (I-1)."""
+        self._guard.allow("I-1", "building the step again")
+        self._start.build()
+
+    def replace(self, plan: Plan, start: Start) -> None:
+        """Run another plan, placed anew, from now on (I-7, I-9)."""
+        self._guard.allow("I-7", "placing the plan anew")
+        self._start.close()
+        self._plan, self._start = plan, start
+
+    def move(self, name: str, memory: Tensor) -> Plan:
+        """The plan with a buffer elsewhere; its nodes must be bound again by whoever made it (I-6)."""
+        self._guard.allow("I-6", f"moving the buffer {name}")
+        buffers = tuple(Buffer.of(name, memory) if b.name == name else b for b in self._plan.buffers)
+        return replace(self._plan, buffers=buffers)
+
+    def write_slot(self, field: str, slot: int, value: float) -> None:
+        """Set a field of a slot from the host (I-4, I-5)."""
+        self._guard.allow(
+            "I-4" if field in ("position", "token", "granted") else "I-5", f"writing {field} of slot {slot}"
+        )
+        self._tables.table[field][slot] = value
+
+    def step(self) -> None:
+        """One step by the host's own hand: forward, sampling and commit (I-2, I-8)."""
+        self._guard.allow("I-8", "a step in which the host takes part")
+        self._start.step()
+
+    def teardown(self) -> None:
+        """Destroy the executable (I-3)."""
+        self._guard.allow("I-3", "destroying the executable")
+        self._start.close()
+
+    # Inside
+
+    def _check_alive(self) -> None:
+        dead = self.fault()
+        if dead is not None:
+            raise EngineDead(dead)
+
+    def _now(self) -> Entered:
+        addresses = tuple((b.name, b.tensor.data_ptr(), b.n_bytes) for b in self._plan.buffers)
+        return Entered(self._start.executable, self._plan.hash, addresses)
+
+    def _compare(self, entered: Entered) -> None:
+        now = self._now()
+        try:
+            self._plan.check()
+            if now.executable != entered.executable:
+                raise PlanStale(
+                    "I-10", f"executable {entered.executable} was entered with, and it is {now.executable} now"
+                )
+            if now.plan_hash != entered.plan_hash or now.addresses != entered.addresses:
+                raise PlanStale("I-10", "the plan is not the one that decode mode was entered with")
+        except PlanStale as drift:
+            self.die(f"{drift}; {MUST_RESTART}")
+            raise
+
+
+def ended_because(host: HostSide) -> End:
+    """Why the loop last ended."""
+    why = host.word(Word.WHY)
+    if why not in End.__members__.values():
+        raise InternalError(f"the loop ended for a reason nobody knows: {why}")
+    return End(why)

@@ -1,0 +1,214 @@
+"""Everything of one engine below requests, opened together: tables, memory, plan, start, decode mode, prefill.
+
+The one place that chooses a mode: `auto` takes the highest that can run and keeps the reasons for those above it. A
+loop is built when it is opened, so that a mode that fails at that is known here too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ostinato.errors import HardwareCannot, Unsupported
+from ostinato.loop.fused_plan import fused_plan, why_not_fused
+from ostinato.loop.fused_prefill import FusedPrefill
+from ostinato.loop.guard import Guard
+from ostinato.loop.host import HostSide
+from ostinato.loop.layout import Layout, Tables
+from ostinato.loop.mode import DecodeMode
+from ostinato.loop.plan import Plan
+from ostinato.loop.prefill import Prefill, TorchPrefill
+from ostinato.loop.starts.cpu import CpuEager, CpuLoop
+from ostinato.loop.starts.start import Start, Work
+from ostinato.loop.static_plan import SPARE_STATES, WHY_NO_LOOP, static_plan, why_not_static
+from ostinato.loop.torch_plan import torch_plan
+from ostinato.memory.paged import PAGE_TOKENS, PagedMemory
+from ostinato.models.blocks import Model
+from ostinato.options import KVType
+
+WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
+MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
+
+
+@dataclass(frozen=True, slots=True)
+class LoopOptions:
+    """What a loop is opened with, settled."""
+
+    mode: str
+    n_slots: int
+    context: int
+    n_pages: int
+    kv_type: KVType
+    n_tokens: int  # ids that the tokenizer knows; those beyond are never chosen
+
+
+class Loop:
+    """The running half of an engine. `changed` is set whenever the loop may have published something."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: LoopOptions,
+        *,
+        outbox_entries: int | None = None,
+    ) -> None:
+        self.options, self.model = options, model
+        self.page_tokens = PAGE_TOKENS[model.device.type]
+        self.memory = PagedMemory.of(
+            model,
+            # A GPU's step has all rows at once; those that serve nobody need somewhere to leave their states.
+            n_slots=options.n_slots + (SPARE_STATES if model.device.type == "cuda" else 0),
+            n_pages=options.n_pages,
+            kv_type=options.kv_type,
+            page_tokens=self.page_tokens,
+        )
+        max_pages = -(-options.context // self.page_tokens)
+        layout = Layout(options.n_slots, max_pages, model.shape.vocab)
+        if outbox_entries is not None:
+            layout = Layout(options.n_slots, max_pages, model.shape.vocab, outbox_entries=outbox_entries)
+        self.tables = Tables.on(layout, model.device)
+        self.host = HostSide(self.tables)
+        self.guard = Guard()
+        self.changed = threading.Event()
+        self.mode_name, self.why_not = choose_mode(options.mode, model)
+        self.plan, self.start, self.prefill = self._made()
+        self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
+        self.fell_back: str | None = None  # why `auto` does not run what it chose first
+        try:
+            self._build()
+            self.start.health()
+        except BaseException:
+            self.start.close()
+            raise
+
+    def beside(self, job: Callable[[], None]) -> Work:
+        """Run a job of prefill on the device, beside the loop. On the CPU `changed` is set when it has ended; on a GPU
+        its host's part has then, and the device's is asked for."""
+        work = self.start.beside(job)
+        if isinstance(work, Future):
+            work.add_done_callback(lambda _: self.changed.set())
+        else:
+            self.changed.set()
+        return work
+
+    def close(self) -> None:
+        """Leave decode mode when the loop has ended, and give everything back."""
+        try:
+            self.mode.exit()
+        finally:
+            self.guard.unlock()
+            self.start.close()
+
+    def _build(self) -> None:
+        """Make the executable. What `auto` chose and cannot be made is not tried again: the mode below it is (E-57)."""
+        try:
+            self._enter_once()
+        except HardwareCannot as error:
+            lower = mode_below(self.mode_name, self.model)
+            if self.options.mode != "auto" or lower is None:
+                raise
+            self.fell_back = f"{self.mode_name}: {error} (tried once; {lower} runs instead)"
+            self.why_not = (self.fell_back, *self.why_not)
+            self.mode_name = lower
+            start = self._start(self.plan)
+            self.mode.replace(self.plan, start)  # closes the one that failed
+            self.start = start
+            self._enter_once()
+
+    def _enter_once(self) -> None:
+        """Into decode mode and out again: the executable is there then, and its words are in the table."""
+        self.mode.enter()
+        self.mode.exit()
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # torch wrote the words on a stream of its own
+
+    def _start(self, plan: Plan) -> Start:
+        """A start of the chosen mode, not built yet."""
+        if self.model.device.type == "cpu":
+            kind = CpuLoop if self.mode_name == "loop" else CpuEager
+            return kind(plan, self.tables, self.guard, self.changed.set)
+        from ostinato.loop.starts.cuda import CudaEager
+        from ostinato.loop.starts.graph import CudaGraph
+        from ostinato.loop.starts.while_graph import WhileGraph
+
+        kinds = {"eager": CudaEager, "graph": CudaGraph, "loop": WhileGraph}
+        return kinds[self.mode_name](plan, self.tables, self.guard, self.changed.set)
+
+    def _made(self) -> tuple[Plan, Start, Prefill]:
+        """The plan, the start of the chosen mode, and prefill."""
+        model, n_tokens = self.model, self.options.n_tokens
+        if model.device.type == "cuda":
+            return self._made_for_cuda()
+        plan = torch_plan(model, self.memory, self.tables, n_tokens)
+        return plan, self._start(plan), TorchPrefill(model, self.memory, self.tables, n_tokens)
+
+    def _made_for_cuda(self) -> tuple[Plan, Start, Prefill]:
+        from ostinato.kernels.step import triton_kernels, triton_prompts
+        from ostinato.loop.starts.cuda import CudaStart
+
+        model, n_tokens = self.model, self.options.n_tokens
+        kernels = triton_kernels()
+        if model.shape.recurrent is not None:
+            plan = static_plan(model, self.memory, self.tables, n_tokens, kernels)
+            in_torch = TorchPrefill(model, self.memory, self.tables, n_tokens, kernels)
+            in_torch.warm()
+            return plan, self._start(plan), in_torch
+        plan = fused_plan(model, self.memory, self.tables, n_tokens, kernels)
+        start = self._start(plan)
+        assert isinstance(start, CudaStart)
+        prefill = FusedPrefill(model, self.memory, self.tables, n_tokens, kernels, triton_prompts())
+        prefill.capture(start.side)
+        return plan, start, prefill
+
+
+def choose_mode(wanted: str, model: Model) -> tuple[str, tuple[str, ...]]:
+    """The mode that will run, and why not each higher one."""
+    reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model)) is not None}
+    if wanted != "auto":
+        if wanted in reasons:
+            raise HardwareCannot(f"mode {wanted!r} cannot run here: {reasons[wanted]}")
+        best = wanted
+    elif "eager" in reasons:
+        raise HardwareCannot(f"no mode can run this model here: {reasons['eager']}")
+    else:
+        best = max((mode for mode in MODES if mode not in reasons), key=MODES.index)
+    higher = MODES[MODES.index(best) + 1 :]
+    return best, tuple(f"{mode}: {reasons.get(mode, 'not asked for')}" for mode in higher)
+
+
+def mode_below(mode: str, model: Model) -> str | None:
+    """The highest mode below this one that can run; None where there is none."""
+    lower = [below for below in MODES[: MODES.index(mode)] if why_not(below, model) is None]
+    return lower[-1] if lower else None
+
+
+def why_not(mode: str, model: Model) -> str | None:
+    """Why a mode cannot run this model here; None where it can."""
+    if not model.shape.causal:
+        raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
+    if mode == "persistent":
+        return "the persistent kernel is not built yet"
+    if model.device.type == "cpu":
+        return "graphs are CUDA's, and this model is on the CPU" if mode == "graph" else None
+    recurrent = model.shape.recurrent is not None
+    reason = why_not_static(model) if recurrent else why_not_fused(model)
+    if reason is not None or mode != "loop":
+        return reason
+    return WHY_NO_LOOP if recurrent else why_no_while_graph()
+
+
+def why_no_while_graph() -> str | None:
+    """Why this machine cannot run a loop as one graph; None where it can."""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return "the packages cuda-core and cuda-bindings are not installed (pip install 'ostinato[gpu]')"
+    error, version = driver.cuDriverGetVersion()
+    if int(error) != 0 or version < WHILE_NODES_SINCE:
+        return f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}; WHILE nodes need 12.4 or newer"
+    return None

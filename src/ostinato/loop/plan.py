@@ -1,0 +1,118 @@
+"""What a step is: a frozen list of nodes over buffers at fixed addresses, with a hash.
+
+A node is one launch, bound to its memory when the plan is made; what changes from step to step is read from the slot
+table. Every start runs the same nodes in the same order. `torch_plan.py`, `fused_plan.py` and `static_plan.py` make
+plans; nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ostinato.errors import InternalError, PlanStale
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory that nodes use: where it was when the plan was made."""
+
+    name: str
+    tensor: Tensor
+    address: int
+    n_bytes: int
+
+    @staticmethod
+    def of(name: str, tensor: Tensor) -> Buffer:
+        return Buffer(name, tensor, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+    @property
+    def text(self) -> str:
+        """What it is, without where it lies: the same in every process."""
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return f"{self.name} {dtype} {list(self.tensor.shape)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """One launch: `run` is bound to its buffers. A buffer in both `reads` and `writes` is changed in place."""
+
+    name: str
+    kind: str
+    run: Callable[[], object]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    weight_bytes: int = 0  # what one step reads of the model here
+
+    @property
+    def text(self) -> str:
+        return f"{self.name} ({self.kind}): {', '.join(self.reads)} -> {', '.join(self.writes)}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step up to its border, which each start builds for itself: what the border decides is who paces."""
+
+    device: torch.device
+    buffers: tuple[Buffer, ...]
+    nodes: tuple[Node, ...]
+    page_tokens: int
+    constants: str = ""  # whatever else a change of which makes another plan
+
+    def __post_init__(self) -> None:
+        known = [buffer.name for buffer in self.buffers]
+        if len(set(known)) != len(known):
+            raise InternalError("two buffers of a plan have one name")
+        for node in self.nodes:
+            unknown = {*node.reads, *node.writes} - set(known)
+            if unknown:
+                raise InternalError(f"node {node.name} uses {sorted(unknown)}, which the plan does not hold")
+        self._refuse_aliases()
+
+    @cached_property
+    def text(self) -> str:
+        """The plan for a reader, and for the hash: the same in every process."""
+        head = [self.constants, f"on {self.device.type}, pages of {self.page_tokens} positions"]
+        return "\n".join([*head, *(b.text for b in self.buffers), *(n.text for n in self.nodes)])
+
+    @cached_property
+    def hash(self) -> int:
+        """63 bits of the plan's text."""
+        return int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:8], "little") >> 1
+
+    @property
+    def weight_bytes(self) -> int:
+        """What one step reads of the model."""
+        return sum(node.weight_bytes for node in self.nodes)
+
+    def buffer(self, name: str) -> Buffer:
+        return next(buffer for buffer in self.buffers if buffer.name == name)
+
+    def check(self) -> None:
+        """PlanStale where a buffer is no longer where the plan says (I-6, I-10)."""
+        for buffer in self.buffers:
+            now = Buffer.of(buffer.name, buffer.tensor)
+            if (now.address, now.n_bytes) != (buffer.address, buffer.n_bytes):
+                raise PlanStale(
+                    "I-6",
+                    f"the buffer {buffer.name} was at {buffer.address:#x} ({buffer.n_bytes} bytes) when the plan was "
+                    f"made and is at {now.address:#x} ({now.n_bytes} bytes) now; nothing may run on this plan any more",
+                )
+
+    def _refuse_aliases(self) -> None:
+        """Two buffers of one node that overlap must be one buffer by name, or a change would be seen half done."""
+        by_name = {buffer.name: buffer for buffer in self.buffers}
+        for node in self.nodes:
+            for written in node.writes:
+                for other in {*node.reads, *node.writes} - {written}:
+                    if _overlap(by_name[written], by_name[other]):
+                        raise InternalError(f"node {node.name} writes {written}, which overlaps {other}")
+
+
+def _overlap(a: Buffer, b: Buffer) -> bool:
+    return bool(a.n_bytes and b.n_bytes) and a.address < b.address + b.n_bytes and b.address < a.address + a.n_bytes

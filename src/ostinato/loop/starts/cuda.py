@@ -1,0 +1,207 @@
+"""What the CUDA starts share: streams, the border's kernel, warm-up, and work beside the loop.
+
+One stream for everything in a step, one of lower priority for prompts; every edge between them is an event. The
+border is compiled for the tables at hand and loaded once. Only the engine's thread, and the pacer of a host-paced
+start, call in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from ostinato.errors import EngineDead
+from ostinato.kernels.build import cubin, native_source
+from ostinato.loop.border import native_headers
+from ostinato.loop.guard import Guard
+from ostinato.loop.layout import Layout, Tables, Word
+from ostinato.loop.plan import Plan
+from ostinato.loop.starts.cpu import CpuDevice
+from ostinato.loop.starts.start import next_executable
+
+BORDER_THREADS: Final = 128
+LEAST_NAP_S: Final = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class EventWork:
+    """A job beside the loop: over when the device has passed this event."""
+
+    event: torch.cuda.Event
+
+    def done(self) -> bool:
+        try:
+            return bool(self.event.query())
+        except RuntimeError:  # the device is gone: `result` tells of what
+            return True
+
+    def result(self, timeout: float | None = None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self.event.query():
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError("the job beside the loop has not ended")
+            time.sleep(LEAST_NAP_S)
+
+
+_BORDERS: Final[dict[tuple[str, str], tuple[Any, Any]]] = {}
+
+
+def border_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
+    """The border alone, and the one that also sets a WHILE graph's condition; loaded once for the process (E-8)."""
+    from cuda.core import Device, ObjectCode
+
+    Device(plan.device.index or 0).set_current()
+    major, minor = torch.cuda.get_device_capability(plan.device)
+    headers = native_headers(layout, page_tokens=plan.page_tokens)
+    key = (str(plan.device), headers["layout.h"])
+    if key not in _BORDERS:
+        binary = cubin(native_source("border.cu"), "border.cu", headers=headers, arch=f"sm_{major}{minor}")
+        module = ObjectCode.from_cubin(binary)
+        _BORDERS[key] = module.get_kernel("border"), module.get_kernel("border_loop")
+    return _BORDERS[key]
+
+
+class CudaStart:
+    """The base of the CUDA starts."""
+
+    name = "eager"
+    device_paced = False
+    comparison: Literal["bits", "tolerance"] = "bits"
+
+    def __init__(self, plan: Plan, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None) -> None:
+        self._plan, self._tables, self._guard, self._bell = plan, tables, guard, bell
+        self._words = tables.rings.host("words")
+        self.executable = 0
+        self.n_launches = 0
+        self.n_instantiations = 0
+        self.stream = torch.cuda.Stream(plan.device, priority=-1)
+        self.side = torch.cuda.Stream(plan.device, priority=0)  # the lower of the two
+        self._pacer: CpuDevice | None = None
+        self._launched: Future[None] | None = None
+
+    # The border
+
+    @property
+    def _border_arguments(self) -> tuple[Any, ...]:
+        arenas = (self._tables.table, self._tables.seats, self._tables.rings)
+        addresses = tuple(arena.memory.data_ptr() for arena in arenas)
+        return (*addresses, np.uint64(self._plan.hash), np.uint64(self.executable))
+
+    def _run_border(self) -> None:
+        """Launch the border on the loop's stream."""
+        from cuda.core import LaunchConfig, Stream, launch
+
+        stream = Stream.from_handle(self.stream.cuda_stream)
+        launch(stream, LaunchConfig(grid=1, block=BORDER_THREADS), self._border, *self._border_arguments)
+
+    # Building
+
+    def build(self) -> None:
+        self._guard.allow("I-1", "building the step again")
+        self.executable = next_executable()
+        self._border, self._border_in_loop = border_kernels(self._tables.layout, self._plan)
+        self._warm()
+        self._make()
+
+    def _warm(self) -> None:
+        """Run every node once with nobody in the step: compiled and loaded, and nothing changed (E-9)."""
+        self._tables.table["n_rows"].zero_()
+        torch.cuda.synchronize(self._plan.device)
+        with torch.cuda.stream(self.stream):
+            for node in self._plan.nodes:
+                node.run()
+        self.stream.synchronize()
+
+    def _make(self) -> None:
+        """What a start builds beyond the border: nothing here."""
+
+    # Running: host-paced, on a thread of its own
+
+    def launch(self) -> None:
+        if self._pacer is None:
+            self._pacer = CpuDevice()
+        self._launched = self._pacer.submit(self._pace)
+
+    @property
+    def running(self) -> bool:
+        return self._launched is not None and not self._launched.done()
+
+    def wait(self, seconds: float) -> bool:
+        if self._launched is None:
+            return True
+        try:
+            self._launched.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def failure(self) -> BaseException | None:
+        launched = self._launched
+        return launched.exception() if launched is not None and launched.done() else None
+
+    def step(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self._enqueue_step()
+        self._await_device()
+
+    def _pace(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self._run_border()
+            self._await_device()
+            while self._words[Word.GO, 0]:
+                self._enqueue_step()
+                self._await_device()
+
+    def _enqueue_step(self) -> None:
+        """One step onto the stream."""
+        self.n_launches += len(self._plan.nodes) + 1
+        for node in self._plan.nodes:
+            node.run()
+        self._run_border()
+
+    def _await_device(self) -> None:
+        """Wait for the border by its event: nobody is blocked in the driver (E-6)."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        while not event.query():
+            time.sleep(0)
+        self._bell()
+
+    # Beside
+
+    def beside(self, job: Callable[[], None]) -> EventWork:
+        with torch.inference_mode(), torch.cuda.stream(self.side):
+            job()
+            event = torch.cuda.Event()
+            event.record(self.side)
+        return EventWork(event)
+
+    def lend(self) -> None:
+        """A GPU works alone."""
+
+    def help(self) -> bool:
+        return False
+
+    def health(self) -> None:
+        """EngineDead where the device no longer answers (E-2)."""
+        try:
+            torch.cuda.synchronize(self._plan.device)
+            if int(torch.ones(1, device=self._plan.device).sum()) != 1:
+                raise EngineDead("the GPU no longer adds; the process must be restarted")
+        except RuntimeError as error:
+            raise EngineDead(f"the GPU no longer answers: {error}; the process must be restarted") from error
+
+    def close(self) -> None:
+        self._guard.allow("I-3", "destroying the executable")
+        if self._pacer is not None:
+            self._pacer.close()
+
+
+class CudaEager(CudaStart):
+    """`eager`: the host launches every node of every step."""

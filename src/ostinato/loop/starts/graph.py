@@ -1,0 +1,35 @@
+"""`graph`: one captured step, replayed by the host for every token."""
+
+from __future__ import annotations
+
+import torch
+
+from ostinato.errors import HardwareCannot
+from ostinato.loop.starts.cuda import CudaStart
+
+
+class CudaGraph(CudaStart):
+    """The step as one executable; the host launches it once per step."""
+
+    name = "graph"
+    device_paced = False
+
+    def _make(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                for node in self._plan.nodes:
+                    node.run()
+                self._run_border()
+        except RuntimeError as error:
+            raise HardwareCannot(f"the step could not be captured as a graph: {error}; use --mode eager") from error
+        self.n_instantiations += 1
+        self._graph = graph
+
+    def _enqueue_step(self) -> None:
+        self.n_launches += 1
+        self._graph.replay()
+
+    def close(self) -> None:
+        super().close()
+        self._graph = torch.cuda.CUDAGraph()

@@ -1,0 +1,101 @@
+"""`loop` on CUDA: one WHILE graph whose body is the captured step; the device goes from step to step by itself.
+
+The graph is a border, which takes whoever was admitted, and a loop of steps, each ending in a border that sets the
+loop's condition. One launch lasts until nobody lives. Only the border is CUDA C++: setting a condition is what Triton
+cannot do.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from ostinato.errors import HardwareCannot
+from ostinato.loop.starts.cuda import BORDER_THREADS, LEAST_NAP_S, CudaStart
+
+
+class WhileGraph(CudaStart):
+    """The whole loop as one executable; the host launches it once per trigger."""
+
+    name = "loop"
+    device_paced = True
+    _ended: torch.cuda.Event | None = None  # of the last launch
+
+    def _make(self) -> None:
+        from cuda.bindings import driver
+        from cuda.core import LaunchConfig, Stream, launch
+        from cuda.core.graph import GraphDefinition
+
+        graph = GraphDefinition()
+        condition = graph.create_condition(default_value=0)
+        config = LaunchConfig(grid=1, block=BORDER_THREADS)
+        first = graph.launch(config, self._border_in_loop, *self._border_arguments, condition)
+        body = first.while_loop(condition).body
+        stream = driver.CUstream(self.stream.cuda_stream)
+        own_thread = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        _ok(driver.cuStreamBeginCaptureToGraph(stream, body.handle, None, None, 0, own_thread), "begin the capture")
+        try:
+            with torch.cuda.stream(self.stream):
+                for node in self._plan.nodes:
+                    node.run()
+                own = Stream.from_handle(self.stream.cuda_stream)
+                launch(own, config, self._border_in_loop, *self._border_arguments, condition)
+        except Exception as error:  # torch raises RuntimeError, cuda-core a kind of its own that is only an Exception
+            raise HardwareCannot(f"the step could not be captured into the loop: {error}; use --mode graph") from error
+        finally:
+            # Always ended, whatever happened inside: a stream left capturing would fail everything after it (E-59).
+            ended = driver.cuStreamEndCapture(stream)
+        _ok(ended, "end the capture")
+        self.n_nodes = len(body.nodes())
+        try:
+            self._graph, self._executable = graph, graph.instantiate()
+        except Exception as error:  # cuda-core's own kind
+            raise HardwareCannot(f"the loop could not be instantiated: {error}; use --mode graph") from error
+        self.n_instantiations += 1
+        self._own = Stream.from_handle(self.stream.cuda_stream)
+
+    def launch(self) -> None:
+        self.n_launches += 1
+        self._executable.launch(self._own)
+        ended = torch.cuda.Event()
+        ended.record(self.stream)
+        self._ended = ended
+
+    @property
+    def running(self) -> bool:
+        try:
+            return self._ended is not None and not self._ended.query()
+        except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
+            return False
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self.running:
+            if time.monotonic() > end:
+                return False
+            time.sleep(LEAST_NAP_S)
+        return True
+
+    def failure(self) -> BaseException | None:
+        try:
+            if self._ended is not None:
+                self._ended.query()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def step(self) -> None:
+        self._guard.allow("I-2", "submitting a single step from the host")
+        super().step()
+
+    def close(self) -> None:
+        super().close()
+        self._executable = self._graph = None
+
+
+def _ok(result: Any, what: str) -> None:
+    error = result[0] if isinstance(result, tuple) else result
+    if int(error) != 0:
+        raise HardwareCannot(f"the driver could not {what} of the loop: {error}; use --mode graph")

@@ -1,0 +1,83 @@
+"""`ostinato verify`: agreement, a difference with its name and exit code, and machines that cannot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.loop.torch_plan import tensors_of
+from ostinato.models import registry
+from tests.cli.conftest import Run
+
+
+def test_a_model_whose_modes_agree_is_said_to(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("verify", "--model", tiny, "--device", "cpu")
+    assert (ran.code, ran.err) == (0, "")
+    assert f"{tiny} on cpu, float32, KV f32" in ran.out
+    assert ["loop", "eager", "to", "the", "bit", "same,"] in [line.split()[:6] for line in ran.out.splitlines()]
+    assert "graph" in ran.out
+    assert "cannot run here" in ran.out
+    assert ran.out.endswith("all agree\n")
+
+
+def test_json_is_one_object_with_every_check(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("verify", "--model", tiny, "--device", "cpu", "--json")
+    found = json.loads(ran.out)
+    assert found["passed"] is True
+    assert [(check["check"], check["against"]) for check in found["checks"]] == [
+        ("weights", "the file"),
+        ("eager", "the twins"),
+        ("loop", "eager"),
+        ("weights", "before the runs"),
+    ]
+    assert all(check["difference"] is None and check["compared"] > 0 for check in found["checks"])
+    assert found["checks"][1]["figures"]["cosine"] > 0.999
+    assert set(found["not_run"]) == {"graph", "persistent"}
+
+
+def test_a_difference_is_named_and_exits_with_3(ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build = registry.build_model
+    built: list[object] = []
+
+    def flipped(*given: Any, **words: Any) -> Any:
+        """The first model that is loaded gets one wrong bit."""
+        model = build(*given, **words)
+        if not built:
+            weights = dict(tensors_of(model, "model"))
+            weights["model.layers.0.mlp.down.weight"].view(-1).view(torch.int32)[50] ^= 1
+        built.append(model)
+        return model
+
+    monkeypatch.setattr(registry, "build_model", flipped)
+    ran = ostinato("verify", "--model", tiny, "--device", "cpu")
+    assert ran.code == 3
+    assert "DIFFERS at load: model.layers.0.mlp.down.weight[1, 2] is" in ran.out
+    assert "all agree" not in ran.out
+    built.clear()
+    found = json.loads(ostinato("verify", "--model", tiny, "--device", "cpu", "--json").out)
+    assert found["passed"] is False
+    assert found["checks"][0]["difference"]["buffer"] == "model.layers.0.mlp.down.weight"
+
+
+def test_a_device_that_is_not_here_exits_with_4(ostinato: Run, tiny: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    ran = ostinato("verify", "--model", tiny, "--device", "cuda")
+    assert ran.code == 4
+    assert "use --device cpu" in ran.err
+
+
+def test_a_file_that_is_no_model_is_refused(ostinato: Run, vocabulary: Path) -> None:
+    ran = ostinato("verify", "--model", vocabulary)
+    assert ran.code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.model
+def test_the_default_model_verifies(default_model: Path, ostinato: Run) -> None:
+    ran = ostinato("verify", "--model", default_model, "--device", "cpu")
+    assert (ran.code, ran.out.splitlines()[-1]) == (0, "all agree")

@@ -1,0 +1,129 @@
+"""The layout of what host and device share: nothing overlaps, and C sees the places that Python sees."""
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ostinato.errors import HardwareCannot
+from ostinato.kernels import build
+from ostinato.loop.layout import (
+    ALIGNMENT,
+    GRANT_PAGES,
+    INBOX_WORDS,
+    OUTBOX_WORDS,
+    End,
+    Fault,
+    Field,
+    Finish,
+    InboxKind,
+    InboxWord,
+    Layout,
+    OutboxWord,
+    SlotState,
+    Tables,
+    Word,
+    arena_bytes,
+)
+
+LAYOUTS = [Layout(1, 1, 1), Layout(3, 7, 40, 16, 64), Layout(64, 2048, 151_936)]
+CPU = torch.device("cpu")
+
+
+def arenas(layout: Layout) -> dict[str, Sequence[Field]]:
+    return {"TABLE": layout.table_fields, "SEAT": layout.seat_fields, "RING": layout.ring_fields}
+
+
+@pytest.fixture
+def compiler() -> str:
+    try:
+        return build.cxx()
+    except HardwareCannot as error:
+        pytest.skip(f"the header was not compiled: {error}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_fields_are_aligned_and_do_not_overlap(layout: Layout) -> None:
+    for fields in arenas(layout).values():
+        assert len({field.name for field in fields}) == len(fields)
+        end = 0
+        for field in fields:
+            assert field.offset % ALIGNMENT == 0
+            assert field.offset >= end
+            end = field.offset + field.n_bytes
+        assert arena_bytes(fields) >= end
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_seat_lies_in_the_table_where_it_lies_in_the_seats(layout: Layout) -> None:
+    # The border copies seats by these places alone.
+    assert layout.table_fields[: len(layout.seat_fields)] == layout.seat_fields
+
+
+def test_writing_one_field_changes_no_other() -> None:
+    tables = Tables.on(LAYOUTS[1], CPU)
+    for arena in (tables.table, tables.seats, tables.rings):
+        for name in arena.names:
+            arena.memory.zero_()
+            arena[name].view(torch.uint8).fill_(255)
+            assert int((arena.memory == 255).sum()) == arena[name].nbytes
+            assert all(not arena[other].any() for other in arena.names if other != name)
+
+
+def test_host_views_are_the_same_bytes() -> None:
+    tables = Tables.on(LAYOUTS[1], CPU)
+    tables.table.host("position")[2] = 7
+    assert tables.table["position"].tolist() == [0, 0, 7]
+    assert tables.rings.host("words").dtype == np.int64
+
+
+def test_every_control_word_has_its_own_cache_line() -> None:
+    (words,) = [field for field in LAYOUTS[1].ring_fields if field.name == "words"]
+    assert words.shape == (len(Word), 8)
+    assert words.n_bytes == len(Word) * 64
+
+
+def test_an_outbox_entry_keeps_its_time_where_one_read_of_64_bits_finds_it() -> None:
+    assert OutboxWord.TIME % 2 == 0
+    assert OutboxWord.TIME + 2 == OUTBOX_WORDS
+
+
+def test_a_grant_fills_its_entry() -> None:
+    assert InboxWord.PAGES + GRANT_PAGES == INBOX_WORDS
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_the_emitted_header_says_in_c_what_python_says(
+    layout: Layout, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OSTINATO_HOME", str(tmp_path))
+    expected = {
+        "N_SLOTS": layout.n_slots,
+        "MAX_PAGES": layout.max_pages,
+        "VOCAB": layout.vocab,
+        "MASK_WORDS": layout.mask_words,
+        "INBOX_ENTRIES": layout.inbox_entries,
+        "OUTBOX_ENTRIES": layout.outbox_entries,
+        "SLOT_STATE_PAUSED": SlotState.PAUSED,
+        "FINISH_CANCELLED": Finish.CANCELLED,
+        "INBOX_KIND_STOP": InboxKind.STOP,
+        "INBOX_WORD_FIRST": InboxWord.FIRST,
+        "OUTBOX_WORD_LOGPROB": OutboxWord.LOGPROB,
+        "WORD_ENDS": Word.ENDS,
+        "FAULT_EPOCH": Fault.EPOCH,
+        "END_OUTBOX_FULL": End.OUTBOX_FULL,
+    }
+    for arena, fields in arenas(layout).items():
+        for field in fields:
+            expected[f"(long long){arena}_{field.name}(0)"] = field.offset
+            expected[f"sizeof(*{arena}_{field.name}(0))"] = 8 if field.kind == "int64" else 4
+    source = (
+        '#include "layout.h"\n'
+        f'extern "C" long long said(int i) {{ const long long all[] = {{{", ".join(expected)}}}; return all[i]; }}\n'
+    )
+    library = ctypes.CDLL(str(build.shared_object(source, "said.cpp", headers={"layout.h": layout.header()})))
+    library.said.restype = ctypes.c_longlong
+    assert {name: library.said(i) for i, name in enumerate(expected)} == expected

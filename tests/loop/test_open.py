@@ -1,0 +1,163 @@
+"""Opening a loop: which mode runs, what happens where one cannot be built, and what each family is decoded with."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ostinato.errors import HardwareCannot
+from ostinato.kernels import step
+from ostinato.kernels.step import twin_kernels
+from ostinato.loop.open import MODES, choose_mode, mode_below, why_not
+from ostinato.loop.prefill import TorchPrefill
+from ostinato.loop.starts.cpu import CpuEager, CpuLoop
+from ostinato.loop.static_plan import SPARE_STATES, WHY_NO_LOOP
+from ostinato.memory.paged import PagedMemory
+from ostinato.models.blocks import Model
+from tests.loop.rig import open_loop
+from tests.random_model import MemoryKind, random_model
+
+PROMPT = [5, 9, 2, 77, 31]
+REASON = "the driver could not begin the capture of the loop"
+
+
+class Capture:
+    """A build that fails, and counts how often it was tried."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *kinds: type, error: Exception | None = None) -> None:
+        self.tried: list[str] = []
+        for kind in kinds:
+            monkeypatch.setattr(kind, "build", self._failing(error or HardwareCannot(REASON)))
+
+    def _failing(self, error: Exception) -> object:
+        def build(start: CpuLoop | CpuEager) -> None:
+            self.tried.append(start.name)
+            raise error
+
+        return build
+
+
+def our_threads() -> int:
+    return sum(thread.name == "ostinato-cpu" for thread in threading.enumerate())
+
+
+def tokens(mode: str, model: Model) -> list[int]:
+    driver = open_loop(model=model, mode=mode)
+    generation = driver.seat(0, PROMPT, most=8)
+    driver.play()
+    driver.loop.close()
+    return driver.tokens(generation)
+
+
+# A mode that cannot be built
+
+
+def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model("kv")
+    expected = tokens("eager", model)
+    capture = Capture(monkeypatch, CpuLoop)
+    before = our_threads()
+    driver = open_loop(model=model, mode="auto")
+    loop = driver.loop
+    assert (loop.mode_name, loop.start.name, capture.tried) == ("eager", "eager", ["loop"])
+    assert loop.fell_back == f"loop: {REASON} (tried once; eager runs instead)"
+    assert loop.why_not[0] == loop.fell_back
+    assert [reason.partition(":")[0] for reason in loop.why_not] == ["loop", "persistent"]
+    generation = driver.seat(0, PROMPT, most=8)
+    driver.play()
+    assert driver.tokens(generation) == expected
+    loop.close()
+    assert capture.tried == ["loop"]
+    assert our_threads() == before
+
+
+def test_a_mode_that_was_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = Capture(monkeypatch, CpuLoop)
+    before = our_threads()
+    with pytest.raises(HardwareCannot, match=REASON):
+        open_loop(mode="loop")
+    assert capture.tried == ["loop"]
+    assert our_threads() == before
+
+
+def test_auto_gives_up_where_the_mode_below_cannot_be_built_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = Capture(monkeypatch, CpuLoop, CpuEager)
+    before = our_threads()
+    with pytest.raises(HardwareCannot, match=REASON):
+        open_loop(mode="auto")
+    assert capture.tried == ["loop", "eager"]
+    assert our_threads() == before
+
+
+def test_what_is_no_matter_of_hardware_is_no_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = Capture(monkeypatch, CpuLoop, error=ZeroDivisionError("a bug"))
+    before = our_threads()
+    with pytest.raises(ZeroDivisionError):
+        open_loop(mode="auto")
+    assert capture.tried == ["loop"]
+    assert our_threads() == before
+
+
+def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
+    driver = open_loop(mode="auto")
+    assert driver.loop.fell_back is None
+    assert driver.loop.start.executable
+    assert driver.loop.start.n_instantiations == 1
+    assert not driver.loop.mode.on
+    driver.play()
+    assert driver.loop.start.n_instantiations == 1
+    driver.loop.close()
+
+
+# Which mode, and with what
+
+
+def elsewhere(model: Model) -> Model:
+    """The model as it would say that it is not on the CPU."""
+    return replace(model, embedding=torch.empty((model.shape.vocab, model.shape.hidden), device="meta"))
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_recurrent_families_run_eagerly_and_as_graphs_on_a_gpu(kind: MemoryKind) -> None:
+    model = elsewhere(random_model(kind))
+    assert [why_not(mode, model) for mode in MODES[:3]] == [None, None, WHY_NO_LOOP]
+    mode, reasons = choose_mode("auto", model)
+    assert mode == "graph"
+    assert reasons[0] == f"loop: {WHY_NO_LOOP}"
+    assert mode_below("graph", model) == "eager"
+    assert mode_below("eager", model) is None
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: its torch ops allocate"):
+        choose_mode("loop", model)
+
+
+def test_the_mode_below_is_one_that_can_run() -> None:
+    assert mode_below("loop", random_model("kv")) == "eager"  # graphs are CUDA's
+
+
+def test_a_model_that_no_mode_can_run_is_refused_with_the_reason() -> None:
+    with pytest.raises(HardwareCannot, match="no mode can run this model here: heads of width 8"):
+        choose_mode("auto", elsewhere(random_model("kv", hidden=32)))
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model(kind)
+    expected = tokens("eager", model)
+    monkeypatch.setattr(step, "triton_kernels", twin_kernels)
+    driver = open_loop(model=model, mode="eager")
+    loop = driver.loop
+    loop.memory = PagedMemory.of(
+        model, n_slots=4 + SPARE_STATES, n_pages=64, kv_type="f32", page_tokens=loop.page_tokens
+    )
+    plan, start, prefill = loop._made_for_cuda()
+    loop.mode.replace(plan, start)
+    loop.plan, loop.start, loop.prefill = plan, start, prefill
+    assert plan.constants.endswith("static")
+    assert isinstance(prefill, TorchPrefill)
+    generation = driver.seat(2, PROMPT, most=8)
+    driver.play()
+    assert driver.tokens(generation) == expected
+    loop.close()

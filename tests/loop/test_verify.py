@@ -1,0 +1,248 @@
+"""`verify`: what agrees is found to agree, and what does not is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ostinato.loop.by_hand import GREEDY, ByHand
+from ostinato.loop.open import Loop, LoopOptions
+from ostinato.loop.plan import Node, Plan
+from ostinato.loop.starts.cpu import CpuLoop
+from ostinato.loop.torch_plan import tensors_of
+from ostinato.loop.verify import (
+    Verifier,
+    checksums,
+    first_difference,
+    same_checksums,
+    same_weights,
+    tolerance_of,
+)
+from ostinato.models.blocks import Model
+from ostinato.models.random import random_model as named_model
+from tests.random_model import MemoryKind, random_model
+
+Change = Callable[[Node], Node]
+
+
+def verifier(model: Model, **changes: object) -> Verifier:
+    return replace(Verifier(model, "f32", model.shape.vocab), **changes)  # type: ignore[arg-type]  # by name
+
+
+def with_nodes(loop: Loop, change: Change) -> Loop:
+    """The loop with other nodes in what it runs; its plan, and the plan's hash, stay what they were."""
+    plan = replace(loop.plan, nodes=tuple(change(node) for node in loop.plan.nodes))
+    assert plan.hash == loop.plan.hash
+    start = type(loop.start)(plan, loop.tables, loop.guard, loop.changed.set)  # type: ignore[call-arg]  # a CPU start
+    loop.mode.replace(loop.plan, start)
+    loop.start = start
+    return loop
+
+
+def without(name: str) -> Change:
+    def change(node: Node) -> Node:
+        return replace(node, run=lambda: None) if node.name == name else node
+
+    return change
+
+
+def second_is(change: Change) -> Callable[[Model, LoopOptions], Loop]:
+    """Opens loops of which every second one is changed: the one that is compared with `eager`."""
+    opened: list[Loop] = []
+
+    def open(model: Model, options: LoopOptions) -> Loop:
+        loop = Loop(model, options)
+        opened.append(loop)
+        return with_nodes(loop, change) if len(opened) % 2 == 0 else loop
+
+    return open
+
+
+def flip(tensor: torch.Tensor, place: int, bit: int) -> None:
+    tensor.view(-1).view(torch.int32)[place] ^= 1 << bit
+
+
+@pytest.mark.parametrize("kind", ["kv", "swa", "recurrent", "hybrid"])
+def test_modes_of_every_memory_agree_with_each_other_and_with_the_twins(kind: MemoryKind) -> None:
+    report = verifier(random_model(kind)).verify(lambda: random_model(kind))
+    assert [check.difference for check in report.checks] == [None] * 4
+    assert report.passed
+    assert [(check.name, check.comparison) for check in report.checks] == [
+        ("weights", "bits"),
+        ("eager", "tolerance"),
+        ("loop", "bits"),
+        ("weights", "bits"),
+    ]
+    assert "CUDA" in report.not_run["graph"]
+
+
+def test_the_sequences_are_greedy_and_drawn_cross_a_page_and_leave_a_slot_free() -> None:
+    cases = verifier(random_model("kv")).cases()
+    assert {case.sampling.temperature == 0 for case in cases} == {True, False}
+    crossing = [case for case in cases if len(case.prompt) // 16 != (len(case.prompt) + case.most - 1) // 16]
+    assert len(crossing) >= 2
+    assert len({len(case.prompt) for case in cases}) == len(cases)
+    assert max(case.slot for case in cases) >= len(cases)
+
+
+def test_a_flipped_bit_of_a_weight_is_found_and_named() -> None:
+    model = random_model("kv")
+    flip(dict(tensors_of(model, "model"))["model.layers.1.mlp.down.weight"], 77, 3)
+    report = verifier(model).verify(lambda: random_model("kv"))
+    assert not report.passed
+    weights = report.checks[0]
+    assert weights.difference is not None
+    assert (weights.difference.buffer, weights.difference.place) == ("model.layers.1.mlp.down.weight", (1, 13))
+    assert weights.difference.text.startswith("load: model.layers.1.mlp.down.weight[1, 13] is ")
+
+
+def test_a_large_flip_is_seen_by_the_twins_too() -> None:
+    model = random_model("kv")
+    flip(dict(tensors_of(model, "model"))["model.layers.0.attention.qkv.weight"], 5, 30)
+    found = verifier(model).near_twins(random_model("kv"))
+    assert found.difference is not None
+    assert found.difference.buffer in ("logits", "logprob")
+
+
+def test_a_step_that_writes_into_the_weights_is_found_and_the_weight_named() -> None:
+    model = random_model("kv")
+    before = checksums(model)
+    assert same_checksums(model, before).difference is None
+    flip(dict(tensors_of(model, "model"))["model.norm.weight"], 0, 1)
+    found = same_checksums(model, before).difference
+    assert found is not None
+    assert found.buffer == "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("removed", "node", "buffer"),
+    [
+        ("layer.0", "layer.0", "memory.0.keys"),
+        ("layer.1", "layer.1", "x"),
+        ("head", "head", "logits"),
+        ("sample", "sample", "table.chosen"),
+    ],
+)
+def test_a_node_that_is_missing_from_what_a_mode_runs_is_named(removed: str, node: str, buffer: str) -> None:
+    check = verifier(random_model("kv"), open=second_is(without(removed))).compare("loop")
+    assert check.difference is not None
+    assert (check.difference.node, check.difference.buffer, check.difference.step) == (node, buffer, 1)
+
+
+def test_a_mode_that_dies_is_told_and_ends_no_other_check() -> None:
+    def broken(node: Node) -> Node:
+        return replace(node, run=lambda: 1 // 0) if node.name == "head" else node
+
+    report = verifier(random_model("kv"), open=second_is(broken)).verify(None)
+    died, weights = report.checks
+    assert died.difference is not None
+    assert "modulo by zero" in died.difference.text
+    assert weights.passed
+
+
+def test_a_host_paced_mode_is_compared_after_every_step_and_the_step_is_named() -> None:
+    runs = []
+
+    def late(node: Node) -> Node:
+        if node.name != "layer.1":
+            return node
+
+        def run() -> None:
+            runs.append(node.run)
+            if len(runs) != 5:  # the first step admits: the fifth is step 4
+                node.run()
+
+        return replace(node, run=run)
+
+    check = verifier(random_model("kv"), open=second_is(late)).compare("eager")
+    assert check.difference is not None
+    assert (check.difference.node, check.difference.step) == ("layer.1", 4)
+    assert "after step 4" in check.difference.text
+
+
+def test_a_host_paced_mode_that_agrees_is_compared_at_every_step() -> None:
+    model = random_model("kv")
+    once, each = verifier(model).compare("loop"), verifier(model).compare("eager")
+    assert each.passed
+    assert each.n_compared > 10 * once.n_compared
+
+
+def test_another_plan_is_told_by_its_first_line_that_differs() -> None:
+    def open(model: Model, options: LoopOptions) -> Loop:
+        loop = Loop(model, options)
+        if options.mode == "loop":
+            loop.plan = replace(loop.plan, nodes=loop.plan.nodes[:-1])
+        return loop
+
+    found = verifier(random_model("kv"), open=open).compare("loop").difference
+    assert found is not None
+    assert (found.node, found.expected) == ("plan", "sample (sample): logits, table -> table")
+    assert found.found == "nothing"
+
+
+def test_arithmetic_of_its_own_is_compared_by_greedy_tokens_and_a_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuLoop, "comparison", "tolerance", raising=False)
+    check = verifier(random_model("kv")).compare("loop")
+    assert (check.comparison, check.difference) == ("tolerance", None)
+    assert check.figures["cosine"] > 0.999
+    broken = verifier(random_model("kv"), open=second_is(without("layer.0"))).compare("loop")
+    assert broken.difference is not None
+    assert (broken.difference.node, broken.difference.buffer) == ("sample", "token")
+
+
+@pytest.mark.slow
+def test_packed_weights_are_allowed_the_rounding_of_what_they_are_multiplied_with() -> None:
+    cpu = torch.device("cpu")
+    assert tolerance_of(named_model("tiny", torch.float32, cpu)) == 1e-3
+    packed = named_model("tiny", torch.float32, cpu, mix="q4_k_m")
+    assert tolerance_of(packed) == tolerance_of(named_model("tiny", torch.bfloat16, cpu)) == 1e-1
+    assert verifier(packed).verify(lambda: named_model("tiny", torch.float32, cpu, mix="q4_k_m")).passed
+
+
+def test_elements_are_compared_by_their_bits_and_the_first_one_is_named() -> None:
+    zeros = torch.zeros(3, 4)
+    assert first_difference("n", "b", zeros, zeros.clone()) is None
+    minus = zeros.clone()
+    minus[1, 2] = -0.0
+    found = first_difference("n", "b", zeros, minus)
+    assert found is not None
+    assert (found.place, found.n_elements) == ((1, 2), 1)
+    assert found.expected != found.found
+    nan = zeros.clone().fill_(float("nan"))
+    assert first_difference("n", "b", nan, nan.clone()) is None
+    longer = first_difference("n", "b", zeros, torch.zeros(3, 5))
+    assert longer is not None
+    assert (longer.expected, longer.found) == ("float32 [3, 4]", "float32 [3, 5]")
+
+
+def test_weights_of_the_same_model_are_the_same() -> None:
+    assert same_weights(random_model("kv"), random_model("kv")).difference is None
+
+
+def test_a_loop_driven_by_hand_gives_the_same_by_steps_and_by_a_trigger() -> None:
+    model = random_model("kv")
+    tokens = []
+    for steps in (True, False):
+        hand = ByHand(Loop(model, LoopOptions("eager", 2, 64, 8, "f32", model.shape.vocab)))
+        hand.seat(1, [3, 1, 4], most=5, sampling=GREEDY)
+        if steps:
+            while hand.step():
+                pass
+        else:
+            hand.run()
+        tokens.append([entry.token for entry in hand.entries])
+        hand.close()
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 5
+
+
+def test_a_plan_keeps_its_hash_when_only_what_a_node_does_changes() -> None:
+    """What the tests above stand on."""
+    hand = ByHand(Loop(random_model("kv"), LoopOptions("eager", 1, 16, 1, "f32", 128)))
+    plan: Plan = hand.loop.plan
+    hand.close()
+    assert replace(plan, nodes=tuple(map(without("head"), plan.nodes))).hash == plan.hash
+    assert replace(plan, nodes=plan.nodes[1:]).hash != plan.hash

@@ -1,0 +1,240 @@
+"""The GPU checks' own logic, tried without a GPU: what they compare, and how they judge."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import gpu_exact, gpu_frame, gpu_speed, gpu_stress
+from bench.gpu_frame import Check, Ended, Job, Outcome, Setting
+from bench.gpu_models import model_named, moved
+
+ROOT = Path(__file__).parents[1]
+
+
+def setting(seconds: float = 60.0, device: str = "cuda") -> Setting:
+    return Setting(device, None, time.monotonic() + seconds, lambda _: None)
+
+
+def ended(work: str, *records: gpu_frame.Record, error: str | None = None, **words: object) -> Ended:
+    return Ended(Job(work, words), records, error, 1.0)
+
+
+# The script
+
+
+@pytest.mark.slow
+def test_the_script_runs_a_check_in_a_child_and_ends_with_a_summary() -> None:
+    words = ["-m", "bench.gpu_check", "--device", "cpu", "--part", "exact", "--only", "kv-types"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASS kv-types" in done.stdout
+    assert done.stdout.splitlines()[-1] == "1 PASS, 0 FAIL, 0 MISS, 0 SKIP"
+    notes = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [outcome["verdict"] for outcome in notes[0]["outcomes"]] == ["PASS"]
+
+
+@pytest.mark.slow
+def test_an_unknown_check_is_refused_with_the_known_ones() -> None:
+    words = ["-m", "bench.gpu_check", "--device", "cpu", "--part", "stress", "--only", "speed"]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert "known: calls, host-time" in done.stderr
+
+
+# The frame
+
+
+def checks(*judged: Sequence[Outcome] | Exception, alone: bool) -> list[Check]:
+    """Checks that come to this, without a child."""
+
+    def check(number: int, found: Sequence[Outcome] | Exception) -> Check:
+        def judge(_: Setting, __: Sequence[Ended]) -> Sequence[Outcome]:
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        run = lambda setting, job: ended(job.work)  # noqa: E731 - a child that says nothing
+        return Check("exact", f"check-{number}", lambda _: [Job("none")], judge, alone=alone, run=run)
+
+    return [check(number, found) for number, found in enumerate(judged)]
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_check_that_breaks_fails_and_the_others_go_on(alone: bool) -> None:
+    good = [Outcome("PASS", "good", "as it should be")]
+    found = list(gpu_frame.run_checks(checks(good, KeyError("records"), good, alone=alone), setting(), 2))
+    assert [outcome.verdict for outcome in found] == ["PASS", "FAIL", "PASS"]
+    assert "KeyError" in found[1].value
+
+
+def test_a_check_whose_turn_comes_after_the_parts_time_is_skipped() -> None:
+    good = [Outcome("PASS", "good", "as it should be")]
+    found = list(gpu_frame.run_checks(checks(good, alone=True), setting(seconds=0.5), 1))
+    assert [outcome.verdict for outcome in found] == ["SKIP"]
+    assert "--seconds" in found[0].value
+
+
+@pytest.mark.slow
+def test_a_child_that_fails_gives_what_it_said_before_and_why_it_failed() -> None:
+    job = Job("trials", {"name": "no such model", "type": "f32", "n": 1, "seed": 1, "seconds": 1.0})
+    found = gpu_frame.run_child(setting(device="cpu"), job)
+    assert found.records == ()
+    assert found.error is not None
+    assert "no such model" in found.error
+
+
+# Exactness
+
+
+def test_two_answers_that_differ_in_one_bit_of_a_logprob_are_told_apart() -> None:
+    one: list[gpu_exact.Witness] = [(5, "bf800000", ((5, "bf800000"),), 3, None)]
+    assert gpu_exact.first_difference(one, one) is None
+    two: list[gpu_exact.Witness] = [(5, "bf800001", ((5, "bf800000"),), 3, None)]
+    assert "logprob" in str(gpu_exact.first_difference(one, two))
+    assert gpu_exact.first_difference(one, []) == "0 tokens, alone 1"
+
+
+@pytest.mark.slow
+def test_trials_find_a_request_whose_bits_depend_on_its_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"name": "tiny", "type": "f32", "seed": 1, "seconds": 30.0}
+    right = next(gpu_exact.trials("cpu", n=3, **words))  # type: ignore[arg-type]  # words of several kinds
+    assert (right["trials"], right["wrong"]) == (3, [])
+    together = gpu_exact._together
+
+    def spoiled(*given: object) -> object:
+        requests, answers = together(*given)  # type: ignore[arg-type]  # passed on
+        token, bits, *rest = answers[-1][0]
+        answers[-1][0] = (token, f"{int(bits, 16) ^ 1:08x}", *rest)  # type: ignore[assignment]  # one bit of the last request
+        return requests, answers
+
+    monkeypatch.setattr(gpu_exact, "_together", spoiled)
+    wrong = next(gpu_exact.trials("cpu", n=2, **words))["wrong"]  # type: ignore[arg-type]  # words of several kinds
+    assert len(wrong) == 2
+    assert "logprob" in wrong[0]
+    assert "with nobody beside: the same" in wrong[0]
+
+
+def test_fewer_trials_than_wanted_are_a_miss_and_a_mismatch_is_a_failure() -> None:
+    record = {"what": "trials", "model": "tiny", "trials": 7, "requests": 30, "cached": 5, "cancelled": 1, "tokens": 90}
+    for n, wrong, verdict in ((7, [], "PASS"), (9, [], "MISS"), (7, ["token 3"], "FAIL")):
+        one = ended("trials", {**record, "wrong": wrong, "s": 1.0}, name="tiny", type="f32", n=n)
+        assert gpu_exact.judge_trials(setting(), [one], "trials")[0].verdict == verdict
+
+
+def test_a_mode_that_was_not_compared_is_a_failure() -> None:
+    check: gpu_frame.Record = {"name": "graph / eager", "difference": None, "n": 3, "figures": {}}
+    record = {"what": "verified", "model": "tiny bf16", "checks": [check], "not_run": {"loop": "an old driver"}}
+    found = gpu_exact.judge_verified(setting(), [ended("verify", record, name="tiny")], "types")
+    assert found[0].verdict == "FAIL"
+    assert "loop / eager" in found[0].value
+    assert "an old driver" in found[0].value
+
+
+def test_a_moved_model_keeps_its_tied_head_and_its_norms_in_float32() -> None:
+    model = moved(model_named("tiny", "f32"), torch.device("cpu"), torch.bfloat16)
+    assert model.dtype == torch.bfloat16
+    assert isinstance(model.embedding, torch.Tensor)
+    assert model.embedding.dtype == torch.bfloat16
+    assert model.head is not None
+    assert model.head.weight is model.embedding
+    assert model.norm is not None
+    assert model.norm.weight.dtype == torch.float32
+
+
+# Speed
+
+
+def test_a_figure_under_its_bar_is_a_miss_and_says_what_limits_it() -> None:
+    bars = gpu_speed.MODELS[0]
+    figure = {"what": "decode", "runs": [790.0, 800.0], "limit": 1600.0, "host_tok_s": 799.0, "slots": 8}
+    kind = {"kind": "head", "n_nodes": 1, "microseconds": 200.0, "weight_bytes": 480_000_000}
+    records = [
+        {"what": "machine", "read_bytes_s": 4e12},
+        {**figure, "mode": "loop", "batch": 1, "tok_s": 800.0},
+        {**figure, "mode": "eager", "batch": 1, "tok_s": 100.0},
+        {**figure, "mode": "graph", "batch": 1, "tok_s": 820.0},
+        {"what": "profile", "batch": 1, "us": 900.0, "kinds": [kind]},
+    ]
+    found = {outcome.name: outcome for outcome in gpu_speed._judge(bars, setting(), [ended("speed", *records)])}
+    assert found["decode-1b-bf16"].verdict == "MISS"
+    assert "50 % of it" in found["decode-1b-bf16"].value
+    assert found["decode-1b-bf16-eager"].verdict == "PASS"
+    assert found["decode-1b-bf16-graph"].verdict == "MISS"
+    assert "head 200 us in 1 nodes, 60 % of 4.00 TB/s" in found["time-1b-bf16-batch-1"].value
+
+
+def test_graph_memory_that_grows_with_the_slots_is_a_miss() -> None:
+    def judged(*steps: int) -> str:
+        records = [
+            {"what": "graph_memory", "slots": n, "step": step << 20, "prompts": 0} for n, step in enumerate(steps)
+        ]
+        return gpu_speed.judge_graph_memory(setting(), [ended("graph_memory", *records)])[0].verdict
+
+    assert judged(10, 12, 10) == "PASS"
+    assert judged(10, 12, 30) == "MISS"
+    assert judged(70, 70, 70) == "MISS"
+
+
+# Stress
+
+
+def test_calls_that_grow_with_the_tokens_fail_and_questions_by_time_do_not() -> None:
+    def judged(by_hand: int, launches: int) -> list[str]:
+        one = {"cudaGraphLaunch": 1, "cudaEventQuery": 3}
+        record = {
+            "what": "calls",
+            "counter": "CUPTI",
+            "by_hand": {"100": one, "2000": {**one, "cudaGraphLaunch": by_hand}},
+            "engine": {"100": one, "2000": {"cudaGraphLaunch": launches, "cudaEventQuery": 90, "cudaGetLastError": 80}},
+        }
+        return [outcome.verdict for outcome in gpu_stress.judge_calls(setting(), [ended("calls", record)])]
+
+    assert judged(1, 1) == ["PASS", "PASS"]
+    assert judged(2000, 2000) == ["FAIL", "FAIL"]
+
+
+def test_a_request_without_an_error_and_an_engine_that_asks_for_no_restart_fail_the_fault_check() -> None:
+    record = {
+        "what": "fault",
+        "ends": {"0": ["EngineDead: the step failed; restart", "nothing more"], "1": ["ended (length, 5 more tokens)"]},
+        "unread": [],
+        "said": "the engine's thread failed; open the model again",
+        "refused": "EngineDead: dead",
+        "closed_s": 0.1,
+        "complaints": [],
+    }
+    found = gpu_stress.judge_fault(setting(), [ended("fault", record, how="step")])[0]
+    assert found.verdict == "FAIL"
+    assert "request 1" in found.value
+    assert "must restart" in found.value
+    assert "request 0" not in found.value
+
+
+def test_busy_cores_that_unsettle_a_steady_device_fail_and_an_unsteady_device_misses() -> None:
+    def judged(idle: float, busy: float) -> str:
+        gaps = {"median_us": 100.0, "longest_us": 500.0}
+        record = {"what": "busy", "idle": {**gaps, "p99_us": idle}, "busy": [{**gaps, "p99_us": busy}], "n_busy": 16}
+        return gpu_stress.judge_busy(setting(), [ended("busy", record)])[0].verdict
+
+    assert judged(101, 104) == "PASS"
+    assert judged(101, 120) == "FAIL"
+    assert judged(120, 121) == "MISS"
+
+
+def test_handles_that_engines_leave_behind_fail_the_check() -> None:
+    def judged(handles: int) -> str:
+        held = [{"n": n, "handles": 10, "threads": 4, "rss": 1 << 30} for n in (20, 40, 60)]
+        held[-1]["handles"] = handles
+        record = {"what": "engines", "n": 60, "s": 30.0, "held": held}
+        return gpu_stress.judge_engines(setting(), [ended("engines", record)])[0].verdict
+
+    assert judged(10) == "PASS"
+    assert judged(11) == "FAIL"
