@@ -1,7 +1,8 @@
 """The CPU's starts: one thread is the device, and plays the plan's nodes in order.
 
 All arithmetic of an engine runs on that thread, or on the main one while that waits for tokens: never on two, so that
-torch's workers serve one caller and a prompt's chunk does not fight a step. `CpuLoop` plays until nobody lives, once called; `CpuEager` is called for every step.
+torch's workers serve one caller and a prompt's chunk does not fight a step. `CpuLoop` plays until nobody lives, once
+called; `CpuEager` is called for every step.
 """
 
 from __future__ import annotations
