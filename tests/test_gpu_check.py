@@ -16,6 +16,8 @@ from bench import gpu_exact, gpu_frame, gpu_speed, gpu_stress
 from bench.gpu_frame import Check, Ended, Job, Outcome, Setting
 from bench.gpu_models import model_named, moved
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

@@ -47,6 +47,8 @@ from tests.loop.test_loop import alone, by_full_forwards
 from tests.models.test_refusals import refusal, spoiled_folder, spoiled_gguf
 from tests.random_model import random_model
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ostinato.__file__).parent

@@ -32,6 +32,8 @@ from tests.loop.families import family_model
 from tests.loop.rig import GREEDY, Driver, open_loop
 from tests.random_model import MemoryKind, RandomWeights, random_model, shape_of
 
+pytestmark = pytest.mark.slow
+
 KINDS: tuple[MemoryKind, ...] = ("recurrent", "hybrid", "kv", "swa")
 RECURRENT: tuple[MemoryKind, ...] = ("recurrent", "hybrid")
 N_SLOTS = 6
