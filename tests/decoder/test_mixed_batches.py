@@ -21,6 +21,8 @@ from tests.decoder.oracle import Oracle, Row
 from tests.decoder.rig import KINDS, N_VOCAB, Kind, assert_close, model_of, small_decoder
 from tests.models import plain_memory
 
+pytestmark = pytest.mark.slow
+
 CELLS = 64
 
 Texts = dict[int, tuple[int, ...]]

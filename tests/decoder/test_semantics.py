@@ -19,6 +19,8 @@ from tests.counts import soak
 from tests.decoder.rig import KINDS, N_VOCAB
 from tests.decoder.stepping import BatchStepper, Committed, Event, Place, Read, StepDecoder, Wrote
 
+pytestmark = pytest.mark.slow
+
 Way = Callable[[], StepDecoder]
 
 WAYS: dict[str, Way] = {
