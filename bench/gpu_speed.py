@@ -67,10 +67,6 @@ MODELS: Final = (
 TINY: Final = Bars("tiny", "f32", 1, 1, 1, 1, {2: 1})  # for a dry run on the CPU: bars that anything meets
 
 
-def bars_for(setting: Setting) -> Sequence[Bars]:
-    return MODELS if setting.on_gpu else (TINY,)
-
-
 # Measuring, in a child
 
 

@@ -170,8 +170,8 @@ class LLM:
             if shape.causal
             else None
         )
-        if self._loop_engine is not None and self._loop_engine.loop.fell_back is not None:
-            talk(self._loop_engine.loop.fell_back)
+        for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
+            talk(sentence)
         self._recent: list[int] | None = None  # what memory would hold after the last answer, if it was not `reuse`
         return placement
 
@@ -469,7 +469,7 @@ class LLM:
                         break
                     order.append(request.id)
                     answers[request.id] = _Answer(self, prompt, settled, request, fresh=fresh)
-                request, message = waited_for(heard, self._engine.help)
+                request, message = waited_for(heard, self._engine.helper)
                 answer = answers.get(request.id)
                 if answer is None:
                     continue  # past its stop string

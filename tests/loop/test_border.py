@@ -513,11 +513,11 @@ def test_drift_ends_the_loop_and_nothing_of_its_last_step_is_told(table: Table, 
 
 
 def test_a_fault_is_for_good(table: Table) -> None:
-    table.set_word(Word.FAULT, Fault.DEADLINE)
+    table.set_word(Word.FAULT, Fault.EPOCH)
     table.admit(0, generation=1)
     for ends in (1, 2):
         table.run()
-        assert (table.word(Word.FAULT), table.word(Word.ENDS)) == (Fault.DEADLINE, ends)
+        assert (table.word(Word.FAULT), table.word(Word.ENDS)) == (Fault.EPOCH, ends)
     assert table.states()[0] == SlotState.FREE
 
 

@@ -80,14 +80,9 @@ def _without_gpu_packages() -> str | None:
 
 
 def _no_while_nodes(driver_cuda: int | None) -> str | None:
-    """Why the driver cannot run a loop as one graph."""
-    from ostinato.loop.open import WHILE_NODES_SINCE
+    from ostinato.loop.open import why_driver_has_no_while  # imports torch, which is there if a GPU can be used
 
-    if driver_cuda is None:
-        return "the NVIDIA driver does not tell which CUDA it knows; WHILE nodes need 12.4 or newer"
-    if driver_cuda < WHILE_NODES_SINCE:
-        return f"the NVIDIA driver knows CUDA {_dotted(driver_cuda)}; WHILE nodes need 12.4 or newer"
-    return None
+    return why_driver_has_no_while(driver_cuda)
 
 
 def _dotted(version: int) -> str:

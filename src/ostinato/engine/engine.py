@@ -23,6 +23,7 @@ from ostinato.engine.stats import Stats
 from ostinato.engine.usher import Usher
 from ostinato.loop.layout import Word
 from ostinato.loop.open import Loop, LoopOptions
+from ostinato.loop.starts.start import Helper
 from ostinato.models.blocks import Model
 from ostinato.options import DEFAULT_QUEUE, Sampling
 
@@ -118,15 +119,16 @@ class Engine:
         The request is read from what is returned; or `sink` is told of everything, on the engine's thread.
         """
         ask = self.check(prompt, sampling)
-        request = Request(next(self._ids), ask, self._line.cancel, sink, self._loop.start.help)
-        if threading.current_thread() is threading.main_thread():
-            self._loop.start.lend()
+        request = Request(next(self._ids), ask, self._line.cancel, sink, self.helper)
+        if self.helper is not None and threading.current_thread() is threading.main_thread():
+            self.helper.lend()
         self._line.join(request, wait=wait)
         return request
 
-    def help(self) -> bool:
-        """Do a part of the device's work in place of waiting for it; False where there is none to be done here."""
-        return self._loop.start.help()
+    @property
+    def helper(self) -> Helper | None:
+        """Whom to help while waiting for messages on the main thread; None where the device works alone."""
+        return self._loop.start.helper
 
     def stream(self, request: Request) -> Iterator[Token]:
         """The tokens of a request as they come. Closing it half-way cancels the request."""

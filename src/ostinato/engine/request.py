@@ -15,6 +15,7 @@ from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ostinato.errors import InternalError
+from ostinato.loop.starts.start import Helper
 from ostinato.options import Sampling
 
 PAUSE_S: Final = 0.001  # between two looks for work to help with, where there was none
@@ -40,11 +41,11 @@ class Token(NamedTuple):
 T = TypeVar("T")
 
 
-def waited_for(messages: SimpleQueue[T], help: Callable[[], bool]) -> T:
-    """The next message of a queue; who waits for it on the main thread helps to bring it about."""
-    while threading.current_thread() is threading.main_thread():
+def waited_for(messages: SimpleQueue[T], helper: Helper | None) -> T:
+    """The next message of a queue; who waits for it on the main thread helps, where help is wanted."""
+    while helper is not None and threading.current_thread() is threading.main_thread():
         try:
-            return messages.get_nowait() if help() else messages.get(timeout=PAUSE_S)
+            return messages.get_nowait() if helper.help() else messages.get(timeout=PAUSE_S)
         except Empty:
             continue
     return messages.get()
@@ -84,10 +85,10 @@ class Request:
         ask: Ask,
         cancel: Callable[[Request], None],
         sink: Callable[[Request, Message], None] | None = None,
-        help: Callable[[], bool] = lambda: False,
+        helper: Helper | None = None,
     ) -> None:
-        """`sink`, where there is one, is given every message, on the engine's thread, in place of any reader. `help`
-        does a part of the device's work while a reader waits; False where there is nothing to do."""
+        """`sink`, where there is one, is given every message, on the engine's thread, in place of any reader. `helper`
+        lets a reader on the main thread do a part of the device's work."""
         self.id, self.ask = id, ask
         self.cached_tokens = 0
         self.submitted = time.perf_counter()
@@ -97,7 +98,7 @@ class Request:
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None
         self._cancel = cancel
-        self._help = help
+        self._helper = helper
         self._lock = threading.Lock()
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._sink = sink
@@ -134,7 +135,7 @@ class Request:
     def __next__(self) -> Token:
         if self._is_read:
             raise StopIteration
-        message = waited_for(self._messages, self._help)
+        message = waited_for(self._messages, self._helper)
         if not isinstance(message, Token):
             self._is_read = True
             if isinstance(message, Exception):

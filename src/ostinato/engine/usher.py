@@ -24,6 +24,7 @@ from ostinato.engine.stats import GapMeter
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, OstinatoError
 from ostinato.loop.host import OutEntry, Seat
 from ostinato.loop.layout import Finish, Word
+from ostinato.loop.mode import MUST_RESTART
 from ostinato.loop.open import Loop
 from ostinato.loop.starts.start import Work
 
@@ -32,6 +33,8 @@ NAP_S: Final = 0.0005
 LONG_NAP_S: Final = 0.05
 # Longest wait for what has passed its last border, or for a chunk when the engine closes.
 END_S: Final = 60.0
+# Longest step that is believed: a large model on a slow CPU takes minutes, with a prompt's chunk before it.
+STALLED_S: Final = 900.0
 
 _REASONS: Final[dict[Finish, FinishReason]] = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
@@ -79,6 +82,7 @@ class Usher:
         self._chunk: Chunk | None = None
         self._unsent: deque[Callable[[], bool]] = deque()  # entries for the inbox, in order
         self._generations = count(1)
+        self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they were last seen to change
         self._listens = False  # whether the loop may speak, as far as is known
         self._ends = 0  # how often the loop had ended when it was last triggered
         self._no_room = False  # whether the first in line was refused, and nothing has changed since
@@ -364,6 +368,7 @@ class Usher:
         self._listens = True
         if self._mode.running:
             if self._host.word(Word.ENDS) == self._ends:
+                self._check_progress()
                 return
             # It has passed its last border, and rung; what is left of it is a moment.
             if not self._loop.start.wait(END_S):
@@ -380,6 +385,14 @@ class Usher:
             self._mode.trigger()
         except (DecodeInvariantError, EngineDead) as error:
             self._die(self._mode.fault() or str(error))
+
+    def _check_progress(self) -> None:
+        """A loop that neither steps nor ends is dead: whoever waits for it is told (every wait has a deadline)."""
+        now = self._mode.n_triggers, self._host.word(Word.STEPS)
+        if now != self._progress:
+            self._progress, self._progress_at = now, time.monotonic()
+        elif time.monotonic() - self._progress_at > STALLED_S:
+            self._die(f"the loop has made no step for {STALLED_S:.0f} s; {MUST_RESTART}")
 
     # Ends
 

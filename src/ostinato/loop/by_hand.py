@@ -69,7 +69,6 @@ class ByHand:
         mode = self.loop.mode
         if not mode.on:
             mode.enter()
-            self.synchronize()
         mode.trigger()
 
     def wait(self) -> None:
@@ -87,7 +86,6 @@ class ByHand:
         if self.loop.start.executable == 0:
             mode.enter()  # builds, and leaves plan hash and epoch where the border looks for them
             mode.exit()
-            self.synchronize()
         try:
             mode.step()
         except Exception as error:  # whatever a node died of

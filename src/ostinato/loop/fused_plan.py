@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,11 @@ from ostinato.kernels.attend import Heads, PagedKV, Rows
 from ostinato.kernels.matmul import InputNorm, Prepared, n_stats
 from ostinato.kernels.packed import Packed, Stack
 from ostinato.kernels.step import StepKernels
-from ostinato.loop.layout import Tables
+from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan
 from ostinato.loop.torch_plan import tensors_of, without_repeats
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
-
-ROW_TILE: Final = 16
 
 
 def why_not_fused(model: Model) -> str | None:
@@ -257,20 +255,12 @@ class FusedPlan:
         self._product("head", "head", given, model.head, s.logits, norm=norm, softcap=cap)
 
     def _sample(self) -> None:
-        s, table = self.step, self._table
         launches = self._kernels.sample(
-            s.logits,
-            table,
-            n_rows=self._n_rows,
-            row_slot=table["row_slot"],
+            self.step.logits,
+            self._table,
             n_tokens=self._n_tokens,
-            position=table["position"],
-            offset=1,
-            chosen=table["chosen"],
-            chosen_logprob=table["chosen_logprob"],
-            top_ids=table["top_ids"],
-            top_logprobs=table["top_logprobs"],
             workspace=self._sample_workspace,
+            **sampled(self._table),
         )
         scratch = tuple(name for name in self._buffers if name.startswith("sample.workspace"))
         for name, run in launches:

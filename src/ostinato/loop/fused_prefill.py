@@ -7,7 +7,7 @@ prompt was cut, nor on the bucket. All memory is made here, once; a chunk copies
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -76,7 +76,7 @@ class FusedPrefill:
         self._last = made(tables.layout.n_slots, shape.hidden)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
-        self.failures: dict[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
+        self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
         self._first = FirstToken(model, tables, n_tokens, kernels, prompts)
 
     def capture(self, stream: Any) -> None:
@@ -93,7 +93,7 @@ class FusedPrefill:
                     _play(launches)
                 self._graphs[rows] = graph
             except RuntimeError as error:
-                self.failures[rows] = str(error)
+                self.failures = {**self.failures, rows: str(error)}
 
     def rows_for(self, n_prompt: int) -> int:
         return self.rows  # of a chunk; its bits are the same in any bucket

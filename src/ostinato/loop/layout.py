@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from math import prod
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import torch
@@ -115,7 +115,6 @@ class Fault(IntEnum):
     PLAN = 1  # the plan hash in the table is not the one it was built with (I-10)
     EPOCH = 2  # the epoch in the table is not the one it was built with (I-10)
     INBOX = 3  # an inbox entry that no host of ours writes
-    DEADLINE = 4  # a device wait ran out
 
 
 class End(IntEnum):
@@ -305,6 +304,20 @@ class Tables:
             Arena(layout.seat_fields, _host_bytes(arena_bytes(layout.seat_fields), pinned=pinned)),
             Arena(layout.ring_fields, _host_bytes(arena_bytes(layout.ring_fields), pinned=pinned)),
         )
+
+
+def sampled(table: Arena) -> dict[str, Any]:
+    """What a step's sampler is told beside the logits: who is in the step, and where its choices go."""
+    return {
+        "n_rows": table["n_rows"],
+        "row_slot": table["row_slot"],
+        "position": table["position"],
+        "offset": 1,  # the token that is chosen stands behind the one that was taken in
+        "chosen": table["chosen"],
+        "chosen_logprob": table["chosen_logprob"],
+        "top_ids": table["top_ids"],
+        "top_logprobs": table["top_logprobs"],
+    }
 
 
 def arena_bytes(fields: Sequence[Field]) -> int:

@@ -13,10 +13,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ostinato.errors import DecodeInvariantError, EngineDead, InternalError, PlanStale
+from ostinato.errors import DecodeInvariantError, EngineDead, PlanStale
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
-from ostinato.loop.layout import End, Fault, Tables, Word
+from ostinato.loop.layout import Fault, Tables, Word
 from ostinato.loop.plan import Buffer, Plan
 from ostinato.loop.starts.start import Start
 
@@ -178,11 +178,3 @@ class DecodeMode:
         except PlanStale as drift:
             self.die(f"{drift}; {MUST_RESTART}")
             raise
-
-
-def ended_because(host: HostSide) -> End:
-    """Why the loop last ended."""
-    why = host.word(Word.WHY)
-    if why not in End.__members__.values():
-        raise InternalError(f"the loop ended for a reason nobody knows: {why}")
-    return End(why)

@@ -12,14 +12,12 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from ostinato.errors import HardwareCannot, Unsupported
 from ostinato.loop.fused_plan import fused_plan, why_not_fused
 from ostinato.loop.fused_prefill import FusedPrefill
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
-from ostinato.loop.layout import Layout, Tables
+from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from ostinato.loop.prefill import Prefill, TorchPrefill
@@ -68,9 +66,7 @@ class Loop:
             page_tokens=self.page_tokens,
         )
         max_pages = -(-options.context // self.page_tokens)
-        layout = Layout(options.n_slots, max_pages, model.shape.vocab)
-        if outbox_entries is not None:
-            layout = Layout(options.n_slots, max_pages, model.shape.vocab, outbox_entries=outbox_entries)
+        layout = Layout(options.n_slots, max_pages, model.shape.vocab, outbox_entries=outbox_entries or OUTBOX_ENTRIES)
         self.tables = Tables.on(layout, model.device)
         self.host = HostSide(self.tables)
         self.guard = Guard()
@@ -95,6 +91,13 @@ class Loop:
         else:
             self.changed.set()
         return work
+
+    @property
+    def fallen_back(self) -> tuple[str, ...]:
+        """What runs otherwise than it was meant to, a sentence for each: to be said (E-57, E-58)."""
+        steps = () if self.fell_back is None else (self.fell_back,)
+        failures = self.prefill.failures.items()
+        return (*steps, *(f"prompts of {rows} rows are launched node by node: {why}" for rows, why in failures))
 
     def close(self) -> None:
         """Leave decode mode when the loop has ended, and give everything back."""
@@ -124,8 +127,6 @@ class Loop:
         """Into decode mode and out again: the executable is there then, and its words are in the table."""
         self.mode.enter()
         self.mode.exit()
-        if self.model.device.type == "cuda":
-            torch.cuda.synchronize(self.model.device)  # torch wrote the words on a stream of its own
 
     def _start(self, plan: Plan) -> Start:
         """A start of the chosen mode, not built yet."""
@@ -209,6 +210,13 @@ def why_no_while_graph() -> str | None:
     except ImportError:
         return "the packages cuda-core and cuda-bindings are not installed (pip install 'ostinato[gpu]')"
     error, version = driver.cuDriverGetVersion()
-    if int(error) != 0 or version < WHILE_NODES_SINCE:
+    return why_driver_has_no_while(None if int(error) else version)
+
+
+def why_driver_has_no_while(version: int | None) -> str | None:
+    """Why a driver of this version, as it numbers them (12040 is 12.4), has no WHILE nodes; None where it has."""
+    if version is None:
+        return "the NVIDIA driver does not tell which CUDA it knows; WHILE nodes need 12.4 or newer"
+    if version < WHILE_NODES_SINCE:
         return f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}; WHILE nodes need 12.4 or newer"
     return None

@@ -8,7 +8,8 @@ through their states, and nobody shares those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, Protocol
 
 import numpy as np
@@ -33,6 +34,7 @@ class Prefill(Protocol):
 
     rows: int  # of any chunk, at most
     n_copies: int  # between host and device, so far
+    failures: Mapping[int, str]  # chunks, by their rows, that could not be captured, and why
 
     def rows_for(self, n_prompt: int) -> int:
         """Rows of every chunk of a prompt of this length; prompts with the same number share what was computed."""
@@ -49,6 +51,7 @@ class TorchPrefill:
 
     rows = MANY_ROWS
     n_copies = 0
+    failures: Mapping[int, str] = MappingProxyType({})  # nothing is captured
 
     def __init__(
         self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels | None = None

@@ -8,7 +8,7 @@ that no slot has, and its keys and values nowhere. Attention and sampling are `k
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
@@ -22,7 +22,7 @@ from ostinato.kernels.attend import Heads, Rows
 from ostinato.kernels.step import Launch, StepKernels
 from ostinato.kernels.weight import rows_of
 from ostinato.loop.fused_plan import paged_kv_of
-from ostinato.loop.layout import Tables
+from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan
 from ostinato.loop.torch_plan import memory_tensors, tensors_of, without_repeats
 from ostinato.memory.paged import PagedMemory
@@ -175,32 +175,12 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
         reads = ("table", *rows, *changed)
         nodes.append(Node(f"layer.{number}", "layer", partial(step.layer, layer), reads, changed, _bytes(layer)))
     nodes.append(Node("head", "head", step.head, ("x",), ("logits",), _bytes(model.head)))
-    for name, run in _sampler(step.logits, tables, n_tokens, kernels, workspace):
+    told = {"n_tokens": n_tokens, "workspace": workspace, **sampled(tables.table)}
+    for name, run in kernels.sample(step.logits, tables.table, **told):
         nodes.append(Node(f"sample.{name}", "sample", run, ("logits", "table", *sampling), ("table", *sampling)))
     held = [Buffer.of(name, tensor) for name, tensor in buffers.items()]
     constants = f"{model.shape}, {n_tokens} tokens, static"
     return Plan(model.device, (*held, *weights), tuple(nodes), memory.page_tokens, constants)
-
-
-def _sampler(
-    logits: Tensor, tables: Tables, n_tokens: int, kernels: StepKernels, workspace: object
-) -> Sequence[tuple[str, Launch]]:
-    """The launches that choose a token for every row, by name."""
-    table = tables.table
-    return kernels.sample(
-        logits,
-        table,
-        n_rows=table["n_rows"],
-        row_slot=table["row_slot"],
-        n_tokens=n_tokens,
-        position=table["position"],
-        offset=1,
-        chosen=table["chosen"],
-        chosen_logprob=table["chosen_logprob"],
-        top_ids=table["top_ids"],
-        top_logprobs=table["top_logprobs"],
-        workspace=workspace,
-    )
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:

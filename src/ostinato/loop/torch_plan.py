@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ostinato.kernels.allocate import zeros
 from ostinato.kernels.sample_step import sample_step_torch
-from ostinato.loop.layout import Tables
+from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan
 from ostinato.memory.paged import PagedMemory, RowMemory
 from ostinato.models.blocks import AnyLayer, Model
@@ -55,20 +55,7 @@ class TorchStep:
             self.logits[row] = self._model.logits(self._model.leave(self.x[row : row + 1]))[0]
 
     def sample(self) -> None:
-        table = self._table
-        sample_step_torch(
-            self.logits,
-            table,
-            n_rows=table["n_rows"],
-            row_slot=table["row_slot"],
-            n_tokens=self._n_tokens,
-            chosen=table["chosen"],
-            chosen_logprob=table["chosen_logprob"],
-            top_ids=table["top_ids"],
-            top_logprobs=table["top_logprobs"],
-            position=table["position"],
-            offset=1,
-        )
+        sample_step_torch(self.logits, self._table, n_tokens=self._n_tokens, **sampled(self._table))
 
 
 def torch_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int) -> Plan:

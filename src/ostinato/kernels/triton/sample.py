@@ -270,7 +270,7 @@ def bind_sample(
             **exact,
         )
 
-    return [("sample.shape", shape), ("sample.gather", gather), ("sample.choose", choose)]
+    return [("shape", shape), ("gather", gather), ("choose", choose)]
 
 
 _NO_KEY = tl.constexpr(-(2**63))  # below any packed candidate

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import torch
 
@@ -23,9 +23,12 @@ from ostinato.loop.border import Border
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Tables, Word
 from ostinato.loop.plan import Plan
-from ostinato.loop.starts.start import next_executable
+from ostinato.loop.starts.start import STEP_DEADLINE_S, Helper, Launched, next_executable
 
 LENT_S: Final = 0.005  # how long a helper may be away between two turns
+
+
+Job = Callable[[], "Iterator[None] | None"]  # a loop gives an iterator over its steps
 
 
 class CpuDevice:
@@ -37,8 +40,8 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._main: deque[tuple[Callable[[], Iterator[None] | None], Future[None]]] = deque()
-        self._beside: deque[tuple[Callable[[], Iterator[None] | None], Future[None]]] = deque()
+        self._main: deque[tuple[Job, Future[None]]] = deque()
+        self._beside: deque[tuple[Job, Future[None]]] = deque()
         self._playing: tuple[Iterator[None], Future[None]] | None = None
         self._at_border = False  # whether a job beside the loop may have its turn
         self._baton = threading.Lock()  # who has it does the turns
@@ -48,7 +51,7 @@ class CpuDevice:
         self._thread = threading.Thread(target=self._serve, name="ostinato-cpu", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Callable[[], Iterator[None] | None]) -> Future[None]:
+    def submit(self, job: Job) -> Future[None]:
         """Run a job: a step, or a loop, which is an iterator over its steps."""
         return self._put(self._main, job)
 
@@ -84,9 +87,7 @@ class CpuDevice:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _put(
-        self, line: deque[tuple[Callable[[], Iterator[None] | None], Future[None]]], job: Callable[[], Any]
-    ) -> Future[None]:
+    def _put(self, line: deque[tuple[Job, Future[None]]], job: Job) -> Future[None]:
         future: Future[None] = Future()
         with self._changed:
             line.append((job, future))
@@ -138,7 +139,7 @@ class CpuDevice:
             future.set_exception(error)
         return True
 
-    def _begin(self, job: Callable[[], Iterator[None] | None], future: Future[None]) -> None:
+    def _begin(self, job: Job, future: Future[None]) -> None:
         try:
             steps = job()
         except BaseException as error:  # whoever waits for the job is told
@@ -154,17 +155,16 @@ class CpuDevice:
 def interrupts_later() -> Iterator[None]:
     """A key that would interrupt the main thread waits for the end of what it is in: half a step would be no step."""
     pressed = []
-    before = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
+    before = signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if pressed and callable(before):
-            before(*pressed[0])
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
-class CpuStart:
+class CpuStart(Launched):
     """What the two have in common: the thread, the plan, and what was launched last."""
 
     name = "loop"
@@ -176,7 +176,6 @@ class CpuStart:
         self._plan, self._tables, self._guard, self._bell = plan, tables, guard, bell
         self._words = tables.rings.host("words")
         self._device = CpuDevice()
-        self._launched: Future[None] | None = None
         self._border: Border | None = None
         self.executable = 0
         self.n_launches = 0
@@ -194,35 +193,15 @@ class CpuStart:
         self._launched = self._device.submit(self._play)
 
     @property
-    def running(self) -> bool:
-        return self._launched is not None and not self._launched.done()
-
-    def wait(self, seconds: float) -> bool:
-        if self._launched is None:
-            return True
-        try:
-            self._launched.exception(seconds)
-        except TimeoutError:
-            return False
-        return True
+    def helper(self) -> Helper:
+        return self._device
 
     def step(self) -> None:
         self._guard.allow("I-2", "submitting a single step from the host")
-        self._device.submit(self._one_step).result()
+        self._device.submit(self._one_step).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
         return self._device.beside(job)
-
-    def failure(self) -> BaseException | None:
-        launched = self._launched
-        return launched.exception() if launched is not None and launched.done() else None
-
-    def lend(self) -> None:
-        """Somebody on the main thread is about to wait for tokens, and will `help`."""
-        self._device.lend()
-
-    def help(self) -> bool:
-        return self._device.help()
 
     def health(self) -> None:
         """A CPU that did not answer could not say so."""
@@ -276,13 +255,13 @@ class CpuEager(CpuStart):
         self._pacer.close()
 
     def step(self) -> None:
-        self._device.submit(self._one_step).result()
+        self._device.submit(self._one_step).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
         return self._device.submit(job)
 
     def _pace(self) -> None:
-        self._device.submit(self._pass_border).result()
+        self._device.submit(self._pass_border).result(STEP_DEADLINE_S)
         while self._words[Word.GO, 0]:
             self.n_launches += 1
-            self._device.submit(self._one_step).result()
+            self._device.submit(self._one_step).result(STEP_DEADLINE_S)

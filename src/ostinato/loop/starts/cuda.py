@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -23,7 +22,7 @@ from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout, Tables, Word
 from ostinato.loop.plan import Plan
 from ostinato.loop.starts.cpu import CpuDevice
-from ostinato.loop.starts.start import next_executable
+from ostinato.loop.starts.start import STEP_DEADLINE_S, Launched, next_executable
 
 BORDER_THREADS: Final = 128
 LEAST_NAP_S: Final = 20e-6
@@ -67,12 +66,13 @@ def border_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
     return _BORDERS[key]
 
 
-class CudaStart:
+class CudaStart(Launched):
     """The base of the CUDA starts."""
 
     name = "eager"
     device_paced = False
     comparison: Literal["bits", "tolerance"] = "bits"
+    helper: None = None  # a GPU works alone
 
     def __init__(self, plan: Plan, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None) -> None:
         self._plan, self._tables, self._guard, self._bell = plan, tables, guard, bell
@@ -83,7 +83,6 @@ class CudaStart:
         self.stream = torch.cuda.Stream(plan.device, priority=-1)
         self.side = torch.cuda.Stream(plan.device, priority=0)  # the lower of the two
         self._pacer: CpuDevice | None = None
-        self._launched: Future[None] | None = None
 
     # The border
 
@@ -128,23 +127,6 @@ class CudaStart:
             self._pacer = CpuDevice()
         self._launched = self._pacer.submit(self._pace)
 
-    @property
-    def running(self) -> bool:
-        return self._launched is not None and not self._launched.done()
-
-    def wait(self, seconds: float) -> bool:
-        if self._launched is None:
-            return True
-        try:
-            self._launched.exception(seconds)
-        except TimeoutError:
-            return False
-        return True
-
-    def failure(self) -> BaseException | None:
-        launched = self._launched
-        return launched.exception() if launched is not None and launched.done() else None
-
     def step(self) -> None:
         with torch.cuda.stream(self.stream):
             self._enqueue_step()
@@ -169,7 +151,10 @@ class CudaStart:
         """Wait for the border by its event: nobody is blocked in the driver (E-6)."""
         event = torch.cuda.Event()
         event.record(self.stream)
+        end = time.monotonic() + STEP_DEADLINE_S
         while not event.query():
+            if time.monotonic() > end:
+                raise EngineDead(f"a step has not ended within {STEP_DEADLINE_S:.0f} s; the process must be restarted")
             time.sleep(0)
         self._bell()
 
@@ -181,12 +166,6 @@ class CudaStart:
             event = torch.cuda.Event()
             event.record(self.side)
         return EventWork(event)
-
-    def lend(self) -> None:
-        """A GPU works alone."""
-
-    def help(self) -> bool:
-        return False
 
     def health(self) -> None:
         """EngineDead where the device no longer answers (E-2)."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from itertools import count
 from typing import Final, Literal, Protocol
 
+STEP_DEADLINE_S: Final = 600.0  # for one step that the host waits for; a large model on a slow machine needs seconds
 _EXECUTABLES: Final = count(1)
 
 
@@ -24,6 +26,39 @@ class Work(Protocol):
         """Wait for its end; raises what it raised."""
 
 
+class Helper(Protocol):
+    """Lets whoever waits for tokens on the main thread do a part of the device's work meanwhile."""
+
+    def lend(self) -> None:
+        """The caller, on the main thread, is about to wait, and will `help`."""
+
+    def help(self) -> bool:
+        """Do a part of the work on the calling thread; False where there is none."""
+
+
+class Launched:
+    """What was launched last, where a thread of ours plays it."""
+
+    _launched: Future[None] | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._launched is not None and not self._launched.done()
+
+    def wait(self, seconds: float) -> bool:
+        if self._launched is None:
+            return True
+        try:
+            self._launched.exception(seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    def failure(self) -> BaseException | None:
+        launched = self._launched
+        return launched.exception() if launched is not None and launched.done() else None
+
+
 class Start(Protocol):
     """One way to run a plan. `device_paced`: the device goes from step to step by itself."""
 
@@ -33,6 +68,10 @@ class Start(Protocol):
     executable: int  # which one it runs: a number of its own for every build; 0 before the first
     n_launches: int  # of anything the host launched to decode: one a loop, one a step, or one a node
     n_instantiations: int
+
+    @property
+    def helper(self) -> Helper | None:
+        """None where the device works alone."""
 
     def build(self) -> None:
         """Make the executable."""
@@ -55,12 +94,6 @@ class Start(Protocol):
 
     def failure(self) -> BaseException | None:
         """What a launch died of, if it did."""
-
-    def lend(self) -> None:
-        """The caller, on the main thread, is about to wait for tokens, and will `help`."""
-
-    def help(self) -> bool:
-        """Do a part of the device's work in place of waiting for it; False where there is none, or it has its own."""
 
     def health(self) -> None:
         """EngineDead where the device no longer answers (E-2)."""
