@@ -478,3 +478,21 @@ def test_an_engine_hears_a_loop_that_cannot_ring_and_ends_just_before_it_goes_to
         for turn in range(4):
             request = engine.submit(prompt(turn, 3), sampling(max_tokens=3), sink=lambda _request, _message: None)
             until(partial(getattr, request, "ended"), f"request {turn} has ended")
+
+
+def test_a_loop_that_makes_no_step_any_more_is_given_up_with_one_error_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = threading.Event()
+
+    def stand_still() -> None:
+        stuck.wait(DEADLINE_S)
+
+    with open_engine() as engine:
+        request = decoding(engine)
+        monkeypatch.setattr("ostinato.engine.usher.STALLED_S", 0.2)
+        engine.loop.beside(stand_still)
+        until(partial(getattr, request, "ended"), "the request has ended")  # who read on would help, and stand too
+        stuck.set()
+        with pytest.raises(EngineDead, match="no step"):
+            list(request)
+        with pytest.raises(EngineDead):
+            engine.submit(prompt(1, 3), SHORT)

@@ -297,6 +297,7 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others_in_use(monkeypatch: 
     prefill.capture(cuda.Stream())
     assert captures == [8, 16, 32, 64]
     assert prefill.failures == {16: "captured once and never again"}
+    assert driver.loop.fallen_back == ("prompts of 16 rows are launched node by node: captured once and never again",)
     for n in range(1, 65, 3):
         for each in (plain, driver):
             each.seat(0, [(7 * i) % 131 for i in range(n)], most=1)
