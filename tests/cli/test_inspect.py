@@ -26,7 +26,7 @@ def test_a_model_is_described_in_full(ostinato: Run, tiny: Path) -> None:
     weights = tiny_model.tensors()
     n_parameters = sum(value.numel() for value in weights.values())
     assert (found["format"], found["architecture"], found["parameters"]) == ("gguf", "llama", n_parameters)
-    assert found["tensors"] == {"F32": {"count": len(weights), "bytes": 4 * n_parameters}}
+    assert found["tensors"] == {"F32": {"count": len(weights), "packed": 0, "bytes": 4 * n_parameters}}
     assert found["sizes"] == {
         "family": "llama",
         "layers": 1,

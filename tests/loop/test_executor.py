@@ -301,7 +301,7 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others_in_use(monkeypatch: 
     for n in range(1, 65, 3):
         for each in (plain, driver):
             each.seat(0, [(7 * i) % 131 for i in range(n)], most=1)
-            each.play()
+            each.run()
     assert [entry.token for entry in driver.entries] == [entry.token for entry in plain.entries]
     used = {what for what, _ in cuda.noted if what.startswith("replay")}
     assert used == {"replay 8", "replay 32", "replay 64"}
@@ -457,7 +457,7 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
     """E-37."""
     driver = fused_driver(family_model("llama"), triton_kernels())
     driver.seat(1, PROMPT, most=2)
-    driver.play()
+    driver.run()
     plan = driver.loop.plan
     driver.loop.tables.table["n_rows"].fill_(1)
     added = []
@@ -492,7 +492,7 @@ def test_poison_in_every_buffer_between_nodes_is_not_seen(step: str) -> None:
         if name != "table" and not name.startswith("memory."):
             driver.loop.plan.buffer(name).tensor.fill_(float("nan"))
     generation = driver.seat(2, PROMPT, most=6)
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == alone(PROMPT, model=model, most=6)
 
@@ -505,7 +505,7 @@ def test_a_bias_of_the_head_is_added_before_a_token_is_chosen(step: str) -> None
     model = replace(plain, head=replace(plain.head, bias=3 * torch.randn(plain.shape.vocab)))
     driver = open_loop(model=model) if step == "torch" else fused_driver(model, twin_kernels())
     generation = driver.seat(0, PROMPT, most=6)
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == by_full_forwards(model, PROMPT, 6) != alone(PROMPT, model=plain, most=6)
 
@@ -529,10 +529,10 @@ def test_tokens_leave_no_memory_behind(mode: str) -> None:
     """E-29."""
     driver = open_loop(mode=mode, context=512, n_pages=80)
     driver.seat(0, PROMPT, most=20)
-    driver.play()
+    driver.run()
     before = n_tensors()
     driver.seat(0, PROMPT, most=400)
-    driver.play()
+    driver.run()
     assert n_tensors() == before
     driver.loop.plan.check()
     driver.loop.close()
@@ -563,7 +563,7 @@ def test_a_thousand_tokens_say_nothing_and_a_plan_is_the_same_in_another_process
 from tests.loop.rig import open_loop
 driver = open_loop(context=1024, n_pages=80)
 driver.seat(0, [1, 2, 3], most=1000)
-driver.play()
+driver.run()
 driver.loop.close()
 print(len(driver.entries), driver.loop.plan.text)
 """
@@ -580,7 +580,7 @@ def test_one_launch_of_one_executable_makes_512_tokens() -> None:
     """E-54."""
     driver = open_loop(context=1024, n_pages=80)
     driver.seat(0, PROMPT, most=512)
-    driver.play()
+    driver.run()
     assert len(driver.entries) == 512
     assert (driver.loop.start.n_launches, driver.loop.start.n_instantiations) == (1, 1)
     driver.loop.close()
@@ -631,7 +631,7 @@ def test_whoever_comes_while_others_decode_is_in_within_two_steps() -> None:
         asked.append(driver.word(Word.STEPS))
 
     driver.loop.beside(ask).result(DEADLINE_S)
-    driver.settle()
+    driver.wait()
     first = next(number for number, entry in enumerate(driver.entries) if entry.generation == generation)
     steps = sum(entry.slot == 0 for entry in driver.entries[:first]) - 1  # the first token was the prompt's
     assert steps - asked[0] <= 2
@@ -652,12 +652,12 @@ def test_an_answer_may_fill_the_context_and_touches_nothing_beyond_it() -> None:
     for half in kv.halves:
         half.values[0, ~mine] = float("nan")
     generation = driver.seat(0, PROMPT, most=48 - len(PROMPT), pages=[7, 2, 11])
-    driver.play()
+    driver.run()
     last = driver.entries[-1]
     assert (last.position, last.finish, len(driver.tokens(generation))) == (47, Finish.LENGTH, 43)
     assert all(bool(half.values[0, ~mine].isnan().all()) for half in kv.halves)
     following = driver.seat(0, [4, 5, 6], most=8, pages=[7, 2])
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(following) == alone([4, 5, 6], model=model)
 
@@ -674,7 +674,7 @@ def test_a_first_token_costs_its_prompt_and_one_head(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Model, "logits", counted)
     driver = open_loop()
     driver.seat(0, list(range(100)), most=1)
-    driver.play()
+    driver.run()
     assert (rows, len(driver.entries), driver.word(Word.STEPS)) == ([1], 1, 0)
     driver.loop.close()
 

@@ -24,7 +24,7 @@ def alone(
 ) -> list[int]:
     driver = open_loop(model=model, mode=mode)
     generation = driver.seat(0, prompt, most=most, sampling=sampling)
-    driver.play()
+    driver.run()
     driver.loop.close()
     return driver.tokens(generation)
 
@@ -61,7 +61,7 @@ def test_eager_and_loop_leave_the_same_bytes_everywhere() -> None:
         driver = open_loop(model=random_model("kv"), mode=mode)
         for slot, prompt in enumerate(([1, 2, 3], [40, 50], [99] * 30)):
             driver.seat(slot, prompt, most=4 + slot)
-        driver.play()
+        driver.run()
         drivers.append(driver)
     one, other = drivers
     for buffer in one.loop.plan.buffers:
@@ -85,7 +85,7 @@ def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> No
     slots = list(range(12))
     chance.shuffle(slots)
     generations = {n: driver.seat(slot, prompts[n], most=6 + n, sampling=warm) for n, slot in enumerate(slots)}
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert {n: driver.tokens(generation) for n, generation in generations.items()} == expected
 
@@ -97,7 +97,7 @@ def test_a_request_is_admitted_at_a_step_border_while_the_loop_runs() -> None:
     driver.loop.mode.enter()
     driver.loop.mode.trigger()
     second = driver.seat(1, [9, 8, 7], most=5)
-    driver.settle()
+    driver.wait()
     driver.loop.close()
     assert driver.loop.mode.n_triggers == 1
     assert len(driver.tokens(first)) == 1000
@@ -110,7 +110,7 @@ def test_cancel_ends_one_sequence_with_one_entry_and_leaves_the_others() -> None
     doomed = driver.seat(0, [1, 2, 3], most=1000)
     other = driver.seat(1, [4, 5], most=40)
     driver.loop.host.cancel(0, doomed)
-    driver.play()
+    driver.run()
     driver.loop.close()
     ends = [e.finish for e in driver.entries if e.generation == doomed and e.finish is not Finish.NONE]
     assert ends == [Finish.CANCELLED]
@@ -123,13 +123,13 @@ def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None
     driver = open_loop(model=model)
     prompt = [1, 2, 3]
     generation = driver.seat(0, prompt, most=40, granted=16, pages=[0])
-    driver.play()
+    driver.run()
     assert driver.word(Word.WHY) == End.IDLE
     assert driver.loop.tables.table["state"][0] == SlotState.PAUSED
     # The token at position 16 is made; its own keys have no place yet.
     assert len(driver.tokens(generation)) == 16 - len(prompt) + 1
     assert driver.loop.host.grant(0, generation, 1, [5, 3]) == 2
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == alone(prompt, model=model, most=40)
 
@@ -139,10 +139,10 @@ def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
     driver = open_loop(model=model, outbox_entries=16)
     generations = [driver.seat(slot, [slot + 1, 2], most=30) for slot in range(3)]
     pauses = 0
-    driver.play()
+    driver.run()
     while driver.word(Word.WHY) == End.OUTBOX_FULL:
         pauses += 1
-        driver.play()
+        driver.run()
     driver.loop.close()
     assert pauses > 3
     for slot, generation in enumerate(generations):
@@ -154,11 +154,11 @@ def test_a_yield_ends_the_loop_at_a_border_and_a_trigger_resumes_it() -> None:
     driver = open_loop(model=model)
     generation = driver.seat(0, [1, 2, 3], most=60)
     driver.loop.host.set_yield(True)
-    driver.play()
+    driver.run()
     assert driver.word(Word.WHY) == End.YIELD
     assert len(driver.tokens(generation)) == 1
     driver.loop.host.set_yield(False)
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == alone([1, 2, 3], model=model, most=60)
 
@@ -167,7 +167,7 @@ def test_the_loop_ends_when_nobody_lives_and_then_nothing_runs() -> None:
     before = threading.active_count()
     driver = open_loop()
     driver.seat(0, [1, 2], most=3)
-    driver.play()
+    driver.run()
     assert not driver.loop.start.running
     assert driver.word(Word.GO) == 0
     steps = driver.word(Word.STEPS)
@@ -182,7 +182,7 @@ def test_a_stop_id_ends_a_sequence_and_is_its_last_token() -> None:
     stop = free[5]
     driver = open_loop(model=model)
     generation = driver.seat(0, [1, 2, 3], most=12, stop_ids=[stop])
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == free[: free.index(stop) + 1]
     assert driver.entries[-1].finish is Finish.STOP
@@ -194,7 +194,7 @@ def test_a_recycled_slot_shows_nothing_of_who_sat_there_before() -> None:
     for number in range(8):
         prompt = [number * 3 % 128, 17, number]
         generation = driver.seat(0, prompt, most=5)
-        driver.play()
+        driver.run()
         assert driver.tokens(generation) == alone(prompt, model=model, most=5)
     driver.loop.close()
 
@@ -211,7 +211,7 @@ def test_the_cells_of_other_sequences_are_neither_read_nor_written() -> None:
         mine[page * memory.page_tokens : (page + 1) * memory.page_tokens] = True
     for half in memory.kv.halves:
         half.values[0, ~mine] = float("nan")
-    driver.play()
+    driver.run()
     assert driver.tokens(generation) == alone([1, 2, 3], model=model, most=20)
     assert all(bool(half.values[0, ~mine].isnan().all()) for half in memory.kv.halves)
     driver.loop.close()
@@ -224,7 +224,7 @@ def test_narrow_keys_and_values_decode_alike_in_both_modes(kv_type: str) -> None
     for mode in ("eager", "loop"):
         driver = open_loop(model=model, mode=mode, kv_type=kv_type)  # type: ignore[arg-type]
         generation = driver.seat(0, [1, 2, 3], most=20)
-        driver.play()
+        driver.run()
         tokens.append(driver.tokens(generation))
         driver.loop.close()
     assert tokens[0] == tokens[1]
@@ -234,7 +234,7 @@ def test_64_slots_decode_in_one_executable() -> None:
     model = random_model("kv")
     driver = open_loop(model=model, n_slots=64, n_pages=256)
     generations = [driver.seat(slot, [slot, slot + 1], most=4) for slot in range(64)]
-    driver.play()
+    driver.run()
     for slot in (0, 31, 63):
         assert driver.tokens(generations[slot]) == alone([slot, slot + 1], model=model, most=4)
     assert driver.loop.mode.n_triggers == 1
@@ -249,7 +249,7 @@ def test_jobs_beside_a_running_loop_have_their_turn_at_its_borders() -> None:
     seen = []
     for _ in range(3):
         driver.loop.beside(lambda: seen.append(driver.word(Word.STEPS))).result(DEADLINE_S)
-    driver.settle()
+    driver.wait()
     driver.loop.close()
     assert seen == sorted(seen)
     assert seen[-1] < 999, "jobs waited for the end of the loop"

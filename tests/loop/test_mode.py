@@ -27,7 +27,7 @@ def driver() -> Iterator[Driver]:
 def undisturbed() -> list[int]:
     alone = open_loop()
     generation = alone.seat(0, PROMPT, most=24)
-    alone.play()
+    alone.run()
     alone.loop.close()
     return alone.tokens(generation)
 
@@ -67,7 +67,7 @@ def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alo
     if driver.loop.start.running:
         work = driver.loop.beside(in_the_middle)
         work.result(DEADLINE_S)
-    driver.settle()
+    driver.wait()
     driver.loop.mode.exit()
     assert (driver.loop.plan.hash, driver.loop.start.executable) == before
     assert driver.tokens(generation) == undisturbed()
@@ -81,7 +81,7 @@ def test_a_plan_cannot_be_edited(driver: Driver) -> None:
 def test_one_build_serves_every_trigger_and_entry(driver: Driver) -> None:
     for round_number in range(3):
         generation = driver.seat(0, PROMPT, most=4)
-        driver.play()
+        driver.run()
         assert len(driver.tokens(generation)) == 4
         if round_number == 0:
             built = driver.loop.start.executable

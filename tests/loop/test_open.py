@@ -47,7 +47,7 @@ def our_threads() -> int:
 def tokens(mode: str, model: Model) -> list[int]:
     driver = open_loop(model=model, mode=mode)
     generation = driver.seat(0, PROMPT, most=8)
-    driver.play()
+    driver.run()
     driver.loop.close()
     return driver.tokens(generation)
 
@@ -67,7 +67,7 @@ def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest
     assert loop.why_not[0] == loop.fell_back
     assert [reason.partition(":")[0] for reason in loop.why_not] == ["loop", "persistent"]
     generation = driver.seat(0, PROMPT, most=8)
-    driver.play()
+    driver.run()
     assert driver.tokens(generation) == expected
     loop.close()
     assert capture.tried == ["loop"]
@@ -107,7 +107,7 @@ def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
     assert driver.loop.start.executable
     assert driver.loop.start.n_instantiations == 1
     assert not driver.loop.mode.on
-    driver.play()
+    driver.run()
     assert driver.loop.start.n_instantiations == 1
     driver.loop.close()
 
@@ -158,6 +158,6 @@ def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, m
     assert plan.constants.endswith("static")
     assert isinstance(prefill, TorchPrefill)
     generation = driver.seat(2, PROMPT, most=8)
-    driver.play()
+    driver.run()
     assert driver.tokens(generation) == expected
     loop.close()

@@ -97,7 +97,7 @@ def played(driver: Driver, slots: Sequence[int], *, sampling: Sampling = GREEDY)
     generations = [
         driver.seat(slot, PROMPTS[number], most=4 + 2 * number, sampling=sampling) for number, slot in enumerate(slots)
     ]
-    driver.play()
+    driver.run()
     driver.loop.close()
     return [driver.tokens(generation) for generation in generations], logits
 
@@ -222,7 +222,7 @@ def test_a_rows_bits_are_the_same_in_any_slot_and_row_and_company(kind: MemoryKi
         driver = static_driver(model)
         logits = recorded(driver)
         driver.seat(0, prompt, most=4 + 2 * number, sampling=WARM)
-        driver.play()
+        driver.run()
         driver.loop.close()
         alone[number] = logits
     for slots in ([5, 4, 3, 2, 1], [2, 0, 5, 1, 4]):
@@ -243,13 +243,13 @@ def test_a_sequence_may_come_into_a_slot_that_another_left_while_others_go_on(ki
         driver.loop.host.set_yield(True)
         for _ in range(2):
             driver.loop.mode.trigger()  # ends at its first border, having admitted
-            driver.settle()
+            driver.wait()
         driver.loop.host.set_yield(False)
         driver.loop.mode.exit()
         for _ in range(8):  # the two short ones end, the long one goes on
             driver.loop.mode.step()
         late = [driver.seat(slot, PROMPTS[3 + slot // 2], most=5) for slot in (0, 2)]
-        driver.play()
+        driver.run()
         driver.loop.close()
         return [driver.tokens(generation) for generation in (*first, *late)]
 
@@ -272,7 +272,7 @@ def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: Memor
     model = random_model(kind)
     untouched = static_driver(model)
     expected = untouched.seat(slot, PROMPTS[0], most=20)
-    untouched.play()
+    untouched.run()
     untouched.loop.close()
 
     driver = static_driver(model)
@@ -287,7 +287,7 @@ def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: Memor
     halves = [] if memory.kv is None else memory.kv.halves
     for half in halves:
         half.values[0, elsewhere] = float("nan")
-    driver.play()
+    driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == untouched.tokens(expected)
     for state in kept_states(driver):
@@ -319,7 +319,7 @@ def test_rows_that_serve_nobody_stand_at_a_token_and_a_position_that_exist() -> 
     generation = driver.seat(1, PROMPTS[0], most=4)
     table["token"][[0, 2, 3, 4, 5]] = 1 << 30
     table["position"][[0, 2, 3, 4, 5]] = 1 << 30
-    driver.play()
+    driver.run()
     assert len(driver.tokens(generation)) == 4
     driver.loop.close()
 
@@ -384,7 +384,7 @@ def test_a_plan_has_a_node_for_each_layer_and_names_all_it_holds() -> None:
 def test_it_counts_its_steps_and_ends_by_itself() -> None:
     driver = static_driver(random_model("recurrent"))
     driver.seat(2, PROMPTS[0], most=3)
-    driver.play()
+    driver.run()
     assert driver.word(Word.STEPS) == 2
     driver.loop.close()
 

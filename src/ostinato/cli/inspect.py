@@ -108,10 +108,14 @@ def _read_shape(checkpoint: Checkpoint) -> Shape:
 
 
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
+    """By type, how many there are, how many of them a GPU multiplies as they are in the file, and their bytes."""
+    from ostinato.models.weights import stays_packed
+
     types: dict[str, dict[str, int]] = {}
     for tensor in checkpoint.tensors.values():
-        entry = types.setdefault(tensor.type, {"count": 0, "bytes": 0})
+        entry = types.setdefault(tensor.type, {"count": 0, "packed": 0, "bytes": 0})
         entry["count"] += 1
+        entry["packed"] += stays_packed(tensor.type, tensor.shape)
         entry["bytes"] += tensor.n_bytes
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
 
@@ -249,7 +253,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         for name, value in facts["sizes"].items()
     ]
     rows += [
-        ("tensors", f"{type}: {entry['count']}, {megabytes(entry['bytes'])}")
+        ("tensors", f"{type}: {entry['count']}, {megabytes(entry['bytes'])}{_on_a_gpu(type, entry['packed'])}")
         for type, entry in facts["tensors"].items()
     ]
     rows += _tokenizer_rows(facts["tokenizer"])
@@ -262,6 +266,13 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
     if facts["plan"]:
         rows += plan_rows(facts["plan"])
     return rows + [("missing", text) for text in facts["missing"]]
+
+
+def _on_a_gpu(type: str, n_packed: int) -> str:
+    """What becomes of a quantised type there: others are F32, F16 or BF16 already."""
+    if type in ("F32", "F16", "BF16", "F64"):
+        return ""
+    return "; stay packed on a GPU" if n_packed else "; dequantised when loaded on a GPU"
 
 
 def _tokenizer_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -20,7 +20,7 @@ from ostinato.errors import ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
-from ostinato.models.weights import is_packable
+from ostinato.models.weights import stays_packed
 from ostinato.options import KVType, LoadOptions
 
 # The rest is for activations, logits and whoever else lives on the machine.
@@ -148,10 +148,7 @@ def keeps_packed(wanted: str, device: torch.device, shape: Shape) -> bool:
 def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool = False) -> int:
     """Bytes of the weights once they are laid out in dtype, or as the file has them where that can be."""
     return sum(
-        # Experts, one tensor of three dimensions, are dequantised when they are read.
-        tensor.n_bytes
-        if packed and len(tensor.shape) == 2 and is_packable(tensor.type, tensor.shape)
-        else tensor.n_elements * dtype.itemsize
+        tensor.n_bytes if packed and stays_packed(tensor.type, tensor.shape) else tensor.n_elements * dtype.itemsize
         for tensor in checkpoint.tensors.values()
     )
 

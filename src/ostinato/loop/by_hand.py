@@ -30,20 +30,37 @@ class ByHand:
         self._generation = 0
         self._next_page = 0
 
-    def seat(self, slot: int, prompt: Sequence[int], *, most: int, sampling: Sampling = GREEDY) -> int:
-        """Run a prompt and ask for its admission, with pages for all its `most` tokens; its generation."""
+    def seat(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        *,
+        most: int,
+        sampling: Sampling = GREEDY,
+        stop_ids: Sequence[int] = (),
+        pages: Sequence[int] | None = None,
+        granted: int | None = None,
+        admit: bool = True,
+    ) -> int:
+        """Run a prompt and ask for its admission; its generation.
+
+        It has pages for all its `most` tokens, and may use all their positions, unless told which and how many. Without
+        `admit` it is ready, and its admission is the caller's to ask for.
+        """
         loop = self.loop
         self._generation += 1
         n_pages = -(-(len(prompt) + most) // loop.page_tokens)
-        pages = list(range(self._next_page, self._next_page + n_pages))
-        if pages[-1] >= loop.options.n_pages:
+        if pages is None:
+            pages = range(self._next_page, self._next_page + n_pages)
+            self._next_page += n_pages
+        if max(pages) >= loop.options.n_pages:
             raise InternalError(f"{loop.options.n_pages} pages of keys and values do not hold these sequences")
-        self._next_page += n_pages
         self.prefill(slot, prompt, pages)
-        granted = n_pages * loop.page_tokens
-        loop.host.stage(slot, Seat(self._generation, prompt, most, pages, granted, sampling, stop_ids=()))
+        granted = n_pages * loop.page_tokens if granted is None else granted
+        seat = Seat(self._generation, prompt, most, pages, granted, sampling, stop_ids=stop_ids)
+        loop.host.stage(slot, seat)
         loop.beside(lambda: loop.prefill.first(slot)).result(DEADLINE_S)
-        if not loop.host.admit(slot, self._generation):
+        if admit and not loop.host.admit(slot, self._generation):
             raise InternalError("the inbox is full: more sequences than it holds were seated before a step")
         return self._generation
 

@@ -197,7 +197,7 @@ class Weights:
     def _kept_as(self, name: str, cols: int) -> str | torch.dtype:
         """The type that a matrix is kept in: its own where it can be, else the dtype it is dequantised to."""
         type = self._checkpoint.tensors[self._names[name]].type
-        if self._transform(name) is _AS_IT_IS and is_packable(type, (cols,)):
+        if self._transform(name) is _AS_IT_IS and stays_packed(type, (1, cols)):
             return type
         return torch.float16 if type == "F16" else self.dtype
 
@@ -226,9 +226,10 @@ class Weights:
             )
 
 
-def is_packable(type: str, shape: Sequence[int]) -> bool:
-    """Whether kernels multiply a matrix of this type and shape as the file has it."""
-    return type in PACKED_TYPES and shape[-1] % BLOCKS[type].elements == 0
+def stays_packed(type: str, shape: Sequence[int]) -> bool:
+    """Whether a GPU's kernels multiply a tensor of this type and shape as the file has it; experts, one tensor of three
+    dimensions, are dequantised when they are read."""
+    return type in PACKED_TYPES and len(shape) == 2 and shape[-1] % BLOCKS[type].elements == 0
 
 
 def _total(sizes: Sequence[Sequence[int]]) -> tuple[int, int]:
