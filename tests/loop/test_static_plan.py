@@ -297,6 +297,16 @@ def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: Memor
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_rows_that_serve_nobody_begin_with_nothing_at_every_step(kind: MemoryKind) -> None:
+    driver = static_driver(random_model(kind))
+    driver.seat(1, PROMPTS[0], most=4)
+    driver.seat(2, PROMPTS[1], most=20)
+    driver.run()
+    driver.loop.close()
+    assert not any(bool(state[N_SLOTS].any()) for state in kept_states(driver))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_with_nobody_in_it_changes_no_memory(kind: MemoryKind) -> None:
     driver = static_driver(random_model(kind))
     driver.seat(0, PROMPTS[0], most=4)
@@ -374,7 +384,7 @@ def test_a_plan_has_a_node_for_each_layer_and_names_all_it_holds() -> None:
     plan = driver.loop.plan
     assert [node.name for node in plan.nodes] == ["embed", "layer.0", "layer.1", "head", "sample.choose"]
     names = {buffer.name for buffer in plan.buffers}
-    assert {"table", "x", "logits", "state_row", "turns.0.0", "qkv", "seen", "memory.0.keys"} <= names
+    assert {"table", "x", "logits", "from_row", "to_row", "turns.0.0", "qkv", "seen", "memory.0.keys"} <= names
     assert {"memory.1.state.0", "memory.1.state.1"} <= set(plan.nodes[2].writes)
     weights = {t.data_ptr(): t.numel() * 4 for name, t in ((b.name, b.tensor) for b in plan.buffers) if "model" in name}
     assert 0 < plan.weight_bytes <= sum(weights.values())
@@ -392,10 +402,10 @@ def test_it_counts_its_steps_and_ends_by_itself() -> None:
 # What it refuses
 
 
-def test_states_without_a_spare_row_are_refused() -> None:
+def test_states_without_spare_rows_are_refused() -> None:
     model = random_model("recurrent")
     driver = open_loop(model=model)
-    with pytest.raises(InternalError, match="a static step of 4 slots needs one more"):
+    with pytest.raises(InternalError, match="a static step of 4 slots needs 2 more"):
         static_plan(model, driver.loop.memory, driver.loop.tables, 128, twin_kernels())
     driver.loop.close()
 

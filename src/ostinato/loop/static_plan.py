@@ -2,8 +2,8 @@
 
 The model's own blocks, always with as many rows as there are slots: no shape and no address depends on who lives, and
 nothing asks the device, so that the step can be captured as a graph, and a row's bits do not depend on who else lives.
-A row that serves nobody is computed like any other and changes nothing: it takes in token 0, its states go to a row
-that no slot has, and its keys and values nowhere. Attention and sampling are `kernels/step.py`'s.
+A row that serves nobody is computed like any other and changes nothing: it takes in token 0, begins with states of zeros
+and leaves its own in a row that nobody reads, and its keys and values nowhere. Attention and sampling are `kernels/step.py`'s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from ostinato.loop.torch_plan import memory_tensors, tensors_of, without_repeats
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Angles, AnyLayer, Model
 
-SPARE_STATES: Final = 1  # rows of every state beyond the slots': where rows that serve nobody leave theirs
+# Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
+# that they all leave theirs in, in any order. If they began with what they left, no two runs would agree on them.
+SPARE_STATES: Final = 2
 WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
 
 
@@ -86,7 +88,8 @@ class StepMemory:
     """What all rows of a step see, each its own sequence: a `Memory` whose tensors stay where they are."""
 
     n_seqs: int
-    state_row: Tensor  # int64 [n_slots]: where each row's states are
+    from_row: Tensor  # int64 [n_slots]: where each row's states are
+    to_row: Tensor  # and where they go: the same of whoever lives
     kept: Mapping[int, tuple[Tensor, ...]]  # by layer, each [n_slots + SPARE_STATES, 1, ...]
     attention: StepAttention | None
     n_planes: int = 1
@@ -98,12 +101,12 @@ class StepMemory:
         return self.attention(layer, q, k, v)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
-        return tuple(state[:, 0].index_select(0, self.state_row) for state in self.kept[layer])
+        return tuple(state[:, 0].index_select(0, self.from_row) for state in self.kept[layer])
 
     def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        # Only what lives is written, and the spare row: a prompt may be on its way into any other slot.
+        # Only what lives is written, and the last row: a prompt may be on its way into any other slot.
         for kept, new in zip(self.kept[layer], states, strict=True):
-            kept[:, 0].index_copy_(0, self.state_row, new[:, 0])
+            kept[:, 0].index_copy_(0, self.to_row, new[:, 0])
 
 
 class StaticStep:
@@ -116,7 +119,7 @@ class StaticStep:
         wide = torch.float32 if shape.wide_residual else model.dtype
         self.x = zeros((n_slots, shape.hidden), wide, device)
         self.logits = zeros((n_slots, shape.vocab), torch.float32, device)
-        self.state_row = zeros((n_slots,), torch.int64, device)
+        self.from_row, self.to_row = (zeros((n_slots,), torch.int64, device) for _ in range(2))
         self.turns = {
             rope: (zeros((n_slots, len(f)), torch.float32, device), zeros((n_slots, len(f)), torch.float32, device))
             for rope, f in model.frequencies.items()
@@ -128,14 +131,15 @@ class StaticStep:
         table = tables.table
         rows = Rows(table["n_rows"], table["row_slot"], table["position"], table["pages"])
         attention = None if memory.kv is None else StepAttention.of(model, memory, rows, kernels)
-        self.memory = StepMemory(n_slots, self.state_row, _states_of(memory, n_slots), attention)
+        self.memory = StepMemory(n_slots, self.from_row, self.to_row, _states_of(memory, n_slots), attention)
 
     @torch.inference_mode()
     def embed(self) -> None:
         table, model = self._table, self._model
         dead = self._row >= table["n_rows"]
         slot = table["row_slot"].long().masked_fill(dead, 0)
-        self.state_row.copy_(slot.masked_fill(dead, self._n_slots))
+        self.from_row.copy_(slot.masked_fill(dead, self._n_slots))
+        self.to_row.copy_(slot.masked_fill(dead, self._n_slots + 1))
         token = table["token"].index_select(0, slot).long().masked_fill(dead, 0)
         position = table["position"].index_select(0, slot).long().masked_fill(dead, 0)
         x = rows_of(model.embedding, token, model.dtype)
@@ -161,7 +165,7 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
     step = StaticStep(model, memory, tables, kernels)
     workspace = kernels.sample_workspace(tables.layout.n_slots, model.shape.vocab, model.device)
     arenas = {"table": tables.table.memory, "seats": tables.seats.memory, "rings": tables.rings.memory}
-    rows = {"state_row": step.state_row, **_named("turns", [*step.turns.values()])}
+    rows = {"from_row": step.from_row, "to_row": step.to_row, **_named("turns", [*step.turns.values()])}
     attending = {} if step.memory.attention is None else step.memory.attention.buffers
     sampling = _named("sample.workspace", workspace)
     kept = dict(memory_tensors(memory))
@@ -190,7 +194,9 @@ def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, 
     for states in memory.states.layers.values():
         for state in states:
             if len(state) != n_slots + SPARE_STATES:
-                raise InternalError(f"states of {len(state)} rows; a static step of {n_slots} slots needs one more")
+                raise InternalError(
+                    f"states of {len(state)} rows; a static step of {n_slots} slots needs {SPARE_STATES} more"
+                )
     return memory.states.layers
 
 

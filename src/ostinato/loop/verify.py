@@ -353,7 +353,7 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
         for name in node.writes:
             if last[name] == node.name and name != "table" and not _is_scratch(name):
                 expected, found = base.plan.buffer(name).tensor, other.plan.buffer(name).tensor
-                if ".state." in name:  # of the slots: rows that serve nobody leave theirs behind them, in any order
+                if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
                     expected, found = expected[: base.options.n_slots], found[: base.options.n_slots]
                 yield node.name, name, expected, found
     # What the sampler chose comes before what the border made of it.
