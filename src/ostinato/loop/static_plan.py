@@ -2,8 +2,9 @@
 
 The model's own blocks, always with as many rows as there are slots: no shape and no address depends on who lives, and
 nothing asks the device, so that the step can be captured as a graph, and a row's bits do not depend on who else lives.
-A row that serves nobody is computed like any other and changes nothing: it takes in token 0, begins with states of zeros
-and leaves its own in a row that nobody reads, and its keys and values nowhere. Attention and sampling are `kernels/step.py`'s.
+A row that serves nobody is computed like any other and changes nothing: it takes in token 0, begins with states of
+zeros, leaves its own in a row that nobody reads, and its keys and values nowhere. Attention and sampling are
+`kernels/step.py`'s.
 """
 
 from __future__ import annotations
