@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from bench.note import versions
+from bench.replay import replayed_us
 from ostinato.kernels.add_norm import add_norm_torch
 from ostinato.kernels.attend import Heads, PagedKV, Rows, attend_torch
 from ostinato.kernels.chunk_attention import Chunk, chunk_attention_torch
@@ -194,27 +195,6 @@ def check_rest(device: torch.device, hidden: int = 2048, vocab: int = 1000) -> l
 # Times
 
 
-def replayed_us(launches: Sequence[Callable[[], None]], rounds: int = 5) -> float:
-    """Microseconds a launch, from a graph of them: the fastest of some replays."""
-    for launch in launches:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    best = float("inf")
-    for _ in range(rounds):
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
-        began.record()
-        graph.replay()
-        ended.record()
-        ended.synchronize()
-        best = min(best, began.elapsed_time(ended) * 1000 / len(launches))
-    return best
-
-
 def layers_of(pool: PagedKV, cells: int) -> list[PagedKV]:
     """As many layers of so many cells as the pool holds."""
 
@@ -259,7 +239,7 @@ def time_steps(size: Size, store: str, device: torch.device, options: argparse.N
                 )
                 for i in range(n_launches)
             ]
-            us = replayed_us(launches)
+            us = replayed_us(launches, rounds=5)
             read = n_rows * context * one
             lines.append(
                 {"what": f"{size.name} {store}", "rows": n_rows, "context": context, "us": us, "gb_s": read / us / 1e3}
@@ -278,8 +258,8 @@ def time_prompts(size: Size, device: torch.device) -> list[dict[str, object]]:
         qkv = torch.randn(m, heads.n_columns, device=device).bfloat16()
         q = torch.empty(m, size.n_heads, size.width, device=device, dtype=torch.bfloat16)
         seen = torch.empty(m, size.n_heads * size.width, device=device, dtype=torch.bfloat16)
-        append = replayed_us([bind_append_chunk(qkv, q, kv, chunk, heads)] * 8)
-        attend = replayed_us([bind_chunk_attention(q, seen, kv, chunk, heads)] * 8)
+        append = replayed_us([bind_append_chunk(qkv, q, kv, chunk, heads)] * 8, rounds=5)
+        attend = replayed_us([bind_chunk_attention(q, seen, kv, chunk, heads)] * 8, rounds=5)
         flops = 4 * size.n_heads * size.width * sum(start + i + 1 for i in range(m))
         where = {"rows": m, "context": start + m}
         lines.append({"what": f"{size.name} prompt: append", **where, "us": append, "gb_s": 0.0})

@@ -5,6 +5,7 @@
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
 `stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred.
+What docs/executor.md asks beyond these is in the part that it is nearest to (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
 models, to try the script itself. Needs torch, triton, numpy, tokenizers, cuda-core and cuda-bindings; transformers
@@ -45,6 +46,7 @@ def main() -> None:
         sys.path.insert(0, str(ROOT / "src"))  # a checkout that was not installed
     if sys.argv[1:2] == ["--child"]:
         serve_child(_works(), sys.argv[2])
+        return
     asked = _asked()
     checks = _chosen(_checks(), asked.part, asked.only)
     setting = Setting(
@@ -102,15 +104,15 @@ def _n_beside(device: str) -> int:
 
 
 def _checks() -> tuple[Check, ...]:
-    from bench import gpu_exact, gpu_speed, gpu_stress
+    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress
 
-    return (*gpu_exact.CHECKS, *gpu_speed.CHECKS, *gpu_stress.CHECKS)
+    return (*gpu_exact.CHECKS, *gpu_speed.CHECKS, *gpu_stress.CHECKS, *gpu_executor.CHECKS)
 
 
 def _works() -> dict[str, Any]:
-    from bench import gpu_exact, gpu_speed, gpu_stress
+    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress
 
-    return {**gpu_exact.WORKS, **gpu_speed.WORKS, **gpu_stress.WORKS}
+    return {**gpu_exact.WORKS, **gpu_speed.WORKS, **gpu_stress.WORKS, **gpu_executor.WORKS}
 
 
 def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> list[Check]:

@@ -19,6 +19,7 @@ import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting
 from bench.gpu_models import (
+    ON_CPU,
     RECURRENT,
     kv_type_of,
     model_named,
@@ -57,7 +58,7 @@ def verify(device: str, *, name: str, types: Sequence[str], kv_types: Sequence[K
         for kv_type in kv_types or (kv_type_of(type),):
             started = time.perf_counter()
             model = model_on(name, type, device)
-            fresh = model if name.startswith("llama-") or name.startswith("smollm2") else model_named(name, type)
+            fresh = model_named(name, type) if name in ON_CPU else model
             called = f"{name} {type}" + (f" kv {kv_type}" if kv_types else "")
             yield {"what": "verified", "model": called, **_verified(model, fresh, kv_type), "s": _since(started)}
             del model, fresh
@@ -472,6 +473,19 @@ def _type_jobs(setting: Setting) -> list[Job]:
     return [Job("verify", {"name": "tiny", "types": types[n::4]}, 200) for n in range(min(4, len(types)))]
 
 
+def _expert_jobs(setting: Setting) -> list[Job]:
+    """Routed experts, packed: small ones in every type, and of published sizes."""
+    if not setting.on_gpu:
+        return [Job("verify", {"name": "tiny-mixtral", "types": ["q4_k_m"]}, 200)]
+    small = [
+        Job("verify", {"name": name, "types": MIXES[n::3]}, 200)
+        for name in ("tiny-mixtral", "tiny-qwen3moe")
+        for n in range(3)
+    ]
+    large = ("qwen3-30b-a3b", "mixtral-8x7b")
+    return [*(Job("verify", {"name": name, "types": ["q4_k_m"]}, 240) for name in large), *small]
+
+
 def _kv_jobs(setting: Setting) -> list[Job]:
     types = ["bf16"] if setting.on_gpu else ["f32"]
     kinds = ["f32", "bf16", "f16", "q8_0"]
@@ -545,6 +559,7 @@ CHECKS: Final = (
     Check("exact", "smollm2", _model_jobs, _judge_model),
     Check("exact", "families", _family_jobs, lambda s, e: judge_verified(s, e, "families")),
     Check("exact", "types", _type_jobs, lambda s, e: judge_verified(s, e, "types")),
+    Check("exact", "expert-types", _expert_jobs, lambda s, e: judge_verified(s, e, "expert-types")),
     Check("exact", "kv-types", _kv_jobs, lambda s, e: judge_verified(s, e, "kv-types")),
     Check("exact", "kernels", _kernel_jobs, lambda s, e: judge_kernels(s, e, "kernels")),
 )

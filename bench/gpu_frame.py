@@ -178,7 +178,8 @@ def _short(lines: Sequence[str]) -> str:
 def serve_child(works: Mapping[str, Work], text: str) -> None:
     """Be a child: do what the text asks, say each record as it comes, and go without farewells.
 
-    A process whose card has died cannot take down its libraries in peace; everything has been said by then.
+    A process whose card has died cannot take down its libraries in peace; everything has been said by then. It ends in
+    the usual way only where it is asked to.
     """
     asked = json.loads(text)
     try:
@@ -191,6 +192,8 @@ def serve_child(works: Mapping[str, Work], text: str) -> None:
         sys.stderr.flush()
         os._exit(1)
     sys.stdout.flush()
+    if asked.get("farewell"):  # a tool around this process waits for it
+        return
     os._exit(0)
 
 

@@ -35,6 +35,7 @@ from ostinato.errors import EngineDead, OstinatoError
 from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.host import OutEntry
 from ostinato.loop.open import Loop, LoopOptions
+from ostinato.loop.starts.pool import pool_of
 from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model
 from ostinato.text.stream import TextStream
@@ -50,6 +51,7 @@ N_ENGINES: Final = 1_000
 ENGINES_S: Final = 60.0
 CLOSED_S: Final = 30.0
 WARM_ENGINES: Final = 20
+MOST_STREAMS: Final = 8  # that engines by the hundred may have made
 MB: Final = 1 << 20
 # Calls that start, order or own something; what is left are questions, which an engine's thread asks by time.
 WORKING: Final = re.compile("Launch|Memcpy|Memset|lloc|Free|Record|Create|Destroy|Instantiate|Synchronize|Wait|Upload")
@@ -620,7 +622,9 @@ def _held(device: str) -> Record:
     if device != "cpu":
         torch.cuda.synchronize()
         free, total = torch.cuda.mem_get_info()
+        pool = pool_of(torch.device("cuda", 0))
         held |= {"device": total - free, "torch": torch.cuda.memory_allocated()}
+        held |= {"streams": pool.n_streams, "events": pool.n_events}
     return held
 
 
@@ -635,11 +639,14 @@ def judge_engines(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
     # What torch's and the driver's own caches take they take early: memory is judged from the middle on.
     allowed = {"handles": (first, 0), "threads": (first, 0), "torch": (first, 0), "device": (middle, 2 * MB)}
     allowed["rss"] = (middle, 16 * MB)  # it breathes
+    allowed |= {"streams": (first, 0), "events": (first, 0)}  # ever made (E-4)
     grown = {
         key: last[key] - since[key]
         for key, (since, slack) in allowed.items()
         if key in last and last[key] - since[key] > slack
     }
+    if last.get("streams", 0) > MOST_STREAMS:
+        grown["streams"] = last["streams"]
     change = ", ".join(f"{key} {first[key]} to {last[key]}" for key in last if key != "n")
     value = (
         f"{found['n']} engines in {found['s']:.0f} s (of {N_ENGINES} wanted); after the first {first['n']}: {change}"

@@ -4,7 +4,7 @@
 
 Sections: `check-TYPE` compares every epilogue with its twin on fresh random inputs, at shapes of 1B and 8B models, and
 the bits of a row at other places; `time-TYPE` times tiles for every product of those models; `gemm` times the products
-of a prompt's chunk; `experts` checks and times routed experts. TYPE is bf16, f16, f32 or a packed type in small
+of a prompt's chunk; `experts-TYPE` checks and times routed experts. TYPE is bf16, f16, f32 or a packed type in small
 letters. Weights rotate through more memory than the L2 cache has; a time is that of one node of a CUDA graph.
 A section stops after --seconds and says what it left out. Needs torch, triton and numpy, nothing else.
 """
@@ -20,12 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from bench.note import versions
+from bench.replay import replayed_us
 from ostinato.files.quants import BLOCKS
 from ostinato.kernels.launch import Launch, Launches
 from ostinato.kernels.matmul import (
@@ -230,30 +232,9 @@ def has_same_bits(product: Product) -> bool:
 # Timing
 
 
-def micros(launches: Sequence[Callable[[], object]], repeats: int = 20) -> float:
-    """Microseconds of one launch: all of them in one CUDA graph, played several times, the best taken."""
-    for launch in launches[:2]:
-        launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    best = float("inf")
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) * 1000 / len(launches))
-    return best
-
-
 def tiles(type: str, epilogue: Epilogue) -> list[Any]:
     """What is tried, the table's own first."""
-    from ostinato.kernels.triton.matmul import Tile
+    from ostinato.kernels.triton.tiles import Tile
 
     if type in ("bf16", "f16"):
         tried = [
@@ -292,13 +273,16 @@ def tiles(type: str, epilogue: Epilogue) -> list[Any]:
         ]
         tried += [Tile(64, 256, num_warps=2, num_stages=3), Tile(64, 256, num_warps=2, num_stages=4)]
     if epilogue == "gated" and type not in DENSE:
+        # Gate and up at once take twice the registers: half the outputs, or one after the other where rows are many.
+        whole = [replace(t, apart=True) for t in tried if t.split_k == 1 and t.max_registers is None]
         tried = [replace(t, block_n=max(t.block_n // 2, 16)) for t in tried if t.block_n > 16]
+        tried += whole if type in ("q4_k", "q5_k") else []
     return list(dict.fromkeys(tried))
 
 
 def time_type(type: str, clock: Clock, rows: tuple[int, ...], prepared: bool) -> Iterator[Row]:
     """The best tile of each product of both models, at each number of rows."""
-    from ostinato.kernels.triton.matmul import class_of, tile_for
+    from ostinato.kernels.triton.tiles import class_of, tile_for
 
     made = []
     for model, shapes in SHAPES.items():
@@ -336,7 +320,7 @@ def time_rows(products: list[Product], tile: Any, rows: int) -> float:
     for product in products:
         product.n_rows.fill_(rows)
     launches: list[Callable[[], None]] = [product.bind(tile=tile) for product in products]
-    return micros(launches * (1 + 20 // len(launches)))
+    return replayed_us(launches * (1 + 20 // len(launches)))
 
 
 def time_gemm(clock: Clock) -> Iterator[Row]:
@@ -362,7 +346,7 @@ def time_gemm(clock: Clock) -> Iterator[Row]:
                     print("  time ran out at", type, n, k)
                     return
                 try:
-                    found.append((micros([launch] * 4, repeats=10), tile))
+                    found.append((replayed_us([launch] * 4, rounds=10), tile))
                 except Exception as error:  # too much shared memory
                     print("  not this tile:", type, tile, str(error).splitlines()[0][:120])
             table, (best_us, best) = found[0][0], min(found, key=lambda one: one[0])
@@ -370,7 +354,8 @@ def time_gemm(clock: Clock) -> Iterator[Row]:
             row = {"case": f"{type} {n} x {k}", "TFLOP/s": round(flops / best_us / 1e6), "best": str(best)}
             row |= {"table TFLOP/s": round(flops / table / 1e6)}
             if isinstance(weight, Tensor) and weight.dtype == torch.bfloat16:
-                row["torch TFLOP/s"] = round(flops / micros([lambda: torch.mm(x, weight.T, out=out)] * 4, 10) / 1e6)  # noqa: B023 -- run at once
+                plain = replayed_us([lambda: torch.mm(x, weight.T, out=out)] * 4, 10)  # noqa: B023 -- run at once
+                row["torch TFLOP/s"] = round(flops / plain / 1e6)
             launch = bound[next(iter(options))]
             launch()
             from ostinato.kernels.gemm import gemm_torch
@@ -381,38 +366,64 @@ def time_gemm(clock: Clock) -> Iterator[Row]:
             yield row
 
 
-def time_experts(clock: Clock, rows: tuple[int, ...]) -> Iterator[Row]:
-    """Routed experts as Mixtral (8 of 14336, 2 used) and as many small ones (64 of 768, 8 used) have them."""
-    from ostinato.kernels.triton.matmul import bind_experts_down, bind_experts_gate_up, bind_route
+def time_experts(type: str, clock: Clock, rows: tuple[int, ...]) -> Iterator[Row]:
+    """Routed experts as Mixtral (8 of 14336, 2 used) and as Qwen3-30B-A3B (128 of 768, 8 used) have them."""
+    from ostinato.kernels.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
 
-    for type in ("bf16", "q4_k", "q6_k"):
-        for n_experts, n_used, hidden, ff in ((8, 2, 4096, 14336), (64, 8, 2048, 768)):
-            if clock.is_over:
-                print("  time ran out at", type, n_experts)
-                return
-            gate_up, down = weight_of(type, n_experts * 2 * ff, hidden), weight_of(type, n_experts * hidden, ff)
-            x, scores = torch.randn(N_SLOTS, hidden, device=DEVICE), torch.randn(N_SLOTS, n_experts, device=DEVICE)
-            chosen = torch.zeros(N_SLOTS, n_used, dtype=torch.int32, device=DEVICE)
-            shares, act = torch.zeros(N_SLOTS, n_used, device=DEVICE), torch.zeros(N_SLOTS, n_used, ff, device=DEVICE)
-            live = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-            norm = InputNorm(stats_torch(x), torch.ones(hidden, device=DEVICE), None, 1e-5)
-            route = bind_route(scores, chosen, shares, live, n_used=n_used, renormalise=True)
-            first = bind_experts_gate_up(x, gate_up, act, chosen, live, norm=norm, activation="silu")
-            out = torch.zeros(N_SLOTS, hidden, device=DEVICE)
-            second = bind_experts_down(act, down, out, chosen, shares, live, epilogue="store")
-            compile_ahead([route, first, second], clock)
-            for launch in (route, first, second):
-                launch()
-            twins = [t.clone() for t in (chosen, shares, act, out)]
-            route_rows_torch(scores, twins[0], twins[1], live, n_used=n_used, renormalise=True)
-            experts_gate_up_torch(x, gate_up, twins[2], chosen, live, norm=norm, activation="silu")
-            experts_down_torch(act, down, twins[3], chosen, shares, live, epilogue="store")
-            row: Row = {"case": f"{type} {n_used} of {n_experts}", "same_route": torch.equal(chosen, twins[0])}
-            row |= {"gate_up": difference(act[:2], twins[2][:2]), "down": difference(out[:2], twins[3][:2])}
+    for n_experts, n_used, hidden, ff in ((8, 2, 4096, 14336), (128, 8, 2048, 768)):
+        gate_up, down = weight_of(type, n_experts * 2 * ff, hidden), weight_of(type, n_experts * hidden, ff)
+        x, scores = torch.randn(N_SLOTS, hidden, device=DEVICE), torch.randn(N_SLOTS, n_experts, device=DEVICE)
+        chosen = torch.zeros(N_SLOTS, n_used, dtype=torch.int32, device=DEVICE)
+        shares, act = torch.zeros(N_SLOTS, n_used, device=DEVICE), torch.zeros(N_SLOTS, n_used, ff, device=DEVICE)
+        out = torch.zeros(N_SLOTS, hidden, device=DEVICE)
+        live = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+        more: dict[str, Any] = {"activation": "silu"}
+        more["norm"] = InputNorm(stats_torch(x), torch.ones(hidden, device=DEVICE), None, 1e-5)
+        route = bind_route(scores, chosen, shares, live, n_used=n_used, renormalise=True)
+        first = partial(bind_experts_gate_up, x, gate_up, act, chosen, live, **more)
+        second = partial(bind_experts_down, act, down, out, chosen, shares, live, epilogue="store")
+        tried: dict[str, tuple[Callable[..., Any], list[Any]]] = {
+            "gate_up": (first, [None, *tiles(type, "gated")]),
+            "down": (second, [None, *(tile for tile in tiles(type, "add") if tile.split_k == 1)]),
+        }
+        compile_ahead([route, *(bind(tile=tile) for bind, cuts in tried.values() for tile in cuts)], clock)
+        for launch in (route, first(), second()):
+            launch()
+        twins = [t.clone() for t in (chosen, shares, act, out)]
+        route_rows_torch(scores, twins[0], twins[1], live, n_used=n_used, renormalise=True)
+        experts_gate_up_torch(x, gate_up, twins[2], chosen, live, **more)
+        experts_down_torch(act, down, twins[3], chosen, shares, live, epilogue="store")
+        same = torch.equal(chosen[:2], twins[0][:2])
+        apart = [difference(act[:2], twins[2][:2]), difference(out[:2], twins[3][:2])]
+        row: Row = {"case": f"{type} {n_used} of {n_experts}", "differences": apart, "ok": same and max(apart) < 2e-3}
+        live.fill_(N_SLOTS)
+        route()
+        for name, (bind, cuts) in tried.items():
+            row |= time_cuts(name, bind, cuts, live, rows, clock)
+        yield row
+
+
+def time_cuts(
+    name: str, bind: Callable[..., Any], cuts: Sequence[Any], live: Tensor, rows: tuple[int, ...], clock: Clock
+) -> Row:
+    """Microseconds of a launch by the table's tile (None) and by the best of those tried, at each number of rows."""
+    found: list[tuple[float, Any, list[float]]] = []
+    for tile in cuts:
+        if clock.is_over:
+            print("  time ran out at", name, tile)
+            break
+        try:
+            times = []
             for r in rows:
                 live.fill_(r)
-                row[f"us at {r}"] = [round(micros([launch] * 8), 2) for launch in (route, first, second)]
-            yield row
+                times.append(round(replayed_us([bind(tile=tile)] * 8, rounds=5), 2))
+            found.append((sum(times), tile, times))
+        except Exception as error:  # too much shared memory
+            print("  not this tile:", name, tile, str(error).splitlines()[0][:120])
+    if not found:
+        return {}
+    _, best, times = min(found, key=lambda one: one[0])
+    return {f"{name} us": found[0][2], f"{name} best us": times, f"{name} best": str(best)}
 
 
 def sections(rows: tuple[int, ...], prepared: bool) -> dict[str, Callable[[Clock], Iterator[Row]]]:
@@ -421,7 +432,9 @@ def sections(rows: tuple[int, ...], prepared: bool) -> dict[str, Callable[[Clock
         made[f"check-{type}"] = lambda clock, type=type: check(type, clock, prepared)  # type: ignore[misc]  # bound early
     for type in TYPES:
         made[f"time-{type}"] = lambda clock, type=type: time_type(type, clock, rows, prepared)  # type: ignore[misc]  # bound early
-    return made | {"gemm": time_gemm, "experts": lambda clock: time_experts(clock, rows)}
+    for type in TYPES:
+        made[f"experts-{type}"] = lambda clock, type=type: time_experts(type, clock, rows)  # type: ignore[misc]  # bound early
+    return made | {"gemm": time_gemm}
 
 
 def show(rows: list[Row]) -> None:

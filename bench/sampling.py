@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -32,7 +32,7 @@ STEPS_A_GRAPH: Final = 20
 RUNS: Final = 15
 GOALS_US: Final = {"greedy": 15.0, "top-k 40, top-p 0.95": 40.0}  # for up to 8 rows
 
-Launches = list[tuple[str, Callable[[], None]]]
+Launches = Sequence[tuple[str, Callable[[], None]]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class RandomWeights(Weights):
         self._random = torch.Generator().manual_seed(seed)
 
     def has(self, name: str) -> bool:
-        return not name.startswith(("cls", "blk.0.attn_qkv", "blk.1.attn_qkv"))
+        return not name.startswith(("cls", "output.bias", "blk.0.attn_qkv", "blk.1.attn_qkv"))
 
     def rows(self, name: str) -> int:
         return 2

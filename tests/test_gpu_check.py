@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import gpu_exact, gpu_frame, gpu_speed, gpu_stress
+from bench import gpu_exact, gpu_executor, gpu_frame, gpu_speed, gpu_stress
 from bench.gpu_frame import Check, Ended, Job, Outcome, Setting
 from bench.gpu_models import model_named, moved
 
@@ -240,3 +240,97 @@ def test_handles_that_engines_leave_behind_fail_the_check() -> None:
 
     assert judged(10) == "PASS"
     assert judged(11) == "FAIL"
+
+
+def test_streams_that_are_made_anew_for_every_engine_fail_the_check() -> None:
+    """E-4."""
+
+    def judged(*streams: int) -> str:
+        held = [{"n": n, "streams": made, "events": 4, "rss": 1 << 30} for n, made in enumerate(streams)]
+        record = {"what": "engines", "n": 60, "s": 30.0, "held": held}
+        return gpu_stress.judge_engines(setting(), [ended("engines", record)])[0].verdict
+
+    assert judged(2, 2, 2) == "PASS"
+    assert judged(2, 2, 4) == "FAIL"
+    assert judged(40, 40, 40) == "FAIL"
+
+
+# What docs/executor.md asks
+
+
+def verdicts(outcomes: Sequence[Outcome]) -> dict[str, str]:
+    return {outcome.name: outcome.verdict for outcome in outcomes}
+
+
+def test_a_captured_step_that_lacks_a_node_fails_and_a_capture_that_slows_what_follows_misses() -> None:
+    """E-59, E-61."""
+
+    def judged(n_nodes: int, after: float, said: str = "HardwareCannot: broken on purpose") -> dict[str, str]:
+        nodes = {"what": "nodes", "mode": "loop", "n_nodes": n_nodes, "n_launches": 92}
+        errors = [{"how": how, "graph": said, "loop": said} for how in ("raises", "asks")]
+        pace = {"what": "captures", "errors": errors, "before": [100.0], "after": [after]}
+        return verdicts(gpu_executor.judge_captures(setting(), [ended("captures", nodes, pace)]))
+
+    assert judged(93, 99.0) == {"nodes": "PASS", "captures": "PASS"}
+    assert judged(92, 95.0) == {"nodes": "FAIL", "captures": "MISS"}
+    assert judged(93, 9.0) == {"nodes": "PASS", "captures": "FAIL"}
+    assert judged(93, 99.0, "nothing was wrong")["captures"] == "FAIL"
+
+
+def test_a_sanitizer_that_complains_fails_and_one_that_is_not_there_is_skipped() -> None:
+    """E-34."""
+
+    def judged(**words: object) -> str:
+        said = {"tool": "memcheck", "mode": "loop", "there": True, "code": 0, "first": [], "n_tokens": 18, "tail": ""}
+        record = {"what": "sanitized", **said, "summary": "ERROR SUMMARY: 0 errors", **words}
+        return gpu_executor.judge_sanitized(setting(), [ended("small_job", record)])[0].verdict
+
+    assert judged() == "PASS"
+    assert judged(summary="ERROR SUMMARY: 10 errors") == "FAIL"
+    assert judged(n_tokens=0) == "FAIL"
+    assert judged(there=False, summary=None) == "SKIP"
+    assert judged(code=124) == "MISS"
+
+
+def test_memory_that_grows_with_a_prompt_fails_unless_it_is_its_keys_and_values() -> None:
+    """E-36."""
+
+    def judged(scratch: int) -> str:
+        long = {"what": "long_prompt", "n": 32_768, "kv": 8 << 30, "opened": 10 << 30, "peak": (10 << 30) + scratch}
+        short = {"what": "long_prompt", "n": 4096, "kv": 1 << 30, "opened": 3 << 30, "peak": 3 << 30}
+        return gpu_executor.judge_long_prompt(setting(), [ended("long_prompt", short, long)])[0].verdict
+
+    assert judged(32 << 20) == "PASS"
+    assert judged(512 << 20) == "FAIL"
+
+
+def test_figures_of_the_executor_are_held_to_their_bars() -> None:
+    """E-33, E-47, E-48, E-60, E-63, E-65, E-74, E-81."""
+
+    def judged(judge: Callable[[Setting, Sequence[Ended]], list[Outcome]], *records: gpu_frame.Record) -> list[str]:
+        return [outcome.verdict for outcome in judge(setting(), [ended("work", *records)])]
+
+    for rate, verdict in ((40e9, "PASS"), (10e9, "MISS")):
+        record = {"what": "upload", "bytes": 1, "bytes_s": [rate], "pinned_bytes_s": 50e9}
+        assert judged(gpu_executor.judge_upload, record) == [verdict]
+    for narrow, verdict in ((10.04, "PASS"), (10.06, "FAIL")):
+        found = {"perplexity": {"f16": 10.0, "q8_0": narrow}, "bytes": {"f16": 64, "q8_0": 34}, "n_tokens": 9}
+        assert judged(gpu_executor.judge_kv_error, {"what": "kv_error", **found}) == [verdict]
+    plain = {"what": "plain", "bytes_s": 4e12}
+    for share, busy, verdict in ((0.7, 1.0, "PASS"), (0.5, 1.0, "MISS"), (0.7, 0.2, "MISS")):
+        one = {"what": "attention", "name": "8B", "us": 1.0, "bytes_s": share * 4e12, "busy_sms": busy}
+        assert judged(gpu_executor.judge_bandwidth, plain, one) == [verdict]
+    for graph, verdict in ((4.0, "PASS"), (5.0, "MISS")):
+        one = {"what": "prompt_graphs", "ms": {"graph": graph, "launches": 4.0}, "failures": {}}
+        two = {"what": "recurrent", "tok_s": {"eager": 100.0, "graph": 400.0}}
+        assert judged(gpu_executor.judge_prompt_graphs, one, two) == [verdict, "PASS"]
+    for late, made, verdict in ((6.0, 0, "PASS"), (9.0, 0, "MISS"), (6.0, 1, "FAIL")):
+        one = {"what": "first_tokens", "ms": [*([5.0] * 97), late, late, late], "instantiations": made}
+        assert judged(gpu_executor.judge_first_tokens, one) == [verdict]
+    for us, verdict in ((960.0, "PASS"), (700.0, "MISS")):
+        one = {"what": "phases", "mode": "loop", "us": us, "between_us": 20.0, "wall_us": 1000.0, "kinds": {}}
+        assert judged(gpu_executor.judge_phases, one) == [verdict]
+    for without, verdict in ((1100.0, "PASS"), (900.0, "MISS")):
+        on = {"what": "fusions", "off": None, "us": [1000.0, 1001.0], "n_nodes": 80}
+        off = {"what": "fusions", "off": "gated", "us": [without, without + 1], "n_nodes": 96}
+        assert judged(gpu_executor.judge_fusions, on, off) == [verdict]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from ostinato.files import store
+from ostinato.kernels.chip import Chip
 from ostinato.loop.open import MODES
 from tests.cli.conftest import Run
 
@@ -50,7 +51,14 @@ def test_an_old_driver_is_told_what_the_loop_needs(driver_cuda: int | None, word
 
 def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report of a machine with a GPU, as far as plain values go."""
-    device = {"name": "a GPU", "bytes": 80 << 30, "free": 70 << 30, "capability": "9.0", "multiprocessors": 132}
+    device: dict[str, Any] = {
+        "name": "a GPU",
+        "bytes": 80 << 30,
+        "free": 70 << 30,
+        "capability": "9.0",
+        "multiprocessors": 132,
+    }
+    device["kernels"] = doctor.kernel_choices(Chip((9, 0), 132, 227 << 10, 50 << 20))
     monkeypatch.setattr(
         doctor, "_cuda", lambda: {"driver": "580.1", "driver_cuda": 13000, "devices": [device], "reason": None}
     )
@@ -61,6 +69,20 @@ def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> 
     rows = dict(row for row in doctor._rows(found) if len(row) == 2)
     assert rows["driver"] == "NVIDIA 580.1 for CUDA 13.0 (mode loop needs 12.4)"
     assert rows["gpu"] == "a GPU, 75.2 GB free of 85.9 GB, compute capability 9.0, 132 multiprocessors"
+    assert rows["attention in a step"].startswith("528 programs (4 for each of 132 multiprocessors")
+
+
+def test_every_choice_for_a_chip_has_its_reason_and_capabilities_are_numbers() -> None:
+    """E-82."""
+    for capability, n, shared in (((7, 5), 40, 64), ((8, 9), 128, 99), ((9, 0), 132, 227), ((10, 0), 148, 227)):
+        found = {one["what"]: one for one in doctor.kernel_choices(Chip(capability, n, shared << 10, 50 << 20))}
+        assert all(one["choice"] and one["reason"] for one in found.values())
+        assert found["border"]["choice"] == f"compiled for sm_{capability[0]}{capability[1]}"
+        assert found["attention in a step"]["choice"] == f"{4 * n} programs"
+        # As text "10.0" would come before "8.0".
+        assert found["products of bfloat16"]["choice"] == ("float32 units" if capability[0] == 7 else "tensor cores")
+        assert ("refused" in found["shared memory of a block"]["choice"]) == (shared < 227)
+        assert ("tuned for capability 9.0" in found["tiles of products"]["choice"]) == (capability != (9, 0))
 
 
 def test_without_the_default_model_there_is_no_memory_plan(ostinato: Run) -> None:

@@ -82,8 +82,10 @@ def test_figures_are_medians_of_the_repeats() -> None:
     assert (figure.tok_s, figure.host_tok_s, figure.limit_tok_s) == (50.0, 25.0, 200.0)
 
 
-def test_a_profile_has_the_time_and_the_weights_of_each_kind(bench: Bench) -> None:
-    profile = bench.profile(batch=2, depth=5, n_steps=3)
+@pytest.mark.parametrize("mode", ["eager", "loop"])
+def test_a_profile_has_the_time_and_the_weights_of_each_kind(bench: Bench, mode: str) -> None:
+    profile = bench.profile(batch=2, depth=5, n_steps=3, mode=mode)
+    assert profile.mode == mode
     assert [(kind.kind, kind.n_nodes) for kind in profile.kinds] == [
         ("embed", 1), ("layer", 2), ("head", 1), ("sample", 1)
     ]  # fmt: skip

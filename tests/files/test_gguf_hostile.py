@@ -212,6 +212,26 @@ def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     refuse(tmp_path, same, "inside tensor")
 
 
+Q4_0, Q8_0, F32 = 2, 8, 0
+
+
+def test_a_type_that_does_not_fill_its_tensors_room_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    """E-19: 8 rows of 32 in Q8_0 are 272 bytes; a table that calls them Q4_0 leaves 128 of them unread."""
+
+    def two(type: int, second: int = 288, n_bytes: int = 288 + 32) -> bytes:
+        return with_tensors(tensor("a", [32, 8], type, 0), tensor("b", [8], F32, second), data=bytes(n_bytes))
+
+    refuse(tmp_path, two(Q4_0), "type of tensor 'a' is 'Q4_0' .*takes 144 bytes of its room of 288; Q8_0 .*would fill")
+    refuse(tmp_path, two(Q8_0, 320, 352), "type of tensor 'a' is 'Q8_0' .*takes 272 bytes of its room of 320")
+    # The last tensor of a file: what other types would fill is refused, what nothing explains is not ours.
+    last = with_tensors(tensor("a", [32, 8], Q4_0, 0), data=bytes(272))
+    refuse(tmp_path, last, "type of tensor 'a' is 'Q4_0' .*takes 144 bytes of its room of 272; Q8_0 .*would fill")
+    for content in (two(Q8_0), two(Q8_0, n_bytes=4096)):
+        path = tmp_path / "good.gguf"
+        path.write_bytes(content)
+        assert open_checkpoint(path).tensors["a"].n_bytes == 272
+
+
 @pytest.mark.parametrize(("type", "columns"), [(2, 16), (3, 33), (12, 128), (40, 32)])
 def test_rows_that_are_not_whole_blocks_are_refused(tmp_path: Path, type: int, columns: int) -> None:
     # Two such rows would be a whole number of blocks: it is the row that counts.

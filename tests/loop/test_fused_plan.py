@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.kernels.step import StepKernels, triton_kernels, twin_kernels, twin_prompts
-from ostinato.loop.fused_plan import fused_plan, why_not_fused
+from ostinato.loop.fused_plan import ALL_FUSIONS, Fusions, fused_plan, why_not_fused
 from ostinato.loop.fused_prefill import FusedPrefill
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
@@ -20,12 +20,19 @@ from tests.random_model import random_model
 PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
 
 
-def fused_driver(model: Model, kernels: StepKernels, *, n_slots: int = 3, kv_type: str = "f32") -> Driver:
+def fused_driver(
+    model: Model,
+    kernels: StepKernels,
+    *,
+    n_slots: int = 3,
+    kv_type: str = "f32",
+    fusions: Fusions = ALL_FUSIONS,
+) -> Driver:
     """A driver whose step is the fused plan; prompts still go through the model's blocks."""
     driver = open_loop(model=model, n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
     loop = driver.loop
     loop.start.close()
-    loop.plan = fused_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels)
+    loop.plan = fused_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels, fusions)
     loop.start = CpuLoop(loop.plan, loop.tables, loop.guard)
     loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
     return driver

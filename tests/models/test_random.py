@@ -12,8 +12,9 @@ from ostinato.decoder.memories import memory_for
 from ostinato.decoder.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
-from ostinato.kernels.packed import PACKED_TYPES
+from ostinato.kernels.packed import PACKED_TYPES, Packed
 from ostinato.loop.torch_plan import tensors_of
+from ostinato.models.blocks import Experts, Layer
 from ostinato.models.random import (
     SHAPES,
     RandomWeights,
@@ -29,15 +30,22 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(
     ("name", "published"),
-    [("llama-1b", 1_235_814_400), ("llama-8b", 8_030_261_248), ("smollm2-135m", 134_515_008)],
+    [
+        ("llama-1b", 1_235_814_400),
+        ("llama-8b", 8_030_261_248),
+        ("smollm2-135m", 134_515_008),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ],
 )
 def test_a_named_shape_has_as_many_parameters_as_the_published_model(name: str, published: int) -> None:
     assert weight_bytes(SHAPES[name], torch.float32) == 4 * published
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny-mixtral", "tiny-qwen3moe"])
 @pytest.mark.parametrize("mix", [None, "q4_k_m", "q8_0"])
-def test_the_bytes_of_a_model_are_known_before_it_is_made(mix: str | None) -> None:
-    model = random_model("tiny", torch.bfloat16, CPU, mix=mix)
+def test_the_bytes_of_a_model_are_known_before_it_is_made(name: str, mix: str | None) -> None:
+    model = random_model(name, torch.bfloat16, CPU, mix=mix)
     held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
     assert weight_bytes(model.shape, torch.bfloat16, mix) == sum(held.values())
 
@@ -56,6 +64,21 @@ def test_q4_k_m_gives_more_bits_to_half_of_the_layers_and_to_the_head() -> None:
     assert kept_as("q4_k_m", "token_embd.weight", 2048, shape) == "Q6_K"  # it is the head too
     assert kept_as("q4_k_m", "token_embd.weight", 4096, SHAPES["llama-8b"]) == "Q4_K"
     assert kept_as("q4_k_m", "output.weight", 4096, SHAPES["llama-8b"]) == "Q6_K"
+
+
+def test_q4_k_m_of_eight_experts_gives_attention_more_and_routers_all_bits() -> None:
+    shape = SHAPES["mixtral-8x7b"]
+    assert kept_as("q4_k_m", "blk.9.attn_v.weight", 4096, shape) == "Q8_0"
+    assert kept_as("q4_k_m", "blk.9.attn_output.weight", 4096, shape) == "Q5_K"
+    assert kept_as("q4_k_m", "blk.9.ffn_gate_exps.weight", 4096, shape) == "Q4_K"
+    assert kept_as("q4_k_m", "blk.0.ffn_down_exps.weight", 4096, shape) == "Q6_K"
+    assert kept_as("q4_k_m", "blk.8.attn_v.weight", 4096, SHAPES["llama-8b"]) == "Q4_K"
+    layer = random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_k_m").layers[0]
+    assert isinstance(layer, Layer)
+    assert isinstance(layer.mlp, Experts)
+    assert isinstance(layer.mlp.router.weight, torch.Tensor)
+    assert isinstance(layer.mlp.gate_up, Packed)
+    assert (layer.mlp.gate_up.rows, layer.mlp.gate_up.cols) == (4 * 2 * 512, 256)
 
 
 def test_rows_that_are_no_whole_blocks_get_a_type_with_smaller_ones() -> None:
@@ -79,12 +102,13 @@ def test_an_unknown_shape_is_refused_with_the_nearest_first() -> None:
         named_shape("lama-1b")
 
 
+@pytest.mark.parametrize("name", ["tiny", "tiny-mixtral", "tiny-qwen3moe"])
 @pytest.mark.parametrize(
     ("dtype", "mix"),
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "q4_k_m"), (torch.float32, "q8_0")],
 )
-def test_logits_of_random_weights_are_sane(dtype: torch.dtype, mix: str | None) -> None:
-    model = random_model("tiny", dtype, CPU, mix=mix)
+def test_logits_of_random_weights_are_sane(name: str, dtype: torch.dtype, mix: str | None) -> None:
+    model = random_model(name, dtype, CPU, mix=mix)
     settings = settle(n_ctx=64, n_seq_max=1, unified=True)
     flow = DecodeFlow(model, settings, memory_for(model, settings, "f32"))
     flow.decode(Batch(token=[5, 900, 31, 7]))

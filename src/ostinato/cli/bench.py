@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
@@ -86,7 +87,9 @@ def decode(
     ] = "512",
     depth: Annotated[str, typer.Option("--depth", metavar="LIST", help="Positions in memory before that.")] = "0",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each, after one to warm up.")] = 5,
-    profile: Annotated[bool, typer.Option("--profile", help="Also the time of each kind of node, in eager.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Also the time of each kind of node, in each mode.")
+    ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the ladder (needs the extra `lab`).")
     ] = None,
@@ -231,8 +234,8 @@ def _measure(
             _show_row(_row(figure))  # at once: a table may take minutes
     profiles = []
     if profile:
-        pairs = [(batch, depth) for batch in lists["batches"] for depth in lists["depths"]]
-        profiles = [measured.profile(batch=batch, depth=depth) for batch, depth in pairs]
+        cases = product(modes, lists["batches"], lists["depths"])
+        profiles = [measured.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
     if not as_json:
         for one in profiles:
             _show_profile(one, bandwidth)
@@ -334,7 +337,9 @@ def _record(figure: Figure) -> dict[str, Any]:
 
 def _show_profile(profile: Profile, bandwidth: float) -> None:
     whole = profile.microseconds
-    write_line(f"a step of batch {profile.batch} at depth {profile.depth} in eager, without its border: {whole:.0f} us")
+    between = "" if profile.between_us is None else f", and {profile.between_us:.1f} us to the next"
+    where = f"a step of batch {profile.batch} at depth {profile.depth} in {profile.mode}"
+    write_line(f"{where}, without its border: {whole:.0f} us{between}")
     rows: list[tuple[str, ...]] = [("kind", "nodes", "us", "of it", "reads at", "of the limit")]
     for kind in profile.kinds:
         rate = kind.weight_bytes / kind.microseconds * 1e6 if kind.microseconds else 0.0

@@ -10,15 +10,19 @@ import os
 import platform
 import shutil
 import sys
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
 from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
+
+if TYPE_CHECKING:
+    from ostinato.kernels.chip import Chip
 
 _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
@@ -115,6 +119,8 @@ def _cuda() -> dict[str, Any]:
 def _gpu(index: int) -> dict[str, Any]:
     import torch
 
+    from ostinato.kernels.chip import Chip
+
     device = torch.cuda.get_device_properties(index)
     return {
         "name": device.name,
@@ -122,7 +128,15 @@ def _gpu(index: int) -> dict[str, Any]:
         "free": torch.cuda.mem_get_info(index)[0],
         "capability": f"{device.major}.{device.minor}",
         "multiprocessors": device.multi_processor_count,
+        "kernels": kernel_choices(Chip.of(index)),
     }
+
+
+def kernel_choices(chip: Chip) -> list[dict[str, str]]:
+    """What is chosen for a chip, each with its reason."""
+    from ostinato.kernels.chip import choices
+
+    return [asdict(choice) for choice in choices(chip)]
 
 
 def _driver_cuda() -> int | None:
@@ -229,7 +243,9 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("memory", f"{_size(memory['free'])} free of {_size(memory['total'])}"),
         ("driver", _driver_line(cuda)),
     ]
-    rows += [("gpu", _gpu_line(device)) for device in cuda["devices"]]
+    for device in cuda["devices"]:
+        rows.append(("gpu", _gpu_line(device)))
+        rows += [(one["what"], f"{one['choice']} ({one['reason']})") for one in device["kernels"]]
     for mode in report["modes"]:
         answer = "can run" if mode["can_run"] else f"cannot: {mode['reason']}"
         rows.append((f"{mode['device']} {mode['mode']}", answer))

@@ -25,6 +25,7 @@ from ostinato.errors import BadOption, InternalError
 from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.open import Loop, LoopOptions
 from ostinato.loop.plan import Node
+from ostinato.loop.starts.stamps import Stamps
 from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.memory.store import cell_bytes
 from ostinato.models.blocks import Model
@@ -109,11 +110,16 @@ class KindTime:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of a host-paced step goes, the mean of several, in the order of the plan; without the border."""
+    """Where the time of a step goes, the mean of several, in the order of the plan; without the border.
+
+    `between_us`: from the last node of a step to the first of the next, where the device itself has told.
+    """
 
     batch: int
     depth: int
     kinds: tuple[KindTime, ...]
+    mode: str = "eager"
+    between_us: float | None = None
 
     @property
     def microseconds(self) -> float:
@@ -236,25 +242,43 @@ class Bench:
         kept = statistics.fmean(kv_read_bytes(self.model.shape, self.kv_type, position - 1) for position in positions)
         return Figure(task, runs, weights / task.batch + kept, self.bandwidth)
 
-    def profile(self, *, batch: int, depth: int, n_steps: int = PROFILED_STEPS) -> Profile:
-        """The time of each kind of node, by a host that paces `eager` and looks at the clock around every node."""
+    def profile(self, *, batch: int, depth: int, n_steps: int = PROFILED_STEPS, mode: str = "eager") -> Profile:
+        """The time of each kind of node: in `eager` by a host that looks at the clock around every node; in the other
+        modes, where no host looks, by marks of the device between the nodes."""
         n_prompt, most = max(1, depth), n_steps + 2
         page = PAGE_TOKENS[self.model.device.type]
         n_pages = batch * -(-(n_prompt + most) // page)
-        options = LoopOptions("eager", batch, n_prompt + most, n_pages, self.kv_type, self.model.shape.vocab)
+        options = LoopOptions(mode, batch, n_prompt + most, n_pages, self.kv_type, self.model.shape.vocab)
         with closing(ByHand(Loop(self.model, options))) as hand:
             timer = _timed_nodes(hand.loop)
-            for slot in range(batch):
-                hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=most)
-            hand.step()  # admits
-            hand.step()  # warms
-            timer.forget()
-            for _ in range(n_steps):
-                hand.step()
-            spent = timer.microseconds()
-            nodes = hand.loop.plan.nodes
+            if mode == "eager":
+                self._play_steps(hand, timer, batch, n_prompt, n_steps)
+            else:
+                self._play_loop(hand, timer, batch, n_prompt, n_steps)
+            spent, nodes = timer.microseconds(), hand.loop.plan.nodes
+            between = timer.between(n_steps) if isinstance(timer, Stamps) else None
         kinds = dict.fromkeys(node.kind for node in nodes)
-        return Profile(batch, depth, tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds))
+        times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
+        return Profile(batch, depth, times, mode, between)
+
+    def _play_steps(self, hand: ByHand, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+        """Steps by the host's hand."""
+        for slot in range(batch):
+            hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 2)
+        hand.step()  # admits
+        hand.step()  # warms
+        timer.forget()
+        for _ in range(n_steps):
+            hand.step()
+
+    def _play_loop(self, hand: ByHand, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+        """Two runs to their end, of which the first warms; the first token of each is its prompt's."""
+        for _ in range(2):
+            hand.forget()
+            for slot in range(batch):
+                hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 1)
+            timer.forget()
+            hand.run()
 
     def _engine(self, mode: str, batch: int, context: int) -> Engine:
         device = self.model.device
@@ -371,16 +395,25 @@ class _CudaTimer:
         return spent
 
 
-def _timed_nodes(loop: Loop) -> _CpuTimer | _CudaTimer:
+_Timer = _CpuTimer | _CudaTimer | Stamps
+
+
+def _timed_nodes(loop: Loop) -> _Timer:
     """Put clocks around the nodes of a loop that has not begun."""
-    device = loop.model.device
-    timer = _CudaTimer(loop.plan.nodes[0].name, device) if device.type == "cuda" else _CpuTimer()
+    timer = _timer_for(loop)
     plan = replace(loop.plan, nodes=tuple(timer.timed(node) for node in loop.plan.nodes))
     kind: Any = type(loop.start)
     start = kind(plan, loop.tables, loop.guard, loop.changed.set)
     loop.mode.replace(plan, start)
     loop.plan, loop.start = plan, start
     return timer
+
+
+def _timer_for(loop: Loop) -> _Timer:
+    device, nodes = loop.model.device, loop.plan.nodes
+    if device.type == "cpu":
+        return _CpuTimer()
+    return _CudaTimer(nodes[0].name, device) if loop.mode_name == "eager" else Stamps(nodes, device)
 
 
 def _kind_time(kind: str, nodes: Sequence[Node], spent: dict[str, float], n_steps: int) -> KindTime:

@@ -424,8 +424,10 @@ class Usher:
             with suppress(Exception):
                 self._chunk.work.result(END_S)
         # What was found wrong has been told to whoever was waiting; here it only must not keep threads alive.
-        with suppress(DecodeInvariantError, EngineDead):
+        try:
             self._mode.exit()
+        except (DecodeInvariantError, EngineDead) as error:
+            self.fault = self.fault or str(error)
         with suppress(DecodeInvariantError):
             self._loop.start.close()
 

@@ -108,6 +108,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUFFile(path)
 
 
+def holds_as_it_is(type: str, dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype has the bytes that a file of this type has."""
+    return str(dtype) == f"torch.{_SAME_DTYPE.get(type)}"
+
+
 def fill(info: TensorInfo, raw: NDArray[np.uint8], out: torch.Tensor) -> None:
     """Write the values of `raw` (contiguous, any shape) to `out` in chunks, without full-size temporaries."""
     import torch
@@ -119,7 +124,7 @@ def fill(info: TensorInfo, raw: NDArray[np.uint8], out: torch.Tensor) -> None:
             f"{list(out.shape)}; give a contiguous one with {info.n_elements} elements"
         )
     flat = out.detach().view(-1)
-    if flat.device.type == "cpu" and str(flat.dtype) == f"torch.{_SAME_DTYPE.get(info.type)}":
+    if flat.device.type == "cpu" and holds_as_it_is(info.type, flat.dtype):
         flat.view(torch.uint8).numpy()[:] = raw.reshape(-1)
         return
     block = BLOCKS[info.type]

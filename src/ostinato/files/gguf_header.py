@@ -294,10 +294,10 @@ def _read_type(reader: _Reader, name: str) -> str:
 
 
 def _n_bytes(reader: _Reader, name: str, shape: tuple[int, ...], type: str) -> int:
-    block = BLOCKS[type]
-    if shape[-1] % block.elements:
-        raise reader.bad(f"row length of {name!r}", shape[-1], f"rows of {type} come in blocks of {block.elements}")
-    return math.prod(shape) // block.elements * block.n_bytes
+    if shape[-1] % BLOCKS[type].elements:
+        elements = BLOCKS[type].elements
+        raise reader.bad(f"row length of {name!r}", shape[-1], f"rows of {type} come in blocks of {elements}")
+    return _bytes_as(type, shape)
 
 
 def _alignment(reader: _Reader, metadata: dict[str, Any]) -> int:
@@ -331,4 +331,31 @@ def _place(reader: _Reader, entries: list[TableEntry], alignment: int) -> dict[s
                 after.start - data_start,
                 f"it lies inside tensor {before.name!r}",
             )
+    _refuse_unexplained(reader, in_order, alignment)
     return placed
+
+
+def _refuse_unexplained(reader: _Reader, in_order: list[TableEntry], alignment: int) -> None:
+    """Refuse a type that does not account for a tensor's room, up to the padding that alignment needs (E-19).
+
+    A wrong type with fewer bytes than the right one would be read without complaint, as other weights. Behind the last
+    tensor anything may follow, unless it is just what another type would have filled.
+    """
+    ends = [*(after.start for after in in_order[1:]), reader.n_bytes]
+    for entry, end in zip(in_order, ends, strict=False):
+        room = end - entry.start
+        if room - entry.n_bytes < alignment:
+            continue
+        fitting = [type for type in BLOCKS if 0 <= room - _bytes_as(type, entry.shape) < alignment]
+        if end == reader.n_bytes and not fitting:
+            continue
+        would = f"; {' or '.join(fitting)} would fill it" if fitting else ""
+        raise reader.bad(
+            f"type of tensor {entry.name!r}", entry.type, f"it takes {entry.n_bytes} bytes of its room of {room}{would}"
+        )
+
+
+def _bytes_as(type: str, shape: tuple[int, ...]) -> int:
+    """What a tensor would take in another type; more than any file where its rows do not come in that type's blocks."""
+    block = BLOCKS[type]
+    return 1 << 62 if shape[-1] % block.elements else math.prod(shape) // block.elements * block.n_bytes

@@ -19,3 +19,13 @@ def gated_torch(gate_up: Tensor, activation: Activation) -> Tensor:
     """act(gate) * up, where gate_up [rows, 2 * width] holds both side by side; gives [rows, width]."""
     gate, up = gate_up.chunk(2, -1)
     return activate_torch(gate, activation) * up
+
+
+def activate_rows_torch(x: Tensor, out: Tensor, activation: Activation) -> None:
+    """A prompt's rows into a buffer: act(x) in float32, rounded to out.dtype. The kernel: `triton/activation.py`."""
+    out.copy_(activate_torch(x.float(), activation))
+
+
+def gated_rows_torch(gate_up: Tensor, out: Tensor, activation: Activation) -> None:
+    """The same for act(gate) * up, gate_up [rows, 2 * width] and out [rows, width]."""
+    out.copy_(gated_torch(gate_up.float(), activation))

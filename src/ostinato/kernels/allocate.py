@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.errors import HardwareCannot
+from ostinato.errors import HardwareCannot, InternalError
+
+Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]  # as `empty` does
 
 
 def empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -18,6 +20,47 @@ def empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tens
 def zeros(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeroed memory; on the CPU the system hands it out page by page, as it is first written."""
     return _claimed(_system_zeros if device.type == "cpu" else torch.zeros, size, dtype, device)
+
+
+ALIGNMENT = 256  # bytes: of every piece of an arena
+
+
+class Measure:
+    """Stands in for `empty` and allocates nothing: what an arena for all that is asked of it must hold."""
+
+    def __init__(self) -> None:
+        self.n_bytes = 0
+
+    def __call__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        self.n_bytes += _aligned(prod(size) * dtype.itemsize)
+        return torch.empty(tuple(size), dtype=dtype, device="meta")
+
+
+class Arena:
+    """One piece of memory in place of many: dealt out piece by piece, each aligned, in the order of asking (E-16).
+
+    Stands in for `empty`, for whoever asks as much as was measured. The pieces keep it alive.
+    """
+
+    def __init__(self, n_bytes: int, device: torch.device) -> None:
+        self.n_bytes = n_bytes
+        memory = empty((n_bytes + ALIGNMENT,), torch.uint8, device)
+        self._free = memory[-memory.data_ptr() % ALIGNMENT :][:n_bytes]
+
+    @property
+    def n_free(self) -> int:
+        return len(self._free)
+
+    def __call__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        n_bytes = prod(size) * dtype.itemsize
+        if n_bytes > len(self._free):
+            raise InternalError(f"an arena of {self.n_bytes} bytes has no {n_bytes} left; it was measured too small")
+        piece, self._free = self._free[:n_bytes], self._free[_aligned(n_bytes) :]
+        return piece.view(dtype).view(tuple(size))
+
+
+def _aligned(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def _system_zeros(size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,37 +2,47 @@
 
 The past is walked in blocks of BLOCK positions that begin at multiples of it, with a running maximum and sum, so a
 row's bits do not depend on where its chunk began, as long as every chunk has the same number of rows. A block that a
-row may not see changes nothing of it. Scores and sums are float32. Bound by its two products.
+row may not see changes nothing of it. Scores and sums are float32. Bound by its two products. Each block is read when
+its turn comes, so that what is needed beside keys and values does not grow with them (E-36).
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import torch
 from torch import Tensor
 
 BLOCK: Final = 256
+Past = Callable[[int, int], tuple[Tensor, Tensor]]  # keys and values of positions [first, stop), [n, kv_heads, width]
 
 
 def blocked_attention_torch(
-    q: Tensor, k: Tensor, v: Tensor, *, start: int, scale: float, softcap: float | None, window: int | None
+    q: Tensor,
+    past: Past,
+    n_past: int,
+    kv_heads: int,
+    *,
+    start: int,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
 ) -> Tensor:
-    """q [rows, heads, width], row i at position start + i, over k, v [positions, kv_heads, width] from position 0.
+    """q [rows, heads, width], row i at position start + i, over the keys and values of `n_past` positions from 0 on.
 
-    Gives [rows, heads, width] in q.dtype. Rows beyond the last position of k are padding and come out as numbers
-    without meaning.
+    Gives [rows, heads, width] in q.dtype. Rows beyond the last position are padding and come out as numbers without
+    meaning.
     """
     rows, heads, width = q.shape
-    kv_heads = k.shape[1]
     group = heads // kv_heads
     # The heads of a group are rows of their key head: [kv_heads, rows * group, width].
     queries = q.view(rows, kv_heads, group, width).permute(1, 0, 2, 3).reshape(kv_heads, rows * group, width)
     at = torch.arange(start, start + rows, device=q.device).repeat_interleave(group).unsqueeze(-1)
     top = torch.full((kv_heads, rows * group, 1), float("-inf"), device=q.device)
     total, mixed = torch.zeros_like(top), torch.zeros((kv_heads, rows * group, width), device=q.device)
-    for first in range(0, len(k), BLOCK):
+    for first in range(0, n_past, BLOCK):
         if window is not None and first + BLOCK <= start + 1 - window:
             continue  # out of every row's window
-        keys, values = _block(k, first), _block(v, first)
+        keys, values = map(_whole, past(first, min(first + BLOCK, n_past)))
         scores = torch.bmm(queries, keys.transpose(1, 2)).float() * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
@@ -50,9 +60,8 @@ def blocked_attention_torch(
     return out.permute(1, 0, 2, 3).reshape(rows, heads, width).to(q.dtype)
 
 
-def _block(half: Tensor, first: int) -> Tensor:
-    """BLOCK positions of keys or values as [kv_heads, BLOCK, width]; zeros where there are none yet."""
-    piece = half[first : first + BLOCK]
+def _whole(piece: Tensor) -> Tensor:
+    """Positions of keys or values as [kv_heads, BLOCK, width]; zeros where there are none yet."""
     if len(piece) < BLOCK:
         piece = torch.cat((piece, piece.new_zeros(BLOCK - len(piece), *piece.shape[1:])))
     return piece.transpose(0, 1)

@@ -1,5 +1,5 @@
 """The products of a decode step, in torch: y = epilogue(norm(x) W^T) for the first n_rows rows; the twin of
-`triton/matmul.py`.
+`triton/matmul.py` and `triton/experts.py`.
 
 x is float32 (or bfloat16) [n_slots, in], W a dense tensor or packed blocks [out, in], sums are float32. Activations
 are rounded to bfloat16 before the product with bfloat16 or packed weights and stay float32 otherwise; packed weights
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ostinato.kernels.activation import Activation, activate_torch
-from ostinato.kernels.experts import route_torch
+from ostinato.kernels.experts import expert_of, route_torch
 from ostinato.kernels.packed import Packed, Stack, Weight, dense
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
@@ -106,12 +106,17 @@ def product_torch(x: Tensor, weight: Weight, norm: InputNorm | None) -> Tensor:
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
     columns = []
     for part in parts:
-        narrow = isinstance(part, Packed) or part.dtype == torch.bfloat16
-        inside, after = _normed(x, norm)
-        inside = inside.bfloat16().float() if narrow else inside
         wide = dense(part, torch.float32) if isinstance(part, Packed) else part.float()
-        columns.append((inside @ wide.T) * after)
+        columns.append(_product(x, part, wide, norm))
     return torch.cat(columns, 1)
+
+
+def _product(x: Tensor, weight: Tensor | Packed, wide: Tensor, norm: InputNorm | None) -> Tensor:
+    """norm(x) times some rows of a weight, `wide` in float32."""
+    narrow = isinstance(weight, Packed) or weight.dtype == torch.bfloat16
+    inside, after = _normed(x, norm)
+    inside = inside.bfloat16().float() if narrow else inside
+    return (inside @ wide.T) * after
 
 
 def _first(norm: InputNorm, rows: int) -> InputNorm:
@@ -150,7 +155,7 @@ def route_rows_torch(
 
 def experts_gate_up_torch(
     x: Tensor,
-    weight: Tensor | Packed,
+    weight: Weight,
     out: Tensor,
     experts: Tensor,
     n_rows: Tensor,
@@ -160,14 +165,22 @@ def experts_gate_up_torch(
 ) -> None:
     """out[row, j] = act(gate_e norm(x)) * (up_e norm(x)) for e = experts[row, j].
 
-    weight [n_experts * 2 * ff, in] holds for each expert its gate, then its up; out is [n_slots, n_used, ff].
+    weight [n_experts * 2 * ff, in] holds for each expert its gate, then its up; a `Stack` is (gate, up) of all experts,
+    each [n_experts * ff, in]. out is [n_slots, n_used, ff].
     """
-    rows, width = int(n_rows), 2 * out.shape[-1]
-    product = product_torch(x[:rows], weight, None if norm is None else _first(norm, rows))
-    for row in range(rows):
+    width = 2 * out.shape[-1]
+    for row in range(int(n_rows)):
+        own = None if norm is None else InputNorm(norm.stats[row : row + 1], norm.weight, norm.bias, norm.eps)
         for place, expert in enumerate(experts[row].tolist()):
-            gate, up = product[row, expert * width : (expert + 1) * width].chunk(2)
-            out[row, place] = (activate_torch(gate, activation) * up).to(out.dtype)
+            gate, up = _of_expert(x[row : row + 1], weight, expert, width, own).chunk(2, 1)
+            out[row, place] = (activate_torch(gate, activation) * up)[0].to(out.dtype)
+
+
+def _of_expert(x: Tensor, weight: Weight, expert: int, n_rows: int, norm: InputNorm | None) -> Tensor:
+    """norm(x) through one expert's rows, [1, n_rows]; of a `Stack`, through its share of every part."""
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    share = n_rows // len(parts)
+    return torch.cat([_product(x, p, expert_of(p, expert, share, torch.float32), norm) for p in parts], 1)
 
 
 def experts_down_torch(
@@ -186,11 +199,10 @@ def experts_down_torch(
 
     x is [n_slots, n_used, ff], weight [n_experts * hidden, ff], out [n_slots, hidden]; stats as in `matmul_torch`.
     """
-    hidden = out.shape[1]
     for row in range(int(n_rows)):
         total = torch.zeros_like(out[row], dtype=torch.float32)
         for place, expert in enumerate(experts[row].tolist()):
-            y = product_torch(x[row, place : place + 1], weight, None)[0, expert * hidden : (expert + 1) * hidden]
+            y = _of_expert(x[row, place : place + 1], weight, expert, out.shape[1], None)[0]
             total += y * weights[row, place]
         v = out[row].float() + total if epilogue == "add" else total
         out[row] = v.to(out.dtype)

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.quants import BLOCKS
+from ostinato.kernels.allocate import Allocate, empty
 
 PLANES: Final = ("quants", "high", "scales", "blocks")  # the order in which a matrix has them
 
@@ -134,34 +135,47 @@ def pack(type: str, raw: Tensor, rows: int, cols: int) -> Packed:
     Raises Unsupported for a type that no kernel multiplies, or columns that are no whole blocks (the caller
     dequantises those), and BadFile where the bytes are not what type and shape say.
     """
-    if type not in _FIELDS:
-        raise Unsupported(f"{type} weights are not multiplied packed; packed are {', '.join(PACKED_TYPES)}")
-    block = BLOCKS[type]
-    if cols % block.elements:
-        raise Unsupported(
-            f"rows of {cols} columns are no whole {type} blocks of {block.elements}; dequantise this matrix instead"
-        )
-    n_blocks = cols // block.elements
-    row_bytes = n_blocks * block.n_bytes
+    packed = laid_out(type, rows, cols, raw.device)
+    row_bytes = cols // BLOCKS[type].elements * BLOCKS[type].n_bytes
     if raw.dtype != torch.uint8 or tuple(raw.shape) != (rows, row_bytes):
         raise BadFile(
             f"{rows} x {cols} in {type} take {rows} x {row_bytes} bytes (uint8), "
             f"and the tensor has {' x '.join(map(str, raw.shape))} ({str(raw.dtype).removeprefix('torch.')})"
         )
-    shapes = _row_shapes(type, cols)
-    run = run_of(rows)
-    planes = {
-        name: torch.empty((rows // run, *shape[:-1], run, shape[-1]), dtype=torch.uint8, device=raw.device)
-        for name, shape in shapes.items()
-    }
-    step = max(_CHUNK_BYTES // row_bytes // run, 1) * run
-    for start in range(0, rows, step):
-        blocks = raw[start : start + step].reshape(-1, n_blocks, block.n_bytes)
-        for name, shape in shapes.items():
-            first, last = _FIELDS[type][name]
-            fields = _sorted(type, name, cols, blocks[:, :, first:last]).reshape(-1, run, *shape)
-            planes[name][start // run : (start + step) // run] = fields.movedim(1, -2)
-    return Packed(type, rows, cols, tuple(planes[name].view(-1) for name in shapes))
+    put(packed, raw, 0)
+    return packed
+
+
+def laid_out(type: str, rows: int, cols: int, device: torch.device, allocate: Allocate = empty) -> Packed:
+    """A matrix whose planes have their memory and no values yet. Raises Unsupported as `pack` does."""
+    if type not in _FIELDS:
+        raise Unsupported(f"{type} weights are not multiplied packed; packed are {', '.join(PACKED_TYPES)}")
+    if cols % BLOCKS[type].elements:
+        raise Unsupported(
+            f"rows of {cols} columns are no whole {type} blocks of {BLOCKS[type].elements}; dequantise this matrix "
+            "instead"
+        )
+    planes = (allocate((rows * prod(shape),), torch.uint8, device) for shape in _row_shapes(type, cols).values())
+    return Packed(type, rows, cols, tuple(planes))
+
+
+def put(packed: Packed, raw: Tensor, start: int) -> None:
+    """Rows `start` and following of the matrix become raw, uint8 [n, row_bytes] as in the file, on its device; start
+    and n are whole runs."""
+    type, run, cols = packed.type, packed.run, packed.cols
+    block, shapes = BLOCKS[type], _row_shapes(type, cols)
+    n_blocks = cols // block.elements
+    planes = [
+        plane.view(-1, *shape[:-1], run, shape[-1]) for plane, shape in zip(packed.planes, shapes.values(), strict=True)
+    ]
+    step = max(_CHUNK_BYTES // raw.shape[1] // run, 1) * run
+    for first in range(0, len(raw), step):
+        blocks = raw[first : first + step].reshape(-1, n_blocks, block.n_bytes)
+        at = (start + first) // run
+        for (name, shape), plane in zip(shapes.items(), planes, strict=True):
+            begin, end = _FIELDS[type][name]
+            fields = _sorted(type, name, cols, blocks[:, :, begin:end]).reshape(-1, run, *shape)
+            plane[at : at + len(fields)] = fields.movedim(1, -2)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -170,7 +184,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Rows `ids`, int [n], dequantised: float32 [n, cols]; what an embedding needs."""
+    """Rows `ids`, int [n], dequantised: float32 [n, cols]; what an embedding needs, or one expert of many."""
     picked = {name: plane[ids // packed.run, ids % packed.run] for name, plane in _by_row(packed).items()}
     return dequantize_torch(_raw(packed, picked), packed.type)
 

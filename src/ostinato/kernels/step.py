@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.kernels.activation import activate_rows_torch, gated_rows_torch
 from ostinato.kernels.add_norm import add_norm_torch
 from ostinato.kernels.allocate import zeros
 from ostinato.kernels.attend import attend_torch
@@ -51,6 +52,8 @@ class PromptKernels:
     gemm: Bind
     append: Bind
     attend: Bind
+    activate: Bind
+    gated: Bind
 
 
 def twin_kernels() -> StepKernels:
@@ -84,7 +87,8 @@ def triton_kernels() -> StepKernels:
     from ostinato.kernels.triton.add_norm import bind_add_norm
     from ostinato.kernels.triton.attend import attend_workspace, bind_attend
     from ostinato.kernels.triton.embed import bind_embed
-    from ostinato.kernels.triton.matmul import bind_experts_down, bind_experts_gate_up, bind_matmul, bind_route
+    from ostinato.kernels.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.kernels.triton.matmul import bind_matmul
     from ostinato.kernels.triton.sample import bind_sample
     from ostinato.kernels.triton.sample import sample_workspace as sizes
 
@@ -112,13 +116,23 @@ def twin_prompts() -> PromptKernels:
         gemm=partial(partial, gemm_torch),
         append=partial(partial, append_chunk_torch),
         attend=partial(partial, chunk_attention_torch),
+        activate=partial(partial, activate_rows_torch),
+        gated=partial(partial, gated_rows_torch),
     )
 
 
 def triton_prompts() -> PromptKernels:
     """Triton's."""
+    from ostinato.kernels.triton.activation import bind_activate, bind_gated
     from ostinato.kernels.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
     from ostinato.kernels.triton.gemm import bind_gemm
     from ostinato.kernels.triton.norm import bind_norm
 
-    return PromptKernels(norm=bind_norm, gemm=bind_gemm, append=bind_append_chunk, attend=bind_chunk_attention)
+    return PromptKernels(
+        norm=bind_norm,
+        gemm=bind_gemm,
+        append=bind_append_chunk,
+        attend=bind_chunk_attention,
+        activate=bind_activate,
+        gated=bind_gated,
+    )

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ostinato.kernels.allocate import zeros
 from ostinato.kernels.attend import Heads, PagedKV, Rows
+from ostinato.kernels.launch import Launches
 from ostinato.kernels.matmul import InputNorm, Prepared, n_stats
-from ostinato.kernels.packed import Packed, Stack
+from ostinato.kernels.packed import Packed, Stack, Weight, shape_of
 from ostinato.kernels.step import StepKernels
 from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan
@@ -41,6 +42,21 @@ def why_not_fused(model: Model) -> str | None:
     if not all(isinstance(layer, Layer) for layer in model.layers):
         return f"the layers of {shape.family} are of a kind that has no kernels in the step"
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """What is done in one node that could be done in two; all of it, unless somebody measures what it is worth (E-81).
+
+    `gated`: gate, up and activation in one product (of dense weights; packed ones always). `ahead`: whoever writes the
+    residual stream multiplies it by the weight of the norm that comes next, in place of every product behind it.
+    """
+
+    gated: bool = True
+    ahead: bool = True
+
+
+ALL_FUSIONS: Final = Fusions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +107,17 @@ class Step:
 class FusedPlan:
     """Collects the nodes of one model's step."""
 
-    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> None:
+    def __init__(
+        self,
+        model: Model,
+        memory: PagedMemory,
+        tables: Tables,
+        n_tokens: int,
+        kernels: StepKernels,
+        fusions: Fusions = ALL_FUSIONS,
+    ) -> None:
         assert memory.kv is not None
+        self._fusions = fusions
         self._model, self._memory, self._kv, self._kernels = model, memory, memory.kv, kernels
         self._table, self._tables, self._n_tokens = tables.table, tables, n_tokens
         self._n_slots = tables.layout.n_slots
@@ -140,7 +165,9 @@ class FusedPlan:
         reads: tuple[str, ...],
         writes: tuple[str, ...],
         weights: Mapping[str, Any] | None = None,
+        share: float = 1.0,
     ) -> None:
+        """`share`: of the weights that one row reads."""
         n_bytes = 0
         names = []
         for label, weight in (weights or {}).items():
@@ -148,7 +175,8 @@ class FusedPlan:
                 self._buffers.setdefault(f"{label}.{number}", tensor)
                 names.append(f"{label}.{number}")
                 n_bytes += tensor.numel() * tensor.element_size()
-        self._nodes.append(Node(name, kind, run, (*reads, "table", *names), writes, n_bytes))
+        n_launches = len(run.parts) if isinstance(run, Launches) else 1
+        self._nodes.append(Node(name, kind, run, (*reads, "table", *names), writes, int(n_bytes * share), n_launches))
 
     def _embed(self) -> None:
         model, s = self._model, self.step
@@ -201,14 +229,13 @@ class FusedPlan:
                 self._experts(at, mlp, given, norm, following)
 
     def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm) -> None:
-        s, weight = self.step, mlp.gate_up.weight
-        parts = weight.parts if isinstance(weight, Stack) else (weight,)
+        s, parts = self.step, _apart(mlp.gate_up, halved=not self._fusions.gated)
         if len(parts) == 1:
             gated = {"epilogue": "gated", "activation": mlp.activation}
             self._product(name, "gate_up", given, mlp.gate_up, s.act, norm=norm, **gated)
             return
         # Gate and up of different types: one after the other, the second multiplied into the first.
-        gate, up = (Linear(mlp.ops, part, None) for part in parts)
+        gate, up = parts
         self._product(
             f"{name}.gate", "gate_up", given, gate, s.act, norm=norm, epilogue="act", activation=mlp.activation
         )
@@ -221,16 +248,17 @@ class FusedPlan:
             s.scores, s.experts, s.shares, self._n_rows, n_used=mlp.experts.n_used, renormalise=mlp.experts.renormalise
         )
         self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares"))
-        gate_up, down = _flat(mlp.gate_up), _flat(mlp.down)
+        gate_up, down = flat(mlp.gate_up), flat(mlp.down)
         run = kernels.experts_gate_up(
             given, gate_up, s.expert_act, s.experts, self._n_rows, norm=norm, activation=mlp.activation
         )
         reads = (self._name_of(given), "stats", "experts")
-        self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up})
+        share = mlp.experts.n_used / mlp.experts.n_experts
+        self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up}, share)
         left = {"stats": s.stats, "prepared": self._prepared(following)}
         run = kernels.experts_down(s.expert_act, down, s.x, s.experts, s.shares, self._n_rows, **left)
         down_reads = ("expert_act", "experts", "shares", "x")
-        self._add(f"{at}.down", "down", run, down_reads, ("x", *self._beside_x), {f"{at}.down": down})
+        self._add(f"{at}.down", "down", run, down_reads, ("x", *self._beside_x), {f"{at}.down": down}, share)
 
     def _into_residual(
         self, name: str, kind: str, given: Tensor, linear: Linear, after: Norm | None, following: Norm
@@ -316,7 +344,7 @@ class FusedPlan:
         return s.x, InputNorm(s.stats, norm.weight, norm.bias, norm.eps)
 
     def _weights_ahead(self, norm: Norm) -> bool:
-        return norm.bias is None and self._model.dtype == torch.bfloat16
+        return self._fusions.ahead and norm.bias is None and self._model.dtype == torch.bfloat16
 
     @property
     def _beside_x(self) -> tuple[str, ...]:
@@ -353,13 +381,38 @@ def paged_kv_of(memory: PagedMemory, number: int) -> PagedKV:
     return PagedKV(keys.values[0], values.values[0], memory.page_tokens, *scales)
 
 
-def fused_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> Plan:
+def fused_plan(
+    model: Model,
+    memory: PagedMemory,
+    tables: Tables,
+    n_tokens: int,
+    kernels: StepKernels,
+    fusions: Fusions = ALL_FUSIONS,
+) -> Plan:
     """The plan of a step over these tables; `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
-    return FusedPlan(model, memory, tables, n_tokens, kernels).plan()
+    return FusedPlan(model, memory, tables, n_tokens, kernels, fusions).plan()
 
 
-def _flat(weight: Any) -> Any:
-    """Experts' matrices [experts, rows, cols] on top of each other."""
+def _apart(linear: Linear, *, halved: bool) -> list[Linear]:
+    """A product for each part of a stack, with its share of bias and scale; with `halved`, of a dense one too."""
+    weight = linear.weight
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    if halved and len(parts) == 1 and isinstance(weight, Tensor):
+        parts = weight.chunk(2)
+    if len(parts) == 1:
+        return [linear]
+    made, at = [], 0
+    for part in parts:
+        mine = slice(at, at + shape_of(part)[0])
+        bias = None if linear.bias is None else linear.bias[mine]
+        scale = linear.scale[mine] if isinstance(linear.scale, Tensor) else linear.scale
+        made.append(Linear(linear.ops, part, bias, scale))
+        at = mine.stop
+    return made
+
+
+def flat(weight: Weight) -> Weight:
+    """Experts' matrices [experts, rows, cols] on top of each other; packed ones stand so already."""
     return weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
 
 

@@ -2,28 +2,31 @@
 
 A chunk is padded to its bucket, 64 to 512 rows; every product has fixed tiles and no split, and attention walks the
 past in blocks from position 0, so the bits of a position depend on its tokens and on nothing else: not on where the
-prompt was cut, nor on the bucket. All memory is made here, once; a chunk copies its ids and pages in and replays.
+prompt was cut, nor on the bucket. All memory is made here, once, for the largest bucket, and the others use its first
+rows: no launch allocates, so graphs keep no memory but their own. A chunk copies its ids and pages in and replays.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ostinato.errors import InternalError
-from ostinato.kernels.activation import activate_torch, gated_torch
 from ostinato.kernels.allocate import zeros
+from ostinato.kernels.attend import Rows
 from ostinato.kernels.chunk_attention import Chunk
+from ostinato.kernels.matmul import n_stats
 from ostinato.kernels.packed import Weight
 from ostinato.kernels.step import Launch, PromptKernels, StepKernels
-from ostinato.kernels.weight import rows_of
-from ostinato.loop.fused_plan import heads_of, paged_kv_of
+from ostinato.loop.fused_plan import flat, heads_of, paged_kv_of
 from ostinato.loop.layout import MAX_TOP, Tables
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
+from ostinato.models.shape import ExpertShape
 
 BUCKETS: Final = (64, 128, 256, 512)
 
@@ -73,6 +76,9 @@ class FusedPrefill:
         inner = 1 if shape.experts is not None and not shape.experts.dense_layers else shape.ff_width
         self._inner = made(most, 2 * inner, dtype=wide)
         self._act = made(most, inner, dtype=wide)
+        self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
+        self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
+        self._routed = _Routed.of(shape.experts, most, device)
         self._last = made(tables.layout.n_slots, shape.hidden)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
@@ -131,17 +137,20 @@ class FusedPrefill:
         return launches
 
     def _embedding(self, rows: int) -> Launch:
-        model, x, tokens, positions = self._model, self._x[:rows], self._tokens[:rows], self._positions[:rows]
+        model, n_rows = self._model, self._count(rows)
+        placed = Rows(n_rows, self._row_slot[:rows], self._positions[:rows], self._pages.view(1, -1))
+        return self._kernels.embed(
+            model.embedding,
+            self._x[:rows],
+            self._stats[:rows],
+            placed,
+            self._tokens[:rows],
+            scale=model.shape.embedding_scale,
+            positions=model.position_embedding,
+        )
 
-        def embed() -> None:
-            taken = rows_of(model.embedding, tokens, model.dtype)
-            if model.shape.embedding_scale is not None:
-                taken = taken * torch.tensor(model.shape.embedding_scale, dtype=taken.dtype)
-            if model.position_embedding is not None:
-                taken = taken.float() + model.position_embedding.index_select(0, positions).float()
-            x.copy_(taken)
-
-        return embed
+    def _count(self, rows: int) -> Tensor:
+        return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
 
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
         prompts, attention = self._prompts, layer.attention
@@ -166,7 +175,7 @@ class FusedPrefill:
                 return [
                     norm,
                     self._product(h, mlp.gate_up, inner),
-                    lambda: act.copy_(gated_torch(inner.float(), mlp.activation)),
+                    self._prompts.gated(inner, act, mlp.activation),
                     *self._into_residual(act, mlp.down, layer.after_mlp, rows),
                 ]
             case PlainMLP():
@@ -174,7 +183,7 @@ class FusedPrefill:
                 return [
                     norm,
                     self._product(h, mlp.up, half),
-                    lambda: act.copy_(activate_torch(half.float(), mlp.activation)),
+                    self._prompts.activate(half, act, mlp.activation),
                     *self._into_residual(act, mlp.down, layer.after_mlp, rows),
                 ]
             case Experts():
@@ -183,15 +192,12 @@ class FusedPrefill:
 
     def _experts(self, mlp: Experts, rows: int) -> list[Launch]:
         """Each row through its own experts, by the step's kernels: a row is a row, of a step or of a prompt."""
-        kernels, h = self._kernels, self._h[:rows]
-        device, used = self._model.device, mlp.experts.n_used
-        n_rows = torch.full((1,), rows, dtype=torch.int32, device=device)
-        scores = zeros((rows, mlp.experts.n_experts), torch.float32, device)
-        chosen, shares = zeros((rows, used), torch.int32, device), zeros((rows, used), torch.float32, device)
-        act = zeros((rows, used, mlp.experts.ff_width), torch.float32, device)
-        y = self._y[:rows]
-        gate_up, down = (w.flatten(0, 1) if isinstance(w, Tensor) else w for w in (mlp.gate_up, mlp.down))
-        choice = {"n_used": used, "renormalise": mlp.experts.renormalise}
+        kernels, h, y, routed = self._kernels, self._h[:rows], self._y[:rows], self._routed
+        assert routed is not None
+        n_rows, scores = self._count(rows), routed.scores[:rows]
+        chosen, shares, act = routed.chosen[:rows], routed.shares[:rows], routed.act[:rows]
+        choice = {"n_used": mlp.experts.n_used, "renormalise": mlp.experts.renormalise}
+        gate_up, down = flat(mlp.gate_up), flat(mlp.down)
         return [
             self._product(h, mlp.router, scores),
             kernels.route(scores, chosen, shares, n_rows, **choice),
@@ -213,6 +219,28 @@ class FusedPrefill:
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
         weight: Weight = linear.weight
         return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """What routed experts need between their launches."""
+
+    scores: Tensor
+    chosen: Tensor
+    shares: Tensor
+    act: Tensor
+
+    @staticmethod
+    def of(experts: ExpertShape | None, rows: int, device: torch.device) -> _Routed | None:
+        if experts is None:
+            return None
+        used = experts.n_used
+        return _Routed(
+            scores=zeros((rows, experts.n_experts), torch.float32, device),
+            chosen=zeros((rows, used), torch.int32, device),
+            shares=zeros((rows, used), torch.float32, device),
+            act=zeros((rows, used, experts.ff_width), torch.float32, device),
+        )
 
 
 class FirstToken:

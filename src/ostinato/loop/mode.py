@@ -73,7 +73,8 @@ class DecodeMode:
         self._start.launch()
 
     def exit(self, seconds: float = EXIT_DEADLINE_S) -> None:
-        """Wait for the loop to end, check that nothing has changed, and unlock. Without decode mode, nothing."""
+        """Wait for the loop to end, check that nothing has changed and the device is well, and unlock. Without decode
+        mode, nothing."""
         if self._entered is None:
             return
         if not self._start.wait(seconds):
@@ -83,6 +84,7 @@ class DecodeMode:
         self._guard.unlock()
         if self._dead is None:
             self._compare(entered)
+            self._ask_health()
 
     @property
     def on(self) -> bool:
@@ -160,6 +162,14 @@ class DecodeMode:
         dead = self.fault()
         if dead is not None:
             raise EngineDead(dead)
+
+    def _ask_health(self) -> None:
+        """A kernel that broke the device may show only now; what it left is not to be believed (E-2)."""
+        try:
+            self._start.health()
+        except EngineDead as dead:
+            self.die(str(dead))
+            raise
 
     def _now(self) -> Entered:
         addresses = tuple((b.name, b.tensor.data_ptr(), b.n_bytes) for b in self._plan.buffers)

@@ -77,7 +77,6 @@ class Loop:
         self.fell_back: str | None = None  # why `auto` does not run what it chose first
         try:
             self._build()
-            self.start.health()
         except BaseException:
             self.start.close()
             raise
@@ -124,7 +123,8 @@ class Loop:
             self._enter_once()
 
     def _enter_once(self) -> None:
-        """Into decode mode and out again: the executable is there then, and its words are in the table."""
+        """Into decode mode and out again: the executable is there then, its words are in the table, and the device was
+        asked whether it is well (E-2)."""
         self.mode.enter()
         self.mode.exit()
 

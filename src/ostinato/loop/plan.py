@@ -48,6 +48,7 @@ class Node:
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     weight_bytes: int = 0  # what one step reads of the model here
+    n_launches: int | None = None  # kernels that it launches; None where torch decides how many
 
     @property
     def text(self) -> str:
@@ -89,6 +90,12 @@ class Plan:
     def weight_bytes(self) -> int:
         """What one step reads of the model."""
         return sum(node.weight_bytes for node in self.nodes)
+
+    @property
+    def n_launches(self) -> int | None:
+        """Kernels of a step up to its border; None where some node leaves that to torch."""
+        counts = [node.n_launches for node in self.nodes]
+        return None if None in counts else sum(count for count in counts if count is not None)
 
     def buffer(self, name: str) -> Buffer:
         return next(buffer for buffer in self.buffers if buffer.name == name)

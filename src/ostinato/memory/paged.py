@@ -131,10 +131,15 @@ class ChunkMemory:
         keys.write(0, cells, k[: self.n])
         values.write(0, cells, v[: self.n])
         seen = torch.from_numpy(self.memory.cells(self.pages, 0, self.start + self.n)).to(q.device)
+
+        def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
+            return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)
+
         return blocked_attention_torch(
             q,
-            keys.read(0, seen, q.dtype),
-            values.read(0, seen, q.dtype),
+            past,
+            len(seen),
+            k.shape[1],
             start=self.start,
             scale=scale,
             softcap=softcap,

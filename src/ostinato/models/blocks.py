@@ -142,8 +142,8 @@ class Experts:
 
     ops: Ops
     router: Linear
-    gate_up: Tensor  # [experts, 2 * ff_width, hidden]
-    down: Tensor  # [experts, hidden, ff_width]
+    gate_up: Weight  # [experts, 2 * ff_width, hidden]; packed, or (gate, up) of two types: `Weights.take_experts`
+    down: Tensor | Packed  # [experts, hidden, ff_width]
     experts: ExpertShape
     activation: Activation
 

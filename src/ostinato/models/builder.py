@@ -100,30 +100,20 @@ class Builder:
         s, at = self.shape, f"blk.{layer}."
         assert s.experts is not None
         n, ff = s.experts.n_experts, s.experts.ff_width
-        for part, size in (("ffn_gate", (ff, s.hidden)), ("ffn_up", (ff, s.hidden)), ("ffn_down", (s.hidden, ff))):
-            self._check_expert_parts(at + part, n, size)
-        gate_up, down = self.weights.empty(n, 2 * ff, s.hidden), self.weights.empty(n, s.hidden, ff)
-        self._expert_parts(at + "ffn_gate", [gate_up[e, :ff] for e in range(n)], gate_up[:, :ff])
-        self._expert_parts(at + "ffn_up", [gate_up[e, ff:] for e in range(n)], gate_up[:, ff:])
-        self._expert_parts(at + "ffn_down", [down[e] for e in range(n)], down)
+        sizes = {"ffn_gate": (ff, s.hidden), "ffn_up": (ff, s.hidden), "ffn_down": (s.hidden, ff)}
+        names = {part: self._expert_names(at + part, n) for part in sizes}
+        for part, size in sizes.items():  # before memory is laid out: the file really holds experts of that size
+            self.weights.check_experts(names[part], n, size)
+        gate_up = self.weights.take_experts([names["ffn_gate"], names["ffn_up"]], n, (ff, s.hidden))
+        down = self.weights.take_experts([names["ffn_down"]], n, (s.hidden, ff))
+        assert not isinstance(down, Stack)  # it is one part
         router = self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False)
         return Experts(self.ops, router, gate_up, down, s.experts, s.activation)
 
-    def _check_expert_parts(self, name: str, n: int, size: tuple[int, int]) -> None:
-        """Before memory is laid out for them: the file really holds that many experts of that size."""
-        if self.weights.has(f"{name}_exps.weight"):
-            self.weights.check([f"{name}_exps.weight"], [(n, *size)])
-            return
-        for expert in range(n):
-            self.weights.check([f"{name}.{expert}.weight"], [size])
-
-    def _expert_parts(self, name: str, parts: list[Tensor], whole: Tensor) -> None:
+    def _expert_names(self, name: str, n: int) -> list[str]:
         """One tensor for all experts, or one for each, as the file has it."""
-        if self.weights.has(f"{name}_exps.weight"):
-            self.weights.take_into(f"{name}_exps.weight", whole)
-            return
-        for expert, part in enumerate(parts):
-            self.weights.take_into(f"{name}.{expert}.weight", part)
+        whole = f"{name}_exps.weight"
+        return [whole] if self.weights.has(whole) else [f"{name}.{expert}.weight" for expert in range(n)]
 
     def mamba(self, layer: int) -> MambaMixer:
         s, at, m = self.shape, f"blk.{layer}.", self.shape.recurrent
@@ -190,11 +180,13 @@ class Builder:
         embedding = w.take_matrix(["token_embd.weight"], [(s.vocab, s.hidden)])
         assert not isinstance(embedding, Stack)  # it is one tensor
         scale = self.scale([s.vocab], [s.multipliers.head])
+        head_bias = w.has("output.bias")  # neither format states it: the file has one or not
         if s.tied_head:
-            head = Linear(self.ops, embedding, None, scale)
+            shift = w.take("output.bias", (s.vocab,)) if head_bias else None
+            head = Linear(self.ops, embedding, shift, scale)
             w.pass_over("output.weight")  # some files repeat the embedding under this name
         else:
-            head = self.linear("output", s.vocab, s.hidden, bias=False, scale=scale)
+            head = self.linear("output", s.vocab, s.hidden, bias=head_bias, scale=scale)
         for factors in ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"):
             w.pass_over(factors)  # read with the shape
         return Model(s, self.ops, embedding, positions, layers, norm, head, self._frequencies(), dtype=w.dtype)

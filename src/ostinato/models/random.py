@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from types import MappingProxyType
 from typing import Final
@@ -20,13 +20,15 @@ from torch import Tensor
 from ostinato.errors import UnknownName, listing
 from ostinato.files.quants import BLOCKS
 from ostinato.kernels.allocate import empty
-from ostinato.kernels.packed import PACKED_TYPES, Stack, Weight, pack
-from ostinato.kernels.table import TWINS, ops_for
+from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, pack
+from ostinato.kernels.table import TWINS, Ops, ops_for
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
 from ostinato.models.llama import LLAMA
+from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape, everywhere
+from ostinato.models.shape import ExpertShape, Shape, everywhere
 from ostinato.models.weights import Weights
 
 
@@ -62,6 +64,19 @@ def _llama(
     )
 
 
+# Small enough to answer at once, wide enough for whole blocks of 256 weights.
+_TINY: Final = _llama(
+    hidden=256,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_width=64,
+    ff_width=512,
+    vocab=1024,
+    context=2048,
+    rope_base=10_000.0,
+    tied_head=True,
+)
 SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     {
         "llama-1b": _llama(
@@ -100,21 +115,45 @@ SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
             rope_base=100_000.0,
             tied_head=True,
         ),
-        # Small enough to answer at once, wide enough for whole blocks of 256 weights.
-        "tiny": _llama(
-            hidden=256,
-            n_layers=2,
-            n_heads=4,
-            n_kv_heads=2,
-            head_width=64,
-            ff_width=512,
-            vocab=1024,
-            context=2048,
-            rope_base=10_000.0,
-            tied_head=True,
+        "mixtral-8x7b": replace(
+            _llama(
+                hidden=4096,
+                n_layers=32,
+                n_heads=32,
+                n_kv_heads=8,
+                head_width=128,
+                ff_width=14_336,
+                vocab=32_000,
+                context=32_768,
+                rope_base=1_000_000.0,
+                tied_head=False,
+            ),
+            family="mixtral",
+            experts=ExpertShape(8, 2, 14_336, renormalise=True),
         ),
+        "qwen3-30b-a3b": replace(
+            _llama(
+                hidden=2048,
+                n_layers=48,
+                n_heads=32,
+                n_kv_heads=4,
+                head_width=128,
+                ff_width=6144,
+                vocab=151_936,
+                context=40_960,
+                rope_base=1_000_000.0,
+                tied_head=False,
+            ),
+            family="qwen3moe",
+            norm_eps=1e-6,
+            experts=ExpertShape(128, 8, 768, renormalise=True),
+        ),
+        "tiny": _TINY,
+        "tiny-mixtral": replace(_TINY, family="mixtral", experts=ExpertShape(4, 2, 512, renormalise=True)),
+        "tiny-qwen3moe": replace(_TINY, family="qwen3moe", experts=ExpertShape(6, 3, 256, renormalise=False)),
     }
 )
+_FAMILIES: Final = MappingProxyType({"llama": LLAMA, "mixtral": MIXTRAL, "qwen3moe": QWEN3_MOE})
 
 # What weights can be made as, by the words of the command line: plain numbers, or packed as a file of that type.
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
@@ -136,10 +175,18 @@ def kept_as(mix: str, name: str, cols: int, shape: Shape) -> str:
 
 
 def _mixed(name: str, shape: Shape) -> str:
-    """q4_k_m: six bits for the head, and for the values and the way down in the layers that need them most."""
+    """q4_k_m: six bits for the head, and for the values and the way down in the layers that need them most.
+
+    Beside eight experts attention is small, and gets more.
+    """
     if name == ("token_embd.weight" if shape.tied_head else "output.weight"):
         return "Q6_K"
-    if not name.endswith(("attn_v.weight", "ffn_down.weight")):
+    if shape.experts is not None and shape.experts.n_experts == 8:
+        if name.endswith(("attn_k.weight", "attn_v.weight")):
+            return "Q8_0"
+        if name.endswith("attn_output.weight"):
+            return "Q5_K"
+    if not name.endswith(("attn_v.weight", "ffn_down.weight", "ffn_down_exps.weight")):
         return "Q4_K"
     layer, eighth = int(name.split(".")[1]), shape.n_layers // 8
     ends = layer < eighth or layer >= 7 * shape.n_layers // 8
@@ -204,10 +251,11 @@ class RandomWeights(Weights):
     ) -> None:
         self.dtype, self.device = dtype, device
         self._shape, self._seed, self._mix = shape, seed, mix
+        self._allocate = empty
         self._random = torch.Generator(device)
 
     def has(self, name: str) -> bool:
-        return True
+        return name != "output.bias"  # which a file may have, and no shape asks for
 
     def take_stacked(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None
@@ -222,7 +270,7 @@ class RandomWeights(Weights):
 
     def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Weight:
         mix = self._mix
-        if mix is None:
+        if mix is None or _stays_plain(names):
             return self.take_stacked(names, shapes)
         cols = shapes[0][-1]
         parts = []
@@ -235,12 +283,37 @@ class RandomWeights(Weights):
             parts.append(pack(type, raw, len(raw), cols))
         return parts[0] if len(parts) == 1 else Stack(tuple(parts))
 
+    def check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
+        return
+
+    def take_into(self, name: str, out: Tensor) -> None:
+        self._seeded(name)
+        out.normal_(0.0, out.shape[-1] ** -0.5, generator=self._random)
+
+    def _kept_experts(self, names: Sequence[str], cols: int) -> str | torch.dtype:
+        return self.dtype if self._mix is None else kept_as(self._mix, names[0], cols, self._shape)
+
+    def _packed_experts(
+        self, parts: Sequence[Sequence[str]], n_experts: int, size: tuple[int, int], type: str
+    ) -> Packed:
+        blocks = []
+        for (name,) in parts:
+            self._seeded(name)
+            blocks.append(random_blocks(type, n_experts * size[0], size[1], self._random).view(n_experts, size[0], -1))
+        raw = torch.cat(blocks, 1).flatten(0, 1)
+        return pack(type, raw, len(raw), size[1])
+
     def pass_over(self, name: str) -> None:
         return
 
     def _seeded(self, name: str) -> None:
         # The CPU's generator looks at 32 bits of its seed: both must be in them.
         self._random.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
+
+
+def _stays_plain(names: Sequence[str]) -> bool:
+    """Routers are never packed: which experts are chosen must not turn on a rounding."""
+    return names[0].endswith("ffn_gate_inp.weight")
 
 
 def named_shape(name: str) -> Shape:
@@ -253,7 +326,7 @@ def named_shape(name: str) -> Shape:
 def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> int:
     """What the weights of such a model take; a tied head counts once."""
     counter = _Counter(shape, dtype, torch.device("meta"), 0, mix)
-    LLAMA.build(Builder(shape, counter, TWINS, shape.context), LLAMA.layer)
+    _built(shape, counter, TWINS)
     return counter.n_bytes
 
 
@@ -276,12 +349,17 @@ class _Counter(RandomWeights):
         return whole
 
     def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Weight:
-        if self._mix is None:
+        if self._mix is None or _stays_plain(names):
             return self.take_stacked(names, shapes)
         for name, (rows, cols) in zip(names, shapes, strict=True):
             block = BLOCKS[kept_as(self._mix, name, cols, self._shape)]
             self.n_bytes += rows * cols // block.elements * block.n_bytes
         return empty((1, 1), self.dtype, self.device)
+
+    def take_experts(self, parts: Sequence[Sequence[str]], n_experts: int, size: tuple[int, int]) -> Weight:
+        return self.take_matrix(
+            [name for part in parts for name in part], [(n_experts * size[0], size[1])] * len(parts)
+        )
 
 
 def random_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0, mix: str | None = None) -> Model:
@@ -291,4 +369,9 @@ def random_model(name: str, dtype: torch.dtype, device: torch.device, seed: int 
     """
     shape = named_shape(name)
     weights = RandomWeights(shape, dtype, device, seed, mix)
-    return LLAMA.build(Builder(shape, weights, ops_for(device), shape.context), LLAMA.layer)
+    return _built(shape, weights, ops_for(device))
+
+
+def _built(shape: Shape, weights: Weights, ops: Ops) -> Model:
+    family = _FAMILIES[shape.family]
+    return family.build(Builder(shape, weights, ops, shape.context), family.layer)

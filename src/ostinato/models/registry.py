@@ -1,6 +1,6 @@
 """The table of families, and the way from a checkpoint to a model. A new family is one file and one line here."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Final
@@ -9,6 +9,7 @@ import torch
 
 from ostinato.errors import UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
+from ostinato.kernels.allocate import Allocate, Arena, Measure
 from ostinato.kernels.table import ops_for
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import Model
@@ -70,13 +71,21 @@ def build_model(
     `packed`: matrices stay in the file's own type where kernels multiply it.
     """
     family = family_of(checkpoint)
-    if checkpoint.format == "gguf":
+    from_gguf = checkpoint.format == "gguf"
+    transforms = family.gguf_transforms if from_gguf else family.config_transforms
+    spell: Callable[[str], str] = str if from_gguf else partial(spelled, family.names)
+    if from_gguf:
         names = translate(checkpoint.tensors, family.gguf_names)
-        weights = Weights(checkpoint, names, dtype, device, family.gguf_transforms, packed=packed)
     else:
         names = translate(checkpoint.tensors, family.names, family.ignored)
-        spell = partial(spelled, family.names)
-        weights = Weights(checkpoint, names, dtype, device, family.config_transforms, spell, packed=packed)
-    model = family.build(Builder(shape, weights, ops_for(device), context), family.layer)
+
+    def built(there: torch.device, allocate: Allocate) -> tuple[Weights, Model]:
+        weights = Weights(checkpoint, names, dtype, there, transforms, spell, packed=packed, allocate=allocate)
+        return weights, family.build(Builder(shape, weights, ops_for(device), context), family.layer)
+
+    # Twice: once to see what it takes, without memory, then in one piece of just that size (E-16).
+    measure = Measure()
+    built(torch.device("meta"), measure)
+    weights, model = built(device, Arena(measure.n_bytes, device))
     weights.fill(progress)
     return model

@@ -9,26 +9,35 @@ read, and no weight exists twice.
 from __future__ import annotations
 
 import math
+import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.errors import BadFile
+from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.files.quants import BLOCKS
-from ostinato.kernels.allocate import empty
-from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, pack
+from ostinato.kernels.allocate import Allocate, empty
+from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, laid_out, put
+from ostinato.models.upload import THREADS, Uploads
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
 
 NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
+SORTED_AT_ONCE = 4  # pieces of packed weights that are on the device a second time
+_PIECE_BYTES = 1 << 26  # of packed weights, read and sorted at a time
 Progress = Callable[[int, int], None]
 Sizes = tuple[int, ...]
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -67,10 +76,11 @@ class Weights:
         spell: Callable[[str], str] = str,
         *,
         packed: bool = False,
+        allocate: Allocate = empty,
     ) -> None:
         """`names` maps our names to the file's; `transforms` maps our names (without the layer) to a change on read;
         `spell` says how the file would call one of our names, for messages. `packed`: matrices stay in the file's
-        type where kernels multiply it."""
+        type where kernels multiply it. `allocate`: where their memory comes from, an arena or what measures one."""
         self._checkpoint = checkpoint
         self._names = names
         self.dtype = dtype
@@ -79,8 +89,11 @@ class Weights:
         self._spell = spell
         self._taken: set[str] = set()
         self._packed = packed
+        self._allocate = allocate
         self._jobs: list[tuple[str, Tensor]] = []
-        self._packing: list[tuple[Sequence[str], Packed]] = []
+        self._packing: list[_Packing] = []
+        self._uploads = Uploads(device)
+        self._sorting = threading.Semaphore(SORTED_AT_ONCE)
 
     def has(self, name: str) -> bool:
         return name in self._names
@@ -99,7 +112,7 @@ class Weights:
         """Several tensors on top of each other, along their rows, in one piece of memory [sum of rows, ...]."""
         rows = sum(shape[0] for shape in shapes)
         self.check(names, shapes)
-        out = empty((rows, *shapes[0][1:]), dtype or self.dtype, self.device)
+        out = self._allocate((rows, *shapes[0][1:]), dtype or self.dtype, self.device)
         start = 0
         for name, shape in zip(names, shapes, strict=True):
             self._jobs.append((name, out[start : start + shape[0]]))
@@ -118,12 +131,58 @@ class Weights:
             if isinstance(kept, torch.dtype):
                 parts.append(self.take_stacked(some, sizes, dtype=kept))
                 continue
-            like = pack(kept, self._empty_blocks(kept, sum(size[0] for size in sizes), sizes[0][-1]), *_total(sizes))
-            planes = tuple(empty(plane.shape, torch.uint8, self.device) for plane in like.planes if plane is not None)
-            packed = replace(like, planes=planes)
+            packed = laid_out(kept, *_total(sizes), self.device, self._allocate)
             parts.append(packed)
-            self._packing.append((some, packed))
+            self._packing.append(_Packing([[name] for name in some], 1, packed))
         return parts[0] if len(parts) == 1 else Stack(tuple(parts))
+
+    def take_experts(self, parts: Sequence[Sequence[str]], n_experts: int, size: tuple[int, int]) -> Weight:
+        """The matrices of all experts on top of each other, each of `size`; a part is one tensor for all of them, or
+        one for each.
+
+        Of several parts (gate and up) an expert's stand together where they are of one type: dense
+        [n_experts, parts * rows, cols], or packed [n_experts * parts * rows, cols]. Parts of different types stay
+        apart, each [n_experts * rows, cols], in a `Stack`.
+        """
+        rows, cols = size
+        for names in parts:
+            self.check_experts(names, n_experts, size)
+        kept = [self._kept_experts(names, cols) for names in parts]
+        if all(isinstance(one, torch.dtype) for one in kept):
+            whole = self.empty(n_experts, len(parts) * rows, cols)
+            for number, names in enumerate(parts):
+                self._into_experts(names, whole[:, number * rows : (number + 1) * rows])
+            return whole
+        if len(set(kept)) == 1:
+            return self._packed_experts(parts, n_experts, size, str(kept[0]))
+        apart: list[Packed | Tensor] = []
+        for names, one in zip(parts, kept, strict=True):
+            if isinstance(one, str):
+                apart.append(self._packed_experts([names], n_experts, size, one))
+            else:
+                plain = self._allocate((n_experts, rows, cols), one, self.device)
+                self._into_experts(names, plain)
+                apart.append(plain.flatten(0, 1))
+        return Stack(tuple(apart))
+
+    def check_experts(self, names: Sequence[str], n_experts: int, size: tuple[int, int]) -> None:
+        """Refuse experts' tensors that the file lacks or has otherwise."""
+        self.check(names, [(n_experts, *size)] if _has_all(names) else [size] * n_experts)
+
+    def _packed_experts(
+        self, parts: Sequence[Sequence[str]], n_experts: int, size: tuple[int, int], type: str
+    ) -> Packed:
+        packed = laid_out(type, n_experts * len(parts) * size[0], size[1], self.device, self._allocate)
+        self._packing.append(_Packing(parts, n_experts, packed))
+        return packed
+
+    def _into_experts(self, names: Sequence[str], out: Tensor) -> None:
+        """One tensor for all experts, or one for each, into memory [n_experts, rows, cols]."""
+        if _has_all(names):
+            self.take_into(names[0], out)
+            return
+        for name, part in zip(names, out, strict=True):
+            self.take_into(name, part)
 
     def take_into(self, name: str, out: Tensor) -> None:
         """One tensor into memory that somebody laid out, a view of it included."""
@@ -132,7 +191,7 @@ class Weights:
 
     def empty(self, *shape: int) -> Tensor:
         """Memory for `take_into`, where these weights live."""
-        return empty(shape, self.dtype, self.device)
+        return self._allocate(shape, self.dtype, self.device)
 
     def pass_over(self, name: str) -> None:
         """Count a tensor as used that was read elsewhere (rope factors) or is the embedding once more."""
@@ -141,28 +200,33 @@ class Weights:
     def fill(self, progress: Progress | None = None) -> None:
         """Refuse what nobody took, then read everything that was taken."""
         self._refuse_unused()
-        done, total = 0, sum(self._n_bytes(name) for name, _ in self._jobs)
-        total += sum(self._n_bytes(name) for names, _ in self._packing for name in names)
-        for names, packed in self._packing:
-            self._read_packed(names, packed)
-            done += sum(self._n_bytes(name) for name in names)
-            if progress is not None:
-                progress(done, total)
-        self._packing.clear()
-        with ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+        jobs: list[tuple[int, Callable[[], None]]] = [
+            *((self._n_bytes(name), partial(self._read, name, out)) for name, out in self._jobs),
+            *((sum(map(self._n_bytes, job.names)), partial(self._read_packed, job)) for job in self._packing),
+        ]
+        done, total = 0, sum(n_bytes for n_bytes, _ in jobs)
+        with ThreadPoolExecutor(max_workers=self._n_threads) as pool:
             # The largest first, so that no thread is left with one big tensor at the end.
-            order = sorted(self._jobs, key=lambda job: -self._n_bytes(job[0]))
-            reading = {pool.submit(self._read, name, out): name for name, out in order}
+            order = sorted(jobs, key=lambda job: -job[0])
+            reading = {pool.submit(read): n_bytes for n_bytes, read in order}
             try:
                 for ready in as_completed(reading):
                     ready.result()
-                    done += self._n_bytes(reading[ready])
+                    done += reading[ready]
                     if progress is not None:
                         progress(done, total)
             except BaseException:
                 pool.shutdown(cancel_futures=True)  # the rest need not be read any more
                 raise
+        self._packing.clear()
         self._jobs.clear()
+        self._uploads.close()
+
+    @property
+    def _n_threads(self) -> int:
+        """One for each core that torch uses; to a device, as many as fill the bus."""
+        cores = torch.get_num_threads()
+        return cores if self.device.type == "cpu" else max(cores, min(THREADS, os.cpu_count() or 1))
 
     def check(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> None:
         """Refuse names that the file lacks, or has in another shape; they count as used."""
@@ -190,9 +254,17 @@ class Weights:
         if transform is _AS_IT_IS and out.device.type == "cpu" and out.is_contiguous():
             self._checkpoint.read(self._names[name], out)
             return
-        plain = torch.empty(tuple(self._checkpoint.tensors[self._names[name]].shape), dtype=out.dtype)
+        info = self._checkpoint.tensors[self._names[name]]
+        if transform is _AS_IT_IS and out.is_contiguous() and holds_as_it_is(info.type, out.dtype):
+            self._uploads.put(self._checkpoint.raw(self._names[name]), out)
+            return
+        plain = torch.empty(tuple(info.shape), dtype=out.dtype)
         self._checkpoint.read(self._names[name], plain)
-        out.copy_(transform.values(plain).reshape(out.shape))
+        values = transform.values(plain).reshape(out.shape)
+        if out.device.type == "cpu" or not out.is_contiguous():
+            out.copy_(values)
+        else:
+            self._uploads.put(values, out)
 
     def _kept_as(self, name: str, cols: int) -> str | torch.dtype:
         """The type that a matrix is kept in: its own where it can be, else the dtype it is dequantised to."""
@@ -201,17 +273,36 @@ class Weights:
             return type
         return torch.float16 if type == "F16" else self.dtype
 
-    def _empty_blocks(self, type: str, rows: int, cols: int) -> Tensor:
-        """The blocks of a matrix without their bytes: what its planes are measured by."""
-        block = BLOCKS[type]
-        return torch.empty((rows, cols // block.elements * block.n_bytes), dtype=torch.uint8, device="meta")
+    def _kept_experts(self, names: Sequence[str], cols: int) -> str | torch.dtype:
+        """What all experts are kept as: their packed type where it is the same one, else the model's dtype."""
+        kept = {self._kept_as(name, cols) for name in names} if self._packed else {self.dtype}
+        only = kept.pop()
+        return only if not kept and isinstance(only, str) else self.dtype
 
-    def _read_packed(self, names: Sequence[str], packed: Packed) -> None:
-        raw = [torch.from_numpy(np.array(self._checkpoint.raw(self._names[name]))) for name in names]
-        made = pack(packed.type, torch.cat(raw).to(self.device), packed.rows, packed.cols)
-        for kept, plane in zip(packed.planes, made.planes, strict=True):
-            if kept is not None and plane is not None:
-                kept.copy_(plane)
+    def _read_packed(self, job: _Packing) -> None:
+        """Piece by piece: what is read is on the device a second time, and experts are many."""
+        n, packed = job.n_experts, job.packed
+        blocks = [[raw.reshape(n // len(part), -1, raw.shape[-1]) for raw in self._raw(part)] for part in job.parts]
+        of_expert = [[matrix for raw in part for matrix in raw] for part in blocks]
+        rows = packed.rows // n
+        few = packed.run // gcd(packed.run, rows)  # experts that are whole runs of rows
+        at_once = few * max(_PIECE_BYTES // (few * rows * blocks[0][0].shape[-1]), 1)
+        for start in range(0, n, at_once):
+            some = range(start, min(start + at_once, n))
+            with self._sorting:
+                put(packed, self._uploaded([part[expert] for expert in some for part in of_expert]), start * rows)
+
+    def _uploaded(self, raw: Sequence[NDArray[np.uint8]]) -> Tensor:
+        """Rows of packed bytes, one piece after the other, on the device."""
+        whole = empty((sum(len(piece) for piece in raw), raw[0].shape[-1]), torch.uint8, self.device)
+        at = 0
+        for piece in raw:
+            self._uploads.put(piece, whole[at : at + len(piece)])
+            at += len(piece)
+        return whole
+
+    def _raw(self, names: Sequence[str]) -> list[NDArray[np.uint8]]:
+        return [self._checkpoint.raw(self._names[name]) for name in names]
 
     def _n_bytes(self, name: str) -> int:
         return self._checkpoint.tensors[self._names[name]].n_bytes
@@ -226,10 +317,28 @@ class Weights:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    """A packed matrix to be read: for each expert (or once, where it is none) the rows of every part."""
+
+    parts: Sequence[Sequence[str]]  # of each, the one tensor, or one for each expert
+    n_experts: int
+    packed: Packed
+
+    @property
+    def names(self) -> list[str]:
+        return [name for part in self.parts for name in part]
+
+
 def stays_packed(type: str, shape: Sequence[int]) -> bool:
-    """Whether a GPU's kernels multiply a tensor of this type and shape as the file has it; experts, one tensor of three
-    dimensions, are dequantised when they are read."""
-    return type in PACKED_TYPES and len(shape) == 2 and shape[-1] % BLOCKS[type].elements == 0
+    """Whether a GPU's kernels multiply a tensor of this type and shape as the file has it: a matrix, or the experts'
+    matrices in one tensor of three dimensions."""
+    return type in PACKED_TYPES and len(shape) in (2, 3) and shape[-1] % BLOCKS[type].elements == 0
+
+
+def _has_all(names: Sequence[str]) -> bool:
+    """Whether one tensor has all experts; else there is one for each."""
+    return "_exps." in names[0]
 
 
 def _total(sizes: Sequence[Sequence[int]]) -> tuple[int, int]:

@@ -22,6 +22,7 @@ MODULES = ["tests.kernels.triton.test_compile"]
 TARGETS = {"hopper": ("cuda", 90, 32), "cdna3": ("hip", "gfx942", 64)}
 # Slow to compile where they are converted number by number, and nothing that others have not.
 ONLY_HOPPER = {f"matmul {name}" for name in ("Q5_1 store", "Q8_0 add", "Q6_K store")} | {"gemm Q6_K"}
+ONLY_HOPPER |= {f"experts {name}" for name in ("gate_up Q6_K", "down Q5_K", "down Q6_K", "gate Q5_0")}
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.int8: "*i8",
@@ -91,21 +92,33 @@ def gemm_case(type: str) -> Case:
 
 
 def expert_cases() -> list[Case]:
-    from ostinato.kernels.triton.matmul import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.kernels.packed import Stack
+    from ostinato.kernels.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
 
     x, act = torch.zeros(8, 1024), torch.zeros(8, 2, 512)
     live, chosen = torch.ones(1, dtype=torch.int32), torch.zeros(8, 2, dtype=torch.int32)
     shares = torch.zeros(8, 2)
-    gate_up = bind_experts_gate_up(x, weights("Q4_0", 2048, 1024), act, chosen, live, activation="silu")
-    return [
-        case_of("experts gate_up Q4_0", gate_up),
-        case_of("experts down BF16", bind_experts_down(act, weights("BF16", 2048, 512), x, chosen, shares, live)),
-        case_of("route", bind_route(torch.zeros(8, 60), chosen, shares, live, n_used=2, renormalise=True)),
-    ]
+    cases = [case_of("route", bind_route(torch.zeros(8, 60), chosen, shares, live, n_used=2, renormalise=True))]
+    for type in ("Q4_0", "Q8_0", "Q4_K", "Q6_K"):
+        launch = bind_experts_gate_up(x, weights(type, 2048, 1024), act, chosen, live, activation="silu")
+        cases.append(case_of(f"experts gate_up {type}", launch))
+    for type in ("BF16", "Q5_1", "Q5_K", "Q6_K"):
+        launch = bind_experts_down(act, weights(type, 2048, 512), x, chosen, shares, live)
+        cases.append(case_of(f"experts down {type}", launch))
+    apart = Stack((weights("Q5_0", 1024, 1024), weights("Q4_1", 1024, 1024)))
+    pair: Any = bind_experts_gate_up(x, apart, act, chosen, live, activation="silu")
+    return [*cases, case_of("experts gate Q5_0", pair.parts[0]), case_of("experts up Q4_1", pair.parts[1])]
+
+
+def activation_case() -> Case:
+    from ostinato.kernels.triton.activation import bind_gated
+
+    inner, act = torch.zeros(512, 2048, dtype=torch.bfloat16), torch.zeros(512, 1024, dtype=torch.bfloat16)
+    return case_of("gated", bind_gated(inner, act, "silu"))
 
 
 def own_cases() -> list[Case]:
-    from ostinato.kernels.triton.matmul import Tile
+    from ostinato.kernels.triton.tiles import Tile
 
     return [
         matmul_case("BF16", "gated", norm="rms", activation="silu"),
@@ -118,6 +131,7 @@ def own_cases() -> list[Case]:
         matmul_case("Q4_K", norm="root", tile=Tile(32, 256, num_warps=2, few=False)),
         matmul_case("Q6_K", norm="root", tile=Tile(64, 64, num_warps=1, few=False)),
         *expert_cases(),
+        activation_case(),
         gemm_case("BF16"),
         gemm_case("F32"),
         gemm_case("Q4_K"),

@@ -14,25 +14,13 @@ from ostinato.kernels.matmul import (
     Epilogue,
     InputNorm,
     Prepared,
-    experts_down_torch,
-    experts_gate_up_torch,
     matmul_torch,
     n_stats,
-    route_rows_torch,
     stats_torch,
 )
 from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, pack
-from ostinato.kernels.triton.matmul import (
-    TILES,
-    Tile,
-    bind_experts_down,
-    bind_experts_gate_up,
-    bind_matmul,
-    bind_route,
-    class_of,
-    tile_for,
-    turn_columns,
-)
+from ostinato.kernels.triton.matmul import bind_matmul
+from ostinato.kernels.triton.tiles import TILES, Tile, class_of, tile_for, turn_columns
 from tests.kernels.triton.test_packed import random_blocks
 
 N_SLOTS = 20
@@ -264,6 +252,20 @@ def test_few_rows_take_the_short_way_to_the_same_values(type: str) -> None:
     torch.testing.assert_close(*outs, equal_nan=True, **CLOSE)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("type", ["Q4_0", "Q4_K"])
+def test_gate_and_up_one_after_the_other_are_the_same_bits_as_both_at_once(type: str) -> None:
+    k = columns_of(type)
+    given, weight = rows_of(10, k), weight_of(type, 32, k)
+    outs = []
+    for apart in (False, True):
+        out = torch.zeros(N_SLOTS, 16)
+        more: dict[str, Any] = {"epilogue": "gated", "norm": given.norm("root"), "activation": "silu"}
+        bind_matmul(given.x, weight, out, given.n_rows, tile=small(weight, apart=apart), **more)()
+        outs.append(out)
+    assert torch.equal(*outs)
+
+
 def test_outputs_past_the_end_are_not_written() -> None:
     weight, given = weight_of("BF16", 37, 64), rows_of(3, 64, n_slots=3)
     guarded = torch.full((3, 40), 7.0)
@@ -319,68 +321,3 @@ def test_every_type_and_shape_has_a_tile_that_fits_it() -> None:
                 assert tile.slices in (1, tile.num_warps)
                 if isinstance(weight, Packed):
                     assert k % turn_columns(weight, tile) == 0
-
-
-# Experts
-
-
-def chosen_experts(n_slots: int, n_rows: int, n_experts: int, n_used: int) -> tuple[Tensor, Tensor]:
-    """Experts of each row and their weights; those of rows that are not live point nowhere."""
-    order = torch.stack([torch.randperm(n_experts)[:n_used].sort().values for _ in range(n_slots)]).int()
-    weights = noise(n_slots, n_used, seed=3).softmax(-1)
-    order[n_rows:], weights[n_rows:] = 1 << 30, NAN
-    return order, weights
-
-
-@pytest.mark.parametrize("renormalise", [True, False])
-def test_routing_takes_the_highest_scores_in_order_of_the_experts(renormalise: bool) -> None:
-    scores = noise(5, 6)
-    live = torch.tensor([4], dtype=torch.int32)
-    results = []
-    for run in (bind_route, None):
-        experts, weights = torch.full((5, 3), -1, dtype=torch.int32), torch.full((5, 3), NAN)
-        more: dict[str, Any] = {"n_used": 3, "renormalise": renormalise}
-        if run is None:
-            route_rows_torch(scores, experts, weights, live, **more)
-        else:
-            run(scores, experts, weights, live, **more)()
-        results.append((experts, weights))
-    assert torch.equal(results[0][0], results[1][0])
-    torch.testing.assert_close(results[0][1], results[1][1], equal_nan=True)
-
-
-def test_scores_that_are_no_numbers_still_choose_experts_that_exist() -> None:
-    scores = torch.tensor([[NAN] * 5, [1.0, NAN, float("inf"), 1.0, 1.0]])
-    experts, weights = torch.full((2, 3), -1, dtype=torch.int32), torch.zeros(2, 3)
-    live = torch.tensor([2], dtype=torch.int32)
-    bind_route(scores, experts, weights, live, n_used=3, renormalise=False)()
-    assert experts.tolist() == [[0, 1, 2], [0, 2, 3]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("type", ["BF16", "F32", "Q4_0", "Q4_K"])
-def test_each_row_goes_through_its_own_experts(type: str) -> None:
-    n_slots, live, n_experts, n_used = 3, 2, 3, 2
-    hidden, ff = (256, 256) if type == "Q4_K" else (64, 96)
-    n_rows = torch.tensor([live], dtype=torch.int32)
-    gate_up = weight_of(type, n_experts * 2 * ff, hidden, seed=1)
-    down = weight_of(type, n_experts * hidden, ff, seed=2)
-    experts, weights = chosen_experts(n_slots, live, n_experts, n_used)
-    given = rows_of(live, hidden, n_slots)
-    tile = Tile(64, 128, num_warps=1)
-    ours, theirs = (torch.full((n_slots, n_used, ff), NAN) for _ in range(2))
-    norm = given.norm("rms")
-    bind_experts_gate_up(given.x, gate_up, ours, experts, n_rows, norm=norm, activation="silu", tile=tile)()
-    experts_gate_up_torch(given.x, gate_up, theirs, experts, n_rows, norm=norm, activation="silu")
-    scale = float(theirs[:live].abs().max())
-    torch.testing.assert_close(ours / scale, theirs / scale, equal_nan=True, **CLOSE)
-    outs = []
-    for twin in (False, True):
-        out, stats = noise(n_slots, hidden, seed=5), torch.full((n_slots, n_stats(hidden), 2), NAN)
-        if twin:
-            experts_down_torch(theirs, down, out, experts, weights, n_rows, stats=stats)
-        else:
-            bind_experts_down(theirs, down, out, experts, weights, n_rows, stats=stats, tile=tile)()
-        outs.append((out / scale, stats / scale**2))
-    for mine, expected in zip(*outs, strict=True):
-        torch.testing.assert_close(mine, expected, equal_nan=True, rtol=1e-4, atol=1e-4)

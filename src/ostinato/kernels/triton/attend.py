@@ -28,6 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.kernels.attend import Heads, PagedKV, Rows
+from ostinato.kernels.chip import PROGRAMS_PER_MULTIPROCESSOR, Chip
 from ostinato.kernels.launch import checked
 from ostinato.kernels.q8_0 import BLOCK as Q8_BLOCK
 
@@ -35,7 +36,6 @@ FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT: Final = 64  # positions; the least that is worth an item
 MAX_SPLITS: Final = 64  # of one row; longer rows have longer splits
 _MERGED: Final = 8192  # elements of partial sums that a merge holds at once
-_PROGRAMS_PER_SM: Final = 4
 _INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -84,8 +84,7 @@ def bind_attend(
     checked("norms", workspace.norms, dtype=torch.float32, shape=(*lead, 2, heads.group), device=device)
     checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device)
     if programs is None:
-        n_sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        programs = _PROGRAMS_PER_SM * n_sms
+        programs = Chip.of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     tensors = (
         *(qkv, seen, kv.keys, kv.values, _or(kv.key_scales, qkv), _or(kv.value_scales, qkv)),
         *(rows.n_rows, rows.row_slot, rows.position, rows.pages),

@@ -2,25 +2,18 @@
 
     bind_matmul(x, weight, out, n_rows, *, epilogue="store", norm=None, bias=None, scale=None, softcap=None,
                 activation=None, stats=None, prepared=None, tile=None, pdl=False) -> Launch | Launches
-    bind_route(scores, experts, weights, n_rows, *, n_used, renormalise, pdl=False) -> Launch
-    bind_experts_gate_up(x, weight, out, experts, n_rows, *, norm=None, activation, tile=None, pdl=False) -> Launch
-    bind_experts_down(x, weight, out, experts, weights, n_rows, *, epilogue="add", stats=None, prepared=None,
-                      tile=None, pdl=False) -> Launch
 
 x float32 or bfloat16 [n_slots, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out float32 or
 bfloat16 [n_slots, out] ([n_slots, out / 2] for "gated"); n_rows int32 [1] on the device; sums in float32. Written in
 place: out, stats and prepared.out, rows below n_rows only. Bound by reading the weight once for each 16 rows.
 
-A row's bits depend on its own input alone: tiles come from `TILES` by weight type and shape, never by the number of
+A row's bits depend on its own input alone: tiles come from `tiles.py` by weight type and shape, never by the number of
 rows, and partial sums over parts of `in` are added in a fixed order by whichever program comes last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from types import MappingProxyType
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 import triton
@@ -32,6 +25,7 @@ from ostinato.kernels.activation import Activation
 from ostinato.kernels.launch import Launch, Launches, checked
 from ostinato.kernels.matmul import Epilogue, InputNorm, Prepared, n_stats
 from ostinato.kernels.packed import PLANES, Packed, Stack, Weight, entries_of, shape_of
+from ostinato.kernels.triton.tiles import Tile, tile_for, turn_columns
 from ostinato.kernels.triton.unpack import (
     DENSE,
     INTERPRETED,
@@ -60,124 +54,9 @@ NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
 SILU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh"))}
 
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a product is cut: block_n outputs to a program, block_k columns to a turn of its loop, `slices` of those to
-    a warp each (or 1: the warps share the outputs), split_k programs to an output, num_stages turns in flight."""
-
-    block_n: int
-    block_k: int
-    slices: int = 1
-    split_k: int = 1
-    num_warps: int = 4
-    num_stages: int = 4
-    few: bool = True  # packed weights: up to 8 rows take a shorter way of the same bits
-    max_registers: int | None = None  # of a thread, where more programs at once are worth it
-
-
-# By class of weight type, of outputs (a program of a gated product has block_n of gate and as many of up) and of
-# columns: the one table that is tuned by measurement (`bench/kernels.py`). Never by rows: the cut decides the bits.
-TILES: Final[Mapping[tuple[str, str, str], Tile]] = MappingProxyType(
-    {
-        ("bf16", "narrow", "short"): Tile(32, 256, slices=4),
-        ("bf16", "narrow", "long"): Tile(64, 128, split_k=4),
-        ("bf16", "middle", "short"): Tile(64, 128),
-        ("bf16", "middle", "long"): Tile(64, 128),
-        ("bf16", "wide", "short"): Tile(64, 128),
-        ("bf16", "wide", "long"): Tile(64, 128),
-        ("f16", "narrow", "short"): Tile(16, 256, slices=4, num_stages=4),
-        ("f16", "narrow", "long"): Tile(16, 256, slices=4, num_stages=4),
-        ("f16", "middle", "short"): Tile(32, 256, slices=4, num_stages=3),
-        ("f16", "middle", "long"): Tile(32, 256, slices=4, num_stages=3),
-        ("f16", "wide", "short"): Tile(32, 256, slices=4, num_stages=3),
-        ("f16", "wide", "long"): Tile(32, 256, slices=4, num_stages=3),
-        ("f32", "narrow", "short"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "narrow", "long"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "middle", "short"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "middle", "long"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "wide", "short"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "wide", "long"): Tile(32, 128, slices=4, num_stages=3),
-        ("q4", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q4", "narrow", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q4", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q4", "middle", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q4", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q4", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q5", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q5", "narrow", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q5", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q5", "middle", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q5", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q5", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q8", "narrow", "short"): Tile(16, 512, slices=4, num_stages=4),
-        ("q8", "narrow", "long"): Tile(16, 512, slices=4, num_stages=4),
-        ("q8", "middle", "short"): Tile(32, 256, slices=4, num_stages=4),
-        ("q8", "middle", "long"): Tile(32, 256, slices=4, num_stages=4),
-        ("q8", "wide", "short"): Tile(32, 256, slices=4, num_stages=4),
-        ("q8", "wide", "long"): Tile(32, 256, slices=4, num_stages=4),
-        ("k4", "narrow", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k4", "narrow", "long"): Tile(32, 512, slices=2, split_k=2, num_warps=2, num_stages=3),
-        ("k4", "middle", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k4", "middle", "long"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k4", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("k4", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("k5", "narrow", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k5", "narrow", "long"): Tile(32, 1024, slices=4, num_stages=3),
-        ("k5", "middle", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k5", "middle", "long"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k5", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("k5", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        # Units of 16 bytes: the compiler keeps them out of shared memory only with 64 outputs to a warp.
-        ("k6", "narrow", "short"): Tile(64, 128, split_k=8, num_warps=1, num_stages=4),
-        ("k6", "narrow", "long"): Tile(64, 128, split_k=8, num_warps=1, num_stages=4),
-        ("k6", "middle", "short"): Tile(64, 128, split_k=2, num_warps=1, num_stages=4),
-        ("k6", "middle", "long"): Tile(64, 128, split_k=2, num_warps=1, num_stages=4),
-        ("k6", "wide", "short"): Tile(64, 128, num_warps=1, num_stages=4),
-        ("k6", "wide", "long"): Tile(64, 128, num_warps=1, num_stages=4),
-    }
-)
-_CLASSES: Final = {
-    "Q4_0": "q4", "Q4_1": "q4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "q8", "Q4_K": "k4", "Q5_K": "k5", "Q6_K": "k6",
-    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32",
-}  # fmt: skip
-NARROW_OUTPUTS: Final = 6144  # up to so many a matrix is narrow
-WIDE_OUTPUTS: Final = 12288  # from so many on it is wide
-LONG_COLUMNS: Final = 6144
-
-
-def class_of(weight: Tensor | Packed, epilogue: Epilogue = "store") -> tuple[str, str, str]:
-    """The key of a product in TILES."""
-    n, k = shape_of(weight)
-    n = n // 2 if epilogue == "gated" else n
-    outputs = "narrow" if n <= NARROW_OUTPUTS else "wide" if n >= WIDE_OUTPUTS else "middle"
-    kind = _CLASSES[weight.type if isinstance(weight, Packed) else weight.dtype]
-    return kind, outputs, "long" if k > LONG_COLUMNS else "short"
-
-
-def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
-    """The cut of a product: what TILES says, made to fit a matrix that it does not divide."""
-    tile = TILES[class_of(weight, epilogue)]
-    if not isinstance(weight, Packed):
-        return tile
-    if INTERPRETED.value:  # there a product's bits may depend on how many columns it has; on a GPU they do not
-        tile = replace(tile, few=False)
-    if epilogue == "gated" and weight.type not in (
-        "Q4_K",
-        "Q6_K",
-    ):  # two matrices at once: half the outputs, or registers run out
-        tile = replace(tile, block_n=tile.block_n // 2)
-    unit = 256 if weight.type in ("Q4_K", "Q5_K") else 64 if weight.cols % 64 == 0 else 32
-    slices = tile.slices
-    while weight.cols // unit % slices:
-        slices //= 2
-    if slices == tile.slices:
-        return tile
-    return replace(tile, slices=slices, num_warps=slices if slices > 1 else max(tile.block_n // 32, 1))
-
-
 try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_wait as gdc_wait
 except ImportError:  # a Triton without them: `pdl` is refused when a product is bound
     gdc_launch_dependents = gdc_wait = None
 
@@ -450,7 +329,7 @@ def product(
     pairs_ptr, n, n_second, part, K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
     W: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Rows n (and n_second, for TWO) of any weight times rows of x, over the part-th of SPLIT_K: [BLOCK_N, ROWS]."""
     TURNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -477,6 +356,19 @@ def product(
                 KIND, W, RUN, STAGES, ASM,
             )  # fmt: skip
             acc, second = widened(over_slices(acc8, SLICES)), widened(over_slices(second8, SLICES))
+        elif TWO and APART:
+            # The same sums in the same order, and the registers of one product at a time.
+            acc16, _none = add_packed(
+                x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+                block_ptr, pairs_ptr, n, n, first_turn, last_turn, K, NORM, False, BLOCK_N, BLOCK_K, SLICES, ROWS,
+                KIND, W, RUN, STAGES, ASM,
+            )  # fmt: skip
+            second16, _none = add_packed(
+                x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+                block_ptr, pairs_ptr, n_second, n_second, first_turn, last_turn, K, NORM, False, BLOCK_N, BLOCK_K,
+                SLICES, ROWS, KIND, W, RUN, STAGES, ASM,
+            )  # fmt: skip
+            acc, second = over_slices(acc16, SLICES), over_slices(second16, SLICES)
         else:
             acc16, second16 = add_packed(
                 x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
@@ -526,7 +418,7 @@ def matmul_kernel(
     KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of ROWS rows over a SPLIT_K-th of the columns. Grid: row tiles, output tiles, parts.
 
@@ -556,7 +448,7 @@ def matmul_kernel(
     acc, second = product(
         x_ptr, norm_weight_ptr, norm_bias_ptr, row_tile * ROWS, n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
         block_ptr, pairs_ptr, inside, inside + N, part, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, SPLIT_K, ROWS, KIND, W,
-        RUN, STAGES, ASM, FEW, NARROW, PRECISION,
+        RUN, STAGES, ASM, FEW, NARROW, PRECISION, APART,
     )  # fmt: skip
     if SPLIT_K > 1:
         group = row_tile * tl.num_programs(1) + n_tile
@@ -578,117 +470,6 @@ def matmul_kernel(
         v = activate(v, ACTIVATION)
     put(
         v, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, row_ok, n, n_tile * BLOCK_N, N, OUT_STRIDE,
-        N_STATS, BLOCK_N, ROWS, EPILOGUE,
-    )  # fmt: skip
-
-
-@triton.jit
-def route_kernel(
-    score_ptr, expert_ptr, share_ptr, n_rows_ptr, N_EXPERTS: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr,
-    RENORMALISE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program a row: the N_USED experts of the highest scores, the lower id first among equals, in order of id."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = tl.program_id(0)
-    if row >= tl.load(n_rows_ptr):
-        return
-    i = tl.arange(0, WIDE)
-    there = i < N_EXPERTS
-    scores = tl.load(score_ptr + row * N_EXPERTS + i, mask=there, other=0.0)
-    # Whatever the scores are, exactly N_USED ids come out, each an expert that there is.
-    scores = tl.minimum(tl.maximum(tl.where(scores == scores, scores, -1e38), -1e38), 1e38)
-    mine, other = scores[:, None], scores[None, :]
-    before = ((other > mine) | ((other == mine) & (i[None, :] < i[:, None]))) & there[None, :]
-    chosen = (tl.sum(before.to(tl.int32), 1) < N_USED) & there
-    peak = tl.max(tl.where(there, scores, -1e38), 0)
-    exponents = tl.where(there, tl.exp(tl.clamp(scores - peak, -200.0, 0.0)), 0.0)
-    share = exponents / tl.sum(exponents, 0)
-    if RENORMALISE:
-        share = share / tl.sum(tl.where(chosen, share, 0.0), 0)
-    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    tl.store(expert_ptr + row * N_USED + place, i, mask=chosen)
-    tl.store(share_ptr + row * N_USED + place, share, mask=chosen)
-
-
-@triton.jit
-def experts_gate_up_kernel(
-    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, n_rows_ptr,
-    stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
-    N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr,
-    ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_N values of one row's j-th expert. Grid: rows times N_USED, output tiles. A row stands alone
-    in its tile, whatever its neighbours chose."""
-    place, n_tile = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row = place // N_USED
-    if row >= tl.load(n_rows_ptr):
-        return
-    expert = tl.load(expert_ptr + place)
-    rows = row + tl.arange(0, ROWS)
-    alone = rows == row
-    root = tl.zeros((ROWS,), tl.float32)
-    mean = tl.zeros((ROWS,), tl.float32)
-    if NORM != NO_NORM:
-        squares = tl.sum(load_stats(stats_in_ptr, rows, alone, 1, K_STATS, STATS_WIDE), 0) / K
-        if NORM == LAYER:
-            mean = tl.sum(load_stats(stats_in_ptr, rows, alone, 0, K_STATS, STATS_WIDE), 0) / K
-            squares -= mean * mean
-        root = tl.rsqrt(squares + eps)
-    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate = expert * (2 * N) + tl.minimum(n, N - 1)
-    acc, second = product(
-        x_ptr, norm_weight_ptr, norm_bias_ptr, row, row + 1, mean, root, w_ptr, high_ptr, w_scale_ptr, block_ptr,
-        pairs_ptr, gate, gate + N, 0, K, NORM, True, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, KIND, W, RUN, STAGES, ASM,
-        False, NARROW, PRECISION,
-    )  # fmt: skip
-    if NORM > NO_NORM and NORM < LAYER:
-        acc *= root[None, :]
-        second *= root[None, :]
-    put(
-        activate(acc, ACTIVATION) * second, out_ptr, None, None, None, place + tl.arange(0, ROWS), alone, n, 0, N, N, 1,
-        BLOCK_N, ROWS, STORE,
-    )  # fmt: skip
-
-
-@triton.jit
-def experts_down_kernel(
-    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, share_ptr, n_rows_ptr,
-    stats_ptr, prepared_ptr, prepared_weight_ptr,
-    N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
-    KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
-    STAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK_N outputs of one row, over its experts in order. Grid: rows, output tiles."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    row, n_tile = tl.program_id(0), tl.program_id(1)
-    if row >= tl.load(n_rows_ptr):
-        return
-    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = tl.minimum(n, N - 1)
-    nothing = tl.zeros((ROWS,), tl.float32)
-    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
-    for j in range(N_USED):
-        place = row * N_USED + j
-        n_expert = tl.load(expert_ptr + place) * N + inside
-        acc, _second = product(
-            x_ptr, None, None, place, place + 1, nothing, nothing, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr,
-            n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, KIND, W, RUN, STAGES, ASM,
-            False, NARROW, PRECISION,
-        )  # fmt: skip
-        total += acc * tl.load(share_ptr + place)
-    rows = row + tl.arange(0, ROWS)
-    put(
-        total, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, rows == row, n, n_tile * BLOCK_N, N, N,
         N_STATS, BLOCK_N, ROWS, EPILOGUE,
     )  # fmt: skip
 
@@ -717,7 +498,7 @@ def bind_matmul(
     """
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=x.device)
     rest: dict[str, Any] = {"norm": norm, "softcap": softcap, "activation": activation, "tile": tile, "pdl": pdl}
-    # Two products of Q6_K at once leave too few outputs to a warp (see TILES): one after the other is faster.
+    # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
     apart = isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None
     if not isinstance(weight, Stack) and not apart:
         return _bound(
@@ -785,7 +566,7 @@ def _bound(
         checked("bias", bias, dtype=FLOATS, shape=(n_outputs,), device=device)
     if epilogue in ("gated", "act") and activation is None:
         raise InternalError(f"the epilogue {epilogue!r} needs an activation")
-    _check_out(out, stats, prepared, n_slots, n, device)
+    check_out(out, stats, prepared, n_slots, n, device)
     packed = isinstance(weight, Packed)
     cut = tile_for(weight, epilogue) if tile is None else tile
     grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
@@ -801,10 +582,10 @@ def _bound(
         (
             x,
             *planes_of(weight, device),
-            _pairs(weight, device),
+            pairs_of(weight, device),
             out,
             n_rows,
-            *_norm_tensors(norm, n_slots, k, device),
+            *norm_tensors(norm, n_slots, k, device),
             bias,
             scale if isinstance(scale, Tensor) else None,
             float(scale) if isinstance(scale, float | int) else None,
@@ -821,21 +602,22 @@ def _bound(
             "FIRST": first,
             "OUT_STRIDE": out.stride(0),
             "N_STATS": n_stats(n),
-            "NORM": _norm_kind(norm),
+            "NORM": norm_kind(norm),
             "EPILOGUE": EPILOGUES[epilogue],
             "ACTIVATION": ACTIVATIONS[activation or "silu"],
-            "FEW": cut.few and packed and _norm_kind(norm) != 3,
+            "FEW": cut.few and packed and norm_kind(norm) != 3,
             "PDL": pdl,
             # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
             "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
             "SPLIT_K": cut.split_k,
-            **_constants(weight, cut, k),
-            **_options(cut, pdl),
+            "APART": cut.apart,
+            **constants_of(weight, cut, k),
+            **options_of(cut, pdl),
         },
     )
 
 
-def _check_out(
+def check_out(
     out: Tensor, stats: Tensor | None, prepared: Prepared | None, n_slots: int, n: int, device: torch.device
 ) -> None:
     checked("out", out, dtype=(torch.float32, torch.bfloat16), shape=(n_slots, n), device=device, columns=True)
@@ -846,13 +628,13 @@ def _check_out(
         checked("prepared.weight", prepared.weight, dtype=FLOATS, shape=(n,), device=device)
 
 
-def _norm_kind(norm: InputNorm | None) -> int:
+def norm_kind(norm: InputNorm | None) -> int:
     if norm is None:
         return 0
     return 3 if norm.bias is not None else 1 if norm.weight is None else 2
 
 
-def _norm_tensors(norm: InputNorm | None, n_slots: int, k: int, device: torch.device) -> tuple[object, ...]:
+def norm_tensors(norm: InputNorm | None, n_slots: int, k: int, device: torch.device) -> tuple[object, ...]:
     """stats, weight, bias and eps of a norm, as the kernels take them."""
     if norm is None:
         return None, None, None, None
@@ -880,14 +662,14 @@ def planes_of(weight: Tensor | Packed, device: torch.device) -> tuple[Tensor | N
     return tuple(found)
 
 
-def _pairs(weight: Tensor | Packed, device: torch.device) -> Tensor | None:
+def pairs_of(weight: Tensor | Packed, device: torch.device) -> Tensor | None:
     """What `nibble_dots` needs for weights of more than four bits."""
     if isinstance(weight, Tensor) or weight.plane("high") is None:
         return None
     return torch.arange(32, dtype=torch.int32, device=device) // 4 * 2
 
 
-def _constants(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object]:
+def constants_of(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object]:
     """What the kernels of one weight are compiled for."""
     if isinstance(weight, Packed):
         hip = torch.version.hip is not None
@@ -913,173 +695,10 @@ def _constants(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object]:
     }
 
 
-def _options(cut: Tile, pdl: bool) -> dict[str, object]:
+def options_of(cut: Tile, pdl: bool) -> dict[str, object]:
     if pdl and gdc_wait is None:
         raise InternalError("this Triton has no programmatic dependent launch; bind without pdl")
     options: dict[str, object] = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
     if cut.max_registers is not None:
         options["maxnreg"] = cut.max_registers
     return options | ({"launch_pdl": True} if pdl else {})
-
-
-def turn_columns(weight: Tensor | Packed, cut: Tile) -> int:
-    """How many columns a turn takes: as many as asked for; of a packed weight whole units that divide its columns."""
-    if isinstance(weight, Tensor):
-        return cut.block_k
-    if weight.type in ("Q4_K", "Q5_K"):
-        unit = most = 256
-    elif weight.type == "Q6_K":
-        unit, most = 64, 256
-    else:
-        unit = weight.unit_bytes if weight.type == "Q8_0" and weight.cols % 64 else 2 * weight.unit_bytes
-        most = cut.block_k
-    n_units = weight.cols // unit // cut.slices
-    wanted = max(min(cut.block_k // cut.slices, most) // unit, 1)
-    return unit * cut.slices * max(d for d in range(1, wanted + 1) if n_units % d == 0)
-
-
-def bind_route(
-    scores: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    n_rows: Tensor,
-    *,
-    n_used: int,
-    renormalise: bool,
-    pdl: bool = False,
-) -> Launch:
-    """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
-    device, (n_slots, n_experts) = scores.device, scores.shape
-    checked("scores", scores, dtype=torch.float32, shape=(1, n_experts), device=device)
-    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
-    checked("weights", weights, dtype=torch.float32, shape=(n_slots, n_used), device=device)
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
-    if not 1 <= n_used <= n_experts:
-        raise InternalError(f"{n_used} of {n_experts} experts cannot be chosen")
-    return Launch(
-        route_kernel,
-        (n_slots,),
-        (
-            scores,
-            experts,
-            weights,
-            n_rows,
-        ),
-        {
-            "N_EXPERTS": n_experts,
-            "WIDE": triton.next_power_of_2(n_experts),
-            "N_USED": n_used,
-            "RENORMALISE": renormalise,
-            "PDL": pdl,
-            **_options(Tile(0, 0), pdl),
-        },
-    )
-
-
-def bind_experts_gate_up(
-    x: Tensor,
-    weight: Tensor | Packed,
-    out: Tensor,
-    experts: Tensor,
-    n_rows: Tensor,
-    *,
-    norm: InputNorm | None = None,
-    activation: Activation,
-    tile: Tile | None = None,
-    pdl: bool = False,
-) -> Launch:
-    """Gate, up and activation of each row's experts, as one call; what it computes is `experts_gate_up_torch`."""
-    device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
-    n_outputs, k = shape_of(weight)
-    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, k), device=device)
-    checked("out", out, dtype=(torch.float32, torch.bfloat16), shape=(n_slots, n_used, n), device=device)
-    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
-    if n_outputs % (2 * n):
-        raise InternalError(f"{n_outputs} rows of experts are not whole pairs of {n}")
-    cut = _alone(tile_for(weight, "gated") if tile is None else tile)
-    grid = (n_slots * n_used, triton.cdiv(n, cut.block_n))
-    return Launch(
-        experts_gate_up_kernel,
-        grid,
-        (
-            x,
-            *planes_of(weight, device),
-            _pairs(weight, device),
-            out,
-            experts,
-            n_rows,
-            *_norm_tensors(norm, n_slots, k, device),
-        ),
-        {
-            "N": n,
-            "K": k,
-            "N_USED": n_used,
-            "NORM": _norm_kind(norm),
-            "ACTIVATION": ACTIVATIONS[activation],
-            "PDL": pdl,
-            **(_constants(weight, cut, k) | {"ROWS": 8}),
-            **_options(cut, pdl),
-        },
-    )
-
-
-def bind_experts_down(
-    x: Tensor,
-    weight: Tensor | Packed,
-    out: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    n_rows: Tensor,
-    *,
-    epilogue: Literal["store", "add"] = "add",
-    stats: Tensor | None = None,
-    prepared: Prepared | None = None,
-    tile: Tile | None = None,
-    pdl: bool = False,
-) -> Launch:
-    """The weighted sum over each row's experts, as one call; what it computes is `experts_down_torch`."""
-    device, (n_slots, n_used, k) = x.device, x.shape
-    n = out.shape[1]
-    n_outputs, columns = shape_of(weight)
-    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, n_used, columns), device=device)
-    _check_out(out, stats, prepared, n_slots, n, device)
-    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
-    checked("weights", weights, dtype=torch.float32, shape=(n_slots, n_used), device=device)
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
-    if n_outputs % n:
-        raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
-    cut = _alone(tile_for(weight) if tile is None else tile)
-    constants = _constants(weight, cut, k) | {"ROWS": 8}
-    del constants["K_STATS"], constants["STATS_WIDE"]
-    return Launch(
-        experts_down_kernel,
-        (n_slots, triton.cdiv(n, cut.block_n)),
-        (
-            x,
-            *planes_of(weight, device),
-            _pairs(weight, device),
-            out,
-            experts,
-            weights,
-            n_rows,
-            stats,
-            None if prepared is None else prepared.out,
-            None if prepared is None else prepared.weight,
-        ),
-        {
-            "N": n,
-            "K": k,
-            "N_USED": n_used,
-            "N_STATS": n_stats(n),
-            "EPILOGUE": EPILOGUES[epilogue],
-            "PDL": pdl,
-            **constants,
-            **_options(cut, pdl),
-        },
-    )
-
-
-def _alone(tile: Tile) -> Tile:
-    """A tile for one row at a time: its programs are many, so none shares an output."""
-    return replace(tile, split_k=1)

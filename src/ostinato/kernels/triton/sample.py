@@ -23,9 +23,9 @@ has a fixed order. Candidates are packed in the order in which blocks come by, w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.errors import BadPointer
-from ostinato.kernels.launch import checked
+from ostinato.kernels.launch import Launch, checked
 from ostinato.kernels.sample_step import Fields
 
 
@@ -92,6 +92,24 @@ _FIELDS: Final = {
 }
 
 
+# What each kernel takes, in its order; the rest is given by name.
+_SHAPED: Final = (
+    "logits", "n_rows", "row_slot", "temperature", "top_k", "repetition", "presence", "frequency", "penalised",
+    "prompt_bits", "counts", "n_bias", "bias_ids", "bias_values", "min_tokens", "made", "n_stop", "stop_ids",
+    "constrained", "mask_bits", "n_logprobs", "scaled", "best", "best_id", "scaled_sum", "scaled_subs", "raw_largest",
+    "raw_sum", "raw_subs", "found",
+)  # fmt: skip
+_GATHERED: Final = (
+    "logits", "n_rows", "row_slot", "temperature", "top_k", "top_p", "min_p", "n_logprobs", "scaled", "scaled_subs",
+    "raw_subs", "candidates", "found", "floor",
+)  # fmt: skip
+_CHOSEN: Final = (
+    "logits", "n_rows", "row_slot", "temperature", "top_k", "top_p", "min_p", "seed", "position", "n_logprobs",
+    "scaled", "best", "best_id", "scaled_sum", "raw_largest", "raw_sum", "candidates", "found", "floor", "chosen",
+    "chosen_logprob", "top_ids", "top_logprobs",
+)  # fmt: skip
+
+
 def bind_sample(
     logits: Tensor,
     table: Fields,
@@ -108,7 +126,7 @@ def bind_sample(
     top_logprobs: Tensor,
     first: bool = False,
     tiles: Tiles | None = None,
-) -> list[tuple[str, Callable[[], None]]]:
+) -> list[tuple[str, Launch]]:
     """Check everything once and return the launches in order, each with its name.
 
     Arguments as `sample_step_torch` has them, with n_rows int32 [1] on the device and the buffers that
@@ -116,161 +134,72 @@ def bind_sample(
     """
     rows, vocab = logits.shape
     tiles = tiles or tiles_for(vocab)
-    device = logits.device
-    n_slots = table["temperature"].shape[0]
-    words = triton.cdiv(vocab, 32)
+    given = {"n_rows": n_rows, "row_slot": row_slot, "position": position, "chosen": chosen}
+    given |= {"chosen_logprob": chosen_logprob, "top_ids": top_ids, "top_logprobs": top_logprobs}
+    t = _checked_table(table, vocab, logits.device, first)
+    t |= _checked_rows(logits, given, len(t["temperature"]), first)
+    for name, (size, dtype) in sample_workspace(rows, vocab, tiles).items():
+        t[name] = checked(name, workspace[name], dtype=dtype, shape=size, device=logits.device)
+
+    n_blocks, n_subs = tiles.n_blocks(vocab), tiles.n_subs(vocab)
+    row_lanes = min(rows, tiles.row_lanes)
+    # Fused multiply-adds would round penalties unlike the twin, and a tie could fall the other way.
+    shared = {"VOCAB": vocab, "N_TOKENS": n_tokens, "N_BLOCKS": n_blocks, "N_SUBS": n_subs, "enable_fp_fusion": False}
+    lists = {"WORDS": triton.cdiv(vocab, 32), "STOPS": t["stop_ids"].shape[1], "BIASES": t["bias_ids"].shape[1]}
+    blocks = {"ROW_LANES": row_lanes, "BLOCK": tiles.block, "num_warps": 4}
+    wanted = {"WANTED": tiles.wanted, "CAPACITY": tiles.capacity, "LANES": triton.next_power_of_2(n_subs)}
+    row = {"MAX_TOP": top_ids.shape[1], "BLOCK": tiles.block, "CAPACITY": tiles.capacity, "SMALL": tiles.small}
+    row |= {"CHUNK": tiles.chunk, "LANES": triton.next_power_of_2(n_blocks), "num_warps": 8}
+
+    def launch(kernel: Any, grid: tuple[int, ...], names: Sequence[str], *more: int, **constants: Any) -> Launch:
+        return Launch(kernel, grid, (*(t[name] for name in names), *more), constants | shared)
+
+    grid = (n_blocks, row_lanes)
+    return [
+        ("shape", launch(shape_kernel, grid, _SHAPED, **lists, FIRST=first, SUB=tiles.sub, **blocks)),
+        ("gather", launch(gather_kernel, grid, _GATHERED, **wanted, **blocks)),
+        ("choose", launch(choose_kernel, (rows,), _CHOSEN, offset, **row)),
+    ]
+
+
+def _checked_table(table: Fields, vocab: int, device: torch.device, first: bool) -> dict[str, Tensor]:
+    """The settings of all slots that the kernels read, each known to be what they take it for."""
+    n_slots, words = table["temperature"].shape[0], triton.cdiv(vocab, 32)
 
     def field(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
         tensor = table[name]
         place = tensor.device if first and tensor.is_pinned() else device
         return checked(name, tensor, dtype=dtype, shape=(n_slots, *shape), device=place)
 
-    def given(name: str, tensor: Tensor, dtype: torch.dtype, *shape: int | None, at: torch.device = device) -> Tensor:
-        return checked(name, tensor, dtype=dtype, shape=shape, device=at)
-
     t = {name: field(name, dtype) for dtype, names in _FIELDS.items() for name in names}
-    n_stops, n_biases = table["stop_ids"].shape[1], table["bias_ids"].shape[1]
-    t["stop_ids"] = field("stop_ids", torch.int32, n_stops)
-    t["bias_ids"] = field("bias_ids", torch.int32, n_biases)
-    t["bias_values"] = field("bias_values", torch.float32, n_biases)
+    t["stop_ids"] = field("stop_ids", torch.int32, table["stop_ids"].shape[1])
+    t["bias_ids"] = field("bias_ids", torch.int32, table["bias_ids"].shape[1])
+    t["bias_values"] = field("bias_values", torch.float32, table["bias_ids"].shape[1])
     t["prompt_bits"] = field("prompt_bits", torch.int32, words)
     t["mask_bits"] = field("mask_bits", torch.int32, words)
     # Nothing reads these two at a first token; the kernel wants some pointer all the same.
     t["made"] = t["min_tokens"] if first else field("made", torch.int32)
     t["counts"] = t["prompt_bits"] if first else field("counts", torch.int32, vocab)
+    return t
 
-    w = {
-        name: given(name, workspace[name], dtype, *shape)
-        for name, (shape, dtype) in sample_workspace(rows, vocab, tiles).items()
-    }
-    max_top = top_ids.shape[1]
-    given("logits", logits, torch.float32, rows, vocab)
+
+def _checked_rows(logits: Tensor, given: dict[str, Tensor], n_slots: int, first: bool) -> dict[str, Tensor]:
+    """What comes in and goes out by row, checked the same way."""
+    (rows, vocab), device = logits.shape, logits.device
+    checked("logits", logits, dtype=torch.float32, shape=(rows, vocab), device=device)
     if logits.data_ptr() % 16:
         # Triton would load it otherwise and so add in another order: bits would depend on where a buffer lies.
         raise BadPointer(f"logits begin at {logits.data_ptr():#x}; sampling needs them aligned to 16 bytes")
-    given("n_rows", n_rows, torch.int32, 1)
-    given("row_slot", row_slot, torch.int32, 1)
-    pinned = first and position.is_pinned()
-    given("position", position, torch.int32, n_slots, at=position.device if pinned else device)
-    given("chosen", chosen, torch.int32, rows)
-    given("chosen_logprob", chosen_logprob, torch.float32, rows)
-    given("top_ids", top_ids, torch.int32, rows, max_top)
-    given("top_logprobs", top_logprobs, torch.float32, rows, max_top)
-
-    n_blocks, n_subs = tiles.n_blocks(vocab), tiles.n_subs(vocab)
-    row_lanes = min(rows, tiles.row_lanes)
-    shared = {"VOCAB": vocab, "N_TOKENS": n_tokens, "N_BLOCKS": n_blocks, "N_SUBS": n_subs}
-    # Fused multiply-adds would round penalties unlike the twin, and a tie could fall the other way.
-    exact = {"enable_fp_fusion": False}
-
-    def shape() -> None:
-        shape_kernel[(n_blocks, row_lanes)](
-            logits,
-            n_rows,
-            row_slot,
-            t["temperature"],
-            t["top_k"],
-            t["repetition"],
-            t["presence"],
-            t["frequency"],
-            t["penalised"],
-            t["prompt_bits"],
-            t["counts"],
-            t["n_bias"],
-            t["bias_ids"],
-            t["bias_values"],
-            t["min_tokens"],
-            t["made"],
-            t["n_stop"],
-            t["stop_ids"],
-            t["constrained"],
-            t["mask_bits"],
-            t["n_logprobs"],
-            w["scaled"],
-            w["best"],
-            w["best_id"],
-            w["scaled_sum"],
-            w["scaled_subs"],
-            w["raw_largest"],
-            w["raw_sum"],
-            w["raw_subs"],
-            w["found"],
-            **shared,
-            WORDS=words,
-            STOPS=n_stops,
-            BIASES=n_biases,
-            FIRST=first,
-            ROW_LANES=row_lanes,
-            BLOCK=tiles.block,
-            SUB=tiles.sub,
-            num_warps=4,
-            **exact,
-        )
-
-    def gather() -> None:
-        gather_kernel[(n_blocks, row_lanes)](
-            logits,
-            n_rows,
-            row_slot,
-            t["temperature"],
-            t["top_k"],
-            t["top_p"],
-            t["min_p"],
-            t["n_logprobs"],
-            w["scaled"],
-            w["scaled_subs"],
-            w["raw_subs"],
-            w["candidates"],
-            w["found"],
-            w["floor"],
-            **shared,
-            WANTED=tiles.wanted,
-            CAPACITY=tiles.capacity,
-            ROW_LANES=row_lanes,
-            BLOCK=tiles.block,
-            LANES=triton.next_power_of_2(n_subs),
-            num_warps=4,
-            **exact,
-        )
-
-    def choose() -> None:
-        choose_kernel[(rows,)](
-            logits,
-            n_rows,
-            row_slot,
-            t["temperature"],
-            t["top_k"],
-            t["top_p"],
-            t["min_p"],
-            t["seed"],
-            position,
-            t["n_logprobs"],
-            w["scaled"],
-            w["best"],
-            w["best_id"],
-            w["scaled_sum"],
-            w["raw_largest"],
-            w["raw_sum"],
-            w["candidates"],
-            w["found"],
-            w["floor"],
-            chosen,
-            chosen_logprob,
-            top_ids,
-            top_logprobs,
-            offset,
-            **shared,
-            MAX_TOP=max_top,
-            BLOCK=tiles.block,
-            CAPACITY=tiles.capacity,
-            SMALL=tiles.small,
-            CHUNK=tiles.chunk,
-            LANES=triton.next_power_of_2(n_blocks),
-            num_warps=8,
-            **exact,
-        )
-
-    return [("shape", shape), ("gather", gather), ("choose", choose)]
+    sizes = {
+        "n_rows": (1,), "row_slot": (1,), "position": (n_slots,), "chosen": (rows,), "chosen_logprob": (rows,),
+        "top_ids": (rows, given["top_ids"].shape[1]), "top_logprobs": (rows, given["top_ids"].shape[1]),
+    }  # fmt: skip
+    for name, size in sizes.items():
+        tensor = given[name]
+        place = tensor.device if name == "position" and first and tensor.is_pinned() else device
+        dtype = torch.float32 if name.endswith(("logprob", "logprobs")) else torch.int32
+        checked(name, tensor, dtype=dtype, shape=size, device=place)
+    return {"logits": logits, **given}
 
 
 _NO_KEY = tl.constexpr(-(2**63))  # below any packed candidate

@@ -15,37 +15,48 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from ostinato.errors import EngineDead
+from ostinato.errors import EngineDead, HardwareCannot
 from ostinato.kernels.build import cubin, native_source
+from ostinato.kernels.chip import Chip
 from ostinato.loop.border import native_headers
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout, Tables, Word
 from ostinato.loop.plan import Plan
 from ostinato.loop.starts.cpu import CpuDevice
+from ostinato.loop.starts.pool import Pool, pool_of
 from ostinato.loop.starts.start import STEP_DEADLINE_S, Launched, next_executable
 
 BORDER_THREADS: Final = 128
+LOOP_PRIORITY, SIDE_PRIORITY = -1, 0  # a lower number goes first
 LEAST_NAP_S: Final = 20e-6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EventWork:
-    """A job beside the loop: over when the device has passed this event."""
+    """A job beside the loop: over when the device has passed this event. Mutable: once passed, the event is lent to
+    the next one (E-4)."""
 
-    event: torch.cuda.Event
+    event: Any
+    pool: Pool
 
     def done(self) -> bool:
         try:
-            return bool(self.event.query())
+            return self._is_over()
         except RuntimeError:  # the device is gone: `result` tells of what
             return True
 
     def result(self, timeout: float | None = None) -> None:
         end = None if timeout is None else time.monotonic() + timeout
-        while not self.event.query():
+        while not self._is_over():
             if end is not None and time.monotonic() > end:
                 raise TimeoutError("the job beside the loop has not ended")
             time.sleep(LEAST_NAP_S)
+
+    def _is_over(self) -> bool:
+        if self.event is not None and self.event.query():
+            self.pool.take_back_event(self.event)
+            self.event = None
+        return self.event is None
 
 
 _BORDERS: Final[dict[tuple[str, str], tuple[Any, Any]]] = {}
@@ -56,11 +67,10 @@ def border_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
     from cuda.core import Device, ObjectCode
 
     Device(plan.device.index or 0).set_current()
-    major, minor = torch.cuda.get_device_capability(plan.device)
     headers = native_headers(layout, page_tokens=plan.page_tokens)
     key = (str(plan.device), headers["layout.h"])
     if key not in _BORDERS:
-        binary = cubin(native_source("border.cu"), "border.cu", headers=headers, arch=f"sm_{major}{minor}")
+        binary = cubin(native_source("border.cu"), "border.cu", headers=headers, arch=Chip.of(plan.device).arch)
         module = ObjectCode.from_cubin(binary)
         _BORDERS[key] = module.get_kernel("border"), module.get_kernel("border_loop")
     return _BORDERS[key]
@@ -71,6 +81,7 @@ class CudaStart(Launched):
 
     name = "eager"
     device_paced = False
+    n_nodes: int | None = None  # of the captured step, where there is one
     comparison: Literal["bits", "tolerance"] = "bits"
     helper: None = None  # a GPU works alone
 
@@ -80,8 +91,11 @@ class CudaStart(Launched):
         self.executable = 0
         self.n_launches = 0
         self.n_instantiations = 0
-        self.stream = torch.cuda.Stream(plan.device, priority=-1)
-        self.side = torch.cuda.Stream(plan.device, priority=0)  # the lower of the two
+        self._pool = pool_of(plan.device)
+        self.stream = self._pool.stream(LOOP_PRIORITY)
+        self.side = self._pool.stream(SIDE_PRIORITY)
+        self._passed = self._pool.event()  # of the last step, or the last loop
+        self._lent = True
         self._pacer: CpuDevice | None = None
 
     # The border
@@ -120,6 +134,19 @@ class CudaStart(Launched):
     def _make(self) -> None:
         """What a start builds beyond the border: nothing here."""
 
+    def _check_captured(self, n_nodes: int) -> None:
+        """HardwareCannot where a captured step has other launches than the plan and its border (E-61).
+
+        One that is missing would leave what it should have written as it was, and nobody would see it.
+        """
+        self.n_nodes = n_nodes
+        planned = self._plan.n_launches
+        if planned is not None and n_nodes != planned + 1:
+            raise HardwareCannot(
+                f"the captured step has {n_nodes} nodes, and the plan has {planned} launches and a border; "
+                "use --mode eager"
+            )
+
     # Running: host-paced, on a thread of its own
 
     def launch(self) -> None:
@@ -149,7 +176,7 @@ class CudaStart(Launched):
 
     def _await_device(self) -> None:
         """Wait for the border by its event: nobody is blocked in the driver (E-6)."""
-        event = torch.cuda.Event()
+        event = self._passed
         event.record(self.stream)
         end = time.monotonic() + STEP_DEADLINE_S
         while not event.query():
@@ -163,15 +190,18 @@ class CudaStart(Launched):
     def beside(self, job: Callable[[], None]) -> EventWork:
         with torch.inference_mode(), torch.cuda.stream(self.side):
             job()
-            event = torch.cuda.Event()
+            event = self._pool.event()
             event.record(self.side)
-        return EventWork(event)
+        return EventWork(event, self._pool)
 
     def health(self) -> None:
-        """EngineDead where the device no longer answers (E-2)."""
+        """EngineDead where the device no longer answers (E-2). Asked on this start's own streams: another engine of the
+        process may be in the middle of its loop."""
         try:
-            torch.cuda.synchronize(self._plan.device)
-            if int(torch.ones(1, device=self._plan.device).sum()) != 1:
+            self.stream.synchronize()
+            with torch.cuda.stream(self.side):
+                total = int(torch.ones(1, device=self._plan.device).sum())
+            if total != 1:
                 raise EngineDead("the GPU no longer adds; the process must be restarted")
         except RuntimeError as error:
             raise EngineDead(f"the GPU no longer answers: {error}; the process must be restarted") from error
@@ -180,6 +210,11 @@ class CudaStart(Launched):
         self._guard.allow("I-3", "destroying the executable")
         if self._pacer is not None:
             self._pacer.close()
+        if self._lent:
+            self._lent = False
+            self._pool.take_back(self.stream, LOOP_PRIORITY)
+            self._pool.take_back(self.side, SIDE_PRIORITY)
+            self._pool.take_back_event(self._passed)
 
 
 class CudaEager(CudaStart):

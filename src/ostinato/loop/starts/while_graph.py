@@ -21,7 +21,6 @@ class WhileGraph(CudaStart):
 
     name = "loop"
     device_paced = True
-    _ended: torch.cuda.Event | None = None  # of the last launch
 
     def _make(self) -> None:
         from cuda.bindings import driver
@@ -48,7 +47,7 @@ class WhileGraph(CudaStart):
             # Always ended, whatever happened inside: a stream left capturing would fail everything after it (E-59).
             ended = driver.cuStreamEndCapture(stream)
         _ok(ended, "end the capture")
-        self.n_nodes = len(body.nodes())
+        self._check_captured(len(body.nodes()))
         try:
             self._graph, self._executable = graph, graph.instantiate()
         except Exception as error:  # cuda-core's own kind
@@ -59,14 +58,12 @@ class WhileGraph(CudaStart):
     def launch(self) -> None:
         self.n_launches += 1
         self._executable.launch(self._own)
-        ended = torch.cuda.Event()
-        ended.record(self.stream)
-        self._ended = ended
+        self._passed.record(self.stream)
 
     @property
     def running(self) -> bool:
         try:
-            return self._ended is not None and not self._ended.query()
+            return not self._passed.query()
         except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
             return False
 
@@ -80,8 +77,7 @@ class WhileGraph(CudaStart):
 
     def failure(self) -> BaseException | None:
         try:
-            if self._ended is not None:
-                self._ended.query()
+            self._passed.query()
         except RuntimeError as error:
             return error
         return None

@@ -1,0 +1,62 @@
+"""Streams and events that outlive engines: taken from here and given back, so that a driver is not worn out (E-4).
+
+A driver that makes and destroys thousands of them ends in errors that nobody understands. What was not seen healthy is
+not given back. A device has one pool for the life of the process.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+
+class Pool:
+    """What one device has to lend; `n_streams` and `n_events` were ever made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._streams: dict[int, list[Any]] = {}  # free ones, by priority
+        self._events: list[Any] = []
+        self.n_streams = 0
+        self.n_events = 0
+
+    def stream(self, priority: int) -> Any:
+        """A stream that nobody else has; a lower number goes first."""
+        free = self._streams.setdefault(priority, [])
+        if free:
+            return free.pop()
+        self.n_streams += 1
+        return torch.cuda.Stream(self._device, priority=priority)
+
+    def event(self) -> Any:
+        """An event without times that nobody else has; passed, as long as it is not recorded."""
+        if self._events:
+            return self._events.pop()
+        self.n_events += 1
+        return torch.cuda.Event()
+
+    def take_back(self, stream: Any, priority: int) -> None:
+        """A stream that nobody uses any more; kept where it is idle, left to itself where it is sick."""
+        if _is_passed(stream):
+            self._streams.setdefault(priority, []).append(stream)
+
+    def take_back_event(self, event: Any) -> None:
+        """The same of an event."""
+        if _is_passed(event):
+            self._events.append(event)
+
+
+def _is_passed(mark: Any) -> bool:
+    try:
+        return bool(mark.query())
+    except RuntimeError:  # the device is gone
+        return False
+
+
+_POOLS: Final[dict[str, Pool]] = {}
+
+
+def pool_of(device: torch.device) -> Pool:
+    """The pool of a device."""
+    return _POOLS.setdefault(str(device), Pool(device))
