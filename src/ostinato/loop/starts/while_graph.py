@@ -7,6 +7,7 @@ cannot do.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from typing import Any
 
@@ -46,6 +47,10 @@ class WhileGraph(CudaStart):
         finally:
             # Always ended, whatever happened inside: a stream left capturing would fail everything after it (E-59).
             ended = driver.cuStreamEndCapture(stream)
+            if int(ended[0]) != 0:
+                # The driver has thrown the body away with the broken capture, and destroying the graph around it ends
+                # the process, at its exit too: one reference more than anybody drops, a few kilobytes, once.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, condition, first, body)))
         _ok(ended, "end the capture")
         self._check_captured(len(body.nodes()))
         try:
