@@ -256,6 +256,9 @@ def judge_sanitized(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
             )
         elif found["n_tokens"] and found["summary"] and " 0 errors" in found["summary"]:
             outcomes.append(Outcome("PASS", name, value, "no errors", found))
+        elif (found["tool"], found["mode"]) == ("memcheck", "loop") and " 0 errors" in (found["summary"] or ""):
+            # It does so for any WHILE graph of ours: the tool reports nothing, and the launch fails under it.
+            outcomes.append(Outcome("SKIP", name, f"memcheck cannot run a WHILE graph: {found['tail'][-200:]}"))
         else:
             text = f"{value}; {' || '.join(found['first'])}; {found['tail']}"
             outcomes.append(Outcome("FAIL", name, text, "no errors", found))
