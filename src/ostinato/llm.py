@@ -199,6 +199,11 @@ class LLM:
         return self._engine.stats()
 
     @property
+    def fault(self) -> str | None:
+        """What the engine died of; None while it lives."""
+        return None if self._loop_engine is None else self._loop_engine.fault
+
+    @property
     def dtype(self) -> str:
         """What it computes in."""
         return str(self._placement.dtype).removeprefix("torch.")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from ostinato import Sampling
-from tests.serve.running import Running
+from tests.cli import tiny_model
+from tests.serve.running import Running, serving
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 FEW: Any = {"model": "tiny", "max_tokens": 12, "seed": 3}
@@ -115,6 +117,7 @@ def test_a_completion_without_a_limit_has_sixteen_tokens(client: openai.OpenAI) 
     assert answer.usage.completion_tokens == 16
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_an_answer_and_is_never_shown(server: Running) -> None:
     body = {"prompt": "hello", "max_tokens": 60, "seed": 1, "temperature": 1.5, "ignore_eos": True}
     text = server.post("/v1/completions", body).json()["choices"][0]["text"]
@@ -263,6 +266,28 @@ def test_a_conversation_with_calls_and_their_results_goes_on(client: openai.Open
     answer = client.chat.completions.create(messages=messages, tools=TOOLS, tool_choice="none", **FEW)
     assert answer.usage is not None
     assert answer.usage.prompt_tokens > 30
+
+
+def test_what_a_model_thinks_is_told_apart_from_what_it_says(tmp_path: Path) -> None:
+    def thinking(metadata: dict[str, Any]) -> None:
+        template = metadata["tokenizer.chat_template"]
+        template.value = template.value.replace("assistant\n", "assistant\n<think>\n") + "{# </think> #}"
+
+    model = tiny_model.write(tmp_path / "thinking.gguf", context=256, change=thinking)
+    with serving(model, llm={"context": 256, "slots": 1}) as server:
+        prompt = server.post("/apply-template", {"messages": HELLO}).json()["prompt"]
+        assert prompt.endswith("<think>\n")
+        body = {"messages": HELLO, "temperature": 0, "max_tokens": 4, "seed": 1}
+        body["logit_bias"] = {str(server.llm.tokenize("a")[0]): 100}
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("aaaa", "")
+        deltas = [
+            choice["delta"]
+            for chunk in events_of(server.post("/v1/chat/completions", {**body, "stream": True}).text)
+            for choice in chunk["choices"]
+        ]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "aaaa"
+        assert "".join(delta.get("content", "") for delta in deltas) == ""
 
 
 def events_of(text: str) -> list[dict[str, Any]]:

@@ -141,6 +141,7 @@ def test_a_load_is_counted_as_the_server_counts_it(server: Running) -> None:
     assert found.tokens_s == pytest.approx(found.tokens / found.seconds)
 
 
+@pytest.mark.slow
 def test_arrivals_do_not_wait_for_answers(server: Running) -> None:
     load = Load(server.url, n_requests=10, clients=None, rate=200.0, answer=Lengths(100, 100), kind="completions")
     outcomes = asyncio.run(run(load))
@@ -183,6 +184,7 @@ def ostinato(capsys: pytest.CaptureFixture[str]) -> Run:
     return run_verb
 
 
+@pytest.mark.slow
 def test_bench_serve_prints_a_table_a_line_of_json_and_a_picture(
     server: Running, ostinato: Run, tmp_path: Path
 ) -> None:

@@ -50,6 +50,7 @@ def test_a_client_that_leaves_frees_its_slot(tiny: Path, stream: bool) -> None:
         assert server.llm.stats().pages_leased == 0
 
 
+@pytest.mark.slow
 def test_more_clients_than_slots_all_get_their_own_answers(server: Running) -> None:
     def asked(number: int) -> dict[str, Any]:
         return {"prompt": f"number {number} of", "max_tokens": 10 + number, "seed": number, "temperature": 1.2}
@@ -84,6 +85,7 @@ def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
         assert rest[-1] == "data: [DONE]"
 
 
+@pytest.mark.slow
 def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
     limits = Limits(unread_tokens=200, write_s=0.5)
     with serving(tiny, llm={"context": 4096, "slots": 2}, limits=limits) as server:
@@ -114,6 +116,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path) -> N
 # Stopping
 
 
+@pytest.mark.slow
 def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path) -> None:
     with serving(tiny, llm={"context": 4096, "slots": 2}) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True, "max_tokens": 1500}) as running:
@@ -253,3 +256,17 @@ def test_slots_show_who_sits_there(tiny: Path) -> None:
         states = [slot["state"] for slot in told["slots"]]
         assert sorted(states) == ["free", "live"]
         assert told["pages"]["used"] > 0
+
+
+@pytest.mark.slow
+def test_an_encoder_embeds_and_says_that_it_cannot_chat(tiny_files: Path) -> None:
+    from tests.models import tiny_encoders
+
+    with serving(tiny_encoders.gguf("bert", tiny_files)) as server:
+        assert server.post("/v1/embeddings", {"input": "hello"}).status_code == 200
+        reply = server.post("/v1/completions", {"prompt": "hello"})
+        assert reply.status_code == 400
+        assert "encoder" in reply.json()["error"]["message"]
+        assert server.get("/health").json()["slots"] == 0
+        assert server.get("/slots").json()["slots"] == []
+        assert "ostinato_requests_total" in server.get("/metrics").text

@@ -147,6 +147,7 @@ def test_our_own_faults_tell_nothing_of_the_inside(tiny: Path, capfd: pytest.Cap
     assert server.log[-1]["status"] == 500
 
 
+@pytest.mark.slow
 def test_a_full_line_is_told_when_to_come_again(tiny: Path) -> None:
     with serving(tiny, llm={"context": 4096, "slots": 1, "queue": 0}) as server, server.http() as http:
         body = {"messages": HELLO, "stream": True, "ignore_eos": True}
@@ -162,6 +163,7 @@ def test_a_full_line_is_told_when_to_come_again(tiny: Path) -> None:
 # Keys and hosts
 
 
+@pytest.mark.slow
 def test_a_key_guards_everything_but_health(tiny: Path) -> None:
     with serving(tiny, llm={"context": 64, "slots": 1}, keys=("sesame-open", "another-one")) as server:
         for path in ("/health", "/ready", "/live"):
@@ -177,6 +179,7 @@ def test_a_key_guards_everything_but_health(tiny: Path) -> None:
             bad.chat.completions.create(model="tiny", messages=HELLO)
 
 
+@pytest.mark.slow
 def test_a_browser_is_asked_for_the_key_as_a_password(tiny: Path) -> None:
     with serving(tiny, llm={"context": 64, "slots": 1}, keys=("sesame-open",)) as server:
         asked = server.get("/")
@@ -228,6 +231,7 @@ def test_pages_of_other_origins_are_let_in_only_when_asked(server: Running, tiny
 # Slow and broken clients
 
 
+@pytest.mark.slow
 def test_a_body_that_stops_half_way_is_given_up(tiny: Path) -> None:
     limits = Limits(body_s=0.3, head_s=0.3)
     with serving(tiny, llm={"context": 64, "slots": 1}, limits=limits) as server:
@@ -244,6 +248,7 @@ def test_a_body_that_stops_half_way_is_given_up(tiny: Path) -> None:
         assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
 
 
+@pytest.mark.slow
 def test_while_the_model_loads_everything_is_not_yet(tiny: Path) -> None:
     import threading
 

@@ -165,6 +165,31 @@ def test_a_worker_whose_supervisor_is_killed_ends_by_itself(tiny: Path) -> None:
             time.sleep(0.05)
 
 
+def test_a_signal_while_the_model_loads_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:
+    slow = (
+        "import time\n"
+        "from ostinato.serve import worker\n"
+        "def load(options, talk):\n"
+        "    talk('loading for ever')\n"
+        "    time.sleep(600)\n"
+        "worker.load_model = load\n"
+        "worker.main()\n"
+    )
+    code = (
+        "import sys\n"
+        "from ostinato.serve.settings import ServeOptions\n"
+        "from ostinato.serve.supervisor import Supervisor\n"
+        "talk = lambda text: print(text, file=sys.stderr, flush=True)\n"
+        "command = (sys.executable, '-c', sys.argv[2])\n"
+        "sys.exit(Supervisor(ServeOptions(sys.argv[1], port=0), talk, command=command).run())\n"
+    )
+    with program(str(tiny), slow, program=("-c", code)) as running:
+        running.until("loading for ever")
+        assert httpx2.get(running.url + "/health").json()["status"] == "loading"
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0
+
+
 def children_of(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 

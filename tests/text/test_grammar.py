@@ -6,8 +6,10 @@ import json
 import random
 import re
 import resource
+import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.errors import BadInput, BadOption
+from ostinato.errors import BadInput, BadOption, Unsupported
 from ostinato.options import MAX_RULE_CHARACTERS, Sampling
 from ostinato.text.grammar import Grammars, Matcher, check_multiples
 from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
@@ -136,11 +138,11 @@ def wild_schemas(depth: int = 2) -> st.SearchStrategy[dict[str, Any]]:
     """Any keyword that people use, well combined or not."""
     bounds = {key: st.sampled_from([-7, 0, 0.5, 3, 40]) for key in ("minimum", "maximum", "exclusiveMinimum")}
     few = st.integers(0, 3)
-    leaves = st.one_of(
+    leaves: st.SearchStrategy[dict[str, Any]] = st.one_of(
         st.sampled_from([{}, {"type": "object"}, {"type": ["string", "null"]}, {"$ref": "#/$defs/node"}]),
         st.fixed_dictionaries(
             {"type": st.sampled_from(["number", "integer"])},
-            optional={**bounds, "multipleOf": st.sampled_from([0.5, 2, 0.1, 7])},
+            optional={**bounds, "multipleOf": st.sampled_from([0.5, 2, 0.25, 7])},
         ),
         st.fixed_dictionaries(
             {"type": st.just("string")},
@@ -323,6 +325,10 @@ BAD: dict[str, dict[str, Any]] = {
     "multiples": {"schema": {"type": "integer", "multipleOf": 999_983}},
     "fractions": {"schema": {"type": "number", "multipleOf": 1e-9}},
     "hidden multiples": {"grammar": 'start: %json {"type":"integer","multiple\\u004ff":999983}'},
+    "multiples inside": {"grammar": json.dumps({"grammars": [{"json_schema": {"multipleOf": 999_983}}]})},
+    "multiples inside of inside": {
+        "grammar": json.dumps({"grammars": [{"lark_grammar": 'start: %json {"multipleOf": 999983}'}]})
+    },
     "multiples of multiples": {"schema": {"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}},
     "regex": {"regex": ".*" * 1500},
     "no regex": {"regex": "(unclosed"},
@@ -344,6 +350,18 @@ def test_what_cannot_be_followed_is_refused_in_bounded_time_and_memory(name: str
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 600_000  # KiB
     with pytest.raises(BadInput):
         made(Sampling(**BAD[name]))
+
+
+def test_without_llguidance_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(Unsupported, match=r"pip install 'ostinato\[serve\]'"):
+        Grammars(tokenizer(), 512).matcher(Sampling(regex="a"))
+
+
+def test_a_model_without_an_end_token_cannot_follow() -> None:
+    endless = replace(tokenizer(), eog_ids=frozenset())
+    with pytest.raises(Unsupported, match="no token that ends an answer"):
+        Grammars(endless, 512).matcher(Sampling(regex="a"))
 
 
 def test_a_refusal_is_remembered() -> None:

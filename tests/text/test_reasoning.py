@@ -94,6 +94,7 @@ SAMPLINGS = [
     Sampling(regex=r"\d+"),
     Sampling(choice=("42", "43")),
     Sampling(grammar='start: "4" "2"'),
+    Sampling(grammar='root ::= "42"'),
 ]
 
 

@@ -101,6 +101,11 @@ class Engine:
         """Why no higher mode runs, a sentence for each."""
         return self._loop.why_not
 
+    @property
+    def fault(self) -> str | None:
+        """What it died of; None while it lives."""
+        return self._usher.fault
+
     # Requests
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> Ask:

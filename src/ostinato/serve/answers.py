@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from ostinato.engine.request import Request, Token
 from ostinato.errors import EngineDead, PromptTooLong
@@ -22,6 +22,8 @@ from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.mailbox import Box
 from ostinato.serve.service import Service
+
+LONGEST_WAIT_FOR_SUM_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +200,7 @@ class Answers:
     async def extras(self) -> dict[str, Any]:
         """What we tell beyond OpenAI's shape when all is done: the seed, the digest and the times."""
         completions = [one for one in self.completions if one is not None]
-        digest = await self._service.in_thread(partial(_digest, completions))
+        digest = await self._service.in_thread(_digest, completions, self._service.has_sum)
         return {"seed": completions[0].seed, "digest": digest, "timings": self._timings(completions)}
 
     def _timings(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -223,8 +225,10 @@ def _waited(request: Request) -> float:
     return 0.0 if request.prefill_began is None else (request.prefill_began - request.submitted) * 1e3
 
 
-def _digest(completions: Sequence[Completion]) -> str:
-    """The answer's own; of several, one over theirs."""
+def _digest(completions: Sequence[Completion], has_sum: threading.Event) -> str | None:
+    """The answer's own; of several, one over theirs. None while a large model's files are still being summed."""
+    if not has_sum.wait(LONGEST_WAIT_FOR_SUM_S):
+        return None
     if len(completions) == 1:
         return completions[0].digest
     return hashlib.sha256("".join(one.digest for one in completions).encode()).hexdigest()

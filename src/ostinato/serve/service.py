@@ -57,6 +57,7 @@ class Service:
         self.idle = asyncio.Event()
         self.idle.set()
         self.stopping = asyncio.Event()  # nobody is waited for any more
+        self.has_sum = threading.Event()  # the model's files are summed: digests can be made
         self.boxes: set[Box] = set()  # of requests that are being answered
         self._llm: LLM | None = None
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
@@ -77,7 +78,12 @@ class Service:
         if self.state == "loading":
             self.state, self.why = "ready", ""
         # A digest needs the sum over the model's files: made beside everything else, once.
-        threading.Thread(target=_warm, args=(llm,), name="ostinato-fingerprint", daemon=True).start()
+        threading.Thread(target=self._make_sum, args=(llm,), name="ostinato-fingerprint", daemon=True).start()
+
+    def _make_sum(self, llm: LLM) -> None:
+        with suppress(OstinatoError):
+            llm.fingerprint()
+            self.has_sum.set()
 
     def drain(self) -> None:
         """Take no more requests; those that run go on."""
@@ -208,8 +214,3 @@ def name_of(model: str) -> str:
     if ":" in model or not ("/" in model or model.endswith(".gguf")):
         return model
     return Path(model).name.removesuffix(".gguf") or model
-
-
-def _warm(llm: LLM) -> None:
-    with suppress(OstinatoError):
-        llm.fingerprint()

@@ -13,12 +13,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
@@ -31,6 +32,7 @@ FAULT_EXIT: Final = 70  # the engine died: start another worker
 _LOOK_S: Final = 0.1
 
 Tell = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
 
 
 def load_model(options: ServeOptions, talk: Callable[[str], None]) -> LLM:
@@ -78,7 +80,7 @@ class Worker:
     async def _load(self, load: Callable[[], LLM]) -> None:
         began = time.perf_counter()
         try:
-            llm = await asyncio.get_running_loop().run_in_executor(None, load)
+            llm = await in_daemon_thread(load)
         except OstinatoError as error:
             self._refuse(error.exit_code, str(error))
             return
@@ -107,10 +109,10 @@ class Worker:
                 return
             if service.state == "draining" and service.idle.is_set():
                 return
-            stats = service.stats()
-            if stats is not None and stats.fault is not None:
-                service.die(stats.fault)
-                self._tell({"event": "fault", "reason": stats.fault})
+            fault = None if service.model is None else service.model.fault
+            if fault is not None:
+                service.die(fault)
+                self._tell({"event": "fault", "reason": fault})
                 self._code = FAULT_EXIT
                 await self._until_idle(service.limits.fault_s)
                 return
@@ -120,6 +122,28 @@ class Worker:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._service.idle.wait()
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """In a thread that nobody waits for when the process must end before the work has."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[T] = loop.create_future()
+
+    def put(result: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            loop.call_soon_threadsafe(lambda: None if made.done() else result())
+
+    def run() -> None:
+        try:
+            done = work()
+        except BaseException as error:
+            failure = error  # the name above ends with its block
+            put(lambda: made.set_exception(failure))
+        else:
+            put(lambda: made.set_result(done))
+
+    threading.Thread(target=run, name="ostinato-load", daemon=True).start()
+    return await made
 
 
 async def serve(options: ServeOptions, restarts: dict[str, int], listening: socket.socket, tell: Tell) -> int:
@@ -135,10 +159,10 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
-    try:
-        return await worker.run(lambda: load_model(options, talk))
-    finally:
+    code = await worker.run(lambda: load_model(options, talk))
+    if code != FAULT_EXIT:  # what an engine that died left behind goes with the process
         await loop.run_in_executor(None, service.close)
+    return code
 
 
 def _heard_end(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
@@ -177,8 +201,8 @@ def main() -> None:
 
     code = _runner()(serve(options, given["restarts"], listening, tell))
     sys.stderr.flush()
-    # An engine that died may hold threads that never come back.
-    os._exit(code) if code == FAULT_EXIT else sys.exit(code)
+    # Not by `sys.exit`, which waits for threads: one may still load, and those of a dead engine never come back.
+    os._exit(code)
 
 
 if __name__ == "__main__":

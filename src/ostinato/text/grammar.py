@@ -40,8 +40,9 @@ _COMPACT: Final[Any] = {
     "lenient": False,
     "coerce_one_of": False,
 }
-_MULTIPLE_OF: Final = re.compile(r'"multipleOf"\s*:\s*([^\s,}]+)')
-_ESCAPED: Final = re.compile(r"\\u([0-9a-fA-F]{4})")
+# A schema may stand inside a grammar, and that inside JSON: then its quotes are escaped.
+_MULTIPLE_OF: Final = re.compile(r'"multipleOf\\*"\s*:\s*([^\s,}\\]+)')
+_ESCAPED: Final = re.compile(r"\\+u([0-9a-fA-F]{4})")
 
 
 class Matcher:
@@ -123,13 +124,14 @@ class Grammars:
         return made
 
     def _compile(self, rule: Rule) -> _Compiled:
+        known = self._known  # first: it says what to do where llguidance is not there
         from llguidance import LLMatcher
 
         n_words = -(-self._n_ids // 32)
         nothing = np.zeros(n_words, np.int32)
         try:
             check_multiples(rule.text)
-            inner = LLMatcher(self._known, _source(rule), log_level=0, limits=_limits())
+            inner = LLMatcher(known, _source(rule), log_level=0, limits=_limits())
             if inner.is_error():
                 return _Compiled(None, nothing, _first_line(inner.get_error()))
             return _Compiled(inner, _next_bits(inner, n_words))
@@ -180,7 +182,6 @@ _BREAK: Final = "\n"  # never part of a longer token in those vocabularies
 
 def _source(rule: Rule) -> str:
     from llguidance import LLMatcher, regex_to_lark
-    from llguidance.gbnf_to_lark import any_to_lark
 
     match rule.kind:
         case "schema":
@@ -192,12 +193,19 @@ def _source(rule: Rule) -> str:
             return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, json.loads(rule.text))))
     if rule.text.startswith('{"grammars":'):
         return rule.text  # llguidance's own form, for grammars made of several
-    if "::=" not in rule.text:
-        return LLMatcher.grammar_from_lark(rule.text)
+    return LLMatcher.grammar_from_lark(as_lark(rule.text))
+
+
+def as_lark(grammar: str) -> str:
+    """A grammar in Lark, also where it was written in GBNF; BadOption where it cannot be read."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if "::=" not in grammar:
+        return grammar
     try:
-        return LLMatcher.grammar_from_lark(any_to_lark(rule.text))
+        return any_to_lark(grammar)
     except Exception as error:  # whatever it raises, it is about the text
-        raise BadOption(f"as GBNF it cannot be read: {error}") from error
+        raise BadOption(f"as GBNF the grammar cannot be read: {error}") from error
 
 
 def literal(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Final
 from ostinato.options import Rule, Sampling
 from ostinato.text.answer import Delta
 from ostinato.text.call_parser import open_end
-from ostinato.text.grammar import literal
+from ostinato.text.grammar import as_lark, literal
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
@@ -83,7 +83,7 @@ def _part(rule: Rule) -> dict[str, object]:
             return {"lark_grammar": f"start: /{regex_to_lark(rule.text, 'd')}/"}
         case "choice":
             return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(rule.text)))}
-    return {"lark_grammar": rule.text}
+    return {"lark_grammar": as_lark(rule.text)}
 
 
 class ReasoningParser:
