@@ -6,11 +6,14 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: run test quick check bench soak test-gpu wheel clean
+.PHONY: run serve test quick check bench soak test-gpu wheel clean
 
 run: .venv/installed
 	@$(BIN)/ostinato run "$$PROMPT"
 export PROMPT
+
+serve: .venv/installed
+	@$(BIN)/ostinato serve
 
 test: check
 	$(BIN)/pytest --numprocesses 2 --dist loadscope

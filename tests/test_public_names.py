@@ -14,14 +14,15 @@ NAMES = [
     "__version__",
 ]  # fmt: skip
 METHODS = {
-    "chat", "chat_ids", "close", "context", "decoder", "detokenize", "device", "dtype", "embed", "generate", "kv_type",
-    "load_state", "logits", "mode", "rank", "save_state", "score", "stats", "stream", "stream_chat", "tokenize",
-    "why_not",
+    "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype", "embed", "fault",
+    "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state", "score", "slots",
+    "stats", "stream", "stream_chat", "submit", "tokenize", "why_not",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
 SAMPLING = [
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "seed", "stop", "stop_ids", "ignore_eos", "logprobs",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_ids", "ignore_eos", "logprobs", "schema", "json_mode",
+    "regex", "choice", "grammar",
 ]  # fmt: skip
 
 

@@ -23,6 +23,7 @@ ROOMS = (
     "loop",
     "engine",
     "llm",
+    "serve",
     "cli",
 )
 # The rooms that a small environment, or a quick command, uses without torch.

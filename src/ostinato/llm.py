@@ -14,7 +14,7 @@ import math
 import operator
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,13 +30,14 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement, settle
 from ostinato.engine.request import FinishReason, Message, Request, Token, waited_for
 from ostinato.engine.sequential import Continuation, Sequential
-from ostinato.engine.stats import Stats
+from ostinato.engine.stats import SlotView, Stats
 from ostinato.errors import BadFile, BadInput, BadOption, LineFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.memory import state_file
 from ostinato.models.registry import build_model, read_shape
 from ostinato.options import LoadOptions, Sampling, from_words
+from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
 from ostinato.text.stream import TextStream
 
@@ -50,7 +51,8 @@ CLOSED: Final = "this LLM is closed; open it again to ask more"
 class Timings:
     """Seconds: loading the model, the prompt, from asking to the first token, all further tokens; and their pace.
 
-    Decoding is timed by the device's own clock.
+    Decoding is timed by the device's own clock. `mask_s` of it were spent waiting for the host: an answer that follows
+    a schema or a grammar hears after each token what may come next.
     """
 
     load_s: float
@@ -58,6 +60,7 @@ class Timings:
     first_token_s: float
     decode_s: float
     decode_tok_s: float | None
+    mask_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +167,10 @@ class LLM:
         )
         self.shape, self._model = shape, model
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
-        self._sequential = Sequential(model, placement, ends, n_tokens)
+        constrain = Grammars(self.tokenizer, shape.vocab).matcher
+        self._sequential = Sequential(model, placement, ends, n_tokens, constrain)
         self._loop_engine = (
-            Engine(model, placement, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue)
+            Engine(model, placement, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
             if shape.causal
             else None
         )
@@ -193,6 +197,11 @@ class LLM:
     def stats(self) -> Stats:
         """What the engine has counted: steps, tokens, gaps between them, pages, and who sits and waits."""
         return self._engine.stats()
+
+    @property
+    def fault(self) -> str | None:
+        """What the engine died of; None while it lives."""
+        return None if self._loop_engine is None else self._loop_engine.fault
 
     @property
     def dtype(self) -> str:
@@ -264,8 +273,8 @@ class LLM:
         ids = self.chat_ids(messages, **template_options)
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
 
-    def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
-        """The prompt ids of a conversation."""
+    def chat_text(self, messages: Messages, **template_options: Any) -> str:
+        """What the model's chat template makes of a conversation."""
         if self.template is None:
             raise Unsupported(
                 f"{self.name} has no chat template, so it has no notion of a conversation; "
@@ -273,11 +282,43 @@ class LLM:
             )
         if not messages:
             raise BadInput("the conversation is empty; give it at least one message")
-        text = self.template.render(messages, **template_options)
+        return self.template.render(messages, **template_options)
+
+    def chat_ids(self, messages: Messages | str, **template_options: Any) -> list[int]:
+        """The prompt ids of a conversation, or of what its `chat_text` was."""
+        text = messages if isinstance(messages, str) else self.chat_text(messages, **template_options)
         ids = self.tokenizer.encode(text, bos=False, special=True)
         bos = self.tokenizer.bos_id
         # Most templates write BOS themselves; a second one would be a token the model never saw there.
         return [bos, *ids] if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos] else ids
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling | None = None,
+        *,
+        fresh: bool = False,
+        show: Collection[str] = (),
+        sink: Callable[[Request, Message], None],
+    ) -> Answer:
+        """Ask without waiting, for whoever serves many: LineFull when too many wait already.
+
+        `sink` is told everything, on the engine's thread; the tokens it is told are pushed into what is returned, on
+        any one thread. `fresh`: the answer is a text of its own, as in a conversation, not the rest of the prompt's.
+        `show`: control tokens that its text shows, such as those that mark a tool call.
+        """
+        settled = self._settled(sampling)
+        ids = list(prompt)
+        request = self._engine.submit(ids, settled, sink=sink)
+        return Answer(self, ids, settled, request, fresh=fresh, show=show)
+
+    def slots(self) -> list[SlotView]:
+        """Who sits in each slot now, and how far they are."""
+        return self._engine.slots()
+
+    def fingerprint(self) -> str:
+        """The sha256 of the model's files; made once, which takes seconds for a large one."""
+        return self._checkpoint.fingerprint()
 
     # Text and tokens
 
@@ -321,8 +362,14 @@ class LLM:
             done += len(chunk)
         return nll
 
-    def embed(self, texts: str | Sequence[str], pooling: str | None = None, *, normalize: bool | None = None) -> Tensor:
-        """One vector per text, float32 [texts, hidden], from the last hidden rows.
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        pooling: str | None = None,
+        *,
+        normalize: bool | None = None,
+    ) -> Tensor:
+        """One vector per text (or its token ids), float32 [texts, hidden], from the last hidden rows.
 
         `pooling` is the model's own, else mean; with `rank` a ranking model gives its scores [texts, classes].
         `normalize` to unit length is an encoder's own habit, and done for a decoder's, unless said.
@@ -335,7 +382,8 @@ class LLM:
         texts = [texts] if isinstance(texts, str) else texts
         if not texts:
             return torch.empty((0, self.shape.hidden))
-        vectors = torch.stack(self._sequential.embed([self.tokenize(text) for text in texts], wanted))
+        ids = [self.tokenize(text) if isinstance(text, str) else list(text) for text in texts]
+        vectors = torch.stack(self._sequential.embed(ids, wanted))
         if normalize is None:
             normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
         return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
@@ -433,7 +481,7 @@ class LLM:
     def _pieces(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         source: Request | Continuation
         source = self._sequential.generate(prompt, sampling) if reuse else self._engine.submit(prompt, sampling)
-        answer = _Answer(self, prompt, sampling, source, fresh=fresh)
+        answer = Answer(self, prompt, sampling, source, fresh=fresh)
         try:
             for token in source:
                 piece = answer.push(token)
@@ -454,7 +502,7 @@ class LLM:
         for prompt, settled in asks:
             self._engine.check(prompt, settled)
         heard: SimpleQueue[tuple[Request, Message]] = SimpleQueue()
-        answers: dict[int, _Answer] = {}  # by the request's id
+        answers: dict[int, Answer] = {}  # by the request's id
         order: list[int] = []
         done: dict[int, Completion] = {}
         try:
@@ -468,7 +516,7 @@ class LLM:
                     except LineFull:
                         break
                     order.append(request.id)
-                    answers[request.id] = _Answer(self, prompt, settled, request, fresh=fresh)
+                    answers[request.id] = Answer(self, prompt, settled, request, fresh=fresh)
                 request, message = waited_for(heard, self._engine.helper)
                 answer = answers.get(request.id)
                 if answer is None:
@@ -490,6 +538,9 @@ class LLM:
     def _digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
         """The digest, when it is asked for: hashing a large model takes seconds the first time."""
         words = dataclasses.asdict(sampling)
+        for name in ("schema", "json_mode", "regex", "choice", "grammar"):
+            del words[name]
+        words |= {} if sampling.rule is None else {"rule": sampling.rule}
         if not sampling.temperature:
             words["seed"] = None  # nothing was drawn
         words["logit_bias"] = sorted(sampling.logit_bias.items())
@@ -509,14 +560,23 @@ class LLM:
         return digest
 
 
-class _Answer:
-    """One answer on its way: its text and tokens so far, until something ends it."""
+class Answer:
+    """One answer on its way: its text and tokens so far, until something ends it. `source` may be cancelled."""
 
     def __init__(
-        self, llm: LLM, prompt: Sequence[int], sampling: Sampling, source: Request | Continuation, *, fresh: bool
+        self,
+        llm: LLM,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        source: Request | Continuation,
+        *,
+        fresh: bool,
+        show: Collection[str] = (),
     ) -> None:
         self._llm, self._prompt, self._sampling, self.source = llm, prompt, sampling, source
-        self._text = TextStream(llm.tokenizer, sampling.stop, at_start=fresh)
+        # What follows a grammar is shown to the byte: a blank at its start is the grammar's.
+        at_start = fresh and sampling.rule is None
+        self._text = TextStream(llm.tokenizer, sampling.stop, at_start=at_start, show=show)
         self._tokens: list[Token] = []
         self._shown: list[str] = []
 
@@ -556,6 +616,7 @@ class _Answer:
                 first_token_s=source.first_token_s,
                 decode_s=seconds,
                 decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
+                mask_s=source.mask_s,
             ),
             seed=sampling.seed,
             cached_tokens=source.cached_tokens,

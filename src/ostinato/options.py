@@ -7,11 +7,12 @@ say: a model's own defaults come in by `Sampling.over`. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from ostinato.errors import BadOption, Unsupported, listing
 
@@ -22,6 +23,7 @@ Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
+MAX_RULE_CHARACTERS = 65_536
 MAX_SLOTS = 64
 DEFAULT_SLOTS = 8
 DEFAULT_QUEUE = 256
@@ -84,6 +86,21 @@ def _several(option: str, value: object, wanted: str) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _schema_text(schema: Any) -> str | None:
+    """A JSON schema as compact JSON text, its members in their order: that is the order of the answer's."""
+    if schema is None:
+        return None
+    if hasattr(schema, "model_json_schema"):
+        schema = schema.model_json_schema()
+    try:
+        value = json.loads(schema) if isinstance(schema, str) else schema
+        text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadOption(f"schema is no JSON: {error}") from error
+    _check(isinstance(value, Mapping), "schema", value, "a JSON object, as in {'type': 'object'}")
+    return text
+
+
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait."""
@@ -123,12 +140,30 @@ class LoadOptions:
         _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
 
 
+RuleKind = Literal["schema", "regex", "choice", "grammar"]
+
+
+class Rule(NamedTuple):
+    """What an answer must follow, as text: a JSON schema, a regular expression, a JSON list of texts, or a grammar."""
+
+    kind: RuleKind
+    text: str
+
+
+_ANY_OBJECT = Rule("schema", '{"type":"object"}')
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are chosen. What is left out is the model's own default where its files state one.
 
+    At most one of `schema` (a JSON schema: a mapping, its text, or a pydantic model), `json_mode` (any JSON object),
+    `regex`, `choice` (one of these texts) and `grammar` (Lark, or GBNF) says what the answer must follow.
+
     >>> Sampling(max_tokens=64, temperature=0).temperature
     0
+    >>> Sampling(schema={"type": "integer"}).rule
+    Rule(kind='schema', text='{"type":"integer"}')
     """
 
     max_tokens: int | None = None
@@ -146,6 +181,11 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    schema: Mapping[str, Any] | str | None = None  # kept as JSON text
+    json_mode: bool = False
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
 
     def __new__(cls, *_: Any, **words: Any) -> Sampling:
         _known_words(cls, words)  # a misspelt option is told its nearest name, not a TypeError
@@ -157,8 +197,39 @@ class Sampling:
         bias = {} if self.logit_bias is None else self.logit_bias
         _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
         object.__setattr__(self, "logit_bias", dict(bias))
+        object.__setattr__(self, "schema", _schema_text(self.schema))
+        object.__setattr__(self, "choice", _several("choice", self.choice, "texts"))
         self._check_limits()
         self._check_numbers()
+        self._check_rules()
+
+    @property
+    def rule(self) -> Rule | None:
+        """What the answer must follow; None where anything may be said."""
+        if isinstance(self.schema, str):
+            return Rule("schema", self.schema)
+        if self.json_mode:
+            return _ANY_OBJECT
+        if self.regex is not None:
+            return Rule("regex", self.regex)
+        if self.choice:
+            return Rule("choice", json.dumps(self.choice))
+        return None if self.grammar is None else Rule("grammar", self.grammar)
+
+    def _check_rules(self) -> None:
+        _check(isinstance(self.json_mode, bool), "json_mode", self.json_mode, "True or False")
+        for name in ("regex", "grammar"):
+            text = getattr(self, name)
+            _check(text is None or (isinstance(text, str) and text != ""), name, text, "a text that is not empty")
+        _check(all(isinstance(s, str) and s for s in self.choice), "choice", self.choice, "texts that are not empty")
+        given = [name for name in ("schema", "json_mode", "regex", "choice", "grammar") if getattr(self, name)]
+        if len(given) > 1:
+            raise BadOption(f"{given[0]} and {given[1]} are both given; an answer follows one of them")
+        rule = self.rule
+        if rule is not None and len(rule.text) > MAX_RULE_CHARACTERS:
+            raise BadOption(
+                f"{given[0]} is a text of {len(rule.text)} characters; at most {MAX_RULE_CHARACTERS} can be followed"
+            )
 
     def _check_limits(self) -> None:
         most = self.max_tokens

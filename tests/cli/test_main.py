@@ -14,7 +14,7 @@ from ostinato import cli
 from ostinato.errors import BadInput, FetchFailed, HardwareCannot, OstinatoError
 from tests.cli.conftest import Run, start
 
-VERBS = ("run", "chat", "tokenize", "score", "embed", "inspect", "pull", "models", "rm", "doctor")
+VERBS = ("run", "chat", "tokenize", "score", "embed", "inspect", "pull", "models", "rm", "doctor", "serve")
 HEAVY = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "transformers")
 
 

@@ -41,7 +41,7 @@ def test_json_has_everything_a_script_needs(ostinato: Run, tiny: Path) -> None:
     ]
     timings = record["timings"]
     assert isinstance(timings, dict)
-    assert list(timings) == ["load_s", "prefill_s", "first_token_s", "decode_s", "decode_tok_s"]
+    assert list(timings) == ["load_s", "prefill_s", "first_token_s", "decode_s", "decode_tok_s", "mask_s"]
     assert isinstance(record["token_ids"], list)
     assert len(record["token_ids"]) == 8
     assert (record["finish_reason"], record["device"], record["mode"]) == ("length", "cpu", "loop")
@@ -245,3 +245,55 @@ def test_on_a_terminal_slow_loading_shows_a_bar(
     progress(50, 100)
     progress.close()
     assert "loading" in capsys.readouterr().err
+
+
+# What an answer must follow
+
+
+def test_an_answer_follows_the_schema_in_a_file(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}')
+    ran = ostinato("run", "--json", "--model", tiny, "--seed", "1", "--json-schema", schema, "hello")
+    assert ran.code == 0, ran.err
+    record = json.loads(ran.out)
+    assert record["finish_reason"] == "stop"
+    assert {type(value) for value in json.loads(record["text"])} == {bool}
+    assert record["timings"]["mask_s"] > 0
+
+
+def test_an_answer_follows_a_regex_a_choice_or_a_grammar(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    grammar = tmp_path / "grammar.gbnf"
+    grammar.write_text('root ::= "a" ("b" | "c") "d"')
+    for words, texts in (
+        (("--regex", "[xy]z"), {"xz", "yz"}),
+        (("--choice", "yes", "--choice", "no"), {"yes", "no"}),
+        (("--grammar", grammar), {"abd", "acd"}),
+    ):
+        ran = ostinato("run", "--model", tiny, *words, "hello")
+        assert ran.code == 0, ran.err
+        assert ran.out.rstrip("\n") in texts
+    ran = ostinato("run", "--model", tiny, "--json-mode", "--max-tokens", "20", "hello")
+    assert ran.out.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--json-schema", "nowhere.json"), "cannot read nowhere.json"),
+        (("--regex", "(a"), "this regex cannot be followed"),
+        (("--regex", "a", "--json-mode"), "json_mode and regex are both given"),
+    ],
+)
+def test_what_cannot_be_followed_is_refused(ostinato: Run, tiny: Path, words: tuple[str, ...], why: str) -> None:
+    ran = ostinato("run", "--model", tiny, *words, "hello")
+    assert (ran.code, ran.out) == (2, "")
+    assert why in ran.err
+
+
+def test_a_conversation_that_goes_on_from_a_state_follows_too(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        ran = ostinato(
+            "run", "--model", tiny, "--state", tmp_path / "talk", "--choice", "yes", "--choice", "no", "hello"
+        )
+        assert ran.code == 0, ran.err
+        assert ran.out.rstrip("\n") in ("yes", "no")

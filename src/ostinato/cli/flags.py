@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ostinato.cli.input import read_file
 from ostinato.cli.output import set_verbose
 from ostinato.errors import BadOption
 from ostinato.files import store
@@ -30,6 +31,7 @@ def complete_installed(incomplete: str) -> list[str]:
 
 _MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
 _SAMPLING, _LOADING = "Choosing tokens", "Loading and running"
+_FOLLOWING = "What the answer must follow (one of them)"
 
 Model = Annotated[str, typer.Option("--model", metavar="PATH|NAME", help=_MODEL_HELP, autocompletion=complete_model)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
@@ -95,6 +97,26 @@ IgnoreEos = Annotated[
     typer.Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING),
 ]
 
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option(
+        "--json-schema", metavar="FILE", help="JSON that follows the schema in FILE.", rich_help_panel=_FOLLOWING
+    ),
+]
+JsonMode = Annotated[bool, typer.Option("--json-mode", help="Any JSON object.", rich_help_panel=_FOLLOWING)]
+Regex = Annotated[
+    str | None,
+    typer.Option("--regex", metavar="REGEX", help="A text that matches all of it.", rich_help_panel=_FOLLOWING),
+]
+Choice = Annotated[
+    list[str] | None,
+    typer.Option("--choice", metavar="TEXT", help="One of these texts; repeat it.", rich_help_panel=_FOLLOWING),
+]
+Grammar = Annotated[
+    Path | None,
+    typer.Option("--grammar", metavar="FILE", help="The grammar in FILE, Lark or GBNF.", rich_help_panel=_FOLLOWING),
+]
+
 Device = Annotated[
     str,
     typer.Option("--device", metavar="auto|cpu|cuda[:N]", help="Where to run.", rich_help_panel=_LOADING),
@@ -130,6 +152,9 @@ def sampling(words: Mapping[str, Any]) -> Sampling:
     """The sampling among all that a verb was given by name (`typer.Context.params`)."""
     names = {field.name for field in fields(Sampling)} & words.keys()
     given = {name: words[name] for name in names}
+    for name in ("schema", "grammar"):
+        if given.get(name) is not None:
+            given[name] = read_file(given[name])
     return Sampling(**{**given, "logit_bias": parse_logit_bias(words["logit_bias"])})
 
 

@@ -50,6 +50,11 @@ def run(
     seed: flags.Seed = None,
     stop: flags.Stop = None,
     ignore_eos: flags.IgnoreEos = False,
+    schema: flags.JsonSchema = None,
+    json_mode: flags.JsonMode = False,
+    regex: flags.Regex = None,
+    choice: flags.Choice = None,
+    grammar: flags.Grammar = None,
     device: flags.Device = "auto",
     mode: flags.Mode = "auto",
     dtype: flags.Dtype = "auto",
@@ -63,6 +68,7 @@ def run(
     """Generate text from a prompt, streaming.
 
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
+    An answer that must follow something ends where that does, or at --max-tokens.
     """
     options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots)
     sampling = flags.sampling(call.params)
@@ -139,6 +145,7 @@ def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
             "first_token_s": timings.first_token_s,
             "decode_s": timings.decode_s,
             "decode_tok_s": timings.decode_tok_s,
+            "mask_s": timings.mask_s,
         },
         "model": llm.name,
         "device": str(llm.device),

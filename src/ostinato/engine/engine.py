@@ -10,17 +10,20 @@ import atexit
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import count
 from types import TracebackType
 from typing import Final, Self
 from weakref import WeakKeyDictionary
 
+from ostinato.engine.constraint import Constrain, Constraint
 from ostinato.engine.line import Line
 from ostinato.engine.placement import Placement
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import Ask, Message, Request, Token
-from ostinato.engine.stats import Stats
+from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.usher import Usher
+from ostinato.errors import Unsupported
 from ostinato.loop.layout import Word
 from ostinato.loop.open import Loop, LoopOptions
 from ostinato.loop.starts.start import Helper
@@ -50,9 +53,11 @@ class Engine:
         queue: int = DEFAULT_QUEUE,
         reuse: bool = True,
         outbox_entries: int | None = None,
+        constrain: Constrain | None = None,
     ) -> None:
         """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen. `queue`: how
-        many requests may wait. `reuse`: do not compute a prompt's beginning again where it is still in memory."""
+        many requests may wait. `reuse`: do not compute a prompt's beginning again where it is still in memory.
+        `constrain` makes what an answer must follow of what its sampling says."""
         vocab = model.shape.vocab
         options = LoopOptions(
             mode=placement.mode,
@@ -64,6 +69,7 @@ class Engine:
         )
         self.context, self._vocab = placement.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
+        self._constrain = constrain
         self._loop = Loop(model, options, outbox_entries=outbox_entries)
         self._line = Line(queue, options.n_slots, self._loop.changed.set)
         try:
@@ -95,16 +101,30 @@ class Engine:
         """Why no higher mode runs, a sentence for each."""
         return self._loop.why_not
 
+    @property
+    def fault(self) -> str | None:
+        """What it died of; None while it lives."""
+        return self._usher.fault
+
     # Requests
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> Ask:
         """What would be submitted; refused here if at all. `sampling` is settled: nothing it draws with is None."""
         check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
+        constraint = None if sampling.rule is None else self._constraint_of(sampling)
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
+        if constraint is not None:
+            ends |= constraint.ends  # its masks say where an answer may end, and whether it is long enough to
+            sampling = replace(sampling, min_tokens=0)
         stop_ids = tuple(sorted(ends))
         self._loop.host.check(sampling, stop_ids)
         most = self.context - len(prompt)
-        return Ask(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most))
+        return Ask(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most), constraint)
+
+    def _constraint_of(self, sampling: Sampling) -> Constraint | None:
+        if self._constrain is None:
+            raise Unsupported("this engine knows no text, so its answers cannot follow a schema or a grammar")
+        return self._constrain(sampling)
 
     def submit(
         self,
@@ -171,6 +191,10 @@ class Engine:
             host_copies=loop.prefill.n_copies,
             fault=usher.fault,
         )
+
+    def slots(self) -> list[SlotView]:
+        """Who sits where now."""
+        return self._usher.slots()
 
     # Life
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
+from ostinato.engine.constraint import Constraint
 from ostinato.errors import InternalError
 from ostinato.loop.starts.start import Helper
 from ostinato.options import Sampling
@@ -60,12 +61,16 @@ Message: TypeAlias = Token | Cancelled | Exception
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """What is asked for, checked and settled: `most` tokens at most, ended by any of `stop_ids`."""
+    """What is asked for, checked and settled: `most` tokens at most, ended by any of `stop_ids`.
+
+    `constraint` is what the answer must follow; it belongs to this request alone.
+    """
 
     prompt: Sequence[int]
     sampling: Sampling
     stop_ids: tuple[int, ...]
     most: int
+    constraint: Constraint | None = None
 
     @property
     def n_positions(self) -> int:
@@ -95,6 +100,7 @@ class Request:
         self.prefill_began: float | None = None
         self.prefill_ended: float | None = None
         self.first_token: float | None = None
+        self.mask_s = 0.0  # that its tokens waited for masks, none without a constraint
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None
         self._cancel = cancel

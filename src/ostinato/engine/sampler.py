@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -72,9 +73,13 @@ class Sampler:
         waiting = sorted(token for token in ends if token < vocab)
         return cls(model.ops, sampling, rows, torch.tensor(waiting, dtype=torch.int64, device=device))
 
-    def choose(self, logits: Tensor) -> Choice:
-        """The next token from logits [1, vocab]."""
+    def choose(self, logits: Tensor, allowed: np.ndarray | None = None) -> Choice:
+        """The next token from logits [1, vocab]; `allowed` has a bit for each id that it may be, int32 words."""
         rows = self.rows
+        if allowed is not None:
+            bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[: logits.shape[-1]]
+            banned = torch.from_numpy(bits == 0).to(logits.device).unsqueeze(0)
+            rows = replace(rows, bias=rows.bias.masked_fill(banned, float("-inf")))
         if self.n_made < self.sampling.min_tokens:
             rows = replace(rows, bias=rows.bias.index_fill(1, self.banned_at_first, float("-inf")))
         chosen = self.ops.sample(logits, rows)

@@ -10,12 +10,14 @@ import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 from torch import Tensor
 
 from ostinato.batch.batch import Batch
+from ostinato.engine.constraint import Constrain
 from ostinato.engine.decoder import Decoder
 from ostinato.engine.placement import Placement
 from ostinato.engine.prompt import check_prompt
@@ -38,7 +40,7 @@ class Continuation:
 
     def __init__(self, engine: Sequential, prompt: Sequence[int], sampling: Sampling) -> None:
         self.cached_tokens = 0
-        self.prefill_s = self.first_token_s = 0.0
+        self.prefill_s = self.first_token_s = self.mask_s = 0.0
         self._tokens = engine._continue(self, prompt, sampling)
 
     def __iter__(self) -> Iterator[Token]:
@@ -52,8 +54,17 @@ class Continuation:
 class Sequential:
     """One model, one sequence at a time; other threads wait for their turn."""
 
-    def __init__(self, model: Model, placement: Placement, eog_ids: frozenset[int], n_tokens: int) -> None:
-        """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen."""
+    def __init__(
+        self,
+        model: Model,
+        placement: Placement,
+        eog_ids: frozenset[int],
+        n_tokens: int,
+        constrain: Constrain = lambda _: None,
+    ) -> None:
+        """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen. `constrain`
+        makes what an answer must follow of what its sampling says."""
+        self._constrain = constrain
         self._model = model
         self._n_tokens = n_tokens
         self._placement = placement
@@ -84,6 +95,10 @@ class Sequential:
         self, answer: Continuation, prompt: Sequence[int], sampling: Sampling
     ) -> Generator[Token, None, None]:
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
+        constraint = self._constrain(sampling)
+        if constraint is not None:
+            ends |= constraint.ends
+            sampling = replace(sampling, min_tokens=0)  # its masks say when an answer is long enough
         most = self.context - len(prompt)
         if sampling.max_tokens is not None:
             most = min(most, sampling.max_tokens)
@@ -94,7 +109,7 @@ class Sequential:
             logits = self._last_logits(prompt[answer.cached_tokens :])
             answer.prefill_s = time.perf_counter() - began
             for n_made in range(1, most + 1):
-                choice = sampler.choose(logits)
+                choice = sampler.choose(logits, None if constraint is None else constraint.mask())
                 reason: FinishReason | None = None
                 if choice.token in ends:
                     reason = "stop"
@@ -106,6 +121,10 @@ class Sequential:
                 if reason is not None:
                     break
                 yield token
+                if constraint is not None:
+                    asked = time.perf_counter()
+                    constraint.take(choice.token)
+                    answer.mask_s += time.perf_counter() - asked
                 logits = self._last_logits([choice.token])
         yield token  # after the turn is over: whoever has the last token need not come back for more
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 RECENT_GAPS: Final = 4096
 
@@ -44,6 +44,19 @@ class Stats:
     instantiations: int  # of graphs
     host_copies: int  # between host and device, outside the rings: of prompts, a step makes none
     fault: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot at one moment; of a free one only its number and state are known."""
+
+    slot: int
+    state: Literal["free", "prefill", "live"]
+    request: int | None = None
+    prompt_tokens: int = 0
+    prompt_done: int = 0  # positions of the prompt that are in memory
+    tokens: int = 0  # of the answer, so far
+    most: int = 0  # tokens that the answer may have
 
 
 class GapMeter:

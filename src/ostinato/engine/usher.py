@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Final
 
+import numpy as np
 import torch
 
+from ostinato.engine.constraint import Masks
 from ostinato.engine.line import Line
 from ostinato.engine.request import FinishReason, Request, Token
 from ostinato.engine.reserve import Lease, Reserve
-from ostinato.engine.stats import GapMeter
+from ostinato.engine.stats import GapMeter, SlotView
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, OstinatoError
 from ostinato.loop.host import OutEntry, Seat
 from ostinato.loop.layout import Finish, Word
@@ -51,6 +53,7 @@ class Seated:
     last: int = 0  # the position of its last token that was heard of
     last_ns: int = 0  # and when that one was made
     admitted: bool = False
+    asked: float = 0.0  # when a mask was last asked for, by the host's clock
 
     @property
     def prompt_left(self) -> int:
@@ -81,6 +84,7 @@ class Usher:
         self._prompts: deque[Seated] = deque()  # whose prompts are not done; the first has a chunk under way
         self._chunk: Chunk | None = None
         self._unsent: deque[Callable[[], bool]] = deque()  # entries for the inbox, in order
+        self._masks: Masks[Seated] = Masks(loop.changed.set)
         self._generations = count(1)
         self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they were last seen to change
         self._listens = False  # whether the loop may speak, as far as is known
@@ -98,6 +102,10 @@ class Usher:
     @property
     def n_prefilling(self) -> int:
         return len(self._prompts)
+
+    def slots(self) -> list[SlotView]:
+        """Every slot as it is now; from any thread, and as true as a glance can be."""
+        return [_view(slot, seated) for slot, seated in enumerate(self._slots.copy())]
 
     # The thread
 
@@ -133,6 +141,7 @@ class Usher:
             self._seat,
             self._begin_chunk,
             self._top_up,
+            self._pass_masks,
             self._send,
             self._keep_going,
         ):
@@ -172,6 +181,9 @@ class Usher:
                 token = Token(entry.token, entry.logprob, entry.top, entry.position, entry.time_ns, reason)
                 if reason is not None:
                     self.n_ended[reason] += 1
+                if reason is None and request.ask.constraint is not None:
+                    seated.asked = time.perf_counter()
+                    self._masks.ask(seated, request.ask.constraint, entry.token)
                 request.put(token)
         if entry.finish is not Finish.NONE:
             self._end_cancelled(request)  # unless it has its reason
@@ -244,6 +256,19 @@ class Usher:
                 pages = self.reserve.extend(lease, max(1, beyond) if len(self._line) else lease.short)
                 if pages:
                     self._say_grant(seated, first, pages)
+
+    def _pass_masks(self) -> None:
+        """Masks that are ready go to their slots, which wait for them; a constraint that failed ends its request."""
+        for seated, bits, error in self._masks.take():
+            request = seated.request
+            if request.ended or self._slots[seated.slot] is not seated:
+                continue
+            request.mask_s += time.perf_counter() - seated.asked
+            if bits is not None:
+                self._say_mask(seated, bits)
+            else:
+                self._fail(request, error or InternalError("there is no mask, and no reason"))
+                self._say_cancel(seated)
 
     # Prompts
 
@@ -333,6 +358,7 @@ class Usher:
             granted=len(pages) * self._loop.page_tokens,
             sampling=ask.sampling,
             stop_ids=ask.stop_ids,
+            mask=None if ask.constraint is None else ask.constraint.mask(),
         )
         self._host.stage(seated.slot, seat)
 
@@ -343,6 +369,9 @@ class Usher:
 
     def _say_cancel(self, seated: Seated) -> None:
         self._unsent.append(lambda: self._host.cancel(seated.slot, seated.generation))
+
+    def _say_mask(self, seated: Seated, bits: np.ndarray) -> None:
+        self._unsent.append(lambda: self._host.mask(seated.slot, seated.generation, bits))
 
     def _say_grant(self, seated: Seated, first: int, pages: list[int]) -> None:
         told = 0
@@ -419,6 +448,7 @@ class Usher:
         left = self._line.shut(lambda: BadInput("this engine is closed; open it again to ask more"))
         for request in [*left, *self._seated_requests()]:
             self._end_cancelled(request)
+        self._masks.close()
         self._host.set_yield(True)
         if self._chunk is not None and self._chunk.work is not None:
             with suppress(Exception):
@@ -433,3 +463,13 @@ class Usher:
 
     def _seated_requests(self) -> list[Request]:
         return [seated.request for seated in self._slots if seated is not None]
+
+
+def _view(slot: int, seated: Seated | None) -> SlotView:
+    if seated is None:
+        return SlotView(slot, "free")
+    ask = seated.request.ask
+    n_prompt = len(ask.prompt)
+    if not seated.admitted:
+        return SlotView(slot, "prefill", seated.request.id, n_prompt, seated.n_done, 0, ask.most)
+    return SlotView(slot, "live", seated.request.id, n_prompt, n_prompt, seated.last + 1 - n_prompt, ask.most)

@@ -54,11 +54,15 @@ class Seat:
     granted: int
     sampling: Sampling
     stop_ids: Sequence[int]
-    constrained: bool = False
+    mask: np.ndarray | None = None  # of the first token; each further one of a constrained sequence waits for its own
 
     @property
     def position(self) -> int:
         return len(self.prompt)
+
+    @property
+    def constrained(self) -> bool:
+        return self.mask is not None
 
 
 class HostSide:
@@ -132,6 +136,8 @@ class HostSide:
         row["bias_ids"][slot, : len(s.logit_bias)] = list(s.logit_bias)
         row["bias_values"][slot, : len(s.logit_bias)] = list(s.logit_bias.values())
         row["pages"][slot, : len(seat.pages)] = list(seat.pages)
+        if seat.mask is not None:
+            row["mask_bits"][slot] = seat.mask
         if penalised:
             row["prompt_bits"][slot] = bits_of(seat.prompt, self._layout.mask_words)
         self._n_top[slot] = numbers["n_logprobs"]

@@ -5,7 +5,7 @@ Nothing here knows about models or requests.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ostinato.text.tokenizer import Tokenizer
 
@@ -16,13 +16,16 @@ class TextStream:
     A piece never ends inside a character or inside what may still become a stop string; the pieces join to
     `tokenizer.decode(all ids, at_start=at_start)` cut before the first stop string, the one that begins first. Where
     a longer stop string that began earlier may still come, it is waited for. Each push costs the same, however long
-    the text.
+    the text. Control tokens show nothing, but for those named by `show`: what marks a tool call, say.
     """
 
-    __slots__ = ("_characters", "_held", "_longest", "_start", "_stop", "_stopped", "_tokenizer")
+    __slots__ = ("_characters", "_held", "_longest", "_show", "_start", "_stop", "_stopped", "_tokenizer")
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, at_start: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, at_start: bool = True, show: Collection[str] = ()
+    ) -> None:
         self._tokenizer = tokenizer
+        self._show = frozenset(id for id in tokenizer.hidden if tokenizer.texts[id] in show) if show else frozenset()
         self._stop = tuple(s for s in stop if s)
         self._longest = max((len(s) for s in self._stop), default=0)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
@@ -37,7 +40,7 @@ class TextStream:
 
     def push(self, id: int) -> str:
         """Take the next token; the text that is safe to show now, often empty."""
-        piece = self._tokenizer.piece_bytes(id, start=self._start)
+        piece = self._tokenizer.piece_bytes(id, start=self._start, special=id in self._show)
         # The first token that shows anything ends the start of the text.
         self._start = self._start and self._tokenizer.is_hidden(id)
         return self._release(self._characters.decode(piece), last=False)

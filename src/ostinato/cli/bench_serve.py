@@ -1,0 +1,188 @@
+"""`ostinato bench serve`: what a server does under load, ours or another that speaks OpenAI's API.
+
+The asking is `serve/load.py`; here words become a load, and outcomes a table, a line of JSON and a picture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.bench import figure_kind
+from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.errors import BadInput, BadOption
+
+if TYPE_CHECKING:
+    from ostinato.serve.load import Lengths, Load, Outcome, Report, Spread
+
+
+def serve_load(
+    url: Annotated[str, typer.Argument(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="What to call the model.")] = None,
+    endpoint: Annotated[
+        Literal["chat", "completions"], typer.Option("--endpoint", help="Which of the two to ask.")
+    ] = "chat",
+    requests: Annotated[int, typer.Option("--requests", metavar="N", min=1, help="Requests in all.")] = 64,
+    concurrency: Annotated[
+        int | None, typer.Option("--concurrency", metavar="N", min=1, help="Clients at once; 8 unless --rate.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option("--rate", metavar="X", help="Arrivals per second, at random times.")
+    ] = None,
+    prompt_words: Annotated[
+        str, typer.Option("--prompt-words", metavar="N[-N]", help="Words of a prompt, about a token each.")
+    ] = "64",
+    max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="N[-N]", help="Tokens of an answer.")] = "64",
+    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Token by token, or at the end.")] = True,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos/--keep-eos", help="Let every answer have all of its tokens.")
+    ] = True,
+    api_key: Annotated[
+        str | None, typer.Option("--api-key", metavar="KEY", help="The server's key.", envvar="OSTINATO_API_KEY")
+    ] = None,
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", min=0, help="Requests before the count.")] = 2,
+    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="Longest wait for one answer.")] = 300.0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The same seed, the same requests.")] = 0,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it (needs the extra `lab`).")
+    ] = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Time to the first token, gaps between tokens and throughput of a server under load.
+
+    Ends with one line of JSON.
+    """
+    from dataclasses import replace
+
+    from ostinato.serve.load import Load, report, run
+
+    if rate is not None and (concurrency is not None or rate <= 0):
+        raise BadOption("--rate is a number above 0, and leaves --concurrency to what comes; give one of the two")
+    if plot is not None:
+        figure_kind(plot)
+    load = Load(
+        url=url,
+        model=model,
+        kind=endpoint,
+        n_requests=requests,
+        clients=None if rate is not None else concurrency or 8,
+        rate=rate,
+        prompt=lengths("--prompt-words", prompt_words),
+        answer=lengths("--max-tokens", max_tokens),
+        stream=stream,
+        ignore_eos=ignore_eos,
+        key=api_key,
+        seed=seed,
+        timeout_s=timeout,
+    )
+    if warmup:
+        warm = asyncio.run(run(replace(load, n_requests=warmup, clients=1, rate=None, seed=seed + 1)))
+        if all(one.error for one in warm):
+            raise BadInput(f"{url} did not answer: {warm[0].error}; is a server there, and does it know the model?")
+    outcomes = asyncio.run(run(load))
+    found = report(outcomes)
+    if not as_json:
+        show(load, found)
+    if plot is not None:
+        draw(outcomes, head(load), plot)
+        talk(f"drawn: {plot}")
+    write_json(record(load, found))
+
+
+def lengths(option: str, text: str) -> Lengths:
+    """`64`, or `16-128` for any of them.
+
+    >>> lengths("--max-tokens", "16-128")
+    Lengths(least=16, most=128)
+    """
+    from ostinato.serve.load import Lengths
+
+    found = re.fullmatch(r"(\d{1,7})(?:-(\d{1,7}))?", text.strip(), re.ASCII)
+    if found is None:
+        raise BadOption(f"{option} is {text!r}; it must be a whole number, or two as in 16-128")
+    least, most = int(found[1]), int(found[2] or found[1])
+    if not 1 <= least <= most:
+        raise BadOption(f"{option} is {text!r}; it must be from 1 up, the smaller number first")
+    return Lengths(least, most)
+
+
+def head(load: Load) -> str:
+    """What was asked, in a line."""
+    how = f"{load.rate:g} requests/s" if load.rate is not None else f"{load.clients} clients"
+    prompt, answer = ("-".join(map(str, dict.fromkeys(each))) for each in (load.prompt, load.answer))
+    kind = "streamed" if load.stream else "whole"
+    return f"{load.url} {load.kind}: {load.n_requests} requests, {how}, {prompt} words in, {answer} tokens out, {kind}"
+
+
+def show(load: Load, found: Report) -> None:
+    """The table."""
+    write_line(head(load))
+    rows: list[tuple[str, ...]] = [("ms", "mean", "p50", "p90", "p95", "p99", "most")]
+    for name, each in _spreads(found):
+        if each is not None:
+            rows.append((name, *(f"{value * 1e3:.1f}" for value in each[1:])))
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    for row in rows:
+        write_line(
+            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        )
+    write_columns(
+        [
+            ("answered", f"{found.answered} of {load.n_requests} in {found.seconds:.2f} s"),
+            ("throughput", f"{found.requests_s:.2f} requests/s, {found.tokens_s:.1f} tokens/s out"),
+            ("tokens", f"{found.prompt_tokens} in, {found.tokens} out"),
+            ("errors", ", ".join(f"{n} x {what}" for what, n in found.errors.items()) or "none"),
+        ]
+    )
+
+
+def _spreads(found: Report) -> list[tuple[str, Spread | None]]:
+    return [
+        ("first token", found.first_token_s),
+        ("gap between tokens", found.gap_s),
+        ("mean gap of a request", found.per_token_s),
+        ("whole answer", found.whole_s),
+    ]
+
+
+def record(load: Load, found: Report) -> dict[str, Any]:
+    """The line of JSON; no key in it."""
+    asked = {name: value for name, value in asdict(load).items() if name != "key"}
+    figures = {
+        name: None if value is None else value._asdict() if hasattr(value, "_asdict") else value
+        for name, value in ((each, getattr(found, each)) for each in found.__dataclass_fields__)
+    }
+    facts = {"date": date.today().isoformat(), "question": "what does this server do under load?"}
+    return {**facts, "ostinato": version("ostinato"), "load": asked, **figures}
+
+
+def draw(outcomes: Sequence[Outcome], title: str, plot: Path) -> None:
+    """Two curves: how many first tokens, and how many gaps, came within a time."""
+    good = [one for one in outcomes if one.error is None]
+    curves = {
+        "time to first token": [(one.first - one.asked) * 1e3 for one in good if one.first is not None],
+        "gap between tokens": [gap * 1e3 for one in good for gap in one.gaps],
+    }
+    picture = figure_kind(plot)(figsize=(9.0, 4.0), layout="constrained")
+    for axes, (name, values) in zip(picture.subplots(1, 2), curves.items(), strict=True):
+        ordered = sorted(values)
+        axes.plot(ordered, [100 * (place + 1) / len(ordered) for place in range(len(ordered))])
+        axes.set_xlabel(f"{name}, ms")
+        axes.set_ylabel("% within")
+        axes.set_ylim(0, 101)
+        axes.grid(alpha=0.3)
+    picture.suptitle(title, fontsize=9)
+    try:
+        picture.savefig(plot)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--plot {plot}: {error}") from error

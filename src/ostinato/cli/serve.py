@@ -1,0 +1,122 @@
+"""`ostinato serve`: the model behind OpenAI's API, with a page, until it is told to stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.output import talk
+from ostinato.errors import BadInput
+from ostinato.files.store import DEFAULT
+from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
+
+_LISTENING, _LOADING = "Listening and access", "Loading and running"
+
+
+def serve(
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model's file or name.", autocompletion=flags.complete_model)
+    ] = DEFAULT,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.", rich_help_panel=_LISTENING)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", help="0 takes a free one.", rich_help_panel=_LISTENING)
+    ] = 8000,
+    alias: Annotated[
+        str | None,
+        typer.Option("--alias", metavar="NAME", help="What clients call the model.", rich_help_panel=_LISTENING),
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--api-key",
+            metavar="KEY",
+            help="A key that opens the server; may be repeated.",
+            envvar="OSTINATO_API_KEY",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line.", rich_help_panel=_LISTENING),
+    ] = None,
+    no_api_key: Annotated[
+        bool,
+        typer.Option("--no-api-key", help="Let everybody in, on any address.", rich_help_panel=_LISTENING),
+    ] = False,
+    cors: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--cors",
+            metavar="ORIGIN",
+            help="Let pages of this origin in (* for all); may be repeated.",
+            rich_help_panel=_LISTENING,
+        ),
+    ] = None,
+    log_prompts: Annotated[
+        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.", rich_help_panel=_LISTENING)
+    ] = False,
+    slots: flags.Slots = DEFAULT_SLOTS,
+    queue: Annotated[
+        int, typer.Option("--queue", metavar="N", help="Requests that may wait.", rich_help_panel=_LOADING)
+    ] = DEFAULT_QUEUE,
+    device: flags.Device = "auto",
+    mode: flags.Mode = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Serve a model over OpenAI's API, with a page at / and metrics at /metrics.
+
+    SIGTERM and Ctrl-C let running requests end; once more stops them.
+    """
+    from ostinato.serve.settings import ServeOptions
+    from ostinato.serve.supervisor import Supervisor
+
+    _check_installed()
+    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, queue)
+    keys = (*(api_key or ()), *_keys_in(api_key_file))
+    options = ServeOptions(
+        model=model,
+        load=load,
+        host=host,
+        port=port,
+        alias=alias,
+        keys=keys,
+        no_key=no_api_key,
+        cors=tuple(cors or ()),
+        log_prompts=log_prompts,
+    )
+    code = Supervisor(options, talk).run()
+    if code:
+        raise typer.Exit(code)
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
+    if missing:
+        raise BadInput(f"the server needs {', '.join(missing)}; install it with pip install 'ostinato[serve]'")
+
+
+def _keys_in(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+        readable = os.stat(file).st_mode & 0o044
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(f"--api-key-file {file}: {getattr(error, 'strerror', None) or error}") from error
+    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if not keys:
+        raise BadInput(f"--api-key-file {file}: there is no key in it; put one on a line")
+    if readable:
+        talk(f"note: others on this machine can read {file}")
+    return keys

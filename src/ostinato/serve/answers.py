@@ -1,0 +1,234 @@
+"""The answers to one HTTP request, on their way: submitted together, read as they come, ended exactly once.
+
+An HTTP request may ask for several answers (prompts times `n`); each is a request to the engine. Whoever holds an
+`Answers` must close it: what still runs then is cancelled, and its slot is free within a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+from ostinato.engine.request import Request, Token
+from ostinato.errors import EngineDead, PromptTooLong
+from ostinato.llm import LLM, Answer, Completion, Piece
+from ostinato.options import MAX_SEED, Sampling
+from ostinato.serve.errors import Refusal
+from ostinato.serve.log import Record
+from ostinato.serve.mailbox import Box
+from ostinato.serve.service import Service
+
+LONGEST_WAIT_FOR_SUM_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One answer that is asked for. `show`: special tokens whose text the answer shows, because somebody reads it."""
+
+    ids: list[int]
+    sampling: Sampling
+    fresh: bool
+    show: tuple[str, ...] = ()
+
+
+class Heard(NamedTuple):
+    """One token of an answer, and the piece of text that it brought."""
+
+    number: int  # of the answer
+    token: Token
+    piece: Piece
+
+
+def repeated(asks: Sequence[Ask], n: int) -> list[Ask]:
+    """Each of them n times, with seeds that differ by one, so that the answers do."""
+    return [
+        replace(ask, sampling=replace(ask.sampling, seed=((ask.sampling.seed or 0) + number) % (MAX_SEED + 1)))
+        for ask in asks
+        for number in range(n)
+    ]
+
+
+class Answers:
+    """Everything that one HTTP request asked for. `n`: how many answers each prompt has, one after the other."""
+
+    def __init__(self, service: Service, llm: LLM, asks: Sequence[Ask], n: int, record: Record, field: str) -> None:
+        """`field` is where the prompts came from, for whoever is told that one is too long."""
+        if len(asks) > service.limits.choices:
+            raise Refusal(
+                400, f"{len(asks)} answers are asked for; at most {service.limits.choices} can be at once", param="n"
+            )
+        self._service, self._llm, self._asks, self._n, self._record = service, llm, asks, n, record
+        self._field = field
+        self._box = Box(service.limits.unread_tokens, self.cancel)
+        self._answers: list[Answer] = []
+        self._last_ns = [0] * len(asks)
+        self.completions: list[Completion | None] = [None] * len(asks)
+        self._left = len(asks)
+        self.n_tokens = 0
+        self.host_s = 0.0
+
+    @property
+    def done(self) -> bool:
+        """Whether every answer has its end."""
+        return self._left == 0
+
+    async def start(self) -> None:
+        """Submit everything; refused here if at all, and then as a whole."""
+        service = self._service
+        service.boxes.add(self._box)
+        record = self._record
+        record.prompt_tokens = sum(len(ask.ids) for ask in self._asks[:: self._n])
+        if service.options.log_prompts:
+            record.prompt = [self._llm.tokenizer.decode(ask.ids, special=True) for ask in self._asks[:: self._n]]
+        try:
+            for index, ask in enumerate(self._asks):
+                self._answers.append(await service.in_thread(self._submit, index, ask))
+        except BaseException as error:
+            self.close()
+            if isinstance(error, PromptTooLong):
+                raise Refusal(400, str(error), param=self._field, code="context_length_exceeded") from error
+            raise
+        service.metrics.prompt_tokens.inc(record.prompt_tokens)
+
+    def _submit(self, index: int, ask: Ask) -> Answer:
+        sink = self._service.mailbox.sink(self._box, index)
+        return self._llm.submit(ask.ids, ask.sampling, fresh=ask.fresh, show=ask.show, sink=sink)
+
+    async def more(self) -> list[Heard]:
+        """What came since the last time, waiting for it; nothing where nothing came for a while."""
+        box, limits = self._box, self._service.limits
+        first = box.take()
+        if first is None:
+            self._check()
+            clock = asyncio.get_running_loop().call_later(limits.keep_alive_s, box.wake)
+            try:
+                await box.look()
+            finally:
+                clock.cancel()
+            self._check()
+            first = box.take()
+        began = time.perf_counter()
+        heard: list[Heard] = []
+        message = first
+        while message is not None:
+            index, content = message
+            if self.completions[index] is None:  # else it is past a stop string
+                heard.append(self._hear(index, content))
+            message = box.take()
+        self.host_s += time.perf_counter() - began
+        return heard
+
+    def _hear(self, index: int, message: object) -> Heard:
+        if isinstance(message, EngineDead):
+            self._service.die(str(message))
+        if isinstance(message, Exception):
+            raise message
+        if not isinstance(message, Token):
+            raise Refusal(503, "the server is being stopped", code="draining")
+        metrics, answer = self._service.metrics, self._answers[index]
+        last = self._last_ns[index]
+        if last:
+            metrics.gap.observe((message.time_ns - last) / 1e9)
+        self._last_ns[index] = message.time_ns
+        self.n_tokens += 1
+        piece = answer.push(message)
+        if piece.completion is not None:
+            answer.source.cancel()  # a stop string ends it before the engine would
+            self.completions[index] = piece.completion
+            self._left -= 1
+        return Heard(index, message, piece)
+
+    def _check(self) -> None:
+        limits = self._service.limits
+        if self._service.stopping.is_set():
+            raise Refusal(503, "the server is being stopped", code="draining")
+        if self._box.overflowed:
+            raise Refusal(408, f"{limits.unread_tokens} tokens wait to be read; the reader is too slow")
+        if time.perf_counter() - self._record.started > limits.request_s:
+            raise Refusal(408, f"no request may take longer than {limits.request_s:.0f} s")
+
+    def cancel(self) -> None:
+        """End what still runs."""
+        for answer in self._answers:
+            answer.source.cancel()
+
+    def close(self) -> None:
+        """The end, however it came: nothing runs any more, and what is known is in the record. Twice does no harm."""
+        self.cancel()
+        if self._box not in self._service.boxes:
+            return
+        self._service.boxes.discard(self._box)
+        record, metrics = self._record, self._service.metrics
+        record.tokens = self.n_tokens
+        metrics.tokens.inc(self.n_tokens)
+        metrics.host_seconds.inc(self.host_s)
+        requests = [answer.source for answer in self._answers if isinstance(answer.source, Request)]
+        if not requests:
+            return
+        record.cached_tokens = self.cached_tokens
+        for request in requests:
+            if request.prefill_began is not None:
+                metrics.wait.observe(request.prefill_began - request.submitted)
+            if request.first_token is not None:
+                metrics.first_token.observe(request.first_token_s)
+        record.wait_ms, record.first_token_ms = _waited(requests[0]), requests[0].first_token_s * 1e3 or None
+        if self._service.options.log_prompts:
+            record.answer = [None if one is None else one.text for one in self.completions]
+
+    # What is told of it
+
+    @property
+    def cached_tokens(self) -> int:
+        """Of all prompts, each counted once."""
+        return sum(answer.source.cached_tokens for answer in self._answers[:: self._n])
+
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's `usage` so far: a prompt counts once, however many answers it has."""
+        n_prompt = self._record.prompt_tokens or 0
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": self.n_tokens,
+            "total_tokens": n_prompt + self.n_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+    async def extras(self) -> dict[str, Any]:
+        """What we tell beyond OpenAI's shape when all is done: the seed, the digest and the times."""
+        completions = [one for one in self.completions if one is not None]
+        digest = await self._service.in_thread(_digest, completions, self._service.has_sum)
+        return {"seed": completions[0].seed, "digest": digest, "timings": self._timings(completions)}
+
+    def _timings(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """Milliseconds. Decoding by the device's own clock; the first answer's where there are several."""
+        source, timings = self._answers[0].source, completions[0].timings
+        n = len(completions[0].token_ids)
+        return {
+            "wait_ms": _waited(source) if isinstance(source, Request) else 0.0,
+            "prompt_n": len(completions[0].prompt_ids),
+            "cached_n": completions[0].cached_tokens,
+            "prompt_ms": timings.prefill_s * 1e3,
+            "first_token_ms": timings.first_token_s * 1e3,
+            "predicted_n": n,
+            "predicted_ms": timings.decode_s * 1e3,
+            "predicted_per_token_ms": timings.decode_s * 1e3 / (n - 1) if n > 1 else None,
+            "predicted_per_second": timings.decode_tok_s,
+            "host_us_per_token": self.host_s * 1e6 / max(1, self.n_tokens),
+        }
+
+
+def _waited(request: Request) -> float:
+    return 0.0 if request.prefill_began is None else (request.prefill_began - request.submitted) * 1e3
+
+
+def _digest(completions: Sequence[Completion], has_sum: threading.Event) -> str | None:
+    """The answer's own; of several, one over theirs. None while a large model's files are still being summed."""
+    if not has_sum.wait(LONGEST_WAIT_FOR_SUM_S):
+        return None
+    if len(completions) == 1:
+        return completions[0].digest
+    return hashlib.sha256("".join(one.digest for one in completions).encode()).hexdigest()

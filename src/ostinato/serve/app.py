@@ -1,0 +1,333 @@
+"""The HTTP application: every path with what answers it, and the errors that may come instead.
+
+Bodies are described by `shapes.py`; what is done with them is told in the modules named after the endpoints.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from ostinato.errors import OstinatoError
+from ostinato.serve.chat import chat, template_text
+from ostinato.serve.completions import complete
+from ostinato.serve.embeddings import Embedder
+from ostinato.serve.errors import Refusal, error_response, refusal_of
+from ostinato.serve.front import Front
+from ostinato.serve.log import Record
+from ostinato.serve.metrics import CONTENT_TYPE
+from ostinato.serve.service import Service
+from ostinato.serve.shapes import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TemplateBody, TokenizeBody
+from ostinato.serve.stream import encode
+
+_HERE: Final = Path(__file__).parent
+_ICON: Final = (
+    b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><path fill="none" stroke="#2f7d6b" '
+    b'stroke-width="3" stroke-linecap="round" d="M4 20c4-12 8-12 12 0s8 12 12 0"/></svg>'
+)
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error has this shape."""
+
+    error: ErrorDetail
+
+
+def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[str, Any]]:
+    words = {
+        400: "The request cannot be done; `param` names the field.",
+        401: "No valid API key.",
+        403: "Opened by a name that is not this machine's.",
+        404: "No such model.",
+        408: "The body came too slowly.",
+        413: "The body is too large.",
+        415: "The body is no JSON.",
+        429: "The line is full; try again after `Retry-After` seconds.",
+        500: "The server's fault.",
+        503: "Loading, draining or restarting; try again after `Retry-After` seconds.",
+    }
+    made: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorBody, "description": words[status]} for status in (401, 403, 500, *statuses)
+    }
+    if streams:
+        made[200] = {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
+    return made
+
+
+_GET: Final = _responses()
+_POST: Final = _responses(400, 404, 408, 413, 415, 429, 503)
+_STREAMED: Final = _responses(400, 404, 408, 413, 415, 429, 503, streams=True)
+
+
+def create_app(service: Service) -> ASGIApp:
+    """Everything that a client can reach."""
+    app = FastAPI(
+        title="Ostinato",
+        version=version("ostinato"),
+        summary="OpenAI-compatible answers from a loop that the device owns.",
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    _add_answers(app, service)
+    _add_texts(app, service)
+    _add_status(app, service)
+    _add_pages(app)
+    _add_errors(app)
+    _describe(app)
+    guarded: ASGIApp = Front(app, service)
+    if service.options.cors:
+        guarded = CORSMiddleware(
+            guarded,
+            allow_origins=service.options.cors,
+            allow_methods=("GET", "POST"),
+            allow_headers=("authorization", "content-type"),
+            expose_headers=("x-request-id", "retry-after"),
+        )
+    return guarded
+
+
+def _json(content: Any, status: int = 200) -> Response:
+    return Response(encode(content), status, media_type="application/json")
+
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    embedder = Embedder(service)
+
+    @app.post("/v1/chat/completions", tags=["answers"], summary="Answer a conversation", responses=_STREAMED)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        return await chat(service, body, request)
+
+    @app.post("/v1/completions", tags=["answers"], summary="Go on from a prompt", responses=_STREAMED)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        return await complete(service, body, request)
+
+    @app.post("/v1/embeddings", tags=["answers"], summary="A vector for each text", responses=_POST)
+    async def embeddings(body: EmbeddingBody, request: Request) -> Response:
+        return await embedder.embed(body, request)
+
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", tags=["text"], summary="Token ids of a text", responses=_POST)
+    async def tokenize(body: TokenizeBody) -> Response:
+        llm = service.llm(body.model)
+
+        def work() -> list[int]:
+            return llm.tokenize(body.content, bos=body.add_special, special=body.parse_special)
+
+        ids = await service.in_thread(work)
+        told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.context}
+        if body.with_pieces:
+            told["pieces"] = llm.tokenizer.pieces(ids)
+        return _json(told)
+
+    @app.post("/detokenize", tags=["text"], summary="The text of token ids", responses=_POST)
+    async def detokenize(body: DetokenizeBody) -> Response:
+        llm = service.llm(body.model)
+        return _json({"content": await service.in_thread(llm.detokenize, body.tokens)})
+
+    @app.post("/apply-template", tags=["text"], summary="The prompt of a conversation", responses=_POST)
+    async def apply_template(body: TemplateBody) -> Response:
+        llm = service.llm(body.model)
+        return _json({"prompt": await service.in_template_thread(template_text, service, llm, body)})
+
+
+def _add_status(app: FastAPI, service: Service) -> None:
+    def model_card(id: str) -> dict[str, Any]:
+        llm = service.model
+        known = {} if llm is None else {"max_model_len": llm.context}
+        return {"id": id, "object": "model", "created": service.started, "owned_by": "ostinato", **known}
+
+    @app.get("/v1/models", tags=["status"], summary="What is served", responses=_GET)
+    async def models() -> Response:
+        return _json({"object": "list", "data": [model_card(service.model_id)]})
+
+    @app.get("/v1/models/{id:path}", tags=["status"], summary="One model", responses=_responses(404))
+    async def model(id: str) -> Response:
+        if id not in service.model_ids:
+            message = f"the model {id!r} is not served here; {service.model_id!r} is"
+            raise Refusal(404, message, param="model", code="model_not_found")
+        return _json(model_card(id))
+
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "Loading, draining or restarting."}}
+
+    @app.get("/health", tags=["status"], summary="What runs, and whether it is ready", responses={**_GET, **not_ready})
+    async def health() -> Response:
+        facts = service.health()
+        return _json(facts, 200 if facts["ready"] else 503)
+
+    @app.get("/ready", tags=["status"], summary="Whether requests are taken", responses={**_GET, **not_ready})
+    async def ready() -> Response:
+        return _json({"ready": service.state == "ready"}, 200 if service.state == "ready" else 503)
+
+    @app.get("/live", tags=["status"], summary="Whether the process answers", responses=_GET)
+    async def live() -> Response:
+        return _json({"live": True})
+
+    @app.get("/slots", tags=["status"], summary="Who sits where, and the gaps between tokens", responses=_GET)
+    async def slots() -> Response:
+        stats, llm = service.stats(), service.model
+        if stats is None or llm is None:
+            return _json({"slots": [], "waiting": 0, "gaps": None})
+        return _json(
+            {
+                "slots": llm.slots(),
+                "waiting": stats.waiting,
+                "gaps": stats.gaps,
+                "pages": {"all": stats.pages, "used": stats.pages_leased, "cached": stats.pages_cached},
+                "tokens": stats.tokens,
+                "steps": stats.steps,
+            }
+        )
+
+    page: dict[int | str, dict[str, Any]] = {200: {"content": {"text/plain": {"schema": {"type": "string"}}}}}
+
+    @app.get("/metrics", tags=["status"], summary="For Prometheus", responses={**_GET, **page})
+    async def metrics() -> Response:
+        return Response(service.metrics.page(), media_type=CONTENT_TYPE)
+
+
+# Pages
+
+
+def _add_pages(app: FastAPI) -> None:
+    for path, name in (("/", "page.html"), ("/docs", "docs.html")):
+        _add_page(app, path, (_HERE / name).read_bytes())
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def icon() -> Response:
+        return Response(_ICON, media_type="image/svg+xml", headers={"cache-control": "max-age=86400"})
+
+
+def _add_page(app: FastAPI, path: str, content: bytes) -> None:
+    headers = {"content-security-policy": policy_for(content.decode()), **_PAGE_HEADERS}
+
+    @app.get(path, include_in_schema=False)
+    async def page() -> Response:
+        return Response(content, media_type="text/html", headers=headers)
+
+
+_PAGE_HEADERS: Final[Mapping[str, str]] = {
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
+
+
+def policy_for(page: str) -> str:
+    """What a page may load: its own script and style, known by their sums, and this server's answers."""
+
+    def sums(tag: str) -> str:
+        texts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+        made = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in texts)
+        return " ".join(f"'sha256-{each}'" for each in made)
+
+    return (
+        f"default-src 'none'; script-src {sums('script')}; style-src {sums('style')}; connect-src 'self'; "
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+
+
+# Errors
+
+
+def _add_errors(app: FastAPI) -> None:
+    async def refused(request: Request, error: Exception) -> Response:
+        refusal = refusal_of(error)
+        if refusal.status >= 500 and not isinstance(error, Refusal):
+            raise error  # told, and logged, by the front
+        _note(request, error)
+        return error_response(refusal)
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        refusal = invalid_body(error)
+        _note(request, refusal)
+        return error_response(refusal)
+
+    async def plain(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        words = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
+        refusal = Refusal(error.status_code, words.get(error.status_code, str(error.detail)))
+        _note(request, refusal)
+        return error_response(refusal, error.headers)
+
+    async def ours(request: Request, error: Exception) -> Response:
+        """Starlette sends this and raises the error again: the front logs it."""
+        return error_response(refusal_of(error))
+
+    app.add_exception_handler(Exception, ours)
+    app.add_exception_handler(Refusal, refused)
+    app.add_exception_handler(OstinatoError, refused)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, plain)
+
+
+def _note(request: Request, error: Exception) -> None:
+    record: Record = request.state.record
+    record.error = str(error)[:500]
+
+
+_BRANCH: Final = re.compile(r"[a-z_]+[0-9]*")
+
+
+def invalid_body(error: RequestValidationError) -> Refusal:
+    """The most telling of what is wrong with a body, by the field's name."""
+    found = error.errors()
+    if not found:
+        return Refusal(400, "the body cannot be read")
+    worst = max(found, key=lambda one: len(one["loc"]))
+    if worst["type"] == "json_invalid":
+        return Refusal(400, f"the body is no JSON: {worst.get('ctx', {}).get('error', 'it cannot be read')}")
+    place = [part for part in worst["loc"][1:] if isinstance(part, int) or _is_field(part)]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
+    return Refusal(400, f"{param or 'the body'}: {worst['msg']}", param=param or None)
+
+
+def _is_field(part: str) -> bool:
+    """Pydantic names the branches of a union among the fields: types, and words of ours in upper case."""
+    return bool(_BRANCH.fullmatch(part)) and part not in _TYPES
+
+
+_TYPES: Final = frozenset({"str", "int", "float", "bool", "dict", "list", "constrained"})
+
+
+def _describe(app: FastAPI) -> None:
+    """The OpenAPI document without FastAPI's own error, which is never sent: 400 is."""
+    made = app.openapi
+
+    def described() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            document = made()
+            for path in document["paths"].values():
+                for operation in path.values():
+                    operation["responses"].pop("422", None)
+            for name in ("HTTPValidationError", "ValidationError"):
+                document.get("components", {}).get("schemas", {}).pop(name, None)
+        assert app.openapi_schema is not None
+        return app.openapi_schema
+
+    app.openapi = described  # type: ignore[method-assign]  # FastAPI's own way to change it

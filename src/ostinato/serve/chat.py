@@ -1,0 +1,216 @@
+"""`POST /v1/chat/completions`: a conversation becomes a prompt, and tokens become messages with reasoning and calls."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ostinato.llm import LLM
+from ostinato.options import Sampling
+from ostinato.serve import logprobs
+from ostinato.serve.answers import Answers, Ask, Heard, repeated
+from ostinato.serve.errors import Refusal
+from ostinato.serve.log import Record
+from ostinato.serve.reply import Head, events, whole
+from ostinato.serve.service import Service
+from ostinato.serve.shapes import ChatBody, Message, StreamOptions, TemplateBody
+from ostinato.serve.stream import EventStream, at_once
+from ostinato.text.answer import AnswerReader, CallDelta, Delta
+from ostinato.text.tokenizer import Tokenizer
+from ostinato.text.tools import Tool, ToolChoice, ToolFormat, read_choice, read_tools
+
+
+async def chat(service: Service, body: ChatBody, request: Request) -> Response:
+    """Answer a conversation."""
+    record: Record = request.state.record
+    llm = service.llm(body.model)
+    asked = await service.in_template_thread(rendered, service, llm, body)
+    prepared = await service.in_thread(prepare, service, llm, body, asked)
+    n = body.n_choices
+    answers = Answers(service, llm, repeated([prepared.ask], n), n, record, "messages")
+    await answers.start()
+    teller = ChatTeller(llm.tokenizer, [prepared.reader() for _ in range(n)], wants_logprobs=bool(body.logprobs))
+    head = Head(f"chatcmpl-{record.id}", "chat.completion", int(service.clock()), service.model_id)
+    if body.stream:
+        options = body.stream_options or StreamOptions()
+        made = events(answers, teller, head, options, record, "chat.completion.chunk")
+        return EventStream(made, answers, record, service.limits.write_s)
+    return await at_once(request, whole(answers, teller, head, record), answers)
+
+
+# Before
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A conversation, ready to be asked; `reader` makes what reads one answer's text."""
+
+    ask: Ask
+    reader: Callable[[], AnswerReader]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """A conversation as its model reads it, with the tools that it may call."""
+
+    text: str
+    tools: tuple[Tool, ...]
+    choice: ToolChoice
+
+
+def rendered(service: Service, llm: LLM, body: ChatBody) -> Rendered:
+    """Check the conversation and render it."""
+    if body.stream_options is not None and not body.stream:
+        raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
+    tools = read_tools(body.tools)
+    choice = read_choice(body.tool_choice, tools)
+    callable_now = tools if choice != "none" else ()
+    text = _text(service, llm, body.messages, callable_now, body.chat_template_kwargs)
+    return Rendered(text, callable_now, choice)
+
+
+def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prepared:
+    """What is asked of the engine, and what will read its answer."""
+    text, tools, speaks = asked.text, asked.tools, service.tool_format
+    service.check_length(text, "messages")
+    sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
+    if tools:
+        sampling = _calling(speaks, tools, asked.choice, sampling, parallel=body.parallel_tool_calls is not False)
+    thinking = service.reasoning
+    if thinking is not None:
+        sampling = thinking.before(sampling, text)
+    show = (*(speaks.markers if tools else ()), *(thinking.markers if thinking is not None else ()))
+
+    def reader() -> AnswerReader:
+        return AnswerReader(
+            None if thinking is None else thinking.parser(text), speaks.parser(tools) if tools else None
+        )
+
+    return Prepared(Ask(llm.chat_ids(text), sampling, True, show), reader)
+
+
+def _calling(
+    speaks: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, sampling: Sampling, *, parallel: bool
+) -> Sampling:
+    """A sampling whose answer calls as it must, and otherwise follows the format that was asked for."""
+    asked = sampling.rule
+    if asked is not None and asked.kind != "schema":
+        message = "response_format: tools can be had with text and with JSON, not with another format"
+        raise Refusal(400, message, param="response_format")
+    rule = speaks.grammar(tools, choice, parallel=parallel, schema=None if asked is None else asked.text)
+    return sampling if rule is None else replace(sampling, schema=None, json_mode=False, grammar=rule)
+
+
+def _text(
+    service: Service, llm: LLM, messages: Sequence[Message], tools: Sequence[Any], options: dict[str, Any] | None
+) -> str:
+    speaks = service.tool_format
+    words = dict(options or {})
+    for name in ("self", "messages", "tools", "documents"):
+        if name in words:
+            message = f"chat_template_kwargs.{name} would replace what the request says; leave it out"
+            raise Refusal(400, message, param="chat_template_kwargs")
+    plain = [message.for_template() for message in messages]
+    if tools or any(message.tool_calls or message.role == "tool" for message in messages):
+        plain = speaks.prompt_messages(plain, tools)
+        words["tools"] = speaks.prompt_tools(tools) if tools else None
+    return llm.chat_text(plain, **words)
+
+
+def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
+    """`POST /apply-template`."""
+    options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+    return _text(service, llm, body.messages, read_tools(body.tools), options)
+
+
+# After
+
+
+class ChatTeller:
+    """Tells answers as messages."""
+
+    def __init__(self, tokenizer: Tokenizer, readers: Sequence[AnswerReader], *, wants_logprobs: bool) -> None:
+        self._made = [_Choice(index, tokenizer, reader, wants_logprobs) for index, reader in enumerate(readers)]
+
+    def opening(self) -> list[dict[str, Any]]:
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None} for one in self._made]
+
+    def told(self, heard: Heard) -> list[dict[str, Any]]:
+        return self._made[heard.number].told(heard)
+
+    def choices(self) -> list[dict[str, Any]]:
+        return [one.whole() for one in self._made]
+
+    def reasons(self) -> list[str]:
+        return [one.reason for one in self._made]
+
+
+class _Choice:
+    """One answer of a chat, so far."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, reader: AnswerReader, wants_logprobs: bool) -> None:
+        self.index, self.reason = index, ""
+        self._tokenizer, self._reader = tokenizer, reader
+        self._untold = logprobs.Untold() if wants_logprobs else None
+        self._told: list[Any] = []  # tokens whose logprobs were told
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[dict[str, Any]] = []
+
+    def told(self, heard: Heard) -> list[dict[str, Any]]:
+        _, token, piece = heard
+        if self._untold is not None:
+            self._untold.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
+        deltas = self._reader.feed(piece.text)
+        if piece.finish_reason is not None:
+            deltas += self._reader.finish()
+        chunks = [self._chunk(self._told_as(delta)) for delta in deltas]
+        if piece.finish_reason is not None:
+            called = piece.finish_reason == "stop" and self._reader.n_calls > 0
+            self.reason = "tool_calls" if called else piece.finish_reason
+            chunks.append(self._chunk({}, self.reason))
+        return chunks
+
+    def _chunk(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta, "logprobs": self._logprobs(), "finish_reason": reason}
+
+    def _logprobs(self) -> dict[str, Any] | None:
+        tokens = [] if self._untold is None else self._untold.take()
+        self._told += tokens
+        return logprobs.for_chat(self._tokenizer, tokens) if tokens else None
+
+    def _told_as(self, delta: Delta) -> dict[str, Any]:
+        """A delta in OpenAI's words; and kept, for the whole."""
+        if delta.call is not None:
+            return {"tool_calls": [self._call(delta.call)]}
+        if delta.reasoning:
+            self._reasoning.append(delta.reasoning)
+            return {"reasoning_content": delta.reasoning}
+        self._content.append(delta.content)
+        return {"content": delta.content}
+
+    def _call(self, call: CallDelta) -> dict[str, Any]:
+        if call.name is None:
+            self._calls[call.index]["function"]["arguments"] += call.arguments
+            return {"index": call.index, "function": {"arguments": call.arguments}}
+        function = {"name": call.name, "arguments": call.arguments}
+        self._calls.append({"id": call.id, "type": "function", "function": dict(function)})
+        return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+    def whole(self) -> dict[str, Any]:
+        content = "".join(self._content)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if self._reasoning:
+            message["reasoning_content"] = "".join(self._reasoning)
+        if self._calls:
+            message |= {"content": content or None, "tool_calls": self._calls}
+        told = None
+        if self._untold is not None:
+            told = logprobs.for_chat(self._tokenizer, [*self._told, *self._untold.take()])
+        return {"index": self.index, "message": message, "logprobs": told, "finish_reason": self.reason}

@@ -1,0 +1,96 @@
+"""`POST /v1/embeddings`: a vector for each text, one request at a time beside the answers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from ostinato.llm import LLM
+from ostinato.serve.errors import Refusal
+from ostinato.serve.log import Record
+from ostinato.serve.service import Service
+from ostinato.serve.shapes import EmbeddingBody
+from ostinato.serve.stream import encode
+
+
+class Embedder:
+    """Takes turns: the model computes one request's vectors at a time, and a bounded number of requests wait."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._turn = asyncio.Lock()
+        self._n_waiting = 0
+
+    async def embed(self, body: EmbeddingBody, request: Request) -> Response:
+        service, limits = self._service, self._service.limits
+        record: Record = request.state.record
+        llm = service.llm(body.model)
+        inputs = body.inputs
+        if len(inputs) > limits.inputs:
+            raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
+        if body.dimensions is not None and body.dimensions > llm.shape.hidden:
+            message = f"dimensions is {body.dimensions}; this model's vectors have {llm.shape.hidden}"
+            raise Refusal(400, message, param="dimensions")
+        ids = await service.in_thread(_ids, llm, inputs)
+        record.prompt_tokens = sum(map(len, ids))
+        if self._n_waiting >= limits.embedding_line:
+            raise Refusal(429, f"{self._n_waiting} requests for embeddings wait already; try again later")
+        self._n_waiting += 1
+        try:
+            async with self._turn:
+                vectors = await service.in_thread(_vectors, llm, ids)
+        finally:
+            self._n_waiting -= 1
+        service.metrics.prompt_tokens.inc(record.prompt_tokens)
+        return Response(encode(self._told(body, vectors, record.prompt_tokens)), media_type="application/json")
+
+    def _told(self, body: EmbeddingBody, vectors: list[list[float]], n_tokens: int) -> dict[str, Any]:
+        data = [
+            {"object": "embedding", "index": index, "embedding": shaped(vector, body.dimensions, body.encoding_format)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "data": data, "model": self._service.model_id, "usage": usage}
+
+
+def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
+    made = [llm.tokenize(text) if isinstance(text, str) else text for text in inputs]
+    for index, ids in enumerate(made):
+        if not ids:
+            raise Refusal(400, f"input[{index}] is empty; give it some text", param="input")
+        if len(ids) > llm.context:
+            raise Refusal(
+                400,
+                f"input[{index}] has {len(ids)} tokens and the context holds {llm.context}; shorten it",
+                param="input",
+                code="context_length_exceeded",
+            )
+    return made
+
+
+def _vectors(llm: LLM, ids: list[list[int]]) -> list[list[float]]:
+    vectors: list[list[float]] = llm.embed(ids).tolist()
+    return vectors
+
+
+def shaped(vector: Sequence[float], dimensions: int | None, form: str | None) -> list[float] | str:
+    """A vector cut to its first dimensions and made one long again, as a list or as base64 of float32.
+
+    >>> shaped([3.0, 4.0, 12.0], 2, None)
+    [0.6, 0.8]
+    """
+    if dimensions is not None and dimensions < len(vector):
+        vector = vector[:dimensions]
+        length = math.hypot(*vector) or 1.0
+        vector = [value / length for value in vector]
+    if form == "base64":
+        packed = array("f", vector)
+        return base64.b64encode(packed.tobytes()).decode()
+    return list(vector)

@@ -1,0 +1,97 @@
+"""What goes wrong, as OpenAI's clients expect to hear it: one JSON object with a message, a type, a field and a code.
+
+Every error of ours knows its status (`ostinato.errors`); what is no error of ours is told as ours, without details:
+no stack trace leaves the process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+from starlette.responses import Response
+
+from ostinato.errors import BadInput, OstinatoError, PromptTooLong
+
+RETRY_AFTER_S: Final = 1
+OUR_FAULT: Final = "this is the server's fault; the operator's log has the details"
+
+_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    503: "service_unavailable_error",
+}
+_CODES: Final = {
+    401: "invalid_api_key",
+    403: "host_not_allowed",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "too_large",
+    415: "unsupported_media_type",
+    429: "line_full",
+    500: "internal_error",
+    503: "not_ready",
+}
+# What rooms below call a thing, and the field that brought it.
+_FIELDS: Final = {
+    **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias", "stop", "min_tokens", "seed")},
+    **dict.fromkeys(("schema", "json_mode", "regex", "choice", "grammar"), "response_format"),
+    "stop_ids": "stop_token_ids",
+}
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: its HTTP status, and what OpenAI's shape says of it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+
+    def body(self) -> dict[str, Any]:
+        return error_body(self.status, self.message, self.param, self.code)
+
+
+def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's shape."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or _CODES.get(status)}}
+
+
+def refusal_of(error: Exception) -> Refusal:
+    """How an error is told to a client."""
+    if isinstance(error, Refusal):
+        return error
+    if not isinstance(error, OstinatoError):
+        return Refusal(500, OUR_FAULT)
+    status = error.http_status
+    if status == 500:
+        return Refusal(500, OUR_FAULT)
+    if isinstance(error, PromptTooLong):
+        return Refusal(400, str(error), code="context_length_exceeded")
+    param = _field_named_in(str(error)) if isinstance(error, BadInput) else None
+    code = "engine_restarting" if status == 503 else None
+    return Refusal(status, str(error), param=param, code=code)
+
+
+def _field_named_in(message: str) -> str | None:
+    """Errors of what a caller gave begin with its name, which is the field's, or stands for it."""
+    found = re.match(r"(?:this )?([a-z_]+)((?:\[\d+\]|\.[a-z_]+)*)", message)
+    if found is None or found[1] not in _FIELDS:
+        return None
+    return _FIELDS[found[1]] + found[2]
+
+
+def error_response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+    """The error as an HTTP response; whoever may try again is told when."""
+    more = dict(headers or {})
+    if refusal.status in (429, 503):
+        more.setdefault("retry-after", str(RETRY_AFTER_S))
+    # The standard library's JSON: whatever a client put into a field's name, even half a character, can be told.
+    content = json.dumps(refusal.body()).encode()
+    return Response(content, refusal.status, more, media_type="application/json")

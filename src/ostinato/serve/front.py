@@ -1,0 +1,217 @@
+"""What every request passes before any endpoint sees it: an id and a log line, the host's name, the key, the body.
+
+Plain ASGI, so that streams pass through untouched. Whatever goes wrong behind it is answered here in OpenAI's shape,
+and no stack trace leaves the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import hmac
+import ipaddress
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ostinato.serve.errors import Refusal, error_response, refusal_of
+from ostinato.serve.log import Record
+from ostinato.serve.service import Service
+from ostinato.serve.settings import is_loopback
+
+OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})
+# Where a person's browser comes first: it asks for the key and sends it with everything after.
+_PAGES: Final = frozenset({"/", "/docs"})
+_MOST_DISCARDED: Final = 4  # times the limit of a body, so that its sender can read why it was refused
+
+
+class Keys:
+    """The keys that open the server, compared so that the time it takes tells nothing of them."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._sums = [_sum(key.encode()) for key in keys]
+
+    def __bool__(self) -> bool:
+        return bool(self._sums)
+
+    def open(self, authorization: str | None) -> bool:
+        """Whether this `Authorization` holds one of them: as a bearer's token, or as a password."""
+        given = _sum(_key_in(authorization or ""))
+        found = False
+        for known in self._sums:
+            found |= hmac.compare_digest(given, known)
+        return found
+
+
+def _sum(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def _key_in(authorization: str) -> bytes:
+    scheme, _, rest = authorization.partition(" ")
+    match scheme.lower():
+        case "bearer":
+            return rest.strip().encode()
+        case "basic":
+            try:
+                return base64.b64decode(rest, validate=True).partition(b":")[2]
+            except (binascii.Error, ValueError):
+                return b""
+    return b""
+
+
+def is_address_or_local(host: str) -> bool:
+    """Whether a `Host` names this machine or an address: a web page elsewhere can only send us its own name.
+
+    >>> is_address_or_local("localhost:8000"), is_address_or_local("[::1]:80"), is_address_or_local("evil.example")
+    (True, True, False)
+    """
+    name = host.rsplit("]", 1)[0].lstrip("[") if host.startswith("[") else host.partition(":")[0]
+    if name.lower().rstrip(".") == "localhost" or name.lower().endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+class Front:
+    """The middleware."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._service = app, service
+        options = service.options
+        self._keys = Keys(options.keys)
+        # Without a key, a page that its owner's name server points at this machine could use it.
+        self._checks_host = not options.keys and is_loopback(options.host)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        client = scope.get("client")
+        record = Record(self._service.make_id(), scope["method"], scope["path"], client[0] if client else None)
+        scope.setdefault("state", {})["record"] = record
+
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = record.id
+            await send(message)
+
+        try:
+            await self._pass(scope, receive, told, record)
+        except Exception as error:
+            await self._answer(error, scope, receive, told, record)
+        finally:
+            self._tell(scope, record)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+        headers = Headers(scope=scope)
+        self._check(scope, headers)
+        if scope["method"] == "POST":
+            receive = await self._with_body(headers, receive)
+            self._service.begin()
+            try:
+                await self._app(scope, receive, send)
+            finally:
+                self._service.end()
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, headers: Headers) -> None:
+        if self._checks_host and not is_address_or_local(headers.get("host", "localhost")):
+            raise Refusal(
+                403,
+                f"the host {headers['host']!r} is no name of this machine; open it by its address, or guard the server "
+                "with --api-key",
+            )
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._keys.open(headers.get("authorization")):
+            raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY`")
+
+    async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
+        """Read the whole body under its limits; what reads from then on finds it, and then the client's leaving."""
+        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        body = await self._body(headers, receive)
+        if kind != "application/json":
+            raise Refusal(415, f"the body's type is {kind or 'not given'}; send Content-Type: application/json")
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return replay
+
+    async def _body(self, headers: Headers, receive: Receive) -> bytes:
+        limits = self._service.limits
+        parts: list[bytes] = []
+        n = 0
+        announced = headers.get("content-length", "")
+        too_large = announced.isdecimal() and int(announced) > limits.body_bytes
+        end = time.monotonic() + limits.body_s
+        while True:
+            try:
+                async with asyncio.timeout(limits.body_s):
+                    message = await receive()
+            except TimeoutError:
+                raise Refusal(408, f"the rest of the body did not come within {limits.body_s:.0f} s") from None
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            n += len(message.get("body", b""))
+            too_large |= n > limits.body_bytes
+            if too_large:
+                parts.clear()
+                if time.monotonic() > end or n > _MOST_DISCARDED * limits.body_bytes:
+                    break
+            else:
+                parts.append(message.get("body", b""))
+            if not message.get("more_body", False):
+                break
+        if too_large:
+            raise Refusal(413, f"the body has more than {limits.body_bytes} bytes, the most that is taken")
+        return b"".join(parts)
+
+    async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
+        """An error that came up to here; where the answer had begun, there is nothing left to say."""
+        if isinstance(error, ClientGone):
+            record.outcome = "cancelled"
+            return
+        refusal = refusal_of(error)
+        record.error = record.error or f"{type(error).__name__}: {error}"
+        if refusal.status == 500:
+            traceback.print_exception(error, file=sys.stderr)
+        if record.status:
+            record.outcome = record.outcome or "error"
+            return
+        headers = {}
+        if refusal.status == 401:
+            kind = "Basic" if scope["path"] in _PAGES else "Bearer"
+            headers["www-authenticate"] = f'{kind} realm="ostinato"'
+        if refusal.status in (408, 413):
+            headers["connection"] = "close"  # the rest of the body is not read
+        await error_response(refusal, headers)(scope, receive, send)
+
+    def _tell(self, scope: Scope, record: Record) -> None:
+        route = scope.get("route")
+        path = getattr(route, "path", None) or "other"
+        metrics = self._service.metrics
+        metrics.requests.labels(path, record.ended_as).inc()
+        metrics.duration.observe(time.perf_counter() - record.started)
+        if path not in OPEN_PATHS and path not in ("/metrics", "/slots"):  # asked for every few seconds
+            self._service.write(record.line())
+
+
+class ClientGone(Exception):
+    """The client left before its body had come."""

@@ -1,0 +1,86 @@
+"""One line of JSON for each request on standard error, with the id that the response carries.
+
+No prompt and no answer, unless the operator asked for them with `--log-prompts`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+
+def new_id() -> str:
+    return secrets.token_hex(12)
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known of one HTTP request; filled in while it is answered."""
+
+    id: str
+    method: str
+    path: str
+    client: str | None
+    started: float = field(default_factory=time.perf_counter)
+    status: int = 0
+    outcome: str = ""  # how it ended, where the status does not say: stop, length, tool_calls, cancelled, error
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    tokens: int | None = None
+    wait_ms: float | None = None
+    first_token_ms: float | None = None
+    error: str | None = None
+    prompt: Any = None
+    answer: Any = None
+
+    @property
+    def ended_as(self) -> str:
+        """For counting: how it ended."""
+        if self.outcome:
+            return self.outcome
+        if self.status >= 500:
+            return "error"
+        return "refused" if self.status >= 400 else "ok"
+
+    def line(self) -> dict[str, Any]:
+        """What is written: nothing that is not known."""
+        known = {
+            "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "id": self.id,
+            "method": self.method,
+            "path": self.path,
+            "status": self.status,
+            "outcome": self.ended_as,
+            "client": self.client,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "tokens": self.tokens,
+            "wait_ms": _rounded(self.wait_ms),
+            "first_token_ms": _rounded(self.first_token_ms),
+            "ms": _rounded((time.perf_counter() - self.started) * 1e3),
+            "error": self.error,
+            "prompt": self.prompt,
+            "answer": self.answer,
+        }
+        return {name: value for name, value in known.items() if value is not None}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else round(value, 2)
+
+
+Write = Callable[[dict[str, Any]], None]
+
+
+def write_line(line: dict[str, Any]) -> None:
+    """To standard error; whoever closed it wants no log."""
+    with suppress(OSError, ValueError):
+        sys.stderr.write(json.dumps(line) + "\n")
+        sys.stderr.flush()

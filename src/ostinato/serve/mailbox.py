@@ -1,0 +1,77 @@
+"""From the engine's thread to the event loop: messages of requests, handed over many at a time.
+
+The engine's thread only appends and, where nobody has been woken yet, wakes the loop once: what it costs there does
+not grow with the number of readers. A box whose reader is too far behind is closed, so that memory stays bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from ostinato.engine.request import Message, Request
+
+
+class Box:
+    """What came for one HTTP request, each with the number of the answer it belongs to, until it is read."""
+
+    def __init__(self, bound: int, overflowing: Callable[[], None]) -> None:
+        """`overflowing` is called when more than `bound` messages wait: the reader is too slow."""
+        self._bound, self._overflowing = bound, overflowing
+        self._messages: deque[tuple[int, Message]] = deque()
+        self._came = asyncio.Event()
+        self.overflowed = False
+
+    def put(self, index: int, message: Message) -> None:
+        """On the event loop."""
+        if self.overflowed:
+            return
+        self._messages.append((index, message))
+        if len(self._messages) > self._bound:
+            self.overflowed = True
+            self._messages.clear()
+            self._overflowing()
+        self._came.set()
+
+    def wake(self) -> None:
+        """Let the reader look, though nothing came."""
+        self._came.set()
+
+    async def look(self) -> None:
+        """Return when there is something to read, or somebody rang."""
+        await self._came.wait()
+        self._came.clear()
+
+    def take(self) -> tuple[int, Message] | None:
+        """The next message; None where there is none now."""
+        return self._messages.popleft() if self._messages else None
+
+
+class Mailbox:
+    """One for all requests of an event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._arrived: deque[tuple[Box, int, Message]] = deque()
+        self._woken = False
+
+    def sink(self, box: Box, index: int) -> Callable[[Request, Message], None]:
+        """What an engine is given to tell an answer's messages to."""
+
+        def put(_: Request, message: Message) -> None:
+            self._arrived.append((box, index, message))
+            if not self._woken:
+                self._woken = True
+                with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                    self._loop.call_soon_threadsafe(self._hand_out)
+
+        return put
+
+    def _hand_out(self) -> None:
+        # Before anything is taken: what arrives from now on rings again.
+        self._woken = False
+        while self._arrived:
+            box, index, message = self._arrived.popleft()
+            box.put(index, message)

@@ -1,0 +1,96 @@
+"""A reply in OpenAI's outer shape, chunk by chunk or whole; what a choice looks like inside is its `Teller`'s.
+
+The order of a stream: an opening for each choice, their deltas as they come, each choice's end, the usage where it was
+asked for, `[DONE]`. While nothing comes, comments keep the connection alive.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ostinato.serve.answers import Answers, Heard
+from ostinato.serve.log import Record
+from ostinato.serve.shapes import StreamOptions
+from ostinato.serve.stream import DONE, KEEP_ALIVE, event
+
+
+class Teller(Protocol):
+    """Tells one kind of answers: chats, or completions."""
+
+    def opening(self) -> list[dict[str, Any]]:
+        """A choice each, before any token."""
+
+    def told(self, heard: Heard) -> list[dict[str, Any]]:
+        """The choices of the chunks that a token brings: none, one or several. The last of an answer has its reason."""
+
+    def choices(self) -> list[dict[str, Any]]:
+        """All choices, whole."""
+
+    def reasons(self) -> list[str]:
+        """How the answers ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What every chunk of a reply begins with."""
+
+    id: str
+    kind: str  # `object`, without a stream's ending
+    created: int
+    model: str
+
+    def chunk(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+
+
+async def events(
+    answers: Answers, teller: Teller, head: Head, options: StreamOptions, record: Record, chunk_kind: str
+) -> AsyncGenerator[bytes, None]:
+    """The stream."""
+    with_usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
+
+    def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
+        usage: dict[str, Any] = {}
+        if with_usage or continuous:
+            usage = {"usage": answers.usage() if continuous else None}
+        return event({**head.chunk(choices, chunk_kind), **usage, **more})
+
+    opening = [chunk([choice]) for choice in teller.opening()]
+    if opening:
+        yield b"".join(opening)
+    last: dict[str, Any] = {}
+    while not answers.done:
+        heard = await answers.more()
+        if not heard:
+            yield KEEP_ALIVE
+            continue
+        began = time.perf_counter()
+        told = [choice for one in heard for choice in teller.told(one)]
+        if answers.done:
+            last = told.pop()
+        part = b"".join(chunk([choice]) for choice in told)
+        answers.host_s += time.perf_counter() - began
+        if part:
+            yield part
+    record.outcome = _outcome(teller)
+    yield chunk([last], **await answers.extras())
+    if with_usage:
+        yield event({**head.chunk([], chunk_kind), "usage": answers.usage()})
+    yield DONE
+
+
+async def whole(answers: Answers, teller: Teller, head: Head, record: Record) -> dict[str, Any]:
+    """The same at the end."""
+    while not answers.done:
+        for heard in await answers.more():
+            teller.told(heard)
+    record.outcome = _outcome(teller)
+    return {**head.chunk(teller.choices(), head.kind), "usage": answers.usage(), **await answers.extras()}
+
+
+def _outcome(teller: Teller) -> str:
+    reasons = set(teller.reasons())
+    return reasons.pop() if len(reasons) == 1 else "several"

@@ -1,0 +1,99 @@
+"""How a server is set up: where it listens, who may ask, and how much anybody may ask for.
+
+Frozen records, checked when made. They travel from the supervisor to its worker as JSON.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any, Final
+
+from ostinato.errors import BadOption
+from ostinato.options import LoadOptions
+
+DEFAULT_HOST: Final = "127.0.0.1"
+DEFAULT_PORT: Final = 8000
+SHORTEST_KEY: Final = 8
+
+_KEY: Final = re.compile(r"[\x21-\x7e]+")
+_ORIGIN: Final = re.compile(r"https?://[^/\s]+|\*|null")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one client may ask of everybody's machine."""
+
+    body_bytes: int = 8 * 2**20
+    head_s: float = 30.0  # from the first byte of a request to the end of its head
+    body_s: float = 30.0  # between two parts of a body
+    write_s: float = 60.0  # a reader that takes nothing for so long has gone
+    request_s: float = 3600.0  # from the first byte to the last
+    keep_alive_s: float = 5.0  # between two comments to whoever waits in line
+    unread_tokens: int = 8192  # made for one reader and not read yet
+    choices: int = 128  # answers to one request: prompts times `n`
+    inputs: int = 2048  # texts of one request for embeddings
+    embedding_line: int = 64  # requests for embeddings that wait
+    fault_s: float = 5.0  # from an engine's death to the process's, for error events to leave
+
+
+@dataclass(frozen=True, slots=True)
+class ServeOptions:
+    """What the operator said."""
+
+    model: str
+    load: LoadOptions = field(default_factory=LoadOptions)
+    host: str = DEFAULT_HOST
+    port: int = DEFAULT_PORT
+    alias: str | None = None
+    keys: tuple[str, ...] = ()
+    no_key: bool = False
+    cors: tuple[str, ...] = ()
+    log_prompts: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65_535:
+            raise BadOption(f"--port is {self.port}; it must be a whole number from 0 to 65535 (0 takes a free one)")
+        for key in self.keys:
+            if not _KEY.fullmatch(key) or len(key) < SHORTEST_KEY:
+                raise BadOption(
+                    f"an API key must be {SHORTEST_KEY} or more visible ASCII characters without spaces; the one "
+                    f"given has {len(key)}"
+                )
+        for origin in self.cors:
+            if not _ORIGIN.fullmatch(origin):
+                raise BadOption(f"--cors is {origin!r}; it must be an origin such as https://example.org, or *")
+        if self.keys and self.no_key:
+            raise BadOption("--no-api-key leaves the server open, and a key was given; give one of them")
+        if not self.keys and not self.no_key and not is_loopback(self.host):
+            raise BadOption(
+                f"--host {self.host} can be reached from other machines and no key guards it; give --api-key or "
+                "--api-key-file, or --no-api-key if everybody there may use it"
+            )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> ServeOptions:
+        words: dict[str, Any] = json.loads(text)
+        words["load"] = LoadOptions(**words["load"])
+        words["limits"] = Limits(**words["limits"])
+        return cls(**{**words, "keys": tuple(words["keys"]), "cors": tuple(words["cors"])})
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address.
+
+    >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("0.0.0.0"), is_loopback("example.org")
+    (True, True, False, False)
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,394 @@
+"""What clients may send, as records: parsed once here, and described by them in the OpenAPI document.
+
+A field that is accepted is honoured, or stands on the written list `HARMLESS`; any other is refused by its name,
+unless its value asks for nothing (`NEUTRAL`, or null). Nothing here knows how an answer is made.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from ostinato.errors import listing
+from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, Sampling
+from ostinato.serve.errors import Refusal
+
+# Accepted and ignored: nothing of an answer would change.
+HARMLESS: Final = frozenset(
+    {
+        "metadata",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "service_tier",
+        "store",
+        "user",
+    }
+)
+# Values that ask for what is done anyway; any other value of these is refused.
+NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "add_generation_prompt": (True,),
+    "audio": ({},),
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "modalities": (["text"],),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+}
+LONGEST_STOP: Final = 1024
+DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI has it; a chat goes on until it ends
+
+_STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+
+StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+
+class Part(BaseModel):
+    """A typed part of a message. Only text is supported."""
+
+    model_config = _STRICT
+
+    type: Literal["text"]
+    text: str
+
+
+class Body(BaseModel):
+    """What all bodies share: unknown fields are refused by name."""
+
+    model_config = ConfigDict(
+        strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
+    )
+    where: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Body:
+        known = [*type(self).model_fields, *HARMLESS]
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in HARMLESS or any(_same(value, one) for one in NEUTRAL.get(name, ())):
+                continue
+            if name in NEUTRAL:
+                raise Refusal(400, f"{name} is {_short(value)}; that is not supported here", param=name)
+            raise Refusal(400, f"{name} is not supported here; known: {listing(name, known)}", param=name)
+        return self
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    # True is no 1 here, nor is 1.0 anything but 1.
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else text[:100] + "..."
+
+
+class FunctionCall(BaseModel):
+    """The function of a call that a model has made: its arguments are JSON as text."""
+
+    model_config = _STRICT
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that a model has made."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(BaseModel):
+    """One message of a conversation: text, or typed parts of text."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
+
+    role: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z_]+$")]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _refuse_unknown(self) -> Message:
+        for name, value in (self.model_extra or {}).items():
+            # Clients send back what they were given, with everything that was not there as null or empty.
+            if value not in (None, [], {}, ""):
+                raise Refusal(400, f"messages[].{name} is not supported here", param=f"messages.{name}")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """As a chat template expects it."""
+        made = self.model_dump(exclude_none=True, exclude=set(self.model_extra or ()))
+        if self.role == "developer":
+            made["role"] = "system"  # what OpenAI calls it since its newer models; templates know the old word
+        return made
+
+
+class JsonSchema(BaseModel):
+    """A schema by name, as OpenAI wraps it."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
+
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class TextFormat(BaseModel):
+    model_config = _STRICT
+    type: Literal["text"]
+
+
+class JsonFormat(BaseModel):
+    model_config = _STRICT
+    type: Literal["json_object"]
+
+
+class SchemaFormat(BaseModel):
+    model_config = _STRICT
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class RegexFormat(BaseModel):
+    """An extension: the answer is a match of a regular expression."""
+
+    model_config = _STRICT
+    type: Literal["regex"]
+    regex: Annotated[str, Field(min_length=1)]
+
+
+class ChoiceFormat(BaseModel):
+    """An extension: the answer is one of these texts."""
+
+    model_config = _STRICT
+    type: Literal["choice"]
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+class GrammarFormat(BaseModel):
+    """An extension: the answer follows a grammar, in the words of Lark."""
+
+    model_config = _STRICT
+    type: Literal["grammar"]
+    grammar: Annotated[str, Field(min_length=1)]
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonFormat | SchemaFormat | RegexFormat | ChoiceFormat | GrammarFormat, Field(discriminator="type")
+]
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries beside the answer."""
+
+    model_config = _STRICT
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # harmless: nothing here needs hiding by padding
+
+
+class Asking(Body):
+    """What both kinds of request for an answer share."""
+
+    model: str | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+
+    @property
+    def n_choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def most_tokens(self) -> int | None:
+        """At most so many tokens, where somebody said."""
+        return self.max_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        """How many of the likeliest tokens are told beside each; None for no logprobs at all."""
+        return None
+
+    def sampling(self, **more: Any) -> Sampling:
+        """How tokens are chosen, with `more` over what the body says."""
+        words: dict[str, Any] = {
+            "max_tokens": self.most_tokens,
+            "min_tokens": self.min_tokens or 0,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": self.stop or (),
+            "stop_ids": self.stop_token_ids or (),
+            "presence_penalty": self.presence_penalty or 0.0,
+            "frequency_penalty": self.frequency_penalty or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self._bias(),
+            "ignore_eos": bool(self.ignore_eos),
+            "logprobs": self.n_logprobs,
+        }
+        return Sampling(**{**words, **self._constraint(), **more})
+
+    def _bias(self) -> dict[int, float]:
+        bias: dict[int, float] = {}
+        for word, value in (self.logit_bias or {}).items():
+            if not (word.isascii() and word.isdecimal() and len(word) < 10):
+                raise Refusal(400, f"logit_bias has the key {_short(word)}; keys are token ids", param="logit_bias")
+            bias[int(word)] = value
+        return bias
+
+    def _constraint(self) -> dict[str, Any]:
+        """What the answer must follow, as words of a `Sampling`."""
+        match self.response_format:
+            case None | TextFormat():
+                return {}
+            case JsonFormat():
+                return {"json_mode": True}
+            case SchemaFormat(json_schema=wrapped):
+                if wrapped.schema_ is None:
+                    message = "response_format.json_schema has no schema"
+                    raise Refusal(400, message, param="response_format.json_schema.schema")
+                return {"schema": json.dumps(wrapped.schema_)}
+            case RegexFormat(regex=regex):
+                return {"regex": regex}
+            case ChoiceFormat(choice=choice):
+                return {"choice": tuple(choice)}
+            case GrammarFormat(grammar=grammar):
+                return {"grammar": grammar}
+
+
+class ChatBody(Asking):
+    """`POST /v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["none", "auto", "required"] | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Refusal(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
+        return self
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Texts = (
+    str
+    | Annotated[list[TokenId], Field(min_length=1)]
+    | Annotated[list[str], Field(min_length=1)]
+    | Annotated[list[TokenIds], Field(min_length=1)]
+)
+
+
+def _several(given: Any) -> list[str | list[int]]:
+    """What was given as a text, token ids, or a list of either, as a list."""
+    return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
+
+
+class CompletionBody(Asking):
+    """`POST /v1/completions`. A prompt is a text, token ids, or a list of either."""
+
+    prompt: Texts
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def n_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each a text, or token ids."""
+        return _several(self.prompt)
+
+
+class EmbeddingBody(Body):
+    """`POST /v1/embeddings`. An input is a text, token ids, or a list of either."""
+
+    model: str | None = None
+    input: Texts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Each a text, or token ids."""
+        return _several(self.input)
+
+
+class TokenizeBody(Body):
+    """`POST /tokenize`."""
+
+    model: str | None = None
+    content: str
+    add_special: bool = Field(default=False, description="Put BOS and EOS around it, as the model's files say.")
+    parse_special: bool = Field(default=False, description="Take the names of control tokens for the tokens.")
+    with_pieces: bool = Field(default=False, description="The text of each token too.")
+
+
+class DetokenizeBody(Body):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class TemplateBody(Body):
+    """`POST /apply-template`: the prompt that a conversation becomes."""
+
+    model: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool = True

@@ -1,0 +1,115 @@
+"""Answers on the wire: server-sent events as they come, or one JSON object at the end; and a client that goes away.
+
+Bytes only: what an event says is made by `chat.py` and `completions.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ostinato.serve.answers import Answers
+from ostinato.serve.errors import refusal_of
+from ostinato.serve.log import Record
+
+DONE: Final = b"data: [DONE]\n\n"
+KEEP_ALIVE: Final = b": waiting\n\n"
+CLIENT_GONE: Final = 499  # as nginx calls it; nobody is there to read it
+
+encode: Final = msgspec.json.Encoder().encode
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """One event.
+
+    >>> event({"a": 1})
+    b'data: {"a":1}\\n\\n'
+    """
+    return b"data: " + encode(content) + b"\n\n"
+
+
+class EventStream(Response):
+    """A response that goes on until its events end, its reader leaves, or something fails: then one error event."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[bytes, None], answers: Answers, record: Record, write_s: float) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._answers, self._record, self._write_s = events, answers, record, write_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if await while_connected(receive, self._pump(send)) is None:
+                self._record.outcome = "cancelled"
+        finally:
+            self._answers.close()
+
+    async def _pump(self, send: Send) -> bool:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:
+                async for part in events:
+                    async with asyncio.timeout(self._write_s):
+                        await send({"type": "http.response.body", "body": part, "more_body": True})
+        except TimeoutError:
+            self._record.outcome, self._record.error = "cancelled", "the reader took nothing for too long"
+            return True
+        except Exception as error:
+            await self._tell(error, send)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        return True
+
+    async def _tell(self, error: Exception, send: Send) -> None:
+        """The one error event; it is the end, and no `[DONE]` follows."""
+        refusal = refusal_of(error)
+        self._record.outcome, self._record.error = "error", f"{type(error).__name__}: {error}"
+        last = b"data: " + json.dumps(refusal.body()).encode() + b"\n\n"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._write_s):
+                await send({"type": "http.response.body", "body": last, "more_body": True})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """What the work gives; None, and the work cancelled, when the client leaves before."""
+    doing = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((doing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not doing.done():
+            doing.cancel()
+            with suppress(asyncio.CancelledError):
+                await doing
+            return None
+        return doing.result()
+    finally:
+        doing.cancel()
+        leaving.cancel()
+        with suppress(asyncio.CancelledError):
+            await leaving
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def at_once(request: Request, work: Coroutine[Any, Any, dict[str, Any]], answers: Answers) -> Response:
+    """The whole answer as one JSON object."""
+    record: Record = request.state.record
+    try:
+        content = await while_connected(request.receive, work)
+    finally:
+        answers.close()
+    if content is None:
+        record.outcome = "cancelled"
+        return Response(status_code=CLIENT_GONE)
+    return Response(encode(content), media_type="application/json")

@@ -1,0 +1,191 @@
+"""The supervisor: it holds the listening socket, starts a worker, and starts the next when one dies.
+
+It imports neither torch nor a web server, so that it is up at once and has nothing to die of. A worker that refuses
+its settings is not tried again; one that keeps dying young is given up. SIGTERM and Ctrl-C drain; a second one stops.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from ostinato.errors import BadInput
+from ostinato.serve.settings import ServeOptions
+
+WORKER: Final = (sys.executable, "-m", "ostinato.serve.worker")
+BACKLOG: Final = 1024
+YOUNG_S: Final = 20.0  # a worker that dies within this time of being started dies young
+MOST_YOUNG_DEATHS: Final = 5
+KILL_S: Final = 10.0  # from the second signal to the last resort
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+Talk = Callable[[str], None]
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """The socket that every worker serves."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind((host, port))
+        made.listen(BACKLOG)
+    except OSError as error:
+        made.close()
+        raise BadInput(
+            f"cannot listen at {host} port {port}: {error.strerror or error}; give another --host or --port"
+        ) from error
+    return made
+
+
+class Supervisor:
+    """One server's life. `command` starts a worker."""
+
+    def __init__(self, options: ServeOptions, talk: Talk, *, command: Sequence[str] = WORKER) -> None:
+        self._options, self._talk, self._command = options, talk, command
+        self._listening = listen(options.host, options.port)
+        self._restarts: Counter[str] = Counter()
+        self._n_signals = 0
+        self._stopped_at = 0.0
+        self._worker: subprocess.Popen[bytes] | None = None
+        self._reason = ""  # what the worker said it died of
+        self._was_ready = False
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        host, port = self._listening.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def run(self) -> int:
+        """Until the end; the exit code. Takes the process's signals meanwhile."""
+        before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
+        try:
+            return self._run()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            self._end_worker()
+            self._listening.close()
+
+    def _run(self) -> int:
+        self._talk(f"listening at {self.url}; loading {self._options.model}")
+        young_deaths = 0
+        while True:
+            started = time.monotonic()
+            code = self._one_worker()
+            if self._n_signals or code == 0:
+                return code if code > 0 else 0
+            if not self._was_ready and not self._restarts:
+                return code if code > 0 else 3
+            young_deaths = young_deaths + 1 if time.monotonic() - started < YOUNG_S else 0
+            reason = self._reason or _told_of(code)
+            self._restarts["fault" if self._reason else "crash"] += 1
+            if young_deaths >= MOST_YOUNG_DEATHS:
+                self._talk(f"error: the worker died {young_deaths} times in a row, last of: {reason}; giving up")
+                return 3
+            self._talk(f"the worker ended: {reason}; starting another")
+
+    def _one_worker(self) -> int:
+        """Start one, listen to it until it ends; its exit code."""
+        reading, writing = os.pipe()
+        fds = (self._listening.fileno(), writing)
+        self._reason, self._was_ready = "", False
+        self._worker = subprocess.Popen(
+            self._command,
+            stdin=subprocess.PIPE,
+            pass_fds=fds,
+            start_new_session=True,  # Ctrl-C in the terminal is for us: we pass it on
+        )
+        os.close(writing)
+        given = {
+            "options": self._options.to_json(),
+            "restarts": dict(self._restarts),
+            "socket": fds[0],
+            "events": fds[1],
+        }
+        with os.fdopen(reading, "rb") as events, suppress(BrokenPipeError):
+            assert self._worker.stdin is not None
+            self._worker.stdin.write(json.dumps(given).encode() + b"\n")
+            self._worker.stdin.flush()
+            self._listen_to(events.fileno())
+        return self._wait()
+
+    def _listen_to(self, events: int) -> None:
+        """Hear the worker's events until it closes them, or has been stopped for too long."""
+        heard = b""
+        with selectors.DefaultSelector() as ready:
+            ready.register(events, selectors.EVENT_READ)
+            while not self._overdue():
+                if not ready.select(timeout=0.5):
+                    continue
+                part = os.read(events, 65_536)
+                if not part:
+                    return
+                *lines, heard = (heard + part).split(b"\n")
+                for line in lines:
+                    self._heard(json.loads(line))
+
+    def _heard(self, event: dict[str, Any]) -> None:
+        match event["event"]:
+            case "ready":
+                self._was_ready = True
+                self._talk(
+                    f"ready: {event['model']} at {self.url} ({event.get('mode')} on {event.get('device')}, "
+                    f"{event.get('slots')} slots, context {event.get('context')}, after {event['seconds']:.1f} s)"
+                )
+                for why in event.get("why_not_higher", ()):
+                    self._talk(f"not {why}")
+            case "fault":
+                self._reason = event["reason"]
+            case "refused":
+                self._talk(f"error: {event['message']}")
+            case "draining":
+                self._talk(f"draining: {event['running']} requests run; once more to stop them")
+
+    def _overdue(self) -> bool:
+        return self._n_signals > 1 and time.monotonic() - self._stopped_at > KILL_S
+
+    def _wait(self) -> int:
+        worker = self._worker
+        assert worker is not None
+        try:
+            code = worker.wait(KILL_S)
+        except subprocess.TimeoutExpired:
+            worker.kill()
+            code = worker.wait()
+        self._end_worker()
+        return code
+
+    def _end_worker(self) -> None:
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        if worker.poll() is None:
+            worker.kill()
+            worker.wait()
+        if worker.stdin is not None:
+            with suppress(OSError):
+                worker.stdin.close()
+
+    def _signalled(self, number: int, frame: object) -> None:
+        self._n_signals += 1
+        self._stopped_at = time.monotonic()
+        if self._worker is not None and self._worker.poll() is None:
+            self._worker.send_signal(signal.SIGTERM)
+
+
+def _told_of(code: int) -> str:
+    if code < 0:
+        return f"signal {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,209 @@
+"""A worker: HTTP and engine in one process, started by the supervisor with the listening socket in its hands.
+
+It answers from its first moment, with 503 until the model is there. It ends when it has drained after a SIGTERM, at
+once after a second one, when its supervisor is gone, or a moment after its engine died: then it says why, and the
+supervisor starts the next. It reads its settings from standard input and tells events as lines of JSON.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, Final, TypeVar
+
+from ostinato.errors import OstinatoError
+from ostinato.llm import LLM
+from ostinato.serve.app import create_app
+from ostinato.serve.http import HttpServer
+from ostinato.serve.service import Service
+from ostinato.serve.settings import ServeOptions
+
+FAULT_EXIT: Final = 70  # the engine died: start another worker
+_LOOK_S: Final = 0.1
+
+Tell = Callable[[dict[str, Any]], None]
+T = TypeVar("T")
+
+
+def load_model(options: ServeOptions, talk: Callable[[str], None]) -> LLM:
+    """The model as the operator asked for it; pulled first where it is not here."""
+    return LLM(options.model, talk=talk, **asdict(options.load))
+
+
+class Worker:
+    """The life of one process."""
+
+    def __init__(self, service: Service, listening: socket.socket, tell: Tell) -> None:
+        self._service, self._listening, self._tell = service, listening, tell
+        self._server = HttpServer(create_app(service), service.limits)
+        self._n_signals = 0
+        self._code: int | None = None
+
+    async def run(self, load: Callable[[], LLM]) -> int:
+        """Serve until the end; the exit code."""
+        serving = asyncio.ensure_future(self._server.serve([self._listening]))
+        loading = asyncio.ensure_future(self._load(load))
+        watching = asyncio.ensure_future(self._watch())
+        try:
+            await watching
+        finally:
+            loading.cancel()
+            self._server.should_exit = True
+            await serving
+            with suppress(asyncio.CancelledError):
+                await loading
+        return self._code or 0
+
+    def signalled(self) -> None:
+        """The first asks to drain, the second to stop."""
+        self._n_signals += 1
+        if self._n_signals > 1:
+            self._service.stop()
+            return
+        self._service.drain()
+        self._tell({"event": "draining", "running": self._service.n_running})
+
+    def stop(self) -> None:
+        """End at once: whoever started us has gone."""
+        self._service.stop()
+
+    async def _load(self, load: Callable[[], LLM]) -> None:
+        began = time.perf_counter()
+        try:
+            llm = await in_daemon_thread(load)
+        except OstinatoError as error:
+            self._refuse(error.exit_code, str(error))
+            return
+        except MemoryError as error:
+            self._refuse(4, f"this machine ran out of memory: {error or 'no more to be had'}")
+            return
+        except Exception as error:
+            traceback.print_exception(error)
+            self._refuse(OstinatoError.exit_code, f"this is our fault: {type(error).__name__}: {error}")
+            return
+        self._service.open(llm)
+        facts = self._service.health()
+        self._tell({"event": "ready", "seconds": time.perf_counter() - began, **facts})
+
+    def _refuse(self, code: int, message: str) -> None:
+        self._tell({"event": "refused", "message": message})
+        self._code = code or OstinatoError.exit_code
+        self._service.stop()
+
+    async def _watch(self) -> None:
+        """Return when it is time to go."""
+        service = self._service
+        while True:
+            if service.stopping.is_set():
+                await self._until_idle(service.limits.fault_s)
+                return
+            if service.state == "draining" and service.idle.is_set():
+                return
+            fault = None if service.model is None else service.model.fault
+            if fault is not None:
+                service.die(fault)
+                self._tell({"event": "fault", "reason": fault})
+                self._code = FAULT_EXIT
+                await self._until_idle(service.limits.fault_s)
+                return
+            await asyncio.sleep(_LOOK_S)
+
+    async def _until_idle(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._service.idle.wait()
+
+
+async def in_daemon_thread(work: Callable[[], T]) -> T:
+    """In a thread that nobody waits for when the process must end before the work has."""
+    loop = asyncio.get_running_loop()
+    made: asyncio.Future[T] = loop.create_future()
+
+    def put(result: Callable[[], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+            loop.call_soon_threadsafe(lambda: None if made.done() else result())
+
+    def run() -> None:
+        try:
+            done = work()
+        except BaseException as error:
+            failure = error  # the name above ends with its block
+            put(lambda: made.set_exception(failure))
+        else:
+            put(lambda: made.set_result(done))
+
+    threading.Thread(target=run, name="ostinato-load", daemon=True).start()
+    return await made
+
+
+async def serve(options: ServeOptions, restarts: dict[str, int], listening: socket.socket, tell: Tell) -> int:
+    """A worker in this process until its end, with its signals and its supervisor's pipe."""
+    service = Service(options, restarts=restarts)
+    worker = Worker(service, listening, tell)
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, worker.signalled)
+    loop.add_reader(0, _heard_end, loop, worker)
+
+    def talk(text: str) -> None:
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    code = await worker.run(lambda: load_model(options, talk))
+    if code != FAULT_EXIT:  # what an engine that died left behind goes with the process
+        await loop.run_in_executor(None, service.close)
+    return code
+
+
+def _heard_end(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
+    """The supervisor holds the other end of standard input and says nothing more: its end is news of its death."""
+    if not os.read(0, 4096):
+        loop.remove_reader(0)
+        worker.stop()
+
+
+def _runner() -> Callable[[Coroutine[Any, Any, int]], int]:
+    """The quicker event loop, where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run
+    return uvloop.run
+
+
+def main() -> None:
+    """The process: settings from the first line of standard input."""
+    line = b""
+    while not line.endswith(b"\n"):  # byte by byte: what follows belongs to the event loop
+        part = os.read(0, 1)
+        if not part:
+            sys.exit(2)
+        line += part
+    given = json.loads(line)
+    options = ServeOptions.from_json(given["options"])
+    listening = socket.socket(fileno=given["socket"])
+    events = os.fdopen(given["events"], "w")
+
+    def tell(event: dict[str, Any]) -> None:
+        with suppress(OSError):
+            events.write(json.dumps(event) + "\n")
+            events.flush()
+
+    code = _runner()(serve(options, given["restarts"], listening, tell))
+    sys.stderr.flush()
+    # Not by `sys.exit`, which waits for threads: one may still load, and those of a dead engine never come back.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""What an answer's text is made of: content, reasoning and tool calls, told apart as the text comes.
+
+`AnswerReader` passes text through `reasoning.py` and `tools.py` and gives out deltas, as a stream of a chat needs
+them; joined, they are the message. Nothing here knows about tokens or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A part of a tool call: the first of a call has its id and name; `arguments` is JSON text that goes on."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What came: text for the reader, text of the model's reasoning, or a part of a call; one of the three."""
+
+    content: str = ""
+    reasoning: str = ""
+    call: CallDelta | None = None
+
+
+class Parser(Protocol):
+    """Takes text as it comes."""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What can be told of the text so far; what may still become a marker is held back."""
+
+    def finish(self) -> list[Delta]:
+        """What was held back, when the text has ended."""
+
+
+class AnswerReader:
+    """Reasoning first, then calls: either parser may be absent.
+
+    >>> AnswerReader().feed("hello")
+    [Delta(content='hello', reasoning='', call=None)]
+    """
+
+    def __init__(self, reasoning: Parser | None = None, calls: Parser | None = None) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self.n_calls = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        """The deltas of a piece of text."""
+        plain = [Delta(content=text)] if text else []
+        return self._read(plain if self._reasoning is None else self._reasoning.feed(text))
+
+    def finish(self) -> list[Delta]:
+        """The last deltas, when the text has ended."""
+        held = [] if self._reasoning is None else self._reasoning.finish()
+        return self._read(held) + ([] if self._calls is None else self._counted(self._calls.finish()))
+
+    def _read(self, deltas: Iterable[Delta]) -> list[Delta]:
+        read: list[Delta] = []
+        for delta in deltas:
+            read += self._calls.feed(delta.content) if delta.content and self._calls is not None else [delta]
+        return self._counted(read)
+
+    def _counted(self, deltas: list[Delta]) -> list[Delta]:
+        self.n_calls = max([self.n_calls, *(delta.call.index + 1 for delta in deltas if delta.call is not None)])
+        return deltas

@@ -1,0 +1,380 @@
+"""Calls as they are written, read while they come: markers in text, and JSON objects character by character.
+
+Models write calls into their text, each family in its way; `tools.py` knows which. What is read here is a stranger's
+text: whatever is no call is given back as content, letter by letter, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final, Literal
+
+from ostinato.text.answer import CallDelta, Delta
+
+NewId = Callable[[], str]
+
+_ARGUMENTS: Final = ("arguments", "parameters")
+
+
+class CallObject:
+    """One call, `{"name": ..., "arguments": {...}}`, character by character; `take` until `ended` or `broken`.
+
+    The arguments are given out as they come, once the name is known. Members of other names are passed over; a call
+    inside of a member `function` counts as the call. With a `name`, only the arguments are to come.
+    """
+
+    def __init__(self, name: str | None = None) -> None:
+        self.name = name
+        self.ended = self.broken = False
+        self._only_arguments = name is not None
+        self._depth = self._base = int(self._only_arguments)
+        self._in_string = self._escaped = False
+        self._place: Literal["key", "colon", "value", "next"] = "value" if self._only_arguments else "key"
+        self._key = "arguments" if self._only_arguments else ""
+        self._token: list[str] = []  # the key or value under way
+        self._arguments: list[str] = []
+        self._n_given = 0  # of the arguments' characters
+
+    @property
+    def has_arguments(self) -> bool:
+        return self._n_given > 0
+
+    def take(self, character: str) -> str:
+        """The arguments' text that can be given out now."""
+        at_member = not self._in_string and self._depth == self._base and self._depth > 0
+        if self._in_string:
+            self._in_string = self._escaped or character != '"'
+            self._escaped = character == "\\" and not self._escaped
+            self._token.append(character)
+            if not self._in_string and self._depth == self._base and self._place == "key":
+                self._key, self._place = self._loaded(), "colon"
+        elif self._depth == 0 and character != "{":
+            self.broken = self.broken or not character.isspace()
+        elif at_member and self._place != "value":
+            self._between(character)
+        elif at_member and character in ",}":
+            self._end_value(character)
+        else:
+            self._within(character)
+        return self._new_arguments()
+
+    def _between(self, character: str) -> None:
+        """Outside of values: a key, a colon, a comma or the end."""
+        if character.isspace():
+            return
+        match self._place, character:
+            case "key", '"':
+                self._token = [character]
+                self._in_string = True
+            case "colon", ":":
+                self._token, self._place = [], "value"
+            case "next", ",":
+                self._place = "key"
+            case (("key" | "next"), "}"):
+                self._close()
+            case _:
+                self.broken = True
+
+    def _within(self, character: str) -> None:
+        if self._depth == 0:
+            self._depth = self._base = 1
+            return
+        if not self._token and character.isspace():
+            return
+        if not self._token and self._key == "function" and character == "{":
+            self._depth += 1
+            self._base, self._place = self._depth, "key"
+            return
+        self._token.append(character)
+        self._in_string = character == '"'
+        self._depth += (character in "{[") - (character in "}]")
+        if self._only_arguments and self._depth == self._base and not self._in_string:
+            self.ended = True
+
+    def _end_value(self, character: str) -> None:
+        value = self._loaded()
+        if self._key in ("name", "function") and isinstance(value, str):
+            self.name = value
+        if self._key in _ARGUMENTS:
+            self._arguments = list(value if isinstance(value, str) else "".join(self._token).rstrip())
+        self._token = []
+        self._place = "key" if character == "," else "next"
+        if character == "}":
+            self._close()
+
+    def _close(self) -> None:
+        self._depth -= 1
+        self._base, self._place = self._depth, "next"
+        self.ended = self._depth == 0
+
+    def _loaded(self) -> Any:
+        try:
+            return json.loads("".join(self._token))
+        except ValueError:
+            self.broken = True
+            return None
+
+    def _new_arguments(self) -> str:
+        if self._place == "value" and self._key in _ARGUMENTS and self._token[:1] == ["{"]:
+            self._arguments = self._token
+        if self.name is None or len(self._arguments) <= self._n_given:
+            return ""
+        new = self._arguments[self._n_given :]
+        self._n_given = len(self._arguments)
+        return "".join(new)
+
+
+class JsonCalls:
+    """Reads calls that are JSON objects behind a marker, alone or in a list; bare at the start where `bare`.
+
+    `named`: a call may also be a name, `[ARGS]` and its arguments. `known`: a bare object is a call if its name is one
+    of these, and else it is content.
+    """
+
+    def __init__(
+        self,
+        openers: Sequence[str],
+        closers: Sequence[str],
+        new_id: NewId,
+        *,
+        bare: bool = False,
+        named: bool = False,
+        known: Collection[str] = (),
+    ) -> None:
+        self._openers, self._closers = tuple(openers), tuple(closers)
+        self._new_id, self._named, self._known = new_id, named, known
+        self._state: Literal["start", "text", "calls", "name", "object"] = "start" if bare else "text"
+        self._marked = False  # whether a marker opened what is read now
+        self._buffer = ""  # not read yet
+        self._raw: list[str] = []  # of the object under way, in case it is no call
+        self._call = CallObject()
+        self._told = False  # whether the call under way was begun
+        self._index = -1
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        return self._run(last=False)
+
+    def finish(self) -> list[Delta]:
+        deltas = self._run(last=True)
+        if self._state == "object" and not self._told:
+            return [*deltas, *_content("".join(self._raw))]
+        if self._state == "name":
+            return [*deltas, *_content(self._buffer)]
+        return deltas
+
+    def _run(self, *, last: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        steps = {
+            "start": self._start,
+            "text": self._text,
+            "calls": self._between,
+            "name": self._read_name,
+            "object": self._object,
+        }
+        while True:
+            before = self._state, self._buffer
+            deltas += steps[self._state](last)
+            if (self._state, self._buffer) == before:
+                return deltas
+
+    def _start(self, last: bool) -> list[Delta]:
+        """Before anything was said: an object may be a call without a marker."""
+        shown = self._buffer.lstrip()
+        if shown.startswith("{"):
+            self._buffer = shown
+            self._begin(marked=False)
+        elif shown:
+            self._state = "text"
+        return []
+
+    def _text(self, last: bool) -> list[Delta]:
+        """Content up to a marker; blanks at its end wait, because before a call they mean nothing."""
+        at, opener = min(((self._buffer.find(o), o) for o in self._openers if o in self._buffer), default=(-1, ""))
+        if at >= 0:
+            said, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(opener) :]
+            self._state = "calls"
+            return _content(said)
+        keep = 0 if last else open_end(self._buffer, self._openers)
+        free = self._buffer[: len(self._buffer) - keep]
+        said = free if last else free.rstrip()
+        self._buffer = self._buffer[len(said) :]
+        return _content(said)
+
+    def _between(self, last: bool) -> list[Delta]:
+        """Behind a marker, before a call or after one."""
+        markers = (*self._openers, *self._closers)
+        text = self._buffer.lstrip(" \t\r\n,;")
+        while text:
+            marker = next((m for m in markers if text.startswith(m)), None)
+            if marker is None and not last and open_end(text, markers) == len(text):
+                break  # it may become one
+            if marker is None and text[0] not in "[]":
+                self._end_between(text)
+                return []
+            text = text[len(marker or "[") :].lstrip(" \t\r\n,;")
+        self._buffer = text
+        return []
+
+    def _end_between(self, text: str) -> None:
+        self._buffer = text
+        if text.startswith("{"):
+            self._begin(marked=True)
+        else:
+            self._state = "name" if self._named else "text"
+
+    def _read_name(self, last: bool) -> list[Delta]:
+        """A name and then arguments: `name[ARGS]{...}`."""
+        found = re.match(r"([\w.-]{1,256})(?:\[CALL_ID\][\w-]*)?(?:\[ARGS\])?\s*(?=\{)", self._buffer)
+        if found is None:
+            if "{" in self._buffer or len(self._buffer) > 1024:
+                self._state = "text"
+            return []
+        self._buffer = self._buffer[found.end() :]
+        self._begin(marked=True, name=found[1])
+        return []
+
+    def _begin(self, *, marked: bool, name: str | None = None) -> None:
+        self._state, self._marked = "object", marked
+        self._call, self._told, self._raw = CallObject(name), False, []
+
+    def _object(self, last: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        call = self._call
+        arguments: list[str] = []
+        for at, character in enumerate(self._buffer):
+            self._raw.append(character)
+            arguments.append(call.take(character))
+            foreign = call.name is not None and not self._marked and call.name not in self._known
+            if call.broken or foreign:
+                self._buffer = self._buffer[at + 1 :]
+                return [*deltas, *self._told_of(arguments), *self._no_call()]
+            if call.ended:
+                self._buffer = self._buffer[at + 1 :]
+                if not call.has_arguments:
+                    arguments.append("{}")
+                deltas += self._told_of(arguments)
+                if not self._told:
+                    return [*deltas, *self._no_call()]
+                self._state = "calls"
+                return deltas
+        self._buffer = ""
+        return deltas + self._told_of(arguments)
+
+    def _told_of(self, arguments: Sequence[str]) -> list[Delta]:
+        call, text = self._call, "".join(arguments)
+        if call.name is None or not (self._marked or call.name in self._known):
+            return []
+        if not self._told:
+            self._told = True
+            self._index += 1
+            return [Delta(call=CallDelta(self._index, self._new_id(), call.name, text))]
+        return [Delta(call=CallDelta(self._index, arguments=text))] if text else []
+
+    def _no_call(self) -> list[Delta]:
+        """What was read is given back, unless it was told of; the rest is text."""
+        self._state = "text"
+        return [] if self._told else _content("".join(self._raw))
+
+
+class TagCalls:
+    """Reads calls that are tags: `<function=name><parameter=key>value</parameter></function>`, each told when whole.
+
+    A JSON object between the outer tags is a call too.
+    """
+
+    def __init__(self, new_id: NewId, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: each function's parameters, by its name: they say which values are text."""
+        self._new_id, self._schemas = new_id, schemas
+        self._buffer = ""
+        self._index = -1
+        self._after_call = False
+
+    def feed(self, text: str) -> list[Delta]:
+        self._buffer += text
+        deltas: list[Delta] = []
+        while True:
+            if self._after_call and not self._skip_end():
+                return deltas
+            if "</function>" not in self._buffer and _TAG_END not in self._buffer:
+                break
+            found = _TAGGED.search(self._buffer)
+            if found is None:
+                break
+            deltas += _content(self._buffer[: found.start()].rstrip())
+            self._buffer, self._after_call = self._buffer[found.end() :], True
+            self._index += 1
+            name, arguments = self._read(found)
+            text = json.dumps(arguments, ensure_ascii=False)
+            deltas.append(Delta(call=CallDelta(self._index, self._new_id(), name, text)))
+        if not any(opener in self._buffer for opener in _TAG_OPENERS):
+            keep = open_end(self._buffer, _TAG_OPENERS)
+            said = self._buffer[: len(self._buffer) - keep].rstrip()
+            self._buffer = self._buffer[len(said) :]
+            deltas += _content(said)
+        return deltas
+
+    def finish(self) -> list[Delta]:
+        held, self._buffer = self._buffer, ""
+        return [] if self._after_call else _content(held)
+
+    def _skip_end(self) -> bool:
+        """Pass over what ends a call; False while it may still come."""
+        text = self._buffer.lstrip()
+        if len(text) < len(_TAG_END) and _TAG_END.startswith(text):
+            return False
+        self._buffer, self._after_call = text.removeprefix(_TAG_END).lstrip(), False
+        return True
+
+    def _read(self, found: re.Match[str]) -> tuple[str, Any]:
+        if found["object"] is None:
+            name = found["name"].strip()
+            return name, self._arguments(name, found["body"])
+        try:
+            call = json.loads(found["object"])
+        except ValueError:
+            call = {}
+        return str(call.get("name", "")), call.get("arguments", {})
+
+    def _arguments(self, name: str, body: str) -> dict[str, Any]:
+        properties = self._schemas.get(name, {}).get("properties")
+        kinds = properties if isinstance(properties, Mapping) else {}
+        return {key.strip(): _value(value, kinds.get(key.strip())) for key, value in _PARAMETER.findall(body)}
+
+
+_TAG_END: Final = "</tool_call>"
+_TAG_OPENERS: Final = ("<tool_call>", "<function=")
+_TAGGED: Final = re.compile(
+    r"(?:<tool_call>\s*)?<function=(?P<name>[^>]+)>(?P<body>.*?)</function>"
+    r"|<tool_call>\s*(?P<object>\{.*?\})\s*(?=</tool_call>)",
+    re.DOTALL,
+)
+_PARAMETER: Final = re.compile(r"<parameter=([^>]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+
+
+def _value(text: str, schema: Any) -> Any:
+    if isinstance(schema, Mapping) and schema.get("type") == "string":
+        return text
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def open_end(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of a text may still become a marker.
+
+    >>> open_end("so <tool", ["<tool_call>"])
+    5
+    """
+    longest = max((len(marker) for marker in markers), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[len(text) - n :]) for marker in markers):
+            return n
+    return 0
+
+
+def _content(text: str) -> list[Delta]:
+    return [Delta(content=text)] if text else []

@@ -1,0 +1,278 @@
+"""Grammars: which tokens may come next, one bit each, in an answer that must follow a schema, a regex or a grammar.
+
+The parsing is llguidance's; here are its limits, so that no schema takes more than seconds or some hundred megabytes,
+and what the end tokens may do. A `Matcher` follows one answer; nothing here chooses a token, that is the device's part.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from decimal import Decimal, DecimalException
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from ostinato.errors import BadInput, BadOption, Unsupported
+from ostinato.options import Rule, Sampling
+from ostinato.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# A compiled grammar holds up to tens of megabytes; a client that sends the same schema again finds it here.
+KEPT: Final = 16
+# Numbers that must be multiples of something become automata with as many states as their least common multiple.
+LARGEST_MULTIPLE: Final = 20_000
+SMALLEST_EXPONENT: Final = -6
+
+# Compact JSON: an answer has no blanks that its schema does not ask for, so none can go on for ever.
+_COMPACT: Final[Any] = {
+    "whitespace_flexible": False,
+    "item_separator": ",",
+    "key_separator": ":",
+    "lenient": False,
+    "coerce_one_of": False,
+}
+# A schema may stand inside a grammar, and that inside JSON: then its quotes are escaped.
+_MULTIPLE_OF: Final = re.compile(r'"multipleOf\\*"\s*:\s*([^\s,}\\]+)')
+_ESCAPED: Final = re.compile(r"\\+u([0-9a-fA-F]{4})")
+
+
+class Matcher:
+    """Follows one answer, token by token; one thread at a time."""
+
+    def __init__(self, inner: LLMatcher, first: np.ndarray, ends: frozenset[int], sampling: Sampling) -> None:
+        """`first`: the bits of the first token, int32; `ends`: the ids that end an answer."""
+        self.ends = ends
+        self._inner = inner
+        self._bits = first
+        self._n_made, self._min_tokens = 0, sampling.min_tokens
+        self._ignores_ends = sampling.ignore_eos
+        self._end_bits = _bits_of([*ends, *sampling.stop_ids], len(first))
+        self._only_ends = _bits_of(ends, len(first))
+
+    def mask(self) -> np.ndarray:
+        """The tokens that may come next, int32 words, the caller's own.
+
+        One that ends the answer is among them only where the answer may end, and has the least length that was asked
+        for; where nothing else may come, it ends.
+        """
+        wait = self._n_made < self._min_tokens
+        unwanted = self._end_bits if wait else self._only_ends if self._ignores_ends else None
+        if unwanted is not None:
+            others: np.ndarray = self._bits & ~unwanted
+            if others.any():
+                return others
+        return self._bits.copy()
+
+    def take(self, token: int) -> None:
+        """Go on by a token of the mask; BadInput where the grammar turns out too complex to go on."""
+        self._inner.consume_token(token)
+        self._n_made += 1
+        if token not in self.ends:
+            self._bits = _next_bits(self._inner, len(self._bits))
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A grammar before its first token; or why it was refused."""
+
+    inner: LLMatcher | None
+    first: np.ndarray
+    refused: str = ""
+
+
+class Grammars:
+    """Makes matchers for one tokenizer; safe to use from many threads."""
+
+    def __init__(self, tokenizer: Tokenizer, n_ids: int) -> None:
+        """`n_ids`: how many ids the model has; a mask has a bit for each."""
+        self._tokenizer = tokenizer
+        self._n_ids = n_ids
+        self._ends = frozenset(id for id in tokenizer.eog_ids if id < n_ids)
+        self._kept: OrderedDict[Rule, _Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def matcher(self, sampling: Sampling) -> Matcher | None:
+        """What follows the answer that `sampling` asks for; None where anything may be said. BadOption if it cannot."""
+        rule = sampling.rule
+        if rule is None:
+            return None
+        compiled = self._compiled(rule)
+        if compiled.inner is None:
+            raise BadOption(f"this {rule.kind} cannot be followed: {compiled.refused}")
+        return Matcher(compiled.inner.deep_copy(), compiled.first, self._ends, sampling)
+
+    def _compiled(self, rule: Rule) -> _Compiled:
+        with self._lock:
+            kept = self._kept.get(rule)
+            if kept is not None:
+                self._kept.move_to_end(rule)
+                return kept
+        made = self._compile(rule)
+        with self._lock:
+            self._kept[rule] = made
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return made
+
+    def _compile(self, rule: Rule) -> _Compiled:
+        known = self._known  # first: it says what to do where llguidance is not there
+        from llguidance import LLMatcher
+
+        n_words = -(-self._n_ids // 32)
+        nothing = np.zeros(n_words, np.int32)
+        try:
+            check_multiples(rule.text)
+            inner = LLMatcher(known, _source(rule), log_level=0, limits=_limits())
+            if inner.is_error():
+                return _Compiled(None, nothing, _first_line(inner.get_error()))
+            return _Compiled(inner, _next_bits(inner, n_words))
+        except (ValueError, BadInput) as error:
+            return _Compiled(None, nothing, str(error))
+
+    @cached_property
+    def _known(self) -> LLTokenizer:
+        """The vocabulary as llguidance reads it; made when it is first needed, which takes tenths of a second."""
+        try:
+            from llguidance import LLTokenizer, TokenizerWrapper
+        except ImportError as error:
+            raise Unsupported(
+                "answers that follow a schema, a regex or a grammar need the package llguidance: "
+                "pip install 'ostinato[serve]'"
+            ) from error
+        if not self._ends:
+            raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
+        words = _Words(self._tokenizer, min(self._ends))
+        return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=sorted(self._ends))
+
+
+class _Words:
+    """A vocabulary by the names that llguidance asks for."""
+
+    def __init__(self, tokenizer: Tokenizer, end: int) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id, self.bos_token_id = end, tokenizer.bos_id
+        hidden = tokenizer.hidden
+        self.tokens = [
+            tokenizer.texts[id].encode() if id in hidden else tokenizer.shown[id] for id in range(tokenizer.vocab_size)
+        ]
+        # A token that shows nothing would let an answer go on without going anywhere.
+        self.special_token_ids = [id for id, piece in enumerate(self.tokens) if id in hidden or not piece]
+        self._before = tokenizer.encode(_BREAK, bos=False) if tokenizer.drops_first_space else []
+
+    def __call__(self, text: str) -> list[int]:
+        """The ids of a text inside of another: without the blank that some vocabularies put before the first word."""
+        if isinstance(text, bytes):
+            raise TypeError("texts only")
+        if not self._before:
+            return self._tokenizer.encode(text, bos=False)
+        return self._tokenizer.encode(_BREAK + text, bos=False)[len(self._before) :]
+
+
+_BREAK: Final = "\n"  # never part of a longer token in those vocabularies
+
+
+def _source(rule: Rule) -> str:
+    from llguidance import LLMatcher, regex_to_lark
+
+    match rule.kind:
+        case "schema":
+            return LLMatcher.grammar_from_json_schema(rule.text, overrides=_COMPACT)
+        case "regex":
+            # Digits are 0 to 9: nobody who writes \d waits for those of every script.
+            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(rule.text, 'd')}/")
+        case "choice":
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, json.loads(rule.text))))
+    if rule.text.startswith('{"grammars":'):
+        return rule.text  # llguidance's own form, for grammars made of several
+    return LLMatcher.grammar_from_lark(as_lark(rule.text))
+
+
+def as_lark(grammar: str) -> str:
+    """A grammar in Lark, also where it was written in GBNF; BadOption where it cannot be read."""
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if "::=" not in grammar:
+        return grammar
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # whatever it raises, it is about the text
+        raise BadOption(f"as GBNF the grammar cannot be read: {error}") from error
+
+
+def literal(text: str) -> str:
+    """A text as grammars in Lark write it.
+
+    >>> literal('say "hi"')
+    '"say \\\\"hi\\\\""'
+    """
+    quoted = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() or ord(c) > 0xFFFF else f"\\u{ord(c):04x}" for c in quoted)
+
+
+def _limits() -> LLParserLimits:
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,  # about 20 ms
+        step_lexer_fuel=200_000,  # about 14 ms for a token
+        step_max_items=50_000,
+        max_items_in_row=2_000,
+        max_lexer_states=20_000,  # 1 to 2 kB each
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def check_multiples(text: str) -> None:
+    """Refuse multiples that would take minutes and gigabytes to compile; BadOption.
+
+    >>> check_multiples('{"multipleOf": 0.01}')
+    >>> check_multiples('{"multipleOf": 999983}')
+    Traceback (most recent call last):
+    ostinato.errors.BadOption: its numbers must be multiples of 999983 units; at most 20000 can be followed
+    """
+    found = _MULTIPLE_OF.findall(_ESCAPED.sub(lambda m: chr(int(m[1], 16)), text))
+    try:
+        numbers = [Decimal(number) for number in found]
+    except DecimalException:
+        return  # no number: refused where the schema is read
+    numbers = [number for number in numbers if number.is_finite() and number]
+    exponent = min((int(number.normalize().as_tuple().exponent) for number in numbers), default=0)
+    if exponent < SMALLEST_EXPONENT or any(number > LARGEST_MULTIPLE for number in numbers):
+        units = LARGEST_MULTIPLE + 1 if exponent < SMALLEST_EXPONENT else int(max(numbers))
+    else:
+        units = math.lcm(*(int(number.scaleb(-min(exponent, 0))) for number in numbers))
+    if units > LARGEST_MULTIPLE:
+        raise BadOption(f"its numbers must be multiples of {units} units; at most {LARGEST_MULTIPLE} can be followed")
+
+
+def _next_bits(inner: LLMatcher, n_words: int) -> np.ndarray:
+    """The bits of the next token; BadInput where there is none."""
+    bits = np.zeros(n_words, np.int32)
+    if not inner.is_error():
+        found = np.frombuffer(inner.compute_bitmask(), np.int32)[:n_words]
+        bits[: len(found)] = found
+    if inner.is_error():  # said after the bits were asked for too
+        raise BadInput(f"the answer cannot go on: {_first_line(inner.get_error())}")
+    if not bits.any():
+        raise BadInput("the answer cannot go on: no token of this model may come next")
+    return bits
+
+
+def _bits_of(ids: Iterable[int], n_words: int) -> np.ndarray:
+    flags = np.zeros(n_words * 32, np.uint8)
+    flags[[id for id in ids if id < len(flags)]] = 1
+    return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _first_line(message: str) -> str:
+    return message.replace("<non-verbose/>", "").strip().split("\n")[0]

@@ -1,0 +1,144 @@
+"""Reasoning: what a thinking model says to itself before it answers, told apart from the answer.
+
+The marks are those that its chat template knows. Where an answer must follow a schema or a grammar, the reasoning
+before it is free (`Reasoning.before`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ostinato.options import Rule, Sampling
+from ostinato.text.answer import Delta
+from ostinato.text.call_parser import open_end
+from ostinato.text.grammar import as_lark, literal
+from ostinato.text.template import ChatTemplate
+from ostinato.text.tokenizer import Tokenizer
+
+_MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How one model marks its reasoning: the texts before and after it; the ids of those that are control tokens."""
+
+    begin: str
+    end: str
+    special: dict[str, int]
+
+    @staticmethod
+    def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> Reasoning | None:
+        """None for a model that does not think aloud."""
+        source = "" if template is None else template.source
+        for begin, end in _MARKS:
+            if end in source:
+                special = {tokenizer.texts[id]: id for id in tokenizer.hidden if tokenizer.texts[id] in (begin, end)}
+                return Reasoning(begin, end, special)
+        return None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts that an answer's text must show, control tokens or not."""
+        return self.begin, self.end
+
+    def is_open(self, prompt: str) -> bool:
+        """Whether a prompt ends inside the reasoning: its template began it for the model."""
+        return prompt.rfind(self.begin) > prompt.rfind(self.end) and prompt.rstrip().endswith(self.begin)
+
+    def parser(self, prompt: str) -> ReasoningParser:
+        """Reads an answer to this prompt, whose end may have begun the reasoning already."""
+        return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt))
+
+    def before(self, sampling: Sampling, prompt: str) -> Sampling:
+        """`sampling` whose answer may, or where the prompt has begun it must, think before it follows its rule."""
+        rule = sampling.rule
+        if rule is None:
+            return sampling
+        begin = "" if self.is_open(prompt) else self._mark(self.begin)
+        if self.end in self.special:
+            rules = [f"think: {begin} TEXT {self._mark(self.end)} BLANK", r"TEXT: /(.|\n)*/"]
+        else:
+            rules = [f"think: {begin} inner BLANK", rf"inner[suffix={literal(self.end)}]: /(.|\n)*/"]
+        optional = "" if self.is_open(prompt) else "?"
+        lark = "\n".join([f"start: think{optional} @answer", *rules, r"BLANK: /[ \n]{0,4}/"])
+        grammars = {"grammars": [{"name": "thinking", "lark_grammar": lark}, {"name": "answer", **_part(rule)}]}
+        bare = replace(sampling, schema=None, json_mode=False, regex=None, choice=(), grammar=None)
+        return replace(bare, grammar=json.dumps(grammars))
+
+    def _mark(self, text: str) -> str:
+        return f"<[{self.special[text]}]>" if text in self.special else literal(text)
+
+
+def _part(rule: Rule) -> dict[str, object]:
+    """A rule as a part of a larger grammar, in llguidance's own form."""
+    match rule.kind:
+        case "schema":
+            options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+            return {"json_schema": {**json.loads(rule.text), "x-guidance": options}}
+        case "regex":
+            from llguidance import regex_to_lark
+
+            return {"lark_grammar": f"start: /{regex_to_lark(rule.text, 'd')}/"}
+        case "choice":
+            return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(rule.text)))}
+    return {"lark_grammar": as_lark(rule.text)}
+
+
+class ReasoningParser:
+    """Tells reasoning, content and the marks between them apart; blanks around the reasoning belong to neither."""
+
+    def __init__(self, begin: str, end: str, *, inside: bool) -> None:
+        self._begin, self._end = begin, end
+        self._inside, self._over = inside, False
+        self._fresh = True  # at the start of the reasoning, or of what follows it
+        self._buffer = ""
+
+    def feed(self, text: str) -> list[Delta]:
+        """What can be told of the text so far."""
+        self._buffer += text
+        return self._read(last=False)
+
+    def finish(self) -> list[Delta]:
+        """What was held back, when the text has ended."""
+        return self._read(last=True)
+
+    def _read(self, *, last: bool) -> list[Delta]:
+        deltas: list[Delta] = []
+        if not self._over and not self._inside:
+            shown = self._buffer.lstrip()
+            if shown.startswith(self._begin):
+                self._buffer, self._inside = shown[len(self._begin) :], True
+            elif last or (shown and not self._begin.startswith(shown)):
+                self._over, self._fresh = True, False  # it answers at once
+            else:
+                return []
+        if self._inside:
+            at = self._buffer.find(self._end)
+            thought = self._buffer[: at if at >= 0 else len(self._buffer) - self._kept(last)]
+            self._buffer = self._buffer[len(thought) :]
+            thought = thought.rstrip() if at >= 0 else thought
+            deltas += self._told(thought.lstrip() if self._fresh else thought, reasoning=True)
+            if at < 0:
+                return deltas
+            self._buffer = self._buffer[len(self._end) :]
+            self._inside, self._over, self._fresh = False, True, True
+        if self._fresh:
+            self._buffer = self._buffer.lstrip()
+        said, self._buffer = self._buffer, ""
+        return deltas + self._told(said, reasoning=False)
+
+    def _kept(self, last: bool) -> int:
+        """Characters at the end that may be the mark, or blanks before it."""
+        if last:
+            return 0
+        marked = open_end(self._buffer, (self._end,))
+        rest = self._buffer[: len(self._buffer) - marked]
+        return marked + len(rest) - len(rest.rstrip())
+
+    def _told(self, text: str, *, reasoning: bool) -> list[Delta]:
+        if not text:
+            return []
+        self._fresh = False
+        return [Delta(reasoning=text) if reasoning else Delta(content=text)]

@@ -1,0 +1,389 @@
+"""Tools: definitions on their way into a prompt, and calls on their way out of an answer.
+
+A model calls a function by writing, in the way it was trained to; its chat template shows which. `ToolFormat` knows
+the ways of the supported families: what the template is given, what the answer's text means (`call_parser.py`), and a
+grammar for answers that must be calls. A template that knows no tools is told of them in words.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import secrets
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeAlias
+
+from ostinato.errors import BadInput
+from ostinato.text.answer import Parser
+from ostinato.text.call_parser import JsonCalls, TagCalls
+from ostinato.text.grammar import literal
+from ostinato.text.template import ChatTemplate
+from ostinato.text.tokenizer import Tokenizer
+
+MAX_TOOLS: Final = 128
+
+Message: TypeAlias = dict[str, Any]
+FormatName = Literal["hermes", "tags", "llama", "mistral", "mistral-named", "phi", "plain"]
+
+_NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
+_LETTERS: Final = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """A function that a model may call; `parameters` is a JSON schema of its arguments."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+
+    @property
+    def definition(self) -> dict[str, Any]:
+        """As templates are given it."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+
+ToolChoice: TypeAlias = Literal["none", "auto", "required"] | Tool
+
+
+def read_tools(definitions: Any) -> tuple[Tool, ...]:
+    """OpenAI's `tools` checked; BadInput names the first that is none.
+
+    >>> [tool.name for tool in read_tools([{"type": "function", "function": {"name": "look"}}])]
+    ['look']
+    """
+    if definitions is None:
+        return ()
+    if not isinstance(definitions, Sequence) or isinstance(definitions, (str, bytes)):
+        raise BadInput(f"tools is {type(definitions).__name__}; it must be a list of functions")
+    if len(definitions) > MAX_TOOLS:
+        raise BadInput(f"tools has {len(definitions)} entries; at most {MAX_TOOLS} can be given")
+    tools = tuple(_read_tool(index, definition) for index, definition in enumerate(definitions))
+    names = [tool.name for tool in tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise BadInput(f"tools[{index}] is a second function of the name {name!r}; each needs its own")
+    return tools
+
+
+def _read_tool(index: int, definition: Any) -> Tool:
+    where = f"tools[{index}]"
+    if not isinstance(definition, Mapping) or definition.get("type", "function") != "function":
+        raise BadInput(f"{where} must be of the form {{'type': 'function', 'function': {{'name': ...}}}}")
+    function = definition.get("function")
+    if not isinstance(function, Mapping):
+        raise BadInput(f"{where}.function is missing; it must have a name")
+    name, text, parameters = (function.get(key) for key in ("name", "description", "parameters"))
+    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
+        raise BadInput(f"{where}.function.name is {name!r}; it must be 1 to 64 letters, digits, '_', '.' or '-'")
+    if not isinstance(text, str | None):
+        raise BadInput(f"{where}.function.description is {type(text).__name__}; it must be text")
+    if not isinstance(parameters, Mapping | None):
+        raise BadInput(f"{where}.function.parameters is {type(parameters).__name__}; it must be a JSON schema")
+    return Tool(name, text or "", parameters or {"type": "object", "properties": {}})
+
+
+def read_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
+    """OpenAI's `tool_choice` checked: a word, or `{"type": "function", "function": {"name": ...}}`."""
+    if choice is None:
+        return "auto" if tools else "none"
+    if choice in ("none", "auto"):
+        return "none" if not tools else "auto" if choice == "auto" else "none"
+    if choice == "required":
+        if not tools:
+            raise BadInput("tool_choice is 'required', and there are no tools")
+        return "required"
+    function = choice.get("function") if isinstance(choice, Mapping) else None
+    name = function.get("name") if isinstance(function, Mapping) else None
+    for tool in tools:
+        if tool.name == name:
+            return tool
+    if isinstance(name, str):
+        known = ", ".join(tool.name for tool in tools) or "none"
+        raise BadInput(f"tool_choice names the function {name!r}; the tools are: {known}")
+    raise BadInput(f"tool_choice is {choice!r}; it must be none, auto, required, or name a function")
+
+
+@dataclass(frozen=True, slots=True)
+class ToolFormat:
+    """How one model writes calls. `markers` are texts that an answer's text must show, control tokens or not."""
+
+    name: FormatName
+    markers: tuple[str, ...]
+    special: Mapping[str, int]  # the ids of markers that are control tokens
+    system: bool = True  # whether the template takes a system message
+
+    @staticmethod
+    def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> ToolFormat:
+        """The format that a template speaks; where it speaks none, one of our own, told to the model in words."""
+        source = "" if template is None else template.tool_source or template.source
+        name = _format_of(source)
+        markers = _MARKERS[name]
+        special = {tokenizer.texts[id]: id for id in tokenizer.hidden if tokenizer.texts[id] in markers}
+        no_system = bool(re.search(r"[Ss]ystem role not supported", source))
+        return ToolFormat(name, markers, special, not no_system)
+
+    # Into the prompt
+
+    def prompt_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+        """What the template is given as `tools`; None where it would not look at them."""
+        if not tools or self.name in ("phi", "plain"):
+            return None
+        return [tool.definition for tool in tools]
+
+    def prompt_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[Message]:
+        """The conversation as the template wants it: calls made before and their results, and tools where need be."""
+        asked = [_with_objects(message) for message in messages]
+        match self.name:
+            case "llama":
+                return [one for message in asked for one in _one_call_each(message)]
+            case "mistral" | "mistral-named":
+                return [_with_short_ids(message) for message in asked]
+            case "phi":
+                return _for_phi(asked, tools)
+            case "plain":
+                return self._in_words(asked, tools)
+        return asked
+
+    def _in_words(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+        told = [_told_in_words(message) for message in messages]
+        return _with_preface(told, _preface(tools), system=self.system) if tools else told
+
+    # Out of the answer
+
+    def parser(self, tools: Sequence[Tool]) -> Parser:
+        """Reads calls out of an answer's text; `AnswerReader` joins it with what reads the reasoning."""
+        names = {tool.name for tool in tools}
+        match self.name:
+            case "tags":
+                return TagCalls(_call_id, {tool.name: tool.parameters for tool in tools})
+            case "hermes":
+                return JsonCalls(["<tool_call>"], ["</tool_call>"], _call_id)
+            case "mistral" | "mistral-named":
+                return JsonCalls(["[TOOL_CALLS]"], [], _short_id, named=True)
+            case "phi":
+                return JsonCalls(["<|tool_call|>", "functools["], ["<|/tool_call|>"], _call_id)
+        return JsonCalls(self.markers, [], _call_id, bare=True, known=names)
+
+    def grammar(
+        self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True, schema: str | None = None
+    ) -> str | None:
+        """For `Sampling(grammar=...)`: makes the answer calls as `choice` says; None where anything may be said.
+
+        With a `schema`, what `response_format` asks for, an answer that is no call follows that.
+        """
+        if choice == "none" or (choice == "auto" and schema is None):
+            return None
+        callable_now = [choice] if isinstance(choice, Tool) else list(tools)
+        several = parallel and not isinstance(choice, Tool)
+        lines = self._call_rules(callable_now, several=several)
+        if choice == "auto":
+            lines.append("start: calls | answer")
+            lines.append(f"answer: %json {_compact(json.loads(schema or '{}'))}")
+        else:
+            lines.append("start: calls")
+        return "\n".join(lines)
+
+    def _call_rules(self, tools: Sequence[Tool], *, several: bool) -> list[str]:
+        """Rules named `calls` and `call`, in Lark as llguidance reads it."""
+        shape = _SHAPES[self.name]
+        rules = []
+        for number, tool in enumerate(tools):
+            begin = self._text(shape.begin.replace("NAME", tool.name))
+            rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
+            rules.append(f"args_{number}: %json {_compact(_closed(tool.parameters))}")
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
+        more = "" if shape.between is None or not several else f"({self._text(shape.between)} call)*"
+        rules.append(f"calls: {self._text(shape.first)} call {more} {self._text(shape.last)}")
+        return rules
+
+    def _text(self, text: str) -> str:
+        """A literal of the grammar; markers that are control tokens by their ids."""
+        parts = re.split("(" + "|".join(map(re.escape, self.special)) + ")", text) if self.special else [text]
+        return " ".join(
+            f"<[{self.special[part]}]>" if part in self.special else literal(part) for part in parts if part
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """The text around the arguments of a call, and around and between calls; None: one call at a time."""
+
+    begin: str
+    end: str
+    first: str = ""
+    between: str | None = None
+    last: str = ""
+
+
+_BARE: Final = _Shape('{"name": "NAME", "parameters": ', "}")
+_SHAPES: Final[Mapping[FormatName, _Shape]] = {
+    "hermes": _Shape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"),
+    # Values between tags are no JSON: an answer that must be a call is written the other way, and read all the same.
+    "tags": _Shape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"),
+    "llama": _BARE,
+    "plain": _BARE,
+    "mistral": _Shape('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
+    "mistral-named": _Shape("[TOOL_CALLS]NAME[ARGS]", "", between=""),
+    "phi": _Shape('{"name": "NAME", "arguments": ', "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
+}
+_MARKERS: Final[Mapping[FormatName, tuple[str, ...]]] = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "tags": ("<tool_call>", "</tool_call>"),
+    "llama": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]",),
+    "mistral-named": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "phi": ("<|tool_call|>", "<|/tool_call|>"),
+    "plain": (),
+}
+
+
+def _format_of(source: str) -> FormatName:
+    if "<|tool|>" in source and "'tools' in message" in source:
+        return "phi"
+    if re.search(r"\btools\b", source) is None:
+        return "plain"
+    if "[TOOL_CALLS]" in source:
+        return "mistral-named" if "[ARGS]" in source else "mistral"
+    if "<tool_call>" in source:
+        return "tags" if "<function=" in source else "hermes"
+    return "llama" if "<|python_tag|>" in source or '"parameters"' in source else "plain"
+
+
+# Conversations
+
+
+def _with_objects(message: Mapping[str, Any]) -> Message:
+    """Arguments of earlier calls as objects: templates write them as JSON themselves."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, Sequence) or isinstance(calls, str):
+        return dict(message)
+    return {**message, "tool_calls": [_with_object(call) for call in calls if isinstance(call, Mapping)]}
+
+
+def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function")
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return dict(call)
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        return dict(call)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _one_call_each(message: Message) -> list[Message]:
+    """Llama's templates take one call in a message."""
+    calls = message.get("tool_calls") or []
+    return [message] if len(calls) < 2 else [{**message, "tool_calls": [call]} for call in calls]
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Mistral's templates take ids of nine letters and digits, and no others."""
+    changed = dict(message)
+    if isinstance(message.get("tool_call_id"), str):
+        changed["tool_call_id"] = _shortened(message["tool_call_id"])
+    if message.get("tool_calls"):
+        changed["tool_calls"] = [{**call, "id": _shortened(str(call.get("id")))} for call in message["tool_calls"]]
+    return changed
+
+
+def _shortened(id: str) -> str:
+    if _SHORT_ID.fullmatch(id):
+        return id
+    return "".join(_LETTERS[byte % len(_LETTERS)] for byte in hashlib.sha256(id.encode()).digest()[:9])
+
+
+def _for_phi(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    told = []
+    for message in messages:
+        if message.get("tool_calls"):
+            calls = json.dumps([_named(call, "arguments") for call in message["tool_calls"]], ensure_ascii=False)
+            message = {
+                "role": "assistant",
+                "content": f"{_as_text(message.get('content'))}<|tool_call|>{calls}<|/tool_call|>",
+            }
+        elif message.get("role") == "tool":
+            message = {**message, "role": "tool_response"}
+        told.append(message)
+    if not tools:
+        return told
+    if not told or told[0].get("role") != "system":
+        told.insert(0, {"role": "system", "content": ""})
+    functions = [tool.definition["function"] for tool in tools]
+    return [{**told[0], "tools": json.dumps(functions, ensure_ascii=False)}, *told[1:]]
+
+
+def _told_in_words(message: Message) -> Message:
+    """A call, or its result, for a template that has no form for it."""
+    calls = message.get("tool_calls")
+    if calls:
+        texts = [json.dumps(_named(call, "parameters"), ensure_ascii=False) for call in calls]
+        return {"role": "assistant", "content": "\n".join([*filter(None, [_as_text(message.get("content"))]), *texts])}
+    if message.get("role") == "tool":
+        return {"role": "user", "content": f"Result of the function call: {_as_text(message.get('content'))}"}
+    return message
+
+
+def _named(call: Mapping[str, Any], arguments: str) -> dict[str, Any]:
+    function = call.get("function")
+    function = function if isinstance(function, Mapping) else {}
+    return {"name": function.get("name"), arguments: function.get("arguments", {})}
+
+
+def _preface(tools: Sequence[Tool]) -> str:
+    functions = "\n".join(json.dumps(tool.definition["function"], ensure_ascii=False) for tool in tools)
+    return (
+        "You can call these functions, given as JSON with schemas of their parameters:\n"
+        f"{functions}\n"
+        'To call one, answer with nothing but JSON of the form {"name": function name, "parameters": object of its '
+        "arguments}. Its result will be given to you."
+    )
+
+
+def _with_preface(messages: Sequence[Message], preface: str, *, system: bool) -> list[Message]:
+    """A text before everything: in the system message, or in the first of the user where the template takes none."""
+    role = "system" if system else "user"
+    if messages and messages[0].get("role") == role:
+        first = {**messages[0], "content": f"{preface}\n\n{_as_text(messages[0].get('content'))}"}
+        return [first, *messages[1:]]
+    return [{"role": role, "content": preface}, *messages]
+
+
+def _as_text(content: Any) -> str:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
+    return "" if content is None else str(content)
+
+
+# Grammars
+
+
+def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A function takes the arguments it names, unless its schema says otherwise."""
+    schema = {"type": "object", **parameters}
+    if schema["type"] == "object" and not {"$ref", "anyOf", "oneOf", "allOf", "patternProperties"} & schema.keys():
+        schema.setdefault("additionalProperties", False)
+    return schema
+
+
+def _compact(schema: Mapping[str, Any]) -> str:
+    """A schema for a grammar, without free blanks."""
+    options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+
+
+# Ids
+
+
+def _call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def _short_id() -> str:
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))

@@ -1,0 +1,297 @@
+"""Chats and completions through the real client: shapes, streams, parameters, and one end for each."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ostinato import Sampling
+from tests.cli import tiny_model
+from tests.serve.running import Running, serving
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+FEW: Any = {"model": "tiny", "max_tokens": 12, "seed": 3}
+
+
+def test_a_chat_is_the_answer_that_the_engine_gives(client: openai.OpenAI, server: Running) -> None:
+    answer = client.chat.completions.create(messages=HELLO, **FEW)
+    same = server.llm.chat(HELLO, Sampling(max_tokens=12, seed=3))
+    choice = answer.choices[0]
+    assert choice.message.role == "assistant"
+    assert choice.message.content == same.text
+    assert choice.finish_reason == same.finish_reason == "length"
+    assert answer.object == "chat.completion"
+    assert answer.id.startswith("chatcmpl-")
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(same.prompt_ids), 12)
+    assert answer.model_extra is not None
+    assert answer.model_extra["digest"] == same.digest
+    assert answer.model_extra["seed"] == 3
+
+
+def test_a_stream_joins_to_the_same_answer_and_has_one_end(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(messages=HELLO, **FEW)
+    chunks = list(
+        client.chat.completions.create(messages=HELLO, stream=True, stream_options={"include_usage": True}, **FEW)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    reasons = [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices]
+    assert [reason for reason in reasons if reason] == ["length"]
+    assert reasons[-1] == "length"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 12
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_a_prompt_asked_again_is_found_in_memory(client: openai.OpenAI) -> None:
+    long: Any = [{"role": "user", "content": "the same words again and again, and then some more of them"}]
+    first = client.chat.completions.create(messages=long, **FEW)
+    second = client.chat.completions.create(messages=long, **FEW)
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    assert (second.usage.prompt_tokens_details.cached_tokens or 0) >= 16
+    assert second.choices[0].message.content == first.choices[0].message.content
+
+
+def test_usage_can_come_with_every_chunk(server: Running) -> None:
+    body = {"messages": HELLO, "stream": True, "max_tokens": 4, "stream_options": {"continuous_usage_stats": True}}
+    chunks = events_of(server.post("/v1/chat/completions", body).text)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 4
+
+
+def test_several_answers_to_one_prompt_have_seeds_that_follow_each_other(server: Running) -> None:
+    body = {"messages": HELLO, "n": 3, "max_tokens": 6, "seed": 5, "temperature": 1.0, "ignore_eos": True}
+    together = server.post("/v1/chat/completions", body).json()
+    assert [choice["index"] for choice in together["choices"]] == [0, 1, 2]
+    for number, choice in enumerate(together["choices"]):
+        alone = server.post("/v1/chat/completions", {**body, "n": 1, "seed": 5 + number}).json()
+        assert choice["message"]["content"] == alone["choices"][0]["message"]["content"]
+    assert together["usage"]["completion_tokens"] == 18
+
+
+def test_streams_of_several_answers_are_told_apart(server: Running) -> None:
+    body = {"messages": HELLO, "n": 3, "max_tokens": 6, "seed": 5, "temperature": 1.0, "ignore_eos": True}
+    whole = server.post("/v1/chat/completions", body).json()
+    texts: dict[int, str] = defaultdict(str)
+    reasons: dict[int, list[str]] = defaultdict(list)
+    for chunk in events_of(server.post("/v1/chat/completions", {**body, "stream": True}).text):
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+            reasons[choice["index"]] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    assert [texts[i] for i in range(3)] == [choice["message"]["content"] for choice in whole["choices"]]
+    assert [reasons[i] for i in range(3)] == [["length"]] * 3
+
+
+def test_a_completion_goes_on_from_texts_and_from_token_ids(client: openai.OpenAI, server: Running) -> None:
+    ids = [server.llm.tokenize("the rain"), server.llm.tokenize("in the")]
+    by_text = client.completions.create(prompt=["the rain", "in the"], **FEW)
+    by_ids = client.completions.create(prompt=ids, **FEW)
+    assert [choice.text for choice in by_text.choices] == [choice.text for choice in by_ids.choices]
+    one = client.completions.create(prompt=ids[0], **FEW)
+    assert one.choices[0].text == server.llm.generate("the rain", Sampling(max_tokens=12, seed=3)).text
+
+
+def test_an_echo_shows_the_prompt_first(client: openai.OpenAI) -> None:
+    plain = client.completions.create(prompt="the rain", **FEW)
+    echoed = client.completions.create(prompt="the rain", echo=True, **FEW)
+    assert echoed.choices[0].text == "the rain" + plain.choices[0].text
+    streamed = client.completions.create(prompt="the rain", echo=True, stream=True, **FEW)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == echoed.choices[0].text
+
+
+def test_a_completion_without_a_limit_has_sixteen_tokens(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="tiny", prompt="the rain", extra_body={"ignore_eos": True})
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 16
+
+
+@pytest.mark.slow
+def test_a_stop_string_ends_an_answer_and_is_never_shown(server: Running) -> None:
+    body = {"prompt": "hello", "max_tokens": 60, "seed": 1, "temperature": 1.5, "ignore_eos": True}
+    text = server.post("/v1/completions", body).json()["choices"][0]["text"]
+    for start in range(4, 40, 5):
+        stop = text[start : start + 3]
+        for stream in (False, True):
+            asked = {**body, "stop": [stop], "stream": stream, "logprobs": 1}
+            reply = server.post("/v1/completions", asked)
+            choices = [c for chunk in events_of(reply.text) for c in chunk["choices"]] if stream else []
+            choices = choices or reply.json()["choices"]
+            assert "".join(choice["text"] for choice in choices) == text[: text.find(stop)]
+            assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_logprobs_of_a_chat_are_the_models_own(client: openai.OpenAI, server: Running) -> None:
+    answer = client.chat.completions.create(messages=HELLO, logprobs=True, top_logprobs=3, **FEW)
+    same = server.llm.chat(HELLO, Sampling(max_tokens=12, seed=3, logprobs=3))
+    assert same.logprobs is not None
+    told = answer.choices[0].logprobs
+    assert told is not None
+    assert told.content is not None
+    assert [entry.logprob for entry in told.content] == [entry.logprob for entry in same.logprobs]
+    assert all(len(entry.top_logprobs) == 3 for entry in told.content)
+    assert b"".join(bytes(entry.bytes or []) for entry in told.content).decode(errors="replace") == same.text
+
+
+def test_logprobs_of_a_stream_are_those_of_the_whole(server: Running) -> None:
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 20, "seed": 9}),
+        ("/v1/completions", {"prompt": "hello", "logprobs": 2, "max_tokens": 20, "seed": 9}),
+    ):
+        whole = server.post(path, body).json()["choices"][0]["logprobs"]
+        parts = [
+            choice["logprobs"]
+            for chunk in events_of(server.post(path, {**body, "stream": True}).text)
+            for choice in chunk["choices"]
+            if choice["logprobs"]
+        ]
+        for name, value in whole.items():
+            if isinstance(value, list):
+                assert [entry for part in parts for entry in part[name]] == value
+
+
+def test_logit_bias_and_ignored_ends_are_honoured(client: openai.OpenAI, server: Running) -> None:
+    wanted = server.llm.tokenize("a")[0]
+    answer = client.chat.completions.create(messages=HELLO, temperature=0, logit_bias={str(wanted): 100}, **FEW)
+    assert answer.choices[0].message.content == "a" * 12
+    ended = server.llm.tokenizer.eog_ids
+    bias = {str(id): 100 for id in ended}
+    stopped = client.chat.completions.create(messages=HELLO, temperature=0, logit_bias=bias, **FEW)
+    assert stopped.choices[0].finish_reason == "stop"
+    assert stopped.choices[0].message.content == ""
+    more = client.chat.completions.create(
+        messages=HELLO, temperature=0, logit_bias=bias, extra_body={"ignore_eos": True, "min_tokens": 3}, **FEW
+    )
+    assert more.choices[0].finish_reason == "length"
+
+
+def test_content_may_come_in_parts(server: Running) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    body = {"max_tokens": 8, "seed": 1}
+    one = server.post("/v1/chat/completions", {"messages": parts, **body}).json()
+    other = server.post("/v1/chat/completions", {"messages": HELLO, **body}).json()
+    assert one["choices"][0]["message"] == other["choices"][0]["message"]
+
+
+def test_harmless_fields_change_nothing(client: openai.OpenAI) -> None:
+    plain = client.chat.completions.create(messages=HELLO, **FEW)
+    more = client.chat.completions.create(messages=HELLO, user="me", store=False, metadata={"a": "b"}, n=1, **FEW)
+    assert more.choices[0].message == plain.choices[0].message
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"type": "json_object"},
+        {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object", "properties": {}}}},
+        {"type": "regex", "regex": "[ab]{3}c"},
+        {"type": "choice", "choice": ["red", "green"]},
+        {"type": "grammar", "grammar": 'start: "one" | "two"'},
+    ],
+    ids=lambda asked: asked["type"],
+)
+def test_an_answer_follows_its_format(server: Running, asked: dict[str, Any]) -> None:
+    body = {"messages": HELLO, "max_tokens": 200, "seed": 4, "temperature": 0.8, "response_format": asked}
+    reply = server.post("/v1/chat/completions", body)
+    assert reply.status_code == 200, reply.text
+    choice = reply.json()["choices"][0]
+    text = choice["message"]["content"]
+    if choice["finish_reason"] != "stop":
+        assert asked["type"] == "json_object"  # anything may be long
+    elif asked["type"].startswith("json"):
+        assert isinstance(json.loads(text), dict)
+    else:
+        assert text in ("red", "green", "one", "two") or (len(text) == 4 and text[-1] == "c")
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": "look",
+            "description": "Look somewhere.",
+            "parameters": {"type": "object", "properties": {"far": {"type": "boolean"}}, "required": ["far"]},
+        },
+    }
+]
+
+
+def test_a_required_call_comes_back_parsed_streamed_or_not(client: openai.OpenAI) -> None:
+    words: Any = {"messages": HELLO, "tools": TOOLS, "tool_choice": "required", **FEW, "max_tokens": 150}
+    answer = client.chat.completions.create(**words)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert choice.message.tool_calls is not None
+    call: Any = choice.message.tool_calls[0]
+    assert call.function.name == "look"
+    assert isinstance(json.loads(call.function.arguments)["far"], bool)
+    with client.chat.completions.stream(**words) as stream:
+        streamed: Any = stream.get_final_completion().choices[0].message.tool_calls
+    assert [(one.function.name, one.function.arguments) for one in streamed] == [
+        ("look", call.function.arguments),
+    ]
+
+
+def test_a_named_call_is_that_one_and_none_forbids_calls(client: openai.OpenAI) -> None:
+    named: Any = {"type": "function", "function": {"name": "look"}}
+    answer = client.chat.completions.create(
+        messages=HELLO, tools=TOOLS, tool_choice=named, **{**FEW, "max_tokens": 150}
+    )
+    calls: Any = answer.choices[0].message.tool_calls
+    assert [call.function.name for call in calls] == ["look"]
+    none = client.chat.completions.create(messages=HELLO, tools=TOOLS, tool_choice="none", **FEW)
+    plain = client.chat.completions.create(messages=HELLO, **FEW)
+    assert none.choices[0].message.content == plain.choices[0].message.content
+
+
+def test_a_conversation_with_calls_and_their_results_goes_on(client: openai.OpenAI) -> None:
+    call: Any = {"id": "call_1", "type": "function", "function": {"name": "look", "arguments": '{"far": true}'}}
+    messages: Any = [
+        *HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "a sea"},
+    ]
+    answer = client.chat.completions.create(messages=messages, tools=TOOLS, tool_choice="none", **FEW)
+    assert answer.usage is not None
+    assert answer.usage.prompt_tokens > 30
+
+
+def test_what_a_model_thinks_is_told_apart_from_what_it_says(tmp_path: Path) -> None:
+    def thinking(metadata: dict[str, Any]) -> None:
+        template = metadata["tokenizer.chat_template"]
+        template.value = template.value.replace("assistant\n", "assistant\n<think>\n") + "{# </think> #}"
+
+    model = tiny_model.write(tmp_path / "thinking.gguf", context=256, change=thinking)
+    with serving(model, llm={"context": 256, "slots": 1}) as server:
+        prompt = server.post("/apply-template", {"messages": HELLO}).json()["prompt"]
+        assert prompt.endswith("<think>\n")
+        body = {"messages": HELLO, "temperature": 0, "max_tokens": 4, "seed": 1}
+        body["logit_bias"] = {str(server.llm.tokenize("a")[0]): 100}
+        message = server.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("aaaa", "")
+        deltas = [
+            choice["delta"]
+            for chunk in events_of(server.post("/v1/chat/completions", {**body, "stream": True}).text)
+            for choice in chunk["choices"]
+        ]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "aaaa"
+        assert "".join(delta.get("content", "") for delta in deltas) == ""
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """The events of a stream, which must end as it should."""
+    lines = [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]

@@ -1,0 +1,273 @@
+"""What is refused, how it is told, and that nothing of ours leaks with it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from ostinato import LLM
+from ostinato.errors import BadOption
+from ostinato.serve.settings import Limits, ServeOptions
+from tests.serve.running import Running, serving
+
+CHAT = "/v1/chat/completions"
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+def refused(server: Running, body: dict[str, Any], path: str = CHAT) -> dict[str, Any]:
+    reply = server.post(path, body)
+    assert reply.status_code == 400, reply.text
+    assert reply.headers["content-type"] == "application/json"
+    error: dict[str, Any] = reply.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temprature", 1),
+        ("temperature", -1),
+        ("temperature", "warm"),
+        ("top_p", 1.5),
+        ("top_k", 0.5),
+        ("n", 0),
+        ("max_tokens", 0),
+        ("max_tokens", True),
+        ("seed", -1),
+        ("stop", [""]),
+        ("stop", ["x"] * 10_000),
+        ("logit_bias", {"word": 1}),
+        ("logit_bias", {"1": 1000}),
+        ("logprobs", 5),
+        ("top_logprobs", 3),
+        ("stream_options", {"include_usage": True}),
+        ("best_of", 2),
+        ("functions", [{"name": "x"}]),
+        ("audio", {"voice": "x"}),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content"}),
+        ("reasoning_effort", "high"),
+        ("web_search_options", {}),
+        ("tools", [{"type": "custom"}]),
+        ("tool_choice", "required"),
+        ("response_format", {"type": "xml"}),
+        ("messages", []),
+        ("messages", "hello"),
+        ("chat_template_kwargs", {"messages": []}),
+        ("chat_template_kwargs", {"self": 1}),
+    ],
+)
+def test_what_would_change_the_answer_is_refused_by_the_fields_name(server: Running, field: str, value: Any) -> None:
+    error = refused(server, {"messages": HELLO, field: value})
+    assert error["param"] is not None
+    assert error["param"].split(".")[0].split("[")[0] == field
+    assert field in error["message"]
+
+
+def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> None:
+    picture = {"type": "image_url", "image_url": {"url": "data:,"}}
+    error = refused(server, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, picture]}]})
+    assert error["param"] == "messages[0].content[1].type"
+
+
+def test_a_prompt_that_does_not_fit_is_refused_with_openais_code(server: Running) -> None:
+    error = refused(server, {"messages": [{"role": "user", "content": "long " * 2000}]})
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    error = refused(server, {"prompt": [5] * 5000}, "/v1/completions")
+    assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
+
+
+def test_the_client_gets_the_kinds_of_errors_it_knows(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="tiny", messages=HELLO, temperature=-5)
+    with pytest.raises(openai.NotFoundError, match="gpt-4"):
+        client.chat.completions.create(model="gpt-4", messages=HELLO)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("gpt-4")
+    assert client.models.retrieve("tiny").id == "tiny"
+    assert [model.id for model in client.models.list()] == ["tiny"]
+
+
+def test_paths_methods_and_types_that_are_not_there_are_told_in_the_same_shape(server: Running) -> None:
+    with server.http() as http:
+        for reply, status in (
+            (http.get("/nowhere"), 404),
+            (http.get(CHAT), 405),
+            (http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415),
+            (http.post(CHAT, content=b"{", headers={"content-type": "application/json"}), 400),
+            (http.post(CHAT, content=b'{"a": "\xff\xfe"}', headers={"content-type": "application/json"}), 400),
+            (http.post(CHAT, content=b"[" * 100_000, headers={"content-type": "application/json"}), 400),
+            (
+                http.post(
+                    CHAT, content=b'{"seed": ' + b"9" * 5000 + b"}", headers={"content-type": "application/json"}
+                ),
+                400,
+            ),
+        ):
+            assert reply.status_code == status, reply.text
+            assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
+            assert reply.headers["x-request-id"]
+
+
+def test_a_body_beyond_the_limit_is_told_so(server: Running) -> None:
+    huge = {"messages": [{"role": "user", "content": "x" * 10_000_000}]}
+    reply = server.post(CHAT, huge)
+    assert reply.status_code == 413
+    assert "8388608" in reply.json()["error"]["message"]
+
+
+def test_half_characters_are_refused_or_told_without_a_fault(server: Running) -> None:
+    for text in (
+        r'{"messages": [{"role": "user", "content": "\ud800"}]}',
+        r'{"messages": [{"role": "user", "content": "x"}], "\ud800": 1}',
+        r'{"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "chat_template_kwargs": {"a": "\udc00"}}',
+    ):
+        with server.http() as http:
+            reply = http.post(CHAT, content=text.encode(), headers={"content-type": "application/json"})
+        assert reply.status_code in (200, 400), reply.text
+        json.loads(reply.text)
+
+
+def test_our_own_faults_tell_nothing_of_the_inside(tiny: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with serving(tiny, llm={"context": 64, "slots": 1}) as server:
+        object.__setattr__(server.service, "tool_format", None)
+        reply = server.post(CHAT, {"messages": [{"role": "tool", "content": "x"}]})
+    assert reply.status_code == 500
+    assert reply.json()["error"]["type"] == "server_error"
+    assert "Traceback" not in reply.text
+    assert "NoneType" not in reply.text
+    assert "NoneType" in capfd.readouterr().err
+    assert server.log[-1]["status"] == 500
+
+
+@pytest.mark.slow
+def test_a_full_line_is_told_when_to_come_again(tiny: Path) -> None:
+    with serving(tiny, llm={"context": 4096, "slots": 1, "queue": 0}) as server, server.http() as http:
+        body = {"messages": HELLO, "stream": True, "ignore_eos": True}
+        with http.stream("POST", CHAT, json=body) as first:
+            parts = first.iter_bytes()
+            next(parts)
+            reply = server.post(CHAT, {"messages": HELLO})
+            assert reply.status_code == 429
+            assert int(reply.headers["retry-after"]) >= 1
+            assert reply.json()["error"]["type"] == "rate_limit_error"
+
+
+# Keys and hosts
+
+
+@pytest.mark.slow
+def test_a_key_guards_everything_but_health(tiny: Path) -> None:
+    with serving(tiny, llm={"context": 64, "slots": 1}, keys=("sesame-open", "another-one")) as server:
+        for path in ("/health", "/ready", "/live"):
+            assert server.get(path).status_code == 200
+        for path in ("/", "/docs", "/metrics", "/slots", "/v1/models", "/openapi.json", "/nowhere"):
+            assert server.get(path).status_code == 401
+            assert server.get(path, authorization="Bearer wrong-one").status_code == 401
+            assert server.get(path, authorization="Bearer another-one").status_code in (200, 404)
+        assert server.post(CHAT, {"messages": HELLO}).status_code == 401
+        with server.openai("sesame-open") as good:
+            assert good.chat.completions.create(model="tiny", messages=HELLO, max_tokens=2).choices
+        with server.openai("sesame-oper") as bad, pytest.raises(openai.AuthenticationError):
+            bad.chat.completions.create(model="tiny", messages=HELLO)
+
+
+@pytest.mark.slow
+def test_a_browser_is_asked_for_the_key_as_a_password(tiny: Path) -> None:
+    with serving(tiny, llm={"context": 64, "slots": 1}, keys=("sesame-open",)) as server:
+        asked = server.get("/")
+        assert asked.headers["www-authenticate"].startswith("Basic")
+        assert server.get("/v1/models").headers["www-authenticate"].startswith("Bearer")
+        with server.http(auth=("me", "sesame-open")) as http:
+            assert http.get("/").status_code == 200
+            assert http.get("/v1/models").status_code == 200
+        for broken in ("Basic !!!", "Basic", "Bearer", "Digest x", "Basic YQ=="):
+            assert server.get("/", authorization=broken).status_code == 401
+
+
+def test_another_address_needs_a_key_or_a_word(tmp_path: Path) -> None:
+    with pytest.raises(BadOption, match="--no-api-key"):
+        ServeOptions("tiny", host="0.0.0.0")
+    assert ServeOptions("tiny", host="0.0.0.0", no_key=True).keys == ()
+    assert ServeOptions("tiny", host="0.0.0.0", keys=("long-enough",)).host == "0.0.0.0"
+    with pytest.raises(BadOption, match="given"):
+        ServeOptions("tiny", keys=("long-enough",), no_key=True)
+    with pytest.raises(BadOption, match="characters"):
+        ServeOptions("tiny", keys=("short",))
+    with pytest.raises(BadOption, match="--cors"):
+        ServeOptions("tiny", cors=("example.org",))
+
+
+def test_a_name_that_is_not_ours_is_refused_while_no_key_guards(server: Running, tiny: Path) -> None:
+    assert server.get("/v1/models", host="evil.example").status_code == 403
+    assert server.get("/v1/models", host="localhost:1234").status_code == 200
+    with serving(tiny, llm={"context": 64, "slots": 1}, keys=("sesame-open",)) as guarded:
+        reply = guarded.get("/v1/models", host="models.example", authorization="Bearer sesame-open")
+        assert reply.status_code == 200
+
+
+def test_pages_of_other_origins_are_let_in_only_when_asked(server: Running, tiny: Path) -> None:
+    asking = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    with server.http(headers=asking) as http:
+        assert "access-control-allow-origin" not in http.options(CHAT).headers
+        assert "access-control-allow-origin" not in http.get("/v1/models").headers
+    with (
+        serving(tiny, llm={"context": 64, "slots": 1}, cors=("https://chat.example",), keys=("sesame-open",)) as open_,
+        open_.http(headers=asking) as http,
+    ):
+        assert http.options(CHAT).headers["access-control-allow-origin"] == "https://chat.example"
+        assert http.get("/v1/models").headers["access-control-allow-origin"] == "https://chat.example"
+        other = http.get("/v1/models", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in other.headers
+
+
+# Slow and broken clients
+
+
+@pytest.mark.slow
+def test_a_body_that_stops_half_way_is_given_up(tiny: Path) -> None:
+    limits = Limits(body_s=0.3, head_s=0.3)
+    with serving(tiny, llm={"context": 64, "slots": 1}, limits=limits) as server:
+        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        with socket.create_connection(address, timeout=10) as half:
+            half.sendall(head + b'content-length: 100\r\n\r\n{"prompt"')
+            assert b"408" in half.recv(4096).split(b"\r\n")[0]
+        with socket.create_connection(address, timeout=10) as silent:
+            silent.sendall(head)  # and never its end
+            assert silent.recv(4096) == b""
+        with socket.create_connection(address, timeout=10) as gone:
+            gone.sendall(head + b'content-length: 100\r\n\r\n{"prompt"')
+        assert server.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+
+
+@pytest.mark.slow
+def test_while_the_model_loads_everything_is_not_yet(tiny: Path) -> None:
+    import threading
+
+    go = threading.Event()
+
+    def slow() -> LLM:
+        assert go.wait(30)
+        return LLM(tiny, device="cpu", context=64)
+
+    with serving(tiny, load=slow, wait=False) as server:
+        health = server.get("/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        assert server.get("/live").status_code == 200
+        assert server.get("/ready").status_code == 503
+        reply = server.post(CHAT, {"messages": HELLO})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "model_loading")
+        assert reply.headers["retry-after"]
+        go.set()
+        with server.http() as http:
+            while http.get("/ready").status_code == 503:
+                pass
+        assert server.post(CHAT, {"messages": HELLO, "max_tokens": 1}).status_code == 200

@@ -1,0 +1,228 @@
+"""The program as it is started: a supervisor, a worker, signals, and what follows a death."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+
+from ostinato.serve.supervisor import Supervisor, listen
+from tests.serve.running import DEADLINE_S
+
+CHAT = "/v1/chat/completions"
+HELLO: Any = [{"role": "user", "content": "hello"}]
+pytestmark = pytest.mark.slow
+
+
+class Program:
+    """`ostinato serve` in a process of its own."""
+
+    def __init__(self, *arguments: str, program: tuple[str, ...] = ("-m", "ostinato", "serve")) -> None:
+        self.lines: list[str] = []
+        self._heard = threading.Condition()
+        self.process = subprocess.Popen(
+            [sys.executable, *program, *arguments], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        )
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._heard:
+                self.lines.append(line.rstrip("\n"))
+                self._heard.notify_all()
+
+    def until(self, begins: str, n: int = 1) -> str:
+        """The n-th line that begins so."""
+        with self._heard:
+            found = self._heard.wait_for(lambda: self._said(begins)[n - 1 :], DEADLINE_S)
+        assert found, self.lines
+        return found[0]
+
+    def _said(self, begins: str) -> list[str]:
+        return [line for line in self.lines if line.startswith(begins)]
+
+    @property
+    def url(self) -> str:
+        return self.until("listening at ").split()[2].rstrip(";")
+
+    def close(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        try:
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        self._reader.join()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        return code
+
+
+@contextmanager
+def program(*arguments: str, **words: Any) -> Iterator[Program]:
+    running = Program(*arguments, **words)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def test_the_program_says_where_it_is_answers_and_drains_on_a_signal(tiny: Path) -> None:
+    with program(str(tiny), "--port", "0", "--alias", "mine", "--slots", "2", "--context", "4096") as running:
+        ready = running.until("ready: mine at http://127.0.0.1:")
+        assert "2 slots, context 4096" in ready
+        with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
+            body = {"messages": HELLO, "stream": True, "ignore_eos": True, "max_tokens": 2000, "model": "mine"}
+            with http.stream("POST", CHAT, json=body) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                running.process.send_signal(signal.SIGTERM)
+                running.until("draining: 1 requests")
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert running.process.wait(DEADLINE_S) == 0
+        log = [json.loads(line) for line in running.lines if line.startswith("{")]
+        assert [line["outcome"] for line in log] == ["length"]
+
+
+def test_a_second_signal_stops_it_and_ctrl_c_counts_too(tiny: Path) -> None:
+    with program(str(tiny), "--port", "0", "--context", "4096") as running:
+        running.until("ready: ")
+        with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
+            body = {"messages": HELLO, "stream": True, "ignore_eos": True}
+            with http.stream("POST", CHAT, json=body) as stream:
+                lines = stream.iter_lines()
+                next(lines)
+                running.process.send_signal(signal.SIGINT)
+                running.until("draining: ")
+                running.process.send_signal(signal.SIGINT)
+                last = [line for line in lines if line][-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "draining"
+        assert running.process.wait(DEADLINE_S) == 0
+
+
+def test_after_an_engines_death_the_next_request_is_answered_by_the_next_worker(tiny: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "from ostinato.serve.settings import ServeOptions\n"
+        "from ostinato.options import LoadOptions\n"
+        "from ostinato.serve.supervisor import Supervisor\n"
+        "options = ServeOptions(sys.argv[1], load=LoadOptions(context=512, slots=2), port=0)\n"
+        "command = (sys.executable, '-m', 'tests.serve.faulty_worker', sys.argv[2])\n"
+        "talk = lambda text: print(text, file=sys.stderr, flush=True)\n"
+        "sys.exit(Supervisor(options, talk, command=command).run())\n"
+    )
+    with program(str(tiny), str(tmp_path / "died"), program=("-c", code)) as running:
+        running.until("ready: ")
+        with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
+            stream = client.chat.completions.create(
+                model="tiny", messages=HELLO, stream=True, extra_body={"ignore_eos": True}
+            )
+            with pytest.raises(openai.APIError, match="broken on purpose"):
+                for _ in stream:
+                    pass
+            running.until("the worker ended: ")
+            patient = client.with_options(max_retries=10)
+            answer = patient.chat.completions.create(model="tiny", messages=HELLO, max_tokens=30)
+            assert answer.choices[0].finish_reason in ("length", "stop")
+        health = httpx2.get(running.url + "/health").json()
+        assert health["restarts"] == {"fault": 1}
+        assert 'worker_restarts_total{reason="fault"} 1.0' in httpx2.get(running.url + "/metrics").text
+
+
+def test_a_killed_worker_is_replaced(tiny: Path) -> None:
+    with program(str(tiny), "--port", "0", "--context", "64") as running:
+        running.until("ready: ")
+        for pid in children_of(running.process.pid):
+            os.kill(pid, signal.SIGKILL)
+        running.until("ready: ", n=2)
+        assert httpx2.get(running.url + "/health").json()["restarts"] == {"crash": 1}
+
+
+def test_a_worker_whose_supervisor_is_killed_ends_by_itself(tiny: Path) -> None:
+    with program(str(tiny), "--port", "0", "--context", "64") as running:
+        running.until("ready: ")
+        workers = children_of(running.process.pid)
+        assert len(workers) == 1
+        running.process.kill()
+        end = time.monotonic() + DEADLINE_S
+        while Path(f"/proc/{workers[0]}").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+
+
+def test_a_signal_while_the_model_loads_ends_it_at_once(tiny: Path, tmp_path: Path) -> None:
+    slow = (
+        "import time\n"
+        "from ostinato.serve import worker\n"
+        "def load(options, talk):\n"
+        "    talk('loading for ever')\n"
+        "    time.sleep(600)\n"
+        "worker.load_model = load\n"
+        "worker.main()\n"
+    )
+    code = (
+        "import sys\n"
+        "from ostinato.serve.settings import ServeOptions\n"
+        "from ostinato.serve.supervisor import Supervisor\n"
+        "talk = lambda text: print(text, file=sys.stderr, flush=True)\n"
+        "command = (sys.executable, '-c', sys.argv[2])\n"
+        "sys.exit(Supervisor(ServeOptions(sys.argv[1], port=0), talk, command=command).run())\n"
+    )
+    with program(str(tiny), slow, program=("-c", code)) as running:
+        running.until("loading for ever")
+        assert httpx2.get(running.url + "/health").json()["status"] == "loading"
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(20) == 0
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_a_model_that_cannot_be_had_is_told_once_and_not_tried_again(tmp_path: Path) -> None:
+    with program(str(tmp_path / "none.gguf"), "--port", "0") as running:
+        assert running.process.wait(DEADLINE_S) == 2
+    assert sum("none.gguf" in line and line.startswith("error: ") for line in running.lines) == 1
+    assert not any("Traceback" in line for line in running.lines)
+
+
+def test_an_open_address_without_a_key_and_a_taken_port_are_refused(tiny: Path) -> None:
+    with program(str(tiny), "--host", "0.0.0.0") as running:
+        assert running.process.wait(DEADLINE_S) == 2
+    assert "--no-api-key" in running.lines[-1]
+    with listen("127.0.0.1", 0) as taken:
+        port = str(taken.getsockname()[1])
+        with program(str(tiny), "--port", port) as running:
+            assert running.process.wait(DEADLINE_S) == 2
+    assert port in running.lines[-1]
+
+
+def test_a_worker_that_keeps_dying_young_is_given_up() -> None:
+    from ostinato.serve.settings import ServeOptions
+
+    said: list[str] = []
+    code = (
+        "import json, os, sys\n"
+        "given = json.loads(sys.stdin.readline())\n"
+        'os.write(given[\'events\'], b\'{"event": "ready", "model": "x", "seconds": 0}\\n\')\n'
+        "sys.exit(9)\n"
+    )
+    supervisor = Supervisor(ServeOptions("x", port=0), said.append, command=(sys.executable, "-c", code))
+    assert supervisor.run() == 3
+    assert "giving up" in said[-1]
+    assert sum("starting another" in line for line in said) == 4

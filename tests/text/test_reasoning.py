@@ -1,0 +1,136 @@
+"""Reasoning told apart from the answer, however the text is cut; and free before an answer that follows a grammar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ostinato.options import Sampling
+from ostinato.text.answer import AnswerReader
+from ostinato.text.call_parser import JsonCalls
+from ostinato.text.grammar import Grammars
+from ostinato.text.reasoning import Reasoning
+from ostinato.text.template import ChatTemplate
+from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
+from tests.models import tiny_text
+from tests.text.test_grammar import allowed
+
+THINK = Reasoning("<think>", "</think>", {})
+
+
+def tokenizer() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        tiny_text.write_files(Path(folder))
+        return tokenizer_from_folder(Path(folder))
+
+
+def read(pieces: list[str], prompt: str = "") -> tuple[str, str]:
+    parser = THINK.parser(prompt)
+    deltas = [delta for piece in pieces for delta in parser.feed(piece)] + parser.finish()
+    return "".join(delta.reasoning for delta in deltas), "".join(delta.content for delta in deltas)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "reasoning", "content"),
+    [
+        ("", "<think>\nhm <x>\n</think>\n\nyes", "hm <x>", "yes"),
+        ("", "\n<think>hm</think>yes </think>", "hm", "yes </think>"),
+        ("", "yes", "", "yes"),
+        ("", " <thing", "", " <thing"),
+        ("", "yes <think>no</think>", "", "yes <think>no</think>"),
+        ("", "<think>on and on \n", "on and on \n", ""),
+        ("user: hi\n<think>\n", "hm\n</think>\n\nyes\n", "hm", "yes\n"),
+        ("<think>\n\n</think>\n\n", "yes", "", "yes"),
+        ("what is <think>?", "yes", "", "yes"),
+        ("", "", "", ""),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 7, 100])
+def test_reasoning_is_told_apart_however_the_text_is_cut(
+    prompt: str, text: str, reasoning: str, content: str, size: int
+) -> None:
+    assert read([text[at : at + size] for at in range(0, len(text), size)], prompt) == (reasoning, content)
+
+
+@given(st.text(alphabet="<>/think \n", max_size=50), st.data(), st.booleans())
+def test_any_text_is_read_the_same_whole_or_in_pieces(text: str, cuts: st.DataObject, inside: bool) -> None:
+    at = sorted(cuts.draw(st.sets(st.integers(0, len(text)), max_size=10)))
+    pieces = [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+    prompt = "<think>" if inside else ""
+    assert read(pieces, prompt) == read([text], prompt)
+
+
+def test_calls_are_looked_for_in_the_answer_and_not_in_the_reasoning() -> None:
+    calls = JsonCalls(["<tool_call>"], ["</tool_call>"], lambda: "id")
+    reader = AnswerReader(THINK.parser(""), calls)
+    call = '<tool_call>{"name": "f"}</tool_call>'
+    deltas = reader.feed(f"<think>{call}</think>{call}") + reader.finish()
+    assert [delta.reasoning for delta in deltas if delta.reasoning] == [call]
+    assert reader.n_calls == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("{% if '</think>' in content %}", ("<think>", "</think>")),
+        ("[THINK]{{ x }}[/THINK]", ("[THINK]", "[/THINK]")),
+        ("{{ messages }}", None),
+    ],
+)
+def test_the_template_shows_whether_a_model_thinks_aloud(source: str, found: tuple[str, str] | None) -> None:
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    reasoning = Reasoning.for_template(template, tokenizer())
+    assert (None if reasoning is None else reasoning.markers) == found
+    assert Reasoning.for_template(None, tokenizer()) is None
+
+
+SAMPLINGS = [
+    Sampling(schema={"type": "integer"}),
+    Sampling(regex=r"\d+"),
+    Sampling(choice=("42", "43")),
+    Sampling(grammar='start: "4" "2"'),
+    Sampling(grammar='root ::= "42"'),
+]
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=lambda sampling: sampling.rule.kind)
+def test_thinking_is_free_before_an_answer_that_follows_a_rule(sampling: Sampling) -> None:
+    known = tokenizer()
+    grammars = Grammars(known, known.vocab_size)
+
+    def ends(prompt: str, text: str) -> bool | None:
+        """Whether the answer may end after the text; None where the text is not allowed."""
+        matcher = grammars.matcher(THINK.before(sampling, prompt))
+        assert matcher is not None
+        for id in known.encode(text, bos=False):
+            if id not in allowed(matcher.mask()):
+                return None
+            matcher.take(id)
+        return bool(set(allowed(matcher.mask())) & matcher.ends)
+
+    assert ends("", "42")
+    assert ends("", '<think>\nso {"a" or\n</think>\n\n42')
+    assert ends("", "<think>x</think>a") is None
+    assert ends("", "x") is None
+    assert ends("<think>\n", "hm\n</think>42")
+    assert ends("<think>\n", "42") is False
+    assert THINK.before(sampling, "").rule != sampling.rule
+
+
+def test_marks_that_are_control_tokens_are_named_by_their_ids() -> None:
+    known = tokenizer()
+    reasoning = Reasoning("<|im_start|>", "<|im_end|>", {"<|im_start|>": 1, "<|im_end|>": 2})
+    grammar = reasoning.before(Sampling(choice=("a",)), "").grammar
+    assert grammar is not None
+    assert "<[1]>" in json.loads(grammar)["grammars"][0]["lark_grammar"]
+    assert Grammars(known, known.vocab_size).matcher(Sampling(grammar=grammar)) is not None
+
+
+def test_nothing_to_follow_is_left_alone() -> None:
+    sampling = Sampling(max_tokens=3)
+    assert THINK.before(sampling, "") is sampling

@@ -1,0 +1,338 @@
+"""Tools: definitions checked and handed to templates of every style, and answers that must be calls."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jsonschema
+import pytest
+
+from ostinato.errors import BadInput
+from ostinato.options import Sampling
+from ostinato.text.answer import AnswerReader
+from ostinato.text.grammar import Grammars
+from ostinato.text.stream import TextStream
+from ostinato.text.template import ChatTemplate
+from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
+from ostinato.text.tools import Tool, ToolFormat, read_choice, read_tools
+from tests.models import tiny_text
+from tests.text.templates import CHATML, TURNS
+from tests.text.test_grammar import allowed
+
+WEATHER: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "What the sky does.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "maxLength": 6}, "days": {"type": "integer", "maximum": 9}},
+            "required": ["city"],
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now"}}
+TOOLS = read_tools([WEATHER, NOW])
+
+# Templates in the styles of the families, each reduced to what it does with tools.
+QWEN = """\
+{%- if tools %}<|im_start|>system
+# Tools
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+Answer within <tool_call></tool_call> tags.<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.tool_calls %}<|im_start|>assistant
+{%- for call in message.tool_calls %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% else %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CODER = QWEN + "{# <function=name> <parameter=key> #}"
+LLAMA = """\
+{%- for message in messages %}
+{%- if message.tool_calls %}
+{%- if not message.tool_calls | length == 1 %}{{ raise_exception("only single tool-calls at once!") }}{% endif %}
+{{- '<|python_tag|>' if false }}{"name": "{{ message.tool_calls[0].function.name }}", "parameters": \
+{{ message.tool_calls[0].function.arguments | tojson }}}
+{%- else %}[{{ message.role }}]{{ message.content }}{% endif %}
+{%- if loop.first and tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}
+{%- endfor %}"""
+MISTRAL = """\
+{%- for message in messages %}
+{%- if message.tool_calls %}[TOOL_CALLS] [
+{%- for call in message.tool_calls %}
+{%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs must have length 9!") }}{% endif %}
+{{- call.function | tojson }}{{ call.id }}{% endfor %}]
+{%- elif message.role == "tool" %}[TOOL_RESULTS]{{ message.tool_call_id }}[/TOOL_RESULTS]
+{%- else %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
+{{- '[INST]' + message.content + '[/INST]' }}
+{%- endif %}{% endfor %}"""
+PHI = """\
+{%- for message in messages %}
+{%- if message['role'] == 'system' and 'tools' in message and message['tools'] is not none %}
+{{- '<|system|>' + message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' + '<|end|>' }}
+{%- else %}{{ '<|' + message['role'] + '|>' + message['content'] + '<|end|>' }}{% endif %}{% endfor %}"""
+
+STYLES = {
+    "hermes": QWEN,
+    "tags": CODER,
+    "llama": LLAMA,
+    "mistral": MISTRAL,
+    "mistral-named": MISTRAL + "{# [ARGS] #}",
+    "phi": PHI,
+    "plain": CHATML,
+}
+TALK: list[dict[str, Any]] = [
+    {"role": "user", "content": "How is the sky?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}},
+            {"id": "call_2", "type": "function", "function": {"name": "now", "arguments": "{}"}},
+        ],
+    },
+    {"role": "tool", "tool_call_id": "call_1", "content": "blue"},
+    {"role": "tool", "tool_call_id": "call_2", "content": "noon"},
+]
+
+
+@cache
+def tokenizer() -> Tokenizer:
+    with TemporaryDirectory() as folder:
+        tiny_text.write_files(Path(folder))
+        return tokenizer_from_folder(Path(folder))
+
+
+@cache
+def grammars() -> Grammars:
+    return Grammars(tokenizer(), tokenizer().vocab_size)
+
+
+@contextmanager
+def template_of(source: str) -> Iterator[ChatTemplate]:
+    template = ChatTemplate(source, bos_token="", eos_token="")
+    try:
+        yield template
+    finally:
+        template.close()
+
+
+def format_of(source: str | None) -> ToolFormat:
+    if source is None:
+        return ToolFormat.for_template(None, tokenizer())
+    with template_of(source) as template:
+        return ToolFormat.for_template(template, tokenizer())
+
+
+def rendered(source: str, talk: list[dict[str, Any]], tools: tuple[Tool, ...]) -> str:
+    how = format_of(source)
+    with template_of(source) as template:
+        return template.render(how.prompt_messages(talk, tools), tools=how.prompt_tools(tools))
+
+
+# Definitions
+
+
+def test_a_function_has_a_name_and_may_have_the_rest() -> None:
+    assert [tool.name for tool in TOOLS] == ["weather", "now"]
+    assert TOOLS[1] == Tool("now", "", {"type": "object", "properties": {}})
+    assert read_tools(None) == read_tools([]) == ()
+    assert TOOLS[0].definition == WEATHER
+
+
+@pytest.mark.parametrize(
+    ("definitions", "why"),
+    [
+        ("weather", "tools is str"),
+        ([3], r"tools\[0\] must be of the form"),
+        ([NOW, {"type": "retrieval"}], r"tools\[1\] must be of the form"),
+        ([{"type": "function"}], r"tools\[0\].function is missing"),
+        ([{"type": "function", "function": {}}], r"tools\[0\].function.name is None"),
+        ([{"type": "function", "function": {"name": "a b"}}], "letters, digits"),
+        ([{"type": "function", "function": {"name": "a", "description": 3}}], "description is int"),
+        ([{"type": "function", "function": {"name": "a", "parameters": []}}], "parameters is list"),
+        ([NOW, NOW], r"tools\[1\] is a second function of the name 'now'"),
+        ([NOW] * 129, "at most 128"),
+    ],
+)
+def test_what_is_no_tool_is_refused_by_its_place(definitions: Any, why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        read_tools(definitions)
+
+
+def test_a_choice_is_a_word_or_names_a_function() -> None:
+    named = {"type": "function", "function": {"name": "now"}}
+    assert read_choice(None, TOOLS) == read_choice("auto", TOOLS) == "auto"
+    assert read_choice(None, ()) == read_choice("none", TOOLS) == read_choice("auto", ()) == "none"
+    assert read_choice("required", TOOLS) == "required"
+    assert read_choice(named, TOOLS) == TOOLS[1]
+    for bad, why in (("must", "must be none, auto"), ({"type": "function", "function": {"name": "x"}}, "weather, now")):
+        with pytest.raises(BadInput, match=why):
+            read_choice(bad, TOOLS)
+    with pytest.raises(BadInput, match="there are no tools"):
+        read_choice("required", ())
+
+
+# Into the prompt
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_the_template_shows_how_a_model_calls(name: str) -> None:
+    assert format_of(STYLES[name]).name == name
+    assert format_of(None).name == "plain"
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_definitions_reach_the_prompt_in_every_style(name: str) -> None:
+    prompt = rendered(STYLES[name], TALK[:1], TOOLS)
+    assert '"weather"' in prompt
+    assert "What the sky does." in prompt
+    assert "How is the sky?" in prompt
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_a_conversation_without_tools_is_left_as_it_is(name: str) -> None:
+    with template_of(STYLES[name]) as template:
+        assert rendered(STYLES[name], TALK[:1], ()) == template.render(TALK[:1])
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_earlier_calls_and_results_reach_the_prompt_in_every_style(name: str) -> None:
+    prompt = rendered(STYLES[name], TALK, TOOLS)
+    assert re.search(r'"?(city)"?: "Rome"', prompt), prompt
+    assert prompt.count("weather") >= 2
+    assert "blue" in prompt or "[TOOL_RESULTS]" in prompt
+
+
+def test_ids_that_a_template_refuses_are_changed_alike_in_calls_and_results() -> None:
+    prompt = rendered(MISTRAL, TALK, TOOLS)
+    called = re.findall(r"\}([A-Za-z0-9]{9})", prompt)
+    assert called == re.findall(r"\[TOOL_RESULTS\]([A-Za-z0-9]{9})\[", prompt)
+    assert len(set(called)) == 2
+
+
+def test_a_template_without_a_system_message_is_told_in_the_first_turn() -> None:
+    prompt = rendered(TURNS, TALK[:1], TOOLS)
+    assert prompt.index("You can call these functions") < prompt.index("How is the sky?")
+    assert prompt.count("<start_of_turn>user") == 1
+    system = [{"role": "system", "content": "Be brief."}, *TALK[:1]]
+    assert "Be brief." in rendered(CHATML, system, TOOLS)
+    parts = [{"role": "system", "content": [{"type": "text", "text": "Be brief."}]}, *TALK[:1]]
+    assert "Be brief." in rendered(CHATML, parts, TOOLS)
+
+
+def test_arguments_that_are_no_json_are_left_as_they_are() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{oops"}}
+    (message,) = format_of(QWEN).prompt_messages([{"role": "assistant", "tool_calls": [call]}], TOOLS)
+    assert message["tool_calls"] == [call]
+
+
+# Out of the answer
+
+
+def random_answer(how: ToolFormat, grammar: str, seed: int) -> str:
+    matcher = grammars().matcher(Sampling(grammar=grammar))
+    assert matcher is not None
+    rng = random.Random(seed)
+    stream, text = TextStream(tokenizer(), at_start=False, show=how.markers), ""
+    for _ in range(400):
+        ids = allowed(matcher.mask())
+        ends = [id for id in ids if id in matcher.ends]
+        if ends and (len(ends) == len(ids) or rng.random() < 0.5):
+            return text + stream.finish()
+        id = rng.choice([id for id in ids if id not in matcher.ends])
+        text += stream.push(id)
+        matcher.take(id)
+    pytest.fail(f"no end: {text}")
+
+
+def calls_in(how: ToolFormat, text: str) -> tuple[str, list[tuple[str, Any]]]:
+    reader = AnswerReader(calls=how.parser(TOOLS))
+    found: dict[int, list[str]] = {}
+    content = ""
+    for piece in [*text, None]:
+        for delta in reader.finish() if piece is None else reader.feed(piece):
+            content += delta.content
+            if delta.call is not None:
+                found.setdefault(delta.call.index, [delta.call.name or ""]).append(delta.call.arguments)
+    return content, [(name, json.loads("".join(parts))) for name, *parts in found.values()]
+
+
+@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("seed", range(4))
+def test_an_answer_that_must_be_a_call_is_one(name: str, seed: int) -> None:
+    how = format_of(STYLES[name])
+    for choice in ("required", TOOLS[0], TOOLS[1]):
+        grammar = how.grammar(TOOLS, choice)
+        assert grammar is not None
+        content, calls = calls_in(how, random_answer(how, grammar, seed))
+        assert content == ""
+        assert calls
+        if isinstance(choice, Tool):
+            assert [called for called, _ in calls] == [choice.name]
+        for called, arguments in calls:
+            tool = next(tool for tool in TOOLS if tool.name == called)
+            jsonschema.validate(arguments, {**tool.parameters, "additionalProperties": False})
+
+
+def test_several_calls_come_only_where_they_may() -> None:
+    how = format_of(QWEN)
+    several, single = how.grammar(TOOLS, "required"), how.grammar(TOOLS, "required", parallel=False)
+    assert several is not None
+    assert single is not None
+    assert max(len(calls_in(how, random_answer(how, several, seed))[1]) for seed in range(12)) > 1
+    assert {len(calls_in(how, random_answer(how, single, seed))[1]) for seed in range(12)} == {1}
+
+
+def test_an_answer_may_be_a_call_or_follow_a_schema() -> None:
+    how = format_of(QWEN)
+    grammar = how.grammar(TOOLS, "auto", schema='{"type": "boolean"}')
+    assert grammar is not None
+    answers = [calls_in(how, random_answer(how, grammar, seed)) for seed in range(20)]
+    assert {content for content, calls in answers if not calls} == {"true", "false"}
+    assert any(calls for _, calls in answers)
+
+
+def test_where_anything_may_be_said_there_is_no_grammar() -> None:
+    how = format_of(QWEN)
+    assert how.grammar(TOOLS, "auto") is None
+    assert how.grammar(TOOLS, "none", schema="{}") is None
+
+
+def test_markers_that_are_control_tokens_are_shown_and_may_be_written() -> None:
+    """The tiny vocabulary's `<|im_start|>` stands for a control token that opens calls."""
+    how = ToolFormat("phi", ("<|im_start|>",), {"<|im_start|>": 1})
+    assert how._text("<|im_start|>[") == '<[1]> "["'
+    grammar = f"start: {how._text('<|im_start|>[x')}"
+    assert random_answer(how, grammar, 0) == "<|im_start|>[x"
+    stream = TextStream(tokenizer())
+    assert stream.push(1) == ""
+
+
+def test_ids_of_calls_are_their_own() -> None:
+    ids = set()
+    for name, pattern in (("hermes", r"call_[0-9a-f]{24}"), ("mistral", r"[A-Za-z0-9]{9}")):
+        how = format_of(STYLES[name])
+        for _ in range(5):
+            opener = "[TOOL_CALLS]" if name == "mistral" else "<tool_call>"
+            (delta,) = how.parser(TOOLS).feed(opener + '{"name": "now"}')
+            assert delta.call is not None
+            assert delta.call.id is not None
+            assert re.fullmatch(pattern, delta.call.id)
+            ids.add(delta.call.id)
+    assert len(ids) == 10
