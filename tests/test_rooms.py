@@ -23,6 +23,7 @@ ROOMS = (
     "loop",
     "engine",
     "llm",
+    "lab",
     "cli",
 )
 # The rooms that a small environment, or a quick command, uses without torch.

@@ -18,6 +18,7 @@ from ostinato.cli.bench import bench
 from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.inspect import inspect
+from ostinato.cli.lab import lab
 from ostinato.cli.models import models, pull, rm
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, write_line
 from ostinato.cli.run import run
@@ -29,6 +30,7 @@ app = typer.Typer(name="ostinato", pretty_exceptions_enable=False, rich_markup_m
 for _verb in (run, chat, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
     app.command()(_verb)
 app.add_typer(bench, name="bench")
+app.add_typer(lab, name="lab")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,354 @@
+"""The laboratory on an NVIDIA GPU: short kernels one by one, as graphs, as a WHILE graph, and a kernel that stays.
+
+Kernels are compiled here for the card at hand; loops of launches are native (`programs/host.cpp`). Times are those of
+the device, by events around everything. Every wait has a deadline: on the device by its timer, on the host here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
+from ostinato.kernels.build import cubin
+from ostinato.lab.model import StartCost
+from ostinato.lab.programs import host_library, source
+from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Work, checked, error_of
+from ostinato.loop.open import why_no_while_graph
+
+BASELINE: Final = "baseline"
+GRAPH: Final = "graph"
+UPDATED: Final = "graph, updated"
+WHILE: Final = "while graph"
+PERSISTENT: Final = "persistent"
+FED: Final = "persistent, fed"
+STARTS: Final = (BASELINE, GRAPH, UPDATED, WHILE, PERSISTENT, FED)
+
+DEADLINE_S: Final = 30.0
+MOST_NODES: Final = 20_000  # of one graph: instantiating more takes longer than what is measured
+HELD_US: Final = 20  # a body that is longer than any launch
+
+Launch = Callable[[], None]
+
+
+class GpuMachine:
+    """The card that torch calls `device`."""
+
+    kind: Literal["gpu", "cpu"] = "gpu"
+
+    def __init__(self, device: torch.device) -> None:
+        from cuda.core import Device, ObjectCode, Stream
+
+        self._device = device
+        self.name = torch.cuda.get_device_name(device)
+        Device(device.index or 0).set_current()
+        torch.zeros(1, device=device)  # torch's context is the one that everything below lives in
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"sm_{major}{minor}"
+        module = ObjectCode.from_cubin(cubin(source("kernels.h"), "kernels.h", arch=arch))
+        self._kernels = {name: module.get_kernel(name) for name in ("short_axpy", "short_tail", "hold", "persistent")}
+        self.why_not: dict[str, str] = {}
+        reason = why_no_while_graph()
+        if reason is None:
+            turning = ObjectCode.from_cubin(cubin(source("turn.h"), "turn.h", arch=arch))
+            self._kernels["turn"] = turning.get_kernel("turn")
+        else:
+            self.why_not[WHILE] = reason
+        self.starts = tuple(start for start in STARTS if start not in self.why_not)
+        self._host = host_library()
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        stream: Any = torch.cuda.Stream
+        self._stream = stream(device)
+        self._own = Stream.from_handle(self._stream.cuda_stream)
+        self.n_cores = torch.cuda.get_device_properties(device).multi_processor_count
+
+    # What may run
+
+    def settle(self, work: Work) -> Work:
+        work = replace(work, blocks=work.blocks or self.n_cores)
+        needed, free = (
+            4 * work.n * (1 + REQUESTS) + 8 * work.n * (2 + REQUESTS),
+            torch.cuda.mem_get_info(self._device)[0],
+        )
+        if needed > free:
+            raise HardwareCannot(f"--n {work.n} needs {needed / 1e9:.1f} GB with its check; {free / 1e9:.1f} are free")
+        return work
+
+    def check_resident(self, work: Work) -> None:
+        """Refuse a grid of which some blocks would wait outside while the others wait for them."""
+        from cuda.bindings import driver
+
+        kernel = self._kernels["persistent"]
+        function = driver.CUfunction(int(kernel.handle))
+        error, fits = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, work.threads, 0)
+        _ok(error, "ask how many blocks fit")
+        if work.blocks > fits * self.n_cores:
+            raise BadOption(
+                f"--blocks {work.blocks}: with {work.threads} threads at most {fits * self.n_cores} blocks are resident "
+                f"at once on {self.name} ({fits} on each of {self.n_cores} multiprocessors), and a barrier over the "
+                "grid waits for all of them"
+            )
+
+    # Measuring
+
+    def time(self, work: Work, start: str, repeats: int) -> Timing:
+        work = self.settle(work)
+        requests = REQUESTS if start == FED else 1
+        data = Data.fresh(work.n, requests)
+        factors = work.factors(varied=start in (UPDATED, FED))
+        expected = data.expected(work, factors, requests, device=str(self._device))
+        x = torch.from_numpy(data.x).to(self._device)
+        h = torch.full((requests, work.n), float("nan"), device=self._device)
+        fresh = torch.from_numpy(data.start).to(self._device)
+        play, launches = self._bound(work, start, x, h, factors)
+        times, worst = [], 0.0
+        for _ in range(repeats + 1):  # the first warms and uploads
+            h.fill_(float("nan"))
+            h.copy_(fresh)
+            times.append(self._ms(play) * 1e3 / work.steps)
+            worst = max(worst, error_of(h.cpu().numpy(), expected))
+        return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), launches))
+
+    def _ms(self, play: Launch) -> float:
+        """Milliseconds on the device; EngineDead where it does not end."""
+        torch.cuda.synchronize(self._device)
+        kind: Any = torch.cuda.Event
+        began, ended = kind(enable_timing=True), kind(enable_timing=True)
+        began.record(self._stream)
+        play()
+        ended.record(self._stream)
+        latest = time.monotonic() + 2 * DEADLINE_S
+        while not ended.query():
+            if time.monotonic() > latest:
+                raise EngineDead(
+                    f"the device did not end within {2 * DEADLINE_S:.0f} s; this process must be restarted"
+                )
+            time.sleep(20e-6)
+        return float(began.elapsed_time(ended))
+
+    def body_us(self, work: Work) -> float:
+        """A pass inside a kernel that stays, less the barrier after it: nothing of it is a launch."""
+        one = Work(work.n, 100, 8, self.settle(work).blocks, work.threads, work.a, work.body)
+        return max(1e-3, self.time(one, PERSISTENT, 3).kernel_us - self._barrier_us(one.blocks, one.threads))
+
+    def _barrier_us(self, blocks: int, threads: int) -> float:
+        """A barrier of a grid that has nothing else to do."""
+        return self.time(Work(1, 500, 4, blocks, threads), PERSISTENT, 3).kernel_us
+
+    # What each start adds
+
+    def costs(self) -> dict[str, StartCost]:
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> dict[str, StartCost]:
+        """By bodies of known length: long ones show what the device adds, empty ones what the host takes."""
+        found: dict[str, StartCost] = {}
+        for start in (BASELINE, GRAPH, UPDATED, WHILE):
+            if start not in self.starts:
+                continue
+            few, many = (self._held_us(start, kernels, HELD_US * 1000) for kernels in (4, 20))
+            kernel_us = (many - few) / 16 - HELD_US
+            step_us = max(0.0, few - 4 * (HELD_US + kernel_us))
+            little, much = (self._held_us(start, kernels, 0) for kernels in (4, 20))
+            submit = (much - little) / 16 if start in (BASELINE, UPDATED) else 0.0
+            submit_step = max(0.0, little - 4 * submit) if start == UPDATED else 0.0
+            found[start] = StartCost(kernel_us, 0.0 if start == BASELINE else step_us, submit, submit_step)
+        barrier = self._barrier_us(self.n_cores, 256)
+        fed = self.time(Work(1, 500, 4, self.n_cores), FED, 3).us - 4 * barrier
+        return {**found, PERSISTENT: StartCost(barrier), FED: StartCost(barrier, max(0.0, fed))}
+
+    def _held_us(self, start: str, kernels: int, length_ns: int, steps: int = 50) -> float:
+        """A step of kernels that only take time."""
+        kernel, words = self._kernels["hold"], (np.uint64(length_ns),)
+        play, _ = self._started(start, Work(1, steps, kernels, 1, 32), kernel, words, None)
+        self._ms(play)
+        return float(np.median([self._ms(play) for _ in range(5)])) * 1e3 / steps
+
+    def facts(self) -> dict[str, Any]:
+        loaded = Work(1 << 22, 50, 8, self.n_cores, 1024)
+        held = self.time(loaded, PERSISTENT, 3).kernel_us
+        free = self._without_barriers_us(loaded)
+        return {
+            "kind": "gpu",
+            "name": self.name,
+            "multiprocessors": self.n_cores,
+            "driver": _driver_version(),
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "barrier_idle_us": self._barrier_us(self.n_cores, 1024),
+            "barrier_loaded_us": max(0.0, held - free),
+        }
+
+    def _without_barriers_us(self, work: Work) -> float:
+        data = Data.fresh(work.n)
+        x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
+        play, _ = self._persistent(work, x, h, work.factors(varied=False), barriers=False)
+        return float(np.median([self._ms(play) for _ in range(4)][1:])) * 1e3 / work.passes
+
+    # The starts
+
+    def _bound(self, work: Work, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> tuple[Launch, int]:
+        if start == PERSISTENT:
+            return self._persistent(work, x, h, factors)
+        if start == FED:
+            return self._fed(work, x, h, factors)
+        words = (np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.float32(work.a))
+        return self._started(start, work, self._kernels[f"short_{work.body}"], words, factors)
+
+    def _started(
+        self, start: str, work: Work, kernel: Any, words: tuple[Any, ...], factors: np.ndarray | None
+    ) -> tuple[Launch, int]:
+        """Steps of short kernels, and how many launches the host makes for them."""
+        from cuda.core import LaunchConfig
+
+        config = LaunchConfig(grid=work.blocks, block=work.threads)
+        given = _Words(words)
+        handle, stream = int(kernel.handle), self._stream.cuda_stream
+        if start == BASELINE:
+            launch = self._pointer("cuLaunchKernel")
+            all_of_it = (launch, handle, work.blocks, work.threads, stream, given.pointers, work.passes)
+            return lambda: _called(self._host.launch_many(*all_of_it), given), work.passes
+        if start == WHILE:
+            return self._while(work, kernel, config, words)
+        per_graph = work.kernels * (1 if start == UPDATED else max(1, min(work.steps, MOST_NODES // work.kernels)))
+        while work.passes % per_graph:
+            per_graph -= work.kernels
+        graph, nodes = self._captured(kernel, config, words, per_graph)
+        replays = work.passes // per_graph
+        if start == GRAPH or factors is None:
+            many = (self._pointer("cuGraphLaunch"), int(graph.handle), stream, replays)
+            return lambda: _called(self._host.replay_many(*many), graph), replays
+        each = np.ascontiguousarray(factors)
+        handles = (ctypes.c_void_p * len(nodes))(*nodes)
+        everything = (
+            self._pointer("cuGraphExecKernelNodeSetParams_v2"), self._pointer("cuGraphLaunch"), int(graph.handle),
+            ctypes.addressof(handles), len(nodes), handle, work.blocks, work.threads, stream, given.pointers,
+            each.ctypes.data, work.steps,
+        )  # fmt: skip
+        return lambda: _called(self._host.update_and_replay(*everything), graph, handles, each, given), work.steps
+
+    def _captured(self, kernel: Any, config: Any, words: tuple[Any, ...], n: int) -> tuple[Any, list[int]]:
+        """A graph of n launches in a row, instantiated, and its nodes."""
+        from cuda.core.graph import GraphDefinition
+
+        graph = GraphDefinition()
+        node: Any = graph
+        nodes = []
+        for _ in range(n):
+            node = node.launch(config, kernel, *words)
+            nodes.append(int(node.handle))
+        made = graph.instantiate()
+        made.definition = graph  # it owns the nodes
+        return made, nodes
+
+    def _while(self, work: Work, kernel: Any, config: Any, words: tuple[Any, ...]) -> tuple[Launch, int]:
+        from cuda.core import LaunchConfig
+        from cuda.core.graph import GraphDefinition
+
+        left = torch.zeros(1, dtype=torch.int64, device=self._device)
+        graph = GraphDefinition()
+        again = graph.create_condition(default_value=1)
+        node: Any = graph.while_loop(again).body
+        for _ in range(work.kernels):
+            node = node.launch(config, kernel, *words)
+        node.launch(LaunchConfig(grid=1, block=1), self._kernels["turn"], np.uint64(left.data_ptr()), again)
+        made = graph.instantiate()
+
+        def play() -> None:
+            with torch.cuda.stream(self._stream):
+                left.fill_(work.steps)
+            made.launch(self._own)
+
+        return play, 1
+
+    def _persistent(
+        self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, barriers: bool = True
+    ) -> tuple[Launch, int]:
+        queue = torch.from_numpy(_entries(factors, 1)).to(self._device)
+        return self._staying(work, x, h, queue, queue.data_ptr(), 0, barriers=barriers), 1
+
+    def _fed(self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray) -> tuple[Launch, int]:
+        queue = torch.zeros(8 * work.steps, dtype=torch.uint8, pin_memory=True)
+        count = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        launch = self._staying(work, x, h, (queue, count), queue.data_ptr(), count.data_ptr())
+        each = np.ascontiguousarray(factors)
+
+        def play() -> None:
+            count.zero_()
+            launch()
+            self._host.feed(queue.data_ptr(), count.data_ptr(), REQUESTS, each.ctypes.data, work.steps)
+
+        return play, 1
+
+    def _staying(
+        self, work: Work, x: Tensor, h: Tensor, kept: Any, queue: int, fed: int, *, barriers: bool = True
+    ) -> Launch:
+        from cuda.core import LaunchConfig, launch
+
+        self.check_resident(work)
+        control = torch.zeros(3, dtype=torch.int64, device=self._device)
+        config = LaunchConfig(grid=work.blocks, block=work.threads, is_cooperative=True)
+        words = (
+            np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.uint64(queue), np.int64(work.steps),
+            np.int32(work.kernels), np.int32(BODIES.index(work.body)), np.uint64(fed), np.uint64(control.data_ptr()),
+            np.uint64(DEADLINE_S * 1e9), np.int32(barriers),
+        )  # fmt: skip
+
+        def play() -> None:
+            assert kept is not None  # the queue lives as long as this
+            with torch.cuda.stream(self._stream):
+                if bool(control[2]):
+                    raise EngineDead(f"a wait on the device passed its deadline of {DEADLINE_S:.0f} s")
+                control.zero_()
+            launch(self._own, config, self._kernels["persistent"], *words)
+
+        return play
+
+    def _pointer(self, name: str) -> int:
+        return ctypes.cast(getattr(self._driver, name), ctypes.c_void_p).value or 0
+
+
+class _Words:
+    """Arguments of a kernel as the driver wants them: pointers to each."""
+
+    def __init__(self, words: tuple[Any, ...]) -> None:
+        self._kept = [np.array([word]) for word in words]
+        self._table = (ctypes.c_void_p * len(words))(*(word.ctypes.data for word in self._kept))
+        self.pointers = ctypes.addressof(self._table)
+
+
+def _entries(factors: np.ndarray, requests: int) -> np.ndarray:
+    """A queue as bytes: the request and the factor of each step."""
+    entries = np.zeros(len(factors), [("request", np.int32), ("a", np.float32)])
+    entries["request"] = np.arange(len(factors)) % requests
+    entries["a"] = factors
+    return entries.view(np.uint8)
+
+
+def _called(error: int, *kept: object) -> None:
+    """What a loop of driver calls came to; `kept` lives at least until then."""
+    if error:
+        raise InternalError(f"the driver refused a launch: error {error}")
+
+
+def _ok(error: Any, what: str) -> None:
+    if int(error):
+        raise HardwareCannot(f"the driver could not {what}: {error}")
+
+
+def _driver_version() -> str:
+    from cuda.bindings import driver
+
+    _, version = driver.cuDriverGetVersion()
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
