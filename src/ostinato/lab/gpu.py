@@ -35,6 +35,8 @@ STARTS: Final = (BASELINE, GRAPH, UPDATED, WHILE, PERSISTENT, FED)
 
 DEADLINE_S: Final = 30.0
 MOST_NODES: Final = 20_000  # of one graph: instantiating more takes longer than what is measured
+CONTROL_WORDS: Final = 64  # of `Control` in kernels.h
+FAULT_WORD: Final = 48
 HELD_US: Final = 20  # a body that is longer than any launch
 
 Launch = Callable[[], None]
@@ -93,8 +95,8 @@ class GpuMachine:
         _ok(error, "ask how many blocks fit")
         if work.blocks > fits * self.n_cores:
             raise BadOption(
-                f"--blocks {work.blocks}: with {work.threads} threads at most {fits * self.n_cores} blocks are resident "
-                f"at once on {self.name} ({fits} on each of {self.n_cores} multiprocessors), and a barrier over the "
+                f"--blocks {work.blocks}: with {work.threads} threads at most {fits * self.n_cores} blocks run at once "
+                f"on {self.name} ({fits} on each of {self.n_cores} multiprocessors), and a barrier over the "
                 "grid waits for all of them"
             )
 
@@ -225,21 +227,22 @@ class GpuMachine:
         while work.passes % per_graph:
             per_graph -= work.kernels
         graph, nodes = self._captured(kernel, config, words, per_graph)
+        executable = int(graph[0].handle)
         replays = work.passes // per_graph
         if start == GRAPH or factors is None:
-            many = (self._pointer("cuGraphLaunch"), int(graph.handle), stream, replays)
+            many = (self._pointer("cuGraphLaunch"), executable, stream, replays)
             return lambda: _called(self._host.replay_many(*many), graph), replays
         each = np.ascontiguousarray(factors)
         handles = (ctypes.c_void_p * len(nodes))(*nodes)
         everything = (
-            self._pointer("cuGraphExecKernelNodeSetParams_v2"), self._pointer("cuGraphLaunch"), int(graph.handle),
+            self._pointer("cuGraphExecKernelNodeSetParams_v2"), self._pointer("cuGraphLaunch"), executable,
             ctypes.addressof(handles), len(nodes), handle, work.blocks, work.threads, stream, given.pointers,
             each.ctypes.data, work.steps,
         )  # fmt: skip
         return lambda: _called(self._host.update_and_replay(*everything), graph, handles, each, given), work.steps
 
     def _captured(self, kernel: Any, config: Any, words: tuple[Any, ...], n: int) -> tuple[Any, list[int]]:
-        """A graph of n launches in a row, instantiated, and its nodes."""
+        """A graph of n launches in a row, instantiated and as it was defined, and its nodes."""
         from cuda.core.graph import GraphDefinition
 
         graph = GraphDefinition()
@@ -248,9 +251,7 @@ class GpuMachine:
         for _ in range(n):
             node = node.launch(config, kernel, *words)
             nodes.append(int(node.handle))
-        made = graph.instantiate()
-        made.definition = graph  # it owns the nodes
-        return made, nodes
+        return (graph.instantiate(), graph), nodes  # the definition owns the nodes
 
     def _while(self, work: Work, kernel: Any, config: Any, words: tuple[Any, ...]) -> tuple[Launch, int]:
         from cuda.core import LaunchConfig
@@ -276,12 +277,13 @@ class GpuMachine:
         self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, barriers: bool = True
     ) -> tuple[Launch, int]:
         queue = torch.from_numpy(_entries(factors, 1)).to(self._device)
-        return self._staying(work, x, h, queue, queue.data_ptr(), 0, barriers=barriers), 1
+        return self._staying(work, x, h, queue, 0, 0, barriers=barriers), 1
 
     def _fed(self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray) -> tuple[Launch, int]:
         queue = torch.zeros(8 * work.steps, dtype=torch.uint8, pin_memory=True)
         count = torch.zeros(1, dtype=torch.int64, pin_memory=True)
-        launch = self._staying(work, x, h, (queue, count), queue.data_ptr(), count.data_ptr())
+        own = torch.zeros(8 * work.steps, dtype=torch.uint8, device=self._device)
+        launch = self._staying(work, x, h, own, queue.data_ptr(), count.data_ptr())
         each = np.ascontiguousarray(factors)
 
         def play() -> None:
@@ -292,23 +294,24 @@ class GpuMachine:
         return play, 1
 
     def _staying(
-        self, work: Work, x: Tensor, h: Tensor, kept: Any, queue: int, fed: int, *, barriers: bool = True
+        self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, *, barriers: bool = True
     ) -> Launch:
         from cuda.core import LaunchConfig, launch
 
         self.check_resident(work)
-        control = torch.zeros(3, dtype=torch.int64, device=self._device)
+        control = torch.zeros(CONTROL_WORDS, dtype=torch.int64, device=self._device)
         config = LaunchConfig(grid=work.blocks, block=work.threads, is_cooperative=True)
         words = (
-            np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.uint64(queue), np.int64(work.steps),
-            np.int32(work.kernels), np.int32(BODIES.index(work.body)), np.uint64(fed), np.uint64(control.data_ptr()),
-            np.uint64(DEADLINE_S * 1e9), np.int32(barriers),
+            np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n),
+            np.uint64(queue.data_ptr()), np.int64(work.steps), np.int32(work.kernels), np.int32(BODIES.index(work.body)),
+            np.uint64(fed_queue), np.uint64(fed), np.uint64(control.data_ptr()), np.uint64(DEADLINE_S * 1e9),
+            np.int32(barriers),
         )  # fmt: skip
 
         def play() -> None:
-            assert kept is not None  # the queue lives as long as this
+            assert queue.is_cuda  # and lives as long as this
             with torch.cuda.stream(self._stream):
-                if bool(control[2]):
+                if bool(control[FAULT_WORD]):
                     raise EngineDead(f"a wait on the device passed its deadline of {DEADLINE_S:.0f} s")
                 control.zero_()
             launch(self._own, config, self._kernels["persistent"], *words)

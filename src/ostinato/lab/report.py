@@ -24,7 +24,10 @@ def report(result: Mapping[str, Any]) -> str:
     """The whole page."""
     machine = result["machine"]
     title = f"Launch overhead on {machine['name']}"
-    on_cpu = "<p><strong>This is a CPU.</strong> No kernel is launched here: what is measured is what it costs to ask for an operation.</p>"
+    on_cpu = (
+        "<p><strong>This is a CPU.</strong> No kernel is launched here: what is measured is what it costs to ask for "
+        "an operation.</p>"
+    )
     parts = [
         f"<h1>{escape(title)}</h1>",
         f"<p>{escape(result['date'])}. {_machine(machine)}</p>",

@@ -81,74 +81,126 @@ struct Entry {      // one token step of one request
     float a;
 };
 
-struct Control {                     // zeroed before each launch
+struct Control {                     // zeroed before each launch; each word in a line of its own
     unsigned long long arrived;      // at barriers, all blocks together
-    unsigned long long published;    // entries that blocks may take: the device's copy of `fed`
+    unsigned long long pad1[15];
+    unsigned long long released;     // barriers that all have reached
+    unsigned long long pad2[15];
+    unsigned long long published;    // entries that blocks may take
+    unsigned long long pad3[15];
     unsigned long long fault;        // not 0: a wait passed its deadline, and everybody leaves
+    unsigned long long pad4[15];
 };
 
-__device__ inline unsigned long long peek(const unsigned long long* word) {
-    return *(const volatile unsigned long long*)word;
+// A word that others write, on this device or (`hosts`) beyond it: what they wrote before it is seen after it.
+__device__ inline unsigned long long acquired(const unsigned long long* word, bool hosts = false) {
+#if defined(__HIPCC__) || defined(__HIPCC_RTC__)
+    return hosts ? __hip_atomic_load(word, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM)
+                 : __hip_atomic_load(word, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_AGENT);
+#else
+    unsigned long long value;
+    if (hosts) asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    else asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
+    return value;
+#endif
 }
 
-// Until *word >= wanted; false when the deadline has passed, here or anywhere.
-__device__ inline bool wait_for(const unsigned long long* word, unsigned long long wanted, Control* control, unsigned long long end) {
-    while (peek(word) < wanted) {
-        if (peek(&control->fault)) return false;
+__device__ inline void release(unsigned long long* word, unsigned long long value) {
+#if defined(__HIPCC__) || defined(__HIPCC_RTC__)
+    __hip_atomic_store(word, value, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
+#else
+    asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
+#endif
+}
+
+// Adds 1; what it was before. Acquires and releases.
+__device__ inline unsigned long long counted(unsigned long long* word) {
+#if defined(__HIPCC__) || defined(__HIPCC_RTC__)
+    return __hip_atomic_fetch_add(word, 1ull, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+#else
+    unsigned long long before;
+    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
+    return before;
+#endif
+}
+
+// Until *word >= wanted; false when the deadline has passed, here or anywhere. Clock and fault are asked now and then:
+// asking takes longer than what is waited for.
+__device__ inline bool wait_for(
+    const unsigned long long* word, unsigned long long wanted, Control* control, unsigned long long end, bool hosts = false
+) {
+    for (unsigned polls = 1; acquired(word, hosts) < wanted; ++polls) {
+        if (polls % 4096) continue;
+        if (acquired(&control->fault)) return false;
         if (ticks() > end) {
-            atomicExch(&control->fault, 1ull);
+            release(&control->fault, 1);
             return false;
         }
     }
     return true;
 }
 
-// All blocks of the grid, which must all be resident: a cooperative launch sees to that.
+// All blocks of the grid, which must all be resident: a cooperative launch sees to that. The last one to arrive says so;
+// the others look at its word and not at the count, which is busy.
 __device__ inline bool grid_barrier(Control* control, unsigned long long& round, unsigned long long end) {
     __shared__ bool held;
     __syncthreads();
     if (threadIdx.x == 0) {
-        __threadfence();  // what this block wrote, before it says so
-        atomicAdd(&control->arrived, 1ull);
-        held = wait_for(&control->arrived, ++round * gridDim.x, control, end);
-        __threadfence();  // and what others wrote, after they said so
+        held = true;
+        if (counted(&control->arrived) + 1 == (round + 1) * gridDim.x) release(&control->released, round + 1);
+        else held = wait_for(&control->released, round + 1, control, end);
     }
+    ++round;
     __syncthreads();
     return held;
 }
 
-// Plays `total` entries of the queue, each of `kernels` passes with a barrier after every one. `fed` is null where the
-// queue is full from the start; else it is a word that the host counts up while this runs, and block 0 passes it on.
-// `barriers` 0: without them, to see what they cost (states are wrong then, unless there is one block).
-extern "C" __global__ void persistent(
-    const float* x, float* h, long long n, const Entry* queue, long long total, int kernels, int body,
-    const unsigned long long* fed, Control* control, unsigned long long deadline, int barriers
+// The next entry of the queue, in every thread of every block; false past a deadline. Where the host feeds the queue,
+// block 0 brings over what has been published since it last looked: one block, not all, reads the host's memory.
+__device__ inline bool next_entry(
+    Entry& entry, Entry* queue, long long step, const Entry* fed_queue, const unsigned long long* fed,
+    unsigned long long& known, Control* control, unsigned long long end
 ) {
     __shared__ bool there;
+    __shared__ Entry taken;
+    if (threadIdx.x == 0) {
+        there = true;
+        if (fed && known <= (unsigned long long)step) {
+            if (blockIdx.x == 0) {
+                there = wait_for(fed, step + 1, control, end, true);
+                const unsigned long long upto = acquired(fed, true);
+                for (; there && known < upto; ++known) queue[known] = fed_queue[known];
+                release(&control->published, known);
+            } else {
+                there = wait_for(&control->published, step + 1, control, end);
+                known = acquired(&control->published);
+            }
+        }
+        if (there) taken = queue[step];
+    }
+    __syncthreads();
+    entry = taken;
+    return there;
+}
+
+// Plays `total` entries of the queue, each of `kernels` passes with a barrier after every one. `fed` is null where the
+// queue is full from the start; else it is a word that the host counts up while this runs, having written to `fed_queue`.
+// `barriers` 0: without them, to see what they cost; every block then keeps to its own slice.
+extern "C" __global__ void persistent(
+    const float* x, float* h, long long n, Entry* queue, long long total, int kernels, int body,
+    const Entry* fed_queue, const unsigned long long* fed, Control* control, unsigned long long deadline, int barriers
+) {
     const unsigned long long end = ticks() + deadline;
-    unsigned long long round = 0;
+    unsigned long long round = 0, known = 0;
     unsigned turn = 0;
     for (long long step = 0; step < total; ++step) {
-        if (fed) {
-            if (threadIdx.x == 0) {
-                if (blockIdx.x == 0) {
-                    there = wait_for(fed, step + 1, control, end);
-                    __threadfence_system();  // the entry was written before the count
-                    if (there) atomicExch(&control->published, peek(fed));
-                } else {
-                    there = wait_for(&control->published, step + 1, control, end);
-                }
-                __threadfence();
-            }
-            __syncthreads();
-            if (!there) return;
-        }
-        const volatile Entry* entry = queue + step;
-        const float a = entry->a;
-        float* state = h + (long long)entry->request * n;
+        Entry entry;
+        if (!next_entry(entry, queue, step, fed_queue, fed, known, control, end)) return;
+        float* state = h + (long long)entry.request * n;
         for (int kernel = 0; kernel < kernels; ++kernel) {
-            pass_over(x, state, n, a, body, barriers ? turn++ : 0);
+            pass_over(x, state, n, entry.a, body, barriers ? turn++ : 0);
             if (barriers && !grid_barrier(control, round, end)) return;
         }
+        if (!barriers) __syncthreads();  // `taken` is about to change
     }
 }
