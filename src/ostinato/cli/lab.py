@@ -83,7 +83,7 @@ def everything(
                 rows.append(row)
     model, name = _model(machine, DEFAULT_SHAPE[machine.kind])
     decode = list(_decoded(model, name, 512 if machine.kind == "gpu" else 64, 256 if machine.kind == "gpu" else 32))
-    found = result(machine, rows, decode=decode, work=work)
+    found = result(machine, work, rows, decode=decode)
     if not as_json:
         _show_sweep(rows[1:])
         _show_costs(found)
@@ -130,7 +130,7 @@ def sweep(
                 rows.append(row)
     if not rows:
         raise HardwareCannot("none of these values could be measured here")
-    found = result(machine, rows, work=work)
+    found = result(machine, work, rows)
     if not as_json:
         for row in rows:
             _show(row)

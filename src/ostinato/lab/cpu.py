@@ -77,9 +77,9 @@ class CpuMachine:
     def body_us(self, work: Work) -> float:
         """By the slope over the vector's length: what is not proportional to it is not the body's."""
         start = NATIVE if NATIVE in self.starts else RECORDED
-        return max(1e-6, self.time(work, start, 3).kernel_us - self.costs()[start].kernel_us)
+        return max(1e-6, self.time(work, start, 3).kernel_us - self.costs(work)[start].kernel_us)
 
-    def costs(self) -> dict[str, StartCost]:
+    def costs(self, work: Work) -> dict[str, StartCost]:
         return self._costs
 
     @cached_property

@@ -72,7 +72,7 @@ class Row:
 def measured(machine: Machine, work: Work, repeats: int = REPEATS) -> Row:
     """One work in every start of a machine, baseline first, each checked; what the formulas say is settled before."""
     work = machine.settle(work)
-    costs, body_us = machine.costs(), machine.body_us(work)
+    costs, body_us = machine.costs(work), machine.body_us(work)
     predicted = {start: cost.step(work.kernels, body_us) for start, cost in costs.items()}
     timings = tuple(machine.time(work, start, repeats) for start in machine.starts)
     return Row(work, body_us, timings, predicted)
@@ -97,12 +97,11 @@ def _shortened(work: Work) -> Work:
 
 
 def result(
-    machine: Machine, rows: Sequence[Row], *, decode: Sequence[dict[str, Any]] = (), work: Work | None = None
+    machine: Machine, work: Work, rows: Sequence[Row], *, decode: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Everything that an experiment found, as one value that can be kept and compared."""
-    costs = machine.costs()
+    """Everything that an experiment found, as one value that can be kept and compared; costs are those of `work`."""
+    costs = machine.costs(work)
     baseline = machine.starts[0]
-    kernels = 1 if work is None else work.kernels
     return {
         "format": FORMAT,
         "date": date.today().isoformat(),
@@ -111,7 +110,9 @@ def result(
         "why_not": machine.why_not,
         "costs": {start: asdict(cost) for start, cost in costs.items()},
         "stops_paying_us": {
-            start: stops_paying_us(costs[baseline], cost, kernels) for start, cost in costs.items() if start != baseline
+            start: stops_paying_us(costs[baseline], cost, work.kernels)
+            for start, cost in costs.items()
+            if start != baseline
         },
         "rows": [row.record() for row in rows],
         "decode": list(decode),

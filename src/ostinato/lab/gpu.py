@@ -11,7 +11,6 @@ import platform
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cached_property
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -35,9 +34,11 @@ STARTS: Final = (BASELINE, GRAPH, UPDATED, WHILE, PERSISTENT, FED)
 
 DEADLINE_S: Final = 30.0
 MOST_NODES: Final = 20_000  # of one graph: instantiating more takes longer than what is measured
-CONTROL_WORDS: Final = 64  # of `Control` in kernels.h
-FAULT_WORD: Final = 48
-HELD_US: Final = 20  # a body that is longer than any launch
+FEW, MANY = 4, 20  # kernels of a step, to tell what each adds from what a step does
+CONTROL_WORDS: Final = 48  # of `Control` in kernels.h
+FAULT_WORD: Final = 32
+HELD_US: Final = 10  # a body that is longer than any launch
+PASSES, BARRIERS = 1, 2  # parts of a kernel that stays, as kernels.h has them
 
 Launch = Callable[[], None]
 
@@ -71,6 +72,7 @@ class GpuMachine:
         stream: Any = torch.cuda.Stream
         self._stream = stream(device)
         self._own = Stream.from_handle(self._stream.cuda_stream)
+        self._costs: dict[tuple[int, int], dict[str, StartCost]] = {}
         self.n_cores = torch.cuda.get_device_properties(device).multi_processor_count
 
     # What may run
@@ -139,47 +141,54 @@ class GpuMachine:
 
     def body_us(self, work: Work) -> float:
         """A pass inside a kernel that stays, less the barrier after it: nothing of it is a launch."""
-        one = Work(work.n, 100, 8, self.settle(work).blocks, work.threads, work.a, work.body)
-        return max(1e-3, self.time(one, PERSISTENT, 3).kernel_us - self._barrier_us(one.blocks, one.threads))
-
-    def _barrier_us(self, blocks: int, threads: int) -> float:
-        """A barrier of a grid that has nothing else to do."""
-        return self.time(Work(1, 500, 4, blocks, threads), PERSISTENT, 3).kernel_us
+        one = replace(self.settle(work), steps=100, kernels=8)
+        staying = self.costs(one)[PERSISTENT]
+        return max(1e-3, (self.time(one, PERSISTENT, 3).us - staying.step_us) / 8 - staying.kernel_us)
 
     # What each start adds
 
-    def costs(self) -> dict[str, StartCost]:
-        return self._costs
+    def costs(self, work: Work) -> dict[str, StartCost]:
+        """By bodies of known length in the grid of this work: long ones show what the device adds, empty ones what the
+        host takes."""
+        work = self.settle(work)
+        grid = work.blocks, work.threads
+        if grid not in self._costs:
+            self._costs[grid] = {start: self._cost(start, *grid) for start in self.starts}
+        return self._costs[grid]
 
-    @cached_property
-    def _costs(self) -> dict[str, StartCost]:
-        """By bodies of known length: long ones show what the device adds, empty ones what the host takes."""
-        found: dict[str, StartCost] = {}
-        for start in (BASELINE, GRAPH, UPDATED, WHILE):
-            if start not in self.starts:
-                continue
-            few, many = (self._held_us(start, kernels, HELD_US * 1000) for kernels in (4, 20))
-            kernel_us = (many - few) / 16 - HELD_US
-            step_us = max(0.0, few - 4 * (HELD_US + kernel_us))
-            little, much = (self._held_us(start, kernels, 0) for kernels in (4, 20))
-            submit = (much - little) / 16 if start in (BASELINE, UPDATED) else 0.0
-            submit_step = max(0.0, little - 4 * submit) if start == UPDATED else 0.0
-            found[start] = StartCost(kernel_us, 0.0 if start == BASELINE else step_us, submit, submit_step)
-        barrier = self._barrier_us(self.n_cores, 256)
-        fed = self.time(Work(1, 500, 4, self.n_cores), FED, 3).us - 4 * barrier
-        return {**found, PERSISTENT: StartCost(barrier), FED: StartCost(barrier, max(0.0, fed))}
+    def _cost(self, start: str, blocks: int, threads: int) -> StartCost:
+        if start in (PERSISTENT, FED):
+            kernel, step = _line(
+                lambda kernels: self._staying_us(start, Work(1, 200, kernels, blocks, threads), BARRIERS)
+            )
+            return StartCost(kernel, max(0.0, step))
+        held, step = _line(lambda kernels: self._held_us(start, kernels, HELD_US, blocks, threads))
+        submit, submit_step = _line(lambda kernels: self._held_us(start, kernels, 0, blocks, threads))
+        added = held - HELD_US
+        if start == BASELINE:
+            return StartCost(added, 0.0, submit)
+        return StartCost(added, max(0.0, step), 0.0, max(0.0, submit_step) if start == UPDATED else 0.0)
 
-    def _held_us(self, start: str, kernels: int, length_ns: int, steps: int = 50) -> float:
+    def _held_us(self, start: str, kernels: int, length_us: int, blocks: int, threads: int, steps: int = 50) -> float:
         """A step of kernels that only take time."""
-        kernel, words = self._kernels["hold"], (np.uint64(length_ns),)
-        play, _ = self._started(start, Work(1, steps, kernels, 1, 32), kernel, words, None)
-        self._ms(play)
-        return float(np.median([self._ms(play) for _ in range(5)])) * 1e3 / steps
+        kernel, words = self._kernels["hold"], (np.uint64(length_us * 1000),)
+        play, _ = self._started(start, Work(1, steps, kernels, blocks, threads), kernel, words, None)
+        return self._median_ms(play) * 1e3 / steps
+
+    def _staying_us(self, start: str, work: Work, does: int) -> float:
+        """A step of a kernel that stays and only does a part of it; nothing is checked, as nothing is meant."""
+        data = Data.fresh(work.n, REQUESTS)
+        x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
+        bound = self._fed if start == FED else self._persistent
+        play, _ = bound(work, x, h, work.factors(varied=False), does=does)
+        return self._median_ms(play) * 1e3 / work.steps
+
+    def _median_ms(self, play: Launch) -> float:
+        return float(np.median([self._ms(play) for _ in range(6)][1:]))
 
     def facts(self) -> dict[str, Any]:
-        loaded = Work(1 << 22, 50, 8, self.n_cores, 1024)
-        held = self.time(loaded, PERSISTENT, 3).kernel_us
-        free = self._without_barriers_us(loaded)
+        loaded = self.settle(Work(1 << 22, 50, 8, 0, 1024))
+        passes, both = (self._staying_us(PERSISTENT, loaded, does) / 8 for does in (PASSES, PASSES | BARRIERS))
         return {
             "kind": "gpu",
             "name": self.name,
@@ -188,15 +197,9 @@ class GpuMachine:
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "barrier_idle_us": self._barrier_us(self.n_cores, 1024),
-            "barrier_loaded_us": max(0.0, held - free),
+            "barrier_idle_us": self.costs(loaded)[PERSISTENT].kernel_us,
+            "barrier_loaded_us": max(0.0, both - passes),
         }
-
-    def _without_barriers_us(self, work: Work) -> float:
-        data = Data.fresh(work.n)
-        x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
-        play, _ = self._persistent(work, x, h, work.factors(varied=False), barriers=False)
-        return float(np.median([self._ms(play) for _ in range(4)][1:])) * 1e3 / work.passes
 
     # The starts
 
@@ -274,16 +277,18 @@ class GpuMachine:
         return play, 1
 
     def _persistent(
-        self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, barriers: bool = True
+        self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
     ) -> tuple[Launch, int]:
         queue = torch.from_numpy(_entries(factors, 1)).to(self._device)
-        return self._staying(work, x, h, queue, 0, 0, barriers=barriers), 1
+        return self._staying(work, x, h, queue, 0, 0, does), 1
 
-    def _fed(self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray) -> tuple[Launch, int]:
+    def _fed(
+        self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
+    ) -> tuple[Launch, int]:
         queue = torch.zeros(8 * work.steps, dtype=torch.uint8, pin_memory=True)
         count = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         own = torch.zeros(8 * work.steps, dtype=torch.uint8, device=self._device)
-        launch = self._staying(work, x, h, own, queue.data_ptr(), count.data_ptr())
+        launch = self._staying(work, x, h, own, queue.data_ptr(), count.data_ptr(), does)
         each = np.ascontiguousarray(factors)
 
         def play() -> None:
@@ -293,20 +298,18 @@ class GpuMachine:
 
         return play, 1
 
-    def _staying(
-        self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, *, barriers: bool = True
-    ) -> Launch:
+    def _staying(self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, does: int) -> Launch:
         from cuda.core import LaunchConfig, launch
 
         self.check_resident(work)
         control = torch.zeros(CONTROL_WORDS, dtype=torch.int64, device=self._device)
         config = LaunchConfig(grid=work.blocks, block=work.threads, is_cooperative=True)
         words = (
-            np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n),
-            np.uint64(queue.data_ptr()), np.int64(work.steps), np.int32(work.kernels), np.int32(BODIES.index(work.body)),
-            np.uint64(fed_queue), np.uint64(fed), np.uint64(control.data_ptr()), np.uint64(DEADLINE_S * 1e9),
-            np.int32(barriers),
-        )  # fmt: skip
+            *(np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.uint64(queue.data_ptr())),
+            *(np.int64(work.steps), np.int32(work.kernels), np.int32(BODIES.index(work.body))),
+            *(np.uint64(fed_queue), np.uint64(fed), np.uint64(control.data_ptr())),
+            *(np.uint64(DEADLINE_S * 1e9), np.int32(does)),
+        )
 
         def play() -> None:
             assert queue.is_cuda  # and lives as long as this
@@ -329,6 +332,13 @@ class _Words:
         self._kept = [np.array([word]) for word in words]
         self._table = (ctypes.c_void_p * len(words))(*(word.ctypes.data for word in self._kept))
         self.pointers = ctypes.addressof(self._table)
+
+
+def _line(step_us: Callable[[int], float]) -> tuple[float, float]:
+    """What each further kernel of a step adds to its time, and what the step takes beside them."""
+    few, many = step_us(FEW), step_us(MANY)
+    slope = (many - few) / (MANY - FEW)
+    return slope, few - FEW * slope
 
 
 def _entries(factors: np.ndarray, requests: int) -> np.ndarray:

@@ -73,7 +73,7 @@ class StartCost:
 
     def launch_us(self, kernels: int, body_us: float) -> float:
         """t_L as it is felt: what each kernel of a step takes beyond its own time."""
-        return self.step(kernels, body_us) / kernels - body_us
+        return max(0.0, self.step(kernels, body_us) / kernels - body_us)
 
     def share(self, kernels: int, body_us: float) -> float:
         """The part of a step that is not its bodies."""

@@ -149,8 +149,8 @@ class Machine(Protocol):
     def body_us(self, work: Work) -> float:
         """How long one pass is by itself, without whatever starts it."""
 
-    def costs(self) -> dict[str, StartCost]:
-        """What each start adds, measured with bodies of known length."""
+    def costs(self, work: Work) -> dict[str, StartCost]:
+        """What each start adds to work of this grid, measured once with bodies of known length."""
 
     def facts(self) -> dict[str, Any]:
         """What this machine is, and single costs that the formulas name."""

@@ -35,7 +35,7 @@ extern "C" int update_and_replay(
     SetNode set, LaunchGraph launch, void* graph, void** nodes, int n_nodes, void* kernel, unsigned blocks, unsigned threads, void* stream,
     void** params, const float* factors, long long times
 ) {
-    NodeParams given{kernel, {blocks, 1, 1}, {threads, 1, 1}, 0, params, nullptr, nullptr, nullptr};
+    NodeParams given{nullptr, {blocks, 1, 1}, {threads, 1, 1}, 0, params, nullptr, kernel, nullptr};
     for (long long i = 0; i < times; ++i) {
         *(float*)params[3] = factors[i];
         for (int node = 0; node < n_nodes; ++node)

@@ -36,8 +36,8 @@ __device__ inline float fresh(const float* at) {
 #endif
 }
 
-// One pass over [0, n) by the whole grid. Slices move on by `turn` blocks from pass to pass: an element's next value is
-// made by another block, so that a barrier that does not hold shows as a wrong result. Several elements are on their way
+// One pass over [0, n) by the whole grid. Slices move on by `turn` blocks: an element's next value is then made by another
+// block, so that a barrier that does not hold shows as a wrong result. Several elements are on their way
 // at once: one after the other, a pass would be as long as its loads are slow.
 __device__ inline void pass_over(const float* x, float* h, long long n, float a, int body, unsigned turn) {
     const int AT_ONCE = 8;
@@ -84,12 +84,10 @@ struct Entry {      // one token step of one request
 struct Control {                     // zeroed before each launch; each word in a line of its own
     unsigned long long arrived;      // at barriers, all blocks together
     unsigned long long pad1[15];
-    unsigned long long released;     // barriers that all have reached
-    unsigned long long pad2[15];
     unsigned long long published;    // entries that blocks may take
-    unsigned long long pad3[15];
+    unsigned long long pad2[15];
     unsigned long long fault;        // not 0: a wait passed its deadline, and everybody leaves
-    unsigned long long pad4[15];
+    unsigned long long pad3[15];
 };
 
 // A word that others write, on this device or (`hosts`) beyond it: what they wrote before it is seen after it.
@@ -113,14 +111,12 @@ __device__ inline void release(unsigned long long* word, unsigned long long valu
 #endif
 }
 
-// Adds 1; what it was before. Acquires and releases.
-__device__ inline unsigned long long counted(unsigned long long* word) {
+// Adds 1, after everything that was written before.
+__device__ inline void count(unsigned long long* word) {
 #if defined(__HIPCC__) || defined(__HIPCC_RTC__)
-    return __hip_atomic_fetch_add(word, 1ull, __ATOMIC_ACQ_REL, __HIP_MEMORY_SCOPE_AGENT);
+    __hip_atomic_fetch_add(word, 1ull, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
 #else
-    unsigned long long before;
-    asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
-    return before;
+    asm volatile("red.release.gpu.global.add.u64 [%0], 1;" ::"l"(word) : "memory");
 #endif
 }
 
@@ -140,17 +136,15 @@ __device__ inline bool wait_for(
     return true;
 }
 
-// All blocks of the grid, which must all be resident: a cooperative launch sees to that. The last one to arrive says so;
-// the others look at its word and not at the count, which is busy.
+// All blocks of the grid, which must all be resident: a cooperative launch sees to that. One trip to say so, one to hear.
 __device__ inline bool grid_barrier(Control* control, unsigned long long& round, unsigned long long end) {
     __shared__ bool held;
     __syncthreads();
-    if (threadIdx.x == 0) {
-        held = true;
-        if (counted(&control->arrived) + 1 == (round + 1) * gridDim.x) release(&control->released, round + 1);
-        else held = wait_for(&control->released, round + 1, control, end);
-    }
     ++round;
+    if (threadIdx.x == 0) {
+        count(&control->arrived);
+        held = wait_for(&control->arrived, round * gridDim.x, control, end);
+    }
     __syncthreads();
     return held;
 }
@@ -183,24 +177,29 @@ __device__ inline bool next_entry(
     return there;
 }
 
+#define PASSES 1    // what a kernel that stays does between entries: passes, barriers after them, or both
+#define BARRIERS 2
+const int PASSES_A_TURN = 16;  // with the same slices, as long as data that a block keeps near it is worth something
+
 // Plays `total` entries of the queue, each of `kernels` passes with a barrier after every one. `fed` is null where the
 // queue is full from the start; else it is a word that the host counts up while this runs, having written to `fed_queue`.
-// `barriers` 0: without them, to see what they cost; every block then keeps to its own slice.
+// `does`: PASSES, BARRIERS or both; one alone shows what it costs.
 extern "C" __global__ void persistent(
     const float* x, float* h, long long n, Entry* queue, long long total, int kernels, int body,
-    const Entry* fed_queue, const unsigned long long* fed, Control* control, unsigned long long deadline, int barriers
+    const Entry* fed_queue, const unsigned long long* fed, Control* control, unsigned long long deadline, int does
 ) {
     const unsigned long long end = ticks() + deadline;
     unsigned long long round = 0, known = 0;
-    unsigned turn = 0;
+    Entry entry = fed ? Entry{} : queue[0];
     for (long long step = 0; step < total; ++step) {
-        Entry entry;
-        if (!next_entry(entry, queue, step, fed_queue, fed, known, control, end)) return;
+        if (fed && !next_entry(entry, queue, step, fed_queue, fed, known, control, end)) return;
         float* state = h + (long long)entry.request * n;
+        const float a = entry.a;
+        // On its way while this step is played.
+        if (!fed && step + 1 < total) entry = queue[step + 1];
         for (int kernel = 0; kernel < kernels; ++kernel) {
-            pass_over(x, state, n, entry.a, body, barriers ? turn++ : 0);
-            if (barriers && !grid_barrier(control, round, end)) return;
+            if (does & PASSES) pass_over(x, state, n, a, body, does & BARRIERS ? (unsigned)(round / PASSES_A_TURN) : 0);
+            if (does & BARRIERS && !grid_barrier(control, round, end)) return;
         }
-        if (!barriers) __syncthreads();  // `taken` is about to change
     }
 }

@@ -36,10 +36,10 @@ struct Persistent {
     void launch(const Entry* entries, const unsigned long long* counts) {
         const Options& o = bench.o;
         long long total = o.steps;
-        int kernels = 1, barriers = 1, body = o.body;
+        int kernels = 1, does = PASSES | BARRIERS, body = o.body;
         unsigned long long deadline = (unsigned long long)(DEADLINE_S * TICKS_PER_S);
         CHECK(GPU(MemsetAsync)(control, 0, sizeof(Control), bench.stream));
-        void* given[] = {&bench.dx, &bench.dh, (void*)&o.n, &queue, &total, &kernels, &body, &entries, &counts, &control, &deadline, &barriers};
+        void* given[] = {&bench.dx, &bench.dh, (void*)&o.n, &queue, &total, &kernels, &body, &entries, &counts, &control, &deadline, &does};
         CHECK(GPU(LaunchCooperativeKernel)((const void*)persistent, dim3(o.blocks), dim3(o.threads), given, 0, bench.stream));
     }
 
