@@ -10,7 +10,7 @@ import ctypes
 import platform
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -40,7 +40,14 @@ FAULT_WORD: Final = 32
 HELD_US: Final = 10  # a body that is longer than any launch
 PASSES, BARRIERS = 1, 2  # parts of a kernel that stays, as kernels.h has them
 
-Launch = Callable[[], None]
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What is timed, and what is done before it, outside of the time; `launches`: how often the host launches."""
+
+    run: Callable[[], None]
+    launches: int
+    prepare: Callable[[], None] = lambda: None
 
 
 class GpuMachine:
@@ -113,22 +120,23 @@ class GpuMachine:
         x = torch.from_numpy(data.x).to(self._device)
         h = torch.full((requests, work.n), float("nan"), device=self._device)
         fresh = torch.from_numpy(data.start).to(self._device)
-        play, launches = self._bound(work, start, x, h, factors)
+        play = self._bound(work, start, x, h, factors)
         times, worst = [], 0.0
         for _ in range(repeats + 1):  # the first warms and uploads
             h.fill_(float("nan"))
             h.copy_(fresh)
             times.append(self._ms(play) * 1e3 / work.steps)
             worst = max(worst, error_of(h.cpu().numpy(), expected))
-        return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), launches))
+        return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), play.launches))
 
-    def _ms(self, play: Launch) -> float:
+    def _ms(self, play: Play) -> float:
         """Milliseconds on the device; EngineDead where it does not end."""
+        play.prepare()
         torch.cuda.synchronize(self._device)
         kind: Any = torch.cuda.Event
         began, ended = kind(enable_timing=True), kind(enable_timing=True)
         began.record(self._stream)
-        play()
+        play.run()
         ended.record(self._stream)
         latest = time.monotonic() + 2 * DEADLINE_S
         while not ended.query():
@@ -172,7 +180,7 @@ class GpuMachine:
     def _held_us(self, start: str, kernels: int, length_us: int, blocks: int, threads: int, steps: int = 50) -> float:
         """A step of kernels that only take time."""
         kernel, words = self._kernels["hold"], (np.uint64(length_us * 1000),)
-        play, _ = self._started(start, Work(1, steps, kernels, blocks, threads), kernel, words, None)
+        play = self._started(start, Work(1, steps, kernels, blocks, threads), kernel, words, None)
         return self._median_ms(play) * 1e3 / steps
 
     def _staying_us(self, start: str, work: Work, does: int) -> float:
@@ -180,10 +188,10 @@ class GpuMachine:
         data = Data.fresh(work.n, REQUESTS)
         x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
         bound = self._fed if start == FED else self._persistent
-        play, _ = bound(work, x, h, work.factors(varied=False), does=does)
+        play = bound(work, x, h, work.factors(varied=False), does=does)
         return self._median_ms(play) * 1e3 / work.steps
 
-    def _median_ms(self, play: Launch) -> float:
+    def _median_ms(self, play: Play) -> float:
         return float(np.median([self._ms(play) for _ in range(6)][1:]))
 
     def facts(self) -> dict[str, Any]:
@@ -203,7 +211,7 @@ class GpuMachine:
 
     # The starts
 
-    def _bound(self, work: Work, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> tuple[Launch, int]:
+    def _bound(self, work: Work, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> Play:
         if start == PERSISTENT:
             return self._persistent(work, x, h, factors)
         if start == FED:
@@ -211,10 +219,8 @@ class GpuMachine:
         words = (np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.float32(work.a))
         return self._started(start, work, self._kernels[f"short_{work.body}"], words, factors)
 
-    def _started(
-        self, start: str, work: Work, kernel: Any, words: tuple[Any, ...], factors: np.ndarray | None
-    ) -> tuple[Launch, int]:
-        """Steps of short kernels, and how many launches the host makes for them."""
+    def _started(self, start: str, work: Work, kernel: Any, words: tuple[Any, ...], factors: np.ndarray | None) -> Play:
+        """Steps of short kernels."""
         from cuda.core import LaunchConfig
 
         config = LaunchConfig(grid=work.blocks, block=work.threads)
@@ -223,7 +229,7 @@ class GpuMachine:
         if start == BASELINE:
             launch = self._pointer("cuLaunchKernel")
             all_of_it = (launch, handle, work.blocks, work.threads, stream, given.pointers, work.passes)
-            return lambda: _called(self._host.launch_many(*all_of_it), given), work.passes
+            return Play(lambda: _called(self._host.launch_many(*all_of_it), given), work.passes)
         if start == WHILE:
             return self._while(work, kernel, config, words)
         per_graph = work.kernels * (1 if start == UPDATED else max(1, min(work.steps, MOST_NODES // work.kernels)))
@@ -234,7 +240,7 @@ class GpuMachine:
         replays = work.passes // per_graph
         if start == GRAPH or factors is None:
             many = (self._pointer("cuGraphLaunch"), executable, stream, replays)
-            return lambda: _called(self._host.replay_many(*many), graph), replays
+            return Play(lambda: _called(self._host.replay_many(*many), graph), replays)
         each = np.ascontiguousarray(factors)
         handles = (ctypes.c_void_p * len(nodes))(*nodes)
         everything = (
@@ -242,7 +248,8 @@ class GpuMachine:
             ctypes.addressof(handles), len(nodes), handle, work.blocks, work.threads, stream, given.pointers,
             each.ctypes.data, work.steps,
         )  # fmt: skip
-        return lambda: _called(self._host.update_and_replay(*everything), graph, handles, each, given), work.steps
+        kept = graph, handles, each, given
+        return Play(lambda: _called(self._host.update_and_replay(*everything), *kept), work.steps)
 
     def _captured(self, kernel: Any, config: Any, words: tuple[Any, ...], n: int) -> tuple[Any, list[int]]:
         """A graph of n launches in a row, instantiated and as it was defined, and its nodes."""
@@ -256,7 +263,7 @@ class GpuMachine:
             nodes.append(int(node.handle))
         return (graph.instantiate(), graph), nodes  # the definition owns the nodes
 
-    def _while(self, work: Work, kernel: Any, config: Any, words: tuple[Any, ...]) -> tuple[Launch, int]:
+    def _while(self, work: Work, kernel: Any, config: Any, words: tuple[Any, ...]) -> Play:
         from cuda.core import LaunchConfig
         from cuda.core.graph import GraphDefinition
 
@@ -269,34 +276,33 @@ class GpuMachine:
         node.launch(LaunchConfig(grid=1, block=1), self._kernels["turn"], np.uint64(left.data_ptr()), again)
         made = graph.instantiate()
 
-        def play() -> None:
-            with torch.cuda.stream(self._stream):
-                left.fill_(work.steps)
-            made.launch(self._own)
+        def prepare() -> None:
+            left.fill_(work.steps)
 
-        return play, 1
+        return Play(lambda: made.launch(self._own), 1, prepare)
 
     def _persistent(
         self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
-    ) -> tuple[Launch, int]:
+    ) -> Play:
         queue = torch.from_numpy(_entries(factors, 1)).to(self._device)
-        return self._staying(work, x, h, queue, 0, 0, does), 1
+        return self._staying(work, x, h, queue, 0, 0, does)
 
-    def _fed(
-        self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
-    ) -> tuple[Launch, int]:
+    def _fed(self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS) -> Play:
         queue = torch.zeros(8 * work.steps, dtype=torch.uint8, pin_memory=True)
         count = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         own = torch.zeros(8 * work.steps, dtype=torch.uint8, device=self._device)
-        launch = self._staying(work, x, h, own, queue.data_ptr(), count.data_ptr(), does)
+        staying = self._staying(work, x, h, own, queue.data_ptr(), count.data_ptr(), does)
         each = np.ascontiguousarray(factors)
 
-        def play() -> None:
+        def prepare() -> None:
+            staying.prepare()
             count.zero_()
-            launch()
+
+        def run() -> None:
+            staying.run()
             self._host.feed(queue.data_ptr(), count.data_ptr(), REQUESTS, each.ctypes.data, work.steps)
 
-        return play, 1
+        return Play(run, 1, prepare)
 
     def _staying(self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, does: int) -> Launch:
         from cuda.core import LaunchConfig, launch
@@ -311,15 +317,16 @@ class GpuMachine:
             *(np.uint64(DEADLINE_S * 1e9), np.int32(does)),
         )
 
-        def play() -> None:
+        def prepare() -> None:
+            if bool(control[FAULT_WORD]):
+                raise EngineDead(f"a wait on the device passed its deadline of {DEADLINE_S:.0f} s")
+            control.zero_()
+
+        def run() -> None:
             assert queue.is_cuda  # and lives as long as this
-            with torch.cuda.stream(self._stream):
-                if bool(control[FAULT_WORD]):
-                    raise EngineDead(f"a wait on the device passed its deadline of {DEADLINE_S:.0f} s")
-                control.zero_()
             launch(self._own, config, self._kernels["persistent"], *words)
 
-        return play
+        return Play(run, 1, prepare)
 
     def _pointer(self, name: str) -> int:
         return ctypes.cast(getattr(self._driver, name), ctypes.c_void_p).value or 0

@@ -15,7 +15,7 @@ Point = tuple[float, float]
 
 def speedup_picture(result: Mapping[str, Any]) -> str:
     """Every start's speed-up over the baseline, measured (dots) and predicted (dashes), by the length of a kernel."""
-    rows = sorted(result["rows"], key=lambda row: row["body_us"])
+    rows = sorted(_one_kind(result["rows"]), key=lambda row: row["body_us"])
     starts = list(rows[0]["starts"]) if rows else []
     measured = {s: [(row["body_us"], row["starts"][s]["speedup"]) for row in rows] for s in starts}
     predicted = {s: [(row["body_us"], row["starts"][s]["predicted_speedup"]) for row in rows] for s in starts}
@@ -43,6 +43,15 @@ def speedup_picture(result: Mapping[str, Any]) -> str:
     if ends:
         parts.append(_legend(len(starts) + 2, "upright: stops paying", "currentColor"))
     return _svg("\n".join(parts))
+
+
+def _one_kind(rows: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Rows that differ in the length of a kernel alone, the largest such group: others make no line."""
+    kinds: dict[tuple[Any, ...], dict[int, Mapping[str, Any]]] = {}
+    for row in rows:
+        kind = tuple(row[key] for key in ("kernels", "blocks", "threads", "body"))
+        kinds.setdefault(kind, {})[row["n"]] = row
+    return list(max(kinds.values(), key=len, default={}).values())
 
 
 class _Scale:

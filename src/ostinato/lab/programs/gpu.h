@@ -41,7 +41,7 @@ const double DEADLINE_S = 30;
 
 struct Options {
     long long n = 1 << 20;
-    int steps = 500, blocks = 0, threads = 256, body = BODY_AXPY;
+    int steps = 500, blocks = 0, threads = 512, body = BODY_AXPY;
     float a = 0.001f;
     int cores = 0;
 
