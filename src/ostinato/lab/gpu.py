@@ -304,7 +304,7 @@ class GpuMachine:
 
         return Play(run, 1, prepare)
 
-    def _staying(self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, does: int) -> Launch:
+    def _staying(self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, does: int) -> Play:
         from cuda.core import LaunchConfig, launch
 
         self.check_resident(work)
