@@ -19,6 +19,7 @@ from ostinato.cli.bench_serve import serve_load
 from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
 from ostinato.cli.inspect import inspect
+from ostinato.cli.lab import lab
 from ostinato.cli.models import models, pull, rm
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, write_line
 from ostinato.cli.run import run
@@ -32,6 +33,7 @@ for _verb in (run, chat, serve, tokenize, score, embed, inspect, pull, models, r
     app.command()(_verb)
 bench.command("serve")(serve_load)
 app.add_typer(bench, name="bench")
+app.add_typer(lab, name="lab")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,439 @@
+"""`ostinato lab`: how much of a decode step is launch overhead on this machine, and what takes it away."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.bench import numbers
+from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.errors import BadInput, BadOption, HardwareCannot
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from ostinato.lab.experiment import Row
+    from ostinato.lab.work import Machine
+    from ostinato.models.blocks import Model
+
+lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and kernels that stay.")
+
+N = Annotated[int, typer.Option("--n", metavar="N", help="Length of the vector.")]
+Steps = Annotated[int, typer.Option("--steps", metavar="N", help="Token steps.")]
+Kernels = Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels in each step.")]
+Blocks = Annotated[int, typer.Option("--blocks", metavar="N", help="Of a GPU's grid; 0: one per multiprocessor.")]
+Threads = Annotated[int, typer.Option("--threads", metavar="N", help="Of a GPU's block.")]
+Factor = Annotated[float, typer.Option("--a", metavar="X", help="What each step adds: h += a x.")]
+Body = Annotated[str, typer.Option("--body", metavar="NAME", help="axpy, or tail: bias, GELU and residual.")]
+Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, max=100, help="Measurements of each figure.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="FOLDER", help="Write result.json, report.html, speedup.svg.")
+]
+
+DEFAULT_SHAPE: Final = {"gpu": "llama-1b", "cpu": "smollm2-135m"}
+_HEADINGS: Final = ("start", "us a step", "tokens/s", "speed-up", "predicted", "launches", "max_abs_err")
+
+
+@lab.callback(invoke_without_command=True)
+def everything(
+    context: typer.Context,
+    n: N = 1 << 20,
+    steps: Steps = 500,
+    kernels: Kernels = 1,
+    blocks: Blocks = 0,
+    threads: Threads = 512,
+    a: Factor = 0.001,
+    body: Body = "axpy",
+    repeats: Repeats = 5,
+    out: Out = None,
+    device: flags.Device = "auto",
+    as_json: flags.Json = False,
+) -> None:
+    """What a launch costs here, every start side by side, a sweep over a kernel's length, and the engine's own step.
+
+    Ends with one line of JSON. Without a GPU the same runs on the CPU, with what takes the place of launches there.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from ostinato.lab.experiment import LENGTHS, measured, result, swept
+    from ostinato.lab.work import Work
+
+    _check_folder(out)
+    work = Work(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
+    machine = _machine(device)
+    if not as_json:
+        _introduce(machine)
+    first = measured(machine, work, repeats)
+    if not as_json:
+        _show(first)
+    lengths = LENGTHS if machine.kind == "gpu" else LENGTHS[:6]
+    rows = [first]
+    with _progress("sweeping the length of a kernel", len(lengths), quiet=as_json) as advance:
+        for row in swept(machine, work, "n", lengths, repeats):
+            advance()
+            if isinstance(row, tuple):
+                talk(f"n={row[0].n}: {row[1]}")
+            else:
+                rows.append(row)
+    model, name = _model(machine, DEFAULT_SHAPE[machine.kind])
+    decode = list(_decoded(model, name, 512 if machine.kind == "gpu" else 64, 256 if machine.kind == "gpu" else 32))
+    found = result(machine, work, rows, decode=decode)
+    if not as_json:
+        _show_sweep(rows[1:])
+        _show_costs(found)
+        _show_decode(decode)
+    _keep(found, out)
+    write_json(found)
+
+
+@lab.command()
+def sweep(
+    over: Annotated[str, typer.Option("--over", metavar="SIZE", help="n, steps, kernels, blocks or threads.")],
+    values: Annotated[str, typer.Option("--values", metavar="LIST", help="As in 1,4,16.")],
+    n: N = 1 << 20,
+    steps: Steps = 500,
+    kernels: Kernels = 1,
+    blocks: Blocks = 0,
+    threads: Threads = 512,
+    a: Factor = 0.001,
+    body: Body = "axpy",
+    repeats: Repeats = 5,
+    out: Out = None,
+    device: flags.Device = "auto",
+    as_json: flags.Json = False,
+) -> None:
+    """All starts over several values of one size."""
+    from ostinato.lab.experiment import SWEPT, result, swept
+    from ostinato.lab.work import Work
+
+    if over not in SWEPT:
+        raise BadOption(f"--over is {over!r}; known: {', '.join(SWEPT)}")
+    _check_folder(out)
+    work = Work(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
+    wanted = numbers("--values", values, least=0 if over == "blocks" else 1)
+    machine = _machine(device)
+    if not as_json:
+        _introduce(machine)
+    rows = []
+    with _progress(f"sweeping {over}", len(wanted), quiet=as_json) as advance:
+        for row in swept(machine, work, over, wanted, repeats):
+            advance()
+            if isinstance(row, tuple):
+                talk(f"{over}={getattr(row[0], over)}: {row[1]}")
+            else:
+                rows.append(row)
+    if not rows:
+        raise HardwareCannot("none of these values could be measured here")
+    found = result(machine, work, rows)
+    if not as_json:
+        for row in rows:
+            _show(row)
+    _keep(found, out)
+    write_json(found)
+
+
+@lab.command()
+def one(
+    start: Annotated[str, typer.Option("--start", metavar="NAME", help="Which of the starts.")],
+    n: N = 1 << 20,
+    steps: Steps = 500,
+    kernels: Kernels = 1,
+    blocks: Blocks = 0,
+    threads: Threads = 512,
+    a: Factor = 0.001,
+    body: Body = "axpy",
+    repeats: Repeats = 1,
+    device: flags.Device = "auto",
+) -> None:
+    """One start alone, for a profiler to look at."""
+    from ostinato.lab.work import Work
+
+    machine = _machine(device)
+    if start not in machine.starts:
+        why = machine.why_not.get(start)
+        raise BadOption(f"--start is {start!r}; {why or 'here there are: ' + ', '.join(machine.starts)}")
+    write_json(machine.time(Work(n, steps, kernels, blocks, threads, a, body), start, repeats).record())  # type: ignore[arg-type]
+
+
+@lab.command()
+def predict(
+    kernels: Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels for each token.")],
+    launch_us: Annotated[float, typer.Option("--launch-us", metavar="X", help="What one launch costs.")],
+    compute_ms: Annotated[float, typer.Option("--compute-ms", metavar="X", help="What a token computes.")],
+    residual_us: Annotated[float, typer.Option("--residual-us", metavar="X", help="One replay or turn instead.")] = 0.0,
+    as_json: flags.Json = False,
+) -> None:
+    """The share of launches in a token's time, by the formula; needs no GPU."""
+    from ostinato.lab.model import Overhead
+
+    found = Overhead(kernels, launch_us, compute_ms * 1e3)
+    if as_json:
+        write_json({"launch_ms": found.total_us / 1e3, "share": found.share, "speedup": found.speedup(residual_us)})
+        return
+    launches = f"{kernels} launches of {launch_us:g} us are {found.total_us / 1e3:.2f} ms"
+    write_line(f"{launches} of a token that computes {compute_ms:g} ms")
+    write_line(f"overhead {_share(found.share)}")
+    write_line(f"without them a token is {found.speedup(residual_us):.2f} times as fast")
+
+
+@lab.command()
+def compare(
+    first: Annotated[Path, typer.Argument(metavar="A.json", help="A result that `ostinato lab --out` kept.")],
+    second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
+    as_json: flags.Json = False,
+) -> None:
+    """Two machines, or two days of one, side by side."""
+    from ostinato.lab.experiment import compared, read_result
+
+    results = [read_result(first), read_result(second)]
+    rows = compared(*results)
+    names = [f"{found['machine']['name']}, {found['date']}" for found in results]
+    if as_json:
+        write_json({"machines": names, "rows": rows})
+        return
+    write_columns([("", *names, "second / first"), *rows])
+
+
+@lab.command()
+def profile(
+    start: Annotated[str | None, typer.Option("--start", metavar="NAME", help="Which of the starts; else all.")] = None,
+    n: N = 1 << 20,
+    steps: Steps = 100,
+    kernels: Kernels = 1,
+    threads: Threads = 512,
+    body: Body = "axpy",
+    trace: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE.json", help="A Chrome trace (chrome://tracing, Perfetto).")
+    ] = None,
+    counters: Annotated[bool, typer.Option("--counters", help="Also ask ncu for the two counters.")] = False,
+    device: flags.Device = "auto",
+    as_json: flags.Json = False,
+) -> None:
+    """Launch counts and a timeline, and the commands of the profilers for this machine."""
+    from ostinato.lab.profile import architecture, commands, counted, profiled, python_command
+    from ostinato.lab.programs import FOLDER
+    from ostinato.lab.work import Work
+
+    machine = _machine(device)
+    work = machine.settle(Work(n, steps, kernels, 0, threads, body=body))  # type: ignore[arg-type]
+    chosen = machine.starts if start is None else (start,)
+    if start is not None and start not in machine.starts:
+        raise BadOption(f"--start is {start!r}; here there are: {', '.join(machine.starts)}")
+    if trace is not None and len(chosen) > 1:
+        raise BadOption("--trace is of one start; give --start too")
+    found: dict[str, Any] = {"profiles": [profiled(machine, work, name, trace) for name in chosen]}
+    found["commands"] = commands(FOLDER, arch=architecture(machine))
+    if counters:
+        few = Work(n, 20, 1, 0, threads, body=body)  # type: ignore[arg-type]
+        found["counters"] = {}
+        for name in machine.starts[:2]:
+            command = python_command(name, machine.settle(few))
+            found["counters"][name] = counted(command[0], command[1:])
+    if not as_json:
+        _introduce(machine)
+        for one_profile in found["profiles"]:
+            counts = ", ".join(f"{name} {count}" for name, count in one_profile["launches"].items()) or "none"
+            write_line(f"{one_profile['start']}: launches by the host: {counts}")
+            write_columns(
+                [(e["name"][:60], f"{e['count']} times", f"{e['us']:.1f} us") for e in one_profile["longest"]]
+            )
+        for name, values in found.get("counters", {}).items():
+            write_line(
+                f"{name}: {values['kernels']:.0f} kernels, {values['time_us']:.1f} us together "
+                f"(gpu__time_duration.sum), {values['throughput_pct']:.1f} % of the peak (sm__throughput)"
+            )
+        for tool, lines in found["commands"].items():
+            write_line(f"\n{tool}:")
+            for line in lines:
+                write_line(f"  {line}")
+    write_json(found)
+
+
+@lab.command()
+def decode(
+    shape: Annotated[
+        str | None, typer.Option("--shape", metavar="NAME", help="llama-1b on a GPU, unless given.")
+    ] = None,
+    n_prompt: Annotated[int, typer.Option("--n-prompt", metavar="N", min=1, help="Tokens of the prompt.")] = 64,
+    n_gen: Annotated[int, typer.Option("--n-gen", metavar="N", min=2, help="Tokens to make.")] = 64,
+    device: flags.Device = "auto",
+    as_json: flags.Json = False,
+) -> None:
+    """The engine's own step in every start it has: first token, tokens per second, launches and host time per token."""
+    machine = _machine(device)
+    model, name = _model(machine, shape or DEFAULT_SHAPE[machine.kind])
+    if n_prompt + n_gen + 2 > model.shape.context:
+        raise BadOption(
+            f"--n-prompt {n_prompt} and --n-gen {n_gen} do not fit {name}'s context of {model.shape.context}"
+        )
+    rows = list(_decoded(model, name, n_prompt, n_gen))
+    if not as_json:
+        _introduce(machine)
+        _show_decode(rows)
+    write_json({"decode": rows})
+
+
+# Machines and models
+
+
+def _machine(device: str) -> Machine:
+    import torch
+
+    from ostinato.engine.placement import choose_device
+    from ostinato.lab.cpu import CpuMachine
+
+    chosen = choose_device(device)
+    if chosen.type == "cpu":
+        return CpuMachine()
+    from ostinato.lab.gpu import GpuMachine
+
+    torch.cuda.set_device(chosen)
+    return GpuMachine(chosen)
+
+
+def _model(machine: Machine, shape: str) -> tuple[Model, str]:
+    import torch
+
+    from ostinato.models.random import named_shape, random_model
+
+    named_shape(shape)
+    on_gpu = machine.kind == "gpu"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    return random_model(shape, dtype, torch.device("cuda" if on_gpu else "cpu")), shape
+
+
+def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
+    from ostinato.lab.decode import decode_modes, decoded
+
+    kv_type: Any = "bf16" if model.device.type == "cuda" else "f32"
+    for mode, reason in decode_modes(model).items():
+        if reason is not None:
+            talk(f"not {mode}: {reason}")
+        else:
+            yield {"model": name, **decoded(model, mode, n_prompt=n_prompt, n_gen=n_gen, kv_type=kv_type)}
+
+
+# Telling
+
+
+def _introduce(machine: Machine) -> None:
+    if machine.kind == "cpu":
+        write_line(
+            f"{machine.name}: a CPU. No kernel is launched here; the starts are what takes their place on a CPU."
+        )
+    else:
+        write_line(f"{machine.name}")
+    for start, why in machine.why_not.items():
+        talk(f"not {start}: {why}")
+
+
+def _show(row: Row) -> None:
+    work = row.work
+    what = f"{work.body}, n={work.n}, {work.steps} steps of {work.kernels}, {work.blocks} x {work.threads}"
+    write_line(f"\n{what}; a kernel by itself {row.body_us:.2f} us")
+    lines = [
+        (
+            t.start,
+            f"{t.us:.2f}",
+            f"{t.tokens_s:,.0f}",
+            f"{row.speedup(t):.2f}",
+            f"{row.predicted_speedup(t.start):.2f}",
+            str(t.launches),
+            f"{t.max_abs_err:.1e}",
+        )
+        for t in row.timings
+    ]
+    write_columns([_HEADINGS, *lines])
+    predicted, found = row.overhead
+    off = f", off by {predicted / found - 1:+.0%}" if found > 0 else ""
+    write_line(f"overhead of the first: predicted {predicted:.1%}, measured {found:.1%}{off}")
+
+
+def _show_sweep(rows: Sequence[Row]) -> None:
+    write_line("\nspeed-up over the length of a kernel:")
+    starts = [t.start for t in rows[0].timings] if rows else []
+    lines = [(f"{row.work.n}", f"{row.body_us:.2f}", *(f"{row.speedup(t):.2f}" for t in row.timings)) for row in rows]
+    write_columns([("n", "kernel, us", *starts), *lines])
+
+
+def _show_costs(found: dict[str, Any]) -> None:
+    write_line("\nwhat each start adds, in microseconds, and up to which length of a kernel it pays:")
+    lines = []
+    for start, cost in found["costs"].items():
+        pays = found["stops_paying_us"].get(start)
+        upto = "-" if start not in found["stops_paying_us"] else "never" if pays is None else f"{pays:.1f}"
+        lines.append(
+            (start, f"{cost['kernel_us']:.2f}", f"{cost['step_us']:.2f}", f"{cost['submit_kernel_us']:.2f}", upto)
+        )
+    write_columns([("start", "a kernel", "a step", "submitting a kernel", "pays up to"), *lines])
+    facts = found["machine"]
+    if "barrier_idle_us" in facts:
+        idle, loaded = facts["barrier_idle_us"], facts["barrier_loaded_us"]
+        write_line(f"a barrier over the grid: {idle:.2f} us idle, {loaded:.2f} us under load")
+
+
+def _show_decode(rows: Sequence[dict[str, Any]]) -> None:
+    write_line("\nthe engine's own step:")
+    headings = ("model", "mode", "first token, ms", "tokens/s", "launches per token", "host, us per token")
+    lines = [
+        (
+            row["model"],
+            row["mode"],
+            f"{row['first_token_ms']:.1f}",
+            f"{row['tokens_s']:.1f}",
+            f"{row['launches_per_token']:.3f}",
+            f"{row['host_us_per_token']:.1f}",
+        )
+        for row in rows
+    ]
+    write_columns([headings, *lines])
+
+
+def _share(value: float) -> str:
+    """4.8 %, and 13 % from ten on."""
+    return f"{100 * value:.1f} %" if value < 0.1 else f"{100 * value:.0f} %"
+
+
+def _check_folder(out: Path | None) -> None:
+    """Before anything is measured."""
+    if out is None:
+        return
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise BadInput(f"--out {out}: cannot be made: {error.strerror}") from error
+
+
+def _keep(found: dict[str, Any], out: Path | None) -> None:
+    if out is None:
+        return
+    from ostinato.lab.picture import speedup_picture
+    from ostinato.lab.report import report
+
+    for name, text in (
+        ("result.json", json.dumps(found) + "\n"),
+        ("report.html", report(found)),
+        ("speedup.svg", speedup_picture(found)),
+    ):
+        try:
+            (out / name).write_text(text, "utf-8")
+        except OSError as error:
+            raise BadInput(f"--out {out / name}: cannot be written: {error.strerror}") from error
+    talk(f"written: {out / 'report.html'}")
+
+
+@contextmanager
+def _progress(words: str, total: int, *, quiet: bool) -> Iterator[Any]:
+    """A bar on standard error, where somebody looks at it."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True, disable=quiet) as bar:
+        task = bar.add_task(words, total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,146 @@
+"""The laboratory on a CPU: the counterparts of a GPU's starts, so that the whole of it runs anywhere.
+
+`op by op` asks torch for every operation, as a host asks a GPU for every kernel; `recorded` plays a list of calls that
+were bound once, over memory that was laid out once, as a graph does; `native` is one call that plays all steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import time
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.errors import HardwareCannot, InternalError, OstinatoError
+from ostinato.lab.model import StartCost
+from ostinato.lab.programs import host_library
+from ostinato.lab.work import BODIES, Data, Timing, Work, checked, error_of
+
+OP_BY_OP: Final = "op by op"
+RECORDED: Final = "recorded"
+NATIVE: Final = "native"
+TINY: Final = Work(n=1, steps=2000)
+
+
+class CpuMachine:
+    """One thread: what is measured is how work is begun, not how it is shared out."""
+
+    kind: Literal["gpu", "cpu"] = "cpu"
+
+    def __init__(self) -> None:
+        self.name = cpu_name()
+        self.why_not: dict[str, str] = {}
+        starts = [OP_BY_OP, RECORDED]
+        try:
+            self._host = host_library()
+            starts.append(NATIVE)
+        except (HardwareCannot, InternalError) as error:
+            self.why_not[NATIVE] = str(error)
+        self.starts = tuple(starts)
+
+    def settle(self, work: Work) -> Work:
+        free = _free_bytes()
+        if 6 * 8 * work.n > free:
+            raise HardwareCannot(
+                f"--n {work.n} needs {48 * work.n / 1e9:.1f} GB with its check; {free / 1e9:.1f} are free"
+            )
+        return work
+
+    def time(self, work: Work, start: str, repeats: int) -> Timing:
+        work = self.settle(work)
+        data = Data.fresh(work.n)
+        factors = work.factors(varied=False)
+        expected = data.expected(work, factors)
+        times, worst = [], 0.0
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            for _ in range(repeats + 1):  # the first warms
+                x, h = torch.from_numpy(data.x), torch.full((work.n,), float("nan"))
+                h.copy_(torch.from_numpy(data.start[0]))
+                play = self._bound(work, start, x, h, factors)
+                began = time.perf_counter()
+                play()
+                times.append((time.perf_counter() - began) * 1e6 / work.steps)
+                worst = max(worst, error_of(h.numpy(), expected[0]))
+        finally:
+            torch.set_num_threads(threads)
+        launches = 1 if start == NATIVE else work.passes * (1 if work.body == "axpy" else 3)
+        return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), launches))
+
+    def body_us(self, work: Work) -> float:
+        """By the slope over the vector's length: what is not proportional to it is not the body's."""
+        start = NATIVE if NATIVE in self.starts else RECORDED
+        return max(1e-6, self.time(work, start, 3).kernel_us - self.costs(work)[start].kernel_us)
+
+    def costs(self, work: Work) -> dict[str, StartCost]:
+        return self._costs
+
+    @cached_property
+    def _costs(self) -> dict[str, StartCost]:
+        return {start: StartCost(self.time(TINY, start, 5).kernel_us) for start in self.starts}
+
+    def facts(self) -> dict[str, Any]:
+        return {"kind": "cpu", "name": self.name, "python": platform.python_version(), "torch": torch.__version__}
+
+    def _bound(self, work: Work, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> Callable[[], object]:
+        if start == NATIVE:
+            body = BODIES.index(work.body)
+            given = (_address(x), _address(h), work.n, body, factors.ctypes.data, work.steps, work.kernels)
+            return partial(self._host.play, *given)
+        passes = np.repeat(factors, work.kernels).tolist()
+        if start == OP_BY_OP:
+            return partial(_op_by_op, work.body, x, h, passes)
+        if start != RECORDED:
+            raise OstinatoError(f"a CPU has no start {start!r}")
+        inside = torch.empty_like(h)
+        gelu: Any = torch._C._nn.gelu  # the form that takes its memory
+        calls: list[Callable[[], object]] = []
+        for a in passes:
+            if work.body == "axpy":
+                calls.append(partial(h.add_, x, alpha=a))
+            else:
+                calls += [
+                    partial(torch.add, h, x, out=inside),
+                    partial(gelu, inside, out=inside),
+                    partial(h.add_, inside, alpha=a),
+                ]
+        return partial(_in_order, calls)
+
+
+def _op_by_op(body: str, x: Tensor, h: Tensor, factors: list[float]) -> None:
+    for a in factors:
+        if body == "axpy":
+            h += a * x
+        else:
+            h += a * torch.nn.functional.gelu(h + x)
+
+
+def _in_order(calls: list[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
+def _address(tensor: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr())
+
+
+def _free_bytes() -> int:
+    from ostinato.engine.placement import free_host_bytes
+
+    return free_host_bytes()
+
+
+def cpu_name() -> str:
+    """What the system calls this processor."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

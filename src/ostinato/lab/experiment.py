@@ -1,0 +1,167 @@
+"""Experiments: the starts of a machine side by side, sweeps over one size, and the arithmetic beside the figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any, Final
+
+from ostinato.errors import BadInput, HardwareCannot
+from ostinato.lab.model import stops_paying_us
+from ostinato.lab.work import Machine, Timing, Work, with_values
+
+SWEPT: Final = ("n", "steps", "kernels", "blocks", "threads")
+REPEATS: Final = 5
+LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
+FORMAT: Final = "ostinato lab 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One work in all starts, with what the formulas say of each."""
+
+    work: Work
+    body_us: float
+    timings: tuple[Timing, ...]  # the first is the baseline
+    predicted_us: dict[str, float]  # of a step
+
+    @property
+    def baseline(self) -> Timing:
+        return self.timings[0]
+
+    def speedup(self, timing: Timing) -> float:
+        return self.baseline.us / timing.us
+
+    def predicted_speedup(self, start: str) -> float:
+        return self.predicted_us[self.baseline.start] / self.predicted_us[start]
+
+    @property
+    def overhead(self) -> tuple[float, float]:
+        """The part of the baseline's step that is not its bodies: predicted and measured."""
+        bodies = self.work.kernels * self.body_us
+        predicted = self.predicted_us[self.baseline.start]
+        return 1 - bodies / predicted, 1 - bodies / self.baseline.us
+
+    def record(self) -> dict[str, Any]:
+        predicted, measured = self.overhead
+        return {
+            **asdict(self.work),
+            "body_us": self.body_us,
+            "overhead_predicted": predicted,
+            "overhead_measured": measured,
+            "starts": {
+                timing.start: {
+                    "us_per_step": timing.us,
+                    "tokens_s": timing.tokens_s,
+                    "speedup": self.speedup(timing),
+                    "predicted_us": self.predicted_us[timing.start],
+                    "predicted_speedup": self.predicted_speedup(timing.start),
+                    "launches": timing.launches,
+                    "max_abs_err": timing.max_abs_err,
+                    "least_us": min(timing.step_us),
+                    "most_us": max(timing.step_us),
+                }
+                for timing in self.timings
+            },
+        }
+
+
+def measured(machine: Machine, work: Work, repeats: int = REPEATS) -> Row:
+    """One work in every start of a machine, baseline first, each checked; what the formulas say is settled before."""
+    work = machine.settle(work)
+    costs, body_us = machine.costs(work), machine.body_us(work)
+    predicted = {start: cost.step(work.kernels, body_us) for start, cost in costs.items()}
+    timings = tuple(machine.time(work, start, repeats) for start in machine.starts)
+    return Row(work, body_us, timings, predicted)
+
+
+def swept(
+    machine: Machine, work: Work, what: str, values: Sequence[int], repeats: int = REPEATS
+) -> Iterator[Row | tuple[Work, str]]:
+    """A row for each value of one size; a work that this machine refuses, with its words, instead of its row."""
+    if what not in SWEPT:
+        raise BadInput(f"{what!r} is not swept; known: {', '.join(SWEPT)}")
+    for one in with_values(work, what, values):
+        # Long vectors need no more steps to be measured well than what takes a second or so.
+        try:
+            yield measured(machine, one if what == "steps" else _shortened(one), repeats)
+        except (BadInput, HardwareCannot) as error:
+            yield one, str(error)
+
+
+def _shortened(work: Work) -> Work:
+    return replace(work, steps=max(20, min(work.steps, (1 << 31) // (work.n * work.kernels))))
+
+
+def result(
+    machine: Machine, work: Work, rows: Sequence[Row], *, decode: Sequence[dict[str, Any]] = ()
+) -> dict[str, Any]:
+    """Everything that an experiment found, as one value that can be kept and compared; costs are those of `work`."""
+    costs = machine.costs(work)
+    baseline = machine.starts[0]
+    return {
+        "format": FORMAT,
+        "date": date.today().isoformat(),
+        "question": "how much of a step is launch overhead here, and what takes it away?",
+        "machine": machine.facts(),
+        "why_not": machine.why_not,
+        "costs": {start: asdict(cost) for start, cost in costs.items()},
+        "stops_paying_us": {
+            start: stops_paying_us(costs[baseline], cost, work.kernels)
+            for start, cost in costs.items()
+            if start != baseline
+        },
+        "rows": [row.record() for row in rows],
+        "decode": list(decode),
+    }
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result that was kept; refused where it is none."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise BadInput(f"{path}: not JSON: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise BadInput(f'{path}: not a result of `ostinato lab` (its "format" is not {FORMAT!r})')
+    return found
+
+
+def compared(first: dict[str, Any], second: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Two results side by side: what, the first, the second, and the second over the first."""
+    out: list[tuple[str, ...]] = []
+
+    def add(what: str, a: float | None, b: float | None, unit: str) -> None:
+        shown = ["-" if v is None else f"{v:.3g} {unit}".strip() for v in (a, b)]
+        out.append((what, *shown, f"{b / a:.2f}" if a and b else "-"))
+
+    for start in dict.fromkeys([*first["costs"], *second["costs"]]):
+        for key, name in (
+            ("kernel_us", "a kernel"),
+            ("step_us", "a step"),
+            ("submit_kernel_us", "submitting a kernel"),
+        ):
+            a, b = (r["costs"].get(start, {}).get(key) for r in (first, second))
+            if a or b:
+                add(f"{start}: {name} adds", a, b, "us")
+    for start in dict.fromkeys([*first["stops_paying_us"], *second["stops_paying_us"]]):
+        a, b = (r["stops_paying_us"].get(start) for r in (first, second))
+        add(f"{start}: pays for kernels up to", a, b, "us")
+    keys = ("n", "steps", "kernels", "threads", "body")
+    by_work = {tuple(row[key] for key in keys): row for row in second["rows"]}
+    for row in first["rows"]:
+        other = by_work.get(tuple(row[key] for key in keys))
+        if other is None:
+            continue
+        label = f"n={row['n']} kernels={row['kernels']} {row['body']}"
+        add(f"{label}: overhead of the baseline", row["overhead_measured"], other["overhead_measured"], "")
+        for start in row["starts"]:
+            if start in other["starts"]:
+                a, b = (r["starts"][start]["us_per_step"] for r in (row, other))
+                add(f"{label}: {start}", a, b, "us a step")
+    return out

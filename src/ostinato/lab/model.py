@@ -1,0 +1,98 @@
+"""The arithmetic of launch overhead: what a step of short kernels takes, by how it is started.
+
+A step is K kernels of c microseconds each. Whoever paces it adds something to every kernel (a launch, a graph's node, a
+barrier) and something to every step (a replay, a turn of a WHILE graph), and a host that submits ahead of the device
+adds nothing as long as it keeps ahead. Pure arithmetic: no device, no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from ostinato.errors import BadOption
+
+PAYS: Final = 1.05  # a start that wins less than this is said not to pay
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """K launches of t_L each beside T_comp of computing, as if none were hidden."""
+
+    kernels: int
+    launch_us: float
+    compute_us: float
+
+    def __post_init__(self) -> None:
+        if self.kernels < 1 or self.launch_us < 0 or self.compute_us <= 0:
+            raise BadOption(
+                f"{self.kernels} kernels, {self.launch_us} us a launch, {self.compute_us / 1e3} ms of computing: there "
+                "must be a kernel at least, computing takes some time and a launch none or some"
+            )
+
+    @property
+    def total_us(self) -> float:
+        """What all launches of a token cost: K t_L.
+
+        >>> Overhead(150, 6.0, 18_000.0).total_us
+        900.0
+        """
+        return self.kernels * self.launch_us
+
+    @property
+    def share(self) -> float:
+        """The part f of a token's time that is launches: K t_L / (T_comp + K t_L).
+
+        >>> [round(Overhead(150, 6.0, ms * 1e3).share, 3) for ms in (18, 6)]
+        [0.048, 0.13]
+        """
+        return self.total_us / (self.compute_us + self.total_us)
+
+    def speedup(self, residual_us: float = 0.0) -> float:
+        """What a token gains where all its launches become one that costs `residual_us`."""
+        return (self.compute_us + self.total_us) / (self.compute_us + residual_us)
+
+
+@dataclass(frozen=True, slots=True)
+class StartCost:
+    """What one way to start a step adds, in microseconds: on the device, and on the host that submits."""
+
+    kernel_us: float
+    step_us: float = 0.0
+    submit_kernel_us: float = 0.0
+    submit_step_us: float = 0.0
+
+    def step(self, kernels: int, body_us: float) -> float:
+        """The time of a step: the device's, or the host's where it cannot keep ahead.
+
+        >>> StartCost(1.0, submit_kernel_us=3.0).step(10, 1.0), StartCost(1.0, submit_kernel_us=3.0).step(10, 9.0)
+        (30.0, 100.0)
+        """
+        device = kernels * (body_us + self.kernel_us) + self.step_us
+        return max(device, kernels * self.submit_kernel_us + self.submit_step_us)
+
+    def launch_us(self, kernels: int, body_us: float) -> float:
+        """t_L as it is felt: what each kernel of a step takes beyond its own time."""
+        return max(0.0, self.step(kernels, body_us) / kernels - body_us)
+
+    def share(self, kernels: int, body_us: float) -> float:
+        """The part of a step that is not its bodies."""
+        return 1.0 - kernels * body_us / self.step(kernels, body_us)
+
+
+def stops_paying_us(baseline: StartCost, other: StartCost, kernels: int, longest_us: float = 1e5) -> float | None:
+    """The body length from which `other` wins less than PAYS over the baseline; None where it never pays.
+
+    The gain falls with the length of a body, so that halving finds the place.
+    """
+
+    def pays(body_us: float) -> bool:
+        return baseline.step(kernels, body_us) > PAYS * other.step(kernels, body_us)
+
+    low, high = 0.0, longest_us
+    if not pays(low):
+        return None
+    while high - low > 1e-3 * max(1.0, low):
+        middle = (low + high) / 2
+        low, high = (middle, high) if pays(middle) else (low, middle)
+    return low

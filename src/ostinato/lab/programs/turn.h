@@ -1,0 +1,14 @@
+// The end of a WHILE graph's body: count, and say whether it runs again. CUDA only.
+#pragma once
+
+#if !defined(__CUDACC_RTC__)
+#include <cuda_runtime.h>
+#else
+extern "C" __device__ __cudart_builtin__ void CUDARTAPI
+cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
+#endif
+
+extern "C" __global__ void turn(long long* left, cudaGraphConditionalHandle again) {
+    *left -= 1;
+    cudaGraphSetConditional(again, *left > 0);
+}

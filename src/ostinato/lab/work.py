@@ -1,0 +1,177 @@
+"""What is played in the laboratory, the float64 twin that checks it, and how a result is kept."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final, Literal, Protocol
+
+import numpy as np
+
+from ostinato.errors import BadOption, InternalError
+from ostinato.lab.model import StartCost
+
+Body = Literal["axpy", "tail"]
+BODIES: Final[tuple[Body, ...]] = ("axpy", "tail")
+REQUESTS: Final = 4  # of a queue that the host feeds
+ERROR_BAR: Final = 1e-5  # of 500 passes over states below SMALL; of more, or larger ones, in proportion
+SMALL: Final = 0.5
+MOST_PASSES: Final = 2_000_000  # of one measurement: kernels of all its steps
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """So many token steps of so many passes over a vector. `blocks` 0: as many as the device has multiprocessors."""
+
+    n: int = 1 << 20
+    steps: int = 500
+    kernels: int = 1
+    blocks: int = 0
+    threads: int = 512  # fills a multiprocessor without making its own barrier long
+    a: float = 0.001
+    body: Body = "axpy"
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("n", 1, 1 << 31),
+            ("steps", 1, 1_000_000),
+            ("kernels", 1, 10_000),
+            ("blocks", 0, 1_000_000),
+            ("threads", 32, 1024),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise BadOption(f"--{name} is {value}; it must be from {least} to {most}")
+        if self.threads % 32:
+            raise BadOption(f"--threads is {self.threads}; it must be a multiple of 32")
+        if not abs(self.a) <= 1:
+            raise BadOption(f"--a is {self.a}; it must be from -1 to 1")
+        if self.body not in BODIES:
+            raise BadOption(f"--body is {self.body!r}; known: {', '.join(BODIES)}")
+        if self.steps * self.kernels > MOST_PASSES:
+            raise BadOption(
+                f"{self.steps} steps of {self.kernels} kernels are {self.steps * self.kernels} launches; at most "
+                f"{MOST_PASSES} are measured at once: lower --steps or --kernels"
+            )
+
+    @property
+    def passes(self) -> int:
+        return self.steps * self.kernels
+
+    def factors(self, *, varied: bool) -> np.ndarray:
+        """The factor of each step, float32: one for all, or one that changes from step to step."""
+        steps = np.arange(self.steps)
+        return (self.a * np.where(steps % 2, 0.5, 1.5) if varied else np.full(self.steps, self.a)).astype(np.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Fresh numbers for one measurement: the vector, and the state of each request before it."""
+
+    x: np.ndarray  # float32 [n]
+    start: np.ndarray  # float32 [requests, n]
+
+    @staticmethod
+    def fresh(n: int, requests: int = 1) -> Data:
+        # Small, so that no sum of 500 rounded steps can be off by ERROR_BAR: each is by 2^-26 at most below SMALL.
+        chance, reach = np.random.default_rng(), SMALL / 2
+        return Data(
+            chance.uniform(-reach, reach, n).astype(np.float32),
+            chance.uniform(-reach, reach, (requests, n)).astype(np.float32),
+        )
+
+    def expected(self, work: Work, factors: np.ndarray, requests: int = 1, device: str = "cpu") -> np.ndarray:
+        """What every element must be after every step, in float64; steps go to the requests in turn."""
+        import torch
+
+        x = torch.from_numpy(self.x).to(device).double()
+        out = torch.from_numpy(self.start).to(device).double()
+        for request in range(requests):
+            own = factors[request::requests].astype(np.float64)
+            if work.body == "axpy":
+                out[request] += work.kernels * float(own.sum()) * x
+                continue
+            for a in np.repeat(own, work.kernels).tolist():
+                out[request] += a * torch.nn.functional.gelu(out[request] + x)
+        return out.cpu().numpy()
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """How long one start took for some work, by the clock of the device that did it."""
+
+    start: str
+    work: Work
+    step_us: tuple[float, ...]  # of each repeat
+    max_abs_err: float
+    largest: float  # of what should come out
+    launches: int  # that the host made for all steps
+
+    @property
+    def us(self) -> float:
+        return statistics.median(self.step_us)
+
+    @property
+    def tokens_s(self) -> float:
+        return 1e6 / self.us
+
+    @property
+    def kernel_us(self) -> float:
+        return self.us / self.work.kernels
+
+    def record(self) -> dict[str, Any]:
+        return {
+            **asdict(self.work),
+            "start": self.start,
+            "us_per_step": self.us,
+            "least_us": min(self.step_us),
+            "most_us": max(self.step_us),
+            "max_abs_err": self.max_abs_err,
+            "launches": self.launches,
+        }
+
+
+class Machine(Protocol):
+    """Something that plays work in several ways. The first of its starts is the baseline."""
+
+    name: str
+    kind: Literal["gpu", "cpu"]
+    starts: tuple[str, ...]
+    why_not: dict[str, str]  # starts that cannot run here, and why
+
+    def settle(self, work: Work) -> Work:
+        """The work with its open sizes filled in; refuses what cannot run here, naming the limit."""
+
+    def time(self, work: Work, start: str, repeats: int) -> Timing:
+        """Play and check it; raises where the result is wrong."""
+
+    def body_us(self, work: Work) -> float:
+        """How long one pass is by itself, without whatever starts it."""
+
+    def costs(self, work: Work) -> dict[str, StartCost]:
+        """What each start adds to work of this grid, measured once with bodies of known length."""
+
+    def facts(self) -> dict[str, Any]:
+        """What this machine is, and single costs that the formulas name."""
+
+
+def checked(timing: Timing) -> Timing:
+    """The timing, if its result is right: a fast wrong answer is no figure."""
+    bar = ERROR_BAR * max(1.0, timing.work.passes / 500) * max(1.0, timing.largest / SMALL)
+    if not timing.max_abs_err < bar:  # also where it is not a number
+        raise InternalError(
+            f"{timing.start} computed a wrong result: max_abs_err {timing.max_abs_err:.3e}, at most {bar:.1e} allowed "
+            f"({timing.work})"
+        )
+    return timing
+
+
+def error_of(found: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference; NaN where anything is."""
+    return float(np.abs(found.astype(np.float64) - expected).max())
+
+
+def with_values(work: Work, what: str, values: Sequence[int]) -> list[Work]:
+    """The work once for each value of one of its sizes."""
+    return [replace(work, **{what: value}) for value in values]  # type: ignore[arg-type]

@@ -1,0 +1,89 @@
+"""`ostinato lab` on a machine without a GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import Run
+
+SMALL = ("--n", "64", "--steps", "10", "--repeats", "1", "--device", "cpu")
+
+
+def test_predicting_needs_no_gpu(ostinato: Run) -> None:
+    ran = ostinato("lab", "predict", "--kernels", "150", "--launch-us", "6", "--compute-ms", "18")
+    assert (ran.code, ran.err) == (0, "")
+    assert "overhead 4.8 %" in ran.out
+    assert "overhead 13 %" in ostinato("lab", "predict", "--kernels=150", "--launch-us=6", "--compute-ms=6").out
+
+
+def test_a_prediction_of_the_impossible_is_refused(ostinato: Run) -> None:
+    ran = ostinato("lab", "predict", "--kernels", "0", "--launch-us", "6", "--compute-ms", "18")
+    assert ran.code == 2
+    assert "there must be a kernel at least" in ran.err
+
+
+def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: Run) -> None:
+    ran = ostinato("lab", "sweep", "--over", "kernels", "--values", "1,3", *SMALL)
+    assert ran.code == 0, ran.err
+    assert "a CPU" in ran.out
+    found = json.loads(ran.out.splitlines()[-1])
+    assert [row["kernels"] for row in found["rows"]] == [1, 3]
+    assert found["machine"]["kind"] == "cpu"
+
+
+def test_everything_leaves_a_report_and_two_of_them_are_compared(
+    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    verb = importlib.import_module("ostinato.cli.lab")
+    monkeypatch.setattr(verb, "DEFAULT_SHAPE", {"cpu": "tiny", "gpu": "tiny"})
+    monkeypatch.setattr("ostinato.lab.experiment.LENGTHS", (16, 64))
+    ran = ostinato("lab", *SMALL, "--out", tmp_path / "out", "--json")
+    assert ran.code == 0, ran.err
+    kept = tmp_path / "out" / "result.json"
+    assert json.loads(ran.out) == json.loads(kept.read_text())
+    assert {row["mode"] for row in json.loads(ran.out)["decode"]} >= {"eager", "loop"}
+    assert (tmp_path / "out" / "report.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "out" / "speedup.svg").read_text().startswith("<svg")
+    both = ostinato("lab", "compare", kept, kept)
+    assert both.code == 0
+    assert "second / first" in both.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("sweep", "--over", "speed", "--values", "1"), "--over is 'speed'; known: n, steps"),
+        (("sweep", "--over", "n", "--values", "x"), "must be whole numbers"),
+        (("one", "--start", "warp", "--device", "cpu"), "here there are: op by op"),
+        (("--n", "0", "--device", "cpu"), "--n is 0"),
+        (("compare", "none.json", "none.json"), "cannot be read"),
+        (("decode", "--shape", "nano", "--device", "cpu"), "nano"),
+        (("profile", "--trace", "x.json", "--device", "cpu"), "--trace is of one start"),
+    ],
+)
+def test_bad_words_are_refused_with_what_is_known(ostinato: Run, arguments: tuple[str, ...], words: str) -> None:
+    ran = ostinato("lab", *arguments)
+    assert ran.code == 2, ran.err
+    assert words in ran.err
+    assert "Traceback" not in ran.err
+
+
+@pytest.mark.slow
+def test_a_profile_counts_and_tells_the_commands(ostinato: Run, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    ran = ostinato(
+        "lab", "profile", "--start", "recorded", "--n", "64", "--steps", "5", "--device", "cpu", "--trace", trace
+    )
+    assert ran.code == 0, ran.err
+    assert "traceEvents" in json.loads(trace.read_text())
+    for tool in ("nsys profile", "ncu --metrics", "rocprof --hip-trace", "omnitrace-sample", "nvcc -O3", "hipcc -O3"):
+        assert tool in ran.out
+
+
+def test_one_start_alone_is_one_line_of_json(ostinato: Run) -> None:
+    ran = ostinato("lab", "one", "--start", "recorded", *SMALL)
+    assert json.loads(ran.out)["max_abs_err"] < 1e-5

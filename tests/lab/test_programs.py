@@ -1,0 +1,102 @@
+"""The laboratory's programs: whole ones compile for CUDA and HIP, kernels by NVRTC; nothing of AMD has been run."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ostinato.errors import HardwareCannot
+from ostinato.lab.profile import COUNTERS, commands, counted, counters
+from ostinato.lab.programs import FOLDER, source
+
+WHOLE = ("graphs_axpy", "persistent_decode")
+
+
+def compiled(command: list[str], tool: str, **environment: str) -> None:
+    if shutil.which(tool) is None:
+        pytest.skip(f"{tool} is not installed")
+    import os
+
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_program_compiles_with_nvcc(name: str, tmp_path: Path) -> None:
+    out = tmp_path / name
+    flags = ["-O3", "-std=c++17", "-arch=sm_90", "-lineinfo"]
+    compiled(["nvcc", *flags, str(FOLDER / f"{name}.cu"), "-o", str(out)], "nvcc")
+    assert out.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_whole_program_compiles_with_hipcc(name: str, tmp_path: Path) -> None:
+    out = tmp_path / name
+    flags = ["-O3", "-std=c++17", "-x", "hip", "--offload-arch=gfx90a"]
+    compiled(["hipcc", *flags, str(FOLDER / f"{name}.cu"), "-o", str(out)], "hipcc", HIP_PLATFORM="amd")
+    assert out.exists()
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_newer_amd_card(tmp_path: Path) -> None:
+    if not Path("/usr/include/hip/hip_runtime.h").exists():
+        pytest.skip("HIP's headers are not installed")
+    unit = tmp_path / "kernels.hip"
+    unit.write_text('#include <hip/hip_runtime.h>\n#include "kernels.h"\n')
+    flags = ["-x", "hip", "--offload-arch=gfx942", "--cuda-device-only", "-nogpulib", "-O3", "-S", "-I", str(FOLDER)]
+    compiled(["clang-19", *flags, "-o", str(tmp_path / "kernels.s"), str(unit)], "clang-19")
+    assert "persistent" in (tmp_path / "kernels.s").read_text()
+
+
+@pytest.mark.parametrize("name", ["kernels.h", "turn.h"])
+def test_the_kernels_compile_at_run_time(name: str) -> None:
+    from ostinato.kernels.build import cubin
+
+    try:
+        binary = cubin(source(name), name, arch="sm_90")
+    except HardwareCannot as error:
+        pytest.skip(str(error))
+    assert binary[:4] == b"\x7fELF"
+
+
+def test_the_commands_name_the_programs_and_the_counters() -> None:
+    words = commands(Path("programs"), arch="sm_80")
+    assert any("-arch=sm_80" in line for line in words["build"])
+    assert all("-lineinfo" in line for line in words["build"] if line.startswith("nvcc"))
+    assert all(counter in line for counter in COUNTERS for line in words["ncu"])
+    assert {"nsys", "rocprof", "omnitrace"} <= words.keys()
+
+
+def test_what_ncu_prints_is_read() -> None:
+    text = "\n".join(
+        [
+            "==PROF== Connected to process 1",
+            '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+            '"0","short_axpy","gpu__time_duration.sum","ns","6,400"',
+            '"0","short_axpy","sm__throughput.avg.pct_of_peak_sustained_active","%","30.00"',
+            '"1","short_axpy","gpu__time_duration.sum","us","1.6"',
+            '"1","short_axpy","sm__throughput.avg.pct_of_peak_sustained_active","%","32.00"',
+        ]
+    )
+    assert counters(text) == {"kernels": 2.0, "throughput_pct": 31.0, "time_us": 8.0}
+
+
+def test_counters_that_are_closed_are_told() -> None:
+    with pytest.raises(HardwareCannot, match="ERR_NVGPUCTRPERM"):
+        counters("==ERROR== ERR_NVGPUCTRPERM")
+
+
+def test_a_profiler_that_fails_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: name)
+
+    def hangs(*_: object, **__: object) -> None:
+        raise subprocess.TimeoutExpired("ncu", 1.0)
+
+    with pytest.raises(HardwareCannot, match="fewer --steps"):
+        counted("x", [], run=hangs)
+    failed = subprocess.CompletedProcess([], 9, "", "no permission")
+    with pytest.raises(HardwareCannot, match="ended with 9 and said: no permission"):
+        counted("x", [], run=lambda *_, **__: failed)
