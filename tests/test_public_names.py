@@ -14,9 +14,9 @@ NAMES = [
     "__version__",
 ]  # fmt: skip
 METHODS = {
-    "chat", "chat_ids", "close", "context", "decoder", "detokenize", "device", "dtype", "embed", "generate", "kv_type",
-    "load_state", "logits", "mode", "rank", "save_state", "score", "stats", "stream", "stream_chat", "tokenize",
-    "why_not",
+    "activations", "chat", "chat_ids", "close", "context", "decoder", "detokenize", "device", "dtype", "embed",
+    "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state", "score", "stats", "stream",
+    "stream_chat", "threads", "tokenize", "why_not",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
 SAMPLING = [

@@ -1,10 +1,13 @@
 """Routed experts: each row goes through the few experts its router scores highest, weighted by those scores."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ostinato.kernels.activation import Activation, gated_torch
 from ostinato.kernels.linear import linear_torch
+from ostinato.kernels.packed import Weight
 
 
 def route_torch(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -17,9 +20,15 @@ def route_torch(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor,
 
 
 def experts_torch(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, chosen: Tensor, activation: Activation
+    x: Tensor,
+    gate_up: Tensor | Sequence[Weight],
+    down: Tensor | Sequence[Weight],
+    weights: Tensor,
+    chosen: Tensor,
+    activation: Activation,
 ) -> Tensor:
-    """x [rows, hidden] through its chosen experts; gate_up [experts, 2 * ff, hidden], down [experts, hidden, ff].
+    """x [rows, hidden] through its chosen experts; gate_up [experts, 2 * ff, hidden], down [experts, hidden, ff], each
+    as one tensor or as a weight for each expert.
 
     Experts are added in order of their id, so that a row's sum does not depend on its neighbours.
     """

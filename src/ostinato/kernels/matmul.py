@@ -17,6 +17,7 @@ from torch import Tensor
 from ostinato.kernels.activation import Activation, activate_torch
 from ostinato.kernels.experts import route_torch
 from ostinato.kernels.packed import Packed, Stack, Weight, dense
+from ostinato.kernels.weight import for_a_gpu
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
 
@@ -105,7 +106,7 @@ def product_torch(x: Tensor, weight: Weight, norm: InputNorm | None) -> Tensor:
     """norm(x) W^T of x [rows, in], in float32."""
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
     columns = []
-    for part in parts:
+    for part in map(for_a_gpu, parts):
         narrow = isinstance(part, Packed) or part.dtype == torch.bfloat16
         inside, after = _normed(x, norm)
         inside = inside.bfloat16().float() if narrow else inside

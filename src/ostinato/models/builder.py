@@ -14,7 +14,7 @@ from ostinato.kernels.table import Ops
 from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Linear, Model, Norm, PlainMLP, RankingHead
 from ostinato.models.recurrent import Conv, Decay, Mamba2Mixer, MambaMixer
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
+from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, Shape
 from ostinato.models.weights import Weights
 
 
@@ -82,10 +82,14 @@ class Builder:
     def gated_mlp(self, layer: int, *, fused: bool = False) -> GatedMLP:
         """`fused`: the file keeps gate and up as one tensor, under the name of up."""
         s, at, m = self.shape, f"blk.{layer}.", self.shape.multipliers
-        names: str | list[str] = at + "ffn_up" if fused else [at + "ffn_gate", at + "ffn_up"]
-        outs: int | list[int] = 2 * s.ff_width if fused else [s.ff_width, s.ff_width]
         gate_scale = self.scale([s.ff_width, s.ff_width], [m.ff_gate, 1.0])
-        gate_up = self.linear(names, outs, s.hidden, bias=s.mlp_bias, scale=gate_scale)
+        if fused:
+            weight = self.weights.take_halves(at + "ffn_up.weight", s.ff_width, s.hidden)
+            bias = self.weights.take(at + "ffn_up.bias", (2 * s.ff_width,)) if s.mlp_bias else None
+            gate_up = Linear(self.ops, weight, bias, gate_scale)
+        else:
+            both = [at + "ffn_gate", at + "ffn_up"]
+            gate_up = self.linear(both, [s.ff_width, s.ff_width], s.hidden, bias=s.mlp_bias, scale=gate_scale)
         down_scale = self.scale([s.hidden], [m.ff_down])
         down = self.linear(at + "ffn_down", s.hidden, s.ff_width, bias=s.mlp_bias, scale=down_scale)
         return GatedMLP(self.ops, gate_up, down, s.activation)
@@ -100,6 +104,8 @@ class Builder:
         s, at = self.shape, f"blk.{layer}."
         assert s.experts is not None
         n, ff = s.experts.n_experts, s.experts.ff_width
+        if self.weights.in_tiles:
+            return self._tiled_experts(at, s.experts)
         for part, size in (("ffn_gate", (ff, s.hidden)), ("ffn_up", (ff, s.hidden)), ("ffn_down", (s.hidden, ff))):
             self._check_expert_parts(at + part, n, size)
         gate_up, down = self.weights.empty(n, 2 * ff, s.hidden), self.weights.empty(n, s.hidden, ff)
@@ -108,6 +114,15 @@ class Builder:
         self._expert_parts(at + "ffn_down", [down[e] for e in range(n)], down)
         router = self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False)
         return Experts(self.ops, router, gate_up, down, s.experts, s.activation)
+
+    def _tiled_experts(self, at: str, experts: ExpertShape) -> Experts:
+        """Every expert by itself: the native loop multiplies with those that a row was sent to."""
+        s, n, ff = self.shape, experts.n_experts, experts.ff_width
+        gate, up = (self.weights.take_experts(at + name, n, (ff, s.hidden)) for name in ("ffn_gate", "ffn_up"))
+        down = self.weights.take_experts(at + "ffn_down", n, (s.hidden, ff))
+        router = self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False)
+        gate_up = tuple(Stack(pair) for pair in zip(gate, up, strict=True))
+        return Experts(self.ops, router, gate_up, down, experts, s.activation)
 
     def _check_expert_parts(self, name: str, n: int, size: tuple[int, int]) -> None:
         """Before memory is laid out for them: the file really holds that many experts of that size."""

@@ -25,6 +25,7 @@ from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.shape import Shape
 from ostinato.models.weights import Progress, Weights, spelled, translate
+from ostinato.options import Activations
 
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT, NOMIC_BERT,
@@ -64,19 +65,22 @@ def build_model(
     context: int,
     progress: Progress | None = None,
     packed: bool = False,
+    tiles: Activations | None = None,
 ) -> Model:
     """The model with its weights on `device` in `dtype`, for an engine of that context.
 
-    `packed`: matrices stay in the file's own type where kernels multiply it.
+    `packed`: matrices stay in the file's own type where kernels multiply it. `tiles`: they are packed into the tiles
+    of the CPU's native loop, to be multiplied with such activations.
     """
     family = family_of(checkpoint)
     if checkpoint.format == "gguf":
         names = translate(checkpoint.tensors, family.gguf_names)
-        weights = Weights(checkpoint, names, dtype, device, family.gguf_transforms, packed=packed)
+        weights = Weights(checkpoint, names, dtype, device, family.gguf_transforms, packed=packed, tiles=tiles)
     else:
         names = translate(checkpoint.tensors, family.names, family.ignored)
         spell = partial(spelled, family.names)
-        weights = Weights(checkpoint, names, dtype, device, family.config_transforms, spell, packed=packed)
+        transforms = family.config_transforms
+        weights = Weights(checkpoint, names, dtype, device, transforms, spell, packed=packed, tiles=tiles)
     model = family.build(Builder(shape, weights, ops_for(device), context), family.layer)
     weights.fill(progress)
     return model
