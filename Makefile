@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: run serve test quick check bench soak test-gpu wheel clean
+.PHONY: run serve test quick check bench soak sanitize test-gpu wheel clean
 
 run: .venv/installed
 	@$(BIN)/ostinato run "$$PROMPT"
@@ -39,8 +39,23 @@ test-gpu: .venv/installed-dev
 	$(BIN)/python -m bench.gpu_check --part speed
 	$(BIN)/python -m bench.gpu_check --part stress
 
+# With objects of the CPU loop for two levels of x86-64, where there is a compiler; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
 wheel: .venv/installed
+	rm -rf build
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+
+# The native CPU loop's tests with every access and every undefined step watched. Compiled first, by itself: the compiler
+# need not be watched. What Python and torch never give back is no leak of ours.
+SANITIZED := tests/kernels/test_native_sampler.py tests/loop/test_native_border.py tests/kernels/test_tiles.py \
+  tests/loop/test_team.py tests/loop/test_native_loop.py
+sanitize: export OSTINATO_CPU_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitize: export ASAN_OPTIONS := detect_leaks=0:use_sigaltstack=0
+sanitize: export UBSAN_OPTIONS := print_stacktrace=1
+sanitize: .venv/installed-dev
+	for level in v4 v3 plain; do OSTINATO_CPU_LEVEL=$$level \
+	  $(BIN)/python -c "from ostinato.kernels.native_cpu import compile_object; compile_object(print)" || true; done
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
+	  $(BIN)/pytest -p no:xdist $(SANITIZED)
 
 clean:
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis

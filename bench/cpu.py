@@ -1,11 +1,13 @@
-"""How fast is the CPU backend beside transformers and llama.cpp, on the default model, in one run?
+"""How fast is the CPU's native loop beside llama.cpp on the default model, and how near to what its memory can give?
 
-    python -m bench.cpu [--rounds 5] [--threads N]
+    python -m bench.cpu [--rounds 5] [--threads N] [--transformers]
 
-Every round runs each engine once, one after the other, in a process of its own: load the GGUF file, prefill 512
-tokens, decode 64 greedily after them. transformers reads the same file with its own GGUF loader and computes in
-float32 as we do; llama.cpp computes on the packed weights with activations rounded to 8 bits, a lighter task. The
-ceiling of a float32 decode is reading all weights once per token, measured here as a plain sum over as many bytes.
+Every round runs each engine once, one after the other, in a process of its own, so that both sides of a ratio saw the
+same minute; ratios are taken round by round. Measured: loading, a prompt of 512 tokens, 128 greedy tokens after a short
+prompt, 64 after 2,048 positions; of ours also four sequences at once, and a plain loop that reads the same packed
+weights and does nothing else. llama.cpp (xllamacpp) runs the same file, and that model in Q4_0, for which it has its
+best kernels; it rounds activations to 8 bits, as our `int8` does, and keeps keys and values in 16 bits, where ours are
+float32. Then, once a round: the time from `ostinato run` to its first character, and what importing torch takes of it.
 """
 
 from __future__ import annotations
@@ -13,161 +15,265 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Final
 
 from bench.note import Series, as_json, ratio, versions
+from bench.requantise import requantised
 
-PROMPT_TOKENS, NEW_TOKENS = 512, 64
-PROMPT = [(7919 * i) % 40_000 + 1_000 for i in range(PROMPT_TOKENS)]
+PROMPT_TOKENS: Final = 512
+DEEP: Final = 2048
+SHORT: Final = 16
+NEW_TOKENS, NEW_TOKENS_DEEP = 128, 64
+READ_TURNS: Final = 40
+SLOTS: Final = 4
 
-
-def ostinato(path: Path, threads: int) -> dict[str, float]:
-    from ostinato import LLM, Sampling
-
-    with LLM(path, device="cpu", threads=threads) as llm:
-        sampling = Sampling(max_tokens=NEW_TOKENS + 1, temperature=0, ignore_eos=True)
-        llm.generate(PROMPT[:16], Sampling(max_tokens=2))
-        timings = llm.generate(PROMPT, sampling).timings
-        assert timings.decode_tok_s is not None
-        return {
-            "load_s": llm.load_s,
-            "prefill_tok_s": PROMPT_TOKENS / timings.prefill_s,
-            "decode_tok_s": timings.decode_tok_s,
-        }
+Figures = dict[str, float]
 
 
-def transformers(path: Path, threads: int) -> dict[str, float]:
+def ids(n: int, salt: int) -> list[int]:
+    """n token ids that no other salt begins with, so that nothing is found in a cache."""
+    return [(7919 * (i + 1) * (salt + 1) + salt) % 40_000 + 1_000 for i in range(n)]
+
+
+# Engines: each is one process that prints its figures
+
+
+def ostinato(path: Path, threads: int, activations: Any) -> Figures:
+    """Our native loop through the engine, by the engine's own clock; and the plain read loop beside it."""
+    from ostinato.cli.bare import opened_bare
+    from ostinato.engine.bench import Bench, Task
+    from ostinato.engine.readloop import read_turns
+    from ostinato.options import LoadOptions
+
+    options = LoadOptions(device="cpu", mode="loop", threads=threads, activations=activations)
+    with opened_bare(str(path), options) as bare:
+        started = time.perf_counter()
+        model = bare.load()
+        figures = {"load_s": time.perf_counter() - started}
+        bench = Bench(model, "f32", 1.0, repeats=1, tiles=bare.placement.tiles, threads=threads)
+        before = read_turns(model, threads, READ_TURNS)
+        with bench.engine("loop", 1, DEEP + NEW_TOKENS_DEEP + PROMPT_TOKENS) as engine:
+            figures["decode_tok_s"] = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, 1, "loop")).tok_s
+            after = read_turns(model, threads, READ_TURNS)
+            figures["read_tok_s"] = statistics.fmean((before, after))
+            figures["prefill_tok_s"] = bench.prompt(engine, Task("pp", PROMPT_TOKENS, 0, 1, "loop")).tok_s
+            deep = bench.generated(engine, Task("tg", NEW_TOKENS_DEEP, DEEP, 1, "loop"))
+            figures["decode_2048_tok_s"] = deep.tok_s
+        with bench.engine("loop", SLOTS, PROMPT_TOKENS) as engine:
+            many = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, SLOTS, "loop"))
+            figures["four_slots_tok_s"] = many.tok_s
+    return figures
+
+
+def llama_cpp(path: Path, threads: int) -> Figures:
+    import xllamacpp
+
+    params = xllamacpp.CommonParams()
+    params.model.path = str(path)
+    params.warmup, params.n_parallel, params.n_ctx, params.verbosity = False, 1, DEEP + 2 * NEW_TOKENS, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    started = time.perf_counter()
+    server = xllamacpp.Server(params)
+    load_s = time.perf_counter() - started
+
+    def timed(prompt: list[int], n_new: int) -> Any:
+        asked = {"temperature": 0, "cache_prompt": False, "ignore_eos": True, "prompt": prompt, "n_predict": n_new}
+        return server.handle_completions(asked)["timings"]
+
+    timed(ids(SHORT, 0), NEW_TOKENS)
+    return {
+        "load_s": load_s,
+        "decode_tok_s": timed(ids(SHORT, 1), NEW_TOKENS)["predicted_per_second"],
+        "prefill_tok_s": timed(ids(PROMPT_TOKENS, 2), 1)["prompt_per_second"],
+        "decode_2048_tok_s": timed(ids(DEEP, 3), NEW_TOKENS_DEEP)["predicted_per_second"],
+    }
+
+
+def transformers(path: Path, threads: int) -> Figures:
+    """In float32, with its own GGUF loader."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
     started = time.perf_counter()
     model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
-    load_s = time.perf_counter() - started
+    figures = {"load_s": time.perf_counter() - started}
     with torch.inference_mode():
-        model(torch.tensor([PROMPT[:16]]), use_cache=True, logits_to_keep=1)
+        model(torch.tensor([ids(SHORT, 0)]), use_cache=True, logits_to_keep=1)
         started = time.perf_counter()
-        out = model(torch.tensor([PROMPT]), use_cache=True, logits_to_keep=1)
+        out = model(torch.tensor([ids(PROMPT_TOKENS, 1)]), use_cache=True, logits_to_keep=1)
         token = out.logits[:, -1:].argmax(-1)
         first = time.perf_counter()
-        for _ in range(NEW_TOKENS):
+        for _ in range(NEW_TOKENS_DEEP):
             out = model(token, past_key_values=out.past_key_values, use_cache=True)
             token = out.logits[:, -1:].argmax(-1)
         done = time.perf_counter()
-    return {
-        "load_s": load_s,
-        "prefill_tok_s": PROMPT_TOKENS / (first - started),
-        "decode_tok_s": NEW_TOKENS / (done - first),
-    }
+    figures["prefill_tok_s"] = PROMPT_TOKENS / (first - started)
+    figures["decode_tok_s"] = NEW_TOKENS_DEEP / (done - first)
+    return figures
 
 
-def llama_cpp(path: Path, threads: int) -> dict[str, float]:
-    import xllamacpp
-
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.warmup, params.n_parallel, params.n_ctx, params.verbosity = False, 1, 1024, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+def first_token(path: Path, threads: int) -> Figures:
+    """Seconds from the start of `ostinato run` to its first character, and of a process that only imports torch."""
+    command = ["-m", "ostinato", "run", "--device", "cpu", "--model", str(path), "--threads", str(threads)]
     started = time.perf_counter()
-    server = xllamacpp.Server(params)
-    load_s = time.perf_counter() - started
-    asked = {"temperature": 0, "cache_prompt": False, "ignore_eos": True}
-    server.handle_completions({"prompt": PROMPT[:16], "n_predict": 2, **asked})
-    answer = server.handle_completions({"prompt": PROMPT, "n_predict": NEW_TOKENS, **asked})
-    timings = answer["timings"]
-    return {
-        "load_s": load_s,
-        "prefill_tok_s": timings["prompt_per_second"],
-        "decode_tok_s": timings["predicted_per_second"],
-    }
-
-
-def read_ceiling(path: Path, threads: int) -> dict[str, float]:
-    """Tokens per second if a token cost one read of all float32 weights and nothing else."""
-    import torch
-
-    from ostinato.files.checkpoint import open_checkpoint
-
-    torch.set_num_threads(threads)
-    weights = torch.ones(sum(t.n_elements for t in open_checkpoint(path).tensors.values()))
-    weights.sum()
+    asked = [sys.executable, *command, "--max-tokens", "8", "Say hello."]
+    with subprocess.Popen(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        first_s = time.perf_counter() - started
+        process.stdout.read()
     started = time.perf_counter()
-    for _ in range(5):
-        weights.sum()
-    return {"decode_tok_s": 5 / (time.perf_counter() - started)}
+    subprocess.run([sys.executable, "-c", "import torch"], check=True)
+    import_s = time.perf_counter() - started
+    return {"first_token_s": first_s, "import_torch_s": import_s, "without_torch_s": first_s - import_s}
 
 
-ENGINES: dict[str, Callable[[Path, int], dict[str, float]]] = {
-    "ostinato": ostinato,
-    "transformers": transformers,
+OURS: Final = ("ostinato wide", "ostinato int8")
+ENGINES: Final[dict[str, Callable[[Path, int], Figures]]] = {
+    "ostinato wide": lambda path, threads: ostinato(path, threads, "wide"),
+    "ostinato int8": lambda path, threads: ostinato(path, threads, "int8"),
     "llama.cpp": llama_cpp,
-    "read ceiling": read_ceiling,
+    "llama.cpp Q4_0": lambda path, threads: llama_cpp(requantised(path, Path(tempfile.gettempdir())), threads),
+    "transformers": transformers,
+    "ostinato run": first_token,
 }
 
 
-def in_its_own_process(engine: str, path: Path, threads: int) -> dict[str, float]:
+def in_its_own_process(engine: str, path: Path, threads: int) -> Figures:
     command = [sys.executable, "-m", "bench.cpu", "--engine", engine, "--model", str(path), "--threads", str(threads)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if not answers:
         sys.exit(f"{engine} gave no figures (exit {done.returncode}):\n{done.stderr[-2000:]}")
-    figures: dict[str, float] = json.loads(answers[-1])
+    figures: Figures = json.loads(answers[-1])
     return figures
 
 
-def measure(path: Path, rounds: int, threads: int) -> list[Series]:
-    figures: dict[str, list[dict[str, float]]] = {engine: [] for engine in ENGINES}
+def compile_seconds() -> float:
+    """What the first use of a checkout costs: the native code compiled into an empty cache."""
+    script = "from ostinato.kernels.native_cpu import cpu_library; import time; t = time.perf_counter(); cpu_library()"
+    with tempfile.TemporaryDirectory() as home:
+        done = subprocess.run(
+            [sys.executable, "-c", f"{script}; print(time.perf_counter() - t)"],
+            env={**os.environ, "OSTINATO_HOME": home},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+    return float(done.stdout)
+
+
+def measure(path: Path, rounds: int, threads: int, engines: Sequence[str]) -> list[Series]:
+    figures: dict[str, list[Figures]] = {engine: [] for engine in engines}
+    if "llama.cpp Q4_0" in engines:
+        requantised(path, Path(tempfile.gettempdir()))  # takes seconds, and none of them are measured
     for n in range(rounds):
         for engine, taken in figures.items():
             print(f"round {n + 1} of {rounds}: {engine}", file=sys.stderr)
             taken.append(in_its_own_process(engine, path, threads))
     return [
-        Series(
-            engine, task, "s" if task.endswith("_s") and "tok" not in task else "tok/s", tuple(f[task] for f in runs)
-        )
+        Series(engine, task, "tok/s" if task.endswith("tok_s") else "s", tuple(f[task] for f in runs))
         for engine, runs in figures.items()
         for task in runs[0]
     ]
 
 
-def show(series: list[Series]) -> None:
+# Telling
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a figure of ours must reach: a multiple of another, or a number of seconds."""
+
+    what: str
+    ours: tuple[str, str]  # engine and task
+    theirs: tuple[str, str] | None
+    bar: float
+
+
+BARS: Final = (
+    Bar("decode, wide", (OURS[0], "decode_tok_s"), ("llama.cpp", "decode_tok_s"), 2.0),
+    Bar("decode, int8", (OURS[1], "decode_tok_s"), ("llama.cpp", "decode_tok_s"), 2.0),
+    Bar("decode at 2,048 positions, wide", (OURS[0], "decode_2048_tok_s"), ("llama.cpp", "decode_2048_tok_s"), 2.0),
+    Bar("prefill 512, wide", (OURS[0], "prefill_tok_s"), ("llama.cpp", "prefill_tok_s"), 2.8),
+    Bar("prefill 512, int8", (OURS[1], "prefill_tok_s"), ("llama.cpp", "prefill_tok_s"), 4.0),
+    Bar("decode, wide, of a plain read loop", (OURS[0], "decode_tok_s"), (OURS[0], "read_tok_s"), 0.75),
+    Bar("four slots, int8, of one slot", (OURS[1], "four_slots_tok_s"), (OURS[1], "decode_tok_s"), 2.5),
+    Bar("loading and packing, seconds", (OURS[0], "load_s"), None, 0.5),
+    Bar("`ostinato run` to the first character, seconds", ("ostinato run", "first_token_s"), None, 3.5),
+    Bar("the same without the import of torch", ("ostinato run", "without_torch_s"), None, 1.5),
+)
+TASKS: Final = ("load_s", "prefill_tok_s", "decode_tok_s", "decode_2048_tok_s", "four_slots_tok_s", "read_tok_s")
+
+
+def show(series: list[Series], compile_s: float | None) -> None:
     by = {(s.engine, s.task): s for s in series}
-    print(
-        f"{'':14} {'load s':>10} {'prefill tok/s':>14} {'decode tok/s':>14}   ours / theirs (median, least - largest)"
-    )
-    for engine in ENGINES:
-        mine = [by.get((engine, task)) for task in ("load_s", "prefill_tok_s", "decode_tok_s")]
-        cells = [f"{s.median:.2f}" if s else "-" for s in mine]
-        ratios = []
-        for s in mine if engine != "ostinato" else ():
-            if s is not None:
-                middle, least, most = ratio(by["ostinato", s.task], s)
-                ratios.append(f"{s.task.split('_')[0]} {middle:.2f} ({least:.2f} - {most:.2f})")
-        print(f"{engine:14} {cells[0]:>10} {cells[1]:>14} {cells[2]:>14}   {', '.join(ratios)}")
+    heads = ("load s", "prefill 512", "decode", "at 2,048", "four slots", "read loop")
+    print(f"{'medians, tok/s':16}" + "".join(f"{head:>13}" for head in heads))
+    for engine in dict.fromkeys(s.engine for s in series):
+        if engine != "ostinato run":
+            cells = [by.get((engine, task)) for task in TASKS]
+            print(f"{engine:16}" + "".join(f"{s.median:13.2f}" if s else f"{'-':>13}" for s in cells))
+    print(f"\n{'bar':48}{'wanted':>10}{'median':>10}   least - largest")
+    for bar in BARS:
+        if bar.ours in by and (bar.theirs is None or bar.theirs in by):
+            print(line(bar, by))
+    if compile_s is not None:
+        kept = "" if compile_s < 10 else "   MISSED"
+        print(f"{'the first compile, seconds':48}{'< 10':>10}{compile_s:10.2f}{kept}")
+    for task, what in (("decode_tok_s", "decode"), ("prefill_tok_s", "prefill 512")):
+        for ours in OURS:
+            if (ours, task) in by and ("llama.cpp Q4_0", task) in by:
+                middle, least, most = ratio(by[ours, task], by["llama.cpp Q4_0", task])
+                print(f"{what}, {ours.split()[1]}, beside llama.cpp Q4_0: {middle:.2f} ({least:.2f} - {most:.2f})")
+
+
+def line(bar: Bar, by: dict[tuple[str, str], Series]) -> str:
+    if bar.theirs is None:
+        runs = by[bar.ours].runs
+        middle, least, most = statistics.median(runs), min(runs), max(runs)
+        kept, wanted = middle < bar.bar, f"< {bar.bar:g}"
+    else:
+        middle, least, most = ratio(by[bar.ours], by[bar.theirs])
+        kept, wanted = middle >= bar.bar, f">= {bar.bar:g}"
+    missed = "" if kept else "   MISSED"
+    return f"{bar.what:48}{wanted:>10}{middle:10.2f}   {least:.2f} - {most:.2f}{missed}"
 
 
 def main() -> None:
+    from ostinato.engine.cores import default_threads
     from ostinato.files import store
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--threads", type=int, default=default_threads())
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--transformers", action="store_true", help="measure transformers in float32 too")
+    parser.add_argument("--engines", help="only these, by comma: " + ", ".join(ENGINES))
     parser.add_argument("--engine", choices=ENGINES, help="measure one engine once and print its figures as JSON")
     asked = parser.parse_args()
-    path = asked.model or store.resolve("smollm2", talk=lambda line: print(line, file=sys.stderr))
+    path = asked.model or store.resolve("smollm2", talk=lambda said: print(said, file=sys.stderr))
     if asked.engine:
         print(json.dumps(ENGINES[asked.engine](path, asked.threads)), flush=True)
         os._exit(0)  # llama.cpp's own shutdown may wait for ever
-    series = measure(path, asked.rounds, asked.threads)
-    show(series)
+    chosen = [word.strip() for word in asked.engines.split(",")] if asked.engines else list(ENGINES)
+    engines = [name for name in chosen if name != "transformers" or asked.transformers or asked.engines]
+    compile_s = None if asked.engines else compile_seconds()
+    series = measure(path, asked.rounds, asked.threads, engines)
+    show(series, compile_s)
+    question = "how fast is the CPU's native loop beside llama.cpp on the default model?"
+    command = f"python -m bench.cpu --rounds {asked.rounds} --threads {asked.threads}"
     facts = {"threads": asked.threads, "model": path.name, "versions": versions("torch", "transformers", "xllamacpp")}
-    question = "how fast is the CPU backend beside transformers and llama.cpp on the default model?"
-    print(as_json(question, f"python -m bench.cpu --rounds {asked.rounds} --threads {asked.threads}", series, **facts))
+    print(as_json(question, command, series, compile_s=compile_s, **facts))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,13 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ostinato.errors import FetchFailed
+from ostinato.errors import FetchFailed, HardwareCannot
 
 if TYPE_CHECKING:
     from ostinato import LLM
@@ -22,6 +23,15 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def native_library() -> None:
+    """Opened before any test puts its own folder in place of the user's: compiled once, and kept."""
+    from ostinato.kernels.native_cpu import cpu_library
+
+    with suppress(HardwareCannot):
+        cpu_library()
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -256,8 +257,15 @@ def until_idle(llm: LLM) -> dict[str, int]:
     return stats.ended
 
 
+@pytest.fixture(scope="module")
+def unhurried(tiny_gguf: Path) -> Iterator[LLM]:
+    """One that is still at its answer when it is told to stop: the native loop would be through with a tiny model's."""
+    with LLM(tiny_gguf, device="cpu", mode="eager") as llm:
+        yield llm
+
+
 def test_a_stop_string_ends_the_request_and_what_came_after_it_is_not_counted(tiny_gguf: Path) -> None:
-    with LLM(tiny_gguf, device="cpu") as llm:
+    with LLM(tiny_gguf, device="cpu", mode="eager") as llm:
         wanted = Sampling(max_tokens=200, temperature=0.9, seed=5, ignore_eos=True)
         whole = llm.generate("the sea", wanted)
         stop = whole.text[12:15]
@@ -276,27 +284,35 @@ def test_a_stop_string_ends_the_request_and_what_came_after_it_is_not_counted(ti
         assert llm.stats().pages_leased == 0
 
 
-def test_a_stream_that_is_dropped_half_way_cancels_its_request(tiny_llm: LLM) -> None:
-    before = until_idle(tiny_llm).get("cancelled", 0)
+def test_a_stream_that_is_dropped_half_way_cancels_its_request(unhurried: LLM) -> None:
+    before = until_idle(unhurried).get("cancelled", 0)
     endless = Sampling(max_tokens=100, ignore_eos=True)
     for leave in (lambda stream: stream.close(), lambda stream: None):
-        stream: Any = tiny_llm.stream("the sea", endless)
+        stream: Any = unhurried.stream("the sea", endless)
         next(stream)
         leave(stream)
         del stream
         gc.collect()
-    assert until_idle(tiny_llm)["cancelled"] == before + 2
-    unread = tiny_llm.stream("the sea", endless)  # nobody has asked for anything yet
+    assert until_idle(unhurried)["cancelled"] == before + 2
+    unread = unhurried.stream("the sea", endless)  # nobody has asked for anything yet
     del unread
-    assert until_idle(tiny_llm)["cancelled"] == before + 2
+    assert until_idle(unhurried)["cancelled"] == before + 2
 
 
-def test_a_long_list_is_fed_as_the_line_has_room(tiny_gguf: Path, tiny_llm: LLM) -> None:
+@pytest.mark.parametrize("mode", ["loop", "eager"])
+def test_a_long_list_is_fed_as_the_line_has_room(tiny_gguf: Path, tiny_llm: LLM, unhurried: LLM, mode: str) -> None:
     prompts = [[5 + i, 6, 7] for i in range(30)]
     short = Sampling(max_tokens=4, ignore_eos=True)
-    with LLM(tiny_gguf, device="cpu", context=128, slots=2, queue=1) as llm:
+    alone = tiny_llm if mode == "loop" else unhurried
+    with LLM(tiny_gguf, device="cpu", context=128, slots=2, queue=1, mode=mode) as llm:
         answers = llm.generate(prompts, short)
-        assert [a.token_ids for a in answers] == [tiny_llm.generate(p, short).token_ids for p in prompts]
+        assert [a.token_ids for a in answers] == [alone.generate(p, short).token_ids for p in prompts]
+
+
+def test_a_stream_is_refused_while_the_line_is_full(tiny_gguf: Path) -> None:
+    prompts = [[5 + i, 6, 7] for i in range(4)]
+    short = Sampling(max_tokens=4, ignore_eos=True)
+    with LLM(tiny_gguf, device="cpu", context=128, slots=2, queue=1, mode="eager") as llm:
         streams = [llm.stream(prompt, Sampling(max_tokens=100, ignore_eos=True)) for prompt in prompts[:4]]
         for stream in streams[:2]:
             next(stream)

@@ -14,9 +14,9 @@ NAMES = [
     "__version__",
 ]  # fmt: skip
 METHODS = {
-    "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype", "embed", "fault",
-    "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state", "score", "slots",
-    "stats", "stream", "stream_chat", "submit", "tokenize", "why_not",
+    "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
+    "embed", "fault", "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state",
+    "score", "slots", "stats", "stream", "stream_chat", "submit", "threads", "tokenize", "why_not",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
 SAMPLING = [

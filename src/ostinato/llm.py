@@ -27,7 +27,7 @@ from torch import Tensor
 from ostinato.engine.decoder import Decoder
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
-from ostinato.engine.placement import Placement, settle
+from ostinato.engine.placement import Placement, settle, use_threads
 from ostinato.engine.request import FinishReason, Message, Request, Token, waited_for
 from ostinato.engine.sequential import Continuation, Sequential
 from ostinato.engine.stats import SlotView, Stats
@@ -135,8 +135,6 @@ class LLM:
     ) -> None:
         say = talk or (lambda _: None)
         wanted = from_words(LoadOptions, options)
-        if wanted.threads is not None:
-            torch.set_num_threads(wanted.threads)
         self.name = str(model)
         self.path = store.resolve(self.name, talk=say)
         started = time.perf_counter()
@@ -153,6 +151,7 @@ class LLM:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
         placement = settle(checkpoint, shape, self._options, talk)
+        use_threads(placement)
         self.tokenizer = tokenizer_of(checkpoint)
         self.template = template_of(checkpoint, self.tokenizer)
         self.defaults = default_sampling(checkpoint)
@@ -164,6 +163,7 @@ class LLM:
             context=placement.context,
             progress=progress,
             packed=placement.packed,
+            tiles=placement.tiles,
         )
         self.shape, self._model = shape, model
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
@@ -207,6 +207,16 @@ class LLM:
     def dtype(self) -> str:
         """What it computes in."""
         return str(self._placement.dtype).removeprefix("torch.")
+
+    @property
+    def activations(self) -> str | None:
+        """What the CPU's native loop multiplies weights with, `wide` or `int8`; None where it does not run."""
+        return self._placement.tiles
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads compute on the CPU; None on a GPU."""
+        return self._placement.threads
 
     @property
     def kv_type(self) -> str:
@@ -417,7 +427,11 @@ class LLM:
 
         What was answered without `reuse` is computed once more for it: the loop's own memory is not written.
         """
-        content = {"model": self._checkpoint.fingerprint(), "note": dict(note or {})}
+        content = {
+            "model": self._checkpoint.fingerprint(),
+            "activations": self.activations,
+            "note": dict(note or {}),
+        }
         state_file.write(path, self._sequential.save(content, self._recent))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
@@ -427,6 +441,11 @@ class LLM:
             content = state_file.describe(data).note or {}
             if content.get("model") != self._checkpoint.fingerprint() or not isinstance(content.get("note"), dict):
                 raise BadFile(f"this state was not saved by {self.name}; use the model that did, or another file")
+            if (saved := content.get("activations")) != self.activations:
+                raise BadFile(
+                    f"this state was saved with {_spelled(saved)}, and the model has {_spelled(self.activations)}; an "
+                    "answer that mixed the two would be neither's: load the model as it was then"
+                )
             self._sequential.load(data)
             self._recent = None
         except BadFile as error:
@@ -544,7 +563,7 @@ class LLM:
         if not sampling.temperature:
             words["seed"] = None  # nothing was drawn
         words["logit_bias"] = sorted(sampling.logit_bias.items())
-        content = {
+        content: dict[str, Any] = {
             "dtype": self.dtype,
             "kv_type": self.kv_type,
             "context": self.context,
@@ -552,6 +571,8 @@ class LLM:
             "prompt_ids": list(prompt),
             "token_ids": list(ids),
         }
+        if self.activations is not None:
+            content["activations"] = self.activations  # whose arithmetic is not eager's
         fingerprint = self._checkpoint.fingerprint
 
         def digest() -> str:
@@ -622,6 +643,10 @@ class Answer:
             cached_tokens=source.cached_tokens,
             _digest=self._llm._digest(sampling, self._prompt, ids),
         )
+
+
+def _spelled(activations: object) -> str:
+    return "dense weights" if activations is None else f"--activations {activations}"
 
 
 def _check_call(sampling: object, words: Mapping[str, Any]) -> None:

@@ -19,6 +19,7 @@ from ostinato.errors import BadOption, Unsupported, listing
 DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
 Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
+Activations = Literal["wide", "int8"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -103,7 +104,11 @@ def _schema_text(schema: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait."""
+    """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait.
+
+    `activations` are what the CPU's native loop multiplies weights with: `wide` gives float32's tokens, `int8` is
+    quicker with long prompts and many slots.
+    """
 
     device: str = "auto"
     mode: str = "auto"
@@ -113,6 +118,7 @@ class LoadOptions:
     threads: int | None = None
     slots: int = DEFAULT_SLOTS
     queue: int = DEFAULT_QUEUE
+    activations: Activations = "wide"
 
     def __post_init__(self) -> None:
         _check(_is_device(self.device), "device", self.device, "auto, cpu, cuda or cuda:N")
@@ -138,6 +144,7 @@ class LoadOptions:
         can_seat = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
         _check(can_seat, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
         _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
+        _check(self.activations in get_args(Activations), "activations", self.activations, "wide or int8")
 
 
 RuleKind = Literal["schema", "regex", "choice", "grammar"]

@@ -30,7 +30,7 @@ def test_lists_cross_and_every_figure_has_its_limit(ostinato: Run) -> None:
     ran = ostinato(*TINY, "--mode", "eager,loop", "--batch", "1,2", "--depth", "0,20")
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
-    assert lines[0].startswith("tiny f32, 6 MB of weights, KV f32, on ")
+    assert lines[0].startswith("tiny f32, 6 MB of weights, activations wide, KV f32, on ")
     assert "GB/s" in lines[0]
     table = [line.split() for line in lines[2:-1]]
     tests = [(row[0], row[1], " ".join(row[2:-8])) for row in table]
@@ -78,7 +78,15 @@ def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: Run) -> None:
 def test_a_file_is_measured_too(ostinato: Run, tiny: Path) -> None:
     ran = ostinato("bench", "decode", "--model", tiny, *QUICK, "--mode", "loop", "--json")
     note = json.loads(ran.out)
-    assert (note["model"], note["type"]) == (str(tiny), "float32")
+    assert (note["model"], note["type"], note["activations"]) == (str(tiny), "F32", "wide")
+
+
+def test_eager_has_dense_weights_and_the_native_loop_packed_ones(ostinato: Run) -> None:
+    words = ("--type", "q8_0", "--n-prompt", "0", "--activations", "int8", "--json")
+    note = json.loads(ostinato(*TINY, "--mode", "eager,loop", *words).out)
+    eager, loop = note["figures"]
+    assert (note["activations"], eager["mode"], loop["mode"]) == ("int8", "eager", "loop")
+    assert loop["bytes_per_token"] < 2_000_000
 
 
 @pytest.mark.parametrize(
@@ -178,7 +186,7 @@ def test_the_ladder_groups_by_batch_and_marks_the_limit(monkeypatch: pytest.Monk
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("type", "kv_type"), [("bf16", "bf16"), ("q4_k_m", "f32"), ("q8_0", "f32")])
+@pytest.mark.parametrize(("type", "kv_type"), [("bf16", "f32"), ("q4_k_m", "f32"), ("q8_0", "f32")])
 def test_random_weights_of_other_types_are_measured(ostinato: Run, type: str, kv_type: str) -> None:
     note = json.loads(ostinato(*TINY, "--type", type, "--mode", "loop", "--json").out)
     assert (note["type"], note["kv_type"]) == (type, kv_type)

@@ -13,6 +13,7 @@ import pytest
 
 from ostinato.files import store
 from ostinato.kernels.chip import Chip
+from ostinato.kernels.cpu_levels import LEVELS
 from ostinato.loop.open import MODES
 from tests.cli.conftest import Run
 
@@ -38,6 +39,19 @@ def test_it_says_what_can_run_and_why_not_the_rest(ostinato: Run) -> None:
     if not torch.cuda.is_available():
         assert not any(modes["cuda", name]["can_run"] for name in MODES)
     assert all(mode["can_run"] or mode["reason"] for mode in found["modes"])
+
+
+def test_it_says_whether_the_native_loop_can_run_and_why_not(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(ostinato)
+    native = found["native"]
+    assert native["level"] in LEVELS
+    assert found["cpu"]["threads"] >= 1
+    assert native["line"] in ostinato("doctor").out
+    monkeypatch.setenv("OSTINATO_CPU_LEVEL", "v9")
+    without = report(ostinato)
+    loop = next(mode for mode in without["modes"] if (mode["device"], mode["mode"]) == ("cpu", "loop"))
+    assert not loop["can_run"]
+    assert "OSTINATO_CPU_LEVEL is 'v9'" in loop["reason"]
 
 
 @pytest.mark.parametrize(

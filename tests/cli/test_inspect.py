@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ostinato.engine import placement
+from ostinato.models.tile_weights import tile_type
 from tests.cli import tiny_model
 from tests.cli.conftest import Run
+from tests.models import tiny as tiny_models
+
+inspect = import_module("ostinato.cli.inspect")  # the room has the verb under this name
 
 
 def facts(ostinato: Run, *arguments: str | Path) -> dict[str, Any]:
@@ -26,7 +31,10 @@ def test_a_model_is_described_in_full(ostinato: Run, tiny: Path) -> None:
     weights = tiny_model.tensors()
     n_parameters = sum(value.numel() for value in weights.values())
     assert (found["format"], found["architecture"], found["parameters"]) == ("gguf", "llama", n_parameters)
-    assert found["tensors"] == {"F32": {"count": len(weights), "packed": 0, "bytes": 4 * n_parameters}}
+    n_matrices = sum(value.dim() == 2 for value in weights.values())
+    kinds = {"count": len(weights), "packed": 0, "matrices": n_matrices, "in_tiles": "F32", "bytes": 4 * n_parameters}
+    assert found["tensors"] == {"F32": kinds}
+    assert found["native_loop"] == {"why_not": None}
     assert found["sizes"] == {
         "family": "llama",
         "layers": 1,
@@ -63,7 +71,7 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: Run, tiny: 
     assert plan["context"] == tiny_model.CONTEXT
     assert sum(rows.values()) == plan["device_bytes"] + plan["host_bytes"]
     if plan["device"] == "cpu":
-        assert rows["weights"] == 4 * found["parameters"]
+        assert rows["weights"] == pytest.approx(4 * found["parameters"], rel=0.05)  # tiles have whole rows of 16
         pages = -(-tiny_model.CONTEXT // 16)
         assert rows["KV pages"] == 8 * pages * 16 * 2 * 16 * 4
     assert plan["fits"]
@@ -126,6 +134,24 @@ def test_a_safetensors_folder_is_described_alike(ostinato: Run, tiny: Path, tmp_
     for part in ("parameters", "sizes", "tensors", "memory", "chat_template", "missing"):
         assert found[part] == same[part]
     assert found["tokenizer"] == {**same["tokenizer"], "kind": "BPE", "pre": None}
+
+
+def test_what_becomes_of_a_type_on_the_cpu_is_said(ostinato: Run, tiny_files: Path) -> None:
+    mixed = ostinato("inspect", tiny_models.gguf("llama-quantised", tiny_files)).out
+    assert mixed.count("stay packed on the CPU") == 2  # Q8_0 and Q4_0; its F32 are norms
+    assert "can run it on a CPU" in mixed
+    unknown = ostinato("inspect", tiny_models.gguf("gpt2", tiny_files)).out
+    assert "cannot: the native loop does not know the family gpt2" in unknown
+
+
+@pytest.mark.parametrize(
+    ("type", "words"), [("IQ2_XS", "; kept as Q8_0 on the CPU"), ("Q4_K", "; stay packed on the CPU")]
+)
+def test_a_type_that_tiles_lack_is_said_to_be_kept_as_another(type: str, words: str) -> None:
+    entry = {"matrices": 3, "in_tiles": tile_type(type)}
+    assert inspect._on_the_cpu(type, entry, {"why_not": None}) == words
+    assert inspect._on_the_cpu(type, entry, {"why_not": "of its own"}) == "; float32 on the CPU"
+    assert inspect._on_the_cpu(type, {**entry, "matrices": 0}, {"why_not": None}) == ""
 
 
 def test_a_template_under_any_of_its_names_is_seen(ostinato: Run, tmp_path: Path) -> None:

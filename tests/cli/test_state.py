@@ -56,6 +56,18 @@ def test_a_stop_string_is_no_part_of_what_goes_on(ostinato: Run, base: Path, tmp
         assert llm.detokenize(second["prompt_ids"]).startswith("one" + shown[:2])
 
 
+def test_a_state_of_other_activations_is_refused_and_stays(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+    state = tmp_path / "talk.state"
+    said(ostinato, "--model", tiny, "--state", state, "one")
+    before = state.read_bytes()
+    ran = ostinato("run", *SHORT, "--model", tiny, "--state", state, "--activations", "int8", "two")
+    assert ran.code == 2
+    assert "was saved with --activations wide, and the model has --activations int8" in ran.err
+    ran = ostinato("run", *SHORT, "--model", tiny, "--state", state, "--mode", "eager", "two")
+    assert "and the model has dense weights" in ran.err
+    assert state.read_bytes() == before
+
+
 def test_a_damaged_state_is_refused_by_name_and_stays(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
     state = tmp_path / "talk.state"
     said(ostinato, "--model", tiny, "--state", state, "one")

@@ -16,8 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.counts import soak
+from tests.decoder.native_stepping import NativeStepper
 from tests.decoder.rig import KINDS, N_VOCAB
 from tests.decoder.stepping import BatchStepper, Committed, Event, Place, Read, StepDecoder, Wrote
+from tests.random_model import MemoryKind
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +29,11 @@ WAYS: dict[str, Way] = {
     f"decoder, {kind}, {n_ubatch} rows at once": partial(BatchStepper, kind, n_ubatch=n_ubatch)
     for kind in KINDS
     for n_ubatch in (1, 3, 64)
+}
+NATIVE: Sequence[tuple[MemoryKind, int]] = (("kv", 1), ("kv", 2), ("swa", 2))
+WAYS |= {
+    f"native loop, {kind}, {threads} threads": partial(NativeStepper, kind, n_vocab=N_VOCAB, threads=threads)
+    for kind, threads in NATIVE
 }
 PROMPTS: Mapping[int, Sequence[int]] = {
     0: (3, 1, 4, 1, 5),

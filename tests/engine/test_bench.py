@@ -11,6 +11,7 @@ from ostinato.engine.bench import Bench, Figure, Run, Task, kv_read_bytes, read_
 from ostinato.engine.placement import Placement
 from ostinato.errors import BadOption
 from ostinato.models.random import SHAPES
+from tests.loop.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
 
 CPU = torch.device("cpu")
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench(random_model("kv"), "f32", 1e9, repeats=2)
+    return Bench(tiled(random_model("kv")), "f32", 1e9, repeats=2, tiles="wide")
 
 
 def test_lists_cross_and_a_prompt_is_measured_once_a_mode(bench: Bench) -> None:
@@ -42,7 +43,7 @@ def test_all_sequences_of_a_batch_are_counted_from_when_the_last_began(bench: Be
 
 def test_a_prompt_at_a_depth_counts_only_what_was_computed(bench: Bench) -> None:
     placement = Placement(CPU, torch.float32, "f32", 256, "loop", 1, 48)
-    with bench._engine("loop", 1, placement.context) as engine:
+    with bench.engine("loop", 1, placement.context) as engine:
         figure = bench.prompt(engine, Task("pp", 20, 40, 1, "loop"))
         stats = engine.stats()
     assert {run.n_tokens for run in figure.runs} == {20}
@@ -52,7 +53,8 @@ def test_a_prompt_at_a_depth_counts_only_what_was_computed(bench: Bench) -> None
 def test_the_limit_is_the_weights_once_a_step_and_every_sequences_cells(bench: Bench) -> None:
     """With one token generated after a prompt of 8, the step takes in position 8 and sees 9 cells."""
     one = bench.model
-    weights = 4 * sum(tensor.numel() for part in (*one.layers, one.head) for tensor in _tensors(part))
+    tensors = [tensor for part in (*one.layers, one.head) for tensor in _tensors(part)]
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     (figure,) = Bench(one, "f32", 1e9, 1).figures(modes=["eager"], batches=[1], n_prompts=[], n_gens=[1], depths=[8])
     cell = 2 * 2 * 16 * 4 * 2  # key and value, heads, width, bytes, layers
     assert figure.bytes_per_token == weights + 9 * cell

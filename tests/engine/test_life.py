@@ -16,6 +16,7 @@ from ostinato.errors import BadInput, HardwareCannot, Unsupported
 from tests.counts import soak
 from tests.engine.opened import (
     DEADLINE_S,
+    LONG,
     Gate,
     alone,
     bits,
@@ -64,7 +65,7 @@ def test_engines_opened_and_closed_leave_threads_handles_and_memory_where_they_w
 
 def test_closing_ends_everybody_once_and_twice_is_no_harm() -> None:
     before = our_threads()
-    engine = open_engine(n_slots=2, context=1024)
+    engine = open_engine(n_slots=2, context=LONG)
     running = [decoding(engine, 1), decoding(engine, 2)]
     waiting = [engine.submit(prompt(i, 5), SHORT) for i in range(3)]
     engine.close()
@@ -93,7 +94,7 @@ def test_closing_waits_for_the_chunk_that_is_under_way() -> None:
 
 
 def test_whoever_waits_for_room_when_an_engine_closes_is_told() -> None:
-    engine = open_engine(n_slots=1, context=1024, queue=0)
+    engine = open_engine(n_slots=1, context=LONG, queue=0)
     decoding(engine)
     told: list[BadInput] = []
 
@@ -112,7 +113,7 @@ def test_whoever_waits_for_room_when_an_engine_closes_is_told() -> None:
 
 def test_an_engine_that_is_dropped_ends_by_itself() -> None:
     before = our_threads()
-    engine = open_engine(context=1024)
+    engine = open_engine(context=LONG)
     request = decoding(engine)
     assert our_threads() > before
     del engine
@@ -166,8 +167,8 @@ def test_a_sequence_may_end_with_its_first_token() -> None:
 @pytest.mark.slow
 def test_a_program_that_forgets_to_close_ends_all_the_same() -> None:
     code = """
-from tests.engine.opened import decoding, open_engine
-engine = open_engine(context=1024)
+from tests.engine.opened import LONG, decoding, open_engine
+engine = open_engine(context=LONG)
 request = decoding(engine)
 print(engine.stats().live, flush=True)
 """

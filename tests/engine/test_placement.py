@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato import LLM
+from ostinato import LLM, Sampling
 from ostinato.engine import placement
 from ostinato.errors import BadInput, ContextTooLarge, HardwareCannot
+from ostinato.kernels.tiles import TileMatrix
+from ostinato.loop.native_plan import why_not_native
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from tests.models import tiny
 from tests.random_model import random_model
@@ -31,7 +33,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights_and(model: Path, n_tokens: int) -> int:
     """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
     with LLM(model, device="cpu") as llm:
-        weights = placement.weight_bytes(llm._checkpoint, torch.float32)
+        weights = placement.weight_bytes(llm._checkpoint, torch.float32, tiled=llm.activations is not None)
         per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
     return int((weights + n_tokens * per_token) / placement.USABLE_SHARE) + 1
 
@@ -62,9 +64,11 @@ def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_gguf: P
 
 def test_weights_that_do_not_fit_are_refused_with_a_way_out(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with_free(monkeypatch, 1000)
-    with pytest.raises(HardwareCannot, match="bfloat16") as refused:
-        LLM(tiny_gguf, device="cpu")
+    with pytest.raises(HardwareCannot, match=r"as float32 .* try --dtype bfloat16") as refused:
+        LLM(tiny_gguf, device="cpu", mode="eager")
     assert refused.value.exit_code == 4
+    with pytest.raises(HardwareCannot, match=r"packed and cpu has .* to give; take a smaller model"):
+        LLM(tiny_gguf, device="cpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -108,3 +112,59 @@ def test_pages_of_a_model_without_keys_cost_nothing() -> None:
 def test_slots_and_pages_reach_the_engine(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny_gguf, device="cpu", context=100, slots=3) as llm:
         assert (llm.stats().n_slots, llm.stats().pages) == (3, 3 * 7)
+
+
+# What the native loop needs
+
+
+def test_weights_go_into_tiles_where_the_native_loop_will_run(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, device="cpu") as llm:
+        assert (llm.mode, llm.activations, llm.dtype) == ("loop", "wide", "float32")
+        assert isinstance(llm._model.embedding, TileMatrix)
+    with LLM(tiny_gguf, device="cpu", mode="loop", activations="int8") as llm:
+        assert (llm.mode, llm.activations) == ("loop", "int8")
+
+
+@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "float32"}, {"dtype": "bfloat16"}])
+def test_they_are_dense_where_that_was_asked_for(tiny_gguf: Path, words: dict[str, Any]) -> None:
+    said: list[str] = []
+    with LLM(tiny_gguf, device="cpu", talk=said.append, **words) as llm:
+        assert (llm.mode, llm.activations, said) == ("eager", None, [])
+        assert isinstance(llm._model.embedding, torch.Tensor)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mamba2"])
+def test_a_family_that_it_does_not_know_runs_eager_and_it_is_said(name: str, tiny_files: Path) -> None:
+    path = tiny.gguf(name, tiny_files)
+    said: list[str] = []
+    with LLM(path, device="cpu", talk=said.append) as llm:
+        assert llm.mode == "eager"
+    assert said == [f"the native loop cannot run here: {why_not_native(llm.shape)}; eager runs instead"]
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: the native loop"):
+        LLM(path, device="cpu", mode="loop")
+
+
+def test_so_does_a_machine_without_compiler_and_object(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(talk: object) -> None:
+        raise HardwareCannot("no compiler is here")
+
+    monkeypatch.setattr(placement, "cpu_library", fails)
+    said: list[str] = []
+    with LLM(tiny_gguf, device="cpu", talk=said.append) as llm:
+        assert llm.mode == "eager"
+        assert len(llm.generate([5, 6], Sampling(max_tokens=3, ignore_eos=True)).token_ids) == 3
+    assert said == ["the native loop cannot run here: no compiler is here; eager runs instead"]
+
+
+def test_a_dtype_and_the_native_loop_exclude_each_other(tiny_gguf: Path) -> None:
+    with pytest.raises(HardwareCannot, match="--dtype float32 asks for dense weights"):
+        LLM(tiny_gguf, device="cpu", mode="loop", dtype="float32")
+
+
+def test_threads_reach_torch_and_the_loop(tiny_gguf: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        with LLM(tiny_gguf, device="cpu", threads=2) as llm:
+            assert (llm.threads, torch.get_num_threads(), llm._engine.loop.options.threads) == (2, 2, 2)
+    finally:
+        torch.set_num_threads(before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.opened import PAGE, Gate, alone, bits, ids, line_held, open_engine, prompt, sampling, until
+from tests.engine.opened import LONG, PAGE, Gate, alone, bits, ids, line_held, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
 WANTED = sampling(max_tokens=6, temperature=0.7, seed=3, logprobs=2)
@@ -37,7 +37,7 @@ def test_of_the_very_same_prompt_at_least_one_token_is_computed(n: int) -> None:
 
 
 def test_a_prompt_is_found_while_its_request_still_lives() -> None:
-    with open_engine(context=1024) as engine:
+    with open_engine(context=LONG) as engine:
         first = engine.submit(START, sampling())
         next(first)
         second = engine.submit([*START[:64], 5], WANTED)
@@ -124,15 +124,25 @@ def test_reuse_can_be_left_off() -> None:
 
 
 def test_prompts_that_are_cut_into_other_chunks_do_not_share() -> None:
-    """On the CPU a long prompt has wider chunks, whose products may have other bits."""
-    with open_engine(context=512) as engine:
+    """In eager on the CPU a long prompt has wider chunks, whose products may have other bits."""
+    with open_engine(mode="eager", context=512) as engine:
         rows_for = engine.loop.prefill.rows_for
         short, long = prompt(1, 100), [*prompt(1, 100), *prompt(2, 200)]
         assert rows_for(len(short)) != rows_for(len(long))
+        assert bits(engine.submit(short, WANTED)) == alone(short, WANTED, mode="eager", context=512)
+        second = engine.submit(long, WANTED)
+        assert bits(second) == alone(long, WANTED, mode="eager", context=512)
+        assert second.cached_tokens == 0
+        third = engine.submit([*long[:290], 7], WANTED)
+        assert bits(third) == alone([*long[:290], 7], WANTED, mode="eager", context=512)
+        assert third.cached_tokens == 288
+
+
+def test_the_native_loops_prompts_share_whatever_their_length() -> None:
+    """Its bits do not depend on where a prompt was cut."""
+    with open_engine(mode="loop", context=512) as engine:
+        short, long = prompt(1, 100), [*prompt(1, 100), *prompt(2, 300)]
         assert bits(engine.submit(short, WANTED)) == alone(short, WANTED, context=512)
         second = engine.submit(long, WANTED)
         assert bits(second) == alone(long, WANTED, context=512)
-        assert second.cached_tokens == 0
-        third = engine.submit([*long[:290], 7], WANTED)
-        assert bits(third) == alone([*long[:290], 7], WANTED, context=512)
-        assert third.cached_tokens == 288
+        assert second.cached_tokens == 96

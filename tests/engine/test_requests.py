@@ -16,6 +16,7 @@ from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, LineFull
 from ostinato.loop.layout import End, Word
 from tests.engine.opened import (
     DEADLINE_S,
+    LONG,
     PAGE,
     Gate,
     alone,
@@ -52,7 +53,7 @@ def test_requests_run_together_and_each_gets_its_own_answer(mode: str) -> None:
     with open_engine(mode=mode) as engine:
         requests = [engine.submit(prompt(i, 10 + i), SHORT) for i in range(9)]
         answers = [bits(request) for request in requests]
-        assert answers == [alone(prompt(i, 10 + i), SHORT) for i in range(9)]
+        assert answers == [alone(prompt(i, 10 + i), SHORT, mode=mode) for i in range(9)]
         assert {request.finish_reason for request in requests} == {"length"}
         assert len({request.id for request in requests}) == 9
         stats = engine.stats()
@@ -63,7 +64,7 @@ def test_requests_run_together_and_each_gets_its_own_answer(mode: str) -> None:
 
 
 def test_first_come_first_served() -> None:
-    with open_engine(n_slots=1, context=1024) as engine:
+    with open_engine(n_slots=1, context=LONG) as engine:
         ended: list[int] = []
         before = decoding(engine)
         requests = [
@@ -77,7 +78,7 @@ def test_first_come_first_served() -> None:
 
 
 def test_one_too_large_for_the_free_pages_holds_its_place() -> None:
-    with open_engine(n_slots=3, context=256, n_pages=20) as engine:
+    with open_engine(mode="eager", n_slots=3, context=256, n_pages=20) as engine:  # whose steps take a while
         first = engine.submit(prompt(1, 4), sampling(max_tokens=200))  # 13 pages, all at once
         next(first)
         large = engine.submit(prompt(2, 150), sampling(max_tokens=30))
@@ -87,7 +88,7 @@ def test_one_too_large_for_the_free_pages_holds_its_place() -> None:
         assert small.prefill_began is None  # there is a slot and a page for it, and somebody before it
         assert not large.ended
         first.cancel()
-        assert ids(large) == [t[0] for t in alone(prompt(2, 150), sampling(max_tokens=30))]
+        assert ids(large) == [t[0] for t in alone(prompt(2, 150), sampling(max_tokens=30), mode="eager")]
         assert len(ids(small)) == 5
         assert large.prefill_began is not None
         assert small.prefill_began is not None
@@ -95,7 +96,7 @@ def test_one_too_large_for_the_free_pages_holds_its_place() -> None:
 
 
 def test_a_full_line_refuses_and_has_room_again_later() -> None:
-    with open_engine(n_slots=1, context=1024, queue=2) as engine:
+    with open_engine(n_slots=1, context=LONG, queue=2) as engine:
         before = decoding(engine)
         waiting = [engine.submit(prompt(i, 5), SHORT) for i in range(2)]
         with pytest.raises(LineFull, match="2 requests wait already") as refused:
@@ -116,7 +117,7 @@ def test_slots_that_are_free_are_no_line() -> None:
 
 
 def test_whoever_is_willing_waits_for_room_in_the_line() -> None:
-    with open_engine(n_slots=1, context=1024, queue=0) as engine:
+    with open_engine(n_slots=1, context=LONG, queue=0) as engine:
         before = decoding(engine)
         found: list[list[int]] = []
         thread = threading.Thread(target=lambda: found.append(ids(engine.submit(prompt(1, 5), SHORT, wait=True))))
@@ -173,7 +174,7 @@ def test_every_token_has_its_position_and_the_devices_time() -> None:
 
 
 def test_a_request_that_waits_can_be_cancelled() -> None:
-    with open_engine(n_slots=1, context=1024) as engine:
+    with open_engine(n_slots=1, context=LONG) as engine:
         before = decoding(engine)
         waiting, after = engine.submit(prompt(1, 5), SHORT), engine.submit(prompt(2, 5), SHORT)
         waiting.cancel()
@@ -212,7 +213,7 @@ def test_a_request_can_be_cancelled_while_the_prompt_before_it_runs() -> None:
 
 
 def test_a_cancelled_sequence_gives_back_its_slot_and_pages() -> None:
-    with open_engine(n_slots=1, context=1024) as engine:
+    with open_engine(n_slots=1, context=LONG) as engine:
         for seed in range(5):
             request = decoding(engine, seed)
             request.cancel()
@@ -226,7 +227,7 @@ def test_a_cancelled_sequence_gives_back_its_slot_and_pages() -> None:
 
 
 def test_a_stream_that_is_closed_half_way_cancels_its_request() -> None:
-    with open_engine(context=1024) as engine:
+    with open_engine(context=LONG) as engine:
         request = engine.submit(prompt(1, 5), sampling())
         stream = engine.stream(request)
         next(stream)
@@ -369,7 +370,7 @@ def test_an_asyncio_reader_that_leaves_cancels_its_request() -> None:
         await stream.aclose()  # type: ignore[attr-defined]  # a generator's
         return request
 
-    with open_engine(context=1024) as engine:
+    with open_engine(context=LONG) as engine:
         request = asyncio.run(leave(engine))
         until(lambda: request.ended, "it is cancelled")
         assert request.finish_reason == "cancelled"
@@ -395,7 +396,7 @@ def plant_drift(engine: Engine) -> None:
 
 @pytest.mark.parametrize("mode", ["loop", "eager"])
 def test_planted_drift_is_fatal_and_everybody_gets_exactly_one_error(mode: str) -> None:
-    with open_engine(mode=mode, n_slots=2, context=1024) as engine:
+    with open_engine(mode=mode, n_slots=2, context=LONG) as engine:
         done = engine.submit(prompt(5, 4), SHORT)
         assert len(ids(done)) == 5
         requests = [decoding(engine, 1), decoding(engine, 2)]
@@ -415,13 +416,17 @@ def test_planted_drift_is_fatal_and_everybody_gets_exactly_one_error(mode: str) 
     engine.close()
 
 
-def test_a_step_that_fails_is_fatal_too() -> None:
-    with open_engine() as engine:
+@pytest.mark.parametrize("mode", ["loop", "eager"])
+def test_a_step_that_fails_is_fatal_too(mode: str) -> None:
+    with open_engine(mode=mode) as engine:
 
         def fails() -> None:
             raise RuntimeError("a bad step")
 
-        object.__setattr__(engine.loop.plan.nodes[1], "run", fails)
+        if mode == "loop":
+            engine.loop.start._native.play = fails  # type: ignore[attr-defined]  # of the native loop
+        else:
+            object.__setattr__(engine.loop.plan.nodes[1], "run", fails)
         request = engine.submit(prompt(1, 5), SHORT)
         with pytest.raises(EngineDead, match="a bad step"):
             list(request)
@@ -487,9 +492,9 @@ def test_a_loop_that_makes_no_step_any_more_is_given_up_with_one_error_each(monk
         stuck.wait(DEADLINE_S)
 
     with open_engine() as engine:
-        request = decoding(engine)
+        engine.loop.start._native.play = stand_still  # type: ignore[attr-defined]  # of the native loop
+        request = engine.submit(prompt(99, 4), sampling())
         monkeypatch.setattr("ostinato.engine.usher.STALLED_S", 0.2)
-        engine.loop.beside(stand_still)
         until(partial(getattr, request, "ended"), "the request has ended")  # who read on would help, and stand too
         stuck.set()
         with pytest.raises(EngineDead, match="no step"):

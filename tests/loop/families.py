@@ -40,7 +40,8 @@ class FamilyWeights(RandomWeights):
         out.copy_(self.take(name, out.shape))
 
 
-def family_model(name: str, seed: int = 0) -> Model:
+def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
+    """A model of the family, of its own shape unless told."""
     rope = Rope(10_000.0, 32, "neighbours" if name == "llama" else "halves")
     plain = Shape(
         family=name,
@@ -60,7 +61,7 @@ def family_model(name: str, seed: int = 0) -> Model:
     gemma = replace(plain, activation="gelu_tanh", embedding_scale=HIDDEN**0.5, windows=(20, None))
     experts = ExpertShape(5, 2, 48, renormalise=True)
     gpt2 = replace(plain, n_kv_heads=6, ropes=(None, None), activation="gelu_tanh", attention_bias=True, mlp_bias=True)
-    family, shape = {
+    family, own = {
         "llama": (LLAMA, plain),
         "qwen2": (QWEN2, replace(plain, attention_bias=True)),
         "qwen3": (QWEN3, plain),
@@ -71,4 +72,4 @@ def family_model(name: str, seed: int = 0) -> Model:
         "phi3": (PHI3, replace(plain, ropes=(replace(rope, width=24), replace(rope, width=24)))),
         "gpt2": (GPT2, gpt2),
     }[name]
-    return family.build(Builder(shape, FamilyWeights(seed), TWINS, CONTEXT), family.layer)
+    return family.build(Builder(shape or own, FamilyWeights(seed), TWINS, CONTEXT), family.layer)

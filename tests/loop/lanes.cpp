@@ -24,7 +24,7 @@ static void yield() {
 #include "border.h"
 
 static struct {
-    char *table, *seats, *rings;
+    View view;
     unsigned long long plan_hash, epoch;
     long long now;
 } given;
@@ -32,7 +32,7 @@ static int go[LANES];
 static bool done[LANES];
 
 static void play() {
-    go[lane] = run_border(given.table, given.seats, given.rings, given.plan_hash, given.epoch, given.now);
+    go[lane] = run_border(given.view, given.plan_hash, given.epoch, given.now);
     done[lane] = true;
 }
 
@@ -44,7 +44,7 @@ extern "C" int border_in_lanes(
     static unsigned order;  // not on the stack, which a switch of contexts could bring back as it was
     order = seed;
     static std::vector<std::vector<char>> stacks(LANES, std::vector<char>(1 << 16));
-    given = {table, seats, rings, plan_hash, epoch, now};
+    given = {{table, seats, rings}, plan_hash, epoch, now};
     for (lane = 0; lane < LANES; ++lane) {
         n_syncs[lane] = 0;
         done[lane] = false;

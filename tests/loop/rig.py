@@ -1,15 +1,22 @@
-"""A loop over a tiny random model, driven by hand, and what tests ask of it."""
+"""A loop over a tiny random model, driven by hand, and what tests ask of it.
+
+`loop` is the native one, over weights in tiles, where it runs the model's family, and elsewhere its twin.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from ostinato.loop.by_hand import GREEDY as GREEDY
 from ostinato.loop.by_hand import ByHand
 from ostinato.loop.layout import Word
-from ostinato.loop.open import Loop, LoopOptions
+from ostinato.loop.native_plan import why_not_native
+from ostinato.loop.open import TWIN, Loop, LoopOptions
 from ostinato.models.blocks import Model
 from ostinato.options import KVType, Sampling
+from tests.loop.tiled import tiled
 from tests.random_model import MemoryKind, random_model
 
 DEADLINE_S = 60.0
@@ -51,8 +58,14 @@ def open_loop(
     n_pages: int = 64,
     kv_type: KVType = "f32",
     outbox_entries: int | None = None,
+    threads: int = 2,
 ) -> Driver:
     """A driver of a new loop; close it with `driver.loop.close()`."""
     model = model or random_model(kind)
-    options = LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab)
+    if mode in ("loop", "auto") and isinstance(model.embedding, Tensor):
+        if why_not_native(model.shape) is None:
+            model = tiled(model)
+        else:
+            mode = TWIN
+    options = LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, threads=threads)
     return Driver(Loop(model, options, outbox_entries=outbox_entries))

@@ -29,7 +29,7 @@ def fused_driver(
     fusions: Fusions = ALL_FUSIONS,
 ) -> Driver:
     """A driver whose step is the fused plan; prompts still go through the model's blocks."""
-    driver = open_loop(model=model, n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
+    driver = open_loop(model=model, mode="twin", n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
     loop = driver.loop
     loop.start.close()
     loop.plan = fused_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels, fusions)
@@ -48,7 +48,7 @@ def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
-    tokens, logits = logits_of(open_loop(model=model, n_slots=3), 6)
+    tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 6)
     fused_tokens, fused_logits = logits_of(fused_driver(model, twin_kernels()), 6)
     assert fused_tokens == tokens
     torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
@@ -58,7 +58,7 @@ def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
     model = family_model(family)
-    tokens, logits = logits_of(open_loop(model=model, n_slots=3), 2)
+    tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 2)
     fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels()), 2)
     assert fused_tokens == tokens
     torch.testing.assert_close(fused_logits, logits, rtol=2e-3, atol=2e-3)
@@ -75,7 +75,7 @@ def first_tokens(driver: Driver) -> list[int]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family: str) -> None:
     model = family_model(family)
-    plain, fused = open_loop(model=model, n_slots=3), open_loop(model=model, n_slots=3)
+    plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
     loop = fused.loop
     loop.prefill = FusedPrefill(
         model, loop.memory, loop.tables, model.shape.vocab, twin_kernels(), twin_prompts(), buckets=(16, 32)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.errors import HardwareCannot
+from ostinato.errors import HardwareCannot, InternalError
 from ostinato.kernels import build
 from ostinato.loop.layout import (
     ALIGNMENT,
@@ -27,10 +27,12 @@ from ostinato.loop.layout import (
     Tables,
     Word,
     arena_bytes,
+    words_header,
 )
 
 LAYOUTS = [Layout(1, 1, 1), Layout(3, 7, 40, 16, 64), Layout(64, 2048, 151_936)]
 CPU = torch.device("cpu")
+PAGE_TOKENS = 16
 
 
 def arenas(layout: Layout) -> dict[str, Sequence[Field]]:
@@ -95,18 +97,20 @@ def test_a_grant_fills_its_entry() -> None:
     assert InboxWord.PAGES + GRANT_PAGES == INBOX_WORDS
 
 
+@pytest.mark.parametrize("at_run_time", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_the_emitted_header_says_in_c_what_python_says(
-    layout: Layout, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, at_run_time: bool, compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OSTINATO_HOME", str(tmp_path))
     expected = {
-        "N_SLOTS": layout.n_slots,
-        "MAX_PAGES": layout.max_pages,
-        "VOCAB": layout.vocab,
-        "MASK_WORDS": layout.mask_words,
-        "INBOX_ENTRIES": layout.inbox_entries,
-        "OUTBOX_ENTRIES": layout.outbox_entries,
+        "N_SLOTS(view)": layout.n_slots,
+        "MAX_PAGES(view)": layout.max_pages,
+        "VOCAB(view)": layout.vocab,
+        "MASK_WORDS(view)": layout.mask_words,
+        "INBOX_ENTRIES(view)": layout.inbox_entries,
+        "OUTBOX_ENTRIES(view)": layout.outbox_entries,
+        "PAGE_TOKENS(view)": PAGE_TOKENS,
         "SLOT_STATE_PAUSED": SlotState.PAUSED,
         "FINISH_CANCELLED": Finish.CANCELLED,
         "INBOX_KIND_STOP": InboxKind.STOP,
@@ -118,12 +122,31 @@ def test_the_emitted_header_says_in_c_what_python_says(
     }
     for arena, fields in arenas(layout).items():
         for field in fields:
-            expected[f"(long long){arena}_{field.name}(0)"] = field.offset
-            expected[f"sizeof(*{arena}_{field.name}(0))"] = 8 if field.kind == "int64" else 4
-    source = (
-        '#include "layout.h"\n'
-        f'extern "C" long long said(int i) {{ const long long all[] = {{{", ".join(expected)}}}; return all[i]; }}\n'
-    )
-    library = ctypes.CDLL(str(build.shared_object(source, "said.cpp", headers={"layout.h": layout.header()})))
+            expected[f"(long long){arena}_{field.name}(view)"] = field.offset
+            expected[f"(long long)sizeof(*{arena}_{field.name}(view))"] = 8 if field.kind == "int64" else 4
+    header = words_header() if at_run_time else layout.header(PAGE_TOKENS)
+    words = layout.words(PAGE_TOKENS)
+    view = "View{0, 0, 0, words}" if at_run_time else "View{0, 0, 0}"
+    source = f"""
+#include "layout.h"
+extern "C" long long said([[maybe_unused]] const long long* words, int i) {{
+    const View view = {view};
+    const long long all[] = {{{", ".join(expected)}}};
+    return all[i];
+}}
+"""
+    library = ctypes.CDLL(str(build.shared_object(source, "said.cpp", headers={"layout.h": header})))
     library.said.restype = ctypes.c_longlong
-    assert {name: library.said(i) for i, name in enumerate(expected)} == expected
+    at = ctypes.c_void_p(words.ctypes.data)
+    assert {name: library.said(at, i) for i, name in enumerate(expected)} == expected
+
+
+def test_the_header_beside_the_sources_is_what_python_emits() -> None:
+    # Else: python -c "from ostinato.loop.layout import *; print(words_header(), end='')" > kernels/native/layout.h
+    assert build.native_source("layout.h") == words_header()
+
+
+def test_words_are_marked_and_bounded() -> None:
+    assert f"#define LAYOUT_MARK {LAYOUTS[0].words(PAGE_TOKENS)[0]} " in words_header()
+    with pytest.raises(InternalError, match="65 slots"):
+        Layout(65, 1, 1).words(PAGE_TOKENS)

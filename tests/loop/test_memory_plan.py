@@ -13,6 +13,8 @@ from ostinato.loop.memory_plan import ATTENTION_CUTS, GPU_LIBRARIES, MemoryPlan,
 from ostinato.loop.open import Loop, LoopOptions
 from ostinato.loop.torch_plan import tensors_of
 from ostinato.models.random import SHAPES
+from tests.loop.families import family_model
+from tests.loop.tiled import tiled
 from tests.random_model import MemoryKind, random_model, shape_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -27,7 +29,7 @@ def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
     model = random_model(kind)
     weights = sum({t.data_ptr(): t.numel() * 4 for _, t in tensors_of(model, "")}.values())
     wanted = Wanted(model.shape, weights, CPU, torch.float32, "f32", n_slots=3, context=100, n_pages=9)
-    loop = Loop(model, LoopOptions("loop", 3, 100, 9, "f32", 128))
+    loop = Loop(model, LoopOptions("eager", 3, 100, 9, "f32", 128))
     loop.close()
     allocated = {buffer.name: buffer.n_bytes for buffer in loop.plan.buffers}
     counted = sizes(memory_plan(wanted, 1 << 30))
@@ -39,6 +41,25 @@ def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
     assert (counted["seats"], counted["rings"]) == (allocated["seats"], allocated["rings"])
     assert counted["step buffers"] == allocated["x"] + allocated["logits"]
     assert counted["weights"] == sum(n for name, n in allocated.items() if name.startswith("model"))
+
+
+@pytest.mark.parametrize(("n_slots", "context", "threads"), [(1, 128, 1), (8, 1000, 2), (64, 64, 3)])
+@pytest.mark.parametrize("name", ["kv", "mixtral"])
+def test_the_native_loops_workspace_is_counted_within_a_fifth(
+    name: str, n_slots: int, context: int, threads: int
+) -> None:
+    model = tiled(random_model("kv", n_vocab=3000) if name == "kv" else family_model(name))
+    n_pages = n_slots * -(-context // 16)
+    options = LoopOptions("loop", n_slots, context, n_pages, "f32", model.shape.vocab, threads=threads)
+    loop = Loop(model, options)
+    loop.close()
+    allocated = {buffer.name: buffer.n_bytes for buffer in loop.plan.buffers}
+    words = {"native": True, "threads": threads}
+    wanted = Wanted(model.shape, 0, CPU, torch.float32, "f32", n_slots, context, n_pages, **words)  # type: ignore[arg-type]
+    counted = sizes(memory_plan(wanted, 1 << 30))
+    assert counted["step buffers"] == allocated["logits"] + allocated["last"]
+    assert counted["native workspace (about)"] == pytest.approx(allocated["step.workspace"], rel=0.2)
+    assert "prefill buffers (about)" not in counted
 
 
 def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memory() -> None:

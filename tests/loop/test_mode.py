@@ -10,6 +10,7 @@ import torch
 
 from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
 from ostinato.loop.layout import End, Fault, Finish, Word
+from ostinato.loop.starts.native import NativeLoop
 from tests.loop.rig import DEADLINE_S, Driver, open_loop
 
 PROMPT = [5, 9, 2, 77, 31]
@@ -43,7 +44,7 @@ ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
     "the host sets a token": ("I-4", lambda d: d.loop.mode.write_slot("token", 0, 3)),
     "the host patches a parameter": ("I-5", lambda d: d.loop.mode.write_slot("temperature", 0, 1.0)),
     "the host advances a counter": ("I-5", lambda d: d.loop.mode.write_slot("made", 0, 1)),
-    "a buffer is moved": ("I-6", lambda d: d.loop.mode.move("x", torch.zeros(4, 64))),
+    "a buffer is moved": ("I-6", lambda d: d.loop.mode.move("logits", torch.zeros(4, 128))),
     "placement is evaluated again": ("I-7", lambda d: d.loop.mode.replace(d.loop.plan, d.loop.start)),
     "the host takes part in a step": ("I-8", lambda d: d.loop.mode.step()),
     "decode mode is entered twice": ("I-9", lambda d: d.loop.mode.enter()),
@@ -57,16 +58,12 @@ def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alo
     driver.loop.mode.enter()
     before = driver.loop.plan.hash, driver.loop.start.executable
 
-    def in_the_middle() -> None:
+    assert isinstance(driver.loop.start, NativeLoop)
+    with driver.loop.start.turn():  # the loop waits at its first border: it surely runs while the attack is made
+        driver.loop.mode.trigger()
         with pytest.raises(DecodeInvariantError) as refused:
             strike(driver)
         assert refused.value.invariant == invariant
-
-    driver.loop.mode.trigger()
-    # At a step border of the loop itself, so that it surely runs while the attack is made.
-    if driver.loop.start.running:
-        work = driver.loop.beside(in_the_middle)
-        work.result(DEADLINE_S)
     driver.wait()
     driver.loop.mode.exit()
     assert (driver.loop.plan.hash, driver.loop.start.executable) == before
@@ -99,8 +96,8 @@ def test_outside_decode_mode_everything_may_be_changed(driver: Driver) -> None:
     driver.loop.mode.exit()
     driver.loop.mode.rebuild()
     driver.loop.mode.write_slot("position", 0, 3)
-    moved = driver.loop.mode.move("x", torch.zeros(4, 64))
-    assert moved.buffer("x").address != driver.loop.plan.buffer("x").address
+    moved = driver.loop.mode.move("logits", torch.zeros(4, 128))
+    assert moved.buffer("logits").address != driver.loop.plan.buffer("logits").address
 
 
 def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
@@ -127,12 +124,10 @@ def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: 
 def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Driver, word: str, fault: Fault) -> None:
     driver.seat(0, PROMPT, most=100, granted=128)
     driver.loop.mode.enter()
-    driver.loop.mode.trigger()
-
-    def plant() -> None:
+    assert isinstance(driver.loop.start, NativeLoop)
+    with driver.loop.start.turn():  # as above
+        driver.loop.mode.trigger()
         driver.loop.tables.table[word][0] += 1
-
-    driver.loop.beside(plant).result(DEADLINE_S)
     assert driver.loop.start.wait(DEADLINE_S)
     assert driver.word(Word.FAULT) == fault
     assert driver.word(Word.WHY) == End.FAULT

@@ -13,7 +13,8 @@ from ostinato.kernels import step
 from ostinato.kernels.step import twin_kernels
 from ostinato.loop.open import MODES, choose_mode, mode_below, why_not
 from ostinato.loop.prefill import TorchPrefill
-from ostinato.loop.starts.cpu import CpuEager, CpuLoop
+from ostinato.loop.starts.cpu import CpuEager
+from ostinato.loop.starts.native import NativeLoop
 from ostinato.loop.static_plan import SPARE_STATES, WHY_NO_LOOP
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Model
@@ -33,7 +34,7 @@ class Capture:
             monkeypatch.setattr(kind, "build", self._failing(error or HardwareCannot(REASON)))
 
     def _failing(self, error: Exception) -> object:
-        def build(start: CpuLoop | CpuEager) -> None:
+        def build(start: NativeLoop | CpuEager) -> None:
             self.tried.append(start.name)
             raise error
 
@@ -41,7 +42,7 @@ class Capture:
 
 
 def our_threads() -> int:
-    return sum(thread.name == "ostinato-cpu" for thread in threading.enumerate())
+    return sum(thread.name.startswith("ostinato-") for thread in threading.enumerate())
 
 
 def tokens(mode: str, model: Model) -> list[int]:
@@ -58,7 +59,7 @@ def tokens(mode: str, model: Model) -> list[int]:
 def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("kv")
     expected = tokens("eager", model)
-    capture = Capture(monkeypatch, CpuLoop)
+    capture = Capture(monkeypatch, NativeLoop)
     before = our_threads()
     driver = open_loop(model=model, mode="auto")
     loop = driver.loop
@@ -75,7 +76,7 @@ def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest
 
 
 def test_a_mode_that_was_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = Capture(monkeypatch, CpuLoop)
+    capture = Capture(monkeypatch, NativeLoop)
     before = our_threads()
     with pytest.raises(HardwareCannot, match=REASON):
         open_loop(mode="loop")
@@ -84,7 +85,7 @@ def test_a_mode_that_was_asked_for_is_not_replaced(monkeypatch: pytest.MonkeyPat
 
 
 def test_auto_gives_up_where_the_mode_below_cannot_be_built_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = Capture(monkeypatch, CpuLoop, CpuEager)
+    capture = Capture(monkeypatch, NativeLoop, CpuEager)
     before = our_threads()
     with pytest.raises(HardwareCannot, match=REASON):
         open_loop(mode="auto")
@@ -93,7 +94,7 @@ def test_auto_gives_up_where_the_mode_below_cannot_be_built_either(monkeypatch: 
 
 
 def test_what_is_no_matter_of_hardware_is_no_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    capture = Capture(monkeypatch, CpuLoop, error=ZeroDivisionError("a bug"))
+    capture = Capture(monkeypatch, NativeLoop, error=ZeroDivisionError("a bug"))
     before = our_threads()
     with pytest.raises(ZeroDivisionError):
         open_loop(mode="auto")

@@ -46,7 +46,7 @@ Logits = dict[tuple[int, int], Tensor]  # by generation and position
 def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: str = "f32") -> Driver:
     """A driver whose step is the static plan; prompts go through the model's blocks as ever."""
     kernels = kernels or twin_kernels()
-    driver = open_loop(model=model, n_slots=N_SLOTS, n_pages=96, kv_type=kv_type)  # type: ignore[arg-type]
+    driver = open_loop(model=model, mode="twin", n_slots=N_SLOTS, n_pages=96, kv_type=kv_type)  # type: ignore[arg-type]
     loop = driver.loop
     loop.start.close()
     loop.memory = PagedMemory.of(
@@ -64,7 +64,7 @@ def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: 
 
 
 def row_by_row(model: Model, *, kv_type: str = "f32") -> Driver:
-    return open_loop(model=model, n_slots=N_SLOTS, n_pages=96, kv_type=kv_type)  # type: ignore[arg-type]
+    return open_loop(model=model, mode="twin", n_slots=N_SLOTS, n_pages=96, kv_type=kv_type)  # type: ignore[arg-type]
 
 
 def with_nodes(driver: Driver, *more: Node, before: str = "sample") -> None:

@@ -13,6 +13,8 @@ from ostinato.decoder.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
 from ostinato.kernels.packed import PACKED_TYPES, Packed
+from ostinato.kernels.tiles import TileMatrix
+from ostinato.kernels.weight import dense_of
 from ostinato.loop.torch_plan import tensors_of
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.random import (
@@ -48,6 +50,27 @@ def test_the_bytes_of_a_model_are_known_before_it_is_made(name: str, mix: str | 
     model = random_model(name, torch.bfloat16, CPU, mix=mix)
     held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
     assert weight_bytes(model.shape, torch.bfloat16, mix) == sum(held.values())
+
+
+@pytest.mark.parametrize("mix", [None, "q4_k_m", "q4_1"])
+def test_so_they_are_in_tiles(mix: str | None) -> None:
+    model = random_model("tiny", torch.bfloat16, CPU, mix=mix, tiles="int8")
+    held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
+    assert weight_bytes(model.shape, torch.bfloat16, mix, "int8") == sum(held.values())
+    assert isinstance(model.embedding, TileMatrix)
+    assert model.embedding.type == {None: "BF16", "q4_k_m": "Q6_K", "q4_1": "Q4_1"}[mix]
+    assert (model.embedding.wide, model.dtype) == (False, torch.float32)
+
+
+@pytest.mark.parametrize("mix", ["q4_k_m", "q8_0"])
+def test_tiles_hold_the_numbers_that_a_gpus_planes_hold(mix: str) -> None:
+    tiles = random_model("tiny", torch.float32, CPU, mix=mix, tiles="wide")
+    planes = random_model("tiny", torch.float32, CPU, mix=mix)
+    for one, other in zip(tiles.layers, planes.layers, strict=True):
+        assert isinstance(one, Layer)
+        assert isinstance(other, Layer)
+        for ours, theirs in ((one.attention.qkv, other.attention.qkv), (one.attention.out, other.attention.out)):
+            assert torch.equal(dense_of(ours.weight, torch.float32), dense_of(theirs.weight, torch.float32))
 
 
 def test_four_bits_take_what_such_files_take() -> None:

@@ -32,8 +32,9 @@ class Bare:
     shape: Shape
     placement: Placement
 
-    def load(self, device: torch.device | None = None) -> Model:
-        """The model with its weights, where it will run unless another device is given."""
+    def load(self, device: torch.device | None = None, *, dense: bool = False) -> Model:
+        """The model with its weights, where it will run unless another device is given; `dense`: none of them packed,
+        as `eager` has them on a CPU."""
         from ostinato.models.registry import build_model
 
         placement, progress = self.placement, LoadProgress()
@@ -45,7 +46,8 @@ class Bare:
                 device=device or placement.device,
                 context=placement.context,
                 progress=progress,
-                packed=placement.packed,
+                packed=placement.packed and not dense,
+                tiles=None if dense else placement.tiles,
             )
         finally:
             progress.close()
@@ -54,17 +56,15 @@ class Bare:
 @contextmanager
 def opened_bare(name: str, options: LoadOptions) -> Iterator[Bare]:
     """The file of that name, its placement settled as an engine would settle it; closed at the end of the block."""
-    import torch
-
-    from ostinato.engine.placement import settle
+    from ostinato.engine.placement import settle, use_threads
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.models.registry import read_shape
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     checkpoint = open_checkpoint(resolve(name, talk=talk))
     try:
         shape = read_shape(checkpoint)
-        yield Bare(checkpoint, shape, settle(checkpoint, shape, options, talk))
+        placement = settle(checkpoint, shape, options, talk)
+        use_threads(placement)
+        yield Bare(checkpoint, shape, placement)
     finally:
         checkpoint.close()

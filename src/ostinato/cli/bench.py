@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import date
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 import typer
 
 from ostinato.cli import flags
-from ostinato.cli.bare import opened_bare
+from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     import torch
 
     from ostinato.engine.bench import Figure, Profile
+    from ostinato.files.checkpoint import Checkpoint
     from ostinato.models.blocks import Model
     from ostinato.models.shape import Shape
-    from ostinato.options import KVType
+    from ostinato.options import Activations, KVType
 
 MOST_BATCH: Final = 64
 ALL: Final = "all"
@@ -46,13 +47,20 @@ def _bench(verbose: flags.Verbose = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
-    """What is measured, and what it is called in the table."""
+class Source:
+    """Where the model that is measured comes from, and what it is called in the table.
+
+    On a CPU the native loop has its weights in tiles and `eager` has them dense, so `load` is told which are wanted.
+    """
 
     name: str
     type: str
-    model: Model
+    load: Callable[[bool], Model]  # dense, or as the highest mode has them
+    weight_bytes: int  # of the latter
+    device: torch.device
     kv_type: KVType
+    tiles: Activations | None
+    threads: int | None
 
 
 @bench.command("decode")
@@ -97,6 +105,7 @@ def decode(
     dtype: flags.Dtype = "auto",
     kv_type: flags.KvType = None,
     threads: flags.Threads = None,
+    activations: flags.Activations = "wide",
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -105,7 +114,7 @@ def decode(
     Lists cross: `--mode eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt,
     tg is generation, d is depth. Ends with one line of JSON.
     """
-    options = LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads)
+    options = LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads, activations=activations)
     if model is not None and shape is not None:
         raise BadInput(f"--model {model} and --shape {shape} are two models; give one of them")
     if type is not None and shape is None:
@@ -121,8 +130,8 @@ def decode(
         raise BadOption("--n-prompt 0 and --n-gen 0 leave nothing to measure; give one of them")
     if plot is not None:
         figure_kind(plot)  # before anything is measured
-    with _loaded(model, shape, type, options) as loaded:
-        _measure(loaded, modes, lists, repeats, profile=profile, plot=plot, as_json=as_json)
+    with _source(model, shape, type, options) as source:
+        _measure(source, modes, lists, repeats, profile=profile, plot=plot, as_json=as_json)
 
 
 # Words into lists
@@ -160,47 +169,76 @@ def mode_names(text: str) -> list[str] | None:
 
 
 @contextmanager
-def _loaded(model: str | None, shape: str | None, type: str | None, options: LoadOptions) -> Iterator[Loaded]:
+def _source(model: str | None, shape: str | None, type: str | None, options: LoadOptions) -> Iterator[Source]:
     if shape is None:
         name = model or DEFAULT
         with opened_bare(name, options) as bare:
-            dtype = str(bare.placement.dtype).removeprefix("torch.")
-            yield Loaded(name, dtype, bare.load(), bare.placement.kv_type)
+            yield _of_file(name, bare)
         return
     yield _random(shape, type, options)
 
 
-def _random(shape: str, type: str | None, options: LoadOptions) -> Loaded:
+def _of_file(name: str, bare: Bare) -> Source:
+    from ostinato.engine.placement import weight_bytes
+
+    placement, checkpoint = bare.placement, bare.checkpoint
+    in_tiles = placement.tiles is not None
+    return Source(
+        name,
+        type=_file_type(checkpoint) if in_tiles else str(placement.dtype).removeprefix("torch."),
+        load=lambda dense: bare.load(dense=dense),
+        weight_bytes=weight_bytes(checkpoint, placement.dtype, packed=placement.packed, tiled=in_tiles),
+        device=placement.device,
+        kv_type=placement.kv_type,
+        tiles=placement.tiles,
+        threads=placement.threads,
+    )
+
+
+def _file_type(checkpoint: Checkpoint) -> str:
+    """The type that most of a file is in."""
+    sizes: dict[str, int] = {}
+    for tensor in checkpoint.tensors.values():
+        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.n_bytes
+    return max(sizes, key=lambda type: sizes[type])
+
+
+def _random(shape: str, type: str | None, options: LoadOptions) -> Source:
     import torch
 
     from ostinato.engine.amx import make_bfloat16_safe
-    from ostinato.engine.placement import choose_device, choose_dtype
-    from ostinato.models.random import DTYPES, MIXES, named_shape, random_model
+    from ostinato.engine.placement import choose_device, choose_dtype, choose_tiles, threads_for
+    from ostinato.models.random import DTYPES, MIXES, named_shape, random_model, weight_bytes
 
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
     sizes = named_shape(shape)
     if type is not None and type not in (*DTYPES, *MIXES):
         raise BadOption(f"--type is {type!r}; known: {listing(type, (*DTYPES, *MIXES))}")
     device = choose_device(options.device)
+    threads = threads_for(options, device)
+    if threads is not None:
+        torch.set_num_threads(threads)
     dtype = DTYPES[type] if type is not None and type in DTYPES else choose_dtype(options.dtype, device)
     if dtype == torch.bfloat16 and device.type == "cpu":
         make_bfloat16_safe(talk)
     called = type or next(name for name, known in DTYPES.items() if known == dtype)
     mix = type if type in MIXES else None
-    _check_room(sizes, dtype, mix, device)
-    detail(f"making {shape} as {called} on {device}")
-    kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
-    return Loaded(shape, called, random_model(shape, dtype, device, mix=mix), kv_type)
+    tiles = choose_tiles(options, device, sizes, talk, compiled=True)
+
+    def load(dense: bool) -> Model:
+        kept = None if dense else tiles
+        _check_room(sizes, weight_bytes(sizes, dtype, mix, kept), dtype, device)
+        detail(f"making {shape} as {called} on {device}")
+        return random_model(shape, dtype, device, mix=mix, tiles=kept)
+
+    kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 or tiles else "bf16")
+    return Source(shape, called, load, weight_bytes(sizes, dtype, mix, tiles), device, kv_type, tiles, threads)
 
 
-def _check_room(shape: Shape, dtype: torch.dtype, mix: str | None, device: torch.device) -> None:
+def _check_room(shape: Shape, weights: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse before any of it is made."""
     from ostinato.engine.placement import free_bytes
     from ostinato.loop.memory_plan import Wanted, memory_plan
-    from ostinato.models.random import weight_bytes
 
-    weights = weight_bytes(shape, dtype, mix)
     memory_plan(Wanted(shape, weights, device, dtype, "bf16", 1, 1), free_bytes(device)).check()
 
 
@@ -208,7 +246,7 @@ def _check_room(shape: Shape, dtype: torch.dtype, mix: str | None, device: torch
 
 
 def _measure(
-    loaded: Loaded,
+    source: Source,
     wanted: list[str] | None,
     lists: dict[str, list[int]],
     repeats: int,
@@ -219,23 +257,30 @@ def _measure(
 ) -> None:
     from ostinato.engine.bench import Bench, read_bandwidth
 
-    model = loaded.model
-    modes = _modes_here(wanted, model)
-    bandwidth = read_bandwidth(model.device)
-    measured = Bench(model, loaded.kv_type, bandwidth, repeats)
-    facts = _facts(loaded, bandwidth, repeats)
+    # A CPU's eager comes first, with weights of its own.
+    dense = source.tiles is not None and (wanted is None or "eager" in wanted)
+    model: Model | None = source.load(dense)
+    assert model is not None
+    modes = _modes_here(wanted, model, source)
+    bandwidth = read_bandwidth(source.device)
+    facts = _facts(source, bandwidth, repeats)
     if not as_json:
         write_line(_head(facts))
         _show_row(_HEADINGS)
-    figures = []
-    for figure in measured.figures(modes=modes, **lists):
-        figures.append(figure)
-        if not as_json:
-            _show_row(_row(figure))  # at once: a table may take minutes
-    profiles = []
-    if profile:
-        cases = product(modes, lists["batches"], lists["depths"])
-        profiles = [measured.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
+    figures, profiles = [], []
+    for dense, group in _by_weights(modes, source):
+        if model is None:
+            model = source.load(dense)
+        bench = Bench(model, source.kv_type, bandwidth, repeats, None if dense else source.tiles, source.threads)
+        for figure in bench.figures(modes=group, **lists):
+            figures.append(figure)
+            if not as_json:
+                _show_row(_row(figure))  # at once: a table may take minutes
+        if profile:
+            cases = product(group, lists["batches"], lists["depths"])
+            profiles += [bench.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
+        model = None  # given back before the next is asked for
+        del bench
     if not as_json:
         for one in profiles:
             _show_profile(one, bandwidth)
@@ -245,11 +290,21 @@ def _measure(
     write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
 
 
-def _modes_here(wanted: list[str] | None, model: Model) -> list[str]:
+def _by_weights(modes: list[str], source: Source) -> list[tuple[bool, list[str]]]:
+    """The modes, those together that share weights: on a CPU `eager` with dense ones, then the native loop's tiles."""
+    if source.tiles is None:
+        return [(False, modes)]
+    dense, packed = [mode for mode in modes if mode == "eager"], [mode for mode in modes if mode != "eager"]
+    return [(kind, group) for kind, group in ((True, dense), (False, packed)) if group]
+
+
+def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[str]:
     """The modes asked for, refused where one cannot run; or all that can."""
     from ostinato.loop.open import MODES, why_not
 
     reasons = {mode: why_not(mode, model) for mode in MODES}
+    if source.tiles is not None:
+        reasons["loop"] = None  # whose weights are not these
     if wanted is None:
         for mode, reason in reasons.items():
             if reason is not None:
@@ -261,26 +316,24 @@ def _modes_here(wanted: list[str] | None, model: Model) -> list[str]:
     return wanted
 
 
-def _facts(loaded: Loaded, bandwidth: float, repeats: int) -> dict[str, Any]:
+def _facts(source: Source, bandwidth: float, repeats: int) -> dict[str, Any]:
     import torch
 
     from ostinato.cli.doctor import cpu_name
-    from ostinato.loop.torch_plan import tensors_of
 
-    device = loaded.model.device
-    sizes = {t.data_ptr(): t.numel() * t.element_size() for _, t in tensors_of(loaded.model, "")}
-    on_gpu = device.type == "cuda"
+    on_gpu = source.device.type == "cuda"
     return {
         "date": date.today().isoformat(),
         "question": "how fast does it decode here?",
         "ostinato": version("ostinato"),
         "python": platform.python_version(),
-        "model": loaded.name,
-        "type": loaded.type,
-        "kv_type": loaded.kv_type,
-        "weight_bytes": sum(sizes.values()),
-        "device": str(device),
-        "device_name": torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        "model": source.name,
+        "type": source.type,
+        "kv_type": source.kv_type,
+        "activations": source.tiles,
+        "weight_bytes": source.weight_bytes,
+        "device": str(source.device),
+        "device_name": torch.cuda.get_device_name(source.device) if on_gpu else cpu_name(),
         "threads": None if on_gpu else torch.get_num_threads(),
         "torch": torch.__version__,
         "repeats": repeats,
@@ -290,8 +343,10 @@ def _facts(loaded: Loaded, bandwidth: float, repeats: int) -> dict[str, Any]:
 
 def _head(facts: dict[str, Any]) -> str:
     threads = "" if facts["threads"] is None else f", {facts['threads']} threads"
+    activations = "" if facts["activations"] is None else f", activations {facts['activations']}"
     return (
-        f"{facts['model']} {facts['type']}, {megabytes(facts['weight_bytes'])} of weights, KV {facts['kv_type']}, on "
+        f"{facts['model']} {facts['type']}, {megabytes(facts['weight_bytes'])} of weights{activations}, "
+        f"KV {facts['kv_type']}, on "
         f"{facts['device_name']}{threads}, which reads {facts['read_bytes_s'] / 1e9:.1f} GB/s"
     )
 

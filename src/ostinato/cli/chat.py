@@ -205,13 +205,14 @@ def chat(
     context: flags.Context = None,
     threads: flags.Threads = None,
     slots: flags.Slots = DEFAULT_SLOTS,
+    activations: flags.Activations = "wide",
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk with a model in the terminal.
 
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots)
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, activations=activations)
     sampling = flags.sampling(call.params)
     with opened(model, options) as llm:
         if llm.template is None:

@@ -17,9 +17,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
+from ostinato.engine.cores import default_threads
 from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
+from ostinato.kernels.native_cpu import native_status
 
 if TYPE_CHECKING:
     from ostinato.kernels.chip import Chip
@@ -43,22 +45,29 @@ def doctor(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
 
 def examine() -> dict[str, Any]:
     """The findings as plain values."""
-    cuda = _cuda()
+    cuda, native = _cuda(), _native()
     return {
         "ostinato": version("ostinato"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: _version(name) for name in _PACKAGES},
-        "cpu": {"name": cpu_name(), "cores": _cores(), "flags": _cpu_flags()},
+        "cpu": {"name": cpu_name(), "cores": _cores(), "threads": default_threads(), "flags": _cpu_flags()},
+        "native": native,
         "memory": {"total": _total_memory(), "free": _free_memory()},
         "cuda": cuda,
-        "modes": _modes(cuda),
+        "modes": _modes(cuda, native),
         "store": _store(),
         "plan": _plan(),
     }
 
 
-def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
+def _native() -> dict[str, Any]:
+    """The native loop of the CPU: its level, where its object comes from, and else the reason why there is none."""
+    status = native_status()
+    return {"level": status.level, "origin": status.origin, "why_not": status.why_not, "line": status.line}
+
+
+def _modes(cuda: dict[str, Any], native: dict[str, Any]) -> list[dict[str, Any]]:
     """Every mode on either device, as far as the machine decides; some models lack kernels, and say so when loaded."""
 
     def mode(device: str, name: str, reason: str | None) -> dict[str, Any]:
@@ -69,7 +78,7 @@ def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
     return [
         mode("cpu", "eager", no_torch),
         mode("cpu", "graph", "graphs are CUDA's"),
-        mode("cpu", "loop", no_torch),
+        mode("cpu", "loop", no_torch or native["why_not"]),
         mode("cpu", "persistent", "the persistent kernel is CUDA's"),
         mode("cuda", "eager", no_gpu),
         mode("cuda", "graph", no_gpu),
@@ -240,6 +249,8 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
         ("system", report["system"]),
         ("packages", packages + (f"; not installed: {absent}" if absent else "")),
         ("cpu", f"{cpu['name']}, {cpu['cores']} cores, {' '.join(cpu['flags']) or 'no known extensions'}"),
+        ("threads", f"{cpu['threads']} by default, one for each physical core (--threads)"),
+        ("native code", report["native"]["line"]),
         ("memory", f"{_size(memory['free'])} free of {_size(memory['total'])}"),
         ("driver", _driver_line(cuda)),
     ]

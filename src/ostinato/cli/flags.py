@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ostinato import options
 from ostinato.cli.input import read_file
 from ostinato.cli.output import set_verbose
 from ostinato.errors import BadOption
@@ -143,7 +144,16 @@ Context = Annotated[
     typer.Option("--context", metavar="N", help="Tokens of prompt and answer together.", rich_help_panel=_LOADING),
 ]
 Threads = Annotated[
-    int | None, typer.Option("--threads", metavar="N", help="Threads on the CPU.", rich_help_panel=_LOADING)
+    int | None,
+    typer.Option("--threads", metavar="N", help="Threads on the CPU; by default its cores.", rich_help_panel=_LOADING),
+]
+Activations = Annotated[
+    options.Activations,
+    typer.Option(
+        "--activations",
+        help="What the CPU's loop multiplies weights with: wide gives float32's tokens, int8 is quicker.",
+        rich_help_panel=_LOADING,
+    ),
 ]
 Slots = Annotated[int, typer.Option("--slots", metavar="N", help="Requests decoded at once.", rich_help_panel=_LOADING)]
 

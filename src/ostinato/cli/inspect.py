@@ -96,6 +96,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
     facts["memory"] = _memory(shape, n_parameters) if shape else None
+    facts["native_loop"] = {"why_not": _why_not_native(shape)} if shape else None
     facts["plan"] = plan_facts(planned(checkpoint, shape)) if shape else None
     facts["missing"] = missing
     return facts
@@ -107,17 +108,28 @@ def _read_shape(checkpoint: Checkpoint) -> Shape:
     return read_shape(checkpoint)
 
 
-def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, int]]:
-    """By type, how many there are, how many of them a GPU multiplies as they are in the file, and their bytes."""
+def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """By type, how many there are and their bytes, how many of them a GPU multiplies as they are in the file, how many
+    are matrices, and the type that those have in the tiles of the CPU's native loop."""
+    from ostinato.models.tile_weights import is_matrix, tile_type
     from ostinato.models.weights import stays_packed
 
-    types: dict[str, dict[str, int]] = {}
+    types: dict[str, dict[str, Any]] = {}
     for tensor in checkpoint.tensors.values():
-        entry = types.setdefault(tensor.type, {"count": 0, "packed": 0, "bytes": 0})
+        new = {"count": 0, "packed": 0, "matrices": 0, "in_tiles": tile_type(tensor.type), "bytes": 0}
+        entry = types.setdefault(tensor.type, new)
         entry["count"] += 1
+        entry["matrices"] += is_matrix(tensor)
         entry["packed"] += stays_packed(tensor.type, tensor.shape)
         entry["bytes"] += tensor.n_bytes
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
+
+
+def _why_not_native(shape: Shape) -> str | None:
+    """Why the CPU's native loop cannot run such a model; whether this machine has one is `doctor`'s to say."""
+    from ostinato.loop.native_plan import why_not_native
+
+    return why_not_native(shape)
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:
@@ -163,7 +175,9 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
         free_bytes,
         keeps_packed,
         settle,
+        threads_for,
         weight_bytes,
+        why_not_tiles,
     )
     from ostinato.loop.memory_plan import Wanted, memory_plan
 
@@ -173,10 +187,12 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     kv_type: KVType = "f32" if dtype.itemsize == 4 else "bf16"
     context, n_pages = shape.default_context, None
     with suppress(OstinatoError):  # what does not fit is planned all the same, and said not to
-        placement = settle(checkpoint, shape, options, lambda _: None)
+        placement = settle(checkpoint, shape, options, lambda _: None, compiled=False)
         context, n_pages = placement.context, placement.n_pages
-    weights = weight_bytes(checkpoint, dtype, packed=keeps_packed(options.dtype, device, shape))
-    wanted = Wanted(shape, weights, device, dtype, kv_type, options.slots, context, n_pages)
+    tiled = device.type == "cpu" and shape.causal and why_not_tiles(options.dtype, shape) is None
+    weights = weight_bytes(checkpoint, dtype, packed=keeps_packed(options.dtype, device, shape), tiled=tiled)
+    settled = (shape, weights, device, dtype, kv_type, options.slots, context, n_pages)
+    wanted = Wanted(*settled, native=tiled, threads=threads_for(options, device) or 1)
     return memory_plan(wanted, free_bytes(device))
 
 
@@ -253,7 +269,11 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         for name, value in facts["sizes"].items()
     ]
     rows += [
-        ("tensors", f"{type}: {entry['count']}, {megabytes(entry['bytes'])}{_on_a_gpu(type, entry['packed'])}")
+        (
+            "tensors",
+            f"{type}: {entry['count']}, {megabytes(entry['bytes'])}{_on_a_gpu(type, entry['packed'])}"
+            f"{_on_the_cpu(type, entry, facts['native_loop'])}",
+        )
         for type, entry in facts["tensors"].items()
     ]
     rows += _tokenizer_rows(facts["tokenizer"])
@@ -263,6 +283,9 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
         weights = ", ".join(f"{megabytes(n)} as {dtype}" for dtype, n in memory["weights"].items())
         kv = ", ".join(f"{megabytes(n)} as {kv_type}" for kv_type, n in memory["kv"].items())
         rows += [("needs: weights", weights), ("needs: KV", f"{kv}, at a context of {memory['context']:,}")]
+    if facts["native_loop"]:
+        reason = facts["native_loop"]["why_not"]
+        rows.append(("native loop", "can run it on a CPU" if reason is None else f"cannot: {reason}"))
     if facts["plan"]:
         rows += plan_rows(facts["plan"])
     return rows + [("missing", text) for text in facts["missing"]]
@@ -273,6 +296,15 @@ def _on_a_gpu(type: str, n_packed: int) -> str:
     if type in ("F32", "F16", "BF16", "F64"):
         return ""
     return "; stay packed on a GPU" if n_packed else "; dequantised when loaded on a GPU"
+
+
+def _on_the_cpu(type: str, entry: dict[str, Any], native: dict[str, Any] | None) -> str:
+    """What becomes of a type's matrices there, where the native loop can run the model."""
+    if native is None or not entry["matrices"]:
+        return ""
+    if native["why_not"] is not None:
+        return "" if type == "F32" else "; float32 on the CPU"
+    return "; stay packed on the CPU" if entry["in_tiles"] == type else f"; kept as {entry['in_tiles']} on the CPU"
 
 
 def _tokenizer_rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:

@@ -26,21 +26,24 @@ _LINE_EVERY_S: Final = 2.0
 
 
 class LoadProgress:
-    """Told (bytes done, bytes in all); after a second it shows a bar, or where nobody watches a few plain lines."""
+    """Told (bytes done, bytes in all); a second after the first of them it shows a bar, or where nobody watches a few
+    plain lines."""
 
     def __init__(self) -> None:
-        self._started = time.monotonic()
-        self._said = self._started
+        self._started: float | None = None
+        self._said = 0.0
         self._bar: Progress | None = None
         self._task: TaskID | None = None
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
+        if self._started is None:
+            self._started = now
         if now - self._started < QUIET_S:
             return
         if sys.stderr.isatty():
             self._show(done, total)
-        elif now - self._said >= _LINE_EVERY_S or self._said == self._started or done == total:
+        elif now - self._said >= _LINE_EVERY_S or done == total:
             self._said = now
             talk(f"loading: {megabytes(done)} of {megabytes(total)}")
 
@@ -73,7 +76,10 @@ def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
     finally:
         progress.close()
     with llm:
-        detail(f"{llm.path}: {llm.device}, {llm.mode}, {llm.dtype}, KV {llm.kv_type}, context {llm.context}")
+        activations = "" if llm.activations is None else f", activations {llm.activations}"
+        threads = "" if llm.threads is None else f", {llm.threads} threads"
+        kept = f"{llm.dtype}{activations}, KV {llm.kv_type}, context {llm.context}{threads}"
+        detail(f"{llm.path}: {llm.device}, {llm.mode}, {kept}")
         for reason in llm.why_not:
             detail(f"not {reason}")
         yield llm

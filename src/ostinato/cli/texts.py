@@ -72,11 +72,12 @@ def score(
     kv_type: flags.KvType = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
+    activations: flags.Activations = "wide",
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
     """How well a model foretells a text: tokens, negative log-likelihood, perplexity; teacher forced."""
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads, activations=activations)
     text = read_text(None, file, "the text to score")
     if not text:
         raise BadInput("the text to score is empty")
@@ -108,6 +109,7 @@ def embed(
     kv_type: flags.KvType = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
+    activations: flags.Activations = "wide",
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -115,7 +117,7 @@ def embed(
 
     Plain output has a line of numbers per text.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads)
+    options = LoadOptions(device, mode, dtype, kv_type, context, threads, activations=activations)
     given = _texts(texts, file)
     with opened(model, options) as llm:
         vectors: list[list[float]] = llm.embed(given, pooling=pooling).tolist()

@@ -20,6 +20,7 @@ import torch
 
 from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement, free_bytes
+from ostinato.engine.readloop import cpu_bandwidth
 from ostinato.engine.request import Request, Token
 from ostinato.errors import BadOption, InternalError
 from ostinato.loop.by_hand import GREEDY, ByHand
@@ -30,7 +31,7 @@ from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.memory.store import cell_bytes
 from ostinato.models.blocks import Model
 from ostinato.models.shape import Shape
-from ostinato.options import KVType
+from ostinato.options import Activations, KVType
 
 # Far more than any cache holds, little enough for a laptop.
 READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 4 << 30}
@@ -127,18 +128,16 @@ class Profile:
 
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
-    """Bytes per second that a plain read of much memory reaches: the best of several sums over it."""
+    """Bytes per second that a plain read of much memory reaches: the best of several passes over it."""
     n_bytes = min(READ_BYTES[device.type], free_bytes(device) // 4)
+    if device.type == "cpu":
+        return cpu_bandwidth(n_bytes, torch.get_num_threads(), repeats)
     data = torch.ones(n_bytes // 4, dtype=torch.float32, device=device)
     data.sum()
     return n_bytes / min(_seconds(lambda: data.sum(), device) for _ in range(repeats))
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cpu":
-        started = time.perf_counter()
-        work()
-        return time.perf_counter() - started
     with torch.cuda.device(device):
         began, ended = _event(), _event()
         began.record()
@@ -180,6 +179,8 @@ class Bench:
     kv_type: KVType
     bandwidth: float
     repeats: int = 5
+    tiles: Activations | None = None  # as in `Placement`
+    threads: int | None = None
 
     def figures(
         self,
@@ -196,7 +197,7 @@ class Bench:
         context = min(self.model.shape.context, max(depths, default=0) + longest + 2)
         for mode in modes:
             for batch in batches:
-                with self._engine(mode, batch, context) as engine:
+                with self.engine(mode, batch, context) as engine:
                     for depth in depths:
                         if batch == batches[0]:
                             for n in filter(None, n_prompts):
@@ -280,11 +281,13 @@ class Bench:
             timer.forget()
             hand.run()
 
-    def _engine(self, mode: str, batch: int, context: int) -> Engine:
+    def engine(self, mode: str, batch: int, context: int) -> Engine:
+        """An engine of so many slots, to be closed by the caller."""
         device = self.model.device
         # One more than are live: what earlier runs left in memory must not be in the way.
         n_pages = (batch + 1) * -(-context // PAGE_TOKENS[device.type])
-        placement = Placement(device, self.model.dtype, self.kv_type, context, mode, batch, n_pages)
+        settled = (device, self.model.dtype, self.kv_type, context, mode, batch, n_pages)
+        placement = Placement(*settled, tiles=self.tiles, threads=self.threads)
         return Engine(self.model, placement)
 
     def _check_room(self, n_tokens: int, depth: int) -> None:

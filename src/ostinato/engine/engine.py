@@ -66,6 +66,8 @@ class Engine:
             n_pages=placement.n_pages,
             kv_type=placement.kv_type,
             n_tokens=vocab if n_tokens is None else n_tokens,
+            activations=placement.tiles or "wide",
+            threads=placement.threads,
         )
         self.context, self._vocab = placement.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)

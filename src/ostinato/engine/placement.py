@@ -16,12 +16,16 @@ import torch
 
 from ostinato.decoder.memories import context_bytes
 from ostinato.engine.amx import make_bfloat16_safe
+from ostinato.engine.cores import default_threads
 from ostinato.errors import ContextTooLarge, HardwareCannot
-from ostinato.files.checkpoint import Checkpoint
+from ostinato.files.checkpoint import Checkpoint, TensorInfo
+from ostinato.kernels.native_cpu import cpu_library, why_no_native
+from ostinato.loop.native_plan import why_not_native
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
+from ostinato.models.tile_weights import tiled_bytes
 from ostinato.models.weights import stays_packed
-from ostinato.options import KVType, LoadOptions
+from ostinato.options import Activations, KVType, LoadOptions
 
 # The rest is for activations, logits and whoever else lives on the machine.
 USABLE_SHARE: Final = 0.9
@@ -41,27 +45,84 @@ class Placement:
     n_slots: int = 1
     n_pages: int = 0  # of keys and values, for all slots together
     packed: bool = False  # matrices stay in the file's own type where kernels multiply it
+    tiles: Activations | None = None  # matrices go into the native loop's tiles, to be multiplied with such activations
+    threads: int | None = None  # on the CPU; None: as many as torch was told
 
 
-def settle(checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Callable[[str], None]) -> Placement:
-    """Settle what the options leave open, and refuse what does not fit."""
+def settle(
+    checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Callable[[str], None], *, compiled: bool = True
+) -> Placement:
+    """Settle what the options leave open, and refuse what does not fit.
+
+    `compiled`: native code that must be compiled is, here, before anything is read; else it is only asked for.
+    """
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     if dtype == torch.bfloat16 and device.type == "cpu":
         make_bfloat16_safe(talk)
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
     packed = keeps_packed(options.dtype, device, shape)
-    weights = weight_bytes(checkpoint, dtype, packed=packed)
+    tiles = choose_tiles(options, device, shape, talk, compiled=compiled)
+    weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiles is not None)
     free = int(free_bytes(device) * USABLE_SHARE)
     if weights > free:
+        how = "packed" if tiles else f"as {str(dtype).removeprefix('torch.')}"
         raise HardwareCannot(
-            f"the weights need {gib(weights)} as {str(dtype).removeprefix('torch.')} and {device} has {gib(free)} to "
-            f"give; {'try --dtype bfloat16, or ' if dtype == torch.float32 else ''}take a smaller model"
+            f"the weights need {gib(weights)} {how} and {device} has {gib(free)} to give; "
+            f"{_narrower(dtype, tiles)}take a smaller model"
         )
     left = free - weights
     context = choose_context(shape, kv_type, options.context, left, device, talk)
     n_pages = choose_pages(shape, kv_type, context, options.slots, left, device) if shape.causal else 0
-    return Placement(device, dtype, kv_type, context, options.mode, options.slots, n_pages, packed)
+    threads = threads_for(options, device)
+    return Placement(device, dtype, kv_type, context, options.mode, options.slots, n_pages, packed, tiles, threads)
+
+
+def _narrower(dtype: torch.dtype, tiles: Activations | None) -> str:
+    """Advice on how weights that were dequantised would be smaller."""
+    return "try --dtype bfloat16, or " if dtype == torch.float32 and tiles is None else ""
+
+
+def threads_for(options: LoadOptions, device: torch.device) -> int | None:
+    """What the CPU computes with: as asked for, or its cores; None where a GPU does."""
+    return options.threads or (default_threads() if device.type == "cpu" else None)
+
+
+def use_threads(placement: Placement) -> None:
+    """Tell torch, whose threads are one number for the whole process."""
+    if placement.threads is not None:
+        torch.set_num_threads(placement.threads)
+
+
+def choose_tiles(
+    options: LoadOptions, device: torch.device, shape: Shape, talk: Callable[[str], None], *, compiled: bool
+) -> Activations | None:
+    """The activations that tiles are multiplied with, where the CPU's native loop will run; else None.
+
+    Where the mode is left open and the loop cannot run, what runs instead is said; where it was asked for, refused.
+    """
+    if device.type != "cpu" or not shape.causal or options.mode not in ("auto", "loop"):
+        return None
+    reason = why_not_tiles(options.dtype, shape)
+    if reason is None:
+        try:
+            if compiled:
+                cpu_library(talk)
+            return options.activations
+        except HardwareCannot as error:
+            reason = str(error)
+    if options.mode == "loop":
+        raise HardwareCannot(f"mode 'loop' cannot run here: {reason}")
+    if options.dtype == "auto":
+        talk(f"the native loop cannot run here: {reason}; eager runs instead")
+    return None
+
+
+def why_not_tiles(wanted: str, shape: Shape) -> str | None:
+    """Why matrices are not kept in the native loop's tiles, as far as that can be known without compiling it."""
+    if wanted != "auto":
+        return f"--dtype {wanted} asks for dense weights, and the native loop multiplies packed ones: leave it out"
+    return why_not_native(shape) or why_no_native()
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -145,12 +206,17 @@ def keeps_packed(wanted: str, device: torch.device, shape: Shape) -> bool:
     return wanted == "auto" and device.type == "cuda" and shape.recurrent is None
 
 
-def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool = False) -> int:
-    """Bytes of the weights once they are laid out in dtype, or as the file has them where that can be."""
-    return sum(
-        tensor.n_bytes if packed and stays_packed(tensor.type, tensor.shape) else tensor.n_elements * dtype.itemsize
-        for tensor in checkpoint.tensors.values()
-    )
+def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool = False, tiled: bool = False) -> int:
+    """Bytes of the weights once they are laid out: in dtype, as the file has them where that can be, or in tiles."""
+
+    def laid_out(tensor: TensorInfo) -> int:
+        if tiled:
+            return tiled_bytes(tensor)
+        return (
+            tensor.n_bytes if packed and stays_packed(tensor.type, tensor.shape) else tensor.n_elements * dtype.itemsize
+        )
+
+    return sum(map(laid_out, checkpoint.tensors.values()))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -78,6 +78,9 @@ class Checkpoint(Protocol):
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` (contiguous, with as many elements, any float dtype, any device) with the values."""
 
+    def let_go(self, name: str, first: int, last: int) -> None:
+        """Rows [first, last) of `raw` were read and are not needed in memory any more."""
+
     def fingerprint(self) -> str:
         """sha256, in hex, over the content of every file that makes up the model."""
 

@@ -136,6 +136,12 @@ class GGUFFile:
         check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
         fill(self.tensors[name], raw, out)
 
+    def let_go(self, name: str, first: int, last: int) -> None:
+        """Rows [first, last) of a tensor's bytes need not stay in memory."""
+        file, start = self._places[name]
+        row_bytes = self.raw(name).shape[1]
+        file.let_go(start + first * row_bytes, (last - first) * row_bytes)
+
     def fingerprint(self) -> str:
         """The file's sha256, or that of the list of its parts' sums."""
         return fingerprint_of([part.path for part in self._parts])

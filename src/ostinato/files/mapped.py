@@ -68,6 +68,14 @@ class MappedFile:
         """Bytes [start, start + n_bytes) without a copy; the caller has checked the bounds."""
         return self._check_open()[start : start + n_bytes]
 
+    def let_go(self, start: int, n_bytes: int) -> None:
+        """The pages of [start, start + n_bytes) need not stay in memory; whoever looks again reads them again."""
+        first = start // mmap.PAGESIZE * mmap.PAGESIZE
+        last = min(-(-(start + n_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE, self.n_bytes)
+        if self._map is not None and last > first and hasattr(mmap, "MADV_DONTNEED"):
+            with suppress(OSError, ValueError):  # a wish, and the system may not know it
+                self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
+
     def _check_open(self) -> NDArray[np.uint8]:
         if self._bytes is None:
             raise InternalError(f"{self.path}: was closed and cannot be read any more; open it again")

@@ -130,6 +130,12 @@ class SafetensorsFolder:
         check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
         fill(self.tensors[name], raw, out)
 
+    def let_go(self, name: str, first: int, last: int) -> None:
+        """Rows [first, last) of a tensor's bytes need not stay in memory."""
+        file, place = self._places[name]
+        row_bytes = self.raw(name).shape[1]
+        file.let_go(place.start + first * row_bytes, (last - first) * row_bytes)
+
     def fingerprint(self) -> str:
         """The sha256 of the list of sums of weights, config and tokenizer files."""
         beside = [self.path / name for name in _BESIDE_WEIGHTS if os.path.isfile(self.path / name)]

@@ -70,11 +70,17 @@ def cubin(
 
 
 def shared_object(
-    source: str, name: str, *, headers: Mapping[str, str] = _NONE, flags: Sequence[str] = CXX_FLAGS
+    source: str,
+    name: str,
+    *,
+    headers: Mapping[str, str] = _NONE,
+    flags: Sequence[str] = CXX_FLAGS,
+    before_compiling: Callable[[], None] = lambda: None,
 ) -> Path:
     """C++ source as a library to be opened with ctypes, by $CXX or the first of c++, g++ and clang++.
 
-    Raises InternalError with the compiler's log, the same each time, and HardwareCannot where there is no compiler.
+    `before_compiling` is called where nothing is kept yet, and somebody must wait. Raises InternalError with the
+    compiler's log, the same each time, and HardwareCannot where there is no compiler.
     """
     compiler = cxx()
     options = ["-shared", "-fPIC", *flags]
@@ -84,6 +90,8 @@ def shared_object(
         if kept is not None:
             return kept
         what = f"{name} with {compiler}"
+        if key not in _failed:
+            before_compiling()
         binary = _once(key, what, lambda: _run_cxx(compiler, source, name, headers, options))
         try:
             return _keep(binary, key, "so")

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ostinato.kernels.activation import Activation, gated_torch
 from ostinato.kernels.linear import linear_torch
-from ostinato.kernels.packed import Packed, Stack, Weight
+from ostinato.kernels.packed import Stack, Weight, shape_of
 from ostinato.kernels.weight import rows_of
 
 
@@ -19,21 +19,37 @@ def route_torch(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor,
 
 
 def experts_torch(
-    x: Tensor, gate_up: Weight, down: Tensor | Packed, weights: Tensor, chosen: Tensor, activation: Activation
+    x: Tensor,
+    gate_up: Weight | tuple[Weight, ...],
+    down: Weight | tuple[Weight, ...],
+    weights: Tensor,
+    chosen: Tensor,
+    activation: Activation,
 ) -> Tensor:
-    """x [rows, hidden] through its chosen experts; gate_up [experts, 2 * ff, hidden], down [experts, hidden, ff].
+    """x [rows, hidden] through its chosen experts; gate_up [experts, 2 * ff, hidden], down [experts, hidden, ff], each
+    as one weight or as one for each expert.
 
     Packed matrices stand on top of each other, a `Stack` is (gate, up) of all experts. Experts are added in order of
     their id, so that a row's sum does not depend on its neighbours.
     """
     out = torch.zeros_like(x)
-    hidden, ff = x.shape[1], down.cols if isinstance(down, Packed) else down.shape[-1]
     for expert in sorted(set(chosen.flatten().tolist())):
         rows, place = (chosen == expert).nonzero(as_tuple=True)
-        inside = gated_torch(linear_torch(x[rows], expert_of(gate_up, expert, 2 * ff, x.dtype), None), activation)
-        back = linear_torch(inside, expert_of(down, expert, hidden, x.dtype), None)
+        inside = gated_torch(_through(x[rows], gate_up, expert, 2 * _width(down)), activation)
+        back = _through(inside, down, expert, x.shape[1])
         out.index_add_(0, rows, back * weights[rows, place, None].to(x.dtype))
     return out
+
+
+def _through(x: Tensor, weight: Weight | tuple[Weight, ...], expert: int, n_rows: int) -> Tensor:
+    one = weight[expert] if isinstance(weight, tuple) else expert_of(weight, expert, n_rows, x.dtype)
+    return linear_torch(x, one, None)
+
+
+def _width(down: Weight | tuple[Weight, ...]) -> int:
+    """How wide an expert is inside: the columns of what leads back."""
+    one = down[0] if isinstance(down, tuple) else down
+    return one.shape[-1] if isinstance(one, Tensor) else shape_of(one)[1]
 
 
 def expert_of(weight: Weight, expert: int, n_rows: int, dtype: torch.dtype) -> Tensor:
@@ -41,6 +57,6 @@ def expert_of(weight: Weight, expert: int, n_rows: int, dtype: torch.dtype) -> T
     if isinstance(weight, Stack):
         share = n_rows // len(weight.parts)
         return torch.cat([expert_of(part, expert, share, dtype) for part in weight.parts])
-    if isinstance(weight, Packed):
-        return rows_of(weight, torch.arange(expert * n_rows, (expert + 1) * n_rows, device=weight.device), dtype)
-    return (weight[expert] if weight.dim() == 3 else weight[expert * n_rows : (expert + 1) * n_rows]).to(dtype)
+    if isinstance(weight, Tensor):
+        return (weight[expert] if weight.dim() == 3 else weight[expert * n_rows : (expert + 1) * n_rows]).to(dtype)
+    return rows_of(weight, torch.arange(expert * n_rows, (expert + 1) * n_rows, device=weight.device), dtype)

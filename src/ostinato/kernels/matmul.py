@@ -17,6 +17,7 @@ from torch import Tensor
 from ostinato.kernels.activation import Activation, activate_torch
 from ostinato.kernels.experts import expert_of, route_torch
 from ostinato.kernels.packed import Packed, Stack, Weight, dense
+from ostinato.kernels.weight import for_a_gpu
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
 
@@ -105,7 +106,7 @@ def product_torch(x: Tensor, weight: Weight, norm: InputNorm | None) -> Tensor:
     """norm(x) W^T of x [rows, in], in float32."""
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
     columns = []
-    for part in parts:
+    for part in map(for_a_gpu, parts):
         wide = dense(part, torch.float32) if isinstance(part, Packed) else part.float()
         columns.append(_product(x, part, wide, norm))
     return torch.cat(columns, 1)
@@ -180,7 +181,8 @@ def _of_expert(x: Tensor, weight: Weight, expert: int, n_rows: int, norm: InputN
     """norm(x) through one expert's rows, [1, n_rows]; of a `Stack`, through its share of every part."""
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
     share = n_rows // len(parts)
-    return torch.cat([_product(x, p, expert_of(p, expert, share, torch.float32), norm) for p in parts], 1)
+    products = [_product(x, p, expert_of(p, expert, share, torch.float32), norm) for p in map(for_a_gpu, parts)]
+    return torch.cat(products, 1)
 
 
 def experts_down_torch(

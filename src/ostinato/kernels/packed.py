@@ -30,6 +30,7 @@ from torch import Tensor
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.quants import BLOCKS
 from ostinato.kernels.allocate import Allocate, empty
+from ostinato.kernels.tiles import TileMatrix
 
 PLANES: Final = ("quants", "high", "scales", "blocks")  # the order in which a matrix has them
 
@@ -74,7 +75,7 @@ class Packed:
 class Stack:
     """Matrices over the same columns, one above the other, of types that may differ."""
 
-    parts: tuple[Packed | Tensor, ...]
+    parts: tuple[Packed | Tensor | TileMatrix, ...]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,7 +83,7 @@ class Stack:
         return sum(rows for rows, _ in sizes), sizes[0][1]
 
 
-Weight = Packed | Tensor | Stack
+Weight = Packed | Tensor | Stack | TileMatrix
 
 
 def shape_of(weight: Weight) -> tuple[int, int]:
@@ -194,9 +195,10 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
     return dequantize_torch(unpack(packed), packed.type).to(dtype)
 
 
-def stacked(parts: Sequence[Packed | Tensor]) -> Weight:
-    """Matrices one above the other: neighbours of one type become one matrix, the others stay apart in a `Stack`."""
-    merged: list[Packed | Tensor] = []
+def stacked(parts: Sequence[Packed | Tensor | TileMatrix]) -> Weight:
+    """Matrices one above the other: neighbours of one type become one matrix, the others stay apart in a `Stack`, and
+    so do tiles."""
+    merged: list[Packed | Tensor | TileMatrix] = []
     for part in parts:
         last = merged[-1] if merged else None
         if isinstance(part, Tensor) and isinstance(last, Tensor) and last.dtype == part.dtype:

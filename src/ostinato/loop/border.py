@@ -1,8 +1,8 @@
 """The border between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
 
-This is the twin of `kernels/native/border.h`, phase by phase, and what the CPU's loop really runs; on a GPU the
-same border is one kernel. It touches the three arenas of `layout.py` and nothing else: no model, no pages, no text.
-Who may write which word, and when, is told in docs/ring.md.
+This is the twin of `kernels/native/border.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
+calls that one, and on a GPU the same border is one kernel. It touches the three arenas of `layout.py` and nothing else:
+no model, no pages, no text. Who may write which word, and when, is told in docs/ring.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from ostinato.loop.layout import (
     Arena,
     End,
     Fault,
-    Field,
     Finish,
     InboxKind,
     InboxWord,
@@ -300,17 +299,4 @@ def border(
 
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
     """What `border.cu` and `border.cpp` include, by name, for these sizes."""
-    rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in layout.seat_fields)
-    sizes = {
-        "N_WORDS": len(Word),
-        "PAGE_TOKENS": page_tokens,
-        "N_SEAT_FIELDS": len(layout.seat_fields),
-        "SEAT_ROWS": rows,
-    }
-    lines = "".join(f"#define {name} {value}\n" for name, value in sizes.items())
-    return {"layout.h": layout.header() + lines, "border.h": native_source("border.h")}
-
-
-def _row_words(field: Field) -> int:
-    """int32 words of one slot."""
-    return field.n_bytes // field.shape[0] // 4
+    return {"layout.h": layout.header(page_tokens), "border.h": native_source("border.h")}

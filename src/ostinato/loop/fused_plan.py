@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ostinato.errors import InternalError
 from ostinato.kernels.allocate import zeros
 from ostinato.kernels.attend import Heads, PagedKV, Rows
 from ostinato.kernels.launch import Launches
@@ -411,8 +412,10 @@ def _apart(linear: Linear, *, halved: bool) -> list[Linear]:
     return made
 
 
-def flat(weight: Weight) -> Weight:
+def flat(weight: Weight | tuple[Weight, ...]) -> Weight:
     """Experts' matrices [experts, rows, cols] on top of each other; packed ones stand so already."""
+    if isinstance(weight, tuple):
+        raise InternalError("a GPU's kernels were given one matrix for each expert, as the CPU has them")
     return weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
 
 

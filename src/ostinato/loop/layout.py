@@ -3,7 +3,8 @@
 Three arenas, each one piece of memory. The *table* is the device's own: a row per slot and what a step leaves. The
 *seats* are the host's, read by the device when it admits: the same rows, staged. The *rings* are the host's, mapped:
 inbox, outbox and the words by which each side tells the other how far it is. `header()` emits the same offsets for
-CUDA and C++; docs/ring.md tells who may write what, and when.
+CUDA and C++, and `words()` hands them to C++ that was compiled without them; docs/ring.md tells who may write what, and
+when.
 """
 
 from __future__ import annotations
@@ -14,10 +15,14 @@ from enum import IntEnum
 from functools import cached_property
 from math import prod
 from typing import Any, Final, Literal
+from zlib import crc32
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from ostinato.errors import InternalError
+from ostinato.options import MAX_SLOTS
 
 MAX_STOP_IDS: Final = 16
 MAX_LOGIT_BIAS: Final = 512
@@ -29,6 +34,7 @@ ALIGNMENT: Final = 256
 Kind = Literal["int32", "int64", "float32"]
 _TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 _C: Final = {"int32": "int", "int64": "long long", "float32": "float"}
+_HEADER: Final = ("// Emitted by loop/layout.py; edit there.", "#pragma once")
 
 
 class SlotState(IntEnum):
@@ -256,33 +262,66 @@ class Layout:
             ]
         )
 
-    def header(self) -> str:
-        """Offsets, sizes and numbers as C: what `kernels/native/border.h` is compiled with."""
-        lines = ["// Emitted by loop/layout.py; edit there.", "#pragma once"]
-        sizes = {
+    def header(self, page_tokens: int) -> str:
+        """Offsets, sizes and numbers as C constants: what `kernels/native/border.h` is compiled with for one engine."""
+        lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}"]
+        lines += ["struct View {", "    char *table, *seats, *rings;", "};"]
+        lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
+        for arena, fields in self._arenas.items():
+            lines += [_place(arena, field, str(field.offset)) for field in fields]
+        rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in self.seat_fields)
+        lines.append(f"#define SEAT_ROWS {rows}")
+        return "\n".join(lines) + "\n"
+
+    def words(self, page_tokens: int) -> np.ndarray:
+        """The same for an object that was compiled before any size was known: int64, where `words_header` reads them.
+
+        The caller keeps them alive as long as a view points at them.
+        """
+        if self.n_slots > MAX_SLOTS:
+            raise InternalError(f"a layout of {self.n_slots} slots; compiled objects have room for {MAX_SLOTS}")
+        places = [field.offset for fields in self._arenas.values() for field in fields]
+        rows = [_row_words(field) for field in self.seat_fields]
+        return np.array([_mark(), *self._sizes(page_tokens).values(), *places, *rows], dtype=np.int64)
+
+    @property
+    def _arenas(self) -> dict[str, tuple[Field, ...]]:
+        return {"table": self.table_fields, "seats": self.seat_fields, "rings": self.ring_fields}
+
+    def _sizes(self, page_tokens: int) -> dict[str, int]:
+        """What C asks a view for."""
+        return {
             "N_SLOTS": self.n_slots,
             "MAX_PAGES": self.max_pages,
             "VOCAB": self.vocab,
             "MASK_WORDS": self.mask_words,
             "INBOX_ENTRIES": self.inbox_entries,
             "OUTBOX_ENTRIES": self.outbox_entries,
-            "INBOX_WORDS": INBOX_WORDS,
-            "OUTBOX_WORDS": OUTBOX_WORDS,
-            "WORD_STRIDE": 8,
-            "MAX_STOP_IDS": MAX_STOP_IDS,
-            "MAX_LOGIT_BIAS": MAX_LOGIT_BIAS,
-            "MAX_TOP": MAX_TOP,
+            "PAGE_TOKENS": page_tokens,
         }
-        lines += [f"#define {name} {value}" for name, value in sizes.items()]
-        for words in (SlotState, Finish, InboxKind, InboxWord, OutboxWord, Word, Fault, End):
-            lines += [f"#define {_shouted(words.__name__)}_{word.name} {word.value}" for word in words]
-        arenas = (("TABLE", self.table_fields), ("SEAT", self.seat_fields), ("RING", self.ring_fields))
-        for arena, fields in arenas:
-            for field in fields:
-                lines.append(
-                    f"#define {arena}_{field.name}(base) (({_C[field.kind]}*)((char*)(base) + {field.offset}))"
-                )
-        return "\n".join(lines) + "\n"
+
+
+def words_header() -> str:
+    """`kernels/native/layout.h`: the names of `Layout.header`, read from the words that a view carries.
+
+    It depends on no size, so it lies beside the sources and an object can be built where there is no Python package.
+    """
+    any_layout = Layout(1, 1, 1)
+    lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {MAX_SLOTS}"]
+    lines += ["struct View {", "    char *table, *seats, *rings;", "    const long long* layout;", "};"]
+    lines.append(f"#define LAYOUT_MARK {_mark()}  // layout[0]: the words are those of this header")
+    at = 1
+    for name in any_layout._sizes(1):
+        lines.append(f"#define {name}(view) ((int)(view).layout[{at}])")
+        at += 1
+    for arena, fields in any_layout._arenas.items():
+        if arena == "seats":
+            lines.append(f"#define SEAT_PLACES(view) ((view).layout + {at})  // of each field in turn")
+        for field in fields:
+            lines.append(_place(arena, field, f"(view).layout[{at}]"))
+            at += 1
+    lines.append(f"#define SEAT_WORDS(view) ((view).layout + {at})  // int32 of one slot, of each field in turn")
+    return "\n".join(lines) + "\n"
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,6 +379,42 @@ def _laid_out(fields: Sequence[tuple[str, Kind, tuple[int, ...]]]) -> tuple[Fiel
 
 def _aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def _numbers() -> list[str]:
+    """What is the same in every layout, as C."""
+    sizes = {
+        "INBOX_WORDS": INBOX_WORDS,
+        "OUTBOX_WORDS": OUTBOX_WORDS,
+        "WORD_STRIDE": 8,
+        "MAX_STOP_IDS": MAX_STOP_IDS,
+        "MAX_LOGIT_BIAS": MAX_LOGIT_BIAS,
+        "MAX_TOP": MAX_TOP,
+        "N_WORDS": len(Word),
+        "N_SEAT_FIELDS": len(Layout(1, 1, 1).seat_fields),
+    }
+    lines = [f"#define {name} {value}" for name, value in sizes.items()]
+    for words in (SlotState, Finish, InboxKind, InboxWord, OutboxWord, Word, Fault, End):
+        lines += [f"#define {_shouted(words.__name__)}_{word.name} {word.value}" for word in words]
+    return lines
+
+
+def _place(arena: str, field: Field, offset: str) -> str:
+    """A macro that gives a field's place in a view: TABLE_token(view), SEAT_token(view), RING_words(view)."""
+    prefix = {"table": "TABLE", "seats": "SEAT", "rings": "RING"}[arena]
+    return f"#define {prefix}_{field.name}(view) (({_C[field.kind]}*)((view).{arena} + {offset}))"
+
+
+def _mark() -> int:
+    """A sum of the names and their order, so that words of another version are not taken for these."""
+    any_layout = Layout(1, 1, 1)
+    names = [f"{arena}.{f.name}.{f.kind}" for arena, fields in any_layout._arenas.items() for f in fields]
+    return crc32(" ".join([*any_layout._sizes(1), *names]).encode())
+
+
+def _row_words(field: Field) -> int:
+    """int32 words of one slot."""
+    return field.n_bytes // field.shape[0] // 4
 
 
 def _shouted(name: str) -> str:

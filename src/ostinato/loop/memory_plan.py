@@ -20,6 +20,7 @@ from ostinato.kernels.table import TWINS
 from ostinato.loop.fused_plan import Step
 from ostinato.loop.fused_prefill import BUCKETS
 from ostinato.loop.layout import Layout, arena_bytes
+from ostinato.loop.native_plan import CHUNK_ROWS
 from ostinato.loop.prefill import MANY_ROWS
 from ostinato.loop.static_plan import SPARE_STATES
 from ostinato.memory.paged import PAGE_TOKENS, PagedMemory, page_bytes
@@ -35,6 +36,10 @@ SAMPLER_COPIES: Final = 1.1
 # What cuBLAS, Triton's modules and the captured graphs take on a GPU, generously.
 GPU_LIBRARIES: Final = 256 << 20
 LEAST_CONTEXT: Final = 128
+# Of the native loop: of one activation as a number and in two planes, with its share of what a block has (tiles.h), and
+# of one logit in the lists that a thread ranks it in (sampler.h).
+PREPARED_BYTES: Final = 7
+SAMPLER_BYTES: Final = 28
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,8 @@ class Wanted:
     n_slots: int
     context: int
     n_pages: int | None = None
+    native: bool = False  # whether the CPU's native loop runs, over packed weights
+    threads: int = 1  # of the native loop
 
     @property
     def pages(self) -> int:
@@ -106,7 +113,7 @@ class MemoryPlan:
             if sum(row.n_bytes for row in rows_of(smaller) if not row.on_host) <= self.free_bytes:
                 context = "" if smaller.context == wanted.context else f" and --context {smaller.context}"
                 return f"lower --slots to {smaller.n_slots}{context}, or --kv-type to q8_0"
-        narrower = "--dtype bfloat16, " if wanted.dtype == torch.float32 else ""
+        narrower = "--dtype bfloat16, " if wanted.dtype == torch.float32 and not wanted.native else ""
         weights = megabytes(wanted.weight_bytes)
         return f"the weights alone are {weights}: take {narrower}fewer bits a weight or a smaller model"
 
@@ -137,8 +144,9 @@ def rows_of(wanted: Wanted) -> tuple[Row, ...]:
         Row("seats", arena_bytes(layout.seat_fields), on_host=on_gpu),
         Row("rings", arena_bytes(layout.ring_fields), on_host=on_gpu),
         Row("step buffers", _step_bytes(wanted)),
-        Row("prefill buffers (about)", _prefill_bytes(wanted)),
+        Row("prefill buffers (about)", 0 if wanted.native else _prefill_bytes(wanted)),
         Row("workspace (about)", _workspace_bytes(wanted) if on_gpu else 0),
+        Row("native workspace (about)", _native_bytes(wanted) if wanted.native else 0),
     ]
     return tuple(row for row in rows if row.n_bytes)
 
@@ -164,7 +172,7 @@ def _state_bytes(wanted: Wanted) -> int:
 
 
 def _step_bytes(wanted: Wanted) -> int:
-    """Between the nodes of a step: fused kernels' on a GPU, the residual rows and logits of torch's on a CPU."""
+    """Between the nodes of a step: fused kernels' on a GPU, the last rows and logits of a CPU's."""
     shape = wanted.shape
     if wanted.device.type == "cuda":
         step = Step.of(hollow(shape, wanted.dtype), wanted.n_slots)
@@ -191,6 +199,22 @@ def _workspace_bytes(wanted: Wanted) -> int:
     attention = wanted.n_slots * shape.n_heads * ATTENTION_CUTS * (shape.head_width + 2) * 4 if shape.attention else 0
     sampler = int(SAMPLER_COPIES * wanted.n_slots * shape.vocab * 4)
     return attention + sampler + GPU_LIBRARIES
+
+
+def _native_bytes(wanted: Wanted) -> int:
+    """What the native loop keeps of a chunk's rows on their way through a layer, and its sampler's lists."""
+    shape = wanted.shape
+    rows = max(wanted.n_slots, min(CHUNK_ROWS, wanted.context))
+    heads = shape.n_heads * shape.head_width
+    qkv = heads + 2 * shape.n_kv_heads * shape.head_width
+    experts = shape.experts
+    n_used, ff = (1, shape.ff_width) if experts is None else (experts.n_used, max(shape.ff_width, experts.ff_width))
+    widest = max(shape.hidden, heads, ff)
+    row_bytes = 4 * (2 * shape.hidden + max(shape.hidden, heads) + qkv + heads + 2 * n_used * ff)
+    row_bytes += PREPARED_BYTES * widest
+    if experts is not None:
+        row_bytes += n_used * (4 * shape.hidden + PREPARED_BYTES * widest)
+    return rows * row_bytes + (SAMPLER_BYTES * wanted.threads + 4) * shape.vocab
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -12,25 +12,32 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Final
 
+import torch
+
 from ostinato.errors import HardwareCannot, Unsupported
+from ostinato.kernels.native_cpu import why_no_native
+from ostinato.loop.bell import Bell, FileBell
 from ostinato.loop.fused_plan import fused_plan, why_not_fused
 from ostinato.loop.fused_prefill import FusedPrefill
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
 from ostinato.loop.mode import DecodeMode
+from ostinato.loop.native_plan import NativeStep, native_plan, why_not_native_model
 from ostinato.loop.plan import Plan
-from ostinato.loop.prefill import Prefill, TorchPrefill
+from ostinato.loop.prefill import NativePrefill, Prefill, TorchPrefill
 from ostinato.loop.starts.cpu import CpuEager, CpuLoop
+from ostinato.loop.starts.native import NativeLoop
 from ostinato.loop.starts.start import Start, Work
 from ostinato.loop.static_plan import SPARE_STATES, WHY_NO_LOOP, static_plan, why_not_static
 from ostinato.loop.torch_plan import torch_plan
 from ostinato.memory.paged import PAGE_TOKENS, PagedMemory
 from ostinato.models.blocks import Model
-from ostinato.options import KVType
+from ostinato.options import Activations, KVType
 
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
+TWIN: Final = "twin"  # the native loop's twin, paced by Python: for tests alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,8 @@ class LoopOptions:
     n_pages: int
     kv_type: KVType
     n_tokens: int  # ids that the tokenizer knows; those beyond are never chosen
+    activations: Activations = "wide"  # of weights in tiles
+    threads: int | None = None  # of the native loop; None: as many as torch has
 
 
 class Loop:
@@ -70,8 +79,8 @@ class Loop:
         self.tables = Tables.on(layout, model.device)
         self.host = HostSide(self.tables)
         self.guard = Guard()
-        self.changed = threading.Event()
         self.mode_name, self.why_not = choose_mode(options.mode, model)
+        self.changed: Bell = FileBell() if self.is_native else threading.Event()
         self.plan, self.start, self.prefill = self._made()
         self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
         self.fell_back: str | None = None  # why `auto` does not run what it chose first
@@ -90,6 +99,11 @@ class Loop:
         else:
             self.changed.set()
         return work
+
+    @property
+    def is_native(self) -> bool:
+        """Whether steps are native code of the CPU."""
+        return self.mode_name == "loop" and self.model.device.type == "cpu"
 
     @property
     def fallen_back(self) -> tuple[str, ...]:
@@ -116,10 +130,11 @@ class Loop:
                 raise
             self.fell_back = f"{self.mode_name}: {error} (tried once; {lower} runs instead)"
             self.why_not = (self.fell_back, *self.why_not)
-            self.mode_name = lower
-            start = self._start(self.plan)
-            self.mode.replace(self.plan, start)  # closes the one that failed
-            self.start = start
+            was_native, self.mode_name = self.is_native, lower
+            # Native code has a plan of its own; other starts run the nodes of the same one.
+            plan, start, prefill = self._made() if was_native else (self.plan, self._start(self.plan), self.prefill)
+            self.mode.replace(plan, start)  # closes the one that failed
+            self.plan, self.start, self.prefill = plan, start, prefill
             self._enter_once()
 
     def _enter_once(self) -> None:
@@ -131,7 +146,7 @@ class Loop:
     def _start(self, plan: Plan) -> Start:
         """A start of the chosen mode, not built yet."""
         if self.model.device.type == "cpu":
-            kind = CpuLoop if self.mode_name == "loop" else CpuEager
+            kind = CpuLoop if self.mode_name == TWIN else CpuEager
             return kind(plan, self.tables, self.guard, self.changed.set)
         from ostinato.loop.starts.cuda import CudaEager
         from ostinato.loop.starts.graph import CudaGraph
@@ -145,8 +160,27 @@ class Loop:
         model, n_tokens = self.model, self.options.n_tokens
         if model.device.type == "cuda":
             return self._made_for_cuda()
+        if self.is_native:
+            return self._made_native()
         plan = torch_plan(model, self.memory, self.tables, n_tokens)
         return plan, self._start(plan), TorchPrefill(model, self.memory, self.tables, n_tokens)
+
+    def _made_native(self) -> tuple[Plan, Start, Prefill]:
+        model, options = self.model, self.options
+        assert isinstance(self.changed, FileBell)
+        threads = options.threads or torch.get_num_threads()
+        native = NativeStep(
+            model,
+            self.memory,
+            self.tables,
+            options.n_tokens,
+            activations=options.activations,
+            threads=threads,
+            bell=self.changed.fd,
+        )
+        constants = f"{model.shape}, {options.n_tokens} tokens, {options.activations} activations"
+        plan = native_plan(model, self.memory, self.tables, native, constants)
+        return plan, NativeLoop(plan, native, self.guard), NativePrefill(native)
 
     def _made_for_cuda(self) -> tuple[Plan, Start, Prefill]:
         from ostinato.kernels.step import triton_kernels, triton_prompts
@@ -169,6 +203,8 @@ class Loop:
 
 def choose_mode(wanted: str, model: Model) -> tuple[str, tuple[str, ...]]:
     """The mode that will run, and why not each higher one."""
+    if wanted == TWIN:
+        return TWIN, ()
     reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model)) is not None}
     if wanted != "auto":
         if wanted in reasons:
@@ -195,7 +231,9 @@ def why_not(mode: str, model: Model) -> str | None:
     if mode == "persistent":
         return "the persistent kernel is not built yet"
     if model.device.type == "cpu":
-        return "graphs are CUDA's, and this model is on the CPU" if mode == "graph" else None
+        if mode == "graph":
+            return "graphs are CUDA's, and this model is on the CPU"
+        return (why_not_native_model(model) or why_no_native()) if mode == "loop" else None
     recurrent = model.shape.recurrent is not None
     reason = why_not_static(model) if recurrent else why_not_fused(model)
     if reason is not None or mode != "loop":

@@ -1,9 +1,9 @@
 """A prompt's way into memory: chunks of a fixed number of rows, and the first token out of the last of them.
 
-Every chunk of a prompt is padded to the same number of rows, so that the bits of a position do not depend on where the
-prompt was cut, or on how much of it was there already. On the CPU that number follows from the prompt's length, and
-only prompts of one kind share what was computed. Models that recur take their chunks unpadded: padding would run
-through their states, and nobody shares those.
+By torch, every chunk of a prompt is padded to the same number of rows, so that the bits of a position do not depend on
+where the prompt was cut, or on how much of it was there already. On the CPU that number follows from the prompt's
+length, and only prompts of one kind share what was computed. Models that recur take their chunks unpadded: padding
+would run through their states, and nobody shares those. By the native loop nothing is padded: a row's bits are its own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ostinato.kernels.allocate import zeros
 from ostinato.kernels.step import StepKernels, twin_kernels
 from ostinato.loop.fused_prefill import FirstToken
 from ostinato.loop.layout import Tables
+from ostinato.loop.native_plan import NativeStep
 from ostinato.memory.paged import ChunkMemory, PagedMemory
 from ostinato.models.blocks import Model
 
@@ -80,3 +81,23 @@ class TorchPrefill:
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
+
+
+class NativePrefill:
+    """Prefill by the native loop, through the same packed weights as its steps; a chunk goes between two of them."""
+
+    n_copies = 0
+    failures: Mapping[int, str] = MappingProxyType({})
+
+    def __init__(self, native: NativeStep) -> None:
+        self._native = native
+        self.rows = native.chunk_rows
+
+    def rows_for(self, n_prompt: int) -> int:
+        return self.rows
+
+    def run(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int], rows: int) -> None:
+        self._native.chunk(slot, tokens, start, pages)
+
+    def first(self, slot: int) -> None:
+        self._native.first(slot)

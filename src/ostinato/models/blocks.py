@@ -16,8 +16,9 @@ from torch import Tensor
 
 from ostinato.errors import Unsupported
 from ostinato.kernels.activation import Activation
-from ostinato.kernels.packed import Packed, Weight
+from ostinato.kernels.packed import Packed, Stack, Weight
 from ostinato.kernels.table import Ops
+from ostinato.kernels.tiles import TileMatrix
 from ostinato.kernels.weight import rows_of
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape
@@ -76,8 +77,11 @@ class Linear:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it multiplies in."""
-        return self.weight.dtype if isinstance(self.weight, Tensor) else torch.bfloat16
+        """What it multiplies in: tiles are the CPU's, and give float32; other packed weights are a GPU's."""
+        first = self.weight.parts[0] if isinstance(self.weight, Stack) else self.weight
+        if isinstance(self.weight, Tensor):
+            return self.weight.dtype
+        return torch.float32 if isinstance(first, TileMatrix) else torch.bfloat16
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.ops.linear(x, self.weight, self.bias)
@@ -142,8 +146,9 @@ class Experts:
 
     ops: Ops
     router: Linear
-    gate_up: Weight  # [experts, 2 * ff_width, hidden]; packed, or (gate, up) of two types: `Weights.take_experts`
-    down: Tensor | Packed  # [experts, hidden, ff_width]
+    # [experts, 2 * ff_width, hidden]; packed, or (gate, up) of two types: `Weights.take_experts`; in tiles one for each
+    gate_up: Weight | tuple[Weight, ...]
+    down: Tensor | Packed | tuple[Weight, ...]  # [experts, hidden, ff_width], or for each [hidden, ff_width]
     experts: ExpertShape
     activation: Activation
 
@@ -209,7 +214,7 @@ class Model:
 
     shape: Shape
     ops: Ops
-    embedding: Tensor | Packed  # [vocab, hidden]
+    embedding: Tensor | Packed | TileMatrix  # [vocab, hidden]
     position_embedding: Tensor | None  # [positions, hidden], of families without rotary positions
     layers: Sequence[AnyLayer]
     norm: Norm | None

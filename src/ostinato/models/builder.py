@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ostinato.kernels.packed import Stack
+from ostinato.kernels.packed import Packed, Stack
 from ostinato.kernels.table import Ops
 from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Linear, Model, Norm, PlainMLP, RankingHead
 from ostinato.models.recurrent import Conv, Decay, Mamba2Mixer, MambaMixer
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
+from ostinato.models.shape import ExpertShape, Mamba2Shape, MambaShape, Shape
 from ostinato.models.weights import Weights
 
 
@@ -82,10 +82,14 @@ class Builder:
     def gated_mlp(self, layer: int, *, fused: bool = False) -> GatedMLP:
         """`fused`: the file keeps gate and up as one tensor, under the name of up."""
         s, at, m = self.shape, f"blk.{layer}.", self.shape.multipliers
-        names: str | list[str] = at + "ffn_up" if fused else [at + "ffn_gate", at + "ffn_up"]
-        outs: int | list[int] = 2 * s.ff_width if fused else [s.ff_width, s.ff_width]
         gate_scale = self.scale([s.ff_width, s.ff_width], [m.ff_gate, 1.0])
-        gate_up = self.linear(names, outs, s.hidden, bias=s.mlp_bias, scale=gate_scale)
+        if fused:
+            weight = self.weights.take_halves(at + "ffn_up.weight", s.ff_width, s.hidden)
+            bias = self.weights.take(at + "ffn_up.bias", (2 * s.ff_width,)) if s.mlp_bias else None
+            gate_up = Linear(self.ops, weight, bias, gate_scale)
+        else:
+            both = [at + "ffn_gate", at + "ffn_up"]
+            gate_up = self.linear(both, [s.ff_width, s.ff_width], s.hidden, bias=s.mlp_bias, scale=gate_scale)
         down_scale = self.scale([s.hidden], [m.ff_down])
         down = self.linear(at + "ffn_down", s.hidden, s.ff_width, bias=s.mlp_bias, scale=down_scale)
         return GatedMLP(self.ops, gate_up, down, s.activation)
@@ -100,15 +104,28 @@ class Builder:
         s, at = self.shape, f"blk.{layer}."
         assert s.experts is not None
         n, ff = s.experts.n_experts, s.experts.ff_width
+        if self.weights.in_tiles:
+            return self._tiled_experts(at, s.experts)
         sizes = {"ffn_gate": (ff, s.hidden), "ffn_up": (ff, s.hidden), "ffn_down": (s.hidden, ff)}
         names = {part: self._expert_names(at + part, n) for part in sizes}
         for part, size in sizes.items():  # before memory is laid out: the file really holds experts of that size
             self.weights.check_experts(names[part], n, size)
         gate_up = self.weights.take_experts([names["ffn_gate"], names["ffn_up"]], n, (ff, s.hidden))
         down = self.weights.take_experts([names["ffn_down"]], n, (s.hidden, ff))
-        assert not isinstance(down, Stack)  # it is one part
+        assert isinstance(down, Tensor | Packed)  # it is one part
         router = self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False)
         return Experts(self.ops, router, gate_up, down, s.experts, s.activation)
+
+    def _tiled_experts(self, at: str, experts: ExpertShape) -> Experts:
+        """Every expert by itself: the native loop multiplies with those that a row was sent to."""
+        s, n, ff = self.shape, experts.n_experts, experts.ff_width
+        sizes = {"ffn_gate": (ff, s.hidden), "ffn_up": (ff, s.hidden), "ffn_down": (s.hidden, ff)}
+        gate, up, down = (
+            self.weights.take_tiled_experts(self._expert_names(at + part, n), n, size) for part, size in sizes.items()
+        )
+        router = self.linear(at + "ffn_gate_inp", n, s.hidden, bias=False)
+        gate_up = tuple(Stack(pair) for pair in zip(gate, up, strict=True))
+        return Experts(self.ops, router, gate_up, down, experts, s.activation)
 
     def _expert_names(self, name: str, n: int) -> list[str]:
         """One tensor for all experts, or one for each, as the file has it."""

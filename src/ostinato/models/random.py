@@ -22,6 +22,7 @@ from ostinato.files.quants import BLOCKS
 from ostinato.kernels.allocate import empty
 from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, pack
 from ostinato.kernels.table import TWINS, Ops, ops_for
+from ostinato.kernels.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
 from ostinato.models.llama import LLAMA
@@ -30,6 +31,7 @@ from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape, everywhere
 from ostinato.models.weights import Weights
+from ostinato.options import Activations
 
 
 def _llama(
@@ -159,6 +161,7 @@ _FAMILIES: Final = MappingProxyType({"llama": LLAMA, "mixtral": MIXTRAL, "qwen3m
 DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
     {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 )
+_TYPES: Final = {dtype: name.upper() for name, dtype in DTYPES.items()}
 MIXES: Final = ("q4_k_m", *(type.lower() for type in PACKED_TYPES))
 # What a type becomes where rows are no whole blocks of 256, as in files that llama.cpp makes.
 _SMALLER_BLOCKS: Final = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
@@ -243,13 +246,21 @@ def random_blocks(type: str, rows: int, cols: int, random: torch.Generator) -> T
 class RandomWeights(Weights):
     """Weights that no file has: every tensor asked for is there, made when it is taken.
 
-    `mix`: matrices are packed as in a file of that kind, and the rest is in `dtype`.
+    `mix`: matrices are packed as in a file of that kind, and the rest is in `dtype`. `tiles`: matrices, of a mix or of
+    `dtype`, are in the native loop's tiles, to be multiplied with such activations, and the rest is in float32.
     """
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, mix: str | None = None
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        seed: int,
+        mix: str | None = None,
+        tiles: Activations | None = None,
     ) -> None:
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device = dtype if tiles is None else torch.float32, device
+        self._matrix_dtype, self._activations = dtype, tiles
         self._shape, self._seed, self._mix = shape, seed, mix
         self._allocate = empty
         self._random = torch.Generator(device)
@@ -269,6 +280,9 @@ class RandomWeights(Weights):
         return whole
 
     def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Weight:
+        if self._activations is not None:
+            tiles = [self._tiles_of(name, *shape) for name, shape in zip(names, shapes, strict=True)]
+            return tiles[0] if len(tiles) == 1 else Stack(tuple(tiles))
         mix = self._mix
         if mix is None or _stays_plain(names):
             return self.take_stacked(names, shapes)
@@ -306,6 +320,30 @@ class RandomWeights(Weights):
     def pass_over(self, name: str) -> None:
         return
 
+    @property
+    def in_tiles(self) -> bool:
+        return self._activations is not None
+
+    def take_tiled_experts(self, names: Sequence[str], n_experts: int, size: tuple[int, int]) -> tuple[TileMatrix, ...]:
+        return tuple(self._tiles_of(f"{names[0]}.{expert}", *size) for expert in range(n_experts))
+
+    def _type_of(self, name: str, cols: int) -> str:
+        """The type of a matrix in tiles."""
+        if self._mix is None or _stays_plain([name]):
+            return _TYPES[self._matrix_dtype]
+        return kept_as(self._mix, name, cols, self._shape)
+
+    def _tiles_of(self, name: str, rows: int, cols: int) -> TileMatrix:
+        type = self._type_of(name, cols)
+        if type == _TYPES[self._matrix_dtype]:
+            blocks = self.take_stacked([name], [(rows, cols)], dtype=self._matrix_dtype).view(torch.uint8)
+        else:
+            self._seeded(name)
+            blocks = random_blocks(type, rows, cols, self._random)
+        tiles = empty_tiles(type, rows, cols, wide=self._activations == "wide")
+        fill_tiles(tiles, blocks.numpy(), 0)
+        return tiles
+
     def _seeded(self, name: str) -> None:
         # The CPU's generator looks at 32 bits of its seed: both must be in them.
         self._random.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
@@ -323,9 +361,9 @@ def named_shape(name: str) -> Shape:
     return SHAPES[name]
 
 
-def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> int:
+def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None, tiles: Activations | None = None) -> int:
     """What the weights of such a model take; a tied head counts once."""
-    counter = _Counter(shape, dtype, torch.device("meta"), 0, mix)
+    counter = _Counter(shape, dtype, torch.device("meta"), mix, tiles)
     _built(shape, counter, TWINS)
     return counter.n_bytes
 
@@ -336,10 +374,10 @@ class _Counter(RandomWeights):
     n_bytes = 0
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, seed: int, mix: str | None = None
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, mix: str | None, tiles: Activations | None
     ) -> None:
-        self.dtype, self.device = dtype, device
-        self._shape, self._mix = shape, mix
+        self.dtype, self.device = dtype if tiles is None else torch.float32, device
+        self._shape, self._mix, self._matrix_dtype, self._activations = shape, mix, dtype, tiles
 
     def take_stacked(
         self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None
@@ -349,12 +387,18 @@ class _Counter(RandomWeights):
         return whole
 
     def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Weight:
-        if self._mix is None or _stays_plain(names):
+        if self._activations is None and (self._mix is None or _stays_plain(names)):
             return self.take_stacked(names, shapes)
         for name, (rows, cols) in zip(names, shapes, strict=True):
-            block = BLOCKS[kept_as(self._mix, name, cols, self._shape)]
-            self.n_bytes += rows * cols // block.elements * block.n_bytes
+            type = self._type_of(name, cols)
+            block = BLOCKS[type]
+            as_in_a_file = rows * cols // block.elements * block.n_bytes
+            self.n_bytes += as_in_a_file if self._activations is None else tile_bytes(type, rows, cols)
         return empty((1, 1), self.dtype, self.device)
+
+    def take_tiled_experts(self, names: Sequence[str], n_experts: int, size: tuple[int, int]) -> tuple[TileMatrix, ...]:
+        self.n_bytes += n_experts * tile_bytes(self._type_of(names[0], size[1]), *size)
+        return ()
 
     def take_experts(self, parts: Sequence[Sequence[str]], n_experts: int, size: tuple[int, int]) -> Weight:
         return self.take_matrix(
@@ -362,13 +406,21 @@ class _Counter(RandomWeights):
         )
 
 
-def random_model(name: str, dtype: torch.dtype, device: torch.device, seed: int = 0, mix: str | None = None) -> Model:
-    """A model of a named shape on `device`: its weights in `dtype`, or its matrices packed as a file of that mix.
+def random_model(
+    name: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    seed: int = 0,
+    mix: str | None = None,
+    tiles: Activations | None = None,
+) -> Model:
+    """A model of a named shape on `device`: its weights in `dtype`, or its matrices packed as a file of that mix; in
+    the tiles of the CPU's native loop, where `tiles` says what they are multiplied with.
 
     The same seed gives the same weights on the same kind of device.
     """
     shape = named_shape(name)
-    weights = RandomWeights(shape, dtype, device, seed, mix)
+    weights = RandomWeights(shape, dtype, device, seed, mix, tiles)
     return _built(shape, weights, ops_for(device))
 
 

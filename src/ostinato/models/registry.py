@@ -9,7 +9,7 @@ import torch
 
 from ostinato.errors import UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.kernels.allocate import Allocate, Arena, Measure
+from ostinato.kernels.allocate import Allocate, Arena, Measure, empty
 from ostinato.kernels.table import ops_for
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import Model
@@ -26,6 +26,7 @@ from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
 from ostinato.models.shape import Shape
 from ostinato.models.weights import Progress, Weights, spelled, translate
+from ostinato.options import Activations
 
 FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT, NOMIC_BERT,
@@ -65,10 +66,12 @@ def build_model(
     context: int,
     progress: Progress | None = None,
     packed: bool = False,
+    tiles: Activations | None = None,
 ) -> Model:
     """The model with its weights on `device` in `dtype`, for an engine of that context.
 
-    `packed`: matrices stay in the file's own type where kernels multiply it.
+    `packed`: matrices stay in the file's own type where kernels multiply it. `tiles`: they are packed into the tiles
+    of the CPU's native loop, to be multiplied with such activations.
     """
     family = family_of(checkpoint)
     from_gguf = checkpoint.format == "gguf"
@@ -80,12 +83,17 @@ def build_model(
         names = translate(checkpoint.tensors, family.names, family.ignored)
 
     def built(there: torch.device, allocate: Allocate) -> tuple[Weights, Model]:
-        weights = Weights(checkpoint, names, dtype, there, transforms, spell, packed=packed, allocate=allocate)
+        weights = Weights(
+            checkpoint, names, dtype, there, transforms, spell, packed=packed, tiles=tiles, allocate=allocate
+        )
         return weights, family.build(Builder(shape, weights, ops_for(device), context), family.layer)
 
-    # Twice: once to see what it takes, without memory, then in one piece of just that size (E-16).
-    measure = Measure()
-    built(torch.device("meta"), measure)
-    weights, model = built(device, Arena(measure.n_bytes, device))
+    if tiles is not None:  # which lie in runs of their own (`kernels/streamed.py`)
+        weights, model = built(device, empty)
+    else:
+        # Twice: once to see what it takes, without memory, then in one piece of just that size (E-16).
+        measure = Measure()
+        built(torch.device("meta"), measure)
+        weights, model = built(device, Arena(measure.n_bytes, device))
     weights.fill(progress)
     return model

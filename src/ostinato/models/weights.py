@@ -4,6 +4,9 @@ The names are those of GGUF (`blk.3.attn_q.weight`); a safetensors folder's are 
 *takes* what it needs: the shape is checked and the memory laid out at once, the bytes are read later, all
 together and in parallel, by `fill`. So a file with a missing or misshapen tensor is refused before anything is
 read, and no weight exists twice.
+
+A matrix is kept in one of three ways: dense, in the model's dtype; packed as in the file, for a GPU's kernels; or in
+the tiles of the CPU's native loop (`tile_weights.py`).
 """
 
 from __future__ import annotations
@@ -30,10 +33,13 @@ from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.files.quants import BLOCKS
 from ostinato.kernels.allocate import Allocate, empty
 from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, laid_out, put
+from ostinato.models.tile_weights import Piece, TileReader
 from ostinato.models.upload import THREADS, Uploads
+from ostinato.options import Activations
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
+    from ostinato.kernels.tiles import TileMatrix
 
 NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
 SORTED_AT_ONCE = 4  # pieces of packed weights that are on the device a second time
@@ -65,6 +71,7 @@ class Weights:
     """What `blocks.py` takes its tensors from."""
 
     _packed = False  # whether matrices stay in the file's type
+    _tiles: TileReader | None = None  # what packs them into tiles, where they are
 
     def __init__(
         self,
@@ -76,11 +83,13 @@ class Weights:
         spell: Callable[[str], str] = str,
         *,
         packed: bool = False,
+        tiles: Activations | None = None,
         allocate: Allocate = empty,
     ) -> None:
         """`names` maps our names to the file's; `transforms` maps our names (without the layer) to a change on read;
         `spell` says how the file would call one of our names, for messages. `packed`: matrices stay in the file's
-        type where kernels multiply it. `allocate`: where their memory comes from, an arena or what measures one."""
+        type where kernels multiply it. `tiles`: they go into tiles, to be multiplied with such activations.
+        `allocate`: where the memory of all others comes from, an arena or what measures one."""
         self._checkpoint = checkpoint
         self._names = names
         self.dtype = dtype
@@ -90,6 +99,7 @@ class Weights:
         self._taken: set[str] = set()
         self._packed = packed
         self._allocate = allocate
+        self._tiles = None if tiles is None else TileReader(checkpoint, wide=tiles == "wide")
         self._jobs: list[tuple[str, Tensor]] = []
         self._packing: list[_Packing] = []
         self._uploads = Uploads(device)
@@ -120,8 +130,12 @@ class Weights:
         return out
 
     def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Weight:
-        """Matrices on top of each other, for products: packed as in the file where that can be, one part for each
-        run of one type; else dense."""
+        """Matrices on top of each other, for products: in tiles, one part for each; packed as in the file where that
+        can be, one part for each run of one type; else dense."""
+        if self._tiles is not None:
+            self.check(names, shapes)
+            tiles = [self._tiled(self._tiles, name, *shape) for name, shape in zip(names, shapes, strict=True)]
+            return tiles[0] if len(tiles) == 1 else Stack(tuple(tiles))
         if not self._packed:
             return self.take_stacked(names, shapes)
         self.check(names, shapes)
@@ -184,6 +198,29 @@ class Weights:
         for name, part in zip(names, out, strict=True):
             self.take_into(name, part)
 
+    def take_halves(self, name: str, rows: int, cols: int) -> Weight:
+        """One tensor of the file that is two matrices, `rows` each, one above the other; in tiles they are two, because
+        the second would begin inside of a tile."""
+        if self._tiles is None:
+            return self.take_matrix([name], [(2 * rows, cols)])
+        self.check([name], [(2 * rows, cols)])
+        stored = self._names[name]
+        return Stack(tuple(self._tiles.matrix(stored, rows, cols, first=first) for first in (0, rows)))
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether matrices go into tiles: experts are then one matrix each."""
+        return self._tiles is not None
+
+    def take_tiled_experts(self, names: Sequence[str], n_experts: int, size: tuple[int, int]) -> tuple[TileMatrix, ...]:
+        """The same matrix of every expert in tiles: one tensor for all of them, or one for each."""
+        assert self._tiles is not None
+        self.check_experts(names, n_experts, size)
+        if not _has_all(names):
+            return tuple(self._tiled(self._tiles, one, *size) for one in names)
+        stored = self._names[names[0]]
+        return tuple(self._tiles.matrix(stored, *size, first=expert * size[0]) for expert in range(n_experts))
+
     def take_into(self, name: str, out: Tensor) -> None:
         """One tensor into memory that somebody laid out, a view of it included."""
         self.check([name], [out.shape])
@@ -200,19 +237,20 @@ class Weights:
     def fill(self, progress: Progress | None = None) -> None:
         """Refuse what nobody took, then read everything that was taken."""
         self._refuse_unused()
-        jobs: list[tuple[int, Callable[[], None]]] = [
-            *((self._n_bytes(name), partial(self._read, name, out)) for name, out in self._jobs),
-            *((sum(map(self._n_bytes, job.names)), partial(self._read_packed, job)) for job in self._packing),
+        pieces = [
+            *(Piece(self._n_bytes(name), partial(self._read, name, out)) for name, out in self._jobs),
+            *(Piece(sum(map(self._n_bytes, job.names)), partial(self._read_packed, job)) for job in self._packing),
         ]
-        done, total = 0, sum(n_bytes for n_bytes, _ in jobs)
+        # The largest first, so that no thread is left with one big tensor at the end; tiles in the order of the file.
+        pieces.sort(key=lambda piece: -piece.n_bytes)
+        pieces += [] if self._tiles is None else self._tiles.pieces()
+        done, total = 0, sum(piece.n_bytes for piece in pieces)
         with ThreadPoolExecutor(max_workers=self._n_threads) as pool:
-            # The largest first, so that no thread is left with one big tensor at the end.
-            order = sorted(jobs, key=lambda job: -job[0])
-            reading = {pool.submit(read): n_bytes for n_bytes, read in order}
+            reading = {pool.submit(piece.read): piece for piece in pieces}
             try:
                 for ready in as_completed(reading):
                     ready.result()
-                    done += reading[ready]
+                    done += reading[ready].n_bytes
                     if progress is not None:
                         progress(done, total)
             except BaseException:
@@ -248,6 +286,13 @@ class Weights:
 
     def _transform(self, name: str) -> Transform:
         return self._transforms.get(without_layer(name), _AS_IT_IS)
+
+    def _tiled(self, tiles: TileReader, name: str, rows: int, cols: int) -> TileMatrix:
+        """One matrix in tiles; float32 where the format keeps it otherwise than we do."""
+        transform = self._transform(name)
+        if transform is _AS_IT_IS:
+            return tiles.matrix(self._names[name], rows, cols)
+        return tiles.changed(self._names[name], rows, cols, transform.values)
 
     def _read(self, name: str, out: Tensor) -> None:
         transform = self._transform(name)

@@ -22,7 +22,8 @@ from ostinato.kernels.philox import uniform_torch
 from ostinato.kernels.sample import penalise_torch
 from ostinato.kernels.triton.sample import Tiles, bind_sample, sample_workspace, tiles_for, uniform
 from ostinato.loop.layout import Arena, Layout, Tables
-from tests.kernels.test_sample_step import SETTINGS, VOCAB, Setting, row_of, seat, step, table_of
+from tests.kernels.seats import Setting, seat
+from tests.kernels.test_sample_step import SETTINGS, VOCAB, row_of, step, table_of
 
 ROOMY = Tiles(block=128, sub=8, wanted=20, capacity=128, small=32, chunk=128)
 TIGHT = Tiles(block=64, sub=16, wanted=5, capacity=16, small=8, chunk=128)  # searches nearly always

@@ -4,11 +4,11 @@
 extern "C" int border_at(
     char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch, long long now
 ) {
-    return run_border(table, seats, rings, plan_hash, epoch, now);
+    return run_border(View{table, seats, rings}, plan_hash, epoch, now);
 }
 
 extern "C" int border(
     char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch
 ) {
-    return run_border(table, seats, rings, plan_hash, epoch, now_ns());
+    return run_border(View{table, seats, rings}, plan_hash, epoch, now_ns());
 }

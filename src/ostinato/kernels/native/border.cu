@@ -8,7 +8,7 @@ cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
 // For the modes in which the host paces the steps: it reads GO.
 extern "C" __global__ void __launch_bounds__(128)
 border(char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch) {
-    run_border(table, seats, rings, plan_hash, epoch, now_ns());
+    run_border(View{table, seats, rings}, plan_hash, epoch, now_ns());
 }
 
 // For the WHILE graph: the body runs again while the condition is set.
@@ -17,6 +17,6 @@ border_loop(
     char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch,
     cudaGraphConditionalHandle handle
 ) {
-    int go = run_border(table, seats, rings, plan_hash, epoch, now_ns());
+    int go = run_border(View{table, seats, rings}, plan_hash, epoch, now_ns());
     ONE cudaGraphSetConditional(handle, go);
 }

@@ -49,6 +49,7 @@ from ostinato.kernels.triton.matmul import (
     put,
 )
 from ostinato.kernels.triton.tiles import Tile, tile_for
+from ostinato.kernels.weight import for_a_gpu
 
 
 @triton.jit
@@ -232,10 +233,10 @@ def bind_experts_gate_up(
         return _gate_up(x, part, out, experts, n_rows, epilogue, norm, activation, tile, pdl)
 
     if not isinstance(weight, Stack):
-        return bound(weight, "gated")
+        return bound(for_a_gpu(weight), "gated")
     if len(weight.parts) != 2:
         raise InternalError(f"a stack of experts is (gate, up), not {len(weight.parts)} parts")
-    gate, up = weight.parts
+    gate, up = map(for_a_gpu, weight.parts)
     return Launches((bound(gate, "act"), bound(up, "multiply")))
 
 

@@ -40,6 +40,7 @@ from ostinato.kernels.triton.unpack import (
     signed_byte_of,
     words_at,
 )
+from ostinato.kernels.weight import for_a_gpu
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,13 +199,13 @@ def bind_gemm(
 ) -> Launch | Launches:
     """The product as one call without arguments; arguments stay where they are. A `Stack` is a launch for each part."""
     if not isinstance(weight, Stack):
-        return _bound(x, weight, out, bias, scale, tile)
+        return _bound(x, for_a_gpu(weight), out, bias, scale, tile)
     launches, start = [], 0
     for part in weight.parts:
         own = slice(start, start + shape_of(part)[0])
         own_bias = None if bias is None else bias[own]
         own_scale = scale[own] if isinstance(scale, Tensor) else scale
-        launches.append(_bound(x, part, out[:, own], own_bias, own_scale, tile))
+        launches.append(_bound(x, for_a_gpu(part), out[:, own], own_bias, own_scale, tile))
         start = own.stop
     return Launches(tuple(launches))
 

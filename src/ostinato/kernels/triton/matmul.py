@@ -43,6 +43,7 @@ from ostinato.kernels.triton.unpack import (
     rows_in_plane,
     scaled_unit,
 )
+from ostinato.kernels.weight import for_a_gpu
 
 ROWS: Final = 16  # of a tile: what one tensor-core instruction takes at once
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -501,8 +502,9 @@ def bind_matmul(
     # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
     apart = isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None
     if not isinstance(weight, Stack) and not apart:
+        whole = for_a_gpu(weight)
         return _bound(
-            x, weight, out, n_rows, epilogue=epilogue, bias=bias, scale=scale, stats=stats, prepared=prepared, **rest
+            x, whole, out, n_rows, epilogue=epilogue, bias=bias, scale=scale, stats=stats, prepared=prepared, **rest
         )
     if isinstance(weight, Stack):
         if stats is not None or prepared is not None:
@@ -520,7 +522,7 @@ def bind_matmul(
         last = place == len(pieces) - 1
         one = _bound(
             x,
-            part,
+            for_a_gpu(part),
             out if epilogue == "gated" else out[:, own],
             n_rows,
             epilogue=joined,

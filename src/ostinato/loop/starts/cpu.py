@@ -1,8 +1,9 @@
-"""The CPU's starts: one thread is the device, and plays the plan's nodes in order.
+"""The CPU's starts in torch: one thread is the device, and plays the plan's nodes in order.
 
-All arithmetic of an engine runs on that thread, or on the main one while that waits for tokens: never on two, so that
-torch's workers serve one caller and a prompt's chunk does not fight a step. `CpuLoop` plays until nobody lives, once
-called; `CpuEager` is called for every step.
+What `eager` runs, and the twin of the native loop (`native.py`), paced by Python, which only tests run. All arithmetic
+of an engine runs on that thread, or on the main one while that waits for tokens: never on two, so that torch's workers
+serve one caller and a prompt's chunk does not fight a step. `CpuLoop` plays until nobody lives, once called; `CpuEager`
+is called for every step. The native loop has its two threads from here as well.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class CpuDevice:
     thread faster than any other, and its waiting costs nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "ostinato-cpu") -> None:
         self._changed = threading.Condition()
         self._main: deque[tuple[Job, Future[None]]] = deque()
         self._beside: deque[tuple[Job, Future[None]]] = deque()
@@ -48,8 +49,13 @@ class CpuDevice:
         self._lent_until = 0.0
         self._closed = False
         self._n_threads = torch.get_num_threads()
-        self._thread = threading.Thread(target=self._serve, name="ostinato-cpu", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread has neither ended nor been killed."""
+        return self._thread.is_alive()
 
     def submit(self, job: Job) -> Future[None]:
         """Run a job: a step, or a loop, which is an iterator over its steps."""
@@ -234,7 +240,7 @@ class CpuStart(Launched):
 
 
 class CpuLoop(CpuStart):
-    """`loop`: one call plays until nobody lives."""
+    """The twin of `loop`: one call plays until nobody lives."""
 
 
 class CpuEager(CpuStart):

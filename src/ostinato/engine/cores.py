@@ -1,0 +1,87 @@
+"""How many threads a CPU is good for: its physical cores, as far as this process may use them.
+
+Two hardware threads of one core share what a matrix product is made of, so the second adds little and takes time from
+the first. What the system says is respected: the set of processors that the process may run on, the share of them that
+its control group is given, and OMP_NUM_THREADS, by which one limits every other library of this kind.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+PROCESSORS: Final = Path("/sys/devices/system/cpu")
+GROUPS: Final = Path("/sys/fs/cgroup")
+GROUP_OF_SELF: Final = Path("/proc/self/cgroup")
+LIMIT: Final = "OMP_NUM_THREADS"
+
+
+def default_threads() -> int:
+    """Threads to compute with where the user did not say."""
+    limit = os.environ.get(LIMIT, "").partition(",")[0].strip()
+    if limit.isascii() and limit.isdecimal() and int(limit) > 0:
+        return min(int(limit), os.cpu_count() or 1)
+    share = group_share()
+    cores = physical_cores()
+    return cores if share is None else max(1, min(cores, int(share)))
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, each counted once, however many hardware threads it has."""
+    return max(1, len({_core(processor) for processor in allowed_processors()}))
+
+
+def allowed_processors() -> set[int]:
+    """The system's numbers of the processors that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return set(os.sched_getaffinity(0))
+    return set(range(os.cpu_count() or 1))
+
+
+def _core(processor: int) -> str:
+    """What tells a processor's core from others: the list of processors on it. Itself where the system is silent."""
+    topology = PROCESSORS / f"cpu{processor}" / "topology"
+    for name in ("core_cpus_list", "thread_siblings_list"):  # one thing, by its new name and its old one
+        try:
+            return (topology / name).read_text().strip()
+        except OSError:
+            continue
+    return str(processor)
+
+
+def group_share() -> float | None:
+    """Processors' worth of time that the control group is given, the least of it and those above; None: no limit."""
+    shares = [share for folder in _groups() if (share := _share(folder)) is not None]
+    return min(shares, default=None)
+
+
+def _groups() -> Iterator[Path]:
+    """The folders of this process's control group and of those above it, in either version of the interface."""
+    try:
+        lines = GROUP_OF_SELF.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = GROUPS / controllers
+        if controllers and not root.is_dir():
+            root = GROUPS / "cpu"
+        here = root / path.lstrip("/")
+        yield here
+        yield from (folder for folder in here.parents if folder == root or root in folder.parents)
+
+
+def _share(folder: Path) -> float | None:
+    try:
+        if (folder / "cpu.max").exists():
+            quota, period = (folder / "cpu.max").read_text().split()
+        else:
+            quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+        return None if quota in ("max", "-1") else int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return None  # not told, or not in words we know

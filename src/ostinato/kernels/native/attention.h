@@ -1,0 +1,333 @@
+// Attention over pages of keys and values: softmax(scale * q k^T, masked) v, heads in groups that share a key head.
+//
+// A page is 16 positions. Keys of a page and head lie [width][16], positions side by side, so that a score is a sum of
+// products lane by lane and nothing is reduced across lanes; values lie [16][width]. The past is walked in blocks of
+// 256 positions that begin at multiples of it. Each block gives a largest score, a sum of weights and a mix of values,
+// and blocks are joined in order: so a row's bits do not depend on who is beside it, on where a prompt was cut, or on
+// which thread had which block. Bound by reading keys and values in a decode step, and by products in a chunk of a prompt.
+#pragma once
+
+#include <cstddef>
+
+#include "lanes.h"
+
+namespace attention {
+
+enum Kept { KEPT_F32, KEPT_F16, KEPT_BF16, KEPT_Q8_0 };
+
+constexpr int PAGE = LANES, BLOCK = 256, Q8_BLOCK = 32;
+constexpr float UNSEEN = -1e30f;
+#if LANES_AVX512
+constexpr int MOST_QUERIES = 8;  // at once: each a register of scores, or a row of four while mixing
+#else
+constexpr int MOST_QUERIES = 4;
+#endif
+
+// Keys and values of one layer; scales where they are Q8_0, float16: keys' [width / 32][16], values' [16][width / 32].
+struct Cache {
+    unsigned char *keys, *values;
+    unsigned short *key_scales, *value_scales;
+};
+
+struct Heads {
+    int kept;  // a Kept
+    int n_kv, group, width;
+    float softcap;  // 0: none
+
+    size_t page_items() const { return size_t(n_kv) * PAGE * width; }
+    size_t page_scales() const { return page_items() / Q8_BLOCK; }
+};
+
+// What one query (a head of a row) sees of one block, or of all blocks so far.
+struct Sight {
+    float top, sum;
+    float* mixed;  // [width]
+};
+
+struct Query {
+    const float* q;   // [width], scaled
+    int first, last;  // the positions it sees: [first, last)
+};
+
+// --- one page of a head, widened as it is read ---
+
+template <int KEPT>
+static inline Lanes kept_lanes(const unsigned char* base, size_t item) {
+    if (KEPT == KEPT_F32) return load(reinterpret_cast<const float*>(base) + item);
+    if (KEPT == KEPT_F16) return from_f16(base + 2 * item);
+    if (KEPT == KEPT_BF16) return from_bf16(base + 2 * item);
+    return to_float(from_int8(base + item));
+}
+
+struct PageOfHead {
+    const unsigned char *keys, *values;
+    const unsigned short *key_scales, *value_scales;
+};
+
+template <int KEPT>
+static inline PageOfHead page_of(const Heads& heads, const Cache& cache, int page, int kv) {
+    constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
+    const size_t item = page * heads.page_items() + size_t(kv) * PAGE * heads.width;
+    PageOfHead at{cache.keys + item * bytes, cache.values + item * bytes, nullptr, nullptr};
+    if (KEPT == KEPT_Q8_0) {
+        at.key_scales = cache.key_scales + item / Q8_BLOCK;
+        at.value_scales = cache.value_scales + item / Q8_BLOCK;
+    }
+    return at;
+}
+
+// Ask for memory that is soon read: each page is a stream of its own, and the CPU finds only its own beginnings.
+static inline void soon(const void* at) { __builtin_prefetch(at); }
+
+// --- scores: Q queries against P pages, [q][16 p]; the P pages behind them are asked for meanwhile ---
+
+template <int KEPT, int Q, int P>
+static inline void score_pages(int width, const PageOfHead* pages, const Query* queries, float* scores, bool more) {
+    constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
+    Lanes sums[P][Q];
+    for (int p = 0; p < P; p++)
+        for (int i = 0; i < Q; i++) sums[p][i] = lanes(0.0f);
+    for (int c = 0; c < width; c++) {
+        Lanes keys[P];
+        for (int p = 0; p < P; p++) {
+            keys[p] = kept_lanes<KEPT>(pages[p].keys, size_t(c) * PAGE);
+            if (more) soon(pages[P + p].keys + c * PAGE * bytes);
+            if (KEPT == KEPT_Q8_0) keys[p] = mul(keys[p], from_f16(pages[p].key_scales + c / Q8_BLOCK * PAGE));
+        }
+        for (int i = 0; i < Q; i++) {
+            const Lanes q = lanes(queries[i].q[c]);
+            for (int p = 0; p < P; p++) sums[p][i] = fma(keys[p], q, sums[p][i]);
+        }
+    }
+    for (int p = 0; p < P; p++)
+        for (int i = 0; i < Q; i++) store(scores + i * BLOCK + p * PAGE, sums[p][i]);
+}
+
+// --- weights: from scores to e^(score - largest), 0 where a query may not look ---
+
+static inline void weigh(float* scores, int begin, int end, int first, int last, float softcap, Sight& sight) {
+    if (softcap > 0)
+        for (int p = begin; p < end; p += LANES)
+            store(scores + p, mul(tanh(div(load(scores + p), lanes(softcap))), lanes(softcap)));
+    for (int p = begin; p < first; p++) scores[p] = UNSEEN;
+    for (int p = last; p < end; p++) scores[p] = UNSEEN;
+    Lanes tops = lanes(UNSEEN), sums = lanes(0.0f);
+    for (int p = begin; p < end; p += LANES) tops = max(tops, load(scores + p));
+    sight.top = largest(tops);
+    const Lanes top = lanes(sight.top);
+    for (int p = begin; p < end; p += LANES) store(scores + p, exp(sub(load(scores + p), top)));
+    for (int p = begin; p < first; p++) scores[p] = 0.0f;
+    for (int p = last; p < end; p++) scores[p] = 0.0f;
+    for (int p = begin; p < end; p += LANES) sums = add(sums, load(scores + p));
+    sight.sum = sum(sums);
+}
+
+// --- values: mixed[i] = sum of weight * value over positions [begin, end) of the block, V registers at a time ---
+
+template <int KEPT, int Q, int V>
+static inline void mix(
+    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, int column, Sight* sights
+) {
+    constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
+    Lanes sums[Q][V];
+    for (int i = 0; i < Q; i++)
+        for (int v = 0; v < V; v++) sums[i][v] = lanes(0.0f);
+    for (int p = begin; p < end; p++) {
+        const PageOfHead& page = pages[p / PAGE];
+        const size_t item = size_t(p % PAGE) * heads.width + column;
+        const PageOfHead& next = pages[p + PAGE < end ? p / PAGE + 1 : p / PAGE];
+        Lanes values[V];
+        for (int v = 0; v < V; v++) {
+            soon(next.values + (item + v * LANES) * bytes);
+            values[v] = kept_lanes<KEPT>(page.values, item + v * LANES);
+            if (KEPT == KEPT_Q8_0)
+                values[v] = mul(values[v], lanes(f16_to_float(page.value_scales[(item + v * LANES) / Q8_BLOCK])));
+        }
+        for (int i = 0; i < Q; i++) {
+            const Lanes weight = lanes(weights[i * BLOCK + p]);
+            for (int v = 0; v < V; v++) sums[i][v] = fma(weight, values[v], sums[i][v]);
+        }
+    }
+    for (int i = 0; i < Q; i++)
+        for (int v = 0; v < V; v++) store(sights[i].mixed + column + v * LANES, sums[i][v]);
+}
+
+template <int KEPT, int Q>
+static inline void mix_all(
+    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, Sight* sights
+) {
+    int column = 0;
+    for (; column + 4 * LANES <= heads.width; column += 4 * LANES)
+        mix<KEPT, Q, 4>(heads, pages, begin, end, weights, column, sights);
+    for (; column < heads.width; column += LANES) mix<KEPT, Q, 1>(heads, pages, begin, end, weights, column, sights);
+}
+
+// --- a block: Q queries, all of one key head, over what they see of positions [256 block, 256 block + 256) ---
+
+template <int KEPT, int Q>
+__attribute__((noinline)) static void look(
+    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, Sight* sights
+) {
+    alignas(64) float scores[Q * BLOCK + PAGE];
+    const int base = block * BLOCK;
+    int first = BLOCK, last = 0;
+    for (int i = 0; i < Q; i++) {
+        const int from = queries[i].first - base, to = queries[i].last - base;
+        first = from < first ? (from < 0 ? 0 : from) : first;
+        last = to > last ? (to > BLOCK ? BLOCK : to) : last;
+    }
+    const int begin = first / PAGE, end = (last + PAGE - 1) / PAGE;
+    PageOfHead at[BLOCK / PAGE + 1];
+    for (int p = begin; p < end; p++) at[p] = page_of<KEPT>(heads, cache, pages[base / PAGE + p], kv);
+    constexpr int P = Q <= MOST_QUERIES / 2 ? 2 : 1;  // more sums at work than one addition takes turns
+    // Where pages are odd in number, the last is scored twice: the copy's scores fall where nobody looks.
+    at[end] = at[end - 1];
+    for (int p = begin; p < end; p += P)
+        score_pages<KEPT, Q, P>(heads.width, at + p, queries, scores + p * PAGE, p + 2 * P <= end);
+    for (int i = 0; i < Q; i++) {
+        int from = queries[i].first - base, to = queries[i].last - base;
+        from = from < begin * PAGE ? begin * PAGE : from > end * PAGE ? end * PAGE : from;
+        to = to < from ? from : to > end * PAGE ? end * PAGE : to;
+        weigh(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, heads.softcap, sights[i]);
+    }
+    constexpr int R = Q > 4 ? 4 : Q;  // rows of four registers
+    mix_all<KEPT, R>(heads, at, first, last, scores, sights);
+    if constexpr (Q > R) mix_all<KEPT, Q - R>(heads, at, first, last, scores + R * BLOCK, sights + R);
+}
+
+// Up to MOST_QUERIES queries: as many at once as there are bodies for.
+template <int KEPT>
+static void look_any(
+    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, int n,
+    Sight* sights
+) {
+#if LANES_AVX512
+    if (n == 8) return look<KEPT, 8>(heads, cache, pages, kv, block, queries, sights);
+#endif
+    for (; n >= 4; n -= 4, queries += 4, sights += 4)
+        look<KEPT, 4>(heads, cache, pages, kv, block, queries, sights);
+    if (n == 3) look<KEPT, 3>(heads, cache, pages, kv, block, queries, sights);
+    if (n == 2) look<KEPT, 2>(heads, cache, pages, kv, block, queries, sights);
+    if (n == 1) look<KEPT, 1>(heads, cache, pages, kv, block, queries, sights);
+}
+
+static inline void look_kept(
+    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, int n,
+    Sight* sights
+) {
+    switch (heads.kept) {
+        case KEPT_F32: return look_any<KEPT_F32>(heads, cache, pages, kv, block, queries, n, sights);
+        case KEPT_F16: return look_any<KEPT_F16>(heads, cache, pages, kv, block, queries, n, sights);
+        case KEPT_BF16: return look_any<KEPT_BF16>(heads, cache, pages, kv, block, queries, n, sights);
+        default: return look_any<KEPT_Q8_0>(heads, cache, pages, kv, block, queries, n, sights);
+    }
+}
+
+// --- blocks joined in order ---
+
+static inline bool sees(const Query& query, int block) {
+    return query.first < (block + 1) * BLOCK && query.last > block * BLOCK;
+}
+
+// What was seen so far and one block more. Not to be called for a block of which the query sees nothing.
+static inline void join(Sight& all, const Sight& block, int width, bool is_first) {
+    if (is_first) {
+        all.top = block.top;
+        all.sum = block.sum;
+        for (int c = 0; c < width; c += LANES) store(all.mixed + c, load(block.mixed + c));
+        return;
+    }
+    const float top = all.top > block.top ? all.top : block.top;
+    float both[LANES] = {all.top - top, block.top - top};
+    store(both, exp(load(both)));
+    const Lanes fade = lanes(both[0]), gain = lanes(both[1]);
+    all.sum = all.sum * both[0] + block.sum * both[1];
+    all.top = top;
+    for (int c = 0; c < width; c += LANES)
+        store(all.mixed + c, fma(load(block.mixed + c), gain, mul(load(all.mixed + c), fade)));
+}
+
+static inline void finish(const Sight& all, int width, float* out) {
+    const Lanes share = lanes(1.0f / all.sum);
+    for (int c = 0; c < width; c += LANES) store(out + c, mul(load(all.mixed + c), share));
+}
+
+// The whole past of up to MOST_QUERIES queries of one key head; `scratch` has 2 * MOST_QUERIES * width floats.
+static inline void look_back(
+    const Heads& heads, const Cache& cache, const int* pages, int kv, const Query* queries, int n, float* const* out,
+    float* scratch
+) {
+    Sight all[MOST_QUERIES], part[MOST_QUERIES];
+    int begin = queries[0].first, end = queries[0].last;
+    bool seen[MOST_QUERIES] = {};
+    for (int i = 0; i < n; i++) {
+        all[i].mixed = scratch + i * heads.width;
+        part[i].mixed = scratch + (MOST_QUERIES + i) * heads.width;
+        begin = queries[i].first < begin ? queries[i].first : begin;
+        end = queries[i].last > end ? queries[i].last : end;
+    }
+    for (int block = begin / BLOCK; block * BLOCK < end; block++) {
+        look_kept(heads, cache, pages, kv, block, queries, n, part);
+        for (int i = 0; i < n; i++) {
+            if (!sees(queries[i], block)) continue;
+            join(all[i], part[i], heads.width, !seen[i]);
+            seen[i] = true;
+        }
+    }
+    for (int i = 0; i < n; i++) finish(all[i], heads.width, out[i]);
+}
+
+// --- a new position's keys and values into its page ---
+
+static inline void append_q8_0(const float* x, signed char* quants, size_t stride, unsigned short* scale) {
+    Lanes tops = max(abs(load(x)), abs(load(x + LANES)));
+    *scale = float_to_f16(largest(tops) / 127.0f);
+    const float wide = f16_to_float(*scale), divisor = wide > 0 ? wide : 1.0f;
+    for (int half = 0; half < Q8_BLOCK; half += LANES) {
+        signed char bytes[LANES];
+        Lanes scaled = div(load(x + half), lanes(divisor));
+        store_int8(bytes, to_nearest(max(lanes(-127.0f), min(lanes(127.0f), scaled))));
+        for (int i = 0; i < LANES; i++) quants[(half + i) * stride] = bytes[i];
+    }
+}
+
+static inline void append(
+    const Heads& heads, const Cache& cache, int page, int cell, int kv, const float* key, const float* value
+) {
+    const int width = heads.width;
+    const size_t item = page * heads.page_items() + size_t(kv) * PAGE * width;
+    const size_t key_at = item + cell, value_at = item + size_t(cell) * width;
+    switch (heads.kept) {
+        case KEPT_F32: {
+            float *keys = reinterpret_cast<float*>(cache.keys), *values = reinterpret_cast<float*>(cache.values);
+            for (int c = 0; c < width; c++) keys[key_at + size_t(c) * PAGE] = key[c];
+            for (int c = 0; c < width; c++) values[value_at + c] = value[c];
+            return;
+        }
+        case KEPT_F16:
+        case KEPT_BF16: {
+            auto* keys = reinterpret_cast<unsigned short*>(cache.keys);
+            auto* values = reinterpret_cast<unsigned short*>(cache.values);
+            void (*narrow)(void*, Lanes) = heads.kept == KEPT_F16 ? to_f16 : to_bf16;
+            for (int c = 0; c < width; c += LANES) {
+                unsigned short halves[LANES];
+                narrow(halves, load(key + c));
+                narrow(values + value_at + c, load(value + c));
+                for (int i = 0; i < LANES; i++) keys[key_at + size_t(c + i) * PAGE] = halves[i];
+            }
+            return;
+        }
+        default: {
+            auto* keys = reinterpret_cast<signed char*>(cache.keys);
+            auto* values = reinterpret_cast<signed char*>(cache.values);
+            unsigned short* key_scales = cache.key_scales + item / Q8_BLOCK + cell;
+            unsigned short* value_scales = cache.value_scales + item / Q8_BLOCK + size_t(cell) * (width / Q8_BLOCK);
+            for (int c = 0; c < width; c += Q8_BLOCK) {
+                append_q8_0(key + c, keys + key_at + size_t(c) * PAGE, PAGE, key_scales + c / Q8_BLOCK * PAGE);
+                append_q8_0(value + c, values + value_at + c, 1, value_scales + c / Q8_BLOCK);
+            }
+        }
+    }
+}
+
+}  // namespace attention

@@ -1,0 +1,103 @@
+// What a layer does to a row between products: norms, rotary positions, gated activations, and which experts it takes.
+//
+// Every function takes one row, and adds in one order. Rows may end inside sixteen lanes: what is beyond counts as 0.
+#pragma once
+
+#include <cmath>
+
+#include "lanes.h"
+
+namespace block {
+
+enum Activation { SILU, GELU, GELU_TANH };
+
+// y = x / sqrt(mean(x^2) + eps) * weight; in place where y is x.
+static inline void rms_norm(const float* x, const float* weight, int n, float eps, float* y) {
+    Lanes squares = lanes(0.0f);
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) squares = fma(load(x + i), load(x + i), squares);
+    if (i < n) squares = fma(load_some(x + i, n - i), load_some(x + i, n - i), squares);
+    const Lanes scale = lanes(1.0f / std::sqrt(sum(squares) / float(n) + eps));
+    for (i = 0; i + LANES <= n; i += LANES) store(y + i, mul(mul(load(x + i), scale), load(weight + i)));
+    if (i < n) store_some(y + i, mul(mul(load_some(x + i, n - i), scale), load_some(weight + i, n - i)), n - i);
+}
+
+static inline void add_to(float* x, const float* more, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, add(load(x + i), load(more + i)));
+    for (; i < n; i++) x[i] = x[i] + more[i];
+}
+
+// x += share * more, in two roundings as the twin has it.
+static inline void add_share(float* x, const float* more, float share, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, add(load(x + i), mul(load(more + i), lanes(share))));
+    for (; i < n; i++) x[i] = x[i] + more[i] * share;
+}
+
+static inline void scale_by(float* x, float factor, int n) {
+    for (int i = 0; i < n; i++) x[i] = x[i] * factor;
+}
+
+// Cosines and sines of a position, [half] each; the angle is a float, as the twin has it.
+static inline void turns_of(int position, const float* frequencies, int half, float amplitude, float* turns) {
+    for (int i = 0; i < half; i++) {
+        const float angle = float(position) * frequencies[i];
+        turns[i] = std::cos(angle) * amplitude;
+        turns[half + i] = std::sin(angle) * amplitude;
+    }
+}
+
+// Turn the first 2 * half elements of a head: pairs (i, i + half), or neighbours (2i, 2i + 1).
+static inline void turn(float* head, const float* turns, int half, bool neighbours) {
+    const float *cosines = turns, *sines = turns + half;
+    const int step = neighbours ? 2 : 1, apart = neighbours ? 1 : half;
+    for (int i = 0; i < half; i++) {
+        const float a = head[step * i], b = head[step * i + apart];
+        head[step * i] = a * cosines[i] - b * sines[i];
+        head[step * i + apart] = b * cosines[i] + a * sines[i];
+    }
+}
+
+static inline Lanes activated(Lanes x, int activation) {
+    return activation == SILU ? silu(x) : activation == GELU ? gelu_erf(x) : gelu_tanh(x);
+}
+
+// gate = act(gate) * up.
+static inline void gated(float* gate, const float* up, int n, int activation) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(gate + i, mul(activated(load(gate + i), activation), load(up + i)));
+    if (i == n) return;
+    store_some(gate + i, mul(activated(load_some(gate + i, n - i), activation), load_some(up + i, n - i)), n - i);
+}
+
+static inline void soft_cap(float* x, float cap, int n) {
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, mul(tanh(div(load(x + i), lanes(cap))), lanes(cap)));
+    if (i < n) store_some(x + i, mul(tanh(div(load_some(x + i, n - i), lanes(cap))), lanes(cap)), n - i);
+}
+
+// Scores of all experts to the n_used likeliest and their shares; `scores` is used up. Of equals the lower id is first.
+static inline void route(float* scores, int n, int n_used, bool renormalise, int* chosen, float* shares) {
+    float top = scores[0];
+    for (int e = 1; e < n; e++) top = scores[e] > top ? scores[e] : top;
+    Lanes sums = lanes(0.0f);
+    for (int e = 0; e < n; e += LANES) {
+        const Lanes weight = keep_first(exp(sub(load_some(scores + e, n - e), lanes(top))), n - e, 0.0f);
+        store_some(scores + e, weight, n - e);
+        sums = add(sums, weight);
+    }
+    const float total = sum(sums);
+    float kept = 0;
+    for (int k = 0; k < n_used; k++) {
+        int best = 0;
+        for (int e = 1; e < n; e++) best = scores[e] > scores[best] ? e : best;
+        chosen[k] = best;
+        shares[k] = scores[best] / total;
+        kept = kept + shares[k];
+        scores[best] = -1.0f;
+    }
+    for (int k = 0; renormalise && k < n_used; k++) shares[k] = shares[k] / kept;
+}
+
+}  // namespace block

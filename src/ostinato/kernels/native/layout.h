@@ -1,0 +1,142 @@
+// Emitted by loop/layout.py; edit there.
+#pragma once
+#define INBOX_WORDS 16
+#define OUTBOX_WORDS 8
+#define WORD_STRIDE 8
+#define MAX_STOP_IDS 16
+#define MAX_LOGIT_BIAS 512
+#define MAX_TOP 20
+#define N_WORDS 11
+#define N_SEAT_FIELDS 24
+#define SLOT_STATE_FREE 0
+#define SLOT_STATE_LIVE 1
+#define SLOT_STATE_PAUSED 2
+#define SLOT_STATE_FINISHED 3
+#define FINISH_NONE 0
+#define FINISH_STOP 1
+#define FINISH_LENGTH 2
+#define FINISH_CANCELLED 3
+#define INBOX_KIND_ADMIT 1
+#define INBOX_KIND_CANCEL 2
+#define INBOX_KIND_GRANT 3
+#define INBOX_KIND_MASK 4
+#define INBOX_KIND_STOP 5
+#define INBOX_WORD_KIND 0
+#define INBOX_WORD_SLOT 1
+#define INBOX_WORD_GENERATION 2
+#define INBOX_WORD_COUNT 3
+#define INBOX_WORD_FIRST 4
+#define INBOX_WORD_PAGES 5
+#define OUTBOX_WORD_SLOT 0
+#define OUTBOX_WORD_GENERATION 1
+#define OUTBOX_WORD_TOKEN 2
+#define OUTBOX_WORD_POSITION 3
+#define OUTBOX_WORD_FINISH 4
+#define OUTBOX_WORD_LOGPROB 5
+#define OUTBOX_WORD_TIME 6
+#define WORD_INBOX_HEAD 0
+#define WORD_OUTBOX_TAIL 1
+#define WORD_YIELD 2
+#define WORD_INBOX_TAIL 3
+#define WORD_OUTBOX_HEAD 4
+#define WORD_STEPS 5
+#define WORD_LIVE 6
+#define WORD_FAULT 7
+#define WORD_GO 8
+#define WORD_ENDS 9
+#define WORD_WHY 10
+#define FAULT_NONE 0
+#define FAULT_PLAN 1
+#define FAULT_EPOCH 2
+#define FAULT_INBOX 3
+#define END_IDLE 0
+#define END_YIELD 1
+#define END_OUTBOX_FULL 2
+#define END_STOP 3
+#define END_FAULT 4
+#define MAX_SLOTS 64
+struct View {
+    char *table, *seats, *rings;
+    const long long* layout;
+};
+#define LAYOUT_MARK 3484430245  // layout[0]: the words are those of this header
+#define N_SLOTS(view) ((int)(view).layout[1])
+#define MAX_PAGES(view) ((int)(view).layout[2])
+#define VOCAB(view) ((int)(view).layout[3])
+#define MASK_WORDS(view) ((int)(view).layout[4])
+#define INBOX_ENTRIES(view) ((int)(view).layout[5])
+#define OUTBOX_ENTRIES(view) ((int)(view).layout[6])
+#define PAGE_TOKENS(view) ((int)(view).layout[7])
+#define TABLE_generation(view) ((int*)((view).table + (view).layout[8]))
+#define TABLE_position(view) ((int*)((view).table + (view).layout[9]))
+#define TABLE_left(view) ((int*)((view).table + (view).layout[10]))
+#define TABLE_granted(view) ((int*)((view).table + (view).layout[11]))
+#define TABLE_min_tokens(view) ((int*)((view).table + (view).layout[12]))
+#define TABLE_top_k(view) ((int*)((view).table + (view).layout[13]))
+#define TABLE_n_logprobs(view) ((int*)((view).table + (view).layout[14]))
+#define TABLE_n_stop(view) ((int*)((view).table + (view).layout[15]))
+#define TABLE_n_bias(view) ((int*)((view).table + (view).layout[16]))
+#define TABLE_constrained(view) ((int*)((view).table + (view).layout[17]))
+#define TABLE_penalised(view) ((int*)((view).table + (view).layout[18]))
+#define TABLE_temperature(view) ((float*)((view).table + (view).layout[19]))
+#define TABLE_top_p(view) ((float*)((view).table + (view).layout[20]))
+#define TABLE_min_p(view) ((float*)((view).table + (view).layout[21]))
+#define TABLE_repetition(view) ((float*)((view).table + (view).layout[22]))
+#define TABLE_presence(view) ((float*)((view).table + (view).layout[23]))
+#define TABLE_frequency(view) ((float*)((view).table + (view).layout[24]))
+#define TABLE_seed(view) ((long long*)((view).table + (view).layout[25]))
+#define TABLE_stop_ids(view) ((int*)((view).table + (view).layout[26]))
+#define TABLE_bias_ids(view) ((int*)((view).table + (view).layout[27]))
+#define TABLE_bias_values(view) ((float*)((view).table + (view).layout[28]))
+#define TABLE_pages(view) ((int*)((view).table + (view).layout[29]))
+#define TABLE_prompt_bits(view) ((int*)((view).table + (view).layout[30]))
+#define TABLE_mask_bits(view) ((int*)((view).table + (view).layout[31]))
+#define TABLE_state(view) ((int*)((view).table + (view).layout[32]))
+#define TABLE_token(view) ((int*)((view).table + (view).layout[33]))
+#define TABLE_made(view) ((int*)((view).table + (view).layout[34]))
+#define TABLE_mask_ready(view) ((int*)((view).table + (view).layout[35]))
+#define TABLE_counts(view) ((int*)((view).table + (view).layout[36]))
+#define TABLE_n_rows(view) ((int*)((view).table + (view).layout[37]))
+#define TABLE_row_slot(view) ((int*)((view).table + (view).layout[38]))
+#define TABLE_chosen(view) ((int*)((view).table + (view).layout[39]))
+#define TABLE_chosen_logprob(view) ((float*)((view).table + (view).layout[40]))
+#define TABLE_top_ids(view) ((int*)((view).table + (view).layout[41]))
+#define TABLE_top_logprobs(view) ((float*)((view).table + (view).layout[42]))
+#define TABLE_first_token(view) ((int*)((view).table + (view).layout[43]))
+#define TABLE_first_logprob(view) ((float*)((view).table + (view).layout[44]))
+#define TABLE_first_top_ids(view) ((int*)((view).table + (view).layout[45]))
+#define TABLE_first_top_logprobs(view) ((float*)((view).table + (view).layout[46]))
+#define TABLE_plan_hash(view) ((long long*)((view).table + (view).layout[47]))
+#define TABLE_epoch(view) ((long long*)((view).table + (view).layout[48]))
+#define TABLE_step_ns(view) ((long long*)((view).table + (view).layout[49]))
+#define SEAT_PLACES(view) ((view).layout + 50)  // of each field in turn
+#define SEAT_generation(view) ((int*)((view).seats + (view).layout[50]))
+#define SEAT_position(view) ((int*)((view).seats + (view).layout[51]))
+#define SEAT_left(view) ((int*)((view).seats + (view).layout[52]))
+#define SEAT_granted(view) ((int*)((view).seats + (view).layout[53]))
+#define SEAT_min_tokens(view) ((int*)((view).seats + (view).layout[54]))
+#define SEAT_top_k(view) ((int*)((view).seats + (view).layout[55]))
+#define SEAT_n_logprobs(view) ((int*)((view).seats + (view).layout[56]))
+#define SEAT_n_stop(view) ((int*)((view).seats + (view).layout[57]))
+#define SEAT_n_bias(view) ((int*)((view).seats + (view).layout[58]))
+#define SEAT_constrained(view) ((int*)((view).seats + (view).layout[59]))
+#define SEAT_penalised(view) ((int*)((view).seats + (view).layout[60]))
+#define SEAT_temperature(view) ((float*)((view).seats + (view).layout[61]))
+#define SEAT_top_p(view) ((float*)((view).seats + (view).layout[62]))
+#define SEAT_min_p(view) ((float*)((view).seats + (view).layout[63]))
+#define SEAT_repetition(view) ((float*)((view).seats + (view).layout[64]))
+#define SEAT_presence(view) ((float*)((view).seats + (view).layout[65]))
+#define SEAT_frequency(view) ((float*)((view).seats + (view).layout[66]))
+#define SEAT_seed(view) ((long long*)((view).seats + (view).layout[67]))
+#define SEAT_stop_ids(view) ((int*)((view).seats + (view).layout[68]))
+#define SEAT_bias_ids(view) ((int*)((view).seats + (view).layout[69]))
+#define SEAT_bias_values(view) ((float*)((view).seats + (view).layout[70]))
+#define SEAT_pages(view) ((int*)((view).seats + (view).layout[71]))
+#define SEAT_prompt_bits(view) ((int*)((view).seats + (view).layout[72]))
+#define SEAT_mask_bits(view) ((int*)((view).seats + (view).layout[73]))
+#define RING_words(view) ((long long*)((view).rings + (view).layout[74]))
+#define RING_inbox(view) ((int*)((view).rings + (view).layout[75]))
+#define RING_outbox(view) ((int*)((view).rings + (view).layout[76]))
+#define RING_outbox_top_ids(view) ((int*)((view).rings + (view).layout[77]))
+#define RING_outbox_top_logprobs(view) ((float*)((view).rings + (view).layout[78]))
+#define SEAT_WORDS(view) ((view).layout + 79)  // int32 of one slot, of each field in turn

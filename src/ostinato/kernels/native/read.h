@@ -1,0 +1,59 @@
+// The plain read loop that decoding is measured beside: every byte of some planes, once a turn, summed and nothing else.
+//
+// Each thread reads its share of every plane, one plane after the other, without waiting for the others: no arithmetic,
+// no barrier and no order could be quicker than this, so tokens per second over turns per second is what is left to win.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <thread>
+#include <vector>
+
+namespace read_loop {
+
+struct Plane {
+    const unsigned char* bytes;
+    int64_t n_bytes;
+};
+
+inline uint64_t sum(const unsigned char* at, int64_t n_bytes) {
+    uint64_t sums[32] = {};  // so many that no addition waits for the one before it
+    int64_t n_whole = n_bytes / sizeof(sums);
+    for (int64_t i = 0; i < n_whole; i++) {
+        uint64_t words[32];
+        std::memcpy(words, at + i * sizeof(sums), sizeof(sums));
+        for (int k = 0; k < 32; k++) sums[k] += words[k];
+    }
+    uint64_t total = 0;
+    for (int k = 0; k < 32; k++) total += sums[k];
+    for (int64_t i = n_whole * sizeof(sums); i < n_bytes; i++) total += at[i];
+    return total;
+}
+
+inline uint64_t share(const Plane* planes, int n_planes, int member, int n_members, int n_turns) {
+    uint64_t total = 0;
+    for (int turn = 0; turn < n_turns; turn++) {
+        for (int p = 0; p < n_planes; p++) {
+            int64_t first = planes[p].n_bytes * member / n_members, last = planes[p].n_bytes * (member + 1) / n_members;
+            total += sum(planes[p].bytes + first, last - first);
+        }
+    }
+    return total;
+}
+
+}  // namespace read_loop
+
+// A number that depends on every byte, so that no compiler leaves the reading out.
+extern "C" uint64_t ostinato_read(const read_loop::Plane* planes, int n_planes, int n_threads, int n_turns) {
+    std::vector<uint64_t> totals(n_threads);
+    std::vector<std::thread> others;
+    for (int member = 1; member < n_threads; member++)
+        others.emplace_back([&totals, planes, n_planes, member, n_threads, n_turns] {
+            totals[member] = read_loop::share(planes, n_planes, member, n_threads, n_turns);
+        });
+    totals[0] = read_loop::share(planes, n_planes, 0, n_threads, n_turns);
+    for (auto& other : others) other.join();
+    uint64_t total = 0;
+    for (uint64_t one : totals) total += one;
+    return total;
+}

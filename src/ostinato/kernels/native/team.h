@@ -1,0 +1,322 @@
+// The thread team: one job at a time, played by the caller and by threads that sleep while there is none.
+//
+// A job is one function that every member runs with its number; inside it members meet at barriers, so the whole job
+// is phases of work shared out by outputs. The caller is member 0. Who waits spins for a while, which costs 50 ns where
+// all are at work, and then sleeps: no phase is that long by design, but a core can be taken away.
+//
+// A team belongs to whoever holds the turn: any thread may take it, one at a time, and a loop gives it away between two
+// steps when somebody waits. The turn is a robust mutex: if its holder dies, the members that wait for it at a barrier
+// find out, leave the job, and the next caller finds the team whole.
+//
+// A stolen core: where a member keeps the others waiting much longer than they worked themselves, more threads are
+// slower than fewer. The team then plays with one less for a while, and tries again. What is computed does not depend
+// on it.
+#pragma once
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <memory>
+#include <pthread.h>
+#include <sched.h>
+#include <thread>
+#include <vector>
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace team {
+
+constexpr int SPINS = 4000;                       // about 0.1 to 0.2 ms of looking before a waiting member sleeps
+constexpr int64_t LOOK_AGAIN_NS = 20'000'000;     // how long it sleeps before it asks whether its caller lives
+constexpr int64_t LATE_NS = 300'000;              // a wait of which it is asked whether a core was stolen
+constexpr int LATE_TIMES = 3;                     // ... if it was this many times the work that was done before it
+constexpr double STOLEN_SHARE = 0.25;             // of the last jobs' time, lost in such waits: then one member rests
+constexpr double NEWEST = 0.1;                    // the weight of one job in that share: a hiccup is not a theft
+constexpr int64_t REST_NS = 200'000'000, LONGEST_REST_NS = 3'200'000'000;
+
+inline int64_t now_ns() {
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+        .count();
+}
+
+inline void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+// Sleep while the word is `seen`, for so long at most.
+inline void sleep_on(std::atomic<uint32_t>& word, uint32_t seen, int64_t most_ns) {
+#if defined(__linux__)
+    timespec most{most_ns / 1'000'000'000, most_ns % 1'000'000'000};
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAIT_PRIVATE, seen, &most, nullptr, 0);
+#else
+    int64_t nap_ns = most_ns < 200'000 ? most_ns : 200'000;
+    if (word.load(std::memory_order_acquire) == seen) std::this_thread::sleep_for(std::chrono::nanoseconds(nap_ns));
+#endif
+}
+
+inline void wake_all(std::atomic<uint32_t>& word) {
+#if defined(__linux__)
+    syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+#else
+    (void)word;
+#endif
+}
+
+struct Abandoned {};  // thrown at a barrier whose caller has died, and caught where the member began
+
+class Team;
+struct Member {  // what a job is told: who it is, of how many
+    Team* team;
+    int me, n;
+    int64_t began_ns = 0;  // when its phase began
+
+    void barrier();
+    void share(int64_t n_parts, int& first, int& last) const {
+        first = int(n_parts * me / n);
+        last = int(n_parts * (me + 1) / n);
+    }
+};
+
+using Job = void (*)(void* what, Member& member);
+
+class Team {
+ public:
+    explicit Team(int n_members) : n_(n_members < 1 ? 1 : n_members), active_(n_), calls_(new Call[n_]) {
+        pthread_mutexattr_t kind;
+        pthread_mutexattr_init(&kind);
+#if defined(__linux__)
+        pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+#endif
+        pthread_mutex_init(&turn_, &kind);
+        pthread_mutexattr_destroy(&kind);
+        for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { live(me); });
+    }
+
+    ~Team() {  // nobody may be in a job, or waiting for the turn
+        closing_.store(true);
+        for (int me = 1; me < n_; me++) call(me, calls_[me].number.load() + 1);
+        for (auto& thread : threads_) thread.join();
+        pthread_mutex_destroy(&turn_);
+    }
+
+    int size() const { return n_; }
+    int active() const { return active_; }
+    int n_rests() const { return n_rests_.load(std::memory_order_relaxed); }
+
+    // --- the turn ---
+
+    void take_turn() {
+        if (wait_until_back()) return;
+        int found = pthread_mutex_trylock(&turn_);
+        if (found != 0 && found != EOWNERDEAD) {
+            waiting_.fetch_add(1);
+            found = pthread_mutex_lock(&turn_);
+            waiting_.fetch_sub(1);
+        }
+        taken(found);
+        uint32_t offered = OFFERED;
+        if (passing_.compare_exchange_strong(offered, PASSED)) wake_all(passing_);
+    }
+
+    void give_turn() { pthread_mutex_unlock(&turn_); }
+
+    // Let one other have the turn if anybody waits; back when it is ours again. Whoever comes meanwhile waits for that.
+    void pass_turn() {
+        if (waiting_.load(std::memory_order_acquire) <= 0) return;
+        const int64_t until = now_ns() + LOOK_AGAIN_NS;
+        passing_.store(OFFERED);
+        pthread_mutex_unlock(&turn_);
+        while (passing_.load() == OFFERED && waiting_.load() > 0 && now_ns() < until)
+            sleep_on(passing_, OFFERED, LOOK_AGAIN_NS / 20);
+        const bool nobody_came = passing_.load() == OFFERED;
+        taken(pthread_mutex_lock(&turn_));
+        if (nobody_came && passing_.load() == OFFERED) waiting_.store(0);  // who waited has died
+        passing_.store(NOT_PASSING);
+        wake_all(passing_);
+    }
+
+    // --- a job: whoever holds the turn ---
+
+    void run(Job job, void* what) {
+        const int64_t began = now_ns();
+        rest_or_return(began);
+        job_ = job, what_ = what;
+        here_.store(0, std::memory_order_relaxed);
+        const int n = active_;
+        for (int me = 1; me < n; me++) call(me, calls_[me].number.load(std::memory_order_relaxed) + 1);
+        Member caller{this, 0, n, began};
+        job(what, caller);
+        caller.barrier();  // everybody has left the job
+        if (n > 1) judge(now_ns() - began);
+    }
+
+    void barrier(Member& member) {
+        if (member.n == 1) return;
+        const uint32_t phase = phase_.load(std::memory_order_acquire);
+        if (here_.fetch_add(1, std::memory_order_acq_rel) == member.n - 1) {
+            here_.store(0, std::memory_order_relaxed);
+            phase_.store(phase + 1);
+            if (sleepers_.load()) wake_all(phase_);
+        } else {
+            wait_for(member, phase);
+        }
+        member.began_ns = now_ns();
+    }
+
+ private:
+    struct alignas(64) Call {  // one for each thread: a number that changes when there is a job for it
+        std::atomic<uint32_t> number{0};
+        std::atomic<uint32_t> asleep{0};
+        std::atomic<bool> at_work{false};
+    };
+
+    void call(int me, uint32_t number) {
+        Call& mine = calls_[me];
+        mine.number.store(number);
+        if (mine.asleep.load()) wake_all(mine.number);
+    }
+
+    void live(int me) {
+        Call& mine = calls_[me];
+        for (uint32_t seen = 0;;) {
+            for (int spin = 0; spin < SPINS && mine.number.load(std::memory_order_acquire) == seen; spin++) relax();
+            while (mine.number.load() == seen) {
+                mine.asleep.store(1);
+                if (mine.number.load() == seen) sleep_on(mine.number, seen, INT64_C(3'600'000'000'000));
+                mine.asleep.store(0);
+            }
+            seen = mine.number.load();
+            if (closing_.load()) return;
+            mine.at_work.store(true);
+            Member member{this, me, active_, now_ns()};
+            try {
+                job_(what_, member);
+                member.barrier();
+            } catch (const Abandoned&) {
+            }
+            mine.at_work.store(false, std::memory_order_release);
+        }
+    }
+
+    void wait_for(Member& member, uint32_t phase) {
+        for (int spin = 0; spin < SPINS; spin++) {
+            if (phase_.load(std::memory_order_acquire) != phase) return;
+            relax();
+        }
+        const int64_t arrived = now_ns();
+        while (phase_.load() == phase) {
+            sleepers_.fetch_add(1);
+            if (phase_.load() == phase) sleep_on(phase_, phase, LOOK_AGAIN_NS);
+            sleepers_.fetch_sub(1);
+            if (phase_.load() != phase) break;
+            if (member.me != 0 && caller_died(phase)) throw Abandoned{};
+        }
+        const int64_t waited = now_ns() - arrived, worked = arrived - member.began_ns;
+        if (waited > LATE_NS && waited > LATE_TIMES * worked) late_ns_.fetch_add(waited, std::memory_order_relaxed);
+    }
+
+    // --- a caller that died ---
+
+    bool caller_died(uint32_t phase) {
+        if (abandoned_.load()) return true;
+        const int found = pthread_mutex_trylock(&turn_);
+        if (found != 0 && found != EOWNERDEAD) return false;
+        if (found == EOWNERDEAD) recover();
+        // Free, or its holder dead: nobody plays this job any more, unless it came to its end this moment.
+        const bool died = phase_.load() == phase;
+        if (died) abandoned_.store(true);
+        pthread_mutex_unlock(&turn_);
+        return died;
+    }
+
+    // The turn is ours: of somebody who died, perhaps.
+    void taken(int found) {
+        if (found == EOWNERDEAD) recover();
+        if (abandoned_.load()) tidy();
+    }
+
+    // While the turn is on its way back to who passed it, nobody else takes it; unless that one has died: then it is
+    // ours, and this is true.
+    bool wait_until_back() {
+        while (passing_.load() == PASSED) {
+            sleep_on(passing_, PASSED, LOOK_AGAIN_NS);
+            if (passing_.load() != PASSED) break;
+            const int found = pthread_mutex_trylock(&turn_);
+            if (found != 0 && found != EOWNERDEAD) continue;
+            passing_.store(NOT_PASSING);
+            taken(found);
+            return true;
+        }
+        return false;
+    }
+
+    void recover() {
+#if defined(__linux__)
+        pthread_mutex_consistent(&turn_);
+#endif
+        abandoned_.store(true);
+    }
+
+    void tidy() {  // by the new holder of the turn, before its first job: wait until every member has left the old one
+        for (int me = 1; me < n_; me++)
+            while (calls_[me].at_work.load(std::memory_order_acquire))
+                std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        here_.store(0);
+        abandoned_.store(false);
+    }
+
+    // --- a core that was stolen ---
+
+    void judge(int64_t elapsed_ns) {
+        const double lost = double(late_ns_.exchange(0)) / double(elapsed_ns > 0 ? elapsed_ns : 1) / (active_ - 1);
+        stolen_ = (1 - NEWEST) * stolen_ + NEWEST * (lost < 1 ? lost : 1);
+        if (stolen_ < STOLEN_SHARE) return;
+        const int64_t now = now_ns();
+        const bool again = now - back_ns_ < rest_ns_;  // soon after the last rest: the next one is longer
+        rest_ns_ = !again ? REST_NS : 2 * rest_ns_ < LONGEST_REST_NS ? 2 * rest_ns_ : LONGEST_REST_NS;
+        active_ = active_ - 1;
+        stolen_ = 0;
+        back_ns_ = now + rest_ns_;
+        n_rests_.fetch_add(1, std::memory_order_relaxed);
+    }
+
+    void rest_or_return(int64_t now) {
+        if (active_ < n_ && now >= back_ns_) {
+            active_ = n_;
+            stolen_ = 0;
+        }
+    }
+
+    const int n_;
+    int active_;
+    std::unique_ptr<Call[]> calls_;
+    std::vector<std::thread> threads_;
+    Job job_ = nullptr;
+    void* what_ = nullptr;
+    alignas(64) std::atomic<uint32_t> phase_{0};
+    alignas(64) std::atomic<int> here_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
+    std::atomic<bool> closing_{false}, abandoned_{false};
+    pthread_mutex_t turn_;
+    std::atomic<int> waiting_{0};
+    enum Passing : uint32_t { NOT_PASSING, OFFERED, PASSED };
+    std::atomic<uint32_t> passing_{NOT_PASSING};
+    std::atomic<int64_t> late_ns_{0};
+    double stolen_ = 0;
+    int64_t rest_ns_ = REST_NS, back_ns_ = 0;
+    std::atomic<int> n_rests_{0};
+};
+
+inline void Member::barrier() { team->barrier(*this); }
+
+}  // namespace team

@@ -1,0 +1,146 @@
+"""The wheel: it carries objects for two levels of CPU, and an environment without a compiler decodes with them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from ostinato.errors import HardwareCannot
+from ostinato.kernels.build import cxx
+from ostinato.kernels.cpu_levels import IN_WHEELS, features, is_x86
+
+ROOT = Path(__file__).parents[1]
+NATIVE = Path("ostinato") / "kernels" / "native"
+# Opens a model and decodes with it; says where the object came from and what was generated.
+PROGRAM = """
+import sys
+from pathlib import Path
+import ostinato
+from ostinato import LLM, Sampling
+from ostinato.kernels.native_cpu import native_status
+with LLM(Path(sys.argv[1]), device="cpu", context=64) as llm:
+    ids = llm.generate("hello", Sampling(max_tokens=5, temperature=0.0)).token_ids
+    print(Path(ostinato.__file__).parent, llm.mode, len(ids), native_status().line, sep="\\n")
+"""
+
+
+def built(to: Path, *, objects: bool) -> Path:
+    """The wheel of a copy of this tree: a build leaves things where it runs."""
+    tree = to / "tree"
+    shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree / name)
+    options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
+    environment = {**os.environ, "OSTINATO_WHEEL_OBJECTS": "1" if objects else "0"}
+    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(to / "dist"), str(tree)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    (wheel,) = (to / "dist").glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("setuptools", minversion="77", reason="no wheel was built: there is no setuptools")
+    if not (sys.platform.startswith("linux") and is_x86()):
+        pytest.skip("no wheel with objects was built: they are made for Linux on x86-64")
+    try:
+        cxx()
+    except HardwareCannot as error:
+        pytest.skip(f"no wheel with objects was built: {error}")
+    return built(tmp_path_factory.mktemp("wheel"), objects=True)
+
+
+class Installed:
+    """An environment with this wheel, the other packages of ours, no compiler and a home of its own."""
+
+    def __init__(self, folder: Path, wheel: Path) -> None:
+        venv.create(folder / "venv", with_pip=False, symlinks=True)
+        self.python = folder / "venv" / "bin" / "python"
+        variables = {"base": str(folder / "venv"), "platbase": str(folder / "venv")}
+        self.packages = Path(sysconfig.get_path("platlib", "venv", variables))
+        options = ["--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
+        command = [sys.executable, "-m", "pip", "--python", str(self.python), "install", *options, str(wheel)]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": ""})
+        # A path alone: what is installed there for editing is not followed.
+        (self.packages / "others.pth").write_text(sysconfig.get_path("platlib") + "\n")
+        self.home = folder / "home"
+        (folder / "nothing").mkdir()
+        kept = {key: value for key, value in os.environ.items() if key not in ("CXX", "PYTHONPATH", "LD_PRELOAD")}
+        kept = {key: value for key, value in kept.items() if not key.startswith("OSTINATO_CPU_")}
+        self._environment = {**kept, "PATH": str(folder / "nothing"), "OSTINATO_HOME": str(self.home)}
+
+    def run(self, program: str, *arguments: str, **environment: str) -> list[str]:
+        ran = subprocess.run(
+            [str(self.python), "-c", program, *arguments],
+            env={**self._environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    return Installed(tmp_path_factory.mktemp("installed"), wheel)
+
+
+@pytest.mark.slow
+def test_the_wheel_is_for_any_python_of_this_platform_and_carries_both_levels(wheel: Path) -> None:
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    for level in IN_WHEELS:
+        assert f"{NATIVE}/built/{level.name}.so" in names
+        assert f"{NATIVE}/built/{level.name}.sum" in names
+    assert f"{NATIVE}/cpu.cpp" in names
+    assert "native" not in " ".join(flag for level in IN_WHEELS for flag in level.march)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [level.name for level in IN_WHEELS])
+def test_a_model_decodes_with_the_wheels_object_where_there_is_no_compiler(
+    installed: Installed, tiny_gguf: Path, level: str
+) -> None:
+    needed = next(known.needs for known in IN_WHEELS if known.name == level)
+    if missing := needed - features():
+        pytest.skip(f"the object for {level} was not run: this CPU lacks {', '.join(sorted(missing))}")
+    where, mode, n_tokens, line = installed.run(PROGRAM, str(tiny_gguf), OSTINATO_CPU_LEVEL=level)
+    assert Path(where).is_relative_to(installed.packages)
+    assert (mode, n_tokens) == ("loop", "5")
+    assert f"(level {level}), of the wheel" in line
+    assert not (installed.home / "kernels").exists(), "nothing was compiled"
+
+
+@pytest.mark.slow
+def test_an_object_of_other_sources_is_left_aside_and_said(installed: Installed, tiny_gguf: Path) -> None:
+    header = installed.packages / NATIVE / "read.h"
+    before = header.read_text()
+    try:
+        header.write_text(before + "// newer\n")
+        _, mode, n_tokens, line = installed.run(PROGRAM, str(tiny_gguf))
+    finally:
+        header.write_text(before)
+    assert (mode, n_tokens) == ("eager", "5")
+    assert "was made from other sources, and no C++ compiler" in line
+
+
+@pytest.mark.slow
+def test_a_wheel_without_objects_is_for_every_platform_and_runs_without_them(tmp_path: Path, tiny_gguf: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77", reason="no wheel was built: there is no setuptools")
+    wheel = built(tmp_path, objects=False)
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if "/built/" in name]
+    _, mode, n_tokens, line = Installed(tmp_path, wheel).run(PROGRAM, str(tiny_gguf))
+    assert (mode, n_tokens) == ("eager", "5")
+    assert "no prebuilt object is installed, and no C++ compiler" in line
