@@ -70,8 +70,8 @@ class MappedFile:
 
     def let_go(self, start: int, n_bytes: int) -> None:
         """The pages of [start, start + n_bytes) need not stay in memory; whoever looks again reads them again."""
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        last = min(-(-(start + n_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE, self.n_bytes)
+        first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = (start + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map is not None and last > first and hasattr(mmap, "MADV_DONTNEED"):
             with suppress(OSError, ValueError):  # a wish, and the system may not know it
                 self._map.madvise(mmap.MADV_DONTNEED, first, last - first)

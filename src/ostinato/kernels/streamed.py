@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato.errors import HardwareCannot
 from ostinato.kernels.allocate import empty
 
-RUN_BYTES: Final = 64 << 20
+RUN_BYTES: Final = 256 << 20  # of addresses; memory is taken as it is written
 _LINE: Final = 64  # of a cache: where each tensor begins
 _HUGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
