@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from ostinato.kernels.step import StepKernels, twin_kernels, twin_prompts
 from ostinato.loop.by_hand import GREEDY, ByHand
+from ostinato.loop.fused_plan import fused_plan
+from ostinato.loop.fused_prefill import FusedPrefill
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Finish
+from ostinato.loop.mode import DecodeMode
 from ostinato.loop.open import Loop, LoopOptions
 from ostinato.loop.plan import Node, Plan
-from ostinato.loop.starts.cpu import CpuLoop
+from ostinato.loop.starts.cpu import CpuEager, CpuLoop
 from ostinato.loop.torch_plan import tensors_of
 from ostinato.loop.verify import (
+    RouteJudge,
     Verifier,
     _tied,
     checksums,
@@ -24,7 +30,8 @@ from ostinato.loop.verify import (
     same_weights,
     tolerance_of,
 )
-from ostinato.models.blocks import Model
+from ostinato.loop.verify import _Found as Found
+from ostinato.models.blocks import Experts, Layer, Model
 from ostinato.models.random import random_model as named_model
 from tests.loop.tiled import packed_blocks, tiled
 from tests.random_model import MemoryKind, random_model
@@ -227,6 +234,113 @@ def test_arithmetic_of_its_own_is_compared_by_greedy_tokens_and_a_tolerance(monk
     broken = verifier(random_model("kv"), open=second_is(without("layer.0"))).compare("twin")
     assert broken.difference is not None
     assert (broken.difference.node, broken.difference.buffer) == ("sample", "token")
+
+
+def opens_fused(kernels: StepKernels) -> Callable[[Model, LoopOptions], Loop]:
+    """Opens loops as on a GPU: prompts and steps by kernels, which say whom they chose."""
+
+    def open(model: Model, options: LoopOptions) -> Loop:
+        loop = Loop(model, options)
+        loop.start.close()
+        loop.plan = fused_plan(model, loop.memory, loop.tables, options.n_tokens, kernels)
+        loop.start = CpuEager(loop.plan, loop.tables, loop.guard, loop.changed.set)
+        loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
+        loop.prefill = FusedPrefill(
+            model, loop.memory, loop.tables, options.n_tokens, kernels, twin_prompts(), buckets=(32,)
+        )
+        return loop
+
+    return open
+
+
+def route_then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> StepKernels:
+    """The twins, with something done to (scores, experts, shares) behind every route."""
+    right = twin_kernels()
+
+    def route(
+        scores: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor, *rest: object, **more: object
+    ) -> Callable[[], None]:
+        run = right.route(scores, experts, shares, *rest, **more)
+
+        def both() -> None:
+            run()
+            change(scores, experts, shares)
+
+        return both
+
+    return replace(right, route=route)
+
+
+def take(
+    place: int, scores: torch.Tensor, experts: torch.Tensor, shares: torch.Tensor, *, within: float = torch.inf
+) -> None:
+    """Who has that place among the scores in place of the second, where so near to it, with the share it deserves."""
+    best = scores.topk(4, -1)
+    near = best.values[:, 1] - best.values[:, place] <= within
+    for row in near.nonzero().flatten().tolist():
+        chosen = best.indices[row, [0, place]].sort().values
+        experts[row] = chosen.int()
+        shares[row] = scores[row, chosen].softmax(-1)
+
+
+def mixtral_beside_twins(kernels: StepKernels) -> Found:
+    """A model of which two experts score nearly alike for every row, by these kernels beside the twins."""
+    model = named_model("tiny-mixtral", torch.bfloat16, torch.device("cpu"))
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        assert isinstance(layer.mlp, Experts)
+        router = layer.mlp.router.weight
+        assert isinstance(router, torch.Tensor)
+        router[2] = router[1] * 1.01
+    return verifier(model, kv_type="bf16", open=opens_fused(kernels)).near_twins(model)
+
+
+def test_another_route_of_a_near_tie_is_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = mixtral_beside_twins(twin_kernels())
+    assert plain.difference is None
+    turned = mixtral_beside_twins(route_then(partial(take, 2, within=0.03)))
+    assert turned.difference is None
+    assert turned.figures is not None
+    assert turned.figures["route_ties"] > 0
+    assert 0 < turned.figures["route_widest"] < 0.1
+    assert turned.figures["relative"] < 0.05
+    # What a comparison would say that did not look at the routes.
+    monkeypatch.setattr(FusedPrefill, "routes", None)
+    assert mixtral_beside_twins(route_then(partial(take, 2, within=0.03))).difference is not None
+
+
+def test_an_expert_that_nobody_would_choose_is_found_and_its_layer_named() -> None:
+    found = mixtral_beside_twins(route_then(partial(take, 3))).difference
+    assert found is not None
+    assert (found.node, found.buffer) == ("layer.0.route", "experts")
+    assert "behind" in found.text
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_an_expert_that_does_not_exist_is_found(wrong: int) -> None:
+    model = named_model("tiny-mixtral", torch.bfloat16, torch.device("cpu"))
+    judge = RouteJudge(torch.tensor([[[0, wrong]]] * 2), 0.1)
+    judge.routed(model).layers[1].mlp(torch.ones(1, 256, dtype=torch.bfloat16))  # type: ignore[attr-defined]
+    assert judge.difference is not None
+    assert str([0, wrong]) in judge.difference.found
+
+
+@pytest.mark.parametrize("what", ["expert", "share"])
+def test_kernels_that_do_not_compute_what_they_say_they_chose_are_found(what: str) -> None:
+    right = twin_kernels()
+
+    def down(x: object, weight: object, out: object, experts: torch.Tensor, shares: torch.Tensor, *rest: object,
+             **more: object) -> Callable[[], object]:  # fmt: skip
+        def run() -> None:
+            chosen = (experts + 1) % 4 if what == "expert" else experts
+            weights = shares.flip(-1) if what == "share" else shares
+            right.experts_down(x, weight, out, chosen, weights, *rest, **more)()
+
+        return run
+
+    found = mixtral_beside_twins(replace(right, experts_down=down)).difference
+    assert found is not None
+    assert found.buffer in ("experts", "logits", "logprob")
 
 
 @pytest.mark.slow

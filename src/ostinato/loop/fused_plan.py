@@ -73,7 +73,7 @@ class Step:
     y: Tensor
     y_stats: Tensor
     scores: Tensor
-    experts: Tensor
+    experts: Tensor  # [n_layers, n_slots or more, n_used]: of every layer, to be seen after a step
     shares: Tensor
     expert_act: Tensor
     logits: Tensor
@@ -98,7 +98,8 @@ class Step:
             y=rows(s.hidden),
             y_stats=rows(n_stats(s.hidden), 2),
             scores=rows(n_experts),
-            experts=rows(n_used, dtype=torch.int32),
+            # Rows to whole words of 16 bytes: every layer's begin as a kernel was compiled for.
+            experts=zeros((s.n_layers if s.experts else 1, -(-n_slots // 4) * 4, n_used), torch.int32, device),
             shares=rows(n_used),
             expert_act=rows(n_used, expert_width),
             logits=rows(s.vocab),
@@ -201,7 +202,7 @@ class FusedPlan:
         self._product(f"{at}.qkv", "qkv", given, attention.qkv, s.qkv, norm=norm)
         self._attend(f"{at}.attend", attention, number)
         self._into_residual(f"{at}.out", "out", s.seen, attention.out, layer.after_attention, layer.mlp_norm)
-        self._mlp(at, layer, self._next_norm(number))
+        self._mlp(number, layer, self._next_norm(number))
 
     def _attend(self, name: str, attention: Attention, number: int) -> None:
         s = self.step
@@ -215,8 +216,8 @@ class FusedPlan:
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("seen", *names, *scratch))
 
-    def _mlp(self, at: str, layer: Layer, following: Norm) -> None:
-        s, mlp = self.step, layer.mlp
+    def _mlp(self, number: int, layer: Layer, following: Norm) -> None:
+        s, mlp, at = self.step, layer.mlp, f"layer.{number}"
         given, norm = self._normed(layer.mlp_norm)
         match mlp:
             case GatedMLP():
@@ -227,7 +228,7 @@ class FusedPlan:
                 self._product(f"{at}.up", "gate_up", given, mlp.up, s.act, norm=norm, **act)
                 self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
             case Experts():
-                self._experts(at, mlp, given, norm, following)
+                self._experts(number, mlp, given, norm, following)
 
     def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm) -> None:
         s, parts = self.step, _apart(mlp.gate_up, halved=not self._fusions.gated)
@@ -242,22 +243,23 @@ class FusedPlan:
         )
         self._product(f"{name}.up", "gate_up", given, up, s.act, norm=norm, epilogue="multiply")
 
-    def _experts(self, at: str, mlp: Experts, given: Tensor, norm: InputNorm, following: Norm) -> None:
-        s, kernels = self.step, self._kernels
+    def _experts(self, number: int, mlp: Experts, given: Tensor, norm: InputNorm, following: Norm) -> None:
+        s, kernels, at = self.step, self._kernels, f"layer.{number}"
+        chosen = s.experts[number]
         self._product(f"{at}.router", "route", given, mlp.router, s.scores, norm=norm)
         run = kernels.route(
-            s.scores, s.experts, s.shares, self._n_rows, n_used=mlp.experts.n_used, renormalise=mlp.experts.renormalise
+            s.scores, chosen, s.shares, self._n_rows, n_used=mlp.experts.n_used, renormalise=mlp.experts.renormalise
         )
         self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares"))
         gate_up, down = flat(mlp.gate_up), flat(mlp.down)
         run = kernels.experts_gate_up(
-            given, gate_up, s.expert_act, s.experts, self._n_rows, norm=norm, activation=mlp.activation
+            given, gate_up, s.expert_act, chosen, self._n_rows, norm=norm, activation=mlp.activation
         )
         reads = (self._name_of(given), "stats", "experts")
         share = mlp.experts.n_used / mlp.experts.n_experts
         self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up}, share)
         left = {"stats": s.stats, "prepared": self._prepared(following)}
-        run = kernels.experts_down(s.expert_act, down, s.x, s.experts, s.shares, self._n_rows, **left)
+        run = kernels.experts_down(s.expert_act, down, s.x, chosen, s.shares, self._n_rows, **left)
         down_reads = ("expert_act", "experts", "shares", "x")
         self._add(f"{at}.down", "down", run, down_reads, ("x", *self._beside_x), {f"{at}.down": down}, share)
 

@@ -78,7 +78,7 @@ class FusedPrefill:
         self._act = made(most, inner, dtype=wide)
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
-        self._routed = _Routed.of(shape.experts, most, device)
+        self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
         self._last = made(tables.layout.n_slots, shape.hidden)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
@@ -100,6 +100,11 @@ class FusedPrefill:
                 self._graphs[rows] = graph
             except RuntimeError as error:
                 self.failures = {**self.failures, rows: str(error)}
+
+    @property
+    def routes(self) -> Tensor | None:
+        """Which experts the rows of the last chunk went to, int32 [n_layers, rows, n_used]; None without experts."""
+        return None if self._routed is None else self._routed.chosen
 
     def rows_for(self, n_prompt: int) -> int:
         return self.rows  # of a chunk; its bits are the same in any bucket
@@ -163,10 +168,10 @@ class FusedPrefill:
             prompts.append(qkv, q, kv, chunk, heads),
             prompts.attend(q, seen, kv, chunk, heads),
             *self._into_residual(seen, attention.out, layer.after_attention, rows),
-            *self._mlp(layer, rows),
+            *self._mlp(number, layer, rows),
         ]
 
-    def _mlp(self, layer: Layer, rows: int) -> list[Launch]:
+    def _mlp(self, number: int, layer: Layer, rows: int) -> list[Launch]:
         mlp, h = layer.mlp, self._h[:rows]
         inner, act = self._inner[:rows], self._act[:rows]
         norm = self._norm(layer.mlp_norm, rows)
@@ -187,15 +192,15 @@ class FusedPrefill:
                     *self._into_residual(act, mlp.down, layer.after_mlp, rows),
                 ]
             case Experts():
-                return [norm, *self._experts(mlp, rows)]
+                return [norm, *self._experts(number, mlp, rows)]
         raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
 
-    def _experts(self, mlp: Experts, rows: int) -> list[Launch]:
+    def _experts(self, number: int, mlp: Experts, rows: int) -> list[Launch]:
         """Each row through its own experts, by the step's kernels: a row is a row, of a step or of a prompt."""
         kernels, h, y, routed = self._kernels, self._h[:rows], self._y[:rows], self._routed
         assert routed is not None
         n_rows, scores = self._count(rows), routed.scores[:rows]
-        chosen, shares, act = routed.chosen[:rows], routed.shares[:rows], routed.act[:rows]
+        chosen, shares, act = routed.chosen[number, :rows], routed.shares[:rows], routed.act[:rows]
         choice = {"n_used": mlp.experts.n_used, "renormalise": mlp.experts.renormalise}
         gate_up, down = flat(mlp.gate_up), flat(mlp.down)
         return [
@@ -226,18 +231,18 @@ class _Routed:
     """What routed experts need between their launches."""
 
     scores: Tensor
-    chosen: Tensor
+    chosen: Tensor  # [n_layers, rows, n_used]: of every layer, to be seen after a chunk
     shares: Tensor
     act: Tensor
 
     @staticmethod
-    def of(experts: ExpertShape | None, rows: int, device: torch.device) -> _Routed | None:
+    def of(experts: ExpertShape | None, n_layers: int, rows: int, device: torch.device) -> _Routed | None:
         if experts is None:
             return None
         used = experts.n_used
         return _Routed(
             scores=zeros((rows, experts.n_experts), torch.float32, device),
-            chosen=zeros((rows, used), torch.int32, device),
+            chosen=zeros((n_layers, rows, used), torch.int32, device),
             shares=zeros((rows, used), torch.float32, device),
             act=zeros((rows, used, experts.ff_width), torch.float32, device),
         )

@@ -32,7 +32,7 @@ from ostinato.loop.open import MODES, Loop, LoopOptions, why_not
 from ostinato.loop.plan import Buffer, Plan
 from ostinato.loop.torch_plan import tensors_of
 from ostinato.memory.paged import PAGE_TOKENS
-from ostinato.models.blocks import Model
+from ostinato.models.blocks import AnyLayer, Experts, Layer, Model
 from ostinato.options import Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
@@ -163,21 +163,32 @@ class Verifier:
     # One token against the twins (E-28)
 
     def near_twins(self, fresh: Model) -> _Found:
-        """The first step of `eager` against the decoder's own flow over another copy of the weights."""
+        """The first step of `eager` against the decoder's own flow over another copy of the weights.
+
+        Where kernels chose experts, the twins go through the same ones, and judge whether those could be chosen.
+        """
         case = self.cases()[0]
         with closing(self._opened(BASE)) as hand:
-            self._seat(hand)
+            of_prompt: list[Tensor | None] = []
+            self._seat(hand, seated=lambda: of_prompt.append(prompt_routes(hand.loop, len(case.prompt))))
             hand.step()
             hand.step()
             first = next(entry for entry in hand.entries if entry.slot == case.slot)
             found = hand.loop.plan.buffer("logits").tensor[0].float().cpu()
+            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(hand.loop)), 1)
         assert first.token is not None
-        expected = twin_logits(fresh, [*case.prompt, first.token], self.kv_type)
         tolerance = tolerance_of(self.model)
         if isinstance(self.model.embedding, TileMatrix) and not isinstance(fresh.embedding, TileMatrix):
             tolerance = OF_ROUNDED[self.model.embedding.wide]
+        judge = None if routes is None else RouteJudge(routes, tolerance)
+        twins = fresh if judge is None else judge.routed(fresh)
+        expected = twin_logits(twins, [*case.prompt, first.token], self.kv_type)
         apart = abs(first.logprob - float(expected[0].log_softmax(-1)[first.token]))
         figures = {**_nearness(found, expected[1]), "prefill_logprob": apart, "tolerance": tolerance}
+        if judge is not None:
+            figures |= judge.figures
+            if judge.difference is not None:
+                return _Found(2, judge.difference, figures)
         if not apart <= 10 * tolerance:  # a logprob is of the order of 10
             wanted = f"within {10 * tolerance:g} of the twins'"
             return _Found(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
@@ -311,8 +322,16 @@ class Verifier:
         options = LoopOptions(*sizes, activations=self.activations, threads=self.threads)
         return ByHand(self.open(self.model, options))
 
-    def _seat(self, hand: ByHand, *, most: int = N_TOKENS, logprobs: int | None = None) -> None:
-        """Seat every case for at most so many tokens, after making equal what no step may ever have written."""
+    def _seat(
+        self,
+        hand: ByHand,
+        *,
+        most: int = N_TOKENS,
+        logprobs: int | None = None,
+        seated: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Seat every case for at most so many tokens, after making equal what no step may ever have written; `seated`
+        is called behind each."""
         written = {name for node in hand.loop.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
@@ -321,6 +340,8 @@ class Verifier:
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
             hand.seat(case.slot, case.prompt, most=min(case.most, most), sampling=sampling)
+            hand.synchronize()
+            seated()
 
 
 def tolerance_of(model: Model) -> float:
@@ -484,6 +505,76 @@ def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Tensor:
     if rows is None:
         raise InternalError("the twins gave no logits")
     return rows.float().cpu()
+
+
+# Experts
+
+
+def prompt_routes(loop: Loop, n_prompt: int) -> Tensor | None:
+    """The experts that a prompt just computed went to, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
+    routes: Tensor | None = getattr(loop.prefill, "routes", None)
+    return None if routes is None else routes[:, :n_prompt].long().cpu()
+
+
+def step_routes(loop: Loop) -> Tensor:
+    """The same of the first row of the last step, [n_layers, 1, n_used]."""
+    return loop.plan.buffer("experts").tensor[:, :1].long().cpu()
+
+
+@dataclass(slots=True)
+class RouteJudge:
+    """Routes that kernels chose, given to the twins in place of their own, and whether the twins' scores allow them.
+
+    Two experts may score so nearly alike that rounding chooses between them, and behind another expert everything is
+    another: logits of different routes cannot be compared. So the twins take the same routes, with shares of their
+    own. A route is allowed if nobody who was left out scores more above somebody chosen than rounding can move two
+    scores: each by the tolerance, of the row's root mean square. `widest` is the worst seen, in those units.
+    """
+
+    routes: Tensor  # int64 [n_layers, positions, n_used]
+    tolerance: float
+    difference: Difference | None = None
+    widest: float = 0.0
+    n_ties: int = 0  # where the twins would have chosen otherwise
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"route_ties": self.n_ties, "route_widest": self.widest}
+
+    def routed(self, model: Model) -> Model:
+        """The model with these routes; it goes through all positions at once."""
+        layers = [self._with_routes(number, layer) for number, layer in enumerate(model.layers)]
+        return replace(model, layers=layers)
+
+    def _with_routes(self, number: int, layer: AnyLayer) -> AnyLayer:
+        if not isinstance(layer, Layer) or not isinstance(layer.mlp, Experts):
+            return layer
+
+        def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+            asked = self.routes[number].to(scores.device)
+            chosen = asked.clamp(0, scores.shape[-1] - 1)  # what is no expert is told below, and stops nothing here
+            self._judge(number, scores.float(), asked, chosen, n_used)
+            shares = scores.float().softmax(-1).gather(-1, chosen)
+            return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
+
+        return replace(layer, mlp=replace(layer.mlp, ops=replace(layer.mlp.ops, route=route)))
+
+    def _judge(self, number: int, scores: Tensor, asked: Tensor, chosen: Tensor, n_used: int) -> None:
+        if len(scores) != len(chosen):
+            raise InternalError(f"routes of {len(chosen)} positions, and the twins go through {len(scores)}")
+        taken = torch.zeros_like(scores).scatter_(-1, chosen, 1.0) > 0
+        least = scores.masked_fill(~taken, torch.inf).amin(-1)
+        most = scores.masked_fill(taken, -torch.inf).amax(-1)
+        behind = ((most - least) / scores.square().mean(-1).sqrt().clamp(min=1e-30)).clamp(min=0.0)
+        self.n_ties += int((behind > 0).sum())
+        self.widest = max(self.widest, float(behind.max()))
+        unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # no expert, or one of them twice
+        wrong = ~(behind <= 2 * self.tolerance) | unheard
+        if self.difference is None and bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            best = scores[place].topk(n_used).indices.sort().values.tolist()
+            found = f"{asked[place].tolist()}, {float(behind[place]):.3g} of the scores' size behind"
+            self.difference = Difference(f"layer.{number}.route", "experts", (place,), str(best), found)
 
 
 def _nearness(found: Tensor, expected: Tensor) -> dict[str, float]:
