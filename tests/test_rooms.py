@@ -24,6 +24,7 @@ ROOMS = (
     "engine",
     "llm",
     "serve",
+    "scale",
     "cli",
 )
 # The rooms that a small environment, or a quick command, uses without torch.
