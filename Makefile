@@ -73,5 +73,5 @@ clean:
 
 .venv/installed-dev: .venv/installed
 	@echo "Installing what the tests need into .venv." >&2
-	@$(PIP) --editable '.[$(EXTRAS),dev]' >&2
+	@$(PIP) --editable '.[$(EXTRAS),scale,dev]' >&2
 	@touch $@

@@ -24,6 +24,7 @@ ROOMS = (
     "engine",
     "llm",
     "serve",
+    "scale",
     "lab",
     "cli",
 )

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.batch import batch
 from ostinato.cli.bench import bench
 from ostinato.cli.bench_serve import serve_load
 from ostinato.cli.chat import chat
@@ -23,16 +24,18 @@ from ostinato.cli.lab import lab
 from ostinato.cli.models import models, pull, rm
 from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, write_line
 from ostinato.cli.run import run
+from ostinato.cli.scale import scale
 from ostinato.cli.serve import serve
 from ostinato.cli.texts import embed, score, tokenize
 from ostinato.cli.verify import verify
 from ostinato.errors import HardwareCannot, OstinatoError
 
 app = typer.Typer(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
-for _verb in (run, chat, serve, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
+for _verb in (run, chat, serve, batch, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
     app.command()(_verb)
 bench.command("serve")(serve_load)
 app.add_typer(bench, name="bench")
+app.add_typer(scale, name="scale")
 app.add_typer(lab, name="lab")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ from ostinato.errors import BadInput
 from ostinato.files.store import DEFAULT
 from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
 
-_LISTENING, _LOADING = "Listening and access", "Loading and running"
+_LISTENING, _LOADING, _SCALE = "Listening and access", "Loading and running", "Beyond one engine"
 
 
 def serve(
@@ -66,6 +66,24 @@ def serve(
     queue: Annotated[
         int, typer.Option("--queue", metavar="N", help="Requests that may wait.", rich_help_panel=_LOADING)
     ] = DEFAULT_QUEUE,
+    replicas: Annotated[
+        int | None,
+        typer.Option("--replicas", metavar="N", min=1, help="Engines, on Ray Serve.", rich_help_panel=_SCALE),
+    ] = None,
+    max_replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--max-replicas", metavar="N", min=1, help="Up to so many when requests wait.", rich_help_panel=_SCALE
+        ),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", metavar="ADDRESS", help="A Ray cluster to join.", rich_help_panel=_SCALE),
+    ] = None,
+    routing: Annotated[
+        Literal["prefix", "round_robin"],
+        typer.Option("--routing", help="To whoever has the prompt's beginning, or in turn.", rich_help_panel=_SCALE),
+    ] = "prefix",
     device: flags.Device = "auto",
     mode: flags.Mode = "auto",
     dtype: flags.Dtype = "auto",
@@ -81,7 +99,7 @@ def serve(
     from ostinato.serve.settings import ServeOptions
     from ostinato.serve.supervisor import Supervisor
 
-    _check_installed()
+    check_installed()
     load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, queue)
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
@@ -95,12 +113,18 @@ def serve(
         cors=tuple(cors or ()),
         log_prompts=log_prompts,
     )
-    code = Supervisor(options, talk).run()
+    if replicas is not None or max_replicas is not None or ray_address is not None:
+        from ostinato.scale.cluster import run_replicas
+
+        code = run_replicas(options, replicas or 1, max_replicas, ray_address, talk, routing=routing)
+    else:
+        code = Supervisor(options, talk).run()
     if code:
         raise typer.Exit(code)
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Refuse, with what to install, where the extra `serve` is not here."""
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
     if missing:
         raise BadInput(f"the server needs {', '.join(missing)}; install it with pip install 'ostinato[serve]'")

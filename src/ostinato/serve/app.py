@@ -98,16 +98,21 @@ def create_app(service: Service) -> ASGIApp:
     _add_pages(app)
     _add_errors(app)
     _describe(app)
-    guarded: ASGIApp = Front(app, service)
+    return guarded(app, service)
+
+
+def guarded(app: ASGIApp, service: Service) -> ASGIApp:
+    """An application behind the front: keys, hosts, bodies, ids; and pages of other origins, where they may come."""
+    front: ASGIApp = Front(app, service)
     if service.options.cors:
-        guarded = CORSMiddleware(
-            guarded,
+        front = CORSMiddleware(
+            front,
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST"),
             allow_headers=("authorization", "content-type"),
             expose_headers=("x-request-id", "retry-after"),
         )
-    return guarded
+    return front
 
 
 def _json(content: Any, status: int = 200) -> Response:

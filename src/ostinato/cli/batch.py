@@ -1,0 +1,149 @@
+"""`ostinato batch`: a file of requests becomes a file of results, and may be interrupted at any moment.
+
+The answering is `scale/`; here words become settings, and counts a bar with tokens per second and the time left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Final, Self
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.output import talk, write_json
+from ostinato.cli.serve import check_installed
+from ostinato.files.store import DEFAULT
+from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+    from ostinato.llm import LLM
+    from ostinato.scale.batch import Tally
+
+_LINE_EVERY_S: Final = 10.0
+_SCALE: Final = "Beyond this process"
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.")],
+    results: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Results; one that is begun goes on.")],
+    model: flags.Model = DEFAULT,
+    alias: Annotated[
+        str | None, typer.Option("--alias", metavar="NAME", help="What the requests call the model.")
+    ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option("--replicas", metavar="N", min=1, help="Engines, through Ray Data.", rich_help_panel=_SCALE),
+    ] = None,
+    ray_address: Annotated[
+        str | None,
+        typer.Option("--ray-address", metavar="ADDRESS", help="A cluster to join.", rich_help_panel=_SCALE),
+    ] = None,
+    slots: flags.Slots = DEFAULT_SLOTS,
+    device: flags.Device = "auto",
+    mode: flags.Mode = "auto",
+    dtype: flags.Dtype = "auto",
+    kv_type: flags.KvType = None,
+    context: flags.Context = None,
+    threads: flags.Threads = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """Answer a file of requests in OpenAI's batch format.
+
+    Every line gets exactly one result, in the order they are ready. Run the same command again after it was stopped or
+    killed: what has a result is not asked again.
+    """
+    from ostinato.scale.batch_file import Requests, Results
+    from ostinato.serve.service import name_of
+    from ostinato.serve.settings import ServeOptions
+
+    check_installed()
+    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, DEFAULT_QUEUE)
+    options = ServeOptions(model, load=load, alias=alias)
+    asked = Requests(requests)
+    with Results(results, asked, alias or name_of(model)) as written, Bar() as bar:
+        if len(written.done) == len(asked.lines):
+            talk(f"{results} has a result for each of {len(asked.lines)} lines already")
+            return
+        if replicas is not None or ray_address is not None:
+            from ostinato.scale.data import run_on_ray
+
+            tally = run_on_ray(options, asked, written, replicas=replicas or 1, address=ray_address, told=bar)
+        else:
+            from ostinato.scale.batch import run_here
+
+            tally = asyncio.run(run_here(options, lambda: _loaded(options.model, load), asked, written, told=bar))
+    _sum_up(tally, bar.seconds, results, as_json=as_json)
+
+
+def _loaded(model: str, load: LoadOptions) -> LLM:
+    from ostinato.llm import LLM
+
+    return LLM(model, talk=talk, **asdict(load))
+
+
+def _sum_up(tally: Tally, seconds: float, results: Path, *, as_json: bool) -> None:
+    rate = tally.tokens / seconds if seconds else 0.0
+    earlier = f", {tally.before} before" if tally.before else ""
+    talk(
+        f"{results}: {tally.answered} answered, {tally.refused} refused, {tally.damaged} damaged{earlier}; "
+        f"{tally.tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s"
+    )
+    if as_json:
+        write_json({**asdict(tally), "seconds": seconds, "tokens_s": rate})
+
+
+class Bar:
+    """Told a `Tally` after each line; a bar for whoever watches, a plain line now and then for a log."""
+
+    def __init__(self) -> None:
+        self._began = self._said = time.monotonic()
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+
+    @property
+    def seconds(self) -> float:
+        """Since the first line could be asked."""
+        return time.monotonic() - self._began
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def __call__(self, tally: Tally) -> None:
+        now = time.monotonic()
+        if tally.done == tally.before:
+            self._began = now
+        if sys.stderr.isatty():
+            self._show(tally)
+        elif now - self._said >= _LINE_EVERY_S:
+            self._said = now
+            talk(f"{tally.done} of {tally.lines} lines, {self._rate(tally)}")
+
+    def _rate(self, tally: Tally) -> str:
+        return f"{tally.tokens / max(self.seconds, 1e-9):.1f} tokens/s"
+
+    def _show(self, tally: Tally) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        if self._bar is None:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=Console(stderr=True))
+            self._bar.start()
+            self._task = self._bar.add_task("batch", total=tally.lines, completed=tally.before, rate="")
+        assert self._task is not None
+        self._bar.update(self._task, completed=tally.done, rate=self._rate(tally))

@@ -1,0 +1,221 @@
+"""`ostinato scale plan`: how many replicas a load needs, from what one of them was measured to do.
+
+The arithmetic is `scale/sizing.py`, its check `scale/simulate.py`; here words become a demand, and figures a table,
+a line of JSON and a picture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from ostinato.cli import flags
+from ostinato.cli.bench import figure_kind
+from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.errors import BadInput, BadOption
+from ostinato.files.fetch import megabytes
+
+if TYPE_CHECKING:
+    from ostinato.options import KVType
+    from ostinato.scale.measured import Replica
+    from ostinato.scale.simulate import Played
+    from ostinato.scale.sizing import Answer, Demand
+
+_LOADS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
+
+scale = typer.Typer(no_args_is_help=True)
+
+
+@scale.callback()
+def _scale(verbose: flags.Verbose = False) -> None:
+    """Beyond one machine: what a load needs."""
+
+
+@scale.command("plan")
+def plan(
+    rps: Annotated[float, typer.Option("--rps", metavar="X", help="Requests per second in all.")],
+    measured: Annotated[
+        Path,
+        typer.Option("--measured", metavar="FILE.json", help="Lines of JSON of `bench decode` or `bench serve`."),
+    ],
+    prompt: Annotated[int, typer.Option("--prompt", metavar="N", help="Tokens of a prompt, on average.")] = 800,
+    output: Annotated[int, typer.Option("--output", metavar="N", help="Tokens of an answer, on average.")] = 200,
+    p99_first_token: Annotated[
+        float, typer.Option("--p99-first-token", metavar="S", help="Seconds that 99 of 100 first tokens may take.")
+    ] = 1.0,
+    slots: Annotated[
+        int | None, typer.Option("--slots", metavar="N", help="Of each replica; the most measured, if not given.")
+    ] = None,
+    route_ms: Annotated[
+        float, typer.Option("--route-ms", metavar="X", help="What the way to a replica adds to a first token.")
+    ] = 0.0,
+    model: Annotated[
+        str | None, typer.Option("--model", metavar="PATH|NAME", help="For the memory: its KV bytes per token.")
+    ] = None,
+    kv_type: flags.KvType = None,
+    memory_gb: Annotated[
+        float | None, typer.Option("--kv-memory", metavar="GB", help="Memory of one replica for KV.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw latency over load (needs `lab`).")
+    ] = None,
+    as_json: flags.Json = False,
+    verbose: flags.Verbose = False,
+) -> None:
+    """The number of replicas for a load, what limits it, and a simulation beside the formula.
+
+    Ends with one line of JSON.
+    """
+    from ostinato.scale.measured import read_measured
+    from ostinato.scale.sizing import Demand
+
+    demand = Demand(rps, prompt, output, p99_first_token, route_ms / 1e3)
+    if plot is not None:
+        figure_kind(plot)  # before anything is simulated
+    replica = read_measured(measured, prompt, output)
+    kv_bytes = None if model is None else _kv_bytes(model, kv_type)
+    seats = _slots(slots, replica, demand, kv_bytes, memory_gb)
+    formula, found, played = planned(replica, demand, seats)
+    told = _told(replica, demand, seats, formula, found, played, kv_bytes)
+    if not as_json:
+        _show(told)
+    if plot is not None:
+        draw(replica, demand, seats, plot)
+        talk(f"drawn: {plot}")
+    write_json(told)
+
+
+def _kv_bytes(model: str, kv_type: KVType | None) -> int:
+    """Of one token in all layers; only the head of the file is read."""
+    from ostinato.files.checkpoint import open_checkpoint
+    from ostinato.files.store import resolve
+    from ostinato.memory.paged import page_bytes
+    from ostinato.models.registry import read_shape
+
+    checkpoint = open_checkpoint(resolve(model, talk=talk))
+    try:
+        return page_bytes(read_shape(checkpoint), kv_type or "bf16", 1)
+    finally:
+        checkpoint.close()
+
+
+def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int | None, memory_gb: float | None) -> int:
+    """As asked, or as measured; never more than the memory holds."""
+    slots = replica.most_live if wanted is None else wanted
+    if slots < 1:
+        raise BadOption(f"--slots is {slots}; it must be a whole number from 1")
+    if slots > replica.most_live:
+        talk(f"note: {replica.most_live} live requests were measured; the step time of {slots} is drawn out from there")
+    if memory_gb is None:
+        return slots
+    if kv_bytes is None:
+        raise BadOption("--kv-memory needs --model, to know what a token takes")
+    fit = int(memory_gb * 1e9 // (kv_bytes * (demand.prompt + demand.output))) if kv_bytes else slots
+    if fit < 1:
+        raise BadInput(
+            f"--kv-memory {memory_gb:g} GB does not hold one request of {demand.prompt + demand.output} tokens"
+        )
+    if fit < slots:
+        talk(f"note: {memory_gb:g} GB hold {fit} requests of {demand.prompt + demand.output} tokens, not {slots}")
+    return min(slots, fit)
+
+
+def planned(replica: Replica, demand: Demand, slots: int) -> tuple[Answer, int, Played]:
+    """What the formula says, how many replicas the simulation wants, and what it saw with so many."""
+    from ostinato.scale import simulate
+    from ostinato.scale.sizing import size, smallest
+
+    formula = size(replica, demand, slots)
+    seen: dict[int, Played] = {}
+
+    def enough(n: int) -> bool:
+        seen[n] = simulate.replica(replica, demand, slots, demand.rps / n)
+        return seen[n].p99_first_token_s <= demand.p99_first_token_s
+
+    found = smallest(enough, formula.replicas)
+    if found is None:
+        raise BadInput("the simulation never keeps --p99-first-token; give more time")
+    return formula, found, seen[found]
+
+
+def _told(
+    replica: Replica, demand: Demand, slots: int, formula: Answer, found: int, played: Played, kv_bytes: int | None
+) -> dict[str, Any]:
+    from ostinato.scale.sizing import working
+
+    memory = None if kv_bytes is None else kv_bytes * (demand.prompt + demand.output) * slots
+    return {
+        "question": "how many replicas does this load need?",
+        "demand": asdict(demand),
+        "replica": asdict(replica),
+        "slots": slots,
+        "replicas": found,
+        "replicas_by_formula": formula.replicas,
+        "limit": formula.limit,
+        "capacity_rps": formula.capacity,
+        "load": demand.rps / found / formula.capacity,
+        "tokens_s": demand.rps * demand.output,
+        "formula": asdict(working(replica, demand, slots, demand.rps / found)),
+        "simulated": asdict(played),
+        "kv_bytes_per_token": kv_bytes,
+        "kv_bytes_per_replica": memory,
+    }
+
+
+def _show(told: dict[str, Any]) -> None:
+    demand, formula, played = told["demand"], told["formula"], told["simulated"]
+    write_line(
+        f"{demand['rps']:g} requests/s of {demand['prompt']} tokens in and {demand['output']} out, 99 of 100 first "
+        f"tokens within {demand['p99_first_token_s']:g} s"
+    )
+    kv = told["kv_bytes_per_replica"]
+    write_columns(
+        [
+            ("replicas", f"{told['replicas']} ({told['replicas_by_formula']} by the formula)"),
+            ("limit", told["limit"]),
+            ("one replica", f"{told['capacity_rps']:.2f} requests/s at most, {told['slots']} slots"),
+            ("load on each", f"{100 * told['load']:.0f} %"),
+            ("first token p50", _both(formula, played, "p50_first_token_s", 1e3, "ms")),
+            ("first token p99", _both(formula, played, "p99_first_token_s", 1e3, "ms")),
+            ("gap", _both(formula, played, "gap_s", 1e3, "ms")),
+            ("live", _both(formula, played, "live", 1, "")),
+            ("KV of a replica", "unknown; give --model" if kv is None else megabytes(kv)),
+        ]
+    )
+
+
+def _both(formula: dict[str, float], played: dict[str, float], name: str, times: float, unit: str) -> str:
+    return f"{formula[name] * times:.1f} {unit} by the formula, {played[name] * times:.1f} {unit} simulated".replace(
+        "  ", " "
+    )
+
+
+def draw(replica: Replica, demand: Demand, slots: int, plot: Path) -> None:
+    """The 99th and 50th percentile of the first token over the load on a replica, by formula and simulation."""
+    from ostinato.scale import simulate
+    from ostinato.scale.sizing import capacity, working
+
+    most = capacity(replica, demand, slots)
+    lines = [working(replica, demand, slots, load * most) for load in _LOADS]
+    played = [simulate.replica(replica, demand, slots, load * most) for load in _LOADS]
+    picture = figure_kind(plot)(figsize=(7.0, 4.2), layout="constrained")
+    axes = picture.subplots()
+    percent = [100 * load for load in _LOADS]
+    for name, colour in (("p99", "tab:red"), ("p50", "tab:blue")):
+        field = f"{name}_first_token_s"
+        axes.plot(percent, [getattr(one, field) for one in lines], color=colour, label=f"{name} by the formula")
+        axes.plot(percent, [getattr(one, field) for one in played], "o", color=colour, label=f"{name} simulated")
+    axes.axhline(demand.p99_first_token_s, color="grey", linestyle="dashed", label="asked for")
+    axes.set_yscale("log")
+    axes.set_xlabel("load on a replica, % of its capacity")
+    axes.set_ylabel("time to first token, s")
+    axes.set_title(f"{demand.prompt} tokens in, {demand.output} out, {slots} slots; {replica.source}", fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    try:
+        picture.savefig(plot)
+    except (OSError, ValueError) as error:
+        raise BadInput(f"--plot {plot}: cannot be drawn: {error}") from error

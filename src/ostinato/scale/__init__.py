@@ -1,0 +1,18 @@
+"""Beyond one engine: replicas and files of requests, on this machine or on a Ray cluster.
+
+What needs no Ray (a file of requests answered in this process, and the sizing) imports none of it: only
+`deployment.py`, `router.py`, `cluster.py` and `data.py` do, and nothing else of the project does. How to use it is told
+in docs/scale.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def app(settings: dict[str, Any]) -> Any:
+    """The application for `serve deploy`: `import_path: ostinato.scale:app`, with `args` as in docs/scale.md."""
+    from ostinato.scale.deployment import application
+    from ostinato.scale.settings import from_yaml
+
+    return application(*from_yaml(settings))

@@ -1,0 +1,120 @@
+"""Answering a file of requests in this process: as many at once as the engine seats, each result written as it comes.
+
+Every line is answered exactly once, however often the run is killed and started again (`batch_file.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ostinato.errors import EngineDead
+from ostinato.scale.batch_file import Asked, Damaged, Requests, Results, result_of, result_of_damaged
+from ostinato.scale.local import Load, LocalServer
+from ostinato.serve.settings import ServeOptions
+
+
+@dataclass(slots=True)
+class Tally:
+    """What a run has done so far."""
+
+    lines: int  # of the input
+    before: int  # answered by earlier runs
+    answered: int = 0  # with status 200
+    refused: int = 0  # with another
+    damaged: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+
+    @property
+    def done(self) -> int:
+        return self.before + self.answered + self.refused + self.damaged
+
+    def count(self, status: int, answer: bytes) -> None:
+        """One more answer."""
+        if status != 200:
+            self.refused += 1
+            return
+        self.answered += 1
+        usage: dict[str, Any] = json.loads(answer).get("usage") or {}
+        self.prompt_tokens += usage.get("prompt_tokens", 0)
+        self.tokens += usage.get("completion_tokens", 0)
+
+
+Told = Callable[[Tally], None]
+
+
+class Asker(Protocol):
+    """Whoever answers: the status, and the answer's JSON."""
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]: ...
+
+
+async def answer_all(
+    requests: Requests, results: Results, asker: Asker, *, at_once: int, told: Told = lambda _: None
+) -> Tally:
+    """Answer every line that has no result yet."""
+    tally = Tally(len(requests.lines), results.n_before)
+    told(tally)
+    left = requests.read(set(results.done))
+    with closing(left):
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(at_once):
+                    group.create_task(_answer(left, results, asker, tally, told))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None  # the others were cancelled for it, or died of the same
+    return tally
+
+
+async def _answer(left: Iterator[Asked | Damaged], results: Results, asker: Asker, tally: Tally, told: Told) -> None:
+    """One of those who ask at once: the next line, until there is none."""
+    for one in left:
+        if isinstance(one, Damaged):
+            results.write(one.line.number, result_of_damaged(one))
+            tally.damaged += 1
+        else:
+            status, answer = await asked(asker, one.line.number, one.url, one.body)
+            results.write(one.line.number, result_of(one, status, answer))
+            tally.count(status, answer)
+        told(tally)
+
+
+async def asked(asker: Asker, number: int, url: str, body: bytes) -> tuple[int, bytes]:
+    """The answer to one line. An engine that cannot answer now is no answer: the run ends, and can be started again."""
+    while True:
+        status, answer = await asker.ask(url, body)
+        if status == 503:
+            raise EngineDead(f"line {number} was not answered: {_message(answer)}; the same command goes on")
+        if status != 429:
+            return status, answer
+        await asyncio.sleep(0.1)
+
+
+def _message(answer: bytes) -> str:
+    try:
+        return str(json.loads(answer)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return "no reason was given"
+
+
+async def run_here(
+    options: ServeOptions, load: Load, requests: Requests, results: Results, *, told: Told = lambda _: None
+) -> Tally:
+    """The whole of it: load the model into this process and answer the file."""
+    server = LocalServer(options, write=lambda _: None)
+    loop = asyncio.get_running_loop()
+    try:
+        server.open(await loop.run_in_executor(None, load))
+        return await answer_all(requests, results, server, at_once=at_once(options), told=told)
+    finally:
+        await loop.run_in_executor(None, server.close)
+
+
+def at_once(options: ServeOptions) -> int:
+    """How many lines are asked together: the slots are full, and the next prompts stand in line."""
+    return options.load.slots + min(options.load.slots, options.load.queue)

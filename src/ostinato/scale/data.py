@@ -1,0 +1,118 @@
+"""A file of requests through Ray Data: actors that each hold one engine answer blocks of lines, and one process writes.
+
+The results come back to the process that reads the input, and only that one writes: a block that Ray computes twice,
+because an actor died, is written once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from ostinato.errors import EngineDead, OstinatoError
+from ostinato.llm import LLM
+from ostinato.scale.batch import Tally, Told, asked, at_once
+from ostinato.scale.batch_file import Asked, Damaged, Requests, Results, result_of, result_of_damaged
+from ostinato.scale.cluster import joined, placed
+from ostinato.scale.local import LocalServer
+from ostinato.serve.settings import ServeOptions
+
+
+def run_on_ray(
+    options: ServeOptions, requests: Requests, results: Results, *, replicas: int, address: str | None, told: Told
+) -> Tally:
+    """Answer every line that has no result yet, on so many engines."""
+    tally = Tally(len(requests.lines), results.n_before)
+    told(tally)
+    lines: list[Asked] = []
+    for one in requests.read(set(results.done)):
+        if isinstance(one, Damaged):
+            results.write(one.line.number, result_of_damaged(one))
+            tally.damaged += 1
+        else:
+            lines.append(one)
+    if not lines:
+        return tally
+    with joined(address, lambda _: None, quiet=True) as ray:
+        scaling = placed(ray, options, replicas)
+        by_number = {one.line.number: one for one in lines}
+        try:
+            for row in _answered(lines, options, replicas, scaling.cpus, scaling.gpus):
+                one = by_number[row["number"]]
+                if results.write(one.line.number, result_of(one, row["status"], row["answer"])):
+                    tally.count(row["status"], row["answer"])
+                told(tally)
+        except ray.exceptions.RayError as error:
+            raise _ours(error) from error
+    return tally
+
+
+def _answered(
+    lines: list[Asked], options: ServeOptions, replicas: int, cpus: float, gpus: float
+) -> Iterator[dict[str, Any]]:
+    """Rows with a line's number, its status and its answer, in any order, as they come."""
+    import ray.data
+
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import made it talk
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = False
+    size = 2 * at_once(options)
+    rows = [{"number": one.line.number, "url": one.url, "body": one.body} for one in lines]
+    blocks = max(replicas, -(-len(rows) // size))
+    dataset = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
+        Answering,
+        fn_constructor_args=(options.to_json(),),
+        compute=ray.data.ActorPoolStrategy(size=replicas),
+        batch_size=None,
+        num_cpus=cpus,
+        num_gpus=gpus or None,
+    )
+    for row in dataset.iter_rows():
+        yield {"number": int(row["number"]), "status": int(row["status"]), "answer": bytes(row["answer"])}
+
+
+class Answering:
+    """One actor: the server's application over one model, asked for a block of lines at a time."""
+
+    def __init__(self, options: str) -> None:
+        given = ServeOptions.from_json(options)
+        self._at_once = at_once(given)
+        self._loop = asyncio.new_event_loop()
+        self._server = self._loop.run_until_complete(self._opened(given))
+
+    async def _opened(self, options: ServeOptions) -> LocalServer:
+        server = LocalServer(options, write=lambda _: None)
+        server.open(LLM(options.model, **asdict(options.load)))
+        return server
+
+    def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
+        lines = list(zip(block["number"], block["url"], block["body"], strict=True))
+        answers = self._loop.run_until_complete(self._all(lines))
+        return {
+            "number": [int(number) for number, _, _ in lines],
+            "status": [status for status, _ in answers],
+            "answer": [answer for _, answer in answers],
+        }
+
+    async def _all(self, lines: list[tuple[Any, Any, Any]]) -> list[tuple[int, bytes]]:
+        turn = asyncio.Semaphore(self._at_once)
+
+        async def one(number: Any, url: Any, body: Any) -> tuple[int, bytes]:
+            async with turn:
+                return await asked(self._server, int(number), str(url), bytes(body))
+
+        return await asyncio.gather(*(one(*line) for line in lines))
+
+
+def _ours(error: Exception) -> OstinatoError:
+    """What went wrong in an actor, in our words where it was ours."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OstinatoError):
+            return cause
+        cause = getattr(cause, "cause", None) or cause.__cause__
+    return EngineDead(f"a replica failed: {str(error).splitlines()[-1]}; the same command goes on")

@@ -1,0 +1,332 @@
+"""The Ray Serve application: an ingress that checks and routes, and replicas that each hold one engine.
+
+    client -> Serve's proxy -> Ingress (the server's own front: key, host, body) -> Engine (the server's application)
+
+The ingress reads the whole request, because what it holds decides where it goes; the answer comes back as it is made.
+Whoever leaves is cancelled on the way back. A replica that dies ends its streams with one error event; a request that
+had no byte of its answer yet is asked again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, suppress
+from dataclasses import asdict, replace
+from typing import Any, Final
+
+from ray import serve
+from ray.exceptions import RayActorError, RayError, RayTaskError, TaskCancelledError
+from ray.serve.config import RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ostinato.llm import LLM
+from ostinato.scale import pages
+from ostinato.scale.local import Call, LocalServer
+from ostinato.scale.prefix import keys_of_body
+from ostinato.scale.settings import ScaleOptions
+from ostinato.serve.app import guarded
+from ostinato.serve.errors import OUR_FAULT, Refusal
+from ostinato.serve.log import Record, write_line
+from ostinato.serve.metrics import CONTENT_TYPE
+from ostinato.serve.service import IN_PREPARATION, Service
+from ostinato.serve.settings import ServeOptions
+from ostinato.serve.stream import encode, while_connected
+
+ENGINE: Final = "Engine"
+INGRESS: Final = "Ingress"
+_REPORT_S: Final = 5.0
+_ATTEMPTS: Final = 3  # to be answered, where a replica died before the answer began
+_FORWARDED: Final = frozenset({b"host", b"content-type", b"accept"})
+_GONE: Final = "the replica that answered has died; ask again"
+
+
+def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
+    """The application, bound and ready for `serve.run` or `serve deploy`."""
+    load = options.load
+    seats = load.slots + load.queue + IN_PREPARATION
+    routers = {"prefix": "PrefixRouter", "round_robin": "RoundRobinRouter"}
+    imbalance = scaling.imbalance if scaling.imbalance is not None else max(2, load.slots // 2)
+    number: dict[str, Any] = {"num_replicas": scaling.replicas}
+    if scaling.most > scaling.replicas:
+        number = {
+            "autoscaling_config": {
+                "min_replicas": scaling.replicas,
+                "max_replicas": scaling.most,
+                # Whoever has no slot waits: more than this per replica means that somebody does.
+                "target_ongoing_requests": load.slots,
+                "upscale_delay_s": 5.0,
+                "downscale_delay_s": scaling.cool_down_s,
+            }
+        }
+    engine = serve.deployment(
+        Engine,
+        name=ENGINE,
+        **number,
+        max_ongoing_requests=seats,
+        max_queued_requests=seats,
+        max_constructor_retry_count=2,
+        health_check_period_s=1.0,
+        health_check_timeout_s=30.0,
+        graceful_shutdown_timeout_s=scaling.drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": scaling.cpus, "num_gpus": scaling.gpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=f"ostinato.scale.router.{routers[scaling.routing]}",
+            request_router_kwargs={"imbalance": imbalance},
+        ),
+    )
+    ingress = serve.deployment(
+        serve.ingress()(Ingress),
+        name=INGRESS,
+        num_replicas=scaling.ingresses,
+        max_ongoing_requests=2 * seats * scaling.most,
+        graceful_shutdown_timeout_s=scaling.drain_s,
+        graceful_shutdown_wait_loop_s=0.5,
+        ray_actor_options={"num_cpus": 0},
+    )
+    return ingress.bind(options.to_json(), asdict(scaling), engine.bind(options.to_json(), scaling.gather_s))
+
+
+class Engine:
+    """One replica: the server's application over one model, in a process of its own."""
+
+    async def __init__(self, options: str, gather_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
+        given = ServeOptions.from_json(options)
+        # Each part of an answer costs a hand-over in three processes.
+        self._gather_s = gather_s
+        self._server = LocalServer(given)
+        self._name = serve.get_replica_context().replica_id.unique_id
+
+        def load() -> LLM:
+            return LLM(
+                given.model, talk=lambda text: write_line({"replica": self._name, "note": text}), **asdict(given.load)
+            )
+
+        self._server.open(await asyncio.get_running_loop().run_in_executor(None, load))
+
+    async def answer(self, call: Call) -> AsyncGenerator[Any, None]:
+        """The status, the headers and this replica's name, then the body as it is made."""
+        async with aclosing(self._server.messages(call, self._gather_s)) as messages:
+            async for message in messages:
+                if message["type"] == "http.response.start":
+                    yield message["status"], list(message["headers"]), self._name
+                elif body := message.get("body", b""):
+                    yield body
+
+    async def report(self, page: str) -> dict[str, Any]:
+        """What this replica has to say for one of the pages that tell of all."""
+        service, name = self._server.service, self._name
+        if page == "metrics":
+            return {"replica": name, "page": service.metrics.page().decode()}
+        if page == "health":
+            return {"replica": name, "pid": os.getpid(), **service.health()}
+        _, body = await self._got("/slots")
+        return {"replica": name, **json.loads(body)}
+
+    async def _got(self, path: str) -> tuple[int, bytes]:
+        parts = [part async for part in self.answer(Call("GET", path))]
+        return parts[0][0], b"".join(parts[1:])
+
+    async def check_health(self) -> None:
+        """Called by Serve: a replica whose engine died is replaced."""
+        service = self._server.service
+        stats = service.stats()
+        if stats is not None and stats.fault is not None:
+            service.die(stats.fault)
+        if service.state == "dead":
+            raise RuntimeError(service.why)
+
+
+class Front(Service):
+    """The server's state as far as the ingress needs it: it has no model."""
+
+    def __init__(self, options: ServeOptions, most: int) -> None:
+        super().__init__(options, write=_write_refusals)
+        load = options.load
+        self._most = most * (load.slots + load.queue + IN_PREPARATION)
+        self.state, self.why = "ready", ""
+
+    def begin(self) -> None:
+        if self.state != "ready":
+            raise Refusal(503, f"not now: {self.why}; try again later", code="draining")
+        if self.n_running >= self._most:
+            raise Refusal(429, f"{self.n_running} requests are being answered already; try again later")
+        self.n_running += 1
+        self.idle.clear()
+
+
+def _write_refusals(line: dict[str, Any]) -> None:
+    """A request that a replica answered is in that replica's log, under the same id."""
+    if line["status"] >= 400:
+        write_line({"replica": "ingress", **line})
+
+
+class Ingress:
+    """What Serve's proxy hands requests to."""
+
+    def __init__(self, options: str, scaling: dict[str, Any], engine: DeploymentHandle) -> None:
+        given, self._scaling = ServeOptions.from_json(options), ScaleOptions(**scaling)
+        self._front = Front(given, self._scaling.most)
+        self._engine = engine
+
+    def __serve_build_asgi_app__(self) -> Any:
+        return guarded(Forward(self._front, self._engine), self._front)
+
+    async def drain(self) -> int:
+        """Take no more requests; how many run."""
+        self._front.drain()
+        return self._front.n_running
+
+    async def running(self) -> int:
+        return self._front.n_running
+
+
+class Forward:
+    """The application behind the ingress's front: to a replica and back; what tells of all replicas is told here."""
+
+    def __init__(self, front: Front, engine: DeploymentHandle) -> None:
+        self._front = front
+        self._engine = engine
+        self._stream = engine.options(stream=True).answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send)
+            return
+        told = await self._told_of_all(scope["path"]) if scope["method"] == "GET" else None
+        if told is not None:
+            await told(scope, receive, send)
+            return
+        body = (await receive()).get("body", b"") if scope["method"] == "POST" else b""
+        record: Record = scope["state"]["record"]
+        headers = tuple((name, value) for name, value in scope["headers"] if name in _FORWARDED)
+        call = Call(scope["method"], scope["path"], body, scope["query_string"], headers, record.client, record.id)
+        if body:
+            call = replace(call, prefix=await self._front.in_thread(keys_of_body, body))
+        if await while_connected(receive, self._pass(call, send, record)) is None:
+            record.outcome = "cancelled"
+
+    async def _pass(self, call: Call, send: Send, record: Record) -> bool:
+        for left in reversed(range(_ATTEMPTS)):
+            sending = _Sending(send)
+            try:
+                await self._answer(call, sending)
+                return True
+            except NoRoom as full:
+                if not left or full.replica in call.full:
+                    raise Refusal(429, str(full)) from None
+                call = replace(call, full=(*call.full, full.replica))
+            except (RayError, BackPressureError) as error:
+                if sending.began:
+                    await sending.fail(Refusal(503, _GONE, code="engine_restarting"))
+                    record.outcome, record.error = "error", type(error).__name__
+                    return True
+                if isinstance(error, BackPressureError):
+                    raise Refusal(429, "every replica's line is full; try again later") from error
+                if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
+                    raise Refusal(500, OUR_FAULT) from error
+                if not left:
+                    raise Refusal(503, _GONE, code="engine_restarting") from error
+                await asyncio.sleep(0.2)
+        return True
+
+    async def _answer(self, call: Call, sending: _Sending) -> None:
+        answer = self._stream.remote(call)
+        ended = False
+        try:
+            async for part in answer:
+                await sending.part(part)
+            ended = True
+            await sending.end()
+        finally:
+            if not ended:
+                with suppress(RayError, RequestCancelledError, TaskCancelledError):
+                    answer.cancel()
+
+    async def _told_of_all(self, path: str) -> Response | None:
+        front = self._front
+        match path:
+            case "/live":
+                return Response(encode({"live": True}), media_type="application/json")
+            case "/metrics":
+                told = {one["replica"]: one["page"] for one in await self._reports("metrics")}
+                told["ingress"] = front.metrics.page().decode()
+                return Response(pages.merged_metrics(told), media_type=CONTENT_TYPE)
+            case "/slots":
+                return Response(encode(pages.merged_slots(await self._reports("slots"))), media_type="application/json")
+            case "/health" | "/ready":
+                facts = pages.merged_health(await self._reports("health"), draining=front.state == "draining")
+                content = facts if path == "/health" else {"ready": facts["ready"]}
+                return Response(encode(content), 200 if facts["ready"] else 503, media_type="application/json")
+        return None
+
+    async def _reports(self, page: str) -> list[dict[str, Any]]:
+        """Of every replica that answers in time."""
+        answers = self._engine.broadcast("report", page)
+        try:
+            found: list[Any] = await answers.results_async(timeout_s=_REPORT_S, return_exceptions=True)
+        except (TimeoutError, RayError):
+            return []
+        good = [one for one in found if isinstance(one, dict)]
+        return sorted(good, key=lambda one: str(one["replica"]))
+
+
+class NoRoom(Exception):
+    """A replica's line is full; another's may not be."""
+
+    def __init__(self, replica: str) -> None:
+        super().__init__("too many requests wait already; try again later")
+        self.replica = replica
+
+
+class _Sending:
+    """An answer on its way to the client. Its head waits for the first part: until then it can be asked for again."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: tuple[int, list[tuple[bytes, bytes]], str] | None = None
+        self._streams = False
+        self.began = False
+
+    async def part(self, part: Any) -> None:
+        if isinstance(part, tuple):
+            if part[0] == 429:
+                raise NoRoom(part[2])
+            self._head = part
+            return
+        await self._body(part, more=True)
+
+    async def end(self) -> None:
+        await self._body(b"", more=False)
+
+    async def fail(self, refusal: Refusal) -> None:
+        """The one error event of a stream that broke off; no `[DONE]` follows."""
+        if self._streams:
+            await self._body(b"data: " + json.dumps(refusal.body()).encode() + b"\n\n", more=True)
+        await self.end()
+
+    async def _body(self, body: bytes, *, more: bool) -> None:
+        if not self.began:
+            assert self._head is not None, "a replica sent a body without a head"
+            status, headers, _ = self._head
+            self.began = True
+            self._streams = Headers(raw=headers).get("content-type", "").startswith("text/event-stream")
+            await self._send({"type": "http.response.start", "status": status, "headers": headers})
+        message: Message = {"type": "http.response.body", "body": body, "more_body": more}
+        await self._send(message)
+
+
+async def _live(receive: Receive, send: Send) -> None:
+    """The ingress has nothing to begin or end with."""
+    while True:
+        kind = (await receive())["type"]
+        await send({"type": f"{kind}.complete"})
+        if kind == "lifespan.shutdown":
+            return

@@ -1,0 +1,152 @@
+"""The server's application without a socket: a request goes in as bytes, and what HTTP would send comes out.
+
+Replicas and batches call the same application as the single server does, so that an answer and its digest are the same
+wherever it was made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from starlette.types import Message
+
+from ostinato.llm import LLM
+from ostinato.serve.app import create_app
+from ostinato.serve.log import Write, new_id, write_line
+from ostinato.serve.service import Service
+from ostinato.serve.settings import ServeOptions
+
+# A request that comes through another process keeps the id that it was given there.
+_given_id: Final[contextvars.ContextVar[str | None]] = contextvars.ContextVar("given_id", default=None)
+# Parts of an answer that are passed on as they come: its head, its opening, its first token.
+_AT_ONCE: Final = 4
+_JSON: Final = ((b"host", b"localhost"), (b"content-type", b"application/json"))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One HTTP request, as it travels between processes: the whole body, and what of the head matters."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    query: bytes = b""
+    headers: tuple[tuple[bytes, bytes], ...] = _JSON
+    client: str | None = None
+    id: str | None = None
+    prefix: tuple[bytes, ...] = ()  # of the prompt, for whoever routes it
+    full: tuple[str, ...] = ()  # replicas that have refused it for want of room
+
+
+class LocalServer:
+    """The application over one model. Made, opened and asked on one event loop."""
+
+    def __init__(self, options: ServeOptions, *, write: Write = write_line) -> None:
+        # Whoever calls from this process, or from the front of replicas, has been let in already.
+        inside = replace(options, keys=(), no_key=True, cors=(), host="127.0.0.1")
+        self.service = Service(inside, write=write, make_id=lambda: _given_id.get() or new_id())
+        self._app = create_app(self.service)
+
+    def open(self, llm: LLM) -> None:
+        self.service.open(llm)
+
+    def close(self) -> None:
+        self.service.close()
+
+    async def messages(self, call: Call, gather_s: float = 0.0) -> AsyncGenerator[Message, None]:
+        """What the application sends; whoever stops reading has left, and what was asked for is cancelled.
+
+        After its first parts, those of an answer that come within `gather_s` of each other are one.
+        """
+        sent: asyncio.Queue[Message | None] = asyncio.Queue()
+        gone = asyncio.Event()
+        given = False
+
+        async def receive() -> Message:
+            nonlocal given
+            if not given:
+                given = True
+                return {"type": "http.request", "body": call.body, "more_body": False}
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.put_nowait(message)
+
+        async def run() -> None:
+            _given_id.set(call.id)
+            try:
+                await self._app(_scope(call), receive, send)
+            finally:
+                sent.put_nowait(None)
+
+        running = asyncio.ensure_future(run())
+        try:
+            n_parts, next_s = 0, 0.0
+            while (message := await sent.get()) is not None:
+                if n_parts >= _AT_ONCE and gather_s:
+                    await asyncio.sleep(max(0.0, next_s - time.monotonic()))
+                    message = _gathered(message, sent)
+                    next_s = time.monotonic() + gather_s
+                n_parts += 1
+                yield message
+        finally:
+            gone.set()
+            if not running.done():
+                # The application notices that its reader left; it is not waited for longer than that takes.
+                await asyncio.wait((running,), timeout=1.0)
+            running.cancel()
+            with suppress(asyncio.CancelledError):
+                await running
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+        """POST a body; the status and the whole answer."""
+        status, parts = 500, []
+        async for message in self.messages(Call("POST", path, body)):
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                parts.append(message.get("body", b""))
+        return status, b"".join(parts)
+
+
+def _gathered(first: Message, sent: asyncio.Queue[Message | None]) -> Message:
+    """A part with all that wait behind it; the mark of the end stays where it is."""
+    parts = [first.get("body", b"")]
+    more = first.get("more_body", False)
+    while not sent.empty():
+        following = sent.get_nowait()
+        if following is None:
+            sent.put_nowait(None)
+            break
+        parts.append(following.get("body", b""))
+        more = following.get("more_body", False)
+    return {"type": "http.response.body", "body": b"".join(parts), "more_body": more}
+
+
+def _scope(call: Call) -> dict[str, Any]:
+    headers: Sequence[tuple[bytes, bytes]] = call.headers
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": call.method,
+        "scheme": "http",
+        "path": call.path,
+        "raw_path": call.path.encode(),
+        "query_string": call.query,
+        "root_path": "",
+        "headers": list(headers),
+        "client": None if call.client is None else (call.client, 0),
+        "server": ("localhost", 0),
+        "state": {},
+    }
+
+
+Load = Callable[[], LLM]

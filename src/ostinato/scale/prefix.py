@@ -1,0 +1,92 @@
+"""Who has which beginnings of prompts: a bounded table from prefixes to replicas, and the choice that it makes.
+
+A prompt is cut into blocks of characters; each block's key is a sum over all text up to its end, so that two prompts
+share keys exactly as far as they share text. Nothing here knows Ray: the simulation uses it too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+BLOCK: Final = 64  # characters
+MOST_BLOCKS: Final = 512  # beyond these, prompts count as the same
+MOST_KEYS: Final = 200_000
+
+Keys = tuple[bytes, ...]
+
+
+def keys_of_text(text: str) -> Keys:
+    """One key for each whole block.
+
+    >>> one, other = keys_of_text("a" * 128 + "b" * 64), keys_of_text("a" * 128 + "c" * 64)
+    >>> [a == b for a, b in zip(one, other)]
+    [True, True, False]
+    """
+    made = []
+    sum = hashlib.blake2b(digest_size=8)
+    content = text[: BLOCK * MOST_BLOCKS]
+    for start in range(0, len(content) - BLOCK + 1, BLOCK):
+        sum.update(content[start : start + BLOCK].encode("utf-8", "surrogatepass"))
+        made.append(sum.digest())
+    return tuple(made)
+
+
+def keys_of_body(body: bytes) -> Keys:
+    """The keys of a request's prompt; none where it cannot be told, and then the request may go anywhere."""
+    try:
+        asked = json.loads(body)
+        text = _text(asked) if isinstance(asked, dict) else ""
+    except (ValueError, RecursionError):
+        return ()
+    return keys_of_text(text)
+
+
+def _text(asked: Mapping[str, Any]) -> str:
+    messages, prompt = asked.get("messages"), asked.get("prompt")
+    if isinstance(messages, list):
+        # Tools come first in most templates. A message ends with a mark, so that a longer one is another.
+        parts: Iterable[Any] = (asked.get("tools"), *messages)
+        return "\x1e".join(json.dumps(part, sort_keys=True) for part in parts)
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps(prompt)[1:-1] if isinstance(prompt, list) else ""
+
+
+class PrefixTable:
+    """Replicas by the prefixes they have seen; the oldest knowledge goes first."""
+
+    def __init__(self, imbalance: int) -> None:
+        """A replica that is busier than the least busy by more than `imbalance` requests is not preferred."""
+        self._imbalance = imbalance
+        self._replicas: OrderedDict[bytes, set[str]] = OrderedDict()
+
+    def order(self, keys: Keys, busy: Mapping[str, int]) -> list[str]:
+        """All replicas, the best first: who has the longest prefix and is not much busier, then the least busy."""
+        idle_first = sorted(busy, key=lambda name: (busy[name], name))
+        if not idle_first:
+            return []
+        most = busy[idle_first[0]] + self._imbalance
+        for key in reversed(keys):
+            have = [name for name in idle_first if name in self._replicas.get(key, ()) and busy[name] <= most]
+            if have:
+                return [*have, *(name for name in idle_first if name not in have)]
+        return idle_first
+
+    def learn(self, keys: Keys, replica: str) -> None:
+        """A replica was given this prompt, and will have its prefixes."""
+        for key in reversed(keys):  # the shortest prefix is the most recent, and so the last to be forgotten
+            self._replicas.setdefault(key, set()).add(replica)
+            self._replicas.move_to_end(key)
+        while len(self._replicas) > MOST_KEYS:
+            self._replicas.popitem(last=False)
+
+    def forget(self, gone: Sequence[str]) -> None:
+        """Replicas that are no more."""
+        for key in list(self._replicas):
+            self._replicas[key].difference_update(gone)
+            if not self._replicas[key]:
+                del self._replicas[key]

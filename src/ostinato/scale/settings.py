@@ -1,0 +1,77 @@
+"""How replicas are run: how many, with what each, and how requests find them.
+
+Frozen, checked when made; from the command line, or from the `args` of a Serve YAML file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ostinato.errors import BadOption, listing
+from ostinato.options import LoadOptions
+from ostinato.serve.settings import ServeOptions
+
+Routing = Literal["prefix", "round_robin"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleOptions:
+    """What the operator said. With `max_replicas` above `replicas` their number follows the waiting requests."""
+
+    replicas: int = 1
+    max_replicas: int | None = None
+    cool_down_s: float = 60.0  # so long must a replica be unneeded before it goes
+    gpus: float = 0.0  # of each replica
+    cpus: float = 1.0
+    ingresses: int = 1  # processes that check and route requests
+    routing: Routing = "prefix"
+    imbalance: int | None = None  # a replica so many requests busier than the least busy loses its prefixes
+    gather_s: float = 0.02  # tokens of a stream that come within so long travel together
+    drain_s: float = 60.0  # for running requests, when a replica goes
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "ingresses"):
+            if getattr(self, name) < 1:
+                raise BadOption(f"{name} is {getattr(self, name)}; it must be a whole number from 1")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise BadOption(f"max_replicas is {self.max_replicas}; it must be {self.replicas} or more, as replicas is")
+        if self.routing not in get_args(Routing):
+            raise BadOption(f"routing is {self.routing!r}; known: {listing(self.routing, get_args(Routing))}")
+        for name in ("gpus", "cpus", "cool_down_s", "gather_s", "drain_s"):
+            if not getattr(self, name) >= 0:
+                raise BadOption(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+    @property
+    def most(self) -> int:
+        return self.max_replicas or self.replicas
+
+
+def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
+    """The `args` of a Serve application: flat words of all three kinds of options.
+
+    >>> serving, scaling = from_yaml({"model": "smollm2", "slots": 4, "replicas": 2})
+    >>> serving.load.slots, scaling.replicas
+    (4, 2)
+    """
+    left = dict(settings)
+    if not isinstance(left.get("model"), str):
+        raise BadOption("args.model is missing; name a model or its file")
+    scaling = ScaleOptions(**_taken(left, ScaleOptions))
+    load = LoadOptions(**_taken(left, LoadOptions))
+    words = _taken(left, ServeOptions, ("load", "limits"))
+    if left:
+        known = {each.name for kind in (ScaleOptions, LoadOptions, ServeOptions) for each in dataclasses.fields(kind)}
+        name = next(iter(left))
+        raise BadOption(f"args.{name} is not known; known: {listing(name, known - {'load', 'limits'})}")
+    for name in ("keys", "cors"):
+        if name in words:
+            words[name] = tuple(words[name])
+    # Serve itself listens, where its own settings say; `host` is who may come without a key, as on the command line.
+    return ServeOptions(load=load, **words), scaling
+
+
+def _taken(words: dict[str, Any], kind: type, leave: tuple[str, ...] = ()) -> dict[str, Any]:
+    names = {each.name for each in dataclasses.fields(kind)} - set(leave)
+    return {name: words.pop(name) for name in list(words) if name in names}

@@ -1,0 +1,153 @@
+"""Small simulations that check the arithmetic and the routing: no engine, no Ray, only who waits for whom.
+
+`replica` plays one replica of `sizing.py` request by request; `chats` plays conversations over several replicas that
+remember prefixes, with any way of choosing among them.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ostinato.scale.measured import Replica
+from ostinato.scale.sizing import CHUNK, Demand
+
+N_REQUESTS: Final = 4000
+_WARM: Final = 0.1  # of them come before anything is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """What a simulation saw."""
+
+    p50_first_token_s: float
+    p99_first_token_s: float
+    gap_s: float
+    live: float  # requests that decode at once, while any does
+
+
+@dataclass(slots=True)
+class _Request:
+    came: float
+    prompt_left: int
+    output_left: int
+    first: float = 0.0
+
+
+def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N_REQUESTS, seed: int = 0) -> Played:
+    """One replica, asked at random times at that rate."""
+    chance = random.Random(seed)
+    coming = deque(_arrivals(demand, rate, n, chance))
+    line: deque[_Request] = deque()
+    prompts: deque[_Request] = deque()
+    live: list[_Request] = []
+    ended: list[_Request] = []
+    now, gap_time = 0.0, 0.0
+    n_steps = n_gaps = 0
+    while len(ended) < n:
+        if not (line or prompts or live):
+            now = max(now, coming[0].came)
+        while coming and coming[0].came <= now:
+            line.append(coming.popleft())
+        while line and len(prompts) + len(live) < slots:
+            prompts.append(line.popleft())
+        if prompts:
+            n_waiting = len(live)
+            seconds = _chunk(prompts, live, ended, one, now)
+            now, gap_time = now + seconds, gap_time + seconds * n_waiting
+        if not live:
+            continue
+        # Where no prompt waits, steps follow each other until somebody ends or comes.
+        step = one.step_s(len(live))
+        k = 1
+        if not prompts:
+            k = min(request.output_left for request in live)
+            if coming and len(live) < slots:
+                k = max(1, min(k, math.ceil((coming[0].came - now) / step)))
+        now += k * step
+        n_steps, n_gaps = n_steps + k, n_gaps + k * len(live)
+        gap_time += k * step * len(live)
+        for request in live:
+            request.output_left -= k
+        ended += [request for request in live if request.output_left <= 0]
+        live = [request for request in live if request.output_left > 0]
+    waits = sorted(one.first - one.came for one in sorted(ended, key=lambda each: each.came)[int(_WARM * n) :])
+    p50, p99 = (demand.route_s + _at(waits, share) for share in (0.5, 0.99))
+    return Played(p50, p99, gap_time / max(1, n_gaps), n_gaps / max(1, n_steps))
+
+
+def _arrivals(demand: Demand, rate: float, n: int, chance: random.Random) -> list[_Request]:
+    now, made = 0.0, []
+    for _ in range(n):
+        now += chance.expovariate(rate)
+        sizes = (max(1, round(mean * chance.uniform(0.5, 1.5))) for mean in (demand.prompt, demand.output))
+        made.append(_Request(now, *sizes))
+    return made
+
+
+def _chunk(prompts: deque[_Request], live: list[_Request], ended: list[_Request], one: Replica, now: float) -> float:
+    """The next chunk of the first prompt; after its last one it lives, with its first token. The seconds it took."""
+    first = prompts[0]
+    n = min(CHUNK, first.prompt_left)
+    first.prompt_left -= n
+    seconds = n / one.prompt_tok_s
+    if first.prompt_left == 0:
+        prompts.popleft()
+        first.first = now + seconds
+        first.output_left -= 1
+        (live if first.output_left else ended).append(first)
+    return seconds
+
+
+def _at(ordered: Sequence[float], share: float) -> float:
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+# Conversations
+
+Choose = Callable[[str, Sequence[str], dict[str, int]], str]
+
+
+def chats(
+    choose: Choose, *, n_replicas: int, n_chats: int, turns: int, memory: int = 8, seed: int = 0
+) -> tuple[float, int]:
+    """The share of prompts' characters that a replica remembered, and the most requests that one replica had.
+
+    Conversations take turns at random. Each replica remembers the last prompts it saw, `memory` of them. `choose` is
+    given a prompt, the replicas and how busy each is, and names one.
+    """
+    chance = random.Random(seed)
+    names = [f"replica-{number}" for number in range(n_replicas)]
+    remembered: dict[str, OrderedDict[str, None]] = {name: OrderedDict() for name in names}
+    asked = dict.fromkeys(names, 0)
+    texts = [f"You are helper {number}. " * 4 for number in range(n_chats)]
+    order = [number for number in range(n_chats) for _ in range(turns)]
+    chance.shuffle(order)
+    cached = total = 0
+    busy: deque[str] = deque(maxlen=2 * n_replicas)  # those asked last are still at work
+    for number in order:
+        texts[number] += f"turn {chance.random()}: " + "some words " * 5
+        text = texts[number]
+        chosen = choose(text, names, {name: busy.count(name) for name in names})
+        kept = remembered[chosen]
+        best = max((_shared(text, other) for other in kept), default=0)
+        cached, total = cached + best, total + len(text)
+        kept[text] = None
+        while len(kept) > memory:
+            kept.popitem(last=False)
+        busy.append(chosen)
+        asked[chosen] += 1
+    return cached / total, max(asked.values())
+
+
+def _shared(one: str, other: str) -> int:
+    n = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        n += 1
+    return n

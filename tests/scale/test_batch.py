@@ -1,0 +1,137 @@
+"""`ostinato batch` in this process and as a program: the server's own answers, once for each line, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato import LLM
+from ostinato.errors import EngineDead
+from ostinato.options import LoadOptions
+from ostinato.scale.batch import Tally, answer_all, run_here
+from ostinato.scale.batch_file import Requests, Results
+from ostinato.serve.settings import ServeOptions
+from tests.cli.conftest import Run, home, ostinato  # noqa: F401  fixtures
+from tests.scale.conftest import line, read_lines, write_lines
+from tests.serve.running import serving
+
+N = 500
+
+
+def run(tiny: Path, requests: Path, results: Path) -> tuple[Tally, list[Tally]]:
+    options = ServeOptions(str(tiny), load=LoadOptions(device="cpu", context=256, slots=4))
+    asked, told = Requests(requests), []
+    with Results(results, asked, "tiny") as written:
+        loaded = run_here(
+            options,
+            lambda: LLM(tiny, device="cpu", context=256, slots=4),
+            asked,
+            written,
+            told=lambda tally: told.append(Tally(**{n: getattr(tally, n) for n in Tally.__dataclass_fields__})),
+        )
+        return asyncio.run(loaded), told
+
+
+def test_answers_and_digests_are_those_of_the_server(tiny: Path, tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 6, "seed": 1}
+    lines: list[Any] = [line(number) for number in range(1, 6)]
+    lines.append({"custom_id": "chat", "url": "/v1/chat/completions", "body": chat})
+    lines.append(line(8, max_tokens=-1))
+    lines.append("{no json")
+    tally, told = run(tiny, write_lines(tmp_path / "in", lines), tmp_path / "out")
+    found = {one["line"]: one for one in read_lines(tmp_path / "out")}
+    with serving(tiny, llm={"context": 256, "slots": 4}) as server:
+        for number, one in enumerate(lines[:7], 1):
+            reply = server.post(one["url"], one["body"])
+            response = found[number]["response"]
+            assert found[number]["custom_id"] == one["custom_id"]
+            assert response["status_code"] == reply.status_code
+            if reply.status_code == 200:
+                assert response["body"]["digest"] == reply.json()["digest"]
+                assert response["body"]["choices"] == reply.json()["choices"]
+            else:
+                assert response["body"] == reply.json()
+    assert found[8]["response"] is None
+    assert found[8]["error"]["code"] == "invalid_json_line"
+    assert (tally.answered, tally.refused, tally.damaged) == (6, 1, 1)
+    assert tally.tokens == sum(
+        found[number]["response"]["body"]["usage"]["completion_tokens"] for number in range(1, 7)
+    )
+    assert [one.done for one in told] == list(range(9))
+
+
+class Faulty:
+    """Answers some lines, says that it is full now and then, and dies."""
+
+    def __init__(self, dies_after: int) -> None:
+        self._left, self.full = dies_after, True
+
+    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]:
+        await asyncio.sleep(0)
+        self.full = not self.full
+        if self.full:
+            return 429, b'{"error": {"message": "full"}}'
+        self._left -= 1
+        if self._left < 0:
+            return 503, b'{"error": {"message": "the engine is being restarted"}}'
+        return 200, b'{"usage": {"completion_tokens": 1}}'
+
+
+def test_an_engine_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    requests = Requests(write_lines(tmp_path / "in", [line(number) for number in range(20)]))
+    for dies_after in (7, 3, 100):
+        with Results(tmp_path / "out", requests, "m") as results:
+            answering = answer_all(requests, results, Faulty(dies_after), at_once=4)
+            if dies_after < 20:
+                with pytest.raises(EngineDead, match="the engine is being restarted; the same command goes on"):
+                    asyncio.run(answering)
+            else:
+                asyncio.run(answering)
+    assert sorted(one["line"] for one in read_lines(tmp_path / "out")) == list(range(1, 21))
+
+
+@pytest.mark.slow
+def test_five_hundred_lines_killed_twice_have_one_result_each(tiny: Path, tmp_path: Path) -> None:
+    requests = write_lines(tmp_path / "in", [line(n, max_tokens=24) if n % 50 else "{damaged" for n in range(1, N + 1)])
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "ostinato", "batch", requests, out, "--model", tiny, "--device", "cpu"]
+    command += ["--context", "256", "--slots", "4", "--json"]
+    for killed_after in (random.Random(1).randrange(20, 100), 250):
+        running = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.PIPE)
+        end = time.monotonic() + 60
+        while time.monotonic() < end and (not out.exists() or out.read_bytes().count(b"\n") < killed_after):
+            time.sleep(0.005)
+        running.kill()
+        running.communicate()
+        assert killed_after <= out.read_bytes().count(b"\n") < N
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["before"] >= 250
+    assert told["before"] + told["answered"] + told["damaged"] == N
+    results = read_lines(out)
+    assert Counter(one["line"] for one in results) == Counter(range(1, N + 1))
+    assert sum(one["error"] is not None for one in results) == N // 50
+    again = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    assert again.returncode == 0
+    assert "has a result for each of 500 lines already" in again.stderr
+
+
+def test_the_verb_says_what_it_did(ostinato: Run, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    requests = write_lines(tmp_path / "in", [line(1), line(2)])
+    words = ("--model", tiny, "--device", "cpu", "--context", "256")
+    ran = ostinato("batch", requests, tmp_path / "out", *words)
+    assert ran.code == 0, ran.err
+    assert "2 answered, 0 refused, 0 damaged; 8 tokens in" in ran.err
+    refused = ostinato("batch", write_lines(tmp_path / "other", [line(3)]), tmp_path / "out", *words)
+    assert refused.code == 2
+    assert "belongs to something else" in refused.err
