@@ -58,7 +58,9 @@ def verify(device: str, *, name: str, types: Sequence[str], kv_types: Sequence[K
         for kv_type in kv_types or (kv_type_of(type),):
             started = time.perf_counter()
             model = model_on(name, type, device)
-            fresh = model_named(name, type) if name in ON_CPU else model
+            fresh = (
+                model_on(name, type, "cpu") if device == "cpu" else model_named(name, type) if name in ON_CPU else model
+            )
             called = f"{name} {type}" + (f" kv {kv_type}" if kv_types else "")
             yield {"what": "verified", "model": called, **_verified(model, fresh, kv_type), "s": _since(started)}
             del model, fresh

@@ -15,6 +15,8 @@ from torch import Tensor
 from ostinato.engine.placement import Placement
 from ostinato.kernels.packed import Packed
 from ostinato.kernels.table import Ops
+from ostinato.loop.native_plan import why_not_native
+from ostinato.loop.torch_plan import tensors_of
 from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model, Norm
 from ostinato.models.random import DTYPES, MIXES, SHAPES, random_model
@@ -22,6 +24,7 @@ from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 from ostinato.options import KVType
 from tests.loop.families import FAMILIES, family_model
+from tests.loop.tiled import tiled
 from tests.random_model import random_model as model_of_kind
 
 # Families whose layers recur: no kernels in the step yet, and the checks say so.
@@ -45,6 +48,8 @@ def model_named(name: str, type: str) -> Model:
 
 def model_on(name: str, type: str, device: str) -> Model:
     """The same on a device; a large one is made there, with other weights than on the CPU."""
+    if device == "cpu":
+        return in_tiles(model_named(name, type))
     if name in ON_CPU:
         return moved(model_named(name, type), place(device))
     return _made(name, type, place(device))
@@ -58,6 +63,12 @@ def _made(name: str, type: str, device: torch.device) -> Model:
         kind: Any = RECURRENT.get(name)
         model = family_model(name) if kind is None else model_of_kind(kind)
         return moved(model, device, DTYPES[type])
+
+
+def in_tiles(model: Model) -> Model:
+    """A model as the CPU's loop wants it, where that can play it."""
+    dense = all(isinstance(tensor, Tensor) and tensor.dtype == torch.float32 for _, tensor in tensors_of(model, ""))
+    return tiled(model) if dense and why_not_native(model.shape) is None else model
 
 
 def moved(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Model:

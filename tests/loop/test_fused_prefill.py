@@ -70,7 +70,7 @@ PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_
 def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured chunk allocates would stay with its graph, once for every bucket."""
     model = family_model(name) if mix is None else random_model(name, torch.bfloat16, CPU, mix=mix)
-    driver = open_loop(model=model, n_slots=2)
+    driver = open_loop(mode="twin", model=model, n_slots=2)
     prefill = prefill_of(driver, triton=True)
     launched = without_kernels(monkeypatch)
     for launches in prefill._launches.values():
@@ -92,7 +92,7 @@ def test_memory_that_is_allocated_in_a_launch_is_noticed() -> None:
 
 
 def test_all_buckets_share_the_memory_of_the_largest() -> None:
-    driver = open_loop(model=random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_0"), n_slots=2)
+    driver = open_loop(mode="twin", model=random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_0"), n_slots=2)
     one, four = (prefill_of(driver, triton=False, buckets=sizes) for sizes in ((64,), (8, 16, 32, 64)))
 
     def held(prefill: FusedPrefill) -> int:
@@ -148,7 +148,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
     model = small_experts(family, mix, torch.bfloat16)
     left = []
     for triton in (False, True):
-        driver = open_loop(model=model, n_slots=3)
+        driver = open_loop(mode="twin", model=model, n_slots=3)
         prefill = prefill_of(driver, triton=triton, buckets=(8,))
         driver.seat(0, PROMPTS[0], most=1)
         driver.run()
@@ -162,7 +162,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
 def test_a_fused_step_of_twins_gives_nearly_the_logits_of_the_models_own_blocks(name: str, mix: str) -> None:
     """Nearly: before a product with packed weights, kernels round to bfloat16."""
     model = random_model(name, torch.float32, CPU, mix=mix)
-    _, logits = logits_of(open_loop(model=model, n_slots=3), 2)
+    _, logits = logits_of(open_loop(mode="twin", model=model, n_slots=3), 2)
     _, fused_logits = logits_of(fused_driver(model, twin_kernels()), 2)
     assert bool(logits.any(-1).all())
     torch.testing.assert_close(fused_logits, logits, rtol=5e-2, atol=5e-2)

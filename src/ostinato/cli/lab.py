@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ostinato.lab.experiment import Row
     from ostinato.lab.work import Machine
     from ostinato.models.blocks import Model
+    from ostinato.options import Activations
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and kernels that stay.")
 
@@ -300,12 +301,15 @@ def _machine(device: str) -> Machine:
 def _model(machine: Machine, shape: str) -> tuple[Model, str]:
     import torch
 
+    from ostinato.kernels.native_cpu import why_no_native
     from ostinato.models.random import named_shape, random_model
 
     named_shape(shape)
-    on_gpu = machine.kind == "gpu"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    return random_model(shape, dtype, torch.device("cuda" if on_gpu else "cpu")), shape
+    if machine.kind == "gpu":
+        return random_model(shape, torch.bfloat16, torch.device("cuda")), shape
+    # In tiles, where the native loop can play them: `eager` multiplies with the same.
+    tiles: Activations | None = "wide" if why_no_native() is None else None
+    return random_model(shape, torch.float32, torch.device("cpu"), tiles=tiles), shape
 
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:

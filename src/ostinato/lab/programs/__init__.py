@@ -20,7 +20,8 @@ def source(name: str) -> str:
 @cache
 def host_library() -> ctypes.CDLL:
     """`host.cpp`, compiled once; HardwareCannot where there is no compiler."""
-    library = ctypes.CDLL(str(shared_object(source("host.cpp"), "host.cpp", flags=(*CXX_FLAGS, "-O3", "-ffast-math"))))
+    # Not -ffast-math: a library linked with it makes the whole process treat the smallest numbers as zero.
+    library = ctypes.CDLL(str(shared_object(source("host.cpp"), "host.cpp", flags=(*CXX_FLAGS, "-O3"))))
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_uint
     library.play.argtypes = [pointer, pointer, whole, ctypes.c_int, pointer, whole, ctypes.c_int]
     library.feed.argtypes = [pointer, pointer, ctypes.c_int, pointer, whole]
