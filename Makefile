@@ -42,7 +42,7 @@ test-gpu: .venv/installed-dev
 # With objects of the CPU loop for two levels of x86-64, where there is a compiler; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
 wheel: .venv/installed
 	rm -rf build
-	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
+	SETUPTOOLS_USE_DISTUTILS=local $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 # The native CPU loop's tests with every access and every undefined step watched. Compiled first, by itself: the compiler
 # need not be watched. What Python and torch never give back is no leak of ours.

@@ -29,7 +29,7 @@ import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
-from ostinato.engine.bench import Bench, read_bandwidth
+from ostinato.engine.bench import Bench, read_bandwidth, why_not_profiled
 from ostinato.engine.engine import Engine
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
@@ -643,10 +643,13 @@ def judge_first_tokens(setting: Setting, ended: Sequence[Ended]) -> list[Outcome
 
 
 def phases(device: str, *, name: str, type: str, depth: int, n_steps: int) -> Iterator[Record]:
-    """What the parts of a step take by the device's own stamps, in every mode, beside the whole step without stamps."""
+    """What the parts of a step take by the device's own stamps, beside the whole step without stamps, in every mode
+    that has nodes to time."""
     model = model_on(name, type, device)
     bench = Bench(model, kv_type_of(type), 1e12, repeats=3)
     for mode in modes_of(device):
+        if why_not_profiled(mode, model.device) is not None:
+            continue
         found = bench.profile(batch=1, depth=depth, n_steps=n_steps, mode=mode)
         with _engine(model, type, mode=mode, context=depth + n_steps + 64) as engine:
             gaps = []

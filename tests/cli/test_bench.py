@@ -67,12 +67,25 @@ def test_all_modes_that_can_run_are_measured_and_the_others_named(ostinato: Run)
 
 
 def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: Run) -> None:
-    ran = ostinato(*TINY, "--n-prompt", "0", "--mode", "loop", "--profile")
-    assert "a step of batch 1 at depth 0 in loop" in ran.out
-    profile = json.loads(ran.out.splitlines()[-1])["profiles"][0]
+    ran = ostinato(*TINY, "--n-prompt", "0", "--mode", "eager", "--profile")
+    assert "a step of batch 1 at depth 0 in eager" in ran.out
+    assert "no profile" not in ran.err
+    (profile,) = json.loads(ran.out.splitlines()[-1])["profiles"]
     assert [kind["kind"] for kind in profile["kinds"]] == ["embed", "layer", "head", "sample"]
     assert [kind["n_nodes"] for kind in profile["kinds"]] == [1, 2, 1, 1]
     assert all(kind["microseconds"] > 0 for kind in profile["kinds"])
+
+
+@pytest.mark.parametrize(("modes", "profiled"), [("eager,loop", ["eager"]), ("loop", [])])
+def test_the_native_loop_is_left_out_of_a_profile_with_the_reason(
+    ostinato: Run, modes: str, profiled: list[str]
+) -> None:
+    ran = ostinato(*TINY, "--n-prompt", "0", "--mode", modes, "--profile", "--json")
+    assert ran.code == 0, ran.err
+    assert "no profile of loop: the native loop is one call: its nodes are not timed; eager's are\n" in ran.err
+    note = json.loads(ran.out)
+    assert [figure["mode"] for figure in note["figures"]] == modes.split(",")
+    assert [profile["mode"] for profile in note["profiles"]] == profiled
 
 
 def test_a_file_is_measured_too(ostinato: Run, tiny: Path) -> None:

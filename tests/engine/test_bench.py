@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ostinato.engine.bench import Bench, Figure, Run, Task, kv_read_bytes, read_bandwidth
+from ostinato.engine.bench import Bench, Figure, Run, Task, kv_read_bytes, read_bandwidth, why_not_profiled
 from ostinato.engine.placement import Placement
-from ostinato.errors import BadOption
+from ostinato.errors import BadOption, HardwareCannot
 from ostinato.models.random import SHAPES
 from tests.loop.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
@@ -84,7 +84,7 @@ def test_figures_are_medians_of_the_repeats() -> None:
     assert (figure.tok_s, figure.host_tok_s, figure.limit_tok_s) == (50.0, 25.0, 200.0)
 
 
-@pytest.mark.parametrize("mode", ["eager", "loop"])
+@pytest.mark.parametrize("mode", ["eager", "twin"])
 def test_a_profile_has_the_time_and_the_weights_of_each_kind(bench: Bench, mode: str) -> None:
     profile = bench.profile(batch=2, depth=5, n_steps=3, mode=mode)
     assert profile.mode == mode
@@ -96,6 +96,16 @@ def test_a_profile_has_the_time_and_the_weights_of_each_kind(bench: Bench, mode:
     assert by_kind["head"] == 128 * 64 * 4
     assert by_kind["embed"] == by_kind["sample"] == 0
     assert profile.microseconds == pytest.approx(sum(kind.microseconds for kind in profile.kinds))
+
+
+def test_the_native_loop_has_no_nodes_to_profile(bench: Bench) -> None:
+    with pytest.raises(HardwareCannot, match=r"mode 'loop' cannot be profiled here: the native loop is one call"):
+        bench.profile(batch=1, depth=0, mode="loop")
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "loop"])
+def test_every_mode_of_a_gpu_has_nodes_to_profile(mode: str) -> None:
+    assert why_not_profiled(mode, torch.device("cuda")) is None
 
 
 def test_what_does_not_fit_the_context_is_refused_before_it_is_run() -> None:

@@ -116,7 +116,7 @@ def test_a_level_that_this_cpu_has_not_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_it_is_compiled_once_and_says_so_once(compiler: None, plain: None, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    assert native_status().origin == "to be compiled at first use"
+    assert native_status().origin == "compiled at first use, and kept"
     library = cpu_library(said.append)
     assert library.two() == 2
     assert cpu_library(said.append) is library
@@ -198,7 +198,7 @@ def test_an_object_that_cannot_be_trusted_is_compiled_again_and_noted(
     assert callable(spoil)
     spoil(sources)
     status = native_status()
-    assert status.origin == "to be compiled at first use"
+    assert status.origin == "compiled at first use, and kept"
     assert why in (status.note or "")
     assert cpu_library().two() == 2
     monkeypatch.setattr(native_cpu, "_opened", {})

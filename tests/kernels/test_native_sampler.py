@@ -22,6 +22,7 @@ from ostinato.kernels.native_cpu import cpu_library
 from ostinato.kernels.philox import uniform_torch
 from ostinato.kernels.sample_step import sample_step_torch
 from ostinato.loop.layout import MAX_TOP, Layout, Tables, sampled
+from tests.counts import soak
 from tests.kernels.seats import Setting, seat
 from tests.loop.test_native_border import View
 
@@ -184,7 +185,8 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Setting, int]:
 
 
 @pytest.mark.slow
-@settings(max_examples=600, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=soak(1500), deadline=None)
 @given(case=cases())
 def test_the_native_sampler_chooses_what_the_twin_chooses(
     library: ctypes.CDLL, case: tuple[Tensor, Setting, int]
@@ -193,7 +195,8 @@ def test_the_native_sampler_chooses_what_the_twin_chooses(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@pytest.mark.soak
+@settings(max_examples=soak(500), deadline=None)
 @given(case=cases())
 def test_the_first_token_comes_from_the_seats_alone(library: ctypes.CDLL, case: tuple[Tensor, Setting, int]) -> None:
     logits, setting, n_tokens = case

@@ -1,8 +1,11 @@
 """llama.cpp as a reference: rows of log-probabilities for prompts of token ids; embeddings; scores of pairs.
 
 It runs in a process of its own, because its shutdown may hang and a file it dislikes may end the process. Run
-as a program, this module reads one JSON job from stdin and answers with one line.
+as a program, this module reads one JSON job from stdin and answers with one line. The program does not import torch:
+that took longer than all that llama.cpp does here.
 """
+
+from __future__ import annotations
 
 import json
 import os
@@ -10,10 +13,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _ANSWER = "ANSWER "
 _A_PLAIN_TOKEN = 35  # chosen by force: only a token that is a whole character comes with its probabilities
@@ -21,6 +24,8 @@ _A_PLAIN_TOKEN = 35  # chosen by force: only a token that is a whole character c
 
 def log_probabilities(path: Path, prompts: Sequence[Sequence[int]], *, n_vocab: int, context: int) -> Tensor:
     """float32 [n_prompts, n_vocab]: the log-probabilities of what follows each prompt."""
+    import torch
+
     rows = _ask(path, context, {"prompts": [list(p) for p in prompts], "n_vocab": n_vocab})
     table = torch.full((len(rows), n_vocab), float("nan"))
     for row, pairs in zip(table, rows, strict=True):
@@ -31,11 +36,15 @@ def log_probabilities(path: Path, prompts: Sequence[Sequence[int]], *, n_vocab: 
 
 def embeddings(path: Path, texts: Sequence[str | Sequence[int]], *, pooling: str, context: int) -> Tensor:
     """float32 [n_texts, hidden]: each text, or its ids, as one vector of length 1."""
+    import torch
+
     return torch.tensor(_ask(path, context, {"texts": list(texts), "pooling": pooling}))
 
 
 def scores(path: Path, query: str, documents: Sequence[str], *, context: int) -> Tensor:
     """float32 [n_documents]: the first score of each document for the query. Their ids: [CLS] query [SEP] document."""
+    import torch
+
     return torch.tensor(_ask(path, context, {"query": query, "documents": list(documents), "pooling": "rank"}))
 
 

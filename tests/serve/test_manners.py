@@ -18,6 +18,7 @@ from tests.serve.running import DEADLINE_S, Running, serving
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 LONG: Any = {"messages": HELLO, "ignore_eos": True}
+SLOW: Any = {"context": 4096, "mode": "eager"}  # a step takes long enough that an answer can be caught on its way
 
 
 def until(is_true: Callable[[], bool], what: str) -> None:
@@ -33,7 +34,7 @@ def free_slots(server: Running) -> int:
 
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_frees_its_slot(tiny: Path, stream: bool) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 2}) as server:
+    with serving(tiny, llm={**SLOW, "slots": 2}) as server:
         body = json.dumps({**LONG, "stream": stream}).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
@@ -72,7 +73,7 @@ def test_more_clients_than_slots_all_get_their_own_answers(server: Running) -> N
 
 def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
     limits = Limits(keep_alive_s=0.05)
-    with serving(tiny, llm={"context": 4096, "slots": 1}, limits=limits) as server, server.http() as http:
+    with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True}) as first:
             parts = first.iter_bytes()
             next(parts)
@@ -88,7 +89,7 @@ def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
 @pytest.mark.slow
 def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
     limits = Limits(unread_tokens=200, write_s=0.5)
-    with serving(tiny, llm={"context": 4096, "slots": 2}, limits=limits) as server:
+    with serving(tiny, llm={**SLOW, "slots": 2}, limits=limits) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
         body = json.dumps({**LONG, "stream": True, "n": 1, "logprobs": True, "top_logprobs": 20}).encode()
         with socket.socket() as slow:
@@ -106,7 +107,7 @@ def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
 
 def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path) -> None:
     limits = Limits(request_s=0.2, keep_alive_s=0.05)
-    with serving(tiny, llm={"context": 4096, "slots": 1}, limits=limits) as server:
+    with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server:
         text = server.post(CHAT, {**LONG, "stream": True}).text
         last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
         assert last["error"]["code"] == "timeout"
@@ -118,7 +119,7 @@ def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path) -> N
 
 @pytest.mark.slow
 def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 2}) as server, server.http() as http:
+    with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True, "max_tokens": 1500}) as running:
             lines = running.iter_lines()
             next(lines)
@@ -133,7 +134,7 @@ def test_a_drained_server_ends_what_runs_and_takes_nothing_new(tiny: Path) -> No
 
 
 def test_a_second_signal_stops_what_runs_with_an_error_event(tiny: Path) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 2}) as server, server.http() as http:
+    with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True}) as running:
             lines = running.iter_lines()
             next(lines)
@@ -145,7 +146,7 @@ def test_a_second_signal_stops_what_runs_with_an_error_event(tiny: Path) -> None
 
 
 def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tiny: Path) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 2}) as server, server.http() as http:
+    with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
         with (
             http.stream("POST", CHAT, json={**LONG, "stream": True}) as one,
             http.stream("POST", CHAT, json={**LONG, "stream": True}) as other,
@@ -247,7 +248,7 @@ def test_texts_become_tokens_and_back_and_conversations_prompts(server: Running)
 
 
 def test_slots_show_who_sits_there(tiny: Path) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 2}) as server, server.http() as http:
+    with serving(tiny, llm={**SLOW, "slots": 2}) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True}) as running:
             parts = running.iter_bytes()
             next(parts)

@@ -77,8 +77,8 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def slow_server(tiny: Path) -> Iterator[Running]:
-    """With a context so long that an answer can be watched."""
-    with serving(tiny, llm={"context": 4096, "slots": 4}) as running:
+    """With steps so slow and a context so long that an answer can be watched."""
+    with serving(tiny, llm={"context": 4096, "slots": 4, "mode": "eager"}) as running:
         yield running
 
 

@@ -149,7 +149,8 @@ def test_our_own_faults_tell_nothing_of_the_inside(tiny: Path, capfd: pytest.Cap
 
 @pytest.mark.slow
 def test_a_full_line_is_told_when_to_come_again(tiny: Path) -> None:
-    with serving(tiny, llm={"context": 4096, "slots": 1, "queue": 0}) as server, server.http() as http:
+    slow = {"context": 4096, "slots": 1, "queue": 0, "mode": "eager"}  # the first is still answered when another comes
+    with serving(tiny, llm=slow) as server, server.http() as http:
         body = {"messages": HELLO, "stream": True, "ignore_eos": True}
         with http.stream("POST", CHAT, json=body) as first:
             parts = first.iter_bytes()

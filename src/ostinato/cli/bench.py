@@ -96,7 +96,7 @@ def decode(
     depth: Annotated[str, typer.Option("--depth", metavar="LIST", help="Positions in memory before that.")] = "0",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each, after one to warm up.")] = 5,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also the time of each kind of node, in each mode.")
+        bool, typer.Option("--profile", help="Also the time of each kind of node; on a CPU, eager's alone.")
     ] = False,
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the ladder (needs the extra `lab`).")
@@ -262,6 +262,7 @@ def _measure(
     model: Model | None = source.load(dense)
     assert model is not None
     modes = _modes_here(wanted, model, source)
+    profiled = _profiled(modes, source) if profile else []
     bandwidth = read_bandwidth(source.device)
     facts = _facts(source, bandwidth, repeats)
     if not as_json:
@@ -276,9 +277,8 @@ def _measure(
             figures.append(figure)
             if not as_json:
                 _show_row(_row(figure))  # at once: a table may take minutes
-        if profile:
-            cases = product(group, lists["batches"], lists["depths"])
-            profiles += [bench.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
+        cases = product([mode for mode in group if mode in profiled], lists["batches"], lists["depths"])
+        profiles += [bench.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
         model = None  # given back before the next is asked for
         del bench
     if not as_json:
@@ -314,6 +314,17 @@ def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[
         if reasons[mode] is not None:
             raise HardwareCannot(f"mode {mode!r} cannot run here: {reasons[mode]}")
     return wanted
+
+
+def _profiled(modes: list[str], source: Source) -> list[str]:
+    """Those of the modes whose nodes can be timed; why each of the others is left out is said."""
+    from ostinato.engine.bench import why_not_profiled
+
+    reasons = {mode: why_not_profiled(mode, source.device) for mode in modes}
+    for mode, reason in reasons.items():
+        if reason is not None:
+            talk(f"no profile of {mode}: {reason}")
+    return [mode for mode, reason in reasons.items() if reason is None]
 
 
 def _facts(source: Source, bandwidth: float, repeats: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement, free_bytes
 from ostinato.engine.readloop import cpu_bandwidth
 from ostinato.engine.request import Request, Token
-from ostinato.errors import BadOption, InternalError
+from ostinato.errors import BadOption, HardwareCannot, InternalError
 from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.open import Loop, LoopOptions
 from ostinato.loop.plan import Node
@@ -244,8 +244,10 @@ class Bench:
         return Figure(task, runs, weights / task.batch + kept, self.bandwidth)
 
     def profile(self, *, batch: int, depth: int, n_steps: int = PROFILED_STEPS, mode: str = "eager") -> Profile:
-        """The time of each kind of node: in `eager` by a host that looks at the clock around every node; in the other
-        modes, where no host looks, by marks of the device between the nodes."""
+        """The time of each kind of node: in `eager` by a host that looks at the clock around every node; in a GPU's
+        other modes, where no host looks, by marks of the device between the nodes. Refused where there are none."""
+        if (reason := why_not_profiled(mode, self.model.device)) is not None:
+            raise HardwareCannot(f"mode {mode!r} cannot be profiled here: {reason}")
         n_prompt, most = max(1, depth), n_steps + 2
         page = PAGE_TOKENS[self.model.device.type]
         n_pages = batch * -(-(n_prompt + most) // page)
@@ -343,6 +345,13 @@ def _read(request: Request) -> list[Token]:
 
 
 # Profiling
+
+
+def why_not_profiled(mode: str, device: torch.device) -> str | None:
+    """Why the nodes of a mode cannot be timed on this device; None where they can."""
+    if mode == "loop" and device.type == "cpu":
+        return "the native loop is one call: its nodes are not timed; eager's are"
+    return None
 
 
 class _CpuTimer:

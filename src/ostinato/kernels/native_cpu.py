@@ -36,7 +36,7 @@ class NativeStatus:
 
     level: str
     words: str  # the level for people
-    origin: str | None  # "of the wheel", "compiled" or "to be compiled at first use"; None where there is none
+    origin: str | None  # "of the wheel", "compiled" or "compiled at first use, and kept"; None where there is none
     why_not: str | None
     note: str | None  # why the wheel's object is not used, where it has one
 
@@ -95,7 +95,7 @@ def native_status() -> NativeStatus:
         else:
             try:
                 build.cxx()
-                origin = "to be compiled at first use"
+                origin = "compiled at first use, and kept"
             except HardwareCannot as error:
                 why_not = f"{note or 'no prebuilt object is installed'}, and {error}"
     return NativeStatus(level.name, level.words, origin, why_not, note)
