@@ -3,6 +3,11 @@
 import os
 
 
+def soaking() -> bool:
+    """Whether this is `make soak`, for what is done there alone."""
+    return os.environ.get("OSTINATO_SOAK") == "1"
+
+
 def soak(n: int) -> int:
     """`n` when OSTINATO_SOAK=1, else a tenth of it."""
-    return n if os.environ.get("OSTINATO_SOAK") == "1" else max(1, n // 10)
+    return n if soaking() else max(1, n // 10)

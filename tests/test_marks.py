@@ -14,8 +14,8 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def counts(tree: ast.Module) -> set[str]:
-    """`soak` itself, and the constants of the module that are made with it."""
-    found = {"soak"}
+    """`soak` and `soaking` themselves, and the constants of the module that are made with them."""
+    found = {"soak", "soaking"}
     for node in tree.body:
         if isinstance(node, ast.Assign) and names_in(node.value) & found:
             found |= {target.id for target in node.targets if isinstance(target, ast.Name)}

@@ -34,8 +34,8 @@ with LLM(Path(sys.argv[1]), device="cpu", context=64) as llm:
 
 
 def needs_setuptools() -> None:
-    """Skips where a wheel cannot be built. Its version is read and it is not imported: it refuses to come into a process
-    where another package has imported Python's own distutils, and only the child that builds needs it."""
+    """Skips where a wheel cannot be built. The version is read and setuptools is not imported: it puts a distutils of
+    its own in place of Python's, which can fail after what other tests imported. Only the building child needs it."""
     try:
         found = version("setuptools")
     except PackageNotFoundError:

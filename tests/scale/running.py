@@ -64,10 +64,12 @@ def until(true: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
 
 
 @contextmanager
-def replicas(model: Path, n: int, *words: str, context: int = 1024, slots: int = 4) -> Iterator[Replicas]:
+def replicas(
+    model: Path, n: int, *words: str, context: int = 1024, slots: int = 4, mode: str = "auto"
+) -> Iterator[Replicas]:
     """The program, ready; stopped at the end of the block."""
     command = [sys.executable, "-m", "ostinato", "serve", model, "--replicas", n, "--port", 0, "--device", "cpu"]
-    command += ["--context", context, "--slots", slots, *words]
+    command += ["--context", context, "--slots", slots, "--mode", mode, *words]
     environment = {**os.environ, "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
@@ -86,7 +88,7 @@ def replicas(model: Path, n: int, *words: str, context: int = 1024, slots: int =
             return bool(found)
 
         until(ready)
-        with LLM(model, device="cpu", context=context) as llm:
+        with LLM(model, device="cpu", context=context, mode=mode) as llm:
             yield Replicas(found[0], llm, process, said)
     finally:
         if process.poll() is None:

@@ -15,15 +15,16 @@ from ostinato.scale.local import Call, LocalServer
 from ostinato.serve.settings import ServeOptions
 
 BODY = {"prompt": "hello", "max_tokens": 60, "seed": 1, "stream": True, "ignore_eos": True}
+LOADING: Any = {"device": "cpu", "context": 1024, "slots": 2, "mode": "eager"}  # slow enough to be left half way
 
 
 def with_server(tiny: Path, work: Callable[[LocalServer], Awaitable[Any]]) -> Any:
     async def main() -> Any:
-        options = ServeOptions(str(tiny), load=LoadOptions(device="cpu", context=1024, slots=2), keys=("a-secret-key",))
+        options = ServeOptions(str(tiny), load=LoadOptions(**LOADING), keys=("a-secret-key",))
         log: list[Any] = []
         server = LocalServer(options, write=log.append)
         try:
-            server.open(LLM(tiny, device="cpu", context=1024, slots=2))
+            server.open(LLM(tiny, **LOADING))
             return await work(server)
         finally:
             server.close()

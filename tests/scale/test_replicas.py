@@ -30,17 +30,18 @@ for module in (test_answers, test_refusals):
             globals()[name] = test
 
 LONG: Any = {"prompt": "hello", "max_tokens": 900, "ignore_eos": True, "stream": True, "seed": 1}
+SLOW: Any = {"mode": "eager"}  # a step takes long enough that requests meet, wait and can be caught on their way
 
 
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[Replicas]:
-    with replicas(tiny, 2, "--queue", "4") as running:
+    with replicas(tiny, 2, "--queue", "4", **SLOW) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def in_turn(tiny: Path) -> Iterator[Replicas]:
-    with replicas(tiny, 2, "--routing", "round_robin", "--max-replicas", "3", slots=2) as running:
+    with replicas(tiny, 2, "--routing", "round_robin", "--max-replicas", "3", slots=2, **SLOW) as running:
         yield running
 
 
@@ -52,7 +53,7 @@ def client(server: Replicas) -> Iterator[openai.OpenAI]:
 
 def test_digests_are_those_of_the_single_server_on_every_replica(server: Replicas, tiny: Path) -> None:
     bodies = [{"prompt": f"{n} words", "max_tokens": 6, "seed": n, "temperature": 0.9} for n in range(12)]
-    with serving(tiny, llm={"context": 1024, "slots": 4}) as single:
+    with serving(tiny, llm={"context": 1024, "slots": 4, **SLOW}) as single:
         wanted = [single.post("/v1/completions", body).json() for body in bodies]
     for body, one in zip(bodies, wanted, strict=True):
         found = server.post("/v1/completions", body).json()

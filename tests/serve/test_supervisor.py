@@ -23,6 +23,7 @@ from tests.serve.running import DEADLINE_S
 
 CHAT = "/v1/chat/completions"
 HELLO: Any = [{"role": "user", "content": "hello"}]
+SLOW = ("--context", "4096", "--mode", "eager")  # an answer can be caught on its way
 pytestmark = pytest.mark.slow
 
 
@@ -83,7 +84,7 @@ def program(*arguments: str, **words: Any) -> Iterator[Program]:
 
 
 def test_the_program_says_where_it_is_answers_and_drains_on_a_signal(tiny: Path) -> None:
-    with program(str(tiny), "--port", "0", "--alias", "mine", "--slots", "2", "--context", "4096") as running:
+    with program(str(tiny), "--port", "0", "--alias", "mine", "--slots", "2", *SLOW) as running:
         ready = running.until("ready: mine at http://127.0.0.1:")
         assert "2 slots, context 4096" in ready
         with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
@@ -100,7 +101,7 @@ def test_the_program_says_where_it_is_answers_and_drains_on_a_signal(tiny: Path)
 
 
 def test_a_second_signal_stops_it_and_ctrl_c_counts_too(tiny: Path) -> None:
-    with program(str(tiny), "--port", "0", "--context", "4096") as running:
+    with program(str(tiny), "--port", "0", *SLOW) as running:
         running.until("ready: ")
         with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
             body = {"messages": HELLO, "stream": True, "ignore_eos": True}
@@ -121,7 +122,7 @@ def test_after_an_engines_death_the_next_request_is_answered_by_the_next_worker(
         "from ostinato.serve.settings import ServeOptions\n"
         "from ostinato.options import LoadOptions\n"
         "from ostinato.serve.supervisor import Supervisor\n"
-        "options = ServeOptions(sys.argv[1], load=LoadOptions(context=512, slots=2), port=0)\n"
+        "options = ServeOptions(sys.argv[1], load=LoadOptions(context=512, slots=2, mode='eager'), port=0)\n"
         "command = (sys.executable, '-m', 'tests.serve.faulty_worker', sys.argv[2])\n"
         "talk = lambda text: print(text, file=sys.stderr, flush=True)\n"
         "sys.exit(Supervisor(options, talk, command=command).run())\n"
