@@ -36,7 +36,7 @@ def test_lists_cross_and_a_prompt_is_measured_once_a_mode(bench: Bench) -> None:
 
 
 def test_all_sequences_of_a_batch_are_counted_from_when_the_last_began(bench: Bench) -> None:
-    (figure,) = bench.figures(modes=["loop"], batches=[3], n_prompts=[], n_gens=[6], depths=[0])
+    (figure,) = bench.figures(modes=["eager"], batches=[3], n_prompts=[], n_gens=[6], depths=[0])
     assert max(run.n_tokens for run in figure.runs) == 18
     assert all(run.device_s > 0 and run.host_s > 0 for run in figure.runs)
 
