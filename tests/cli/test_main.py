@@ -159,6 +159,7 @@ def make_models_raise(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> 
     monkeypatch.setattr(store, "installed", installed)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_early_is_no_error(tiny: Path) -> None:
     arguments = ("run", "--model", tiny, "--max-tokens", "20000", "--ignore-eos", "--seed", "1", "hi")
     with start(arguments) as program:
@@ -183,6 +184,7 @@ def test_an_output_that_is_full_is_told() -> None:
     assert ran.stderr == "error: cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_terminal_without_utf8_gets_question_marks_and_json_gets_escapes(vocabulary: Path) -> None:
     command = [sys.executable, "-m", "ostinato", "tokenize", "--model", str(vocabulary), "é"]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
@@ -193,6 +195,7 @@ def test_a_terminal_without_utf8_gets_question_marks_and_json_gets_escapes(vocab
     assert len(json.loads(as_json.stdout)["ids"]) == 2
 
 
+@pytest.mark.slow
 def test_a_shell_can_complete_verbs_and_model_names(home: Path) -> None:
     def completions(words: str, index: int) -> str:
         settings = {"_OSTINATO_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(index)}

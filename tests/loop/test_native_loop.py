@@ -280,6 +280,7 @@ def test_a_cancelled_sequence_ends_within_one_step() -> None:
         assert driver.word(Word.STEPS) - before <= 1
 
 
+@pytest.mark.slow
 def test_a_chunk_beside_a_running_loop_has_its_turn_at_a_border() -> None:
     with closing(open_loop(context=8192, n_pages=1200)) as driver:
         driver.seat(0, PROMPT, most=6000)

@@ -36,6 +36,8 @@ from ostinato.models.random import random_model as named_model
 from tests.loop.tiled import packed_blocks, tiled
 from tests.random_model import MemoryKind, random_model
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 Change = Callable[[Node], Node]
 
 

@@ -11,6 +11,8 @@ from torch.testing import assert_close
 from ostinato import LLM, Sampling
 from tests.models import tiny, tiny_gguf, tiny_text
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 GREEDY: Final = Sampling(max_tokens=tiny.N_GREEDY, temperature=0, ignore_eos=True)
 
 

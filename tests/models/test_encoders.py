@@ -15,6 +15,8 @@ from ostinato.models.registry import read_shape
 from tests.models import plain_memory, tiny, tiny_encoders
 from tests.models.tiny_encoders import ENCODERS, RANKERS
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 
 @pytest.mark.parametrize(("name", "form"), tiny_encoders.CASES, ids=lambda part: part)
 def test_hidden_rows_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:

@@ -15,6 +15,8 @@ from ostinato.batch.batch import Batch
 from ostinato.engine.decoder import Decoder
 from tests.models import tiny
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 FAMILIES = ("mamba", "falcon-mamba", "mamba2-groups", "falcon-h1", "falcon-h1-norm")
 
 
