@@ -13,6 +13,8 @@ from ostinato.errors import BadTemplate
 from ostinato.text import template as room
 from ostinato.text.template import ChatTemplate
 
+pytestmark = pytest.mark.slow  # together they take seconds
+
 LINUX = sys.platform.startswith("linux")
 USER = [{"role": "user", "content": "hi"}]
 
@@ -177,8 +179,6 @@ def test_the_renderer_ends_when_its_parent_goes_away(busy: bool) -> None:
     code = """
 import sys, threading
 from ostinato.text import template
-
-pytestmark = pytest.mark.slow  # together they take seconds
 template.RENDER_SECONDS = 1.0
 source = "{% if busy %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 made = template.ChatTemplate(source, bos_token="", eos_token="")

@@ -5,7 +5,6 @@ The answering is `scale/`; here words become settings, and counts a bar with tok
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import time
 from dataclasses import asdict
@@ -79,6 +78,8 @@ def batch(
             tally = run_on_ray(options, asked, written, replicas=replicas or 1, address=ray_address, told=bar)
         else:
             from ostinato.scale.batch import run_here
+
+            import asyncio
 
             tally = asyncio.run(run_here(options, lambda: _loaded(options.model, load), asked, written, told=bar))
     _sum_up(tally, bar.seconds, results, as_json=as_json)
