@@ -77,9 +77,9 @@ def batch(
 
             tally = run_on_ray(options, asked, written, replicas=replicas or 1, address=ray_address, told=bar)
         else:
-            from ostinato.scale.batch import run_here
-
             import asyncio
+
+            from ostinato.scale.batch import run_here
 
             tally = asyncio.run(run_here(options, lambda: _loaded(options.model, load), asked, written, told=bar))
     _sum_up(tally, bar.seconds, results, as_json=as_json)

@@ -5,7 +5,6 @@ The asking is `serve/load.py`; here words become a load, and outcomes a table, a
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -22,6 +21,8 @@ from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption
 
 if TYPE_CHECKING:
+    import asyncio
+
     from ostinato.serve.load import Lengths, Load, Outcome, Report, Spread
 
 
