@@ -21,8 +21,6 @@ from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption
 
 if TYPE_CHECKING:
-    import asyncio
-
     from ostinato.serve.load import Lengths, Load, Outcome, Report, Spread
 
 
@@ -63,6 +61,7 @@ def serve_load(
 
     Ends with one line of JSON.
     """
+    import asyncio
     from dataclasses import replace
 
     from ostinato.serve.load import Load, report, run
