@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,10 @@ import torch
 from torch import Tensor
 
 from bench.note import versions
+from bench.replay import replays_us
 from ostinato.kernels.sample_step import sample_step_torch
 from ostinato.kernels.triton.sample import bind_sample, sample_workspace
-from ostinato.loop.layout import Arena, Layout, arena_bytes
+from ostinato.loop.layout import Arena, Layout, arena_bytes, sampled
 
 VOCAB: Final = 128_256
 N_TOKENS: Final = 128_000
@@ -85,15 +87,8 @@ class Bench:
             self.logits,
             table,
             {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in spaces},
-            n_rows=table["n_rows"],
-            row_slot=table["row_slot"],
             n_tokens=N_TOKENS,
-            position=table["position"],
-            offset=1,
-            chosen=table["chosen"],
-            chosen_logprob=table["chosen_logprob"],
-            top_ids=table["top_ids"],
-            top_logprobs=table["top_logprobs"],
+            **sampled(table),
         )
 
     def _seat(self, case: Case) -> None:
@@ -122,15 +117,8 @@ class Bench:
         sample_step_torch(
             self.logits.cpu(),
             table,
-            n_rows=table["n_rows"],
-            row_slot=table["row_slot"],
             n_tokens=N_TOKENS,
-            position=table["position"],
-            offset=1,
-            chosen=table["chosen"],
-            chosen_logprob=table["chosen_logprob"],
-            top_ids=table["top_ids"],
-            top_logprobs=table["top_logprobs"],
+            **sampled(table),
         )
         return table
 
@@ -214,24 +202,8 @@ def check_draws(case: Case, n_draws: int = 200_000, rows: int = 512) -> list[str
 
 def graph_us(launches: Launches) -> float:
     """Microseconds of one run of the launches, from graphs of many; the median."""
-    for _, launch in launches:
-        launch()  # compiled before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(STEPS_A_GRAPH):
-            for _, launch in launches:
-                launch()
-    graph.replay()
-    times: list[float] = []
-    for _ in range(RUNS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]  # torch's
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) * 1000 / STEPS_A_GRAPH)
-    return sorted(times)[RUNS // 2]
+    step = [launch for _, launch in launches]
+    return statistics.median(replays_us(step * STEPS_A_GRAPH, RUNS)) / STEPS_A_GRAPH
 
 
 def timed(case: Case) -> dict[str, object]:

@@ -56,8 +56,13 @@ def test_everything_leaves_a_report_and_two_of_them_are_compared(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("sweep", "--over", "speed", "--values", "1"), "--over is 'speed'; known: n, steps"),
+        (("sweep", "--over", "speed", "--values", "1"), "--over is 'speed'; on this machine: n, steps, kernels"),
+        (
+            ("sweep", "--over", "threads", "--values", "64", "--device", "cpu"),
+            "--over is 'threads'; on this machine: n",
+        ),
         (("sweep", "--over", "n", "--values", "x"), "must be whole numbers"),
+        (("profile", "--counters", "--device", "cpu"), "--counters are a GPU's"),
         (("one", "--start", "warp", "--device", "cpu"), "here there are: op by op"),
         (("--n", "0", "--device", "cpu"), "--n is 0"),
         (("compare", "none.json", "none.json"), "cannot be read"),
@@ -80,6 +85,7 @@ def test_a_profile_counts_and_tells_the_commands(ostinato: Run, tmp_path: Path) 
     )
     assert ran.code == 0, ran.err
     assert "traceEvents" in json.loads(trace.read_text())
+    assert "recorded: 5 launches by the host" in ran.out
     for tool in ("nsys profile", "ncu --metrics", "rocprof --hip-trace", "omnitrace-sample", "nvcc -O3", "hipcc -O3"):
         assert tool in ran.out
 

@@ -16,7 +16,7 @@ from ostinato.engine.sampler import Sampler
 from ostinato.kernels.sample import SampleRows, sample_torch
 from ostinato.kernels.sample_step import sample_step_torch
 from ostinato.kernels.table import ops_for
-from ostinato.loop.layout import Arena, Layout, Tables
+from ostinato.loop.layout import Arena, Layout, Tables, sampled
 from ostinato.options import Sampling
 from tests.kernels.seats import Setting, seat
 
@@ -60,19 +60,7 @@ def table_of(n_slots: int, vocab: int) -> Arena:
 
 
 def step(logits: Tensor, table: Arena, n_rows: int, n_tokens: int) -> None:
-    sample_step_torch(
-        logits,
-        table,
-        n_rows=n_rows,
-        row_slot=table["row_slot"],
-        n_tokens=n_tokens,
-        position=table["position"],
-        offset=1,
-        chosen=table["chosen"],
-        chosen_logprob=table["chosen_logprob"],
-        top_ids=table["top_ids"],
-        top_logprobs=table["top_logprobs"],
-    )
+    sample_step_torch(logits, table, n_tokens=n_tokens, **(sampled(table) | {"n_rows": n_rows}))
 
 
 def chosen_by_step(logits: Tensor, setting: Setting, n_tokens: int) -> tuple[int, float, Arena]:

@@ -1,13 +1,15 @@
 """The laboratory where there is no GPU: every start computes every element of every step."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ostinato.errors import BadOption, InternalError
+from ostinato.errors import BadInput, BadOption, HardwareCannot, InternalError
 from ostinato.lab.cpu import NATIVE, OP_BY_OP, RECORDED, CpuMachine
-from ostinato.lab.experiment import Row, compared, measured, read_result, result, swept
+from ostinato.lab.experiment import FORMAT, Row, compared, measured, read_result, result, swept
 from ostinato.lab.work import BODIES, Body, Data, Timing, Work, checked
 
 WORK = Work(n=37, steps=20, kernels=3)
@@ -71,14 +73,12 @@ def test_impossible_sizes_name_their_limit(sizes: dict[str, object], words: str)
 
 
 def test_more_than_memory_holds_is_refused_before_it_is_taken(machine: CpuMachine) -> None:
-    from ostinato.errors import HardwareCannot
-
     with pytest.raises(HardwareCannot, match="are free"):
         machine.time(Work(n=1 << 31, steps=1), OP_BY_OP, 1)
 
 
 def test_a_row_sets_predictions_beside_figures_and_two_results_beside_each_other(
-    machine: CpuMachine, tmp_path: object
+    machine: CpuMachine,
 ) -> None:
     rows = [row for row in swept(machine, WORK, "n", [16, 64], 2) if isinstance(row, Row)]
     assert [row.work.n for row in rows] == [16, 64]
@@ -92,13 +92,14 @@ def test_a_row_sets_predictions_beside_figures_and_two_results_beside_each_other
     assert any("overhead of the baseline" in line[0] for line in lines)
 
 
-def test_a_file_that_is_no_result_is_refused(tmp_path: pytest.TempPathFactory) -> None:
-    from pathlib import Path
-
-    from ostinato.errors import BadInput
-
-    path = Path(str(tmp_path)) / "a.json"
-    for text, words in (("{", "not JSON"), ("{}", "not a result"), ("[1]", "not a result")):
+def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    for text, words in (
+        ("{", "not JSON"),
+        ("{}", "not a result"),
+        ("[1]", "not a result"),
+        (json.dumps({"format": FORMAT, "rows": []}), "not a whole one"),
+    ):
         path.write_text(text)
         with pytest.raises(BadInput, match=words):
             read_result(path)

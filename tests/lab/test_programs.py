@@ -1,5 +1,6 @@
 """The laboratory's programs: whole ones compile for CUDA and HIP, kernels by NVRTC; nothing of AMD has been run."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,12 +13,21 @@ from ostinato.lab.programs import FOLDER, source
 
 WHOLE = ("graphs_axpy", "persistent_decode")
 
+CSV = "\n".join(
+    [
+        "==PROF== Connected to process 1",
+        '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
+        '"0","short_axpy","gpu__time_duration.sum","ns","6,400"',
+        '"0","short_axpy","sm__throughput.avg.pct_of_peak_sustained_active","%","30.00"',
+        '"1","short_axpy","gpu__time_duration.sum","us","1.6"',
+        '"1","short_axpy","sm__throughput.avg.pct_of_peak_sustained_active","%","32.00"',
+    ]
+)
+
 
 def compiled(command: list[str], tool: str, **environment: str) -> None:
     if shutil.which(tool) is None:
         pytest.skip(f"{tool} is not installed")
-    import os
-
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment}, check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
 
@@ -71,17 +81,7 @@ def test_the_commands_name_the_programs_and_the_counters() -> None:
 
 
 def test_what_ncu_prints_is_read() -> None:
-    text = "\n".join(
-        [
-            "==PROF== Connected to process 1",
-            '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"',
-            '"0","short_axpy","gpu__time_duration.sum","ns","6,400"',
-            '"0","short_axpy","sm__throughput.avg.pct_of_peak_sustained_active","%","30.00"',
-            '"1","short_axpy","gpu__time_duration.sum","us","1.6"',
-            '"1","short_axpy","sm__throughput.avg.pct_of_peak_sustained_active","%","32.00"',
-        ]
-    )
-    assert counters(text) == {"kernels": 2.0, "throughput_pct": 31.0, "time_us": 8.0}
+    assert counters(CSV) == {"kernels": 2.0, "throughput_pct": 31.0, "time_us": 8.0}
 
 
 def test_counters_that_are_closed_are_told() -> None:
@@ -97,6 +97,14 @@ def test_a_profiler_that_fails_or_hangs_is_told(monkeypatch: pytest.MonkeyPatch)
 
     with pytest.raises(HardwareCannot, match="fewer --steps"):
         counted("x", [], run=hangs)
+    asked: list[list[str]] = []
+
+    def answers(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(command)
+        return subprocess.CompletedProcess([], 0, CSV, "")
+
+    assert counted("x", ["--n", "1"], run=answers)["kernels"] == 2
+    assert asked[0][asked[0].index("--kernel-name") + 1] == "regex:^short_"  # torch's own kernels are not meant
     failed = subprocess.CompletedProcess([], 9, "", "no permission")
     with pytest.raises(HardwareCannot, match="ended with 9 and said: no permission"):
         counted("x", [], run=lambda *_, **__: failed)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ostinato.lab.experiment import Row
-    from ostinato.lab.work import Machine
+    from ostinato.lab.work import Machine, Work
     from ostinato.models.blocks import Model
     from ostinato.options import Activations
 
@@ -62,7 +62,7 @@ def everything(
     """
     if context.invoked_subcommand is not None:
         return
-    from ostinato.lab.experiment import LENGTHS, measured, result, swept
+    from ostinato.lab.experiment import LENGTHS, measured, result
     from ostinato.lab.work import Work
 
     _check_folder(out)
@@ -74,14 +74,7 @@ def everything(
     if not as_json:
         _show(first)
     lengths = LENGTHS if machine.kind == "gpu" else LENGTHS[:6]
-    rows = [first]
-    with _progress("sweeping the length of a kernel", len(lengths), quiet=as_json) as advance:
-        for row in swept(machine, work, "n", lengths, repeats):
-            advance()
-            if isinstance(row, tuple):
-                talk(f"n={row[0].n}: {row[1]}")
-            else:
-                rows.append(row)
+    rows = [first, *_swept(machine, work, "n", lengths, repeats, quiet=as_json)]
     model, name = _model(machine, DEFAULT_SHAPE[machine.kind])
     decode = list(_decoded(model, name, 512 if machine.kind == "gpu" else 64, 256 if machine.kind == "gpu" else 32))
     found = result(machine, work, rows, decode=decode)
@@ -110,25 +103,16 @@ def sweep(
     as_json: flags.Json = False,
 ) -> None:
     """All starts over several values of one size."""
-    from ostinato.lab.experiment import SWEPT, result, swept
+    from ostinato.lab.experiment import result
     from ostinato.lab.work import Work
 
-    if over not in SWEPT:
-        raise BadOption(f"--over is {over!r}; known: {', '.join(SWEPT)}")
     _check_folder(out)
     work = Work(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     wanted = numbers("--values", values, least=0 if over == "blocks" else 1)
     machine = _machine(device)
     if not as_json:
         _introduce(machine)
-    rows = []
-    with _progress(f"sweeping {over}", len(wanted), quiet=as_json) as advance:
-        for row in swept(machine, work, over, wanted, repeats):
-            advance()
-            if isinstance(row, tuple):
-                talk(f"{over}={getattr(row[0], over)}: {row[1]}")
-            else:
-                rows.append(row)
+    rows = _swept(machine, work, over, wanted, repeats, quiet=as_json)
     if not rows:
         raise HardwareCannot("none of these values could be measured here")
     found = result(machine, work, rows)
@@ -226,6 +210,8 @@ def profile(
     chosen = machine.starts if start is None else (start,)
     if start is not None and start not in machine.starts:
         raise BadOption(f"--start is {start!r}; here there are: {', '.join(machine.starts)}")
+    if counters and machine.kind == "cpu":
+        raise BadOption("--counters are a GPU's, and this is a CPU")
     if trace is not None and len(chosen) > 1:
         raise BadOption("--trace is of one start; give --start too")
     found: dict[str, Any] = {"profiles": [profiled(machine, work, name, trace) for name in chosen]}
@@ -239,8 +225,10 @@ def profile(
     if not as_json:
         _introduce(machine)
         for one_profile in found["profiles"]:
-            counts = ", ".join(f"{name} {count}" for name, count in one_profile["launches"].items()) or "none"
-            write_line(f"{one_profile['start']}: launches by the host: {counts}")
+            seen = ", ".join(f"{name} {count}" for name, count in one_profile["calls"].items()) or "none"
+            write_line(
+                f"{one_profile['start']}: {one_profile['launches']} launches by the host; torch's profiler saw {seen}"
+            )
             write_columns(
                 [(e["name"][:60], f"{e['count']} times", f"{e['us']:.1f} us") for e in one_profile["longest"]]
             )
@@ -323,6 +311,21 @@ def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dic
             yield {"model": name, **decoded(model, mode, n_prompt=n_prompt, n_gen=n_gen, kv_type=kv_type)}
 
 
+def _swept(machine: Machine, work: Work, what: str, values: Sequence[int], repeats: int, *, quiet: bool) -> list[Row]:
+    """The rows of a sweep; what this machine refuses is told, and left out."""
+    from ostinato.lab.experiment import swept
+
+    rows: list[Row] = []
+    with _progress(f"sweeping {what}", len(values), quiet=quiet) as advance:
+        for row in swept(machine, work, what, values, repeats):
+            advance()
+            if isinstance(row, tuple):
+                talk(f"{what}={getattr(row[0], what)}: {row[1]}")
+            else:
+                rows.append(row)
+    return rows
+
+
 # Telling
 
 
@@ -339,7 +342,8 @@ def _introduce(machine: Machine) -> None:
 
 def _show(row: Row) -> None:
     work = row.work
-    what = f"{work.body}, n={work.n}, {work.steps} steps of {work.kernels}, {work.blocks} x {work.threads}"
+    grid = f", {work.blocks} x {work.threads}" if work.blocks else ""
+    what = f"{work.body}, n={work.n}, {work.steps} steps of {work.kernels}{grid}"
     write_line(f"\n{what}; a kernel by itself {row.body_us:.2f} us")
     lines = [
         (

@@ -32,6 +32,7 @@ class CpuMachine:
     """One thread: what is measured is how work is begun, not how it is shared out."""
 
     kind: Literal["gpu", "cpu"] = "cpu"
+    sizes: tuple[str, ...] = ("n", "steps", "kernels")  # a grid is a GPU's
 
     def __init__(self) -> None:
         self.name = cpu_name()

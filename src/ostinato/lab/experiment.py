@@ -9,14 +9,14 @@ from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
-from ostinato.errors import BadInput, HardwareCannot
+from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.lab.model import stops_paying_us
 from ostinato.lab.work import Machine, Timing, Work, with_values
 
-SWEPT: Final = ("n", "steps", "kernels", "blocks", "threads")
 REPEATS: Final = 5
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
 FORMAT: Final = "ostinato lab 1"
+_PARTS: Final = frozenset({"date", "machine", "costs", "stops_paying_us", "rows"})  # of a result, that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +82,9 @@ def swept(
     machine: Machine, work: Work, what: str, values: Sequence[int], repeats: int = REPEATS
 ) -> Iterator[Row | tuple[Work, str]]:
     """A row for each value of one size; a work that this machine refuses, with its words, instead of its row."""
-    if what not in SWEPT:
-        raise BadInput(f"{what!r} is not swept; known: {', '.join(SWEPT)}")
+    if what not in machine.sizes:
+        raise BadOption(f"--over is {what!r}; on this machine: {', '.join(machine.sizes)}")
     for one in with_values(work, what, values):
-        # Long vectors need no more steps to be measured well than what takes a second or so.
         try:
             yield measured(machine, one if what == "steps" else _shortened(one), repeats)
         except (BadInput, HardwareCannot) as error:
@@ -93,6 +92,7 @@ def swept(
 
 
 def _shortened(work: Work) -> Work:
+    """Long vectors need no more steps to be measured well than what takes a second or so."""
     return replace(work, steps=max(20, min(work.steps, (1 << 31) // (work.n * work.kernels))))
 
 
@@ -127,8 +127,8 @@ def read_result(path: Path) -> dict[str, Any]:
         raise BadInput(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise BadInput(f"{path}: not JSON: {error}") from error
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise BadInput(f'{path}: not a result of `ostinato lab` (its "format" is not {FORMAT!r})')
+    if not isinstance(found, dict) or found.get("format") != FORMAT or not found.keys() >= _PARTS:
+        raise BadInput(f"{path}: not a result of `ostinato lab`, or not a whole one")
     return found
 
 

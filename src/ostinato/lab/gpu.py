@@ -54,9 +54,13 @@ class GpuMachine:
     """The card that torch calls `device`."""
 
     kind: Literal["gpu", "cpu"] = "gpu"
+    sizes: tuple[str, ...] = ("n", "steps", "kernels", "blocks", "threads")
 
     def __init__(self, device: torch.device) -> None:
-        from cuda.core import Device, ObjectCode, Stream
+        try:
+            from cuda.core import Device, ObjectCode, Stream
+        except ImportError as error:
+            raise HardwareCannot(f"the laboratory on a GPU needs cuda-core ({error}); install ostinato[gpu]") from error
 
         self._device = device
         self.name = torch.cuda.get_device_name(device)

@@ -21,25 +21,27 @@ NCU_S: Final = 120.0
 
 
 def profiled(machine: Machine, work: Work, start: str, trace: Path | None) -> dict[str, Any]:
-    """One play under torch's profiler: how often the host launched, what ran, and a trace for a browser."""
+    """A start under torch's profiler: what the host launches for all steps by our own count, since the profiler does
+    not see replays through the driver; the calls and kernels that it saw; and a trace for a browser."""
     from torch.profiler import ProfilerActivity, profile
 
     activities = [ProfilerActivity.CPU]
     if machine.kind == "gpu":
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as found:
-        machine.time(work, start, 1)
+        timing = machine.time(work, start, 1)
     events: Sequence[Any] = found.key_averages()
     if trace is not None:
         try:
             found.export_chrome_trace(str(trace))
         except (OSError, RuntimeError) as error:
             raise BadInput(f"{trace}: the trace cannot be written: {error}") from error
-    launches = {event.key: event.count for event in events if "Launch" in event.key}
+    calls = {event.key: event.count for event in events if "Launch" in event.key}
     longest = sorted(events, key=_own_time, reverse=True)[:8]
     return {
         "start": start,
-        "launches": launches,
+        "launches": timing.launches,
+        "calls": calls,  # of the whole measurement: two plays, and what prepares and checks them
         "longest": [{"name": e.key, "count": e.count, "us": round(_own_time(e), 1)} for e in longest],
     }
 
@@ -66,11 +68,13 @@ def commands(programs: Path, *, arch: str = "sm_90", gfx: str = "gfx90a") -> dic
 
 
 def counted(program: str, options: Sequence[str], run: Callable[..., Any] = subprocess.run) -> dict[str, float]:
-    """The two counters of a program's kernels, by ncu: the mean throughput, and the sum of their time in us."""
+    """The two counters of a program's short kernels, by ncu: the mean throughput, and the sum of their time in us."""
     ncu = shutil.which("ncu")
     if ncu is None:
         raise HardwareCannot("ncu is not installed; it comes with the CUDA toolkit")
-    command = [ncu, "--csv", "--metrics", ",".join(COUNTERS), "--target-processes", "all", program, *options]
+    # Only what is measured: torch's own kernels, which fill and check, are not meant.
+    which = ["--kernel-name", "regex:^short_", "--target-processes", "all"]
+    command = [ncu, "--csv", "--metrics", ",".join(COUNTERS), *which, program, *options]
     try:
         ran = run(command, capture_output=True, text=True, timeout=NCU_S, check=False)
     except subprocess.TimeoutExpired as error:

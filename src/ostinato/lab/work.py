@@ -138,6 +138,7 @@ class Machine(Protocol):
     name: str
     kind: Literal["gpu", "cpu"]
     starts: tuple[str, ...]
+    sizes: tuple[str, ...]  # of a work, that make a difference here
     why_not: dict[str, str]  # starts that cannot run here, and why
 
     def settle(self, work: Work) -> Work:

@@ -21,7 +21,7 @@ from ostinato.errors import BadPointer
 from ostinato.kernels.philox import uniform_torch
 from ostinato.kernels.sample import penalise_torch
 from ostinato.kernels.triton.sample import Tiles, bind_sample, sample_workspace, tiles_for, uniform
-from ostinato.loop.layout import Arena, Layout, Tables
+from ostinato.loop.layout import Arena, Layout, Tables, sampled
 from tests.kernels.seats import Setting, seat
 from tests.kernels.test_sample_step import SETTINGS, VOCAB, row_of, step, table_of
 
@@ -40,15 +40,8 @@ def launches(logits: Tensor, table: Arena, n_tokens: int, tiles: Tiles) -> tuple
         logits,
         table,
         workspace,
-        n_rows=table["n_rows"],
-        row_slot=table["row_slot"],
         n_tokens=n_tokens,
-        position=table["position"],
-        offset=1,
-        chosen=table["chosen"],
-        chosen_logprob=table["chosen_logprob"],
-        top_ids=table["top_ids"],
-        top_logprobs=table["top_logprobs"],
+        **sampled(table),
         tiles=tiles,
     )
     return workspace, [launch for _, launch in bound]

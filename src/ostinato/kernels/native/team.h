@@ -18,6 +18,7 @@
 #include <chrono>
 #include <climits>
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <pthread.h>
 #include <sched.h>
@@ -99,15 +100,15 @@ class Team {
 #endif
         pthread_mutex_init(&turn_, &kind);
         pthread_mutexattr_destroy(&kind);
-        for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { live(me); });
+        try {
+            for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { live(me); });
+        } catch (...) {  // the system has no thread for somebody: those who live already must end first
+            dismiss();
+            throw;
+        }
     }
 
-    ~Team() {  // nobody may be in a job, or waiting for the turn
-        closing_.store(true);
-        for (int me = 1; me < n_; me++) call(me, calls_[me].number.load() + 1);
-        for (auto& thread : threads_) thread.join();
-        pthread_mutex_destroy(&turn_);
-    }
+    ~Team() { dismiss(); }  // nobody may be in a job, or waiting for the turn
 
     int size() const { return n_; }
     int active() const { return active_; }
@@ -118,11 +119,11 @@ class Team {
     void take_turn() {
         if (wait_until_back()) return;
         int found = pthread_mutex_trylock(&turn_);
-        if (found != 0 && found != EOWNERDEAD) {
-            waiting_.fetch_add(1);
-            found = pthread_mutex_lock(&turn_);
-            waiting_.fetch_sub(1);
+        while (found != 0 && found != EOWNERDEAD) {
+            wanted_.store(true);  // again and again: who offered may have given up before this thread had a core
+            found = lock_soon();
         }
+        wanted_.store(false);
         taken(found);
         uint32_t offered = OFFERED;
         if (passing_.compare_exchange_strong(offered, PASSED)) wake_all(passing_);
@@ -130,17 +131,15 @@ class Team {
 
     void give_turn() { pthread_mutex_unlock(&turn_); }
 
-    // Let one other have the turn if anybody waits; back when it is ours again. Whoever comes meanwhile waits for that.
+    // Let one other have the turn if anybody wants it; back when it is ours again. Whoever comes meanwhile waits for that.
+    // Who wanted it and died is offered it once, and does not ask again.
     void pass_turn() {
-        if (waiting_.load(std::memory_order_acquire) <= 0) return;
+        if (!wanted_.exchange(false)) return;
         const int64_t until = now_ns() + LOOK_AGAIN_NS;
         passing_.store(OFFERED);
         pthread_mutex_unlock(&turn_);
-        while (passing_.load() == OFFERED && waiting_.load() > 0 && now_ns() < until)
-            sleep_on(passing_, OFFERED, LOOK_AGAIN_NS / 20);
-        const bool nobody_came = passing_.load() == OFFERED;
+        while (passing_.load() == OFFERED && now_ns() < until) sleep_on(passing_, OFFERED, LOOK_AGAIN_NS / 20);
         taken(pthread_mutex_lock(&turn_));
-        if (nobody_came && passing_.load() == OFFERED) waiting_.store(0);  // who waited has died
         passing_.store(NOT_PASSING);
         wake_all(passing_);
     }
@@ -179,6 +178,27 @@ class Team {
         std::atomic<uint32_t> asleep{0};
         std::atomic<bool> at_work{false};
     };
+
+    void dismiss() {
+        closing_.store(true);
+        for (int me = 1; me < n_; me++) call(me, calls_[me].number.load() + 1);
+        for (auto& thread : threads_) thread.join();
+        pthread_mutex_destroy(&turn_);
+    }
+
+    // The turn, if it can be had soon; else an error that is not EOWNERDEAD.
+    int lock_soon() {
+#if defined(__linux__)
+        timespec until;
+        clock_gettime(CLOCK_REALTIME, &until);
+        until.tv_nsec += LOOK_AGAIN_NS;
+        until.tv_sec += until.tv_nsec / 1'000'000'000;
+        until.tv_nsec %= 1'000'000'000;
+        return pthread_mutex_timedlock(&turn_, &until);
+#else
+        return pthread_mutex_lock(&turn_);
+#endif
+    }
 
     void call(int me, uint32_t number) {
         Call& mine = calls_[me];
@@ -308,7 +328,7 @@ class Team {
     alignas(64) std::atomic<int> sleepers_{0};
     std::atomic<bool> closing_{false}, abandoned_{false};
     pthread_mutex_t turn_;
-    std::atomic<int> waiting_{0};
+    std::atomic<bool> wanted_{false};
     enum Passing : uint32_t { NOT_PASSING, OFFERED, PASSED };
     std::atomic<uint32_t> passing_{NOT_PASSING};
     std::atomic<int64_t> late_ns_{0};

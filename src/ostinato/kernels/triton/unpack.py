@@ -22,60 +22,38 @@ Q8_0 = tl.constexpr(KINDS["Q8_0"])
 Q6_K = tl.constexpr(KINDS["Q6_K"])
 
 # Two neighbouring bytes stand in the two halves of a register; a nibble of each, or'ed with 0x4300, is 128 + nibble.
-_FOUR = tl.constexpr("""{
+_NIBBLES = """prmt.b32 a, $4, 0, 0x4140;
+prmt.b32 b, $4, 0, 0x4342;
+lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
+shr.u32 a, a, 4;
+shr.u32 b, b, 4;
+lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
+lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
+"""
+
+
+def _with_further_bits(bits: int, mask: str) -> str:
+    """As above, and the further bits of each value, `bits` of them: a word has those of even columns in its lower half,
+    of odd ones in its upper half; turned right by $13, the first stand where `mask` has ones, from bits 4 and 20 on."""
+    return f"""{{
+.reg .b32 a, b, t;
+{_NIBBLES}shf.r.wrap.b32 t, $5, $5, $13;
+lop3.b32 $0, t, {mask}, $0, 0xEA;
+shf.r.wrap.b32 t, t, t, {bits};
+lop3.b32 $1, t, {mask}, $1, 0xEA;
+shf.r.wrap.b32 t, $9, $9, $13;
+lop3.b32 $2, t, {mask}, $2, 0xEA;
+shf.r.wrap.b32 t, t, t, {bits};
+lop3.b32 $3, t, {mask}, $3, 0xEA;
+}}"""
+
+
+_FOUR = tl.constexpr(f"""{{
 .reg .b32 a, b;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-}""")
-
-# As above, and the further bits: a word has those of even columns in its lower half, of odd ones in its upper half;
-# turned right by $13, the first two stand at bits 4 and 20.
-_FIVE = tl.constexpr("""{
-.reg .b32 a, b, t;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-shf.r.wrap.b32 t, $5, $5, $13;
-lop3.b32 $0, t, 0x00100010, $0, 0xEA;
-shf.r.wrap.b32 t, t, t, 1;
-lop3.b32 $1, t, 0x00100010, $1, 0xEA;
-shf.r.wrap.b32 t, $9, $9, $13;
-lop3.b32 $2, t, 0x00100010, $2, 0xEA;
-shf.r.wrap.b32 t, t, t, 1;
-lop3.b32 $3, t, 0x00100010, $3, 0xEA;
-}""")
-
-# The same with two bits for each value, at bits 4-5 and 20-21.
-_SIX = tl.constexpr("""{
-.reg .b32 a, b, t;
-prmt.b32 a, $4, 0, 0x4140;
-prmt.b32 b, $4, 0, 0x4342;
-lop3.b32 $0, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $1, b, 0x000F000F, 0x43004300, 0xEA;
-shr.u32 a, a, 4;
-shr.u32 b, b, 4;
-lop3.b32 $2, a, 0x000F000F, 0x43004300, 0xEA;
-lop3.b32 $3, b, 0x000F000F, 0x43004300, 0xEA;
-shf.r.wrap.b32 t, $5, $5, $13;
-lop3.b32 $0, t, 0x00300030, $0, 0xEA;
-shf.r.wrap.b32 t, t, t, 2;
-lop3.b32 $1, t, 0x00300030, $1, 0xEA;
-shf.r.wrap.b32 t, $9, $9, $13;
-lop3.b32 $2, t, 0x00300030, $2, 0xEA;
-shf.r.wrap.b32 t, t, t, 2;
-lop3.b32 $3, t, 0x00300030, $3, 0xEA;
-}""")
+{_NIBBLES}}}""")
+_FIVE = tl.constexpr(_with_further_bits(1, "0x00100010"))
+_SIX = tl.constexpr(_with_further_bits(2, "0x00300030"))
 
 # A signed byte is its low seven bits less its eighth: 128 + low minus 128, or minus 256 (0x4380) where it is set.
 _EIGHT = tl.constexpr("""{
