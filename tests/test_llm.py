@@ -91,6 +91,24 @@ def test_score_is_the_cross_entropy_of_each_token_after_the_first(tiny_llm: LLM)
     assert math.isclose(score.perplexity, math.exp(nll / (len(ids) - 1)), rel_tol=1e-5)
 
 
+def test_each_token_has_its_logprob_and_the_likeliest_beside_it(tiny_llm: LLM) -> None:
+    ids = tiny_llm.tokenize("the quick brown fox")
+    rows = tiny_llm.logits(ids[:-1]).log_softmax(-1)
+    told = tiny_llm.token_logprobs(ids, top=3)
+    assert [one.token_id for one in told] == ids[1:]
+    for one, row in zip(told, rows, strict=True):
+        assert one.logprob == float(row[one.token_id])
+        assert [value for _, value in one.top] == row.topk(3).values.tolist()
+        assert [float(row[token]) for token, _ in one.top] == [value for _, value in one.top]
+    assert math.isclose(-sum(one.logprob for one in told), tiny_llm.score("the quick brown fox").nll, rel_tol=1e-6)
+    assert tiny_llm.token_logprobs(ids[:1]) == ()
+    for wrong in ([], [5, 10**6], [5] * 5000):
+        with pytest.raises(BadInput, match="the prompt"):
+            tiny_llm.token_logprobs(wrong)
+    with pytest.raises(BadOption, match="top"):
+        tiny_llm.token_logprobs(ids, top=-1)
+
+
 def test_a_text_longer_than_the_context_is_scored_in_stretches(tiny_llm: LLM) -> None:
     text = "the sea and the wind in the old tower " * 40
     score = tiny_llm.score(text)

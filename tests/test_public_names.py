@@ -16,7 +16,7 @@ NAMES = [
 METHODS = {
     "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
     "embed", "fault", "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state",
-    "score", "slots", "stats", "stream", "stream_chat", "submit", "threads", "tokenize", "why_not",
+    "score", "slots", "stats", "stream", "stream_chat", "submit", "threads", "token_logprobs", "tokenize", "why_not",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
 SAMPLING = [

@@ -1,21 +1,18 @@
 """The Python face: `LLM` opens a model and answers; `Completion` is an answer, `Piece` a part of one.
 
-It joins the rooms (files, text, engine) and holds no arithmetic of its own. The walk of one request through
-the files is told in docs/walk.md.
+It joins the rooms (files, text, engine) and holds next to no arithmetic of its own. How tokens become an answer is
+told in `engine/answer.py`, the walk of one request through the files in docs/walk.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import inspect
-import json
 import math
 import operator
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -24,11 +21,15 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from ostinato.engine.answer import Answer, Origin, TokenLogprob
+from ostinato.engine.answer import Completion as Completion
+from ostinato.engine.answer import Piece as Piece
+from ostinato.engine.answer import Timings as Timings
 from ostinato.engine.decoder import Decoder
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement, settle, use_threads
-from ostinato.engine.request import FinishReason, Message, Request, Token, waited_for
+from ostinato.engine.request import Message, Request, Token, waited_for
 from ostinato.engine.sequential import Continuation, Sequential
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.errors import BadFile, BadInput, BadOption, LineFull, Unsupported, listing
@@ -36,73 +37,14 @@ from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.memory import state_file
 from ostinato.models.registry import build_model, read_shape
-from ostinato.options import LoadOptions, Sampling, from_words
+from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
-from ostinato.text.stream import TextStream
 
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 CLOSED: Final = "this LLM is closed; open it again to ask more"
-
-
-@dataclass(frozen=True, slots=True)
-class Timings:
-    """Seconds: loading the model, the prompt, from asking to the first token, all further tokens; and their pace.
-
-    Decoding is timed by the device's own clock. `mask_s` of it were spent waiting for the host: an answer that follows
-    a schema or a grammar hears after each token what may come next.
-    """
-
-    load_s: float
-    prefill_s: float
-    first_token_s: float
-    decode_s: float
-    decode_tok_s: float | None
-    mask_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A token's log-probability under the model, and the most likely tokens beside it."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """An answer: its text, its tokens (the one that ended it included), and how it came about.
-
-    `cached_tokens` of the prompt were in memory already and not computed again.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    logprobs: tuple[TokenLogprob, ...] | None
-    timings: Timings
-    seed: int
-    cached_tokens: int
-    _digest: Callable[[], str] = field(repr=False, compare=False)
-
-    @property
-    def digest(self) -> str:
-        """A hash of the model, the options that matter and the token ids: same digest, same computation."""
-        return self._digest()
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of an answer as it comes: text that can be shown, the token behind it; the last has the whole."""
-
-    text: str
-    token_id: int | None
-    finish_reason: FinishReason | None = None
-    completion: Completion | None = None
 
 
 class Score(NamedTuple):
@@ -146,6 +88,10 @@ class LLM:
             self._checkpoint.close()
             raise
         self.load_s = time.perf_counter() - started
+        facts: dict[str, Any] = {"dtype": self.dtype, "kv_type": self.kv_type, "context": self.context}
+        if self.activations is not None:
+            facts["activations"] = self.activations  # whose arithmetic is not eager's
+        self._origin = Origin(self.tokenizer, self.load_s, facts, self._checkpoint.fingerprint)
 
     def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Placement:
         checkpoint = self._checkpoint
@@ -320,7 +266,7 @@ class LLM:
         settled = self._settled(sampling)
         ids = list(prompt)
         request = self._engine.submit(ids, settled, sink=sink)
-        return Answer(self, ids, settled, request, fresh=fresh, show=show)
+        return Answer(self._origin, ids, settled, request, fresh=fresh, show=show)
 
     def slots(self) -> list[SlotView]:
         """Who sits in each slot now, and how far they are."""
@@ -356,21 +302,39 @@ class LLM:
         ids = self.tokenize(text)
         if len(ids) < 2:
             raise BadInput("a text of at least two tokens is needed to score one by the other")
-        nll = 0.0
         step = max(1, self.context - 1)
+        nll = 0.0
         for start in range(0, len(ids) - 1, step):
-            nll += self._nll(ids[start : start + step + 1])
+            for _, chosen in self._logprob_rows(ids[start : start + step + 1]):
+                nll -= float(chosen.double().sum())
         n_tokens = len(ids) - 1
         return Score(n_tokens, nll, math.exp(min(nll / n_tokens, 700.0)))
 
-    def _nll(self, ids: Sequence[int]) -> float:
+    def token_logprobs(self, ids: Sequence[int], top: int = 0) -> tuple[TokenLogprob, ...]:
+        """What the model gives each token but the first, after those before it, and the `top` most likely ones there.
+
+        >>> sum(one.logprob for one in llm.token_logprobs(llm.tokenize("some text")))  # doctest: +SKIP
+        """
+        if not 0 <= top <= MAX_LOGPROBS:
+            raise BadOption(f"top is {top}; it must be a whole number from 0 to {MAX_LOGPROBS}")
+        self._sequential.check(ids)
+        told: list[TokenLogprob] = []
+        for rows, chosen in self._logprob_rows(ids):
+            values, tokens = rows[:, : self.tokenizer.vocab_size].topk(top)  # beyond it is padding of the embedding
+            for logprob, row_values, row_tokens in zip(chosen.tolist(), values.tolist(), tokens.tolist(), strict=True):
+                beside = tuple(zip(row_tokens, row_values, strict=True))
+                told.append(TokenLogprob(ids[len(told) + 1], logprob, beside))
+        return tuple(told)
+
+    def _logprob_rows(self, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Log-probabilities after each token but the last, [rows, vocab], and those of the tokens that came, [rows]."""
         targets = torch.tensor(ids[1:])
-        nll, done = 0.0, 0
-        for chunk in self._sequential.logits(ids[:-1]):
-            wanted = targets[done : done + len(chunk)].to(chunk.device)
-            nll += float(torch.nn.functional.cross_entropy(chunk, wanted, reduction="none").double().sum())
-            done += len(chunk)
-        return nll
+        done = 0
+        for chunk in self._sequential.logits(ids[:-1]) if len(ids) > 1 else ():
+            rows = chunk.log_softmax(-1)
+            came = targets[done : done + len(rows)].to(rows.device)
+            yield rows, rows.gather(-1, came[:, None])[:, 0]
+            done += len(rows)
 
     def embed(
         self,
@@ -500,7 +464,7 @@ class LLM:
     def _pieces(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         source: Request | Continuation
         source = self._sequential.generate(prompt, sampling) if reuse else self._engine.submit(prompt, sampling)
-        answer = Answer(self, prompt, sampling, source, fresh=fresh)
+        answer = Answer(self._origin, prompt, sampling, source, fresh=fresh)
         try:
             for token in source:
                 piece = answer.push(token)
@@ -535,7 +499,7 @@ class LLM:
                     except LineFull:
                         break
                     order.append(request.id)
-                    answers[request.id] = Answer(self, prompt, settled, request, fresh=fresh)
+                    answers[request.id] = Answer(self._origin, prompt, settled, request, fresh=fresh)
                 request, message = waited_for(heard, self._engine.helper)
                 answer = answers.get(request.id)
                 if answer is None:
@@ -553,96 +517,6 @@ class LLM:
             for answer in answers.values():
                 answer.source.cancel()
         return [done[id] for id in order]
-
-    def _digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
-        """The digest, when it is asked for: hashing a large model takes seconds the first time."""
-        words = dataclasses.asdict(sampling)
-        for name in ("schema", "json_mode", "regex", "choice", "grammar"):
-            del words[name]
-        words |= {} if sampling.rule is None else {"rule": sampling.rule}
-        if not sampling.temperature:
-            words["seed"] = None  # nothing was drawn
-        words["logit_bias"] = sorted(sampling.logit_bias.items())
-        content: dict[str, Any] = {
-            "dtype": self.dtype,
-            "kv_type": self.kv_type,
-            "context": self.context,
-            "sampling": words,
-            "prompt_ids": list(prompt),
-            "token_ids": list(ids),
-        }
-        if self.activations is not None:
-            content["activations"] = self.activations  # whose arithmetic is not eager's
-        fingerprint = self._checkpoint.fingerprint
-
-        def digest() -> str:
-            return hashlib.sha256(json.dumps(content | {"model": fingerprint()}, sort_keys=True).encode()).hexdigest()
-
-        return digest
-
-
-class Answer:
-    """One answer on its way: its text and tokens so far, until something ends it. `source` may be cancelled."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        prompt: Sequence[int],
-        sampling: Sampling,
-        source: Request | Continuation,
-        *,
-        fresh: bool,
-        show: Collection[str] = (),
-    ) -> None:
-        self._llm, self._prompt, self._sampling, self.source = llm, prompt, sampling, source
-        # What follows a grammar is shown to the byte: a blank at its start is the grammar's.
-        at_start = fresh and sampling.rule is None
-        self._text = TextStream(llm.tokenizer, sampling.stop, at_start=at_start, show=show)
-        self._tokens: list[Token] = []
-        self._shown: list[str] = []
-
-    @property
-    def held(self) -> list[int]:
-        """The tokens that were read to make it: all but the last."""
-        return [*self._prompt, *(token.token for token in self._tokens[:-1])]
-
-    def push(self, token: Token) -> Piece:
-        """Take the next token; the piece of text that it brings. The last has the completion."""
-        self._tokens.append(token)
-        text = self._text
-        new = "" if token.finish_reason == "stop" else text.push(token.token)
-        reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
-        if reason is not None and not text.stopped:
-            new += text.finish()
-        self._shown.append(new)
-        if reason is None:
-            return Piece(new, token.token)
-        return Piece(new, token.token, reason, self._completion(reason))
-
-    def _completion(self, reason: FinishReason) -> Completion:
-        tokens, sampling, source = self._tokens, self._sampling, self.source
-        n_more, seconds = len(tokens) - 1, (tokens[-1].time_ns - tokens[0].time_ns) / 1e9
-        ids = tuple(token.token for token in tokens)
-        logprobs = tuple(TokenLogprob(t.token, t.logprob, t.top) for t in tokens)
-        assert sampling.seed is not None  # settled
-        return Completion(
-            text="".join(self._shown),
-            token_ids=ids,
-            prompt_ids=tuple(self._prompt),
-            finish_reason=reason,
-            logprobs=logprobs if sampling.logprobs is not None else None,
-            timings=Timings(
-                load_s=self._llm.load_s,
-                prefill_s=source.prefill_s,
-                first_token_s=source.first_token_s,
-                decode_s=seconds,
-                decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
-                mask_s=source.mask_s,
-            ),
-            seed=sampling.seed,
-            cached_tokens=source.cached_tokens,
-            _digest=self._llm._digest(sampling, self._prompt, ids),
-        )
 
 
 def _spelled(activations: object) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
-from ostinato.errors import BadOption, Unsupported, listing
+from ostinato.errors import BadInput, BadOption, Unsupported, listing
 
 DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
@@ -286,6 +286,13 @@ class Sampling:
         for token, bias in self.logit_bias.items():
             _check(_is_count(token, 0), "logit_bias", token, "keyed by token id")
             _check(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "a number from -100 to 100")
+
+    def check_ids(self, vocab: int) -> None:
+        """Refuse token ids that a model with so many does not have."""
+        for name in ("logit_bias", "stop_ids"):
+            largest = max(getattr(self, name), default=0)
+            if largest >= vocab:
+                raise BadInput(f"{name} has the token id {largest}; this model has ids from 0 to {vocab - 1}")
 
     def over(self, defaults: Sampling) -> Sampling:
         """This, with `defaults` (the model's own) wherever the user did not say."""

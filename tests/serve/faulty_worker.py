@@ -1,13 +1,18 @@
-"""A worker whose engine dies once it has made so many tokens, unless a worker before it has died already."""
+"""A worker that breaks once it has made so many tokens, unless a worker before it has broken already.
+
+How is its second argument: `dies`, its engine does; `hangs`, its event loop does.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Any
 
 from ostinato.engine.usher import Usher
 from ostinato.serve import worker
+from ostinato.serve.answers import Answers, Heard
 from ostinato.serve.supervisor import WORKER
 
 N_TOKENS = 20
@@ -24,14 +29,25 @@ def break_engines() -> None:
     Usher._hear = dying  # type: ignore[method-assign]
 
 
+def hang_event_loops() -> None:
+    more = Answers.more
+
+    async def hanging(self: Answers) -> list[Heard]:
+        if self.n_tokens >= N_TOKENS:
+            time.sleep(600)
+        return await more(self)
+
+    Answers.more = hanging  # type: ignore[method-assign]
+
+
 def main() -> None:
     """Started by a supervisor in place of a worker; the file named first says whether it is the first."""
-    mark = sys.argv.pop(1)
+    mark, how = sys.argv[1:3]
     try:
         os.close(os.open(mark, os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         os.execv(WORKER[0], WORKER)
-    break_engines()
+    {"dies": break_engines, "hangs": hang_event_loops}[how]()
     worker.main()
 
 

@@ -111,6 +111,62 @@ def test_an_echo_shows_the_prompt_first(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].text for chunk in streamed) == echoed.choices[0].text
 
 
+def test_logprobs_of_an_echoed_prompt_are_what_the_model_gives_each_token(server: Running) -> None:
+    body = {"prompt": "the rain", "echo": True, "logprobs": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    told, ids = choice["logprobs"], server.llm.tokenize("the rain")
+    rows = server.llm.logits(ids[:-1]).log_softmax(-1)
+    assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
+    for row, id, logprob, top in zip(rows, ids[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False):
+        assert logprob == pytest.approx(float(row[id]), abs=1e-4)
+        assert sorted(top.values()) == pytest.approx(row.topk(2).values.tolist()[::-1], abs=1e-4)
+    assert len(told["tokens"]) == len(ids) + 6
+    # Asked as a prompt, what was made has the logprobs that it was made with.
+    plain = server.post("/v1/completions", {**body, "echo": False}).json()["choices"][0]["logprobs"]
+    assert told["tokens"][len(ids) :] == plain["tokens"]
+    assert told["token_logprobs"][len(ids) :] == plain["token_logprobs"]
+    made = server.llm.generate("the rain", Sampling(max_tokens=6, seed=3, ignore_eos=True)).token_ids
+    scored = server.post("/v1/completions", {"prompt": [*ids, *made], "echo": True, "logprobs": 0, "max_tokens": 0})
+    later = scored.json()["choices"][0]["logprobs"]["token_logprobs"][len(ids) :]
+    assert later == pytest.approx(plain["token_logprobs"], abs=1e-3)
+
+
+def test_offsets_of_tokens_are_where_the_text_shows_them(server: Running) -> None:
+    bias = {str(server.llm.tokenize("a")[0]): 100}
+    for prompt in ("the rain in spain", "größer: 雨 ☂ x"):
+        body = {"prompt": prompt, "echo": True, "logprobs": 0, "max_tokens": 3, "logit_bias": bias, "temperature": 0}
+        choice = server.post("/v1/completions", body).json()["choices"][0]
+        text, told = choice["text"], choice["logprobs"]
+        assert text == prompt + "aaa"
+        whole = [pair for pair in zip(told["tokens"], told["text_offset"], strict=True) if "bytes:" not in pair[0]]
+        assert len(whole) > 5
+        assert all(text[offset:].startswith(token) for token, offset in whole)
+        assert whole[-1] == ("a", len(text) - 1)
+
+
+def test_a_prompt_can_be_scored_without_making_anything(client: openai.OpenAI, server: Running) -> None:
+    asked: Any = {
+        "model": "tiny",
+        "prompt": ["the rain", "in the"],
+        "echo": True,
+        "logprobs": 1,
+        "max_tokens": 0,
+        "n": 2,
+    }
+    before = server.llm.stats().submitted
+    answer = client.completions.create(**asked)
+    assert [choice.text for choice in answer.choices] == ["the rain"] * 2 + ["in the"] * 2
+    assert {choice.finish_reason for choice in answer.choices} == {"length"}
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens == 0
+    assert answer.usage.prompt_tokens == sum(len(server.llm.tokenize(text)) for text in ("the rain", "in the"))
+    whole = [choice.to_dict() for choice in answer.choices]
+    chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert [choice.to_dict() for chunk in chunks for choice in chunk.choices] == whole
+    assert chunks[-1].usage == answer.usage
+    assert server.llm.stats().submitted == before
+
+
 def test_a_completion_without_a_limit_has_sixteen_tokens(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="tiny", prompt="the rain", extra_body={"ignore_eos": True})
     assert answer.usage is not None
@@ -148,6 +204,7 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(server: Running) -> None:
     for path, body in (
         ("/v1/chat/completions", {"messages": HELLO, "logprobs": True, "top_logprobs": 2, "max_tokens": 20, "seed": 9}),
         ("/v1/completions", {"prompt": "hello", "logprobs": 2, "max_tokens": 20, "seed": 9}),
+        ("/v1/completions", {"prompt": "hello", "logprobs": 2, "max_tokens": 20, "seed": 9, "echo": True}),
     ):
         whole = server.post(path, body).json()["choices"][0]["logprobs"]
         parts = [

@@ -150,7 +150,9 @@ def test_arrivals_do_not_wait_for_answers(server: Running) -> None:
 
 
 def test_errors_of_a_server_are_counted_and_nothing_else(server: Running) -> None:
-    found = report(asyncio.run(run(Load(server.url, model="gpt-4", n_requests=3))))
+    outcomes = asyncio.run(run(Load(server.url, model="gpt-4", n_requests=3)))
+    assert "gpt-4" in outcomes[0].said
+    found = report(outcomes)
     assert (found.answered, found.errors, found.tokens) == (0, {"HTTP 404": 3}, 0)
     found = report(asyncio.run(run(Load("http://127.0.0.1:9", n_requests=2))))
     assert found.errors == {"ConnectionRefusedError": 2}
@@ -197,6 +199,9 @@ def test_bench_serve_prints_a_table_a_line_of_json_and_a_picture(
     assert (told["answered"], told["tokens"]) == (6, 30)
     assert "not-for-the-log" not in ran.out
     assert picture.stat().st_size > 1000
+    ran = ostinato("bench", "serve", server.url, *words, "--json", "--plot", tmp_path / "load.unknown")
+    assert ran.code == 2
+    assert json.loads(ran.out)["answered"] == 6  # what was measured is not lost with the picture
     whole = ostinato("bench", "serve", server.url, *words, "--no-stream", "--json")
     assert json.loads(whole.out)["whole_s"]["n"] == 6
 
@@ -205,4 +210,9 @@ def test_bench_serve_refuses_what_it_cannot_ask(ostinato: Run) -> None:
     assert ostinato("bench", "serve", "http://127.0.0.1:9").code == 2
     assert ostinato("bench", "serve", "ftp://x", "--warmup", "0").code == 2
     assert ostinato("bench", "serve", "--rate", "5", "--concurrency", "2").code == 2
+    for option in ("--rate", "--timeout"):
+        for value in ("nan", "inf", "0", "-1"):
+            ran = ostinato("bench", "serve", option, value)
+            assert ran.code == 2
+            assert option in ran.err
     assert "16-128" in ostinato("bench", "serve", "--max-tokens", "many").err

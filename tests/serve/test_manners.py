@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ostinato.engine.request import Cancelled
+from ostinato.serve.mailbox import Box
 from ostinato.serve.settings import Limits
 from tests.serve.running import DEADLINE_S, Running, serving
 
@@ -28,6 +33,15 @@ def until(is_true: Callable[[], bool], what: str) -> None:
         time.sleep(0.002)
 
 
+def asking(server: Running, path: str, body: dict[str, Any]) -> socket.socket:
+    """A client that has asked and reads nothing; it leaves when it is closed."""
+    content = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    client = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
+    client.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+    return client
+
+
 def free_slots(server: Running) -> int:
     return sum(slot.state == "free" for slot in server.llm.slots())
 
@@ -35,11 +49,7 @@ def free_slots(server: Running) -> int:
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 def test_a_client_that_leaves_frees_its_slot(tiny: Path, stream: bool) -> None:
     with serving(tiny, llm={**SLOW, "slots": 2}) as server:
-        body = json.dumps({**LONG, "stream": stream}).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-        address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-        with socket.create_connection(address) as client:
-            client.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+        with asking(server, CHAT, {**LONG, "stream": stream}):
             until(lambda: server.llm.stats().tokens > 5, "it is answered")
             assert free_slots(server) == 1
         left = server.llm.stats().steps
@@ -49,6 +59,22 @@ def test_a_client_that_leaves_frees_its_slot(tiny: Path, stream: bool) -> None:
         assert server.log[-1]["outcome"] == "cancelled"
         assert server.llm.stats().ended["cancelled"] == 1
         assert server.llm.stats().pages_leased == 0
+
+
+def test_who_has_read_everything_waits_for_more_and_is_not_told_to_look_again() -> None:
+    async def read() -> None:
+        box = Box(8, lambda: None)
+        box.put(0, Cancelled())
+        assert box.take() == (0, Cancelled())  # found without a look, whose bell has rung meanwhile
+        assert box.take() is None
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await box.look()
+        box.wake()
+        async with asyncio.timeout(DEADLINE_S):
+            await box.look()
+
+    asyncio.run(read())
 
 
 @pytest.mark.slow
@@ -238,6 +264,34 @@ def test_embeddings_come_as_numbers_and_as_base64(server: Running) -> None:
     assert as_numbers.usage.prompt_tokens == sum(len(server.llm.tokenize(text)) for text in ("one", "two"))
 
 
+def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computing, go_on = threading.Semaphore(0), threading.Event()
+
+    def slow(*_: Any) -> torch.Tensor:
+        computing.release()
+        assert go_on.wait(DEADLINE_S)
+        return torch.ones((1, 4))
+
+    body = {"input": "x"}
+    with serving(tiny, llm={"context": 64, "slots": 1}, limits=Limits(beside_line=1)) as server:
+        monkeypatch.setattr(server.llm, "embed", slow)
+        with ThreadPoolExecutor(2) as clients:
+            first = clients.submit(server.post, "/v1/embeddings", body)
+            assert computing.acquire(timeout=DEADLINE_S)
+            with asking(server, "/v1/embeddings", body):
+                until(lambda: server.service._n_beside == 2, "the second waits")
+                assert server.post("/v1/embeddings", body).status_code == 429
+            until(lambda: server.service._n_beside == 1, "the second has left")
+            third = clients.submit(server.post, "/v1/embeddings", body)
+            until(lambda: server.service._n_beside == 2, "the third waits")
+            go_on.set()
+            assert [each.result(DEADLINE_S).status_code for each in (first, third)] == [200, 200]
+        until(lambda: len(server.log) == 4, "all are logged")
+        assert [line["outcome"] for line in server.log] == ["refused", "cancelled", "ok", "ok"]
+
+
 def test_texts_become_tokens_and_back_and_conversations_prompts(server: Running) -> None:
     told = server.post("/tokenize", {"content": "the rain", "with_pieces": True}).json()
     assert "".join(told["pieces"]) == "the rain"
@@ -245,6 +299,16 @@ def test_texts_become_tokens_and_back_and_conversations_prompts(server: Running)
     prompt = server.post("/apply-template", {"messages": HELLO}).json()["prompt"]
     assert prompt == server.llm.chat_text(HELLO)
     assert server.post("/detokenize", {"tokens": [99_999]}).status_code == 400
+
+
+def test_a_template_is_told_where_its_prompt_ends_in_either_way(server: Running) -> None:
+    asked = {"messages": [{"role": "user", "content": "hello"}]}
+    open_ended = server.post("/apply-template", asked).json()["prompt"]
+    closed = server.post("/apply-template", {**asked, "add_generation_prompt": False}).json()["prompt"]
+    assert open_ended.startswith(closed)
+    assert open_ended != closed
+    by_word = {**asked, "chat_template_kwargs": {"add_generation_prompt": False}}
+    assert server.post("/apply-template", by_word).json()["prompt"] == closed
 
 
 def test_slots_show_who_sits_there(tiny: Path) -> None:

@@ -16,6 +16,7 @@ from ostinato.serve.settings import Limits, ServeOptions
 from tests.serve.running import Running, serving
 
 CHAT = "/v1/chat/completions"
+JSON = "application/json"
 HELLO: Any = [{"role": "user", "content": "hello"}]
 
 
@@ -45,6 +46,7 @@ def refused(server: Running, body: dict[str, Any], path: str = CHAT) -> dict[str
         ("stop", ["x"] * 10_000),
         ("logit_bias", {"word": 1}),
         ("logit_bias", {"1": 1000}),
+        ("logit_bias", {"999999": 1}),
         ("logprobs", 5),
         ("top_logprobs", 3),
         ("stream_options", {"include_usage": True}),
@@ -77,6 +79,52 @@ def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> Non
     assert error["param"] == "messages[0].content[1].type"
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param", "words"),
+    [
+        (CHAT, {"messages": HELLO, "stop": ["x"] * 17}, "stop", "at most 16"),
+        (CHAT, {"messages": HELLO, "tool_choice": 5}, "tool_choice", "'required', or"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "req"),
+        (CHAT, {"messages": HELLO, "response_format": {"type": "regex", "regex": ""}}, "response_format.regex", "at"),
+        (CHAT, {"messages": HELLO, "stop_token_ids": [999_999]}, "stop_token_ids", "999999"),
+        ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
+        ("/v1/completions", {"prompt": 5}, "prompt", "valid string, or"),
+        ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "valid integer"),
+        ("/v1/completions", {"prompt": [5, 99_999]}, "prompt", "99999 at index 1"),
+        ("/v1/completions", {"prompt": ["a"] * 129}, "prompt", "129 answers"),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 0}, "max_tokens", "echo"),
+        ("/v1/completions", {"prompt": [5, 99_999], "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "99999"),
+        ("/v1/completions", {"prompt": [5] * 5000, "max_tokens": 0, "echo": True, "logprobs": 1}, "prompt", "5000"),
+        ("/v1/embeddings", {"input": [[5], [99_999]]}, "input", "input[1]"),
+    ],
+)
+def test_what_is_wrong_is_named_where_it_stands(
+    server: Running, path: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    error = refused(server, body, path)
+    assert error["param"] == param, error
+    assert words in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "the body is empty"),
+        (b"[]", "the body is no JSON object"),
+        (b"null", "the body is no JSON object"),
+        (b"{", "the body is no JSON: "),
+        (b'{"a": "\xff\xfe"}', "no UTF-8"),
+        (b"[" * 100_000, "nested too deep"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "too long"),
+    ],
+)
+def test_a_body_that_cannot_be_read_is_told_why(server: Running, content: bytes, words: str) -> None:
+    with server.http() as http:
+        reply = http.post(CHAT, content=content, headers={"content-type": JSON})
+    assert reply.status_code == 400
+    assert words in reply.json()["error"]["message"]
+
+
 def test_a_prompt_that_does_not_fit_is_refused_with_openais_code(server: Running) -> None:
     error = refused(server, {"messages": [{"role": "user", "content": "long " * 2000}]})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
@@ -101,15 +149,8 @@ def test_paths_methods_and_types_that_are_not_there_are_told_in_the_same_shape(s
             (http.get("/nowhere"), 404),
             (http.get(CHAT), 405),
             (http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415),
-            (http.post(CHAT, content=b"{", headers={"content-type": "application/json"}), 400),
-            (http.post(CHAT, content=b'{"a": "\xff\xfe"}', headers={"content-type": "application/json"}), 400),
-            (http.post(CHAT, content=b"[" * 100_000, headers={"content-type": "application/json"}), 400),
-            (
-                http.post(
-                    CHAT, content=b'{"seed": ' + b"9" * 5000 + b"}", headers={"content-type": "application/json"}
-                ),
-                400,
-            ),
+            (http.post(CHAT, content=b"{}", headers={"content-type": JSON, "content-encoding": "gzip"}), 415),
+            (http.post(CHAT, content=b"{", headers={"content-type": JSON}), 400),
         ):
             assert reply.status_code == status, reply.text
             assert set(reply.json()["error"]) == {"message", "type", "param", "code"}
@@ -151,6 +192,8 @@ def test_our_own_faults_tell_nothing_of_the_inside(tiny: Path, capfd: pytest.Cap
 def test_a_full_line_is_told_when_to_come_again(tiny: Path) -> None:
     slow = {"context": 4096, "slots": 1, "queue": 0, "mode": "eager"}  # the first is still answered when another comes
     with serving(tiny, llm=slow) as server, server.http() as http:
+        # What can never find room is not told to come again.
+        assert refused(server, {"messages": HELLO, "n": 2})["param"] == "n"
         body = {"messages": HELLO, "stream": True, "ignore_eos": True}
         with http.stream("POST", CHAT, json=body) as first:
             parts = first.iter_bytes()
@@ -225,6 +268,9 @@ def test_pages_of_other_origins_are_let_in_only_when_asked(server: Running, tiny
     ):
         assert http.options(CHAT).headers["access-control-allow-origin"] == "https://chat.example"
         assert http.get("/v1/models").headers["access-control-allow-origin"] == "https://chat.example"
+        # The clients that people put into pages send headers of their own.
+        words = {"access-control-request-headers": "authorization,content-type,x-stainless-os"}
+        assert http.options(CHAT, headers=words).status_code == 200
         other = http.get("/v1/models", headers={"origin": "https://evil.example"})
         assert "access-control-allow-origin" not in other.headers
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ import httpx2
 import openai
 import pytest
 
+from ostinato.errors import BadInput
+from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import Supervisor, listen
 from tests.serve.running import DEADLINE_S
 
@@ -116,18 +119,21 @@ def test_a_second_signal_stops_it_and_ctrl_c_counts_too(tiny: Path) -> None:
         assert running.process.wait(DEADLINE_S) == 0
 
 
+# A supervisor whose first worker breaks, as the fourth argument says.
+FAULTY = (
+    "import sys\n"
+    "from ostinato.serve.settings import ServeOptions\n"
+    "from ostinato.options import LoadOptions\n"
+    "from ostinato.serve.supervisor import Supervisor\n"
+    "options = ServeOptions(sys.argv[1], load=LoadOptions(context=512, slots=2, mode='eager'), port=0)\n"
+    "command = (sys.executable, '-m', 'tests.serve.faulty_worker', *sys.argv[2:4])\n"
+    "talk = lambda text: print(text, file=sys.stderr, flush=True)\n"
+    "sys.exit(Supervisor(options, talk, command=command, silent_s=float(sys.argv[4])).run())\n"
+)
+
+
 def test_after_an_engines_death_the_next_request_is_answered_by_the_next_worker(tiny: Path, tmp_path: Path) -> None:
-    code = (
-        "import sys\n"
-        "from ostinato.serve.settings import ServeOptions\n"
-        "from ostinato.options import LoadOptions\n"
-        "from ostinato.serve.supervisor import Supervisor\n"
-        "options = ServeOptions(sys.argv[1], load=LoadOptions(context=512, slots=2, mode='eager'), port=0)\n"
-        "command = (sys.executable, '-m', 'tests.serve.faulty_worker', sys.argv[2])\n"
-        "talk = lambda text: print(text, file=sys.stderr, flush=True)\n"
-        "sys.exit(Supervisor(options, talk, command=command).run())\n"
-    )
-    with program(str(tiny), str(tmp_path / "died"), program=("-c", code)) as running:
+    with program(str(tiny), str(tmp_path / "died"), "dies", "60", program=("-c", FAULTY)) as running:
         running.until("ready: ")
         with openai.OpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
             stream = client.chat.completions.create(
@@ -143,6 +149,19 @@ def test_after_an_engines_death_the_next_request_is_answered_by_the_next_worker(
         health = httpx2.get(running.url + "/health").json()
         assert health["restarts"] == {"fault": 1}
         assert 'worker_restarts_total{reason="fault"} 1.0' in httpx2.get(running.url + "/metrics").text
+
+
+def test_a_worker_whose_event_loop_hangs_is_replaced_and_its_streams_end(tiny: Path, tmp_path: Path) -> None:
+    with program(str(tiny), str(tmp_path / "hung"), "hangs", "12", program=("-c", FAULTY)) as running:
+        running.until("ready: ")
+        with httpx2.Client(base_url=running.url, timeout=DEADLINE_S) as http:
+            body = {"messages": HELLO, "stream": True, "ignore_eos": True}
+            with http.stream("POST", CHAT, json=body) as stream, pytest.raises(httpx2.TransportError):
+                list(stream.iter_lines())
+            assert running.until("the worker ended: ") == "the worker ended: it said nothing for 12 s; starting another"
+            running.until("ready: ", n=2)
+            assert http.post(CHAT, json={"messages": HELLO, "max_tokens": 30}).status_code == 200
+            assert http.get("/health").json()["restarts"]["hang"] >= 1
 
 
 def test_a_killed_worker_is_replaced(tiny: Path) -> None:
@@ -213,17 +232,65 @@ def test_an_open_address_without_a_key_and_a_taken_port_are_refused(tiny: Path) 
     assert port in running.lines[-1]
 
 
-def test_a_worker_that_keeps_dying_young_is_given_up() -> None:
-    from ostinato.serve.settings import ServeOptions
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a" * 100, "203.0.113.7", "fe80::zz"])
+def test_an_address_that_is_none_of_ours_is_refused_in_words(host: str) -> None:
+    with pytest.raises(BadInput, match="cannot listen at"):
+        listen(host, 0)
 
+
+def test_a_machine_without_ipv6_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(97, "Address family not supported by protocol")
+
+    monkeypatch.setattr(socket, "socket", none)
+    with pytest.raises(BadInput, match="Address family not supported"):
+        listen("::1", 0)
+
+
+def supervised(code: str, **words: float) -> tuple[int, list[str]]:
+    """The exit code of a supervisor over workers that do this once they are ready, and what it said."""
     said: list[str] = []
-    code = (
-        "import json, os, sys\n"
+    begin = (
+        "import json, os, signal, sys, time\n"
         "given = json.loads(sys.stdin.readline())\n"
-        'os.write(given[\'events\'], b\'{"event": "ready", "model": "x", "seconds": 0}\\n\')\n'
-        "sys.exit(9)\n"
+        'ready = b\'{"event": "ready", "model": "x", "seconds": 0}\\n\'\n'
     )
-    supervisor = Supervisor(ServeOptions("x", port=0), said.append, command=(sys.executable, "-c", code))
-    assert supervisor.run() == 3
+    command = (sys.executable, "-c", begin + code)
+    return Supervisor(ServeOptions("x", port=0), said.append, command=command, **words).run(), said
+
+
+def test_a_worker_that_keeps_dying_young_is_given_up() -> None:
+    exit_code, said = supervised("os.write(given['events'], ready)\nsys.exit(9)\n")
+    assert exit_code == 3
     assert "giving up" in said[-1]
     assert sum("starting another" in line for line in said) == 4
+
+
+def test_a_worker_that_says_nothing_more_is_killed_and_counted() -> None:
+    # The next one is told how often its like was found hanging, and ends well if it was.
+    code = (
+        "os.write(given['events'], ready)\n"
+        "if not given['restarts']:\n"
+        "    time.sleep(600)\n"
+        "sys.exit(given['restarts'] != {'hang': 1})\n"
+    )
+    exit_code, said = supervised(code, silent_s=1.0)
+    assert exit_code == 0, said
+    assert "the worker ended: it said nothing for 1 s; starting another" in said
+
+
+def test_a_worker_that_goes_on_saying_that_it_lives_is_let_live() -> None:
+    code = (
+        "for _ in range(25):\n"
+        "    os.write(given['events'], b'{\"event\": \"alive\"}\\n')\n"
+        "    time.sleep(0.2)\n"
+        "sys.exit(0)\n"
+    )
+    exit_code, said = supervised(code, silent_s=3.0)
+    assert exit_code == 0, said
+
+
+def test_a_worker_that_is_killed_while_it_loads_is_told_of() -> None:
+    exit_code, said = supervised("os.kill(os.getpid(), signal.SIGKILL)\n")
+    assert exit_code == 3
+    assert said[-1].startswith("error: the worker ended before the model was loaded: signal SIGKILL")

@@ -187,3 +187,23 @@ def test_a_reader_counts_the_calls_that_it_passes_on() -> None:
         reader.feed(piece)
     reader.finish()
     assert reader.n_calls == 2
+
+
+def test_a_reader_that_is_to_pass_on_one_call_leaves_out_the_others() -> None:
+    reader = AnswerReader(calls=hermes(lambda: "id"), most_calls=1)
+    text = 'a<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call><tool_call>{"name": "g"}</tool_call>'
+    deltas = [delta for letter in text for delta in reader.feed(letter)] + reader.finish()
+    assert [delta.call.name for delta in deltas if delta.call is not None and delta.call.name] == ["f"]
+    assert "".join(delta.call.arguments for delta in deltas if delta.call is not None) == '{"x": 1}'
+    assert "".join(delta.content for delta in deltas) == "a"
+    assert reader.n_calls == 1
+
+
+@pytest.mark.parametrize("object", ['{"name": oops}', '{"arguments": {}}', '{"name": 5}'])
+def test_an_object_between_tags_that_is_no_call_is_content(object: str) -> None:
+    text = f"a <tool_call>{object}</tool_call> b<function=f></function>"
+    for pieces in ([text], list(text)):
+        reader = AnswerReader(calls=TagCalls(lambda: "id", {}))
+        deltas = [delta for piece in pieces for delta in reader.feed(piece)] + reader.finish()
+        assert [delta.call.name for delta in deltas if delta.call is not None] == ["f"]
+        assert "".join(delta.content for delta in deltas) == f"a <tool_call>{object}</tool_call> b"

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from ostinato.errors import BadFile, BadInput, OstinatoError, Unsupported
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.text.tokenizer import tokenizer_from_gguf
+from ostinato.text.tokenizer import Tokenizer, tokenizer_from_gguf
 from tests.counts import soak
 from tests.text.vocabularies import Metadata, byte_level, sentencepiece, tokenizer_of, wordpiece
 
@@ -50,6 +51,28 @@ def test_control_tokens_are_hidden_in_text_unless_asked_for() -> None:
     assert BYTES.decode(ids) == "hi"
     assert BYTES.decode(ids, special=True) == "<|im_start|>hi<|im_end|>"
     assert BYTES.pieces(ids) == ["<|im_start|>", "h", "i", "<|im_end|>"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenizer", [BYTES, PIECES], ids=["bytes", "pieces"])
+def test_other_threads_run_while_a_long_text_is_encoded(tokenizer: Tokenizer) -> None:
+    text = "some words " * 60_000
+    ended = threading.Event()
+    looks: list[float] = []
+
+    def look() -> None:
+        while not ended.wait(0.002):
+            looks.append(time.perf_counter())
+
+    other = threading.Thread(target=look)
+    other.start()
+    began = time.perf_counter()
+    tokenizer.encode(text)
+    seconds = time.perf_counter() - began
+    ended.set()
+    other.join()
+    # In the middle of it, however loaded the machine: a thread that held the lock would let nobody look there.
+    assert any(0.25 < (at - began) / seconds < 0.75 for at in looks)
 
 
 def test_a_longer_special_token_wins_over_one_inside_it() -> None:

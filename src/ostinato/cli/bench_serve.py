@@ -5,6 +5,7 @@ The asking is `serve/load.py`; here words become a load, and outcomes a table, a
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -66,8 +67,11 @@ def serve_load(
 
     from ostinato.serve.load import Load, report, run
 
-    if rate is not None and (concurrency is not None or rate <= 0):
-        raise BadOption("--rate is a number above 0, and leaves --concurrency to what comes; give one of the two")
+    if rate is not None and concurrency is not None:
+        raise BadOption("--rate leaves --concurrency to what comes; give one of the two")
+    for name, value in (("--rate", rate), ("--timeout", timeout)):
+        if value is not None and not 0 < value < math.inf:
+            raise BadOption(f"{name} is {value}; it must be a number above 0")
     if plot is not None:
         figure_kind(plot)
     load = Load(
@@ -88,15 +92,16 @@ def serve_load(
     if warmup:
         warm = asyncio.run(run(replace(load, n_requests=warmup, clients=1, rate=None, seed=seed + 1)))
         if all(one.error for one in warm):
-            raise BadInput(f"{url} did not answer: {warm[0].error}; is a server there, and does it know the model?")
+            why = f"{warm[0].error} {warm[0].said}".strip()
+            raise BadInput(f"{url} did not answer: {why}; is a server there, and does it know the model?")
     outcomes = asyncio.run(run(load))
     found = report(outcomes)
     if not as_json:
         show(load, found)
-    if plot is not None:
+    write_json(record(load, found))
+    if plot is not None:  # last: what was measured is told, whatever becomes of the picture
         draw(outcomes, head(load), plot)
         talk(f"drawn: {plot}")
-    write_json(record(load, found))
 
 
 def lengths(option: str, text: str) -> Lengths:

@@ -14,58 +14,64 @@ from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.files.store import DEFAULT
 from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
+from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
 
 _LISTENING, _LOADING, _SCALE = "Listening and access", "Loading and running", "Beyond one engine"
 
 
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="MODEL", help="A model's file or name.", autocompletion=flags.complete_model)
+]
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.", rich_help_panel=_LISTENING)]
+Port = Annotated[int, typer.Option("--port", metavar="N", help="0 takes a free one.", rich_help_panel=_LISTENING)]
+Alias = Annotated[
+    str | None,
+    typer.Option("--alias", metavar="NAME", help="What clients call the model.", rich_help_panel=_LISTENING),
+]
+ApiKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="A key that opens the server; may be repeated.",
+        envvar="OSTINATO_API_KEY",
+        rich_help_panel=_LISTENING,
+    ),
+]
+ApiKeyFile = Annotated[
+    Path | None,
+    typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line.", rich_help_panel=_LISTENING),
+]
+NoApiKey = Annotated[
+    bool, typer.Option("--no-api-key", help="Let everybody in, on any address.", rich_help_panel=_LISTENING)
+]
+Cors = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--cors",
+        metavar="ORIGIN",
+        help="Let pages of this origin in (* for all); may be repeated.",
+        rich_help_panel=_LISTENING,
+    ),
+]
+LogPrompts = Annotated[
+    bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.", rich_help_panel=_LISTENING)
+]
+Queue = Annotated[int, typer.Option("--queue", metavar="N", help="Requests that may wait.", rich_help_panel=_LOADING)]
+
+
 def serve(
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model's file or name.", autocompletion=flags.complete_model)
-    ] = DEFAULT,
-    host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.", rich_help_panel=_LISTENING)
-    ] = "127.0.0.1",
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", help="0 takes a free one.", rich_help_panel=_LISTENING)
-    ] = 8000,
-    alias: Annotated[
-        str | None,
-        typer.Option("--alias", metavar="NAME", help="What clients call the model.", rich_help_panel=_LISTENING),
-    ] = None,
-    api_key: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--api-key",
-            metavar="KEY",
-            help="A key that opens the server; may be repeated.",
-            envvar="OSTINATO_API_KEY",
-            rich_help_panel=_LISTENING,
-        ),
-    ] = None,
-    api_key_file: Annotated[
-        Path | None,
-        typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line.", rich_help_panel=_LISTENING),
-    ] = None,
-    no_api_key: Annotated[
-        bool,
-        typer.Option("--no-api-key", help="Let everybody in, on any address.", rich_help_panel=_LISTENING),
-    ] = False,
-    cors: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--cors",
-            metavar="ORIGIN",
-            help="Let pages of this origin in (* for all); may be repeated.",
-            rich_help_panel=_LISTENING,
-        ),
-    ] = None,
-    log_prompts: Annotated[
-        bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.", rich_help_panel=_LISTENING)
-    ] = False,
+    model: ModelArgument = DEFAULT,
+    host: Host = DEFAULT_HOST,
+    port: Port = DEFAULT_PORT,
+    alias: Alias = None,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    no_api_key: NoApiKey = False,
+    cors: Cors = None,
+    log_prompts: LogPrompts = False,
     slots: flags.Slots = DEFAULT_SLOTS,
-    queue: Annotated[
-        int, typer.Option("--queue", metavar="N", help="Requests that may wait.", rich_help_panel=_LOADING)
-    ] = DEFAULT_QUEUE,
+    queue: Queue = DEFAULT_QUEUE,
     replicas: Annotated[
         int | None,
         typer.Option("--replicas", metavar="N", min=1, help="Engines, on Ray Serve.", rich_help_panel=_SCALE),
@@ -96,7 +102,6 @@ def serve(
 
     SIGTERM and Ctrl-C let running requests end; once more stops them.
     """
-    from ostinato.serve.settings import ServeOptions
     from ostinato.serve.supervisor import Supervisor
 
     check_installed()
@@ -138,7 +143,7 @@ def _keys_in(file: Path | None) -> list[str]:
         readable = os.stat(file).st_mode & 0o044
     except (OSError, UnicodeDecodeError) as error:
         raise BadInput(f"--api-key-file {file}: {getattr(error, 'strerror', None) or error}") from error
-    keys = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    keys = [line for line in map(str.strip, lines) if line and not line.startswith("#")]
     if not keys:
         raise BadInput(f"--api-key-file {file}: there is no key in it; put one on a line")
     if readable:

@@ -35,8 +35,8 @@ class Line:
             while self._shut is None and len(self._waiting) >= self._bound + self._n_free_slots:
                 if not wait:
                     raise LineFull(
-                        f"{len(self._waiting)} requests wait already, and the line holds {self._bound} (the option "
-                        "`queue`); try again later"
+                        f"every slot is taken, and {len(self._waiting)} requests wait already, the most that may (the "
+                        "option `queue`); try again later"
                     )
                 self._room.wait()
             if self._shut is not None:

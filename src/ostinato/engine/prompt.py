@@ -13,7 +13,9 @@ def check_prompt(ids: Sequence[int], *, vocab: int, context: int, room: int = 0)
         raise BadInput("the prompt is empty; give it at least one token")
     for index, token in enumerate(ids):
         if not isinstance(token, int) or not 0 <= token < vocab:
-            raise BadInput(f"token id {token!r} at index {index}: this model has ids from 0 to {vocab - 1}")
+            raise BadInput(
+                f"the prompt has the token id {token!r} at index {index}; this model has ids from 0 to {vocab - 1}"
+            )
     if len(ids) + room > context:
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the context holds {context}"

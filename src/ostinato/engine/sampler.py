@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.errors import BadInput
 from ostinato.kernels.sample import SampleRows
 from ostinato.kernels.table import Ops
 from ostinato.models.blocks import Model
@@ -42,9 +41,7 @@ class Sampler:
         Ids from `n_tokens` on, which no tokenizer can show, are never chosen.
         """
         vocab, device = model.shape.vocab, model.device
-        beyond = [token for token in (*sampling.logit_bias, *sampling.stop_ids) if token >= vocab]
-        if beyond:
-            raise BadInput(f"token id {beyond[0]} in logit_bias or stop_ids: this model has ids up to {vocab - 1}")
+        sampling.check_ids(vocab)
 
         def one(value: float | None, dtype: torch.dtype = torch.float32) -> Tensor:
             assert value is not None  # settled

@@ -101,10 +101,7 @@ class HostSide:
             raise BadInput(f"{len(stop_ids)} token ids end this answer; at most {MAX_STOP_IDS} can (stop_ids)")
         if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
             raise BadInput(f"logit_bias has {len(sampling.logit_bias)} entries; at most {MAX_LOGIT_BIAS} can be given")
-        beyond = [i for i in (*sampling.logit_bias, *stop_ids) if i >= self._layout.vocab]
-        if beyond:
-            last = self._layout.vocab - 1
-            raise BadInput(f"token id {beyond[0]} in logit_bias or stop_ids: this model has ids up to {last}")
+        sampling.check_ids(self._layout.vocab)
 
     def stage(self, slot: int, seat: Seat) -> None:
         """Write a seat. The slot must be free, and its last admission taken."""

@@ -14,9 +14,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
+from ostinato.engine.answer import Answer, Completion, Piece
 from ostinato.engine.request import Request, Token
 from ostinato.errors import EngineDead, PromptTooLong
-from ostinato.llm import LLM, Answer, Completion, Piece
+from ostinato.llm import LLM
 from ostinato.options import MAX_SEED, Sampling
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
@@ -58,10 +59,11 @@ class Answers:
 
     def __init__(self, service: Service, llm: LLM, asks: Sequence[Ask], n: int, record: Record, field: str) -> None:
         """`field` is where the prompts came from, for whoever is told that one is too long."""
-        if len(asks) > service.limits.choices:
-            raise Refusal(
-                400, f"{len(asks)} answers are asked for; at most {service.limits.choices} can be at once", param="n"
-            )
+        load = service.options.load
+        most = min(service.limits.choices, load.slots + load.queue)  # more would never find room
+        if len(asks) > most:
+            message = f"{len(asks)} answers are asked for; at most {most} can be at once"
+            raise Refusal(400, message, param="n" if n > 1 else field)
         self._service, self._llm, self._asks, self._n, self._record = service, llm, asks, n, record
         self._field = field
         self._box = Box(service.limits.unread_tokens, self.cancel)
@@ -77,16 +79,18 @@ class Answers:
         """Whether every answer has its end."""
         return self._left == 0
 
-    async def start(self) -> None:
-        """Submit everything; refused here if at all, and then as a whole."""
+    async def start(self, *, generate: bool = True) -> None:
+        """Submit everything; refused here if at all, and then as a whole. Or do not `generate`: all is said already."""
         service = self._service
         service.boxes.add(self._box)
         record = self._record
         record.prompt_tokens = sum(len(ask.ids) for ask in self._asks[:: self._n])
         if service.options.log_prompts:
             record.prompt = [self._llm.tokenizer.decode(ask.ids, special=True) for ask in self._asks[:: self._n]]
+        if not generate:
+            self._left = 0
         try:
-            for index, ask in enumerate(self._asks):
+            for index, ask in enumerate(self._asks if generate else ()):
                 self._answers.append(await service.in_thread(self._submit, index, ask))
         except BaseException as error:
             self.close()
@@ -198,8 +202,10 @@ class Answers:
         }
 
     async def extras(self) -> dict[str, Any]:
-        """What we tell beyond OpenAI's shape when all is done: the seed, the digest and the times."""
+        """What we tell beyond OpenAI's shape when all is done: the seed, the digest and the times of what was made."""
         completions = [one for one in self.completions if one is not None]
+        if not completions:
+            return {}
         digest = await self._service.in_thread(_digest, completions, self._service.has_sum)
         return {"seed": completions[0].seed, "digest": digest, "timings": self._timings(completions)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +25,7 @@ from starlette.types import ASGIApp
 from ostinato.errors import OstinatoError
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
-from ostinato.serve.embeddings import Embedder
+from ostinato.serve.embeddings import embed
 from ostinato.serve.errors import Refusal, error_response, refusal_of
 from ostinato.serve.front import Front
 from ostinato.serve.log import Record
@@ -109,7 +109,7 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
             front,
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST"),
-            allow_headers=("authorization", "content-type"),
+            allow_headers=("*",),  # clients in browsers send some of their own
             expose_headers=("x-request-id", "retry-after"),
         )
     return front
@@ -120,8 +120,6 @@ def _json(content: Any, status: int = 200) -> Response:
 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
-    embedder = Embedder(service)
-
     @app.post("/v1/chat/completions", tags=["answers"], summary="Answer a conversation", responses=_STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         return await chat(service, body, request)
@@ -132,7 +130,7 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/embeddings", tags=["answers"], summary="A vector for each text", responses=_POST)
     async def embeddings(body: EmbeddingBody, request: Request) -> Response:
-        return await embedder.embed(body, request)
+        return await embed(service, body, request)
 
 
 def _add_texts(app: FastAPI, service: Service) -> None:
@@ -140,14 +138,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         llm = service.llm(body.model)
 
-        def work() -> list[int]:
-            return llm.tokenize(body.content, bos=body.add_special, special=body.parse_special)
+        def told() -> dict[str, Any]:
+            ids = llm.tokenize(body.content, bos=body.add_special, special=body.parse_special)
+            pieces = {"pieces": llm.tokenizer.pieces(ids)} if body.with_pieces else {}
+            return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **pieces}
 
-        ids = await service.in_thread(work)
-        told: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": llm.context}
-        if body.with_pieces:
-            told["pieces"] = llm.tokenizer.pieces(ids)
-        return _json(told)
+        return _json(await service.in_thread(told))
 
     @app.post("/detokenize", tags=["text"], summary="The text of token ids", responses=_POST)
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -275,7 +271,11 @@ def _add_errors(app: FastAPI) -> None:
 
     async def plain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        words = {404: f"there is no {request.url.path} here", 405: f"{request.method} is not for {request.url.path}"}
+        words = {
+            400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # only FastAPI raises it, for that
+            404: f"there is no {request.url.path} here",
+            405: f"{request.method} is not for {request.url.path}",
+        }
         refusal = Refusal(error.status_code, words.get(error.status_code, str(error.detail)))
         _note(request, refusal)
         return error_response(refusal, error.headers)
@@ -291,6 +291,17 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, plain)
 
 
+def _why_unread(cause: BaseException | None) -> str:
+    match cause:
+        case UnicodeDecodeError():
+            return "it is no UTF-8"
+        case RecursionError():
+            return "it is nested too deep"
+        case ValueError():
+            return "a number in it is too long"
+    return "it is no JSON"
+
+
 def _note(request: Request, error: Exception) -> None:
     record: Record = request.state.record
     record.error = str(error)[:500]
@@ -304,12 +315,30 @@ def invalid_body(error: RequestValidationError) -> Refusal:
     found = error.errors()
     if not found:
         return Refusal(400, "the body cannot be read")
-    worst = max(found, key=lambda one: len(one["loc"]))
+    # The deepest; and rather what a value lacks than what else it might have been, which every branch of a union says.
+    worst = max(found, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is no JSON: {worst.get('ctx', {}).get('error', 'it cannot be read')}")
-    place = [part for part in worst["loc"][1:] if isinstance(part, int) or _is_field(part)]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place).lstrip(".")
-    return Refusal(400, f"{param or 'the body'}: {worst['msg']}", param=param or None)
+    param = _place(worst["loc"])
+    if not param:
+        return Refusal(400, "the body is empty" if worst["type"] == "missing" else "the body is no JSON object")
+    alike = [one for one in found if _place(one["loc"]) == param and _is_no_branch(one)]
+    messages = [one["msg"] for one in alike] if worst in alike else [worst["msg"]]
+    return Refusal(400, f"{param}: {', or '.join(dict.fromkeys(messages))}", param=param)
+
+
+def _is_no_branch(error: Mapping[str, Any]) -> bool:
+    """Whether a value is none of those that one branch of a union takes."""
+    kind: str = error["type"]
+    return kind.endswith("_type") or kind == "literal_error"
+
+
+def _place(loc: Sequence[str | int]) -> str:
+    """A field by its path, such as messages[0].content; empty for the body itself."""
+    parts = [part for part in loc[1:] if isinstance(part, int) or _is_field(part)]
+    if parts[:1] == ["response_format"]:
+        del parts[1:2]  # the kind of format, by which Pydantic found the branch
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
 
 def _is_field(part: str) -> bool:

@@ -79,8 +79,9 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
     text, tools, speaks = asked.text, asked.tools, service.tool_format
     service.check_length(text, "messages")
     sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
+    parallel = body.parallel_tool_calls is not False
     if tools:
-        sampling = _calling(speaks, tools, asked.choice, sampling, parallel=body.parallel_tool_calls is not False)
+        sampling = _calling(speaks, tools, asked.choice, sampling, parallel=parallel)
     thinking = service.reasoning
     if thinking is not None:
         sampling = thinking.before(sampling, text)
@@ -88,7 +89,9 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
 
     def reader() -> AnswerReader:
         return AnswerReader(
-            None if thinking is None else thinking.parser(text), speaks.parser(tools) if tools else None
+            None if thinking is None else thinking.parser(text),
+            speaks.parser(tools) if tools else None,
+            most_calls=None if parallel else 1,  # no grammar holds a model that may call to one call
         )
 
     return Prepared(Ask(llm.chat_ids(text), sampling, True, show), reader)
@@ -124,7 +127,9 @@ def _text(
 
 def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
     """`POST /apply-template`."""
-    options = {**(body.chat_template_kwargs or {}), "add_generation_prompt": body.add_generation_prompt}
+    options = dict(body.chat_template_kwargs or {})
+    if body.add_generation_prompt is not None:
+        options["add_generation_prompt"] = body.add_generation_prompt
     return _text(service, llm, body.messages, read_tools(body.tools), options)
 
 

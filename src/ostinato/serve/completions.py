@@ -1,37 +1,39 @@
-"""`POST /v1/completions`: text goes on from a prompt, or from each of several."""
+"""`POST /v1/completions`: text goes on from a prompt, or from each of several; and prompts are echoed and scored."""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ostinato.engine.request import Token
+from ostinato.engine.prompt import check_prompt
 from ostinato.llm import LLM
-from ostinato.serve import logprobs
 from ostinato.serve.answers import Answers, Ask, Heard, repeated
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
+from ostinato.serve.logprobs import CompletionLogprobs, Entry, Untold, joined
 from ostinato.serve.reply import Head, events, whole
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import CompletionBody, StreamOptions
-from ostinato.serve.stream import EventStream, at_once
+from ostinato.serve.stream import EventStream, at_once, client_gone, while_connected
 from ostinato.text.tokenizer import Tokenizer
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
     """Go on from prompts."""
     record: Record = request.state.record
-    llm = service.llm(body.model)
-    n = body.n_choices
-    asks = repeated(await service.in_thread(prepare, service, llm, body), n)
+    llm, n = service.llm(body.model), body.n_choices
+    prompts = await service.in_thread(prepare, service, llm, body)
+    asks = repeated(prompts, n)
     answers = Answers(service, llm, asks, n, record, "prompt")
-    await answers.start()
-    echoes = [llm.tokenizer.decode(ask.ids) if body.echo else "" for ask in asks]
-    teller = CompletionTeller(llm.tokenizer, echoes, body.logprobs)
+    echoes = await while_connected(request.receive, _echoes(service, llm, body, prompts))
+    if echoes is None:
+        return client_gone(record)
+    await answers.start(generate=body.max_tokens != 0)
+    teller = CompletionTeller([_Choice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))])
     head = Head(f"cmpl-{record.id}", "text_completion", int(service.clock()), service.model_id)
     if body.stream:
         options = body.stream_options or StreamOptions()
@@ -40,12 +42,13 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     return await at_once(request, whole(answers, teller, head, record), answers)
 
 
+# Before
+
+
 def prepare(service: Service, llm: LLM, body: CompletionBody) -> list[Ask]:
     """Tokenize and check; in a thread, because a prompt may be long."""
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
-    if body.echo and body.logprobs is not None:
-        raise Refusal(400, "logprobs of an echoed prompt are not supported; leave echo or logprobs out", param="echo")
     sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
     return [Ask(_ids(service, llm, prompt), sampling, False) for prompt in body.prompts]
 
@@ -56,54 +59,91 @@ def _ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:
             raise Refusal(400, "the prompt is empty; give it some text", param="prompt")
         service.check_length(prompt, "prompt")
         return llm.tokenize(prompt)
+    check_prompt(prompt, vocab=llm.shape.vocab, context=llm.context)
     return prompt
+
+
+class Echo(NamedTuple):
+    """A prompt that is shown before its answers; `entries` where its logprobs are asked for."""
+
+    text: str
+    entries: Sequence[Entry]
+
+
+async def _echoes(service: Service, llm: LLM, body: CompletionBody, prompts: Sequence[Ask]) -> list[Echo | None]:
+    """What is shown of each prompt."""
+    if not body.echo:
+        return [None] * len(prompts)
+    texts = await service.in_thread(lambda: [llm.tokenizer.decode(prompt.ids) for prompt in prompts])
+    n_top = body.logprobs
+    if n_top is None:
+        return [Echo(text, ()) for text in texts]
+    entries = await service.beside(lambda: [_entries(llm, prompt.ids, n_top) for prompt in prompts])
+    return [Echo(*told) for told in zip(texts, entries, strict=True)]
+
+
+def _entries(llm: LLM, ids: Sequence[int], n_top: int) -> list[Entry]:
+    later = llm.token_logprobs(ids, n_top)
+    return [Entry(ids[0], None), *(Entry(one.token_id, one.logprob, one.top) for one in later)]
+
+
+# After
 
 
 class CompletionTeller:
     """Tells answers as texts."""
 
-    def __init__(self, tokenizer: Tokenizer, echoes: Sequence[str], n_top: int | None) -> None:
-        self._tokenizer, self._n_top = tokenizer, n_top
-        self._texts = [[echo] for echo in echoes]
-        self._offsets = [len(echo) for echo in echoes]
-        self._untold = [logprobs.Untold() for _ in echoes]
-        self._told: list[list[Token]] = [[] for _ in echoes]
-        self._reasons = ["" for _ in echoes]
+    def __init__(self, choices: Sequence[_Choice]) -> None:
+        self._made = choices
 
     def opening(self) -> list[dict[str, Any]]:
         """Nothing, unless a prompt is to be echoed."""
-        return [self._choice(index, texts[0], None, None) for index, texts in enumerate(self._texts) if texts[0]]
+        return [one.opening() for one in self._made if one.echo is not None]
 
     def told(self, heard: Heard) -> list[dict[str, Any]]:
-        index, token, piece = heard
-        untold = self._untold[index]
-        if self._n_top is not None:
-            untold.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
-        if not piece.text and piece.finish_reason is None:
-            return []
-        self._texts[index].append(piece.text)
-        tokens = untold.take()
-        self._told[index] += tokens
-        self._reasons[index] = piece.finish_reason or ""
-        told = self._logprobs(index, tokens) if tokens else None
-        return [self._choice(index, piece.text, told, piece.finish_reason)]
+        return self._made[heard.number].told(heard)
 
     def choices(self) -> list[dict[str, Any]]:
-        whole = []
-        for index, texts in enumerate(self._texts):
-            self._offsets[index] = len(texts[0])
-            told = None if self._n_top is None else self._logprobs(index, self._told[index])
-            whole.append(self._choice(index, "".join(texts), told, self._reasons[index]))
-        return whole
+        return [one.whole() for one in self._made]
 
     def reasons(self) -> list[str]:
-        return self._reasons
+        return [one.reason for one in self._made]
 
-    def _logprobs(self, index: int, tokens: Sequence[Token]) -> dict[str, Any]:
-        told, self._offsets[index] = logprobs.for_completion(
-            self._tokenizer, tokens, self._n_top or 0, self._offsets[index]
-        )
-        return told
 
-    def _choice(self, index: int, text: str, told: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": told, "finish_reason": reason}
+class _Choice:
+    """One answer, so far."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, echo: Echo | None, body: CompletionBody) -> None:
+        self.index, self.echo = index, echo
+        self.reason = "length" if body.max_tokens == 0 else ""
+        text = "" if echo is None else echo.text
+        self._texts = [text]
+        self._parts: list[dict[str, Any]] = []  # of the logprobs
+        self._logprobs: CompletionLogprobs | None = None
+        if body.logprobs is not None:
+            of_prompt = CompletionLogprobs(tokenizer, body.logprobs, at_start=True)
+            self._parts.append(of_prompt.part([] if echo is None else echo.entries))
+            self._logprobs = CompletionLogprobs(tokenizer, body.logprobs, len(text), at_start=False)
+        self._untold = Untold()
+
+    def opening(self) -> dict[str, Any]:
+        return self._chunk(self._texts[0], self._parts[0] if self._parts else None, self.reason or None)
+
+    def told(self, heard: Heard) -> list[dict[str, Any]]:
+        _, token, piece = heard
+        self._untold.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
+        if not piece.text and piece.finish_reason is None:
+            return []
+        self._texts.append(piece.text)
+        self.reason = piece.finish_reason or ""
+        tokens, part = self._untold.take(), None
+        if tokens and self._logprobs is not None:
+            part = self._logprobs.part(tokens)
+            self._parts.append(part)
+        return [self._chunk(piece.text, part, piece.finish_reason)]
+
+    def whole(self) -> dict[str, Any]:
+        return self._chunk("".join(self._texts), joined(self._parts) if self._parts else None, self.reason)
+
+    def _chunk(self, text: str, told: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": self.index, "text": text, "logprobs": told, "finish_reason": reason}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import math
 from array import array
@@ -17,47 +16,29 @@ from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import EmbeddingBody
-from ostinato.serve.stream import encode
+from ostinato.serve.stream import client_gone, encode, while_connected
 
 
-class Embedder:
-    """Takes turns: the model computes one request's vectors at a time, and a bounded number of requests wait."""
-
-    def __init__(self, service: Service) -> None:
-        self._service = service
-        self._turn = asyncio.Lock()
-        self._n_waiting = 0
-
-    async def embed(self, body: EmbeddingBody, request: Request) -> Response:
-        service, limits = self._service, self._service.limits
-        record: Record = request.state.record
-        llm = service.llm(body.model)
-        inputs = body.inputs
-        if len(inputs) > limits.inputs:
-            raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
-        if body.dimensions is not None and body.dimensions > llm.shape.hidden:
-            message = f"dimensions is {body.dimensions}; this model's vectors have {llm.shape.hidden}"
-            raise Refusal(400, message, param="dimensions")
-        ids = await service.in_thread(_ids, llm, inputs)
-        record.prompt_tokens = sum(map(len, ids))
-        if self._n_waiting >= limits.embedding_line:
-            raise Refusal(429, f"{self._n_waiting} requests for embeddings wait already; try again later")
-        self._n_waiting += 1
-        try:
-            async with self._turn:
-                vectors = await service.in_thread(_vectors, llm, ids)
-        finally:
-            self._n_waiting -= 1
-        service.metrics.prompt_tokens.inc(record.prompt_tokens)
-        return Response(encode(self._told(body, vectors, record.prompt_tokens)), media_type="application/json")
-
-    def _told(self, body: EmbeddingBody, vectors: list[list[float]], n_tokens: int) -> dict[str, Any]:
-        data = [
-            {"object": "embedding", "index": index, "embedding": shaped(vector, body.dimensions, body.encoding_format)}
-            for index, vector in enumerate(vectors)
-        ]
-        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
-        return {"object": "list", "data": data, "model": self._service.model_id, "usage": usage}
+async def embed(service: Service, body: EmbeddingBody, request: Request) -> Response:
+    """Vectors for texts."""
+    record: Record = request.state.record
+    llm, limits = service.llm(body.model), service.limits
+    inputs = body.inputs
+    if len(inputs) > limits.inputs:
+        raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
+    if body.dimensions is not None and body.dimensions > llm.shape.hidden:
+        message = f"dimensions is {body.dimensions}; this model's vectors have {llm.shape.hidden}"
+        raise Refusal(400, message, param="dimensions")
+    ids = await service.in_thread(_ids, llm, inputs)
+    record.prompt_tokens = sum(map(len, ids))
+    vectors = await while_connected(request.receive, service.beside(_vectors, llm, ids))
+    if vectors is None:
+        return client_gone(record)
+    service.metrics.prompt_tokens.inc(record.prompt_tokens)
+    data = await service.in_thread(_told, body, vectors)
+    usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
+    told = {"object": "list", "data": data, "model": service.model_id, "usage": usage}
+    return Response(encode(told), media_type="application/json")
 
 
 def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
@@ -65,6 +46,9 @@ def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int
     for index, ids in enumerate(made):
         if not ids:
             raise Refusal(400, f"input[{index}] is empty; give it some text", param="input")
+        if max(ids) >= llm.shape.vocab:
+            message = f"input[{index}] has the token id {max(ids)}; this model has ids from 0 to {llm.shape.vocab - 1}"
+            raise Refusal(400, message, param="input")
         if len(ids) > llm.context:
             raise Refusal(
                 400,
@@ -78,6 +62,13 @@ def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int
 def _vectors(llm: LLM, ids: list[list[int]]) -> list[list[float]]:
     vectors: list[list[float]] = llm.embed(ids).tolist()
     return vectors
+
+
+def _told(body: EmbeddingBody, vectors: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+    return [
+        {"object": "embedding", "index": index, "embedding": shaped(vector, body.dimensions, body.encoding_format)}
+        for index, vector in enumerate(vectors)
+    ]
 
 
 def shaped(vector: Sequence[float], dimensions: int | None, form: str | None) -> list[float] | str:

@@ -40,7 +40,8 @@ _CODES: Final = {
 }
 # What rooms below call a thing, and the field that brought it.
 _FIELDS: Final = {
-    **{name: name for name in ("messages", "tools", "tool_choice", "logit_bias", "stop", "min_tokens", "seed")},
+    **{name: name for name in ("messages", "prompt", "tools", "tool_choice")},
+    **{name: name for name in ("logit_bias", "stop", "min_tokens", "seed")},
     **dict.fromkeys(("schema", "json_mode", "regex", "choice", "grammar"), "response_format"),
     "stop_ids": "stop_token_ids",
 }
@@ -72,16 +73,16 @@ def refusal_of(error: Exception) -> Refusal:
     status = error.http_status
     if status == 500:
         return Refusal(500, OUR_FAULT)
-    if isinstance(error, PromptTooLong):
-        return Refusal(400, str(error), code="context_length_exceeded")
     param = _field_named_in(str(error)) if isinstance(error, BadInput) else None
     code = "engine_restarting" if status == 503 else None
+    if isinstance(error, PromptTooLong):
+        code = "context_length_exceeded"
     return Refusal(status, str(error), param=param, code=code)
 
 
 def _field_named_in(message: str) -> str | None:
     """Errors of what a caller gave begin with its name, which is the field's, or stands for it."""
-    found = re.match(r"(?:this )?([a-z_]+)((?:\[\d+\]|\.[a-z_]+)*)", message)
+    found = re.match(r"(?:this |the )?([a-z_]+)((?:\[\d+\]|\.[a-z_]+)*)", message)
     if found is None or found[1] not in _FIELDS:
         return None
     return _FIELDS[found[1]] + found[2]

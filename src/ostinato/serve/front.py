@@ -143,6 +143,9 @@ class Front:
         body = await self._body(headers, receive)
         if kind != "application/json":
             raise Refusal(415, f"the body's type is {kind or 'not given'}; send Content-Type: application/json")
+        packed = headers.get("content-encoding", "identity").strip().lower()
+        if packed != "identity":
+            raise Refusal(415, f"the body is packed with {packed}; send it as it is, without Content-Encoding")
         given = False
 
         async def replay() -> Message:
@@ -160,20 +163,21 @@ class Front:
         n = 0
         announced = headers.get("content-length", "")
         too_large = announced.isdecimal() and int(announced) > limits.body_bytes
-        end = time.monotonic() + limits.body_s
+        began = time.monotonic()
         while True:
+            patience = min(limits.body_s, began + limits.request_s - time.monotonic())
             try:
-                async with asyncio.timeout(limits.body_s):
+                async with asyncio.timeout(patience):
                     message = await receive()
             except TimeoutError:
-                raise Refusal(408, f"the rest of the body did not come within {limits.body_s:.0f} s") from None
+                raise Refusal(408, f"the rest of the body did not come within {patience:.0f} s") from None
             if message["type"] == "http.disconnect":
                 raise ClientGone
             n += len(message.get("body", b""))
             too_large |= n > limits.body_bytes
             if too_large:
                 parts.clear()
-                if time.monotonic() > end or n > _MOST_DISCARDED * limits.body_bytes:
+                if time.monotonic() > began + limits.body_s or n > _MOST_DISCARDED * limits.body_bytes:
                     break
             else:
                 parts.append(message.get("body", b""))

@@ -73,6 +73,7 @@ class Outcome:
     n_tokens: int = 0
     n_prompt: int = 0
     error: str | None = None
+    said: str = ""  # what the server said of the error, or the system
     finish: str | None = None
 
 
@@ -205,9 +206,9 @@ async def _ask(load: Load, server: Server, body: dict[str, Any], began: float) -
     except TimeoutError:
         outcome.error = "timeout"
     except ServerSaid as error:
-        outcome.error = str(error)
+        outcome.error, outcome.said = error.kind, error.words
     except (OSError, asyncio.IncompleteReadError, ValueError, KeyError) as error:
-        outcome.error = type(error).__name__
+        outcome.error, outcome.said = type(error).__name__, str(error)
     outcome.ended = time.perf_counter() - began
     return outcome
 
@@ -216,20 +217,20 @@ async def _read_stream(lines: AsyncGenerator[bytes, None], outcome: Outcome, beg
     last = 0.0
     n_chunks = 0
     async for line in lines:
-        if not line.startswith(b"data: "):
+        if not line.startswith(b"data:"):
             continue
         now = time.perf_counter() - began
-        content = line[6:].strip()
+        content = line[5:].strip()
         if content == b"[DONE]":
             outcome.n_tokens = outcome.n_tokens or n_chunks
             return
         chunk = json.loads(content)
         if "error" in chunk:
-            raise ServerSaid("error event")
+            raise ServerSaid("error event", _words_of(content))
         usage = chunk.get("usage")
         if usage:
             outcome.n_tokens, outcome.n_prompt = usage["completion_tokens"], usage["prompt_tokens"]
-        for choice in chunk.get("choices", ()):
+        for choice in chunk.get("choices") or ():
             outcome.finish = choice.get("finish_reason") or outcome.finish
             if not _says_something(choice):
                 continue
@@ -259,7 +260,18 @@ async def _read_whole(lines: AsyncGenerator[bytes, None], outcome: Outcome, bega
 
 
 class ServerSaid(Exception):
-    """The server answered with an error."""
+    """The server answered with an error: its kind, for counting, and its own words."""
+
+    def __init__(self, kind: str, words: str = "") -> None:
+        super().__init__(kind)
+        self.kind, self.words = kind, words
+
+
+def _words_of(reply: bytes) -> str:
+    """What an error says: OpenAI's message, or the text as it is."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(reply)["error"]["message"])
+    return reply.decode(errors="replace").strip()[:500]
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,9 +304,10 @@ class Server:
             writer.write(self._request(path, json.dumps(body).encode(), key))
             await writer.drain()
             status, headers = await _head(reader)
-            if status != 200:
-                raise ServerSaid(f"HTTP {status}")
             pieces = _chunked(reader) if headers.get("transfer-encoding") == "chunked" else _sized(reader, headers)
+            if status != 200:
+                async with aclosing(pieces) as parts:
+                    raise ServerSaid(f"HTTP {status}", _words_of(b"".join([part async for part in parts])))
             rest = b""
             async with aclosing(pieces) as parts:
                 async for part in parts:

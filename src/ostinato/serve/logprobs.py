@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ostinato.engine.request import Token
+from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
 
 LEAST: Final = -9999.0  # JSON has no minus infinity
@@ -25,32 +26,55 @@ def for_chat(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def for_completion(
-    tokenizer: Tokenizer, tokens: Sequence[Token], n_top: int, offset: int
-) -> tuple[dict[str, Any], int]:
-    """`logprobs` of a completion's choice, and where in the text they end; `offset`: where they begin."""
-    texts = [_name(tokenizer, token.token) for token in tokens]
-    offsets, at = [], offset
-    for token in tokens:
-        offsets.append(at)
-        at += len(_text(tokenizer.piece_bytes(token.token, start=False, special=True)))
-    top = [{_name(tokenizer, id): max(value, LEAST) for id, value in token.top} for token in tokens]
-    told = {
-        "tokens": texts,
-        "token_logprobs": [max(token.logprob, LEAST) for token in tokens],
-        "top_logprobs": top if n_top else None,
-        "text_offset": offsets,
+class Entry(NamedTuple):
+    """A token of a prompt: like one of an answer, but that nothing comes before the first."""
+
+    token: int
+    logprob: float | None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class CompletionLogprobs:
+    """Tells `logprobs` of tokens that follow each other in a completion's text."""
+
+    def __init__(self, tokenizer: Tokenizer, n_top: int, offset: int = 0, *, at_start: bool) -> None:
+        """`offset`: where in the text the first begins; `at_start`: it begins a text, as an echoed prompt does."""
+        self._tokenizer, self._n_top, self._offset = tokenizer, n_top, offset
+        self._text = TextStream(tokenizer, at_start=at_start)
+
+    def part(self, tokens: Sequence[Token | Entry]) -> dict[str, Any]:
+        """The next tokens."""
+        return {
+            "tokens": [self._name(token.token) for token in tokens],
+            "token_logprobs": [None if token.logprob is None else max(token.logprob, LEAST) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens] if self._n_top else None,
+            "text_offset": [self._begin(token.token) for token in tokens],
+        }
+
+    def _begin(self, token: int) -> int:
+        begin = self._offset
+        self._offset += len(self._text.push(token))
+        return begin
+
+    def _top(self, token: Token | Entry) -> dict[str, float] | None:
+        if token.logprob is None:
+            return None
+        return {self._name(id): max(value, LEAST) for id, value in token.top}
+
+    def _name(self, id: int) -> str:
+        """A token's text; as OpenAI writes it where its bytes are no whole character."""
+        shown = self._tokenizer.piece_bytes(id, start=False, special=True)
+        try:
+            return shown.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in shown)
+
+
+def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Parts of a choice's `logprobs` as one; at least one part."""
+    return {
+        name: None if parts[0][name] is None else [one for part in parts for one in part[name]] for name in parts[0]
     }
-    return told, at
-
-
-def _name(tokenizer: Tokenizer, id: int) -> str:
-    """A token's text; as OpenAI writes it where its bytes are no whole character."""
-    shown = tokenizer.piece_bytes(id, start=False, special=True)
-    try:
-        return shown.decode()
-    except UnicodeDecodeError:
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in shown)
 
 
 def _text(shown: bytes) -> str:

@@ -45,8 +45,11 @@ class Box:
         self._came.clear()
 
     def take(self) -> tuple[int, Message] | None:
-        """The next message; None where there is none now."""
-        return self._messages.popleft() if self._messages else None
+        """The next message; None where there is none now: then whoever rang before was heard, and `look` waits anew."""
+        if self._messages:
+            return self._messages.popleft()
+        self._came.clear()
+        return None
 
 
 class Mailbox:

@@ -58,10 +58,10 @@ async def events(
             usage = {"usage": answers.usage() if continuous else None}
         return event({**head.chunk(choices, chunk_kind), **usage, **more})
 
-    opening = [chunk([choice]) for choice in teller.opening()]
+    opening = teller.opening()
+    last: dict[str, Any] = opening.pop() if answers.done else {}  # nothing was to be made: these are the ends
     if opening:
-        yield b"".join(opening)
-    last: dict[str, Any] = {}
+        yield b"".join(chunk([choice]) for choice in opening)
     while not answers.done:
         heard = await answers.more()
         if not heard:

@@ -63,6 +63,9 @@ class Service:
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         # Templates have one process, and so a thread of their own: one that loops holds up nothing else.
         self._template_thread = ThreadPoolExecutor(1, "ostinato-template")
+        # What the model computes beside the decode loop takes turns, and its line is bounded.
+        self._beside_thread = ThreadPoolExecutor(1, "ostinato-beside")
+        self._n_beside = 0
         self._mailbox: Mailbox | None = None
         self.model_id = options.alias or name_of(options.model)
 
@@ -103,7 +106,7 @@ class Service:
 
     def close(self) -> None:
         """Give everything back."""
-        for threads in (self._threads, self._template_thread):
+        for threads in (self._threads, self._template_thread, self._beside_thread):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._llm is not None:
             self._llm.close()
@@ -172,6 +175,22 @@ class Service:
     async def in_template_thread(self, work: Callable[..., T], *arguments: Any) -> T:
         """Work that renders a template."""
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, work, *arguments)
+
+    async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Work of the model beside the answers, one at a time; refused where too much of it waits.
+
+        Whoever gives up waiting leaves the line; what has begun goes on to its end, unheard.
+        """
+        if self._n_beside > self.limits.beside_line:
+            raise Refusal(429, f"{self.limits.beside_line} requests wait for embeddings or logprobs; try again later")
+        self._n_beside += 1
+        try:
+            async with asyncio.timeout(self.limits.request_s):
+                return await asyncio.get_running_loop().run_in_executor(self._beside_thread, work, *arguments)
+        except TimeoutError:
+            raise Refusal(408, f"no request may take longer than {self.limits.request_s:.0f} s") from None
+        finally:
+            self._n_beside -= 1
 
     def stats(self) -> Stats | None:
         """The engine's counts; None while there is no engine."""

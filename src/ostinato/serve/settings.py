@@ -35,7 +35,7 @@ class Limits:
     unread_tokens: int = 8192  # made for one reader and not read yet
     choices: int = 128  # answers to one request: prompts times `n`
     inputs: int = 2048  # texts of one request for embeddings
-    embedding_line: int = 64  # requests for embeddings that wait
+    beside_line: int = 64  # requests that wait for what is computed beside the answers: embeddings, prompts' logprobs
     fault_s: float = 5.0  # from an engine's death to the process's, for error events to leave
 
 
@@ -57,6 +57,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
             raise BadOption(f"--port is {self.port}; it must be a whole number from 0 to 65535 (0 takes a free one)")
+        if self.alias == "":
+            raise BadOption("--alias is empty; it must be what clients call the model")
         for key in self.keys:
             if not _KEY.fullmatch(key) or len(key) < SHORTEST_KEY:
                 raise BadOption(

@@ -336,8 +336,19 @@ class CompletionBody(Asking):
     """`POST /v1/completions`. A prompt is a text, token ids, or a list of either."""
 
     prompt: Texts
+    max_tokens: Annotated[int, Field(ge=0, description="0 makes nothing: a prompt is echoed, and scored.")] | None = (
+        None
+    )
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @model_validator(mode="after")
+    def _check_echo(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise Refusal(
+                400, "max_tokens is 0, and nothing is to be echoed; ask for a token, or echo", param="max_tokens"
+            )
+        return self
 
     @property
     def most_tokens(self) -> int | None:
@@ -391,4 +402,4 @@ class TemplateBody(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None

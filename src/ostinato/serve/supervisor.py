@@ -1,7 +1,8 @@
 """The supervisor: it holds the listening socket, starts a worker, and starts the next when one dies.
 
 It imports neither torch nor a web server, so that it is up at once and has nothing to die of. A worker that refuses
-its settings is not tried again; one that keeps dying young is given up. SIGTERM and Ctrl-C drain; a second one stops.
+its settings is not tried again; one that keeps dying young is given up; one that falls silent hangs, and is killed.
+SIGTERM and Ctrl-C drain; a second one stops.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ BACKLOG: Final = 1024
 YOUNG_S: Final = 20.0  # a worker that dies within this time of being started dies young
 MOST_YOUNG_DEATHS: Final = 5
 KILL_S: Final = 10.0  # from the second signal to the last resort
+START_S: Final = 600.0  # to a worker's first word: Python and torch may come from a slow disk
+SILENT_S: Final = 60.0  # a worker says every second that it lives; one that does not for so long hangs
+_LOOK_S: Final = 0.5
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 Talk = Callable[[str], None]
@@ -34,32 +38,39 @@ Talk = Callable[[str], None]
 
 def listen(host: str, port: int) -> socket.socket:
     """The socket that every worker serves."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        return _listening(host, port)
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be none
+        why = getattr(error, "strerror", None) or error
+        raise BadInput(f"cannot listen at {host} port {port}: {why}; give another --host or --port") from error
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
         made.listen(BACKLOG)
-    except OSError as error:
+    except BaseException:
         made.close()
-        raise BadInput(
-            f"cannot listen at {host} port {port}: {error.strerror or error}; give another --host or --port"
-        ) from error
+        raise
     return made
 
 
 class Supervisor:
-    """One server's life. `command` starts a worker."""
+    """One server's life. `command` starts a worker; one that is silent for `silent_s` is taken to hang."""
 
-    def __init__(self, options: ServeOptions, talk: Talk, *, command: Sequence[str] = WORKER) -> None:
-        self._options, self._talk, self._command = options, talk, command
+    def __init__(
+        self, options: ServeOptions, talk: Talk, *, command: Sequence[str] = WORKER, silent_s: float = SILENT_S
+    ) -> None:
+        self._options, self._talk, self._command, self._silent_s = options, talk, command, silent_s
         self._listening = listen(options.host, options.port)
         self._restarts: Counter[str] = Counter()
         self._n_signals = 0
         self._stopped_at = 0.0
         self._worker: subprocess.Popen[bytes] | None = None
-        self._reason = ""  # what the worker said it died of
-        self._was_ready = False
+        self._died_of: tuple[str, str] | None = None  # the kind, and in words; None where only its exit code tells
+        self._was_ready = self._refused = False
 
     @property
     def url(self) -> str:
@@ -86,11 +97,13 @@ class Supervisor:
             code = self._one_worker()
             if self._n_signals or code == 0:
                 return code if code > 0 else 0
+            kind, reason = self._died_of or ("crash", _told_of(code))
             if not self._was_ready and not self._restarts:
+                if not self._refused:
+                    self._talk(f"error: the worker ended before the model was loaded: {reason}")
                 return code if code > 0 else 3
             young_deaths = young_deaths + 1 if time.monotonic() - started < YOUNG_S else 0
-            reason = self._reason or _told_of(code)
-            self._restarts["fault" if self._reason else "crash"] += 1
+            self._restarts[kind] += 1
             if young_deaths >= MOST_YOUNG_DEATHS:
                 self._talk(f"error: the worker died {young_deaths} times in a row, last of: {reason}; giving up")
                 return 3
@@ -100,7 +113,7 @@ class Supervisor:
         """Start one, listen to it until it ends; its exit code."""
         reading, writing = os.pipe()
         fds = (self._listening.fileno(), writing)
-        self._reason, self._was_ready = "", False
+        self._died_of, self._was_ready, self._refused = None, False, False
         self._worker = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -108,6 +121,8 @@ class Supervisor:
             start_new_session=True,  # Ctrl-C in the terminal is for us: we pass it on
         )
         os.close(writing)
+        if self._n_signals:  # it came while there was no worker to pass it on to
+            self._worker.send_signal(signal.SIGTERM)
         given = {
             "options": self._options.to_json(),
             "restarts": dict(self._restarts),
@@ -122,19 +137,33 @@ class Supervisor:
         return self._wait()
 
     def _listen_to(self, events: int) -> None:
-        """Hear the worker's events until it closes them, or has been stopped for too long."""
+        """Hear the worker's events until it closes them, is silent for too long, or was stopped too long ago."""
         heard = b""
+        patience = START_S
+        # Counted in looks and not by the clock: a supervisor that slept (Ctrl-Z, a closed lid) has not looked.
+        silent_looks = 0
         with selectors.DefaultSelector() as ready:
             ready.register(events, selectors.EVENT_READ)
             while not self._overdue():
-                if not ready.select(timeout=0.5):
+                if not ready.select(timeout=_LOOK_S):
+                    silent_looks += 1
+                    if silent_looks * _LOOK_S >= patience:
+                        self._give_up(patience)
+                        return
                     continue
                 part = os.read(events, 65_536)
                 if not part:
                     return
+                silent_looks, patience = 0, self._silent_s
                 *lines, heard = (heard + part).split(b"\n")
                 for line in lines:
                     self._heard(json.loads(line))
+
+    def _give_up(self, silent_s: float) -> None:
+        """End a worker that hangs. Whoever it was answering finds the connection closed: it cannot tell them."""
+        self._died_of = "hang", f"it said nothing for {silent_s:.0f} s"
+        assert self._worker is not None
+        self._worker.kill()
 
     def _heard(self, event: dict[str, Any]) -> None:
         match event["event"]:
@@ -147,8 +176,9 @@ class Supervisor:
                 for why in event.get("why_not_higher", ()):
                     self._talk(f"not {why}")
             case "fault":
-                self._reason = event["reason"]
+                self._died_of = "fault", event["reason"]
             case "refused":
+                self._refused = True
                 self._talk(f"error: {event['message']}")
             case "draining":
                 self._talk(f"draining: {event['running']} requests run; once more to stop them")
@@ -186,6 +216,8 @@ class Supervisor:
 
 
 def _told_of(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "signal SIGKILL, which the system sends where memory runs out"
     if code < 0:
         return f"signal {signal.Signals(-code).name}"
     return f"exit code {code}"

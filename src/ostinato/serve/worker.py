@@ -2,7 +2,8 @@
 
 It answers from its first moment, with 503 until the model is there. It ends when it has drained after a SIGTERM, at
 once after a second one, when its supervisor is gone, or a moment after its engine died: then it says why, and the
-supervisor starts the next. It reads its settings from standard input and tells events as lines of JSON.
+supervisor starts the next. It reads its settings from standard input and tells events as lines of JSON; one of them,
+every second and from the event loop itself, is that it lives.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ostinato.serve.service import Service
 from ostinato.serve.settings import ServeOptions
 
 FAULT_EXIT: Final = 70  # the engine died: start another worker
+BEAT_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
 Tell = Callable[[dict[str, Any]], None]
@@ -159,10 +161,19 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
+    beating = asyncio.ensure_future(_beat(tell))
     code = await worker.run(lambda: load_model(options, talk))
     if code != FAULT_EXIT:  # what an engine that died left behind goes with the process
         await loop.run_in_executor(None, service.close)
+    beating.cancel()
     return code
+
+
+async def _beat(tell: Tell) -> None:
+    """Say that the event loop lives: where it hangs, this is not heard, and the supervisor starts another worker."""
+    while True:
+        tell({"event": "alive"})
+        await asyncio.sleep(BEAT_S)
 
 
 def _heard_end(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
@@ -192,12 +203,13 @@ def main() -> None:
     given = json.loads(line)
     options = ServeOptions.from_json(given["options"])
     listening = socket.socket(fileno=given["socket"])
-    events = os.fdopen(given["events"], "w")
+    events: int = given["events"]
+    os.set_blocking(events, False)
 
     def tell(event: dict[str, Any]) -> None:
+        # A line is short enough to go in one piece, or not at all: who does not listen (Ctrl-Z) holds up no loop.
         with suppress(OSError):
-            events.write(json.dumps(event) + "\n")
-            events.flush()
+            os.write(events, json.dumps(event).encode() + b"\n")
 
     code = _runner()(serve(options, given["restarts"], listening, tell))
     sys.stderr.flush()

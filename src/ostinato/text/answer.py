@@ -47,8 +47,11 @@ class AnswerReader:
     [Delta(content='hello', reasoning='', call=None)]
     """
 
-    def __init__(self, reasoning: Parser | None = None, calls: Parser | None = None) -> None:
-        self._reasoning, self._calls = reasoning, calls
+    def __init__(
+        self, reasoning: Parser | None = None, calls: Parser | None = None, *, most_calls: int | None = None
+    ) -> None:
+        """`most_calls`: those after so many are left out, for whoever asked for no more."""
+        self._reasoning, self._calls, self._most_calls = reasoning, calls, most_calls
         self.n_calls = 0
 
     def feed(self, text: str) -> list[Delta]:
@@ -68,5 +71,7 @@ class AnswerReader:
         return self._counted(read)
 
     def _counted(self, deltas: list[Delta]) -> list[Delta]:
-        self.n_calls = max([self.n_calls, *(delta.call.index + 1 for delta in deltas if delta.call is not None)])
-        return deltas
+        most = self._most_calls
+        told = [delta for delta in deltas if delta.call is None or most is None or delta.call.index < most]
+        self.n_calls = max([self.n_calls, *(delta.call.index + 1 for delta in told if delta.call is not None)])
+        return told

@@ -303,12 +303,18 @@ class TagCalls:
             found = _TAGGED.search(self._buffer)
             if found is None:
                 break
+            call = self._read(found)
+            if call is None:
+                deltas += _content(self._buffer[: found.end()])
+                self._buffer = self._buffer[found.end() :]
+                continue
             deltas += _content(self._buffer[: found.start()].rstrip())
             self._buffer, self._after_call = self._buffer[found.end() :], True
             self._index += 1
-            name, arguments = self._read(found)
-            text = json.dumps(arguments, ensure_ascii=False)
-            deltas.append(Delta(call=CallDelta(self._index, self._new_id(), name, text)))
+            name, arguments = call
+            deltas.append(
+                Delta(call=CallDelta(self._index, self._new_id(), name, json.dumps(arguments, ensure_ascii=False)))
+            )
         if not any(opener in self._buffer for opener in _TAG_OPENERS):
             keep = open_end(self._buffer, _TAG_OPENERS)
             said = self._buffer[: len(self._buffer) - keep].rstrip()
@@ -328,15 +334,17 @@ class TagCalls:
         self._buffer, self._after_call = text.removeprefix(_TAG_END).lstrip(), False
         return True
 
-    def _read(self, found: re.Match[str]) -> tuple[str, Any]:
+    def _read(self, found: re.Match[str]) -> tuple[str, Any] | None:
+        """A call's name and arguments; None for an object that is none."""
         if found["object"] is None:
             name = found["name"].strip()
             return name, self._arguments(name, found["body"])
         try:
             call = json.loads(found["object"])
         except ValueError:
-            call = {}
-        return str(call.get("name", "")), call.get("arguments", {})
+            return None
+        name = call.get("name")
+        return (name, call.get("arguments", {})) if isinstance(name, str) else None
 
     def _arguments(self, name: str, body: str) -> dict[str, Any]:
         properties = self._schemas.get(name, {}).get("properties")

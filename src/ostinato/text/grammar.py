@@ -11,7 +11,7 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from functools import cached_property
@@ -181,23 +181,34 @@ _BREAK: Final = "\n"  # never part of a longer token in those vocabularies
 
 
 def _source(rule: Rule) -> str:
-    from llguidance import LLMatcher, regex_to_lark
+    from llguidance import LLMatcher
+
+    if rule.kind == "schema":
+        return LLMatcher.grammar_from_json_schema(rule.text, overrides=_COMPACT)
+    if rule.kind == "grammar" and rule.text.startswith('{"grammars":'):
+        return rule.text  # llguidance's own form, for grammars made of several
+    return LLMatcher.grammar_from_lark(as_lark(rule))
+
+
+def compact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """A schema for a place inside of a grammar, without free blanks."""
+    return {**schema, "x-guidance": _COMPACT}
+
+
+def as_lark(rule: Rule) -> str:
+    """A rule that is no schema as a grammar in Lark; BadOption where it cannot be read."""
+    from llguidance import regex_to_lark
 
     match rule.kind:
-        case "schema":
-            return LLMatcher.grammar_from_json_schema(rule.text, overrides=_COMPACT)
         case "regex":
             # Digits are 0 to 9: nobody who writes \d waits for those of every script.
-            return LLMatcher.grammar_from_lark(f"start: /{regex_to_lark(rule.text, 'd')}/")
+            return f"start: /{regex_to_lark(rule.text, 'd')}/"
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(literal, json.loads(rule.text))))
-    if rule.text.startswith('{"grammars":'):
-        return rule.text  # llguidance's own form, for grammars made of several
-    return LLMatcher.grammar_from_lark(as_lark(rule.text))
+            return "start: " + " | ".join(map(literal, json.loads(rule.text)))
+    return _from_gbnf(rule.text)
 
 
-def as_lark(grammar: str) -> str:
-    """A grammar in Lark, also where it was written in GBNF; BadOption where it cannot be read."""
+def _from_gbnf(grammar: str) -> str:
     from llguidance.gbnf_to_lark import any_to_lark
 
     if "::=" not in grammar:

@@ -26,4 +26,10 @@ def guarded(make: Callable[[], Made], path: Path, what: str) -> Made:
 
 def library_ids(library: Library, text: str, path: Path, *, whole: bool = False) -> list[int]:
     """The library's ids of a text; `whole` adds what its own post-processor puts around one."""
-    return guarded(lambda: library.encode(text, add_special_tokens=whole).ids, path, "cannot encode a text")
+
+    def ids() -> list[int]:
+        # A batch of one: only for batches does the library let other threads run, and a long text takes seconds.
+        found: list[int] = library.encode_batch_fast([text], add_special_tokens=whole)[0].ids
+        return found
+
+    return guarded(ids, path, "cannot encode a text")

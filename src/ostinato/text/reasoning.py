@@ -13,7 +13,7 @@ from typing import Final
 from ostinato.options import Rule, Sampling
 from ostinato.text.answer import Delta
 from ostinato.text.call_parser import open_end
-from ostinato.text.grammar import as_lark, literal
+from ostinato.text.grammar import as_lark, compact, literal
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
@@ -73,17 +73,9 @@ class Reasoning:
 
 def _part(rule: Rule) -> dict[str, object]:
     """A rule as a part of a larger grammar, in llguidance's own form."""
-    match rule.kind:
-        case "schema":
-            options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-            return {"json_schema": {**json.loads(rule.text), "x-guidance": options}}
-        case "regex":
-            from llguidance import regex_to_lark
-
-            return {"lark_grammar": f"start: /{regex_to_lark(rule.text, 'd')}/"}
-        case "choice":
-            return {"lark_grammar": "start: " + " | ".join(map(literal, json.loads(rule.text)))}
-    return {"lark_grammar": as_lark(rule.text)}
+    if rule.kind == "schema":
+        return {"json_schema": compact(json.loads(rule.text))}
+    return {"lark_grammar": as_lark(rule)}
 
 
 class ReasoningParser:

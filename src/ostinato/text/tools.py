@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias
 from ostinato.errors import BadInput
 from ostinato.text.answer import Parser
 from ostinato.text.call_parser import JsonCalls, TagCalls
-from ostinato.text.grammar import literal
+from ostinato.text.grammar import compact, literal
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 
@@ -90,10 +90,10 @@ def _read_tool(index: int, definition: Any) -> Tool:
 
 def read_choice(choice: Any, tools: Sequence[Tool]) -> ToolChoice:
     """OpenAI's `tool_choice` checked: a word, or `{"type": "function", "function": {"name": ...}}`."""
-    if choice is None:
+    if choice is None or choice == "auto":
         return "auto" if tools else "none"
-    if choice in ("none", "auto"):
-        return "none" if not tools else "auto" if choice == "auto" else "none"
+    if choice == "none":
+        return "none"
     if choice == "required":
         if not tools:
             raise BadInput("tool_choice is 'required', and there are no tools")
@@ -184,7 +184,7 @@ class ToolFormat:
         lines = self._call_rules(callable_now, several=several)
         if choice == "auto":
             lines.append("start: calls | answer")
-            lines.append(f"answer: %json {_compact(json.loads(schema or '{}'))}")
+            lines.append(f"answer: %json {_json(json.loads(schema or '{}'))}")
         else:
             lines.append("start: calls")
         return "\n".join(lines)
@@ -196,7 +196,7 @@ class ToolFormat:
         for number, tool in enumerate(tools):
             begin = self._text(shape.begin.replace("NAME", tool.name))
             rules.append(f"call_{number}: {begin} args_{number} {self._text(shape.end)}".rstrip())
-            rules.append(f"args_{number}: %json {_compact(_closed(tool.parameters))}")
+            rules.append(f"args_{number}: %json {_json(_closed(tool.parameters))}")
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(tools))))
         more = "" if shape.between is None or not several else f"({self._text(shape.between)} call)*"
         rules.append(f"calls: {self._text(shape.first)} call {more} {self._text(shape.last)}")
@@ -372,10 +372,8 @@ def _closed(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _compact(schema: Mapping[str, Any]) -> str:
-    """A schema for a grammar, without free blanks."""
-    options = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-    return json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
+def _json(schema: Mapping[str, Any]) -> str:
+    return json.dumps(compact(schema), ensure_ascii=False)
 
 
 # Ids

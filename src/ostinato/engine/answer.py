@@ -1,0 +1,170 @@
+"""One answer on its way: tokens become text, until something ends it; and what is known of it then.
+
+The engine's requests are token ids; here they meet the tokenizer. Stop strings end an answer here, since only text can
+know them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ostinato.engine.request import FinishReason, Request, Token
+from ostinato.engine.sequential import Continuation
+from ostinato.options import Sampling
+from ostinato.text.stream import TextStream
+from ostinato.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds: loading the model, the prompt, from asking to the first token, all further tokens; and their pace.
+
+    Decoding is timed by the device's own clock. `mask_s` of it were spent waiting for the host: an answer that follows
+    a schema or a grammar hears after each token what may come next.
+    """
+
+    load_s: float
+    prefill_s: float
+    first_token_s: float
+    decode_s: float
+    decode_tok_s: float | None
+    mask_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's log-probability under the model, and the most likely tokens beside it."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer: its text, its tokens (the one that ended it included), and how it came about.
+
+    `cached_tokens` of the prompt were in memory already and not computed again.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[TokenLogprob, ...] | None
+    timings: Timings
+    seed: int
+    cached_tokens: int
+    _digest: Callable[[], str] = field(repr=False, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """A hash of the model, the options that matter and the token ids: same digest, same computation."""
+        return self._digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of an answer as it comes: text that can be shown, the token behind it; the last has the whole."""
+
+    text: str
+    token_id: int | None
+    finish_reason: FinishReason | None = None
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What all answers of one model share. `facts` of its loading, and its files' `fingerprint`, make their digests."""
+
+    tokenizer: Tokenizer
+    load_s: float
+    facts: Mapping[str, Any]
+    fingerprint: Callable[[], str]
+
+    def digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
+        """The digest, when it is asked for: hashing a large model takes seconds the first time."""
+        words = dataclasses.asdict(sampling)
+        for name in ("schema", "json_mode", "regex", "choice", "grammar"):
+            del words[name]
+        words |= {} if sampling.rule is None else {"rule": sampling.rule}
+        if not sampling.temperature:
+            words["seed"] = None  # nothing was drawn
+        words["logit_bias"] = sorted(sampling.logit_bias.items())
+        content = {**self.facts, "sampling": words, "prompt_ids": list(prompt), "token_ids": list(ids)}
+
+        def digest() -> str:
+            whole = {**content, "model": self.fingerprint()}
+            return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+        return digest
+
+
+class Answer:
+    """Its text and tokens so far. `source` may be cancelled."""
+
+    def __init__(
+        self,
+        origin: Origin,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        source: Request | Continuation,
+        *,
+        fresh: bool,
+        show: Collection[str] = (),
+    ) -> None:
+        """`fresh`: the answer is a text of its own, not the rest of the prompt's. `show`: control tokens to be seen."""
+        self._origin, self._prompt, self._sampling, self.source = origin, prompt, sampling, source
+        # What follows a grammar is shown to the byte: a blank at its start is the grammar's.
+        at_start = fresh and sampling.rule is None
+        self._text = TextStream(origin.tokenizer, sampling.stop, at_start=at_start, show=show)
+        self._tokens: list[Token] = []
+        self._shown: list[str] = []
+
+    @property
+    def held(self) -> list[int]:
+        """The tokens that were read to make it: all but the last."""
+        return [*self._prompt, *(token.token for token in self._tokens[:-1])]
+
+    def push(self, token: Token) -> Piece:
+        """Take the next token; the piece of text that it brings. The last has the completion."""
+        self._tokens.append(token)
+        text = self._text
+        new = "" if token.finish_reason == "stop" else text.push(token.token)
+        reason: FinishReason | None = "stop" if text.stopped else token.finish_reason
+        if reason is not None and not text.stopped:
+            new += text.finish()
+        self._shown.append(new)
+        if reason is None:
+            return Piece(new, token.token)
+        return Piece(new, token.token, reason, self._completion(reason))
+
+    def _completion(self, reason: FinishReason) -> Completion:
+        tokens, sampling, source = self._tokens, self._sampling, self.source
+        n_more, seconds = len(tokens) - 1, (tokens[-1].time_ns - tokens[0].time_ns) / 1e9
+        ids = tuple(token.token for token in tokens)
+        logprobs = tuple(TokenLogprob(t.token, t.logprob, t.top) for t in tokens)
+        assert sampling.seed is not None  # settled
+        return Completion(
+            text="".join(self._shown),
+            token_ids=ids,
+            prompt_ids=tuple(self._prompt),
+            finish_reason=reason,
+            logprobs=logprobs if sampling.logprobs is not None else None,
+            timings=Timings(
+                load_s=self._origin.load_s,
+                prefill_s=source.prefill_s,
+                first_token_s=source.first_token_s,
+                decode_s=seconds,
+                decode_tok_s=n_more / seconds if n_more and seconds > 0 else None,
+                mask_s=source.mask_s,
+            ),
+            seed=sampling.seed,
+            cached_tokens=source.cached_tokens,
+            _digest=self._origin.digest(sampling, self._prompt, ids),
+        )

@@ -1,0 +1,107 @@
+"""`ostinato serve` before it listens: which words become which options, where keys come from, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ostinato.serve import supervisor
+from ostinato.serve.settings import ServeOptions
+from tests.cli.conftest import Run
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
+    """What servers were started with; none is."""
+    found: list[ServeOptions] = []
+
+    class Nobody:
+        def __init__(self, options: ServeOptions, talk: object) -> None:
+            found.append(options)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr(supervisor, "Supervisor", Nobody)
+    monkeypatch.delenv("OSTINATO_API_KEY", raising=False)
+    return found
+
+
+def test_words_become_options(ostinato: Run, started: list[ServeOptions]) -> None:
+    assert ostinato("serve").code == 0
+    assert started == [ServeOptions("smollm2")]
+    ran = ostinato(
+        "serve", "m.gguf", "--host", "::1", "--port", "0", "--alias", "mine", "--log-prompts",
+        "--cors", "https://a.example", "--cors", "null",
+        "--slots", "3", "--queue", "0", "--context", "64", "--kv-type", "q8_0", "--mode", "eager",
+        "--device", "cpu", "--dtype", "float32", "--threads", "1",
+    )  # fmt: skip
+    assert ran.code == 0, ran.err
+    options = started[-1]
+    assert (options.model, options.host, options.port, options.alias) == ("m.gguf", "::1", 0, "mine")
+    assert (options.cors, options.log_prompts) == (("https://a.example", "null"), True)
+    load = options.load
+    assert (load.slots, load.queue, load.context, load.kv_type) == (3, 0, 64, "q8_0")
+    assert (load.mode, load.device, load.dtype, load.threads) == ("eager", "cpu", "float32", 1)
+
+
+def test_keys_come_from_options_the_environment_and_a_file(
+    ostinato: Run, started: list[ServeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "keys"
+    file.write_bytes(b"# of friends\r\n  first-key-1 \r\n\n   # indented\nsecond-key\n")
+    file.chmod(0o600)
+    ran = ostinato("serve", "--api-key", "given-key", "--api-key", "another-key", "--api-key-file", file)
+    assert ran.code == 0, ran.err
+    assert list(started[-1].keys) == ["given-key", "another-key", "first-key-1", "second-key"]
+    assert "others" not in ran.err
+    file.chmod(0o644)
+    assert "others on this machine can read" in ostinato("serve", "--api-key-file", file).err
+    monkeypatch.setenv("OSTINATO_API_KEY", "from-the-environment")
+    assert ostinato("serve", "--host", "0.0.0.0").code == 0
+    assert list(started[-1].keys) == ["from-the-environment"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        (b"", "no key"),
+        (b"# nothing\n", "no key"),
+        (b"\xff\xfe\n", "utf-8"),
+        (b"short\n", "8 or"),
+    ],
+)
+def test_a_file_without_a_good_key_is_refused(
+    ostinato: Run, started: list[ServeOptions], tmp_path: Path, content: bytes | None, words: str
+) -> None:
+    file = tmp_path / "keys"
+    if content is not None:
+        file.write_bytes(content)
+    ran = ostinato("serve", "--api-key-file", file)
+    assert ran.code == 2
+    assert words in ran.err
+    assert not started
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", "0.0.0.0"), "--no-api-key"),
+        (("--host", "0.0.0.0", "--no-api-key", "--api-key", "long-enough"), "one of them"),
+        (("--port", "70000"), "65535"),
+        (("--alias", ""), "--alias"),
+        (("--cors", "example.org"), "https://example.org"),
+        (("--queue", "-1"), "queue"),
+        (("--slots", "0"), "slots"),
+        (("--api-key", "with blank in it"), "API key"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
+    ostinato: Run, started: list[ServeOptions], words: tuple[str, ...], said: str
+) -> None:
+    ran = ostinato("serve", *words)
+    assert ran.code == 2
+    assert said in ran.err
+    assert not started
