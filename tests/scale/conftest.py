@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.cli import tiny_model
+from tests.scale.running import Cluster, ray_head
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One layer with random weights, a vocabulary of 300 tokens and a chat template."""
     return tiny_model.write(tmp_path_factory.mktemp("scaled") / "tiny.gguf", context=4096)
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """A Ray cluster of one machine, started by itself, with a dashboard and a token."""
+    with ray_head() as started:
+        yield started
 
 
 def line(number: int, **more: Any) -> dict[str, Any]:

@@ -1,16 +1,19 @@
-"""`ostinato serve --replicas` as a program, and ways to speak to it: those of the single server's tests."""
+"""`ostinato serve --replicas` as a program, ways to speak to it (those of the single server's tests), and a cluster."""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +23,7 @@ import openai
 
 from ostinato import LLM
 
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0  # of whatever a loaded machine may take long for
 
 
 @dataclass(slots=True)
@@ -56,25 +59,20 @@ class Replicas:
         return self.process.wait(DEADLINE_S)
 
 
-def until(true: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
-    end = time.monotonic() + seconds
+def until(true: Callable[[], bool], every_s: float = 0.05) -> None:
+    end = time.monotonic() + DEADLINE_S
     while not true():
         assert time.monotonic() < end, "it did not come to pass"
-        time.sleep(0.05)
+        time.sleep(every_s)
 
 
 @contextmanager
-def replicas(
-    model: Path, n: int, *words: str, context: int = 1024, slots: int = 4, mode: str = "auto"
-) -> Iterator[Replicas]:
-    """The program, ready; stopped at the end of the block."""
-    command = [sys.executable, "-m", "ostinato", "serve", model, "--replicas", n, "--port", 0, "--device", "cpu"]
-    command += ["--context", context, "--slots", slots, "--mode", mode, *words]
-    environment = {**os.environ, "RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
+def program(command: list[Any], environment: Mapping[str, str], seen: str) -> Iterator[tuple[Any, list[str], str]]:
+    """A program, once it has said something; with all it says, and what was seen. Stopped at the end of the block."""
     process = subprocess.Popen(
-        [*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment
+        [*map(str, command)], stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment
     )
-    heard = process.stderr
+    heard = process.stdout
     assert heard is not None
     said: list[str] = []
     reading = threading.Thread(target=lambda: said.extend(iter(heard.readline, "")), daemon=True)
@@ -84,12 +82,11 @@ def replicas(
 
         def ready() -> bool:
             assert process.poll() is None, "".join(said)
-            found[:] = re.findall(r"ready: .* at (http://\S+)", "".join(said))
+            found[:] = re.findall(seen, "".join(said))
             return bool(found)
 
         until(ready)
-        with LLM(model, device="cpu", context=context, mode=mode) as llm:
-            yield Replicas(found[0], llm, process, said)
+        yield process, said, found[0]
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -100,3 +97,76 @@ def replicas(
                 process.wait()
         reading.join(10)
         heard.close()
+
+
+@contextmanager
+def replicas(
+    model: Path,
+    n: int,
+    *words: str,
+    context: int = 1024,
+    slots: int = 4,
+    mode: str = "auto",
+    environment: Mapping[str, str] = os.environ,
+) -> Iterator[Replicas]:
+    """The program, ready; stopped at the end of the block."""
+    command = [sys.executable, "-m", "ostinato", "serve", model, "--replicas", n, "--port", 0, "--device", "cpu"]
+    command += ["--context", context, "--slots", slots, "--mode", mode, *words]
+    quiet = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
+    with (
+        program(command, {**environment, **quiet}, r"ready: .* at (http://\S+)") as (process, said, url),
+        LLM(model, device="cpu", context=context, mode=mode) as llm,
+    ):
+        yield Replicas(url, llm, process, said)
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A Ray cluster that is there already. `environment`: of whoever joins it."""
+
+    address: str
+    dashboard: str
+    environment: Mapping[str, str]
+
+
+@contextmanager
+def ray_head() -> Iterator[Cluster]:
+    """`ray start --head` in a process of its own, with four cores to give and a token of its own."""
+    environment = {
+        **os.environ,
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "OMP_NUM_THREADS": "1",
+    }
+    head, client, dashboard, agent = free_ports(4)
+    with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus", 4]
+        command += ["--port", head, "--ray-client-server-port", client, "--dashboard-agent-listen-port", agent]
+        command += ["--include-dashboard", "true", "--dashboard-port", dashboard, "--temp-dir", folder]
+        command += ["--object-store-memory", 128 * 2**20, "--node-ip-address", "127.0.0.1"]
+        with program(command, environment, "Ray runtime started"):
+            yield Cluster(f"127.0.0.1:{head}", f"http://127.0.0.1:{dashboard}", environment)
+
+
+def free_ports(n: int) -> list[int]:
+    with ExitStack() as stack:
+        held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(n)]
+        return [one.getsockname()[1] for one in held]
+
+
+def killed_at(lines: int, out: Path, command: list[Any], environment: Mapping[str, str] = os.environ) -> int:
+    """Run a batch and kill it once its output has so many lines; how many it has then."""
+
+    def written() -> int:
+        return out.read_bytes().count(b"\n") if out.exists() else 0
+
+    with subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, text=True, env=environment) as running:
+        try:
+            until(lambda: running.poll() is not None or written() >= lines, every_s=0.005)
+        finally:
+            running.kill()
+        _, said = running.communicate()
+    assert written() >= lines, said
+    return written()

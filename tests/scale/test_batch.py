@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
-import subprocess
+import re
 import sys
-import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ostinato import LLM
+from ostinato.cli.batch import Bar
 from ostinato.errors import EngineDead
 from ostinato.options import LoadOptions
 from ostinato.scale.batch import Tally, answer_all, run_here
@@ -22,6 +24,7 @@ from ostinato.scale.batch_file import Requests, Results
 from ostinato.serve.settings import ServeOptions
 from tests.cli.conftest import Run, home, ostinato  # noqa: F401  fixtures
 from tests.scale.conftest import line, read_lines, write_lines
+from tests.scale.running import killed_at
 from tests.serve.running import serving
 
 N = 500
@@ -101,19 +104,13 @@ def test_an_engine_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Pat
 
 @pytest.mark.slow
 def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: Run, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
-    requests = write_lines(tmp_path / "in", [line(n, max_tokens=24) if n % 50 else "{damaged" for n in range(1, N + 1)])
+    requests = write_lines(tmp_path / "in", [line(n, max_tokens=12) if n % 50 else "{damaged" for n in range(1, N + 1)])
     out = tmp_path / "out"
     words = ["batch", requests, out, "--model", tiny, "--device", "cpu", "--context", "256", "--slots", "4", "--json"]
     words += ["--mode", "eager"]  # slow enough to be killed half way
-    command = [*map(str, (sys.executable, "-m", "ostinato", *words))]
+    command = [sys.executable, "-m", "ostinato", *words]
     for killed_after in (random.Random(1).randrange(20, 100), 250):
-        running = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
-        end = time.monotonic() + 60
-        while time.monotonic() < end and (not out.exists() or out.read_bytes().count(b"\n") < killed_after):
-            time.sleep(0.005)
-        running.kill()
-        running.communicate()
-        assert killed_after <= out.read_bytes().count(b"\n") < N
+        assert killed_at(killed_after, out, command) < N
     done = ostinato(*words)
     assert done.code == 0, done.err
     told = json.loads(done.out)
@@ -125,6 +122,7 @@ def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: Run, tin
     again = ostinato(*words)
     assert again.code == 0
     assert "has a result for each of 500 lines already" in again.err
+    assert json.loads(again.out)["before"] == N
 
 
 def test_the_verb_says_what_it_did(ostinato: Run, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -136,3 +134,28 @@ def test_the_verb_says_what_it_did(ostinato: Run, tiny: Path, tmp_path: Path) ->
     refused = ostinato("batch", write_lines(tmp_path / "other", [line(3)]), tmp_path / "out", *words)
     assert refused.code == 2
     assert "belongs to something else" in refused.err
+
+
+def test_who_watches_sees_a_bar_with_the_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = os.openpty()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    with os.fdopen(terminal, "w") as watched, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", watched)
+        with Bar() as bar:
+            for answered in range(4):
+                bar(Tally(lines=10, before=2, answered=answered, tokens=8 * answered))
+    shown = ""
+    with os.fdopen(screen, "rb", buffering=0) as seen, suppress(OSError):  # its end, once nobody writes
+        while part := seen.read(100_000):
+            shown += part.decode()
+    assert "5/10" in shown
+    assert "tokens/s" in shown
+    assert re.search(r"\d:\d\d:\d\d|-:--:--", shown)
+
+
+def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.modules[Bar.__module__], "_LINE_EVERY_S", 0.0)
+    with Bar() as bar:
+        bar(Tally(lines=10, before=2, answered=3, tokens=24))
+    assert re.fullmatch(r"5 of 10 lines, \d+\.\d tokens/s\n", capsys.readouterr().err)

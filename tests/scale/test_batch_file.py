@@ -104,6 +104,15 @@ def test_lines_added_to_the_input_are_answered_by_the_next_run(tmp_path: Path) -
     assert [one["custom_id"] for one in read_lines(tmp_path / "out")] == ["ask-1", "ask-2"]
 
 
+def test_an_input_that_changes_while_it_is_answered_ends_the_run(tmp_path: Path) -> None:
+    requests = Requests(write_lines(tmp_path / "in", [line(1), line(2)]))
+    write_lines(tmp_path / "in", [line(1), line(3)])
+    left = requests.read(set())
+    assert next(left).custom_id == "ask-1"
+    with pytest.raises(BadInput, match="line 2 was changed"):
+        next(left)
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -140,6 +149,8 @@ def test_an_output_of_another_input_or_another_model_is_refused(tmp_path: Path) 
             Results(other_thing, requests, "m")
     with pytest.raises(BadInput, match="No such file"):
         Results(tmp_path / "no" / "folder", requests, "m")
+    with pytest.raises(BadInput, match="name too long"):
+        Results(tmp_path / ("x" * 300), requests, "m")
 
 
 def test_two_runs_do_not_write_one_output(tmp_path: Path) -> None:

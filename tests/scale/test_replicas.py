@@ -6,6 +6,8 @@ import inspect
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +17,10 @@ from typing import Any
 import openai
 import pytest
 
-from tests.scale.running import Replicas, replicas, until
+from ostinato import Sampling
+from ostinato.errors import BadInput
+from ostinato.scale.cluster import check_address
+from tests.scale.running import DEADLINE_S, Cluster, Replicas, replicas, until
 from tests.serve import test_answers, test_refusals
 from tests.serve.running import serving
 
@@ -40,8 +45,10 @@ def server(tiny: Path) -> Iterator[Replicas]:
 
 
 @pytest.fixture(scope="module")
-def in_turn(tiny: Path) -> Iterator[Replicas]:
-    with replicas(tiny, 2, "--routing", "round_robin", "--max-replicas", "3", slots=2, **SLOW) as running:
+def in_turn(tiny: Path, cluster: Cluster) -> Iterator[Replicas]:
+    """On a cluster that was there, and taking turns; up to three of them."""
+    words = ("--ray-address", cluster.address, "--routing", "round_robin", "--max-replicas", "3")
+    with replicas(tiny, 2, *words, slots=2, environment=cluster.environment, **SLOW) as running:
         yield running
 
 
@@ -87,6 +94,37 @@ def cached_tokens(server: Replicas, name: str) -> int:
     return cached
 
 
+def test_a_cluster_that_was_there_serves_a_stream_with_the_digest_of_one_engine(in_turn: Replicas) -> None:
+    with in_turn.openai() as client:
+        parts = list(client.completions.create(model="tiny", prompt="hello", max_tokens=9, seed=5, stream=True))
+    wanted = in_turn.llm.generate("hello", Sampling(max_tokens=9, seed=5))
+    assert (parts[-1].model_extra or {})["digest"] == wanted.digest
+
+
+def test_a_second_application_on_a_cluster_does_not_take_the_place_of_the_first(
+    in_turn: Replicas, tiny: Path, cluster: Cluster
+) -> None:
+    command = [sys.executable, "-m", "ostinato", "serve", tiny, "--device", "cpu", "--port", 0]
+    command += ["--ray-address", cluster.address]
+    refused = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=DEADLINE_S,
+        env=dict(cluster.environment),
+    )
+    assert refused.returncode == 2
+    assert "has an application 'ostinato' already" in refused.stderr
+    assert in_turn.health()["ready"]
+
+
+def test_a_cluster_that_wants_a_token_says_so(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    with pytest.raises(BadInput, match="wants its token; set RAY_AUTH_MODE=token"):
+        check_address(cluster.address)
+
+
 def test_conversations_find_their_prefix_more_often_than_in_turn(server: Replicas, in_turn: Replicas) -> None:
     by_prefix, by_turn = cached_tokens(server, "chat"), cached_tokens(in_turn, "chat")
     assert by_prefix > 1.3 * by_turn
@@ -98,9 +136,9 @@ def test_replicas_are_added_when_requests_wait(in_turn: Replicas) -> None:
 
     def ask(number: int) -> None:
         while not enough.is_set():
-            in_turn.post("/v1/completions", {**LONG, "prompt": f"{number}", "stream": False})
+            in_turn.post("/v1/completions", {**LONG, "prompt": f"{number}", "stream": False, "max_tokens": 300})
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
     for thread in threads:
         thread.start()
     try:
@@ -114,7 +152,7 @@ def test_replicas_are_added_when_requests_wait(in_turn: Replicas) -> None:
 def test_whoever_leaves_is_cancelled_on_its_replica(server: Replicas) -> None:
     with server.http() as client, client.stream("POST", "/v1/completions", json=LONG) as reply:
         next(reply.iter_lines())
-    until(lambda: server.health()["slots_busy"] == 0, 20)
+    until(lambda: server.health()["slots_busy"] == 0)
 
 
 def test_a_full_line_is_told_with_429_and_the_rest_is_answered(server: Replicas) -> None:
@@ -136,7 +174,7 @@ def test_a_full_line_is_told_with_429_and_the_rest_is_answered(server: Replicas)
 
 def test_a_replica_that_dies_ends_its_streams_with_one_error_and_is_replaced(server: Replicas) -> None:
     ended: dict[int, list[str]] = {}
-    began = threading.Barrier(5, timeout=60)
+    began = threading.Barrier(5, timeout=DEADLINE_S)
 
     def read(number: int) -> None:
         body = {**LONG, "prompt": f"{number} " * 40, "temperature": 0.5}
@@ -158,7 +196,7 @@ def test_a_replica_that_dies_ends_its_streams_with_one_error_and_is_replaced(ser
     dead = busy[0]
     os.kill(dead["pid"], signal.SIGKILL)
     for thread in threads:
-        thread.join(120)
+        thread.join(DEADLINE_S)
     errors = [lines for lines in ended.values() if "error" in json.loads(lines[-1] if lines[-1] != "[DONE]" else "{}")]
     whole = [lines for lines in ended.values() if lines[-1] == "[DONE]"]
     assert len(errors) + len(whole) == 4
@@ -200,7 +238,7 @@ def test_a_signal_lets_running_requests_end_and_then_the_program(server: Replica
     reading.start()
     until(lambda: len(lines) > 2)
     code = server.stop()
-    reading.join(60)
+    reading.join(DEADLINE_S)
     assert lines[-1] == "data: [DONE]"
     assert code == 0
     assert any("draining: 1 requests run" in line for line in server.said)

@@ -60,26 +60,27 @@ def batch(
     Every line gets exactly one result, in the order they are ready. Run the same command again after it was stopped or
     killed: what has a result is not asked again.
     """
+    check_installed()
+    from ostinato.scale.batch import Tally, run_here
     from ostinato.scale.batch_file import Requests, Results
     from ostinato.serve.service import name_of
     from ostinato.serve.settings import ServeOptions
 
-    check_installed()
     load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, DEFAULT_QUEUE)
     options = ServeOptions(model, load=load, alias=alias)
     asked = Requests(requests)
     with Results(results, asked, alias or name_of(model)) as written, Bar() as bar:
         if len(written.done) == len(asked.lines):
             talk(f"{results} has a result for each of {len(asked.lines)} lines already")
-            return
-        if replicas is not None or ray_address is not None:
+            tally = Tally(len(asked.lines), len(written.done))
+        elif replicas is not None or ray_address is not None:
             from ostinato.scale.data import run_on_ray
 
-            tally = run_on_ray(options, asked, written, replicas=replicas or 1, address=ray_address, told=bar)
+            tally = run_on_ray(
+                options, asked, written, replicas=replicas or 1, address=ray_address, told=bar, talk=talk
+            )
         else:
             import asyncio
-
-            from ostinato.scale.batch import run_here
 
             tally = asyncio.run(run_here(options, lambda: _loaded(options.model, load), asked, written, told=bar))
     _sum_up(tally, bar.seconds, results, as_json=as_json)

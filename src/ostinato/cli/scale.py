@@ -6,6 +6,7 @@ a line of JSON and a picture.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -72,6 +73,10 @@ def plan(
     from ostinato.scale.measured import read_measured
     from ostinato.scale.sizing import Demand
 
+    if kv_type is not None and model is None:
+        raise BadOption("--kv-type needs --model, to know what a token takes")
+    if memory_gb is not None and not (math.isfinite(memory_gb) and memory_gb > 0):
+        raise BadOption(f"--kv-memory is {memory_gb:g}; it must be above 0")
     demand = Demand(rps, prompt, output, p99_first_token, route_ms / 1e3)
     if plot is not None:
         figure_kind(plot)  # before anything is simulated
@@ -104,9 +109,11 @@ def _kv_bytes(model: str, kv_type: KVType | None) -> int:
 
 def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int | None, memory_gb: float | None) -> int:
     """As asked, or as measured; never more than the memory holds."""
+    from ostinato.scale.sizing import MOST_SLOTS
+
     slots = replica.most_live if wanted is None else wanted
-    if slots < 1:
-        raise BadOption(f"--slots is {slots}; it must be a whole number from 1")
+    if not 1 <= slots <= MOST_SLOTS:
+        raise BadOption(f"--slots is {slots}; it must be a whole number from 1 to {MOST_SLOTS}")
     if slots > replica.most_live:
         talk(f"note: {replica.most_live} live requests were measured; the step time of {slots} is drawn out from there")
     if memory_gb is None:

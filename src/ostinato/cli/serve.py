@@ -87,9 +87,13 @@ def serve(
         typer.Option("--ray-address", metavar="ADDRESS", help="A Ray cluster to join.", rich_help_panel=_SCALE),
     ] = None,
     routing: Annotated[
-        Literal["prefix", "round_robin"],
-        typer.Option("--routing", help="To whoever has the prompt's beginning, or in turn.", rich_help_panel=_SCALE),
-    ] = "prefix",
+        Literal["prefix", "round_robin"] | None,
+        typer.Option(
+            "--routing",
+            help="To whoever has the prompt's beginning (if not given), or in turn.",
+            rich_help_panel=_SCALE,
+        ),
+    ] = None,
     device: flags.Device = "auto",
     mode: flags.Mode = "auto",
     dtype: flags.Dtype = "auto",
@@ -119,9 +123,11 @@ def serve(
         log_prompts=log_prompts,
     )
     if replicas is not None or max_replicas is not None or ray_address is not None:
-        from ostinato.scale.cluster import run_replicas
+        from ostinato.scale.replicas import run_replicas
 
-        code = run_replicas(options, replicas or 1, max_replicas, ray_address, talk, routing=routing)
+        code = run_replicas(options, replicas or 1, max_replicas, ray_address, talk, routing=routing or "prefix")
+    elif routing is not None:
+        raise BadInput("--routing is between replicas; give --replicas too")
     else:
         code = Supervisor(options, talk).run()
     if code:

@@ -85,6 +85,9 @@ class Requests:
                         yield Damaged(line, None, words, "line_too_long")
                     continue
                 file.seek(line.offset)
+                if _measured(file)[0] != line.sum:
+                    raise BadInput(f"{self.path}: line {line.number} was changed while the file was being answered")
+                file.seek(line.offset)
                 found = parse(line, file.read(line.n_bytes))
                 if found.custom_id is not None:
                     key = hashlib.sha256(found.custom_id.encode("utf-8", "surrogatepass")).digest()
@@ -98,23 +101,24 @@ class Requests:
 
 def scan(file: BinaryIO) -> Iterator[Line]:
     """Every line that is not blank; a line of any length in bounded memory."""
-    number, offset = 0, 0
-    while True:
+    number, offset, n_bytes = 0, 0, -1
+    while n_bytes:
         number += 1
-        sum, n_bytes, blank, ended = hashlib.sha256(), 0, True, False
-        while not ended:
-            part = file.readline(2**20)
-            if not part:
-                break
-            n_bytes += len(part)
-            ended = part.endswith(b"\n")
-            blank = blank and not part.strip()
-            sum.update(part.rstrip(b"\r\n") if ended else part)
+        sum, n_bytes, blank = _measured(file)
         if not blank:
-            yield Line(number, offset, n_bytes, sum.hexdigest()[:16])
-        if not ended:
-            return
+            yield Line(number, offset, n_bytes, sum)
         offset += n_bytes
+
+
+def _measured(file: BinaryIO) -> tuple[str, int, bool]:
+    """The next line's sum, its bytes with its end (none at the end of the file), and whether it is blank."""
+    sum, n_bytes, blank, ended = hashlib.sha256(), 0, True, False
+    while not ended and (part := file.readline(2**20)):
+        n_bytes += len(part)
+        ended = part.endswith(b"\n")
+        blank = blank and not part.strip()
+        sum.update(part.rstrip(b"\r\n") if ended else part)
+    return sum.hexdigest()[:16], n_bytes, blank
 
 
 def parse(line: Line, content: bytes) -> Asked | Damaged:
@@ -174,11 +178,11 @@ class Results:
 
     def __init__(self, path: Path, requests: Requests, model: str) -> None:
         self.path = path
-        if path.exists() and path.samefile(requests.path):
-            raise BadInput(f"{path} is the input too; give the output another name")
-        if path.exists() and not path.is_file():
-            raise BadInput(f"{path} is no file; results must be read again when a run goes on, so name one")
         try:
+            if path.exists() and path.samefile(requests.path):
+                raise BadInput(f"{path} is the input too; give the output another name")
+            if path.exists() and not path.is_file():
+                raise BadInput(f"{path} is no file; results must be read again when a run goes on, so name one")
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise BadInput(f"{path}: {error.strerror or error}") from error

@@ -12,19 +12,30 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from ostinato.errors import EngineDead, OstinatoError
+from ostinato.errors import HardwareCannot, OstinatoError
+from ostinato.files.store import resolve
 from ostinato.llm import LLM
 from ostinato.scale.batch import Tally, Told, asked, at_once
 from ostinato.scale.batch_file import Asked, Damaged, Requests, Results, result_of, result_of_damaged
-from ostinato.scale.cluster import joined, placed
+from ostinato.scale.cluster import START_S, Talk, check_ray, free_nodes, joined, placed, told_elsewhere
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
 
 
 def run_on_ray(
-    options: ServeOptions, requests: Requests, results: Results, *, replicas: int, address: str | None, told: Told
+    options: ServeOptions,
+    requests: Requests,
+    results: Results,
+    *,
+    replicas: int,
+    address: str | None,
+    told: Told,
+    talk: Talk = lambda _: None,
 ) -> Tally:
     """Answer every line that has no result yet, on so many engines."""
+    check_ray()
+    if address is None:
+        resolve(options.model, talk=talk)  # before anything starts: a name that nobody knows, or a download
     tally = Tally(len(requests.lines), results.n_before)
     told(tally)
     lines: list[Asked] = []
@@ -36,8 +47,8 @@ def run_on_ray(
             lines.append(one)
     if not lines:
         return tally
-    with joined(address, lambda _: None, quiet=True) as ray:
-        scaling = placed(ray, options, replicas)
+    with joined(address, quiet=True) as ray:
+        scaling = placed(free_nodes(ray), options, replicas)
         by_number = {one.line.number: one for one in lines}
         try:
             for row in _answered(lines, options, replicas, scaling.cpus, scaling.gpus):
@@ -56,10 +67,11 @@ def _answered(
     """Rows with a line's number, its status and its answer, in any order, as they come."""
     import ray.data
 
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import made it talk
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is told once, by us
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
+    context.wait_for_min_actors_s = int(START_S)  # else it waits for ever where there is no room
     size = 2 * at_once(options)
     rows = [{"number": one.line.number, "url": one.url, "body": one.body} for one in lines]
     blocks = max(replicas, -(-len(rows) // size))
@@ -110,9 +122,6 @@ class Answering:
 
 def _ours(error: Exception) -> OstinatoError:
     """What went wrong in an actor, in our words where it was ours."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OstinatoError):
-            return cause
-        cause = getattr(cause, "cause", None) or cause.__cause__
-    return EngineDead(f"a replica failed: {str(error).splitlines()[-1]}; the same command goes on")
+    if isinstance(error, TimeoutError):
+        return HardwareCannot(f"no engine was ready within {START_S:.0f} s; does the cluster have room for them?")
+    return told_elsewhere(str(error))

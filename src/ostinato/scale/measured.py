@@ -45,7 +45,7 @@ def read_measured(path: Path, prompt: int, output: int) -> Replica:
             return from_decode(records, prompt, output, str(path))
         if all("first_token_s" in one for one in records):
             return from_serve(records, str(path))
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise BadInput(f"--measured {path}: a figure is missing or wrong: {error!r}") from error
     raise BadInput(f"--measured {path}: neither all of `bench decode` nor all of `bench serve`; give one kind")
 
@@ -53,7 +53,7 @@ def read_measured(path: Path, prompt: int, output: int) -> Replica:
 def _record(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadInput(f"--measured {path}: line {number} is no JSON; keep only the last line of a bench") from error
     if not isinstance(found, dict):
         raise BadInput(f"--measured {path}: line {number} is no JSON object")
@@ -70,7 +70,7 @@ def from_decode(records: Sequence[Mapping[str, Any]], prompt: int, output: int, 
     mode = max(steps, key=lambda one: float(one["tok_s"]))["mode"]
     mine = [one for one in steps if one["mode"] == mode]
     depth = min((one["depth"] for one in mine), key=lambda at: abs(at - (prompt + output / 2)))
-    points = [(one["batch"], one["batch"] / one["tok_s"]) for one in mine if one["depth"] == depth]
+    points = [(int(one["batch"]), one["batch"] / one["tok_s"]) for one in mine if one["depth"] == depth]
     nearest = min(prompts, key=lambda one: (one["mode"] != mode, abs(one["n_tokens"] - prompt)))
     return _fitted(float(nearest["tok_s"]), points, source)
 
@@ -92,7 +92,7 @@ def from_serve(records: Sequence[Mapping[str, Any]], source: str) -> Replica:
 
 def _fitted(prompt_tok_s: float, points: Sequence[tuple[int, float]], source: str) -> Replica:
     """The line nearest to the points, by least squares; neither of its two figures below nothing."""
-    if not all(math.isfinite(y) and y > 0 for _, y in points) or not prompt_tok_s > 0:
+    if not all(math.isfinite(y) and y > 0 for y in (prompt_tok_s, *(seconds for _, seconds in points))):
         raise ValueError("a speed is not above 0")
     n, most = len(points), max(x for x, _ in points)
     mean_x, mean_y = sum(x for x, _ in points) / n, sum(y for _, y in points) / n

@@ -45,7 +45,7 @@ class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
         by_name = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         ordered = sorted(by_name)
         self._turn += 1
-        at = self._turn % len(ordered)
+        at = self._turn % max(1, len(ordered))
         return [[by_name[name]] for name in full_last(ordered[at:] + ordered[:at], pending_request)]
 
 

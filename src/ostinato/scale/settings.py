@@ -32,16 +32,20 @@ class ScaleOptions:
     drain_s: float = 60.0  # for running requests, when a replica goes
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "ingresses"):
-            if getattr(self, name) < 1:
-                raise BadOption(f"{name} is {getattr(self, name)}; it must be a whole number from 1")
+        for name in ("replicas", "ingresses", "max_replicas", "imbalance"):
+            value = getattr(self, name)
+            if value is None and name in ("max_replicas", "imbalance"):
+                continue
+            if type(value) is not int or value < 1:
+                raise BadOption(f"{name} is {value!r}; it must be a whole number from 1")
         if self.max_replicas is not None and self.max_replicas < self.replicas:
             raise BadOption(f"max_replicas is {self.max_replicas}; it must be {self.replicas} or more, as replicas is")
         if self.routing not in get_args(Routing):
-            raise BadOption(f"routing is {self.routing!r}; known: {listing(self.routing, get_args(Routing))}")
+            raise BadOption(f"routing is {self.routing!r}; known: {listing(str(self.routing), get_args(Routing))}")
         for name in ("gpus", "cpus", "cool_down_s", "gather_s", "drain_s"):
-            if not getattr(self, name) >= 0:
-                raise BadOption(f"{name} is {getattr(self, name)}; it must be 0 or more")
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not value >= 0:
+                raise BadOption(f"{name} is {value!r}; it must be a number from 0")
 
     @property
     def most(self) -> int:
@@ -60,15 +64,18 @@ def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
         raise BadOption("args.model is missing; name a model or its file")
     scaling = ScaleOptions(**_taken(left, ScaleOptions))
     load = LoadOptions(**_taken(left, LoadOptions))
-    words = _taken(left, ServeOptions, ("load", "limits"))
+    # Serve itself listens, where its own settings say; `host` is who may come without a key, as on the command line.
+    not_here = ("load", "limits", "port")
+    words = _taken(left, ServeOptions, not_here)
     if left:
         known = {each.name for kind in (ScaleOptions, LoadOptions, ServeOptions) for each in dataclasses.fields(kind)}
         name = next(iter(left))
-        raise BadOption(f"args.{name} is not known; known: {listing(name, known - {'load', 'limits'})}")
+        raise BadOption(f"args.{name} is not known; known: {listing(name, known - set(not_here))}")
     for name in ("keys", "cors"):
+        if name in words and not isinstance(words[name], list):
+            raise BadOption(f"args.{name} must be a list")
         if name in words:
             words[name] = tuple(words[name])
-    # Serve itself listens, where its own settings say; `host` is who may come without a key, as on the command line.
     return ServeOptions(load=load, **words), scaling
 
 

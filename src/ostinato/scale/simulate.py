@@ -16,7 +16,9 @@ from typing import Final
 from ostinato.scale.measured import Replica
 from ostinato.scale.sizing import CHUNK, Demand
 
-N_REQUESTS: Final = 4000
+N_REQUESTS: Final = 20_000
+_FEWEST: Final = 1000
+_MOST_CHUNKS: Final = 1_000_000  # in all: of very long prompts fewer are played
 _WARM: Final = 0.1  # of them come before anything is counted
 
 
@@ -27,7 +29,7 @@ class Played:
     p50_first_token_s: float
     p99_first_token_s: float
     gap_s: float
-    live: float  # requests that decode at once, while any does
+    live: float  # requests that decode at once, on average
 
 
 @dataclass(slots=True)
@@ -40,6 +42,7 @@ class _Request:
 
 def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N_REQUESTS, seed: int = 0) -> Played:
     """One replica, asked at random times at that rate."""
+    n = min(n, max(_FEWEST, _MOST_CHUNKS * CHUNK // demand.prompt))
     chance = random.Random(seed)
     coming = deque(_arrivals(demand, rate, n, chance))
     line: deque[_Request] = deque()
@@ -47,7 +50,7 @@ def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N
     live: list[_Request] = []
     ended: list[_Request] = []
     now, gap_time = 0.0, 0.0
-    n_steps = n_gaps = 0
+    n_gaps = 0
     while len(ended) < n:
         if not (line or prompts or live):
             now = max(now, coming[0].came)
@@ -69,7 +72,7 @@ def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N
             if coming and len(live) < slots:
                 k = max(1, min(k, math.ceil((coming[0].came - now) / step)))
         now += k * step
-        n_steps, n_gaps = n_steps + k, n_gaps + k * len(live)
+        n_gaps += k * len(live)
         gap_time += k * step * len(live)
         for request in live:
             request.output_left -= k
@@ -77,7 +80,7 @@ def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N
         live = [request for request in live if request.output_left > 0]
     waits = sorted(one.first - one.came for one in sorted(ended, key=lambda each: each.came)[int(_WARM * n) :])
     p50, p99 = (demand.route_s + _at(waits, share) for share in (0.5, 0.99))
-    return Played(p50, p99, gap_time / max(1, n_gaps), n_gaps / max(1, n_steps))
+    return Played(p50, p99, gap_time / max(1, n_gaps), gap_time / now)
 
 
 def _arrivals(demand: Demand, rate: float, n: int, chance: random.Random) -> list[_Request]:

@@ -1,17 +1,20 @@
 """How many replicas a load needs, by arithmetic; `simulate.py` checks it.
 
-A replica computes one prompt at a time, in chunks, and between two chunks one decode step for all that live. With
-`rate` requests per second on each replica, prompts of P tokens and answers of O:
+A replica computes one prompt at a time, in chunks, and after each chunk one decode step for all that live. A prompt of
+P tokens takes the device p = P / prompt_tok_s seconds; its O tokens are one with the prompt and O - 1 steps.
 
-    prompt      p = P / prompt_tok_s                            seconds of the device for a prompt
-    capacity    1 / (p + O * step(slots) / slots)               requests per second, at most
-    k live      leave at (1 - rate * p) * k / (O * step(k))     per second: what prompts leave of the device's time
-    with steps  q = p + chunks * step(live)                     a prompt takes so long beside the others' steps
-    first token = route + q + wait for earlier prompts + wait for a slot
+    capacity      1 / (p + (O - 1) * step(m) / m)                 requests per second, at most; m live are as many as
+                  there are slots, or as one chunk to a step keeps alive: (O - 1) / chunks
+    beside steps  q = p + chunks * step(live)                     a prompt takes so long where others live
+    k on it       of whom m live and the others are prompts: they leave at x(k) = m / (m * p + (O - 1) * step(m)), and
+                  k = m + x(k) * (the time of a prompt and of those before it); solved for k = 1 ... slots
+    no slot       how many are on it is a birth and death process with those x(k); beyond the slots they wait for one,
+                  about half as long as they would if lengths were without memory
+    prompts       the wait for earlier prompts is that of a single server (M/G/1) with service q, computed on a grid
+    first token = route + the longer of the two waits + the rest of the step that runs + the prompt itself
 
-How many live follows from the third line as a birth and death process, whose tail beyond the slots is the wait for one;
-the wait for earlier prompts is that of a single server (M/G/1, exponential tail). Their 99th percentiles are added up.
-Lengths are spread evenly from half to one and a half times their mean.
+The first token's percentiles are those of this sum over the spread of lengths (evenly from half to one and a half times
+their mean) and of the live.
 """
 
 from __future__ import annotations
@@ -19,16 +22,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ostinato.errors import BadInput, BadOption
 from ostinato.scale.measured import Replica
 
 CHUNK: Final = 512
 MOST_REPLICAS: Final = 1_000_000
+MOST_SLOTS: Final = 4096
+MOST_TOKENS: Final = 10_000_000
 _NEAR: Final = 1.25  # so near to what the work alone needs, the work is what limits
-_VARIATION: Final = 1 / 12  # squared, of lengths from half to one and a half times their mean
+_LESS_VARIED: Final = (1 + 1 / 12) / 2  # a wait, with lengths so spread, beside one with lengths without memory
+_LENGTHS: Final = 0.5 + (np.arange(32) + 0.5) / 32  # of a prompt or an answer, in times its mean
+_LIVES: Final = (np.arange(10) + 0.5) / 10  # shares at which the number of the live is looked at
+_POINTS: Final = 2048  # of the grid of waits
 
+Floats = NDArray[np.float64]
 Limit = Literal["decoding", "prompts", "slots", "first token"]
 
 
@@ -47,8 +60,10 @@ class Demand:
             if not (math.isfinite(value) and value > 0):
                 raise BadOption(f"{name} is {value:g}; it must be above 0")
         for name, count in (("--prompt", self.prompt), ("--output", self.output)):
-            if count < 1:
-                raise BadOption(f"{name} is {count}; it must be a whole number from 1")
+            if not 1 <= count <= MOST_TOKENS:
+                raise BadOption(f"{name} is {count}; it must be a whole number from 1 to {MOST_TOKENS}")
+        if not (math.isfinite(self.route_s) and self.route_s >= 0):
+            raise BadOption(f"--route-ms is {self.route_s * 1e3:g}; it must be 0 or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,74 +90,134 @@ class Answer:
 
 def capacity(replica: Replica, demand: Demand, slots: int) -> float:
     """Requests per second that one replica can answer in the long run."""
-    return 1 / (demand.prompt / replica.prompt_tok_s + demand.output * replica.step_s(slots) / slots)
+    live = min(float(slots), _most_live(demand))
+    return 1 / (demand.prompt / replica.prompt_tok_s + (demand.output - 1) * replica.step_s(live) / live)
+
+
+def _chunks(demand: Demand) -> float:
+    return float(np.ceil(demand.prompt * _LENGTHS / CHUNK).mean())
+
+
+def _most_live(demand: Demand) -> float:
+    """With prompts always waiting, one chunk comes to a step: so many live, and no more, whatever the slots."""
+    return max(1.0, (demand.output - 1) / _chunks(demand))
 
 
 def working(replica: Replica, demand: Demand, slots: int, rate: float) -> Working:
     """One replica that is asked so often."""
     load = rate / capacity(replica, demand, slots)
-    p = demand.prompt / replica.prompt_tok_s
-    if load >= 1:
+    crowd = crowd_of(replica, demand, slots, rate) if load < 1 else None
+    first = None if crowd is None else _first_token(replica, demand, rate, crowd)
+    if crowd is None or first is None:
         return Working(rate, load, math.inf, math.inf, math.inf, math.inf)
-    crowd = crowd_of(replica, demand, slots, rate)
-    if crowd is None:
-        return Working(rate, load, math.inf, math.inf, math.inf, math.inf)
-    q = p + math.ceil(demand.prompt / CHUNK) * (replica.step_s(crowd.live) if crowd.live >= 0.5 else 0.0)
+    gap = crowd.live / (rate * max(1, demand.output - 1))
+    return Working(rate, load, crowd.live, gap, *(demand.route_s + first.at(share) for share in (0.5, 0.99)))
 
-    def first_token(share: float) -> float:
-        waits = _prompt_wait(rate, q, share) + crowd.wait(share)
-        return demand.route_s + q * _longer(share) + waits
 
-    return Working(rate, load, crowd.live, crowd.live / (rate * demand.output), first_token(0.5), first_token(0.99))
+@lru_cache(maxsize=256)
+def _leaving(replica: Replica, demand: Demand, slots: int) -> tuple[Floats, Floats]:
+    """For 0 ... slots requests on a replica: how many leave per second, and how many of them live."""
+    p, steps = demand.prompt / replica.prompt_tok_s, demand.output - 1
+    chunks, most = _chunks(demand), _most_live(demand)
+    leave, live = [0.0], [0.0]
+    before = 0.0  # prompts that one more finds there; the one that is computed is half done
+    for k in range(1, slots + 1):
+        low, high = 0.0, min(float(k), most)
+        for _ in range(40):
+            m = (low + high) / 2
+            step = replica.step_s(max(1.0, m))
+            x = m / (m * p + steps * step)
+            with_steps = p + chunks * step * min(1.0, m)
+            spent = x * (p + (chunks - 1) * step * min(1.0, m) + before * with_steps)
+            low, high = (m, high) if m + spent < k else (low, m)
+        before = max(0.0, k - m - min(1.0, x * with_steps) / 2)
+        leave.append(x)
+        live.append(m)
+    return np.array(leave), np.array(live)
 
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """How many live on a replica: on average, the share of those who come and find no slot, and how fast those go."""
+    """Who is on a replica: on average, at ten shares of the time, and the share of those who come and find no slot."""
 
     live: float
+    lives: Floats
     no_slot: float
-    going: float  # per second, more than come
+    going: float  # per second, more than come, of those who wait for a slot
 
-    def wait(self, share: float) -> float:
-        """So many of those who come wait no longer for a slot."""
-        return math.log(self.no_slot / (1 - share)) / self.going if self.no_slot > 1 - share else 0.0
+    def has_slot(self, wait: Floats) -> Floats:
+        """The share of those who come and have a slot within that wait."""
+        return 1 - self.no_slot * np.exp(-np.maximum(wait, 0) * self.going / _LESS_VARIED)
 
 
 def crowd_of(replica: Replica, demand: Demand, slots: int, rate: float) -> Crowd | None:
     """The birth and death process; None where more come than go."""
-    free = 1 - rate * demand.prompt / replica.prompt_tok_s
-
-    def busier(live: int) -> float:
-        """How much likelier so many live than one fewer."""
-        return rate * demand.output * replica.step_s(live) / (free * live)
-
-    last = busier(slots)
-    if free <= 0 or last >= 1:
+    leave, live = _leaving(replica, demand, slots)
+    last = rate / leave[-1]
+    if last >= 1:
         return None
-    weight, total, living = 1.0, 1.0, 0.0
-    for live in range(1, slots + 1):
-        weight *= busier(live)
-        total += weight
-        living += live * weight
-        if total > 1e200:
-            weight, total, living = weight / total, 1.0, living / total
-    beyond = weight * last / (1 - last)
-    whole = total + beyond
-    return Crowd((living + slots * beyond) / whole, (weight + beyond) / whole, rate / last - rate)
+    logs = np.concatenate([[0.0], np.cumsum(np.log(rate / leave[1:]))])
+    weights = np.exp(logs - logs.max())
+    weights[-1] /= 1 - last  # with those beyond the slots
+    weights /= weights.sum()
+    at = np.searchsorted(np.cumsum(weights), _LIVES)
+    return Crowd(float(weights @ live), live[np.minimum(at, slots)], float(weights[-1]), float(leave[-1] - rate))
 
 
-def _longer(share: float) -> float:
-    """How much longer than the mean the prompt is that so many are shorter than."""
-    return 0.5 + share
+@dataclass(frozen=True, slots=True)
+class _First:
+    """The time to the first token: what it takes without waiting, as points with weights, and the waits."""
+
+    alone: Floats
+    weights: Floats
+    grid: Floats
+    prompts: Floats  # shares of those who wait no longer than the grid says for earlier prompts
+    crowd: Crowd
+
+    def at(self, share: float) -> float:
+        """So many have theirs by then."""
+        low = 0.0
+        high = float(self.alone.max() + self.grid[-1] + 20 / self.crowd.going)
+        for _ in range(50):
+            middle = (low + high) / 2
+            wait = middle - self.alone
+            waited = np.interp(wait, self.grid, self.prompts, left=0.0, right=1.0) * self.crowd.has_slot(wait)
+            low, high = (middle, high) if self.weights @ waited < share else (low, middle)
+        return high
 
 
-def _prompt_wait(rate: float, service: float, share: float) -> float:
-    busy = rate * service
+def _first_token(replica: Replica, demand: Demand, rate: float, crowd: Crowd) -> _First | None:
+    """None where prompts alone, with the steps beside them, are more than the device can do."""
+    steps = np.where(crowd.lives >= 0.5, replica.base_s + replica.each_s * np.maximum(crowd.lives, 1), 0.0)
+    tokens = demand.prompt * _LENGTHS[:, None]
+    chunks = np.ceil(tokens / CHUNK)
+    alone = tokens / replica.prompt_tok_s + (chunks - 1) * steps
+    service = alone + steps
+    busy = rate * float(service.mean())
     if busy >= 1:
-        return math.inf
-    scale = service * (1 + _VARIATION) / (2 * (1 - busy))
-    return scale * math.log(busy / (1 - share)) if busy > 1 - share else 0.0
+        return None
+    grid, prompts = _prompt_waits(service.ravel(), busy)
+    # Who comes while no prompt is computed waits for the rest of a step.
+    rest = (alone[:, :, None] + steps[:, None] * (np.arange(4) + 0.5) / 4).ravel()
+    points = np.concatenate([alone.ravel(), rest])
+    weights = np.concatenate([np.full(alone.size, busy / alone.size), np.full(rest.size, (1 - busy) / rest.size)])
+    return _First(points, weights, grid, prompts, crowd)
+
+
+def _prompt_waits(service: Floats, busy: float) -> tuple[Floats, Floats]:
+    """M/G/1: a wait is the rest of one service, and again of one with the chance that the server is busy, and so on."""
+    mean = float(service.mean())
+    tail = mean * (1 + float(service.var()) / mean**2) / 2 / (1 - busy)
+    width = (float(service.max()) + tail * math.log(1e5)) / _POINTS
+    grid: Floats = np.arange(_POINTS, dtype=np.float64) * width
+    if width > mean / 4:  # hardly ever idle: the grid is too coarse, and waits are as without memory
+        return grid, 1 - busy * np.exp(-grid / tail)
+    rest = 1 - np.searchsorted(np.sort(service), grid + width / 2, side="right") / service.size
+    n = 4 * _POINTS  # so that the tail, which comes round at the end, is nothing
+    half = np.exp(-1j * np.pi * np.arange(n // 2 + 1) / n)  # each point stands for the width that follows it
+    once = np.fft.rfft(rest / rest.sum(), n) * half
+    waits = np.fft.irfft((1 - busy) / (1 - busy * once), n)[:_POINTS]
+    return grid, np.cumsum(waits)
 
 
 def size(replica: Replica, demand: Demand, slots: int) -> Answer:
@@ -170,6 +245,8 @@ def size(replica: Replica, demand: Demand, slots: int) -> Answer:
 
 def smallest(enough: Callable[[int], bool], least: int) -> int | None:
     """The smallest number from `least` up that is enough, where more never is less; None beyond all reason."""
+    if least > MOST_REPLICAS:
+        return None
     if enough(least):
         return least
     low, high = least, least + 1
@@ -187,6 +264,6 @@ def _limit(replica: Replica, demand: Demand, slots: int, n: int, least: int) -> 
     """What most of the replicas are there for: the work itself, or room so that nobody waits long."""
     if n <= _NEAR * least:
         prompts = demand.prompt / replica.prompt_tok_s
-        return "prompts" if prompts > demand.output * replica.step_s(slots) / slots else "decoding"
+        return "prompts" if prompts > 1 / capacity(replica, demand, slots) - prompts else "decoding"
     roomier = working(replica, demand, 4 * slots, demand.rps / (n - 1))
     return "slots" if roomier.p99_first_token_s <= demand.p99_first_token_s else "first token"
