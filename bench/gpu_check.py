@@ -1,10 +1,11 @@
 """Is the decode loop right, fast and sturdy on a GPU? For machines with one; CI has none.
 
-    python -m bench.gpu_check --part exact|speed|stress [--only NAME] [--model FILE] [--seconds 290] [--out FOLDER]
+    python -m bench.gpu_check --part exact|speed|stress|tape [--only NAME] [--model FILE] [--seconds 290] [--out FOLDER]
 
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
 `stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred.
+`tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`).
 What docs/executor.md asks beyond these is in the part that it is nearest to (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
@@ -32,11 +33,12 @@ from typing import Any, Final
 from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_child
 from bench.note import commit, cpu_name, versions
 
-PARTS: Final = ("exact", "speed", "stress")
+PARTS: Final = ("exact", "speed", "stress", "tape")
 SECONDS: Final = 290.0
 QUESTIONS: Final = {
     "exact": "does the decode loop give the same bits on a GPU, whatever the mode and the company?",
     "speed": "how fast is the decode loop on a GPU, beside its bars, llama.cpp and the memory's limit?",
+    "tape": "is the persistent kernel right, does it lose nothing, and how fast is it beside its bars?",
     "stress": "does the decode loop need nothing of the host per token, and does it stand what may happen to it?",
 }
 
@@ -104,15 +106,15 @@ def _n_beside(device: str) -> int:
 
 
 def _checks() -> tuple[Check, ...]:
-    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress
+    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress, gpu_tape
 
-    return (*gpu_exact.CHECKS, *gpu_speed.CHECKS, *gpu_stress.CHECKS, *gpu_executor.CHECKS)
+    return (*gpu_exact.CHECKS, *gpu_speed.CHECKS, *gpu_stress.CHECKS, *gpu_executor.CHECKS, *gpu_tape.CHECKS)
 
 
 def _works() -> dict[str, Any]:
-    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress
+    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress, gpu_tape
 
-    return {**gpu_exact.WORKS, **gpu_speed.WORKS, **gpu_stress.WORKS, **gpu_executor.WORKS}
+    return {**gpu_exact.WORKS, **gpu_speed.WORKS, **gpu_stress.WORKS, **gpu_executor.WORKS, **gpu_tape.WORKS}
 
 
 def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> list[Check]:

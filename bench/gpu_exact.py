@@ -62,7 +62,7 @@ def verify(device: str, *, name: str, types: Sequence[str], kv_types: Sequence[K
                 model_on(name, type, "cpu") if device == "cpu" else model_named(name, type) if name in ON_CPU else model
             )
             called = f"{name} {type}" + (f" kv {kv_type}" if kv_types else "")
-            yield {"what": "verified", "model": called, **_verified(model, fresh, kv_type), "s": _since(started)}
+            yield {"what": "verified", "model": called, **verified(model, fresh, kv_type), "s": _since(started)}
             del model, fresh
             _empty_cache(device)
 
@@ -86,18 +86,21 @@ def verify_file(device: str, *, path: str) -> Iterator[Record]:
             for there in (place(device), torch.device("cpu"))
         ]
         called = Path(path).name + (" packed" if packed else f" {type}")
-        found = _verified(loaded[0], loaded[1], kv_type_of(type))
+        found = verified(loaded[0], loaded[1], kv_type_of(type))
         yield {"what": "verified", "model": called, **found, "s": _since(started)}
         yield from _same_tokens(loaded[0], device, called, kv_type_of(type))
 
 
-def _verified(model: Model, fresh: Model, kv_type: KVType) -> Record:
+def verified(
+    model: Model, fresh: Model | None, kv_type: KVType, modes: Sequence[str] = ("eager", "graph", "loop")
+) -> Record:
     """`fresh` is what the twins compute with: a copy on the CPU, or the model itself where it is large."""
     reason = why_not("eager", model)
     if reason is not None:
         return {"skipped": reason}
     try:
-        report = Verifier(model, kv_type, model.shape.vocab).verify(lambda: fresh)
+        again = None if fresh is None else lambda: fresh
+        report = Verifier(model, kv_type, model.shape.vocab, modes=tuple(modes)).verify(again)
     except HardwareCannot as error:
         return {"skipped": str(error)}
     return {
@@ -114,14 +117,19 @@ def _verified(model: Model, fresh: Model, kv_type: KVType) -> Record:
     }
 
 
-def judge_verified(setting: Setting, ended: Sequence[Ended], name: str) -> list[Outcome]:
+def judge_verified(
+    setting: Setting, ended: Sequence[Ended], name: str, modes: Sequence[str] | None = None
+) -> list[Outcome]:
+    """`modes`: those that must have been compared with `eager`; all but the tape unless told."""
     records = [record for one in ended for record in one.of("verified")]
     wrong = [f"{one.job.words.get('name', one.job.work)}: {one.error}" for one in ended if one.error is not None]
     skipped = [f"{record['model']}: {record['skipped']}" for record in records if "skipped" in record]
     done = [record for record in records if "skipped" not in record]
     for record in done:
         wrong += [f"{record['model']}, {c['name']}: {c['difference']}" for c in record["checks"] if c["difference"]]
-        missing = {f"{mode} / eager" for mode in modes_of(setting.device)[1:]} - {c["name"] for c in record["checks"]}
+        missing = {f"{mode} / eager" for mode in modes or modes_of(setting.device)[1:]} - {
+            c["name"] for c in record["checks"]
+        }
         if record["not_run"].get("loop") == WHY_NO_LOOP:
             missing -= {"loop / eager"}  # recurrent families: the loop says why, and `graph` is compared
         wrong += [f"{record['model']}: not compared: {one} ({record['not_run']})" for one in sorted(missing)]
@@ -228,7 +236,15 @@ def sizes_of(model: Model, device: str) -> Sizes:
 
 
 def trials(
-    device: str, *, name: str, type: str, n: int, seed: int, seconds: float, kv_type: KVType | None = None
+    device: str,
+    *,
+    name: str,
+    type: str,
+    n: int,
+    seed: int,
+    seconds: float,
+    kv_type: KVType | None = None,
+    mode: str = "loop",
 ) -> Iterator[Record]:
     """Groups of requests that arrive at random, each compared with its run alone."""
     model = model_on(name, type, device)
@@ -238,9 +254,9 @@ def trials(
     counts = {"trials": 0, "requests": 0, "cached": 0, "cancelled": 0, "tokens": 0}
     wrong: list[str] = []
     # Alone: one slot, no reuse, another context; nothing of how it is configured may be seen in the bits.
-    alone_at = placement_of(model, "loop", n_slots=1, context=min(model.shape.context, 2 * sizes.context), kv_type=kv)
+    alone_at = placement_of(model, mode, n_slots=1, context=min(model.shape.context, 2 * sizes.context), kv_type=kv)
     crowd_at = placement_of(
-        model, "loop", n_slots=sizes.n_slots, context=sizes.context, kv_type=kv, n_pages=sizes.n_pages
+        model, mode, n_slots=sizes.n_slots, context=sizes.context, kv_type=kv, n_pages=sizes.n_pages
     )
     started = time.perf_counter()
     with Engine(model, alone_at, reuse=False) as alone, Engine(model, crowd_at) as crowd:

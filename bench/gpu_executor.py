@@ -177,9 +177,9 @@ def judge_captures(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 # compute-sanitizer (E-34)
 
 
-def small_job(device: str, *, mode: str) -> Iterator[Record]:
+def small_job(device: str, *, mode: str, name: str = "llama") -> Iterator[Record]:
     """Something of everything, small enough for a tool that slows kernels down a hundredfold."""
-    model = model_on("llama", "bf16" if device != "cpu" else "f32", device)
+    model = model_on(name, "bf16" if device != "cpu" else "f32", device)
     with _engine(
         model, "bf16" if device != "cpu" else "f32", mode=mode, context=min(256, model.shape.context)
     ) as engine:
@@ -197,7 +197,8 @@ def run_sanitized(setting: Setting, job: Job) -> Ended:
     words = [] if sanitizer is None else [sanitizer, "--tool", tool, "--print-limit", "20"]
     # Errors that calls return are ours to handle, as at a capture; and compilers are nobody's to watch.
     words += ["--report-api-errors", "no", "--target-processes", "application-only"] if words else []
-    asked = json.dumps({"device": setting.device, "work": "small_job", "words": {"mode": mode}, "farewell": True})
+    small = {key: value for key, value in job.words.items() if key != "tool"}
+    asked = json.dumps({"device": setting.device, "work": "small_job", "words": small, "farewell": True})
     try:
         done = subprocess.run(
             [*words, sys.executable, "-m", "bench.gpu_check", "--child", asked],

@@ -20,6 +20,7 @@ from ostinato.kernels.cpu_levels import IN_WHEELS, features, is_x86
 
 ROOT = Path(__file__).parents[1]
 NATIVE = Path("ostinato") / "kernels" / "native"
+TAPE = Path("ostinato") / "kernels" / "tape"
 # Opens a model and decodes with it; says where the object came from and what was generated.
 PROGRAM = """
 import sys
@@ -118,6 +119,9 @@ def test_the_wheel_is_for_any_python_of_this_platform_and_carries_both_levels(wh
         assert f"{NATIVE}/built/{level.name}.so" in names
         assert f"{NATIVE}/built/{level.name}.sum" in names
     assert f"{NATIVE}/cpu.cpp" in names
+    sources = [path.name for path in (ROOT / "src" / TAPE).iterdir() if path.suffix in (".h", ".cu")]
+    assert "tape.cu" in sources
+    assert {f"{TAPE}/{name}" for name in sources} <= set(names)
     assert "native" not in " ".join(flag for level in IN_WHEELS for flag in level.march)
 
 

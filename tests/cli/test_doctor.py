@@ -63,6 +63,13 @@ def test_an_old_driver_is_told_what_the_loop_needs(driver_cuda: int | None, word
     assert reason is None or (words in reason and "12.4 or newer" in reason)
 
 
+@pytest.mark.parametrize(("capability", "can"), [("7.5", False), ("8.9", False), ("9.0", True), ("10.0", True)])
+def test_an_old_card_is_told_what_the_persistent_kernel_needs(capability: str, can: bool) -> None:
+    reason = doctor._no_tape([{"capability": capability}])
+    assert (reason is None) == can
+    assert reason is None or reason.endswith(f"since capability 9.0; this one has {capability}")
+
+
 def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     """The report of a machine with a GPU, as far as plain values go."""
     device: dict[str, Any] = {
@@ -80,6 +87,7 @@ def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> 
     modes = {(mode["device"], mode["mode"]): mode["can_run"] for mode in found["modes"]}
     assert modes["cuda", "graph"]
     assert modes["cuda", "loop"]
+    assert modes["cuda", "persistent"]
     rows = dict(row for row in doctor._rows(found) if len(row) == 2)
     assert rows["driver"] == "NVIDIA 580.1 for CUDA 13.0 (mode loop needs 12.4)"
     assert rows["gpu"] == "a GPU, 75.2 GB free of 85.9 GB, compute capability 9.0, 132 multiprocessors"

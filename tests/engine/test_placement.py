@@ -1,7 +1,9 @@
 """Where a model runs is settled before a byte is read: lowered and said by default, refused when asked for."""
 
 import json
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,16 @@ import torch
 from ostinato import LLM, Sampling
 from ostinato.engine import placement
 from ostinato.errors import BadInput, ContextTooLarge, HardwareCannot
+from ostinato.files.checkpoint import TensorInfo, open_checkpoint
+from ostinato.kernels.tape.deal import RUN_ALIGNMENT, Grid, Kind, Matrix, deal
 from ostinato.kernels.tiles import TileMatrix
 from ostinato.loop.native_plan import why_not_native
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
+from ostinato.models.registry import read_shape
+from ostinato.options import LoadOptions, Mode
 from tests.models import tiny
 from tests.random_model import random_model
+from tests.tape.models import shape_of
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
@@ -112,6 +119,53 @@ def test_pages_of_a_model_without_keys_cost_nothing() -> None:
 def test_slots_and_pages_reach_the_engine(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny_gguf, device="cpu", context=100, slots=3) as llm:
         assert (llm.stats().n_slots, llm.stats().pages) == (3, 3 * 7)
+
+
+# What the persistent kernel needs
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    """A GPU that is only asked how much it has."""
+    monkeypatch.setattr(placement, "choose_device", lambda wanted: torch.device("cuda", 0))
+    with_free(monkeypatch, n_bytes)
+
+
+@pytest.mark.parametrize("type", ["BF16", "Q8_0"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_tape_is_counted_as_it_will_be_dealt(type: str, tied: bool) -> None:
+    sizes = {"attn_q": (128, 128), "attn_k": (64, 128), "ffn_gate": (192, 128), "ffn_down": (128, 192)}
+    names = {f"blk.0.{name}.weight": size for name, size in sizes.items()}
+    names |= {"token_embd.weight": (203, 128), "output.weight": (203, 128)}
+    tensors = {name: TensorInfo(name, size, type, 0) for name, size in names.items()}
+    tensors["blk.0.attn_norm.weight"] = TensorInfo("norm", (128,), "F32", 512)
+    checkpoint: Any = SimpleNamespace(tensors=tensors)
+    kind = Kind.HALF if type == "BF16" else Kind.EIGHT
+    dealt = deal([Matrix(kind, *size) for size in (*sizes.values(), (203, 128))], Grid(3))
+    counted = placement.tape_bytes(checkpoint, shape_of(tied_head=tied), torch.bfloat16, packed=True)
+    widened = 203 * 128 * 2 if type == "Q8_0" else 0
+    assert 0 <= dealt.n_bytes + widened - counted < 3 * RUN_ALIGNMENT
+
+
+def test_keys_and_values_get_what_the_weights_and_the_tape_leave(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_checkpoint(long_model)) as checkpoint:
+        shape = read_shape(checkpoint)
+        weights = placement.weight_bytes(checkpoint, torch.bfloat16, packed=True)
+        tape = placement.tape_bytes(checkpoint, shape, torch.bfloat16, packed=True)
+        assert tape > 0
+        size = page_bytes(shape, "bf16", PAGE_TOKENS["cuda"])
+
+        def pages(mode: Mode) -> int:
+            options = LoadOptions(device="cuda", mode=mode, context=256, slots=64)
+            return placement.settle(checkpoint, shape, options, lambda _: None).n_pages
+
+        on_a_gpu(monkeypatch, int((weights + tape + 40 * size) / placement.USABLE_SHARE) + 1)
+        assert pages("persistent") == 20
+        assert pages("auto") == pages("loop") == min(64 * 4, (tape + 40 * size) // 2 // size)
+        on_a_gpu(monkeypatch, int((weights + tape / 2) / placement.USABLE_SHARE))
+        with pytest.raises(HardwareCannot, match="once more for the persistent kernel, and cuda:0 has"):
+            pages("persistent")
 
 
 # What the native loop needs

@@ -10,8 +10,9 @@ import torch
 
 from ostinato.errors import HardwareCannot
 from ostinato.kernels import step
+from ostinato.kernels.chip import Chip
 from ostinato.kernels.step import twin_kernels
-from ostinato.loop.open import MODES, choose_mode, mode_below, why_not
+from ostinato.loop.open import MODES, UNTRIED, LoopOptions, choose_mode, mode_below, why_not
 from ostinato.loop.prefill import TorchPrefill
 from ostinato.loop.starts.cpu import CpuEager
 from ostinato.loop.starts.native import NativeLoop
@@ -20,6 +21,7 @@ from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Model
 from tests.loop.rig import open_loop
 from tests.random_model import MemoryKind, random_model
+from tests.tape.models import shape_of, small
 
 PROMPT = [5, 9, 2, 77, 31]
 REASON = "the driver could not begin the capture of the loop"
@@ -132,6 +134,55 @@ def test_recurrent_families_run_eagerly_and_as_graphs_on_a_gpu(kind: MemoryKind)
     assert mode_below("eager", model) is None
     with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: its torch ops allocate"):
         choose_mode("loop", model)
+
+
+@pytest.fixture
+def with_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose driver knows loops, as far as anybody asks it."""
+    monkeypatch.setattr("ostinato.loop.open.why_no_while_graph", lambda: None)
+
+
+@pytest.mark.usefixtures("with_packages")
+def test_the_persistent_kernel_is_there_for_whoever_asks_and_auto_does_not() -> None:
+    model = elsewhere(small(shape_of()))
+    assert why_not("persistent", model) is None
+    assert choose_mode("auto", model) == ("loop", (f"persistent: {UNTRIED}",))
+    assert choose_mode("persistent", model) == ("persistent", ())
+    assert choose_mode("loop", model) == ("loop", ("persistent: not asked for",))
+    assert mode_below("persistent", model) == "loop"
+
+
+@pytest.mark.usefixtures("with_packages")
+def test_what_it_cannot_play_is_said_whoever_asks() -> None:
+    model = elsewhere(small(shape_of()))
+    nine = LoopOptions("auto", 9, 64, 8, "bf16", 203)
+    reason = "the tape has up to 8 slots, and 9 are asked for"
+    assert choose_mode("auto", model, nine) == ("loop", (f"persistent: {reason}",))
+    with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
+        choose_mode("persistent", model, nine)
+    with pytest.raises(HardwareCannot, match="not q8_0"):
+        choose_mode("persistent", model, replace(nine, n_slots=1, kv_type="q8_0"))
+
+
+@pytest.mark.usefixtures("with_packages")
+@pytest.mark.parametrize(("capability", "words"), [((8, 9), "this one has 8.9"), ((9, 0), None)])
+def test_a_card_without_bulk_copies_is_told_so(
+    capability: tuple[int, int], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(Chip, "of", staticmethod(lambda device: Chip(capability, 132, 227 << 10, 0)))
+    reason = why_not("persistent", elsewhere(small(shape_of())))
+    assert (reason is None) == (words is None)
+    assert reason is None or (words is not None and reason.endswith(words))
+
+
+def test_on_the_cpu_it_is_refused_with_its_reason() -> None:
+    reason = "the persistent kernel is CUDA's, and this model is on the CPU"
+    with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
+        open_loop(mode="persistent")
+    driver = open_loop(mode="auto")
+    assert driver.loop.why_not == (f"persistent: {reason}",)
+    driver.loop.close()
 
 
 def test_the_mode_below_is_one_that_can_run() -> None:

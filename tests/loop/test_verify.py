@@ -109,6 +109,15 @@ def test_the_modes_of_every_memory_agree_to_the_bit_and_with_the_twins(kind: Mem
     assert (check.comparison, check.difference) == ("bits", None)
 
 
+def test_only_the_modes_asked_for_are_compared() -> None:
+    report = verifier(tiled(random_model("kv")), modes=("eager", "persistent")).verify(None)
+    assert [check.name for check in report.checks] == ["weights"]
+    assert set(report.not_run) == {"persistent"}
+    report = verifier(tiled(random_model("kv")), modes=("eager", "loop")).verify(None)
+    assert [check.name for check in report.checks] == ["loop", "weights"]
+    assert report.not_run == {}
+
+
 def test_eight_bits_of_activations_are_allowed_more_and_ties_are_counted() -> None:
     model = tiled(random_model("kv", hidden=256), packed_blocks("Q4_1", wide=False))
     assert tolerance_of(model) == 1e-1

@@ -83,7 +83,7 @@ def _modes(cuda: dict[str, Any], native: dict[str, Any]) -> list[dict[str, Any]]
         mode("cuda", "eager", no_gpu),
         mode("cuda", "graph", no_gpu),
         mode("cuda", "loop", no_gpu or _no_while_nodes(cuda["driver_cuda"])),
-        mode("cuda", "persistent", no_gpu or "the persistent kernel is not built yet"),
+        mode("cuda", "persistent", no_gpu or _no_tape(cuda["devices"])),
     ]
 
 
@@ -96,6 +96,12 @@ def _no_while_nodes(driver_cuda: int | None) -> str | None:
     from ostinato.loop.open import why_driver_has_no_while  # imports torch, which is there if a GPU can be used
 
     return why_driver_has_no_while(driver_cuda)
+
+
+def _no_tape(devices: list[dict[str, Any]]) -> str | None:
+    from ostinato.loop.tape_plan import why_no_tape_on
+
+    return why_no_tape_on(tuple(int(part) for part in devices[0]["capability"].split("."))) if devices else None
 
 
 def _dotted(version: int) -> str:

@@ -268,6 +268,34 @@ def decode(
     write_json({"decode": rows})
 
 
+@lab.command()
+def tape(
+    shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="A shape with random weights.")] = "llama-1b",
+    n_prompt: Annotated[int, typer.Option("--n-prompt", metavar="N", min=1, help="Positions before.")] = 500,
+    n_gen: Annotated[int, typer.Option("--n-gen", metavar="N", min=2, help="Tokens to make.")] = 64,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the step in time.")] = None,
+    device: flags.Device = "auto",
+    as_json: flags.Json = False,
+) -> None:
+    """Where the microseconds of a step of the persistent kernel go, by its own clock marks."""
+    from ostinato.lab.tape import by_phase, recorded, spans, timeline
+
+    if plot is not None:
+        _check_folder(plot.parent)
+    machine = _machine(device)
+    model, name = _model(machine, shape)
+    found = spans(recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16"))
+    total = sum(span.us for span in found)
+    if not as_json:
+        _introduce(machine)
+        rows = [(phase, f"{us:.1f}", f"{us / total:.0%}") for phase, us in by_phase(found).items()]
+        write_columns([("phase", "us", "share"), *rows, ("step, without its border", f"{total:.1f}", "")])
+    if plot is not None:
+        plot.write_text(timeline(found, f"{name} on {machine.name}: {total:.0f} us a step without its border"), "utf-8")
+        talk(f"drawn: {plot}")
+    write_json({"model": name, "step_us": total, "phases_us": by_phase(found)})
+
+
 # Machines and models
 
 

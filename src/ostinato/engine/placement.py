@@ -20,6 +20,8 @@ from ostinato.engine.cores import default_threads
 from ostinato.errors import ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.kernels.native_cpu import cpu_library, why_no_native
+from ostinato.kernels.tape.deal import Kind, matrix_bytes
+from ostinato.kernels.tape.pack import KINDS
 from ostinato.loop.native_plan import why_not_native
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
@@ -31,6 +33,9 @@ from ostinato.options import Activations, KVType, LoadOptions
 USABLE_SHARE: Final = 0.9
 LEAST_CONTEXT: Final = 128
 FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
+# Of the families that the persistent kernel plays, in either format.
+EMBEDDINGS: Final = ("token_embd.weight", "model.embed_tokens.weight")
+HEADS: Final = ("output.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +69,12 @@ def settle(
     packed = keeps_packed(options.dtype, device, shape)
     tiles = choose_tiles(options, device, shape, talk, compiled=compiled)
     weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiles is not None)
+    tape = tape_bytes(checkpoint, shape, dtype, packed=packed) if has_tape(options, device) else 0
+    weights += tape
     free = int(free_bytes(device) * USABLE_SHARE)
     if weights > free:
         how = "packed" if tiles else f"as {str(dtype).removeprefix('torch.')}"
+        how += f", {gib(tape)} of it once more for the persistent kernel," if tape else ""
         raise HardwareCannot(
             f"the weights need {gib(weights)} {how} and {device} has {gib(free)} to give; "
             f"{_narrower(dtype, tiles)}take a smaller model"
@@ -217,6 +225,30 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool = F
         )
 
     return sum(map(laid_out, checkpoint.tensors.values()))
+
+
+def has_tape(options: LoadOptions, device: torch.device) -> bool:
+    """Whether the weights are laid out a second time, on the persistent kernel's tape. `auto` does not choose it."""
+    return device.type == "cuda" and options.mode == "persistent"
+
+
+def tape_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, *, packed: bool) -> int:
+    """Bytes of the tape, and of the plain embedding that its kernel reads where the weights have a packed one."""
+    total = 0
+    for name, tensor in checkpoint.tensors.items():
+        if len(tensor.shape) != 2:
+            continue
+        stays = packed and stays_packed(tensor.type, tensor.shape)
+        if name in EMBEDDINGS:
+            total += tensor.n_elements * dtype.itemsize if stays else 0
+            if not shape.tied_head:
+                continue
+        elif shape.tied_head and name in HEADS:
+            continue  # the embedding once more, which is passed over
+        kind = KINDS.get(tensor.type, Kind.HALF) if stays else Kind.HALF
+        rows, columns = tensor.shape
+        total += matrix_bytes(kind, rows, columns)
+    return total
 
 
 def free_bytes(device: torch.device) -> int:

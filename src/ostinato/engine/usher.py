@@ -301,6 +301,8 @@ class Usher:
                 chunk.returned = True
 
         self._chunk = chunk
+        if loop.start.alone:
+            self._host.set_yield(True)  # until the next trigger, which goes behind this chunk
         try:
             chunk.work = loop.beside(run)
         except Exception as error:  # where the host's part of a job runs at once
@@ -410,6 +412,7 @@ class Usher:
             self._listens = False
             return
         self._ends = self._host.word(Word.ENDS)
+        self._host.set_yield(False)
         try:
             self._mode.trigger()
         except (DecodeInvariantError, EngineDead) as error:

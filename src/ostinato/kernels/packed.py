@@ -113,6 +113,9 @@ def unit_bytes(type: str, cols: int) -> int:
 # Types with a scale for each 32 columns: two such blocks make a unit, where the columns allow it.
 _PAIRED: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
+# What is taken from an integer before it is scaled; of other types nothing.
+OFFSETS: Final[Mapping[str, int]] = MappingProxyType({"Q4_0": 8, "Q5_0": 16, "Q6_K": 32})
+
 # Where a block's fields begin and end, in the order of the file.
 _FIELDS: Final[Mapping[str, Mapping[str, tuple[int, int]]]] = MappingProxyType(
     {
@@ -184,10 +187,14 @@ def unpack(packed: Packed) -> Tensor:
     return _raw(packed, {name: plane.reshape(-1, *plane.shape[2:]) for name, plane in _by_row(packed).items()})
 
 
+def raw_rows(packed: Packed, ids: Tensor) -> Tensor:
+    """Rows `ids`, int [n], in the bytes of the file: uint8 [n, row_bytes]."""
+    return _raw(packed, {n: plane[ids // packed.run, ids % packed.run] for n, plane in _by_row(packed).items()})
+
+
 def rows(packed: Packed, ids: Tensor) -> Tensor:
     """Rows `ids`, int [n], dequantised: float32 [n, cols]; what an embedding needs, or one expert of many."""
-    picked = {name: plane[ids // packed.run, ids % packed.run] for name, plane in _by_row(packed).items()}
-    return dequantize_torch(_raw(packed, picked), packed.type)
+    return dequantize_torch(raw_rows(packed, ids), packed.type)
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -213,34 +220,40 @@ def stacked(parts: Sequence[Packed | Tensor | TileMatrix]) -> Weight:
 
 def dequantize_torch(raw: Tensor, type: str) -> Tensor:
     """The values of raw, uint8 [rows, row_bytes], float32 [rows, cols], to the bit as `files/quants.py` has them."""
+    q, (scales, minima) = quants_of(raw, type).float(), scales_of(raw, type)
+    q = q - OFFSETS[type] if type in OFFSETS else q
+    values = torch.unflatten(q, 1, (scales.shape[1], -1)) * scales[..., None]
+    return (values if minima is None else values - minima[..., None]).flatten(1)
+
+
+def quants_of(raw: Tensor, type: str) -> Tensor:
+    """The integers of raw, uint8 [rows, row_bytes], without their scales: [rows, cols], int8 of Q8_0, else uint8."""
     block, fields = BLOCKS[type], _FIELDS[type]
     blocks = raw.reshape(len(raw), -1, block.n_bytes)
     quants = blocks[:, :, slice(*fields["quants"])]
-    scales = blocks[:, :, slice(*fields["scales"])]
     if type == "Q8_0":
-        values = quants.view(torch.int8).float() * _half(scales, 0)
-    elif type == "Q6_K":
+        return quants.view(torch.int8).flatten(1)
+    if type == "Q6_K":
         high = _split(torch.unflatten(blocks[:, :, slice(*fields["high"])], 2, (2, 32)), 2)
-        q = (_halves(torch.unflatten(quants, 2, (2, 64))) | high << 4).flatten(2).float() - 32
-        scale = _half(blocks, 208) * scales.contiguous().view(torch.int8).float()
-        values = (torch.unflatten(q, 2, (16, 16)) * scale[..., None]).flatten(2)
-    elif type in ("Q4_K", "Q5_K"):
-        q = _halves(torch.unflatten(quants, 2, (4, 32))).flatten(2)
-        if type == "Q5_K":
-            q = q | _split(blocks[:, :, slice(*fields["high"])], 1) << 4
+        return (_halves(torch.unflatten(quants, 2, (2, 64))) | high << 4).flatten(1)
+    q = _halves(torch.unflatten(quants, 2, (4, 32))).flatten(2) if block.elements == 256 else _halves(quants)
+    if "high" in fields:
+        high = blocks[:, :, slice(*fields["high"])]
+        q = q | (_split(high, 1) if type == "Q5_K" else _fields_of(high, 1)) << 4
+    return q.flatten(1)
+
+
+def scales_of(raw: Tensor, type: str) -> tuple[Tensor, Tensor | None]:
+    """Scales and minima of raw, uint8 [rows, row_bytes], float32 [rows, groups]: a value is (q - offset) * scale -
+    minimum, with the type's offset of OFFSETS; types with an offset have no minima."""
+    blocks = raw.reshape(len(raw), -1, BLOCKS[type].n_bytes)
+    scales = blocks[:, :, slice(*_FIELDS[type]["scales"])]
+    if type == "Q6_K":
+        return (_half(blocks, 208) * scales.contiguous().view(torch.int8).float()).flatten(1), None
+    if type in ("Q4_K", "Q5_K"):
         six_bits, minima = (v.float() for v in _six_bits(scales[:, :, 4:]))
-        groups = torch.unflatten(q.float(), 2, (8, 32)) * (_half(scales, 0) * six_bits)[..., None]
-        values = (groups - (_half(scales, 2) * minima)[..., None]).flatten(2)
-    else:
-        q = _halves(quants)
-        if "high" in fields:
-            high = blocks[:, :, slice(*fields["high"])]
-            q = q | (high[..., None] >> torch.arange(8, device=raw.device, dtype=torch.uint8) & 1).flatten(2) << 4
-        if type in ("Q4_0", "Q5_0"):
-            values = (q.float() - (8 if type == "Q4_0" else 16)) * _half(scales, 0)
-        else:
-            values = q.float() * _half(scales, 0) + _half(scales, 2)
-    return values.flatten(1)
+        return (_half(scales, 0) * six_bits).flatten(1), (_half(scales, 2) * minima).flatten(1)
+    return _half(scales, 0).flatten(1), -_half(scales, 2).flatten(1) if type in ("Q4_1", "Q5_1") else None
 
 
 def _half(fields: Tensor, at: int) -> Tensor:

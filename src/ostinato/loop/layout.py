@@ -121,6 +121,7 @@ class Fault(IntEnum):
     PLAN = 1  # the plan hash in the table is not the one it was built with (I-10)
     EPOCH = 2  # the epoch in the table is not the one it was built with (I-10)
     INBOX = 3  # an inbox entry that no host of ours writes
+    STUCK = 4  # a wait on the device outlasted its deadline, and what the step made is not to be believed
 
 
 class End(IntEnum):

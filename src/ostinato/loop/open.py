@@ -10,11 +10,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 
 from ostinato.errors import HardwareCannot, Unsupported
+from ostinato.kernels.chip import Chip
 from ostinato.kernels.native_cpu import why_no_native
 from ostinato.loop.bell import Bell, FileBell
 from ostinato.loop.fused_plan import fused_plan, why_not_fused
@@ -30,13 +31,19 @@ from ostinato.loop.starts.cpu import CpuEager, CpuLoop
 from ostinato.loop.starts.native import NativeLoop
 from ostinato.loop.starts.start import Start, Work
 from ostinato.loop.static_plan import SPARE_STATES, WHY_NO_LOOP, static_plan, why_not_static
+from ostinato.loop.tape_plan import TapeStep, tape_plan, why_no_tape_on, why_not_tape
 from ostinato.loop.torch_plan import torch_plan
 from ostinato.memory.paged import PAGE_TOKENS, PagedMemory
 from ostinato.models.blocks import Model
 from ostinato.options import Activations, KVType
 
+if TYPE_CHECKING:
+    from ostinato.kernels.step import StepKernels
+    from ostinato.loop.starts.cuda import CudaStart
+
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
+UNTRIED: Final = "it has not been run on a card yet, so it is there for whoever asks (--mode persistent)"
 TWIN: Final = "twin"  # the native loop's twin, paced by Python: for tests alone
 
 
@@ -79,7 +86,7 @@ class Loop:
         self.tables = Tables.on(layout, model.device)
         self.host = HostSide(self.tables)
         self.guard = Guard()
-        self.mode_name, self.why_not = choose_mode(options.mode, model)
+        self.mode_name, self.why_not = choose_mode(options.mode, model, options)
         self.changed: Bell = FileBell() if self.is_native else threading.Event()
         self.plan, self.start, self.prefill = self._made()
         self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
@@ -184,7 +191,6 @@ class Loop:
 
     def _made_for_cuda(self) -> tuple[Plan, Start, Prefill]:
         from ostinato.kernels.step import triton_kernels, triton_prompts
-        from ostinato.loop.starts.cuda import CudaStart
 
         model, n_tokens = self.model, self.options.n_tokens
         kernels = triton_kernels()
@@ -193,19 +199,43 @@ class Loop:
             in_torch = TorchPrefill(model, self.memory, self.tables, n_tokens, kernels)
             in_torch.warm()
             return plan, self._start(plan), in_torch
-        plan = fused_plan(model, self.memory, self.tables, n_tokens, kernels)
-        start = self._start(plan)
-        assert isinstance(start, CudaStart)
+        plan, start = self._tape() if self.mode_name == "persistent" else self._fused(kernels)
         prefill = FusedPrefill(model, self.memory, self.tables, n_tokens, kernels, triton_prompts())
         prefill.capture(start.side)
         return plan, start, prefill
 
+    def _fused(self, kernels: StepKernels) -> tuple[Plan, CudaStart]:
+        from ostinato.loop.starts.cuda import CudaStart
 
-def choose_mode(wanted: str, model: Model) -> tuple[str, tuple[str, ...]]:
+        plan = fused_plan(self.model, self.memory, self.tables, self.options.n_tokens, kernels)
+        start = self._start(plan)
+        assert isinstance(start, CudaStart)
+        return plan, start
+
+    def _tape(self) -> tuple[Plan, CudaStart]:
+        from ostinato.loop.starts.tape import TapeLoop
+
+        model, options = self.model, self.options
+        step = TapeStep(
+            model,
+            self.memory,
+            self.tables,
+            options.n_tokens,
+            Chip.of(model.device),
+            kv_type=options.kv_type,
+            activations=options.activations,
+        )
+        plan = tape_plan(model, self.memory, self.tables, step)
+        return plan, TapeLoop(plan, step, self.tables, self.guard, self.changed.set)
+
+
+def choose_mode(wanted: str, model: Model, options: LoopOptions | None = None) -> tuple[str, tuple[str, ...]]:
     """The mode that will run, and why not each higher one."""
     if wanted == TWIN:
         return TWIN, ()
-    reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model)) is not None}
+    reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model, options)) is not None}
+    if wanted == "auto":
+        reasons.setdefault("persistent", UNTRIED)
     if wanted != "auto":
         if wanted in reasons:
             raise HardwareCannot(f"mode {wanted!r} cannot run here: {reasons[wanted]}")
@@ -224,12 +254,12 @@ def mode_below(mode: str, model: Model) -> str | None:
     return lower[-1] if lower else None
 
 
-def why_not(mode: str, model: Model) -> str | None:
-    """Why a mode cannot run this model here; None where it can."""
+def why_not(mode: str, model: Model, options: LoopOptions | None = None) -> str | None:
+    """Why a mode cannot run this model here, opened with these options; None where it can."""
     if not model.shape.causal:
         raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
     if mode == "persistent":
-        return "the persistent kernel is not built yet"
+        return _why_not_persistent(model, options)
     if model.device.type == "cpu":
         if mode == "graph":
             return "graphs are CUDA's, and this model is on the CPU"
@@ -239,6 +269,16 @@ def why_not(mode: str, model: Model) -> str | None:
     if reason is not None or mode != "loop":
         return reason
     return WHY_NO_LOOP if recurrent else why_no_while_graph()
+
+
+def _why_not_persistent(model: Model, options: LoopOptions | None) -> str | None:
+    if model.device.type == "cpu":
+        return "the persistent kernel is CUDA's, and this model is on the CPU"
+    n_slots, kv_type = (1, None) if options is None else (options.n_slots, options.kv_type)
+    reason = why_not_tape(model, n_slots, kv_type or "bf16") or why_no_while_graph()  # which wants the same packages
+    if reason is not None or not torch.cuda.is_available():
+        return reason
+    return why_no_tape_on(Chip.of(model.device).capability)
 
 
 def why_no_while_graph() -> str | None:

@@ -130,6 +130,7 @@ class Verifier:
     open: Callable[[Model, LoopOptions], Loop] = Loop
     activations: Activations = "wide"  # of weights in tiles
     threads: int | None = None  # of the native loop
+    modes: tuple[str, ...] = MODES  # that are compared, with the first of them
 
     def verify(
         self,
@@ -140,7 +141,7 @@ class Verifier:
     ) -> Report:
         """Every check that can be made here; `again` makes the same model once more, on the CPU, from its source, and
         `dense`, where that one is packed, with plain weights for the twins."""
-        reasons = {mode: why_not(mode, self.model) for mode in MODES}
+        reasons = {mode: why_not(mode, self.model) for mode in self.modes}
         if reasons[BASE] is not None:
             raise HardwareCannot(f"mode {BASE}, with which the others are compared, cannot run here: {reasons[BASE]}")
         modes = [mode for mode, reason in reasons.items() if reason is None and mode != BASE]

@@ -12,7 +12,8 @@
 #pragma once
 #include "layout.h"
 
-#if defined(__CUDACC__)
+#if defined(THREAD)  // somebody else's machinery
+#elif defined(__CUDACC__)
 #define THREAD ((int)threadIdx.x)
 #define N_THREADS ((int)blockDim.x)
 #define SYNC() __syncthreads()
@@ -20,7 +21,7 @@
 #define BORDER_FN static __device__
 #define BORDER_TABLE static __constant__ const
 #define UNROLLED _Pragma("unroll")
-#elif !defined(THREAD)
+#else
 #define THREAD 0
 #define N_THREADS 1
 #define SYNC()

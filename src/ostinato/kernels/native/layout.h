@@ -49,6 +49,7 @@
 #define FAULT_PLAN 1
 #define FAULT_EPOCH 2
 #define FAULT_INBOX 3
+#define FAULT_STUCK 4
 #define END_IDLE 0
 #define END_YIELD 1
 #define END_OUTBOX_FULL 2

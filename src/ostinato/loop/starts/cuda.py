@@ -188,10 +188,13 @@ class CudaStart(Launched):
     # Beside
 
     def beside(self, job: Callable[[], None]) -> EventWork:
-        with torch.inference_mode(), torch.cuda.stream(self.side):
+        return self._on(self.side, job)
+
+    def _on(self, stream: torch.cuda.Stream, job: Callable[[], None]) -> EventWork:
+        with torch.inference_mode(), torch.cuda.stream(stream):
             job()
             event = self._pool.event()
-            event.record(self.side)
+            event.record(stream)
         return EventWork(event, self._pool)
 
     def health(self) -> None:
@@ -219,3 +222,31 @@ class CudaStart(Launched):
 
 class CudaEager(CudaStart):
     """`eager`: the host launches every node of every step."""
+
+
+class DevicePaced(CudaStart):
+    """What is launched once and goes from step to step by itself: over when the device has passed its event."""
+
+    device_paced = True
+
+    @property
+    def running(self) -> bool:
+        try:
+            return not self._passed.query()
+        except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
+            return False
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self.running:
+            if time.monotonic() > end:
+                return False
+            time.sleep(LEAST_NAP_S)
+        return True
+
+    def failure(self) -> BaseException | None:
+        try:
+            self._passed.query()
+        except RuntimeError as error:
+            return error
+        return None

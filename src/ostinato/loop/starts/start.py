@@ -39,6 +39,7 @@ class Helper(Protocol):
 class Launched:
     """What was launched last, where a thread of ours plays it."""
 
+    alone = False
     _launched: Future[None] | None = None
 
     @property
@@ -64,6 +65,7 @@ class Start(Protocol):
 
     name: str
     device_paced: bool
+    alone: bool  # whether a loop must yield before a job can run
     comparison: Literal["bits", "tolerance"]  # with `eager`: whether it shares its arithmetic
     executable: int  # which one it runs: a number of its own for every build; 0 before the first
     n_launches: int  # of anything the host launched to decode: one a loop, one a step, or one a node
@@ -90,7 +92,7 @@ class Start(Protocol):
         """One step, paced by the host, to its end: for comparisons."""
 
     def beside(self, job: Callable[[], None]) -> Work:
-        """Run a job on the device beside the loop; no more than one between two steps."""
+        """Run a job on the device beside the loop, or behind it where it plays alone; one between two steps at most."""
 
     def failure(self) -> BaseException | None:
         """What a launch died of, if it did."""

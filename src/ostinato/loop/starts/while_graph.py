@@ -8,20 +8,18 @@ cannot do.
 from __future__ import annotations
 
 import ctypes
-import time
 from typing import Any
 
 import torch
 
 from ostinato.errors import HardwareCannot
-from ostinato.loop.starts.cuda import BORDER_THREADS, LEAST_NAP_S, CudaStart
+from ostinato.loop.starts.cuda import BORDER_THREADS, DevicePaced
 
 
-class WhileGraph(CudaStart):
+class WhileGraph(DevicePaced):
     """The whole loop as one executable; the host launches it once per trigger."""
 
     name = "loop"
-    device_paced = True
 
     def _make(self) -> None:
         from cuda.bindings import driver
@@ -64,28 +62,6 @@ class WhileGraph(CudaStart):
         self.n_launches += 1
         self._executable.launch(self._own)
         self._passed.record(self.stream)
-
-    @property
-    def running(self) -> bool:
-        try:
-            return not self._passed.query()
-        except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
-            return False
-
-    def wait(self, seconds: float) -> bool:
-        end = time.monotonic() + seconds
-        while self.running:
-            if time.monotonic() > end:
-                return False
-            time.sleep(LEAST_NAP_S)
-        return True
-
-    def failure(self) -> BaseException | None:
-        try:
-            self._passed.query()
-        except RuntimeError as error:
-            return error
-        return None
 
     def step(self) -> None:
         self._guard.allow("I-2", "submitting a single step from the host")

@@ -1,0 +1,306 @@
+// Hand-offs: what other blocks have put is fetched and laid into `activations` as products read it.
+//
+// A hop is an array of words, each a value below and its tag above. A word whose tag is the beat has come; there is no
+// barrier and no fence, and words come in any order. So a thread polls the first words that it wants, asks for all the
+// others when those have come, and looks again at whichever was late. Polling all of them from the start is slower: it
+// takes from the stream of weights what it needs to come to an end.
+//
+// Activations lie [row][columns + ROW_PADDING], 2 bytes each, columns a multiple of 32; those beyond the real ones are
+// zero. In the int8 build (WIDE 0) a row has the same bytes: int8 [columns], then float32 scales [columns / 32].
+// Twins: rms_norm_torch without its scale, which the product's epilogue applies; quantize_q8_0_torch but for the type
+// of the scales.
+#pragma once
+#include "parts.h"
+
+#define PADDED(columns) (((columns) + 32 * N_PLAYERS - 1) / (32 * N_PLAYERS) * (32 * N_PLAYERS))
+#define NORMED_COLUMNS PADDED(HIDDEN)
+// Looks at two words each that a thread has under way: four registers a look. Eight by every thread of every block are
+// about what L2 delivers in the time that it takes to answer.
+#define LOOKS_AT_ONCE 8
+#define PAIR_LOOKS_AT_ONCE 16
+
+// float16 overflows where bfloat16 does not: there a row is brought to size before it is rounded, not after.
+#define NORM_FIRST (WIDE && !ACTIVATION_BF16)
+
+// --- pairs in the type of the activations ---
+
+DEVICE u32 pair_of(float low, float high) { return ACTIVATION_BF16 ? pair_bf16(low, high) : pair_f16(low, high); }
+
+DEVICE void split_pair(u32 pair, float& low, float& high) {
+    if (ACTIVATION_BF16) split_bf16(pair, low, high);
+    else split_f16(pair, low, high);
+}
+
+// --- words that come ---
+
+DEVICE bool have_come(const u64 words[2], u32 beat) {
+    return (u32)(words[0] >> 32) == beat && (u32)(words[1] >> 32) == beat;
+}
+
+DEVICE void await_two(const Tape& tape, const u64* place, u32 beat, u64 words[2]) {
+    for (Waiting waiting(tape.state); !have_come(words, beat) && waiting.goes_on();) {
+        look_two(place, words);
+    }
+}
+
+// --- laying down ---
+
+DEVICE u32* wide_row(const Player& p, int row, int columns) {
+    return (u32*)(p.activations + row * (columns + ROW_PADDING));
+}
+DEVICE u8* narrow_row(const Player& p, int row, int columns) {
+    return (u8*)(p.activations + row * (columns + ROW_PADDING));
+}
+
+DEVICE float larger(float a, float b) { return a > b ? a : b; }
+DEVICE float size_of(float value) { return value < 0.0f ? -value : value; }
+
+DEVICE u32 byte_of(float value, float per_step) { return (u32)round_to_int(value * per_step) & 255; }
+
+// The 32 columns that `n_lanes` neighbours hold together: what a step of their int8 is worth. All lanes must be here.
+DEVICE float step_of(float largest, int n_lanes) {
+    for (int mask = n_lanes / 2; mask > 0; mask /= 2) largest = larger(largest, shuffle_xor(largest, mask));
+    return largest * (1.0f / 127.0f);
+}
+DEVICE float steps_per_unit(float step) { return step > 0.0f ? 1.0f / step : 0.0f; }
+
+// --- rows of the residual stream, normed ---
+
+constexpr int NORMED_LOOKS = (HIDDEN / 2 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS;  // by a thread, of a row
+constexpr int MOST_ROWS = LOOKS_AT_ONCE / NORMED_LOOKS < 1 ? 1 : LOOKS_AT_ONCE / NORMED_LOOKS;
+constexpr int NORMED_ROWS = MOST_ROWS < MAX_ROWS ? MOST_ROWS : MAX_ROWS;  // fetched at once
+static_assert(HIDDEN % 64 == 0, "a warp has a pair of columns for every lane, or none");
+
+// What a thread holds of some rows: columns 2 i and 2 i + 1 of each, i = thread + look * N_PLAYER_THREADS.
+struct Pairs {
+    float of[NORMED_ROWS][NORMED_LOOKS][2];
+};
+
+// Who is in this step: asked once, since the border alone changes it.
+DEVICE void learn_rows(Player& p, const Tape& tape, int n_rows) {
+    if (p.thread >= n_rows) return;
+    const int slot = load_fresh(TABLE_row_slot(tape.view) + p.thread);
+    p.shared->slot[p.thread] = slot;
+    p.shared->position[p.thread] = load_fresh(TABLE_position(tape.view) + slot);
+}
+
+// The token's embedding that a row takes in.
+DEVICE u64 embedding_begin(const Tape& tape, int row) {
+    const int slot = load_fresh(TABLE_row_slot(tape.view) + row);
+    return (u64)load_fresh(TABLE_token(tape.view) + slot) * HIDDEN;
+}
+DEVICE float embedded(const Tape& tape, int row, int column) {
+    const u64 at = embedding_begin(tape, row) + column;
+    if (EMBEDDING_TYPE == TYPE_F32) return ((const float*)tape.embedding)[at];
+    const u16 half = ((const u16*)tape.embedding)[at];
+    return EMBEDDING_TYPE == TYPE_BF16 ? from_bf16(half) : from_f16(half);
+}
+
+DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pairs& pairs) {
+    u64 begin[NORMED_ROWS];
+    UNROLL
+    for (int r = 0; r < NORMED_ROWS; r++) begin[r] = r < n ? embedding_begin(tape, row + r) / 2 : 0;
+    UNROLL
+    for (int r = 0; r < NORMED_ROWS; r++) {
+        UNROLL
+        for (int j = 0; j < NORMED_LOOKS; j++) {
+            const int i = p.thread + j * N_PLAYER_THREADS;
+            float* const pair = pairs.of[r][j];
+            pair[0] = pair[1] = 0.0f;
+            if (r >= n || i >= HIDDEN / 2) continue;
+            if (EMBEDDING_TYPE == TYPE_F32) {
+                const uint2 bits = ((const uint2*)tape.embedding)[begin[r] + i];
+                pair[0] = float_of(bits.x);
+                pair[1] = float_of(bits.y);
+            } else {
+                const u32 bits = ((const u32*)tape.embedding)[begin[r] + i];
+                if (EMBEDDING_TYPE == TYPE_BF16) split_bf16(bits, pair[0], pair[1]);
+                else split_f16(bits, pair[0], pair[1]);
+            }
+        }
+    }
+}
+
+DEVICE void fetch_put(const Player& p, const Tape& tape, const u64* source, int n, Pairs& pairs) {
+    // Set, though what is not looked at is not used: else they would live on from turn to turn, in registers.
+    u64 words[NORMED_ROWS][NORMED_LOOKS][2] = {};
+    const u64* const own = source + 2 * p.thread;
+    if (p.thread < HIDDEN / 2) {
+        look_two(own, words[0][0]);
+        await_two(tape, own, p.beat, words[0][0]);
+    }
+    UNROLL
+    for (int r = 0; r < NORMED_ROWS; r++) {
+        UNROLL
+        for (int j = 0; j < NORMED_LOOKS; j++) {
+            const bool there = r < n && p.thread + j * N_PLAYER_THREADS < HIDDEN / 2;
+            if (r + j > 0 && there) look_two(own + r * HIDDEN + 2 * j * N_PLAYER_THREADS, words[r][j]);
+        }
+    }
+    UNROLL
+    for (int r = 0; r < NORMED_ROWS; r++) {
+        UNROLL
+        for (int j = 0; j < NORMED_LOOKS; j++) {
+            pairs.of[r][j][0] = pairs.of[r][j][1] = 0.0f;
+            if (r >= n || p.thread + j * N_PLAYER_THREADS >= HIDDEN / 2) continue;
+            await_two(tape, own + r * HIDDEN + 2 * j * N_PLAYER_THREADS, p.beat, words[r][j]);
+            pairs.of[r][j][0] = float_of((u32)words[r][j][0]);
+            pairs.of[r][j][1] = float_of((u32)words[r][j][1]);
+        }
+    }
+}
+
+// Each warp leaves its share of every row's squares. What is added to what follows from HIDDEN alone.
+DEVICE void leave_squares(Player& p, int row, int n, const Pairs& pairs) {
+    UNROLL
+    for (int r = 0; r < NORMED_ROWS; r++) {
+        if (r >= n) continue;
+        float sum = 0.0f;
+        UNROLL
+        for (int j = 0; j < NORMED_LOOKS; j++) {
+            sum += pairs.of[r][j][0] * pairs.of[r][j][0] + pairs.of[r][j][1] * pairs.of[r][j][1];
+        }
+        for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+        if (p.lane == 0) p.shared->small[p.warp * MAX_ROWS + row + r] = sum;
+    }
+}
+DEVICE float scale_of_row(const Player& p, int row) {
+    float sum = 0.0f;
+    UNROLL
+    for (int warp = 0; warp < N_PLAYERS; warp++) sum += p.shared->small[warp * MAX_ROWS + row];
+    return rsqrt_fast(sum * (1.0f / HIDDEN) + NORM_EPS);
+}
+
+DEVICE void lay_pair(Player& p, int row, int i, float low, float high) {
+    if (WIDE) {
+        wide_row(p, row, NORMED_COLUMNS)[i] = pair_of(low, high);
+        return;
+    }
+    const float step = step_of(larger(size_of(low), size_of(high)), 16), per_step = steps_per_unit(step);
+    u8* const bytes = narrow_row(p, row, NORMED_COLUMNS);
+    ((u16*)bytes)[i] = (u16)(byte_of(low, per_step) | byte_of(high, per_step) << 8);
+    if (i % 16 == 0) ((float*)(bytes + NORMED_COLUMNS))[i / 16] = step;
+}
+
+// Columns that only fill up: once more with every row, since attention works in the same memory.
+DEVICE void lay_padding(Player& p, int n_rows) {
+    constexpr int n = (NORMED_COLUMNS - HIDDEN) / 2;
+    constexpr int ROW = n > 0 ? n : 1;
+    for (int i = p.thread; i < n * n_rows; i += N_PLAYER_THREADS) {
+        const int row = i / ROW, pair = HIDDEN / 2 + i % ROW;
+        if (WIDE) {
+            wide_row(p, row, NORMED_COLUMNS)[pair] = 0;
+            continue;
+        }
+        u8* const bytes = narrow_row(p, row, NORMED_COLUMNS);
+        ((u16*)bytes)[pair] = 0;
+        if (pair % 16 == 0) ((float*)(bytes + NORMED_COLUMNS))[pair / 16] = 0.0f;
+    }
+}
+
+// Rows of x, times the norm's weights, to `activations`; what else the norm multiplies by to shared->scale, which may
+// be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
+DEVICE void receive_normed(Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows) {
+    float weight[NORMED_LOOKS][2];
+    UNROLL
+    for (int j = 0; j < NORMED_LOOKS; j++) {
+        const int i = p.thread + j * N_PLAYER_THREADS;
+        weight[j][0] = i < HIDDEN / 2 ? weights[2 * i] : 0.0f;
+        weight[j][1] = i < HIDDEN / 2 ? weights[2 * i + 1] : 0.0f;
+    }
+    if (source == nullptr) learn_rows(p, tape, n_rows);
+    lay_padding(p, n_rows);
+    NOT_UNROLLED
+    for (int row = 0; row < n_rows; row += NORMED_ROWS) {
+        const int n = min(NORMED_ROWS, n_rows - row);
+        Pairs pairs;
+        if (source == nullptr) fetch_embedded(p, tape, row, n, pairs);
+        else fetch_put(p, tape, source + (u64)row * HIDDEN, n, pairs);
+        leave_squares(p, row, n, pairs);
+        if (NORM_FIRST) sync_players();
+        UNROLL
+        for (int r = 0; r < NORMED_ROWS; r++) {
+            if (r >= n) continue;
+            const float scale = NORM_FIRST ? scale_of_row(p, row + r) : 1.0f;
+            UNROLL
+            for (int j = 0; j < NORMED_LOOKS; j++) {
+                const int i = p.thread + j * N_PLAYER_THREADS;
+                const float* const pair = pairs.of[r][j];
+                if (i >= HIDDEN / 2) continue;
+                lay_pair(p, row + r, i, pair[0] * scale * weight[j][0], pair[1] * scale * weight[j][1]);
+            }
+        }
+    }
+    sync_players();
+    if (p.thread < n_rows) p.shared->scale[p.thread] = NORM_FIRST ? 1.0f : scale_of_row(p, p.thread);
+}
+
+// --- pairs, as attention and the gate hand them on ---
+
+// A thread's walk over the rows of a slab, two words at a time.
+struct Walk {
+    int row, at;
+    MEMBER void go_on(int looks, int by) {
+        for (at += by; at >= looks; at -= looks) row++;
+    }
+};
+
+DEVICE void lay_two_pairs(Player& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
+    if (WIDE) {
+        if (wanted) ((uint2*)wide_row(p, row, columns))[at] = uint2{first, second};
+        return;
+    }
+    float values[4];
+    split_pair(first, values[0], values[1]);
+    split_pair(second, values[2], values[3]);
+    float largest = 0.0f;
+    UNROLL
+    for (int i = 0; i < 4; i++) largest = larger(largest, size_of(values[i]));
+    const float step = step_of(largest, 8), per_step = steps_per_unit(step);
+    if (!wanted) return;
+    u32 word = 0;
+    UNROLL
+    for (int i = 0; i < 4; i++) word |= byte_of(values[i], per_step) << 8 * i;
+    u8* const bytes = narrow_row(p, row, columns);
+    ((u32*)bytes)[at] = word;
+    if (at % 8 == 0) ((float*)(bytes + columns))[at / 8] = step;
+}
+
+// Columns [begin, begin + columns) of every row to `activations`. `source`: the hop of row 0, n_pairs words a row.
+// No player may be reading what lies there; after it all may.
+APART void receive_pairs(
+    Player p, const Tape& tape, const u64* source, int n_pairs, int n_rows, int begin, int columns
+) {
+    const int looks = columns / 4, real = (2 * n_pairs - begin) / 4;  // of a row
+    Walk walk = {0, 0};
+    walk.go_on(looks, p.thread);
+    // Counted by warps: every lane must be there where int8 is made.
+    NOT_UNROLLED
+    for (int i = p.thread - p.lane; i < n_rows * looks; i += PAIR_LOOKS_AT_ONCE * N_PLAYER_THREADS) {
+        u64 words[PAIR_LOOKS_AT_ONCE][2];
+        Walk asked = walk;
+        UNROLL
+        for (int k = 0; k < PAIR_LOOKS_AT_ONCE; k++) {
+            words[k][0] = words[k][1] = 0;
+            if (asked.row < n_rows && asked.at < real) {
+                const u64* const place = source + (u64)asked.row * n_pairs + begin / 2 + 2 * asked.at;
+                look_two(place, words[k]);
+                if (k == 0) await_two(tape, place, p.beat, words[k]);
+            }
+            asked.go_on(looks, N_PLAYER_THREADS);
+        }
+        UNROLL
+        for (int k = 0; k < PAIR_LOOKS_AT_ONCE; k++) {
+            if (i + k * N_PLAYER_THREADS < n_rows * looks) {
+                const bool wanted = walk.row < n_rows;
+                if (wanted && walk.at < real) {
+                    const u64* const place = source + (u64)walk.row * n_pairs + begin / 2 + 2 * walk.at;
+                    await_two(tape, place, p.beat, words[k]);
+                }
+                lay_two_pairs(p, walk.row, walk.at, columns, wanted, (u32)words[k][0], (u32)words[k][1]);
+            }
+            walk.go_on(looks, N_PLAYER_THREADS);
+        }
+    }
+    sync_players();
+}

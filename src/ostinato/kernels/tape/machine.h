@@ -1,0 +1,331 @@
+// The machine under the tape: every instruction that C++ has no word for, by a plain name, for two machines.
+//
+// On CUDA a name is an instruction of sm_90 or two. On the CPU the same names come from `machine_cpu.h`, an emulator
+// that lives with the tests and runs the very source that the card runs. Nothing else of the tape asks which machine
+// this is. Constants come from `shape.h`.
+#pragma once
+#include "shape.h"
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+// An mbarrier in shared memory: a phase ends when so many have arrived, and all bytes that were announced.
+struct Gate {
+    u64 word;
+};
+
+#if defined(__CUDACC__)
+
+#define DEVICE static __device__ __forceinline__
+#define FUNCTION static __device__         // large ones, called from few places: the compiler decides
+#define CONSTANT_TABLE static __constant__ const
+#define MEMBER __device__ __forceinline__  // of a struct, where `static` would mean something else
+#define APART static __device__ __noinline__  // code that is there once, however many call it
+#define SHARED_BY_BLOCK __shared__         // a variable of a function that all threads of a block have together
+#define UNROLL _Pragma("unroll")
+#define NOT_UNROLLED _Pragma("unroll 1")
+#define KERNEL(name, Argument, argument, n_threads) \
+    extern "C" __global__ void __launch_bounds__(n_threads, 1) name(const __grid_constant__ Argument argument)
+
+// Who called, for an emulator's report; on the card nobody asks.
+#define CALLER
+#define FROM_CALLER
+
+#define EVERY_LANE 0xFFFFFFFFu
+
+// --- who and where ---
+
+DEVICE int thread() { return (int)threadIdx.x; }
+DEVICE int block() { return (int)blockIdx.x; }
+
+DEVICE char* shared_memory() {
+    extern __shared__ __align__(128) char all_shared_memory[];
+    return all_shared_memory;
+}
+
+// --- together: all lanes of a warp, all players, all threads of a block ---
+
+DEVICE void sync_block() { __syncthreads(); }
+DEVICE void sync_players() { asm volatile("bar.sync 1, %0;" : : "n"(N_PLAYERS * 32) : "memory"); }
+DEVICE void sync_warp() { __syncwarp(); }
+
+template <class T>
+DEVICE T shuffle_xor(T value, int mask) {
+    return __shfl_xor_sync(EVERY_LANE, value, mask);
+}
+template <class T>
+DEVICE T shuffle_down(T value, int delta, int width = 32) {
+    return __shfl_down_sync(EVERY_LANE, value, delta, width);
+}
+template <class T>
+DEVICE T shuffle(T value, int lane) {
+    return __shfl_sync(EVERY_LANE, value, lane);
+}
+DEVICE u32 votes(bool vote) { return __ballot_sync(EVERY_LANE, vote); }
+
+// --- gates, and the copies that pass them ---
+
+DEVICE u32 shared_address(const void* place) { return (u32)__cvta_generic_to_shared(place); }
+
+DEVICE void gate_init(Gate* gate, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(shared_address(gate)), "r"(arrivals) : "memory");
+}
+// After the last gate_init, before the sync after which others use the gates: the copy engine must see them too.
+DEVICE void gate_init_fence() {
+    asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+// One arrival, and so many bytes to come.
+DEVICE void gate_expect(Gate* gate, int bytes) {
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" : : "r"(shared_address(gate)), "r"(bytes) : "memory"
+    );
+}
+DEVICE void gate_arrive(Gate* gate) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(shared_address(gate)) : "memory");
+}
+// Whether the phase of this parity has ended; the thread may sleep for a while to see it end.
+DEVICE bool gate_passed(Gate* gate, int phase) {
+    u32 passed;
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n"
+        "}"
+        : "=r"(passed)
+        : "r"(shared_address(gate)), "r"(phase)
+        : "memory"
+    );
+    return passed != 0;
+}
+
+// From global to shared memory, by the copy engine: both 16-byte aligned, a multiple of 16 bytes. What a tape reads
+// is not read again before the whole tape has passed, so it is the first to leave L2.
+DEVICE void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate) {
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;"
+        :
+        : "r"(shared_address(shared_to)), "l"(from), "r"(bytes), "r"(shared_address(gate)), "l"(policy)
+        : "memory"
+    );
+}
+
+// --- products of a warp: c += a b, fragments as the tensor cores hold them ---
+
+DEVICE void multiply_bf16(float c[4], const uint4& a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)
+    );
+}
+DEVICE void multiply_f16(float c[4], const uint4& a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)
+    );
+}
+DEVICE void multiply_s8(int c[4], const uint4& a, u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)
+    );
+}
+
+// --- words of bytes and bits ---
+
+DEVICE int dot4(u32 a, u32 b, int c) {
+    asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(c) : "r"(a), "r"(b));
+    return c;
+}
+DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
+    u32 made;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(made) : "r"(a), "r"(b), "r"(selector));
+    return made;
+}
+// Bit 4a + 2b + c of the table, for each bit of the words: a & b | c is (0xF0 & 0xCC) | 0xAA.
+template <int table>
+DEVICE u32 lut3(u32 a, u32 b, u32 c) {
+    u32 made;
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(made) : "r"(a), "r"(b), "r"(c), "n"(table));
+    return made;
+}
+DEVICE int count_bits(u32 word) { return __popc(word); }
+DEVICE int lowest_bit(u32 word) { return __ffs((int)word) - 1; }  // -1: none
+DEVICE int highest_bit(u32 word) { return 31 - __clz((int)word); }  // -1: none
+
+// --- between blocks; never from L1, which nobody keeps coherent ---
+
+// Value and tag arrive together; two puts arrive in any order.
+DEVICE void put(u64* place, u32 value, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(place), "l"((u64)tag << 32 | value) : "memory");
+}
+DEVICE u64 look(const u64* place) {
+    u64 value;
+    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
+    return value;
+}
+// Two neighbours, 16-byte aligned; each is whole, the two need not be of one moment.
+DEVICE void look_two(const u64* place, u64 out[2]) {
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(out[0]), "=l"(out[1]) : "l"(place) : "memory");
+}
+// Whoever sees the value by `seen_at` sees what this thread wrote before, and what others of its block wrote before
+// a sync that it has passed.
+DEVICE void raise(u64* place, u64 value) {
+    asm volatile("st.release.gpu.global.b64 [%0], %1;" : : "l"(place), "l"(value) : "memory");
+}
+DEVICE u64 seen_at(const u64* place) {
+    u64 value;
+    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
+    return value;
+}
+
+DEVICE u32 load_fresh(const u32* place) {
+    u32 value;
+    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
+    return value;
+}
+DEVICE int load_fresh(const int* place) { return (int)load_fresh((const u32*)place); }
+DEVICE float load_fresh(const float* place) { return __uint_as_float(load_fresh((const u32*)place)); }
+DEVICE u64 load_fresh(const u64* place) { return look(place); }
+DEVICE uint2 load_fresh(const uint2* place) {
+    uint2 value;
+    asm volatile(
+        "ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(place) : "memory"
+    );
+    return value;
+}
+DEVICE uint4 load_fresh(const uint4* place) {
+    uint4 value;
+    asm volatile(
+        "ld.relaxed.gpu.global.v4.b32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+        : "l"(place)
+        : "memory"
+    );
+    return value;
+}
+DEVICE void store_fresh(u32* place, u32 value) {
+    asm volatile("st.relaxed.gpu.global.b32 [%0], %1;" : : "l"(place), "r"(value) : "memory");
+}
+
+// --- numbers; narrow ones are rounded to the nearest, ties to even ---
+
+DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
+DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
+DEVICE int round_to_int(float value) { return __float2int_rn(value); }
+
+DEVICE u32 pair_bf16(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE u32 pair_f16(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+DEVICE u32 multiply_pair_bf16(u32 a, u32 b) {
+    u32 pair;
+    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+    return pair;
+}
+DEVICE u16 to_bf16(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+DEVICE u16 to_f16(float value) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+DEVICE float from_f16(u16 bits) {
+    float value;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+    return value;
+}
+
+DEVICE float exp2_fast(float value) {
+    float power;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
+    return power;
+}
+DEVICE float rsqrt_fast(float value) {
+    float root;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(value));
+    return root;
+}
+DEVICE double log_exact(double value) { return log(value); }
+DEVICE double exp_exact(double value) { return exp(value); }
+DEVICE void sincos_exact(float angle, float& sine, float& cosine) { sincosf(angle, &sine, &cosine); }
+
+// --- rounded one by one: a multiplication is not fused with the addition behind it ---
+
+DEVICE float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float rounded_sum(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float rounded_quotient(float a, float b) { return __fdiv_rn(a, b); }
+
+// --- shared memory, by many at once; what was there before ---
+
+DEVICE u32 atomic_add_shared(u32* place, u32 value) { return atomicAdd(place, value); }
+DEVICE u64 atomic_add_shared(u64* place, u64 value) { return atomicAdd(place, value); }
+DEVICE u32 atomic_max_shared(u32* place, u32 value) { return atomicMax(place, value); }
+DEVICE u64 atomic_max_shared(u64* place, u64 value) { return atomicMax(place, value); }
+
+// --- time ---
+
+DEVICE long long timer_ns() {
+    long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+DEVICE void relax() {}
+#define FIRST_GLANCE 16
+#define POLLS_A_GLANCE 256
+
+#else
+#include "machine_cpu.h"
+#endif
+
+DEVICE float from_bf16(u16 bits) { return float_of((u32)bits << 16); }
+DEVICE void split_bf16(u32 pair, float& low, float& high) {
+    low = float_of(pair << 16);
+    high = float_of(pair & 0xFFFF0000u);
+}
+DEVICE void split_f16(u32 pair, float& low, float& high) {
+    low = from_f16((u16)pair);
+    high = from_f16((u16)(pair >> 16));
+}
+
+// A wait with an end: for (Waiting w(tape.state); !arrived && w.goes_on();) { look again; }
+//
+// After FIRST_GLANCE polls, then after every POLLS_A_GLANCE, it glances at the clock and at `leave`, by which anyone
+// tells all the others that a wait has outlasted DEADLINE_NS. From then on nobody waits: the step runs out on rubbish
+// and the border says so. A wait that goes well is over before the first glance, a load from one place by everybody.
+struct Waiting {
+    u32* leave;
+    int polls;
+    long long begun;  // 0: not looked at the clock yet
+
+    template <class State>
+    MEMBER explicit Waiting(State* state) : leave(&state->leave), polls(0), begun(0) {}
+
+    MEMBER bool goes_on(CALLER) {
+        relax(FROM_CALLER);
+        if (++polls != FIRST_GLANCE && polls % POLLS_A_GLANCE != 0) return true;
+        if (load_fresh(leave) != 0) return false;
+        const long long now = timer_ns();
+        if (begun == 0) begun = now;
+        if (now - begun <= DEADLINE_NS) return true;
+        store_fresh(leave, 1);
+        return false;
+    }
+};
