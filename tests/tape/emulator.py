@@ -32,7 +32,7 @@ FOLDERS: Final = (KERNELS / "tape", KERNELS / "native", HERE)
 # A kernel reads its memory as whatever type it likes, as on the card; but what the card would not do, or would do
 # otherwise, is trapped: words that are not aligned, shifts by more than a word, places out of an array.
 FLAGS: Final = (
-    *("-std=c++17", "-O2", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing"),
+    *("-std=c++17", "-Og", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing"),
     *("-fsanitize=alignment,bounds,shift-exponent", "-fsanitize-undefined-trap-on-error"),
 )
 
