@@ -52,13 +52,14 @@ class BuildWithObjects(build_py):
         levels = cpu_levels()
         folder = Path(self.build_lib) / "ostinato" / "kernels" / "native" / "built"
         folder.mkdir(parents=True, exist_ok=True)
-        source = KERNELS / "native" / levels.SOURCE
+        native = KERNELS / "native"
+        units = sorted(native.glob(f"*{levels.UNIT}"))
         for level in levels.IN_WHEELS:
             made = folder / f"{level.name}.so"
             # The C++ library goes in: a wheel must not need the one of the machine that built it.
             linked = ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
-            subprocess.run([found, "-shared", "-fPIC", *level.flags, *linked, source, "-o", made], check=True)
-            sums = levels.sum_of(levels.sources(KERNELS / "native"), level.flags), sha256(made.read_bytes()).hexdigest()
+            subprocess.run([found, "-shared", "-fPIC", *level.flags, *linked, *units, "-o", made], check=True)
+            sums = levels.sum_of(levels.sources(native), level.flags), sha256(made.read_bytes()).hexdigest()
             (folder / f"{level.name}.sum").write_text("\n".join(sums) + "\n", "utf-8")
 
 

@@ -60,13 +60,11 @@ def prebuild(native: Path, level: cpu_levels.Level = PLAIN) -> Path:
     """What the wheel's build step does."""
     folder = native / "built"
     folder.mkdir(exist_ok=True)
-    texts = cpu_levels.sources(native)
-    headers = {name: text for name, text in texts.items() if name != "cpu.cpp"}
-    made = build.shared_object(texts["cpu.cpp"], "cpu.cpp", headers=headers, flags=(*level.flags, "-DPREBUILT"))
+    made = native_cpu.compile_sources(native, (*level.flags, "-DPREBUILT"))
     path = folder / f"{level.name}.so"
     path.write_bytes(made.read_bytes())
     own = sha256(path.read_bytes()).hexdigest()
-    (folder / f"{level.name}.sum").write_text(f"{cpu_levels.sum_of(texts, level.flags)}\n{own}\n")
+    (folder / f"{level.name}.sum").write_text(f"{cpu_levels.sum_of(cpu_levels.sources(native), level.flags)}\n{own}\n")
     return path
 
 
@@ -133,6 +131,15 @@ def test_another_header_makes_another_object(compiler: None, plain: None, source
     (sources / "two.h").write_text("#define TWO 22\n")
     native_cpu._opened.clear()
     assert cpu_library().two() == 22
+
+
+def test_all_translation_units_go_into_one_object(compiler: None, plain: None, sources: Path) -> None:
+    (sources / "two.h").write_text("#define TWO three()\nint three();\n")
+    (sources / "three.cpp").write_text("int three() { return 3; }\n")
+    assert cpu_library().two() == 3
+    (sources / "three.cpp").write_text("int three() { return 33; }\n")
+    native_cpu._opened.clear()
+    assert cpu_library().two() == 33
 
 
 def test_every_level_of_this_cpu_has_its_own(compiler: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,9 +249,8 @@ def test_with_neither_object_nor_compiler_everything_says_why(no_compiler: None)
 def test_the_real_sources_compile_without_a_warning(compiler: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     if not soaking() and name != best_level(cpu_levels.features()).name:
         pytest.skip(f"the sources were not compiled for {name}: without OSTINATO_SOAK=1 only this CPU's own level is")
-    texts = cpu_levels.sources(Path(native_cpu.__file__).parent / "native")
-    source = texts.pop("cpu.cpp")
     # Vectors that are "maybe uninitialised" are the compiler's own headers': they are so on purpose.
     flags = (*LEVELS[name].flags, "-Werror", "-Wno-maybe-uninitialized")
-    library = ctypes.CDLL(str(build.shared_object(source, "cpu.cpp", headers=texts, flags=flags)))
+    folder = Path(native_cpu.__file__).parent / "native"
+    library = ctypes.CDLL(str(native_cpu.compile_sources(folder, flags)))
     assert library.ostinato_border

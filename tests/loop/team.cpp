@@ -1,4 +1,6 @@
 // Jobs for a thread team, as tests ask for them; everything returns numbers.
+#include <csignal>
+
 #include "team.h"
 
 using team::Member;
@@ -47,6 +49,16 @@ void one_step(void* what, Member& m) {
     }
     m.barrier();
 }
+
+// A thread whose core is taken away: a signal holds it until `core_back`.
+std::atomic<bool> core_taken{false}, core_back{false};
+
+void hold(int) {
+    core_taken = true;
+    while (!core_back) sched_yield();
+}
+
+void pause_ms(int ms) { std::this_thread::sleep_for(std::chrono::milliseconds(ms)); }
 
 }  // namespace
 
@@ -111,5 +123,73 @@ int team_steps_until_turn(void* t) {
 }
 
 int team_steps() { return n_steps; }
+
+// Somebody waits for the turn, has no core while it is offered, and has one again: how many steps of whoever plays pass
+// until it has the turn, of so many; that many where it was forgotten.
+int team_steps_after_a_missed_offer(void* t, int most) {
+    Team& mine = *static_cast<Team*>(t);
+    core_taken = core_back = false;
+    struct sigaction holding {}, before {};
+    holding.sa_handler = hold;
+    sigaction(SIGUSR2, &holding, &before);
+    std::atomic<bool> has_it{false};
+    mine.take_turn();
+    std::thread waiter([&] {
+        mine.take_turn();
+        has_it = true;
+        mine.give_turn();
+    });
+    pause_ms(5);  // it has asked by now
+    pthread_kill(waiter.native_handle(), SIGUSR2);
+    while (!core_taken) pause_ms(1);
+    mine.pass_turn();
+    core_back = true;
+    int steps = 0;
+    for (; steps < most && !has_it; steps++) {
+        pause_ms(1);
+        mine.pass_turn();
+    }
+    mine.give_turn();
+    waiter.join();
+    sigaction(SIGUSR2, &before, nullptr);
+    return steps;
+}
+
+// How often the turn is passed until all of so many waiters have had it once.
+int team_passes_for(void* t, int n_waiters) {
+    Team& mine = *static_cast<Team*>(t);
+    std::atomic<int> n_served{0};
+    std::vector<std::thread> waiters;
+    mine.take_turn();
+    for (int i = 0; i < n_waiters; i++)
+        waiters.emplace_back([&] {
+            mine.take_turn();
+            n_served++;
+            mine.give_turn();
+        });
+    pause_ms(10);  // they have asked by now
+    int passes = 0;
+    for (; n_served < n_waiters && passes < 1000; passes++) mine.pass_turn();
+    mine.give_turn();
+    for (auto& waiter : waiters) waiter.join();
+    return passes;
+}
+
+// Whoever the turn is passed to dies with it: how often a member is let through a barrier too early after that.
+int team_wrong_after_a_passed_turn_died(void* t) {
+    Team& mine = *static_cast<Team*>(t);
+    mine.take_turn();
+    std::thread dying([&] {
+        mine.take_turn();
+        pthread_exit(nullptr);
+    });
+    pause_ms(5);
+    mine.pass_turn();
+    Phases job(20);
+    mine.run(count_phases, &job);
+    mine.give_turn();
+    dying.join();
+    return job.wrong;
+}
 
 }

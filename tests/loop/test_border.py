@@ -193,8 +193,12 @@ def library(source: str, name: str, layout: Layout) -> ctypes.CDLL:
 
 
 def in_cpp(layout: Layout) -> Native:
-    """border.cpp."""
-    return called(library(build.native_source("border.cpp"), "border.cpp", layout).border_at)
+    """border.h compiled for the CPU, with its sizes as constants as a GPU has them."""
+    return called(cpp_library(layout).border_at)
+
+
+def cpp_library(layout: Layout) -> ctypes.CDLL:
+    return library(Path(__file__).with_name("border.cpp").read_text(), "border.cpp", layout)
 
 
 def in_lanes(layout: Layout) -> Native:
@@ -788,7 +792,7 @@ def test_cpp_tells_the_time_of_its_own_clock(home: None) -> None:
     layout = LAYOUTS[2]
     table = Table(layout)
     table.admit(0, generation=1)
-    native = library(build.native_source("border.cpp"), "border.cpp", layout).border
+    native = cpp_library(layout).border
     arenas = (table.tables.table, table.tables.seats, table.tables.rings)
     at = [ctypes.c_void_p(arena.memory.data_ptr()) for arena in arenas]
     native(*at, ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH))

@@ -6,10 +6,13 @@ where a prompt was cut, or the CPU's level.
 
 from __future__ import annotations
 
+import ctypes
 import random
+import sys
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import get_args
 
@@ -195,19 +198,42 @@ def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize("level", ["v3", "plain"])
 def test_bits_do_not_depend_on_the_level_of_the_cpu(family: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    best = chosen_level().name
-    if best == level:
-        pytest.skip(f"bits were not compared with {level}: it is the best this CPU has")
     model = tiled(family_model(family))
     for kv_type in get_args(KVType):
         _, expected = bits_of(model, beside=2, kv_type=kv_type)
-        with monkeypatch.context() as patch:
-            patch.setenv("OSTINATO_CPU_LEVEL", level)
-            try:
-                _, found = bits_of(model, beside=2, kv_type=kv_type)
-            except HardwareCannot as error:
-                pytest.skip(f"bits were not compared with {level}: {error}")
+        with at_level(level, monkeypatch):
+            _, found = bits_of(model, beside=2, kv_type=kv_type)
         assert torch.equal(found, expected), kv_type
+
+
+@contextmanager
+def at_level(level: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Loops that are opened here play this level's object."""
+    if chosen_level().name == level:
+        pytest.skip(f"bits were not compared with {level}: it is the best this CPU has")
+    with monkeypatch.context() as patch:
+        patch.setenv("OSTINATO_CPU_LEVEL", level)
+        try:
+            yield
+        except HardwareCannot as error:
+            pytest.skip(f"bits were not compared with {level}: {error}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", ["v3", "plain"])
+def test_a_prompt_over_several_blocks_has_the_same_bits_at_every_level(
+    level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows that are looked at together some see a block and some do not."""
+    model, prompt = tiled(random_model("swa")), [(5 * i + 1) % 128 for i in range(600)]
+
+    def logits() -> Tensor:
+        with closing(Driver(Loop(model, LoopOptions("loop", 1, 1024, 64, "f32", 128, threads=2)))) as driver:
+            return steps_of(driver, prompt, most=6)[1]
+
+    expected = logits()
+    with at_level(level, monkeypatch):
+        assert torch.equal(logits(), expected)
 
 
 def test_int8_activations_have_bits_of_their_own_that_depend_on_nothing_either() -> None:
@@ -319,6 +345,30 @@ def test_the_loop_rings_the_bell_at_its_borders_and_nobody_else_does() -> None:
         driver.wait()
         bell.clear()
         assert not bell.is_set()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no thread was killed: it is done as Linux does it")
+def test_a_thread_that_is_killed_while_it_plays_is_told_of_and_leaves_no_stuck_team() -> None:
+    with closing(open_loop(context=8192, n_pages=600)) as driver:
+        driver.seat(0, PROMPT, most=8000)
+        driver.begin()
+        start = driver.loop.start
+        assert isinstance(start, NativeLoop)
+        while driver.word(Word.STEPS) < 20:
+            time.sleep(0.001)
+        player = start._player._thread.ident
+        assert player is not None
+        ctypes.CDLL(None).pthread_cancel(ctypes.c_ulong(player))  # it dies at its next border
+        assert start.wait(DEADLINE_S)
+        assert not start.running
+        assert "killed" in str(start.failure())
+        before = driver.word(Word.STEPS)
+        others = [threading.Thread(target=start._native.step, daemon=True) for _ in range(2)]
+        for other in others:
+            other.start()
+        for other in others:
+            other.join(DEADLINE_S)
+        assert driver.word(Word.STEPS) == before + 2, "the team is stuck"
 
 
 @pytest.mark.soak

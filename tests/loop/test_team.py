@@ -62,6 +62,16 @@ class Team:
     def steps_until_turn(self) -> int:
         return self._call("steps_until_turn")
 
+    def steps_after_a_missed_offer(self, most: int) -> int:
+        """Steps until a waiter has the turn that had no core when it was offered; `most` where it was forgotten."""
+        return self._call("steps_after_a_missed_offer", most)
+
+    def passes_for(self, n_waiters: int) -> int:
+        return self._call("passes_for", n_waiters)
+
+    def wrong_after_a_passed_turn_died(self) -> int:
+        return self._call("wrong_after_a_passed_turn_died")
+
     def active(self) -> int:
         return self._call("active")
 
@@ -135,6 +145,20 @@ def test_whoever_waits_has_the_turn_between_two_steps(three: Team) -> None:
     assert sorted(passed)[5] <= 2
     assert max(passed) < 100
     assert team_library().team_steps() == 400
+
+
+def test_whoever_missed_an_offer_for_want_of_a_core_is_offered_the_turn_again(three: Team) -> None:
+    assert within(DEADLINE_S, lambda: three.steps_after_a_missed_offer(2000)) < 1000
+
+
+def test_all_who_wait_have_the_turn_one_after_the_other(three: Team) -> None:
+    """Nobody's asking is forgotten because another was served; more passes only where somebody asked late."""
+    assert sorted(within(DEADLINE_S, lambda: three.passes_for(5)) for _ in range(5))[2] <= 5
+
+
+def test_who_dies_with_a_turn_that_was_passed_to_it_leaves_it_to_who_passed_it(three: Team) -> None:
+    for _ in range(3):
+        assert within(DEADLINE_S, three.wrong_after_a_passed_turn_died) == 0
 
 
 def test_a_member_whose_core_was_stolen_rests_and_is_tried_again(three: Team) -> None:

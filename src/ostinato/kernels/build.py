@@ -13,10 +13,11 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
-from functools import cache
+from contextlib import ExitStack, suppress
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -74,17 +75,19 @@ def shared_object(
     name: str,
     *,
     headers: Mapping[str, str] = _NONE,
+    beside: Mapping[str, str] = _NONE,
     flags: Sequence[str] = CXX_FLAGS,
     before_compiling: Callable[[], None] = lambda: None,
 ) -> Path:
     """C++ source as a library to be opened with ctypes, by $CXX or the first of c++, g++ and clang++.
 
-    `before_compiling` is called where nothing is kept yet, and somebody must wait. Raises InternalError with the
-    compiler's log, the same each time, and HardwareCannot where there is no compiler.
+    `beside` are further translation units by name, compiled at the same time. `before_compiling` is called where
+    nothing is kept yet, and somebody must wait. Raises InternalError with the compiler's log, the same each time, and
+    HardwareCannot where there is no compiler.
     """
     compiler = cxx()
     options = ["-shared", "-fPIC", *flags]
-    key = _key("shared object", source, name, headers, options, _cxx_version(compiler))
+    key = _key("shared object", source, name, {**headers, **beside}, options, _cxx_version(compiler))
     with _lock:
         kept = _find(key, "so")
         if kept is not None:
@@ -92,7 +95,7 @@ def shared_object(
         what = f"{name} with {compiler}"
         if key not in _failed:
             before_compiling()
-        binary = _once(key, what, lambda: _run_cxx(compiler, source, name, headers, options))
+        binary = _once(key, what, lambda: _run_cxx(compiler, source, name, headers, options, beside))
         try:
             return _keep(binary, key, "so")
         except OSError as error:
@@ -218,14 +221,31 @@ def _cxx_version(compiler: str) -> str:
     return f"{compiler}\n{said.stdout}"
 
 
-def _run_cxx(compiler: str, source: str, name: str, headers: Mapping[str, str], options: Sequence[str]) -> bytes:
-    """Compile in a folder of its own; raises _Refused with the log."""
+def _run_cxx(
+    compiler: str,
+    source: str,
+    name: str,
+    headers: Mapping[str, str],
+    options: Sequence[str],
+    beside: Mapping[str, str] = _NONE,
+) -> bytes:
+    """Compile in a folder of its own, every translation unit at once, and link; raises _Refused with the log."""
     with tempfile.TemporaryDirectory(prefix="ostinato-") as given:
         folder = Path(given)
-        for file, text in {**headers, name: source}.items():
+        for file, text in {**headers, **beside, name: source}.items():
             (folder / file).write_text(text, "utf-8")
-        command = [compiler, *options, name, "-o", "made"]
-        ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-        if ran.returncode != 0:
-            raise _Refused(ran.stderr.strip() or f"{' '.join(command)} ended with {ran.returncode}")
+        units = (name, *beside)
+        _run_all([[compiler, *options, "-c", unit, "-o", f"{unit}.o"] for unit in units], folder)
+        _run_all([[compiler, *options, *(f"{unit}.o" for unit in units), "-o", "made"]], folder)
         return (folder / "made").read_bytes()
+
+
+def _run_all(commands: Sequence[Sequence[str]], folder: Path) -> None:
+    """Run commands side by side; raises _Refused with what the first that failed has said."""
+    with ExitStack() as running:
+        start = partial(subprocess.Popen, cwd=folder, stdout=DEVNULL, stderr=PIPE, text=True)
+        started = [running.enter_context(start(command)) for command in commands]
+        said = [one.communicate()[1] for one in started]
+    for command, one, log in zip(commands, started, said, strict=True):
+        if one.returncode != 0:
+            raise _Refused(log.strip() or f"{' '.join(command)} ended with {one.returncode}")

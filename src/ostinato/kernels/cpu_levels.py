@@ -13,7 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Final
 
-SOURCE: Final = "cpu.cpp"
+SOURCE: Final = "cpu.cpp"  # the translation unit that others are compiled beside
+UNIT: Final = ".cpp"  # what the names of translation units end with
 # -ffp-contract=off: the levels and the compilers must round alike, so a multiply and an add are fused where the source
 # says fma and nowhere else. -fno-math-errno: a square root is one instruction. -fpeel-loops: short loops over arrays
 # are unrolled, so that these stay in registers; with it -O2 gives code as fast as -O3's in two thirds of the time.
@@ -78,8 +79,8 @@ def best_level(found: Iterable[str]) -> Level:
 
 
 def sources(folder: Path) -> dict[str, str]:
-    """The one translation unit and every header beside it, by name."""
-    paths = [folder / SOURCE, *sorted(folder.glob("*.h"))]
+    """Every translation unit and every header, by name."""
+    paths = sorted([*folder.glob(f"*{UNIT}"), *folder.glob("*.h")])
     return {path.name: path.read_text("utf-8") for path in paths}
 
 

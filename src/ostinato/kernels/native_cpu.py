@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -20,7 +20,7 @@ from ostinato.errors import HardwareCannot, InternalError, listing
 from ostinato.kernels import build, cpu_levels
 from ostinato.kernels.cpu_levels import Level
 
-COMPILE_S: Final = 10  # what the first use of a checkout may cost, as it is told
+COMPILE_S: Final = 6  # what the first use of a checkout costs on two cores, as it is told
 
 Talk = Callable[[str], None]
 
@@ -166,8 +166,15 @@ def _compiled(level: Level, extra: tuple[str, ...], talk: Talk | None) -> Path:
         if talk is not None:
             talk(f"compiling the CPU loop, once: about {COMPILE_S} s")
 
-    texts = cpu_levels.sources(_folder())
+    return compile_sources(_folder(), (*level.flags, *extra), tell)
+
+
+def compile_sources(folder: Path, flags: Sequence[str], before: Callable[[], None] = lambda: None) -> Path:
+    """The sources of a folder compiled with these flags, unless that is kept already; its path."""
+    texts = cpu_levels.sources(folder)
     source = texts.pop(cpu_levels.SOURCE)
+    units = {name: text for name, text in texts.items() if name.endswith(cpu_levels.UNIT)}
+    headers = {name: text for name, text in texts.items() if name not in units}
     return build.shared_object(
-        source, cpu_levels.SOURCE, headers=texts, flags=(*level.flags, *extra), before_compiling=tell
+        source, cpu_levels.SOURCE, headers=headers, beside=units, flags=flags, before_compiling=before
     )

@@ -298,5 +298,5 @@ def border(
 
 
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
-    """What `border.cu` and `border.cpp` include, by name, for these sizes."""
+    """What `border.cu` includes, by name, for these sizes."""
     return {"layout.h": layout.header(page_tokens), "border.h": native_source("border.h")}

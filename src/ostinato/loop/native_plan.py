@@ -21,7 +21,7 @@ from ostinato.errors import InternalError
 from ostinato.kernels.allocate import zeros
 from ostinato.kernels.native_cpu import cpu_library
 from ostinato.kernels.packed import Stack, Weight, shape_of
-from ostinato.kernels.tiles import TileMatrix
+from ostinato.kernels.tiles import Matrix, TileMatrix
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan
 from ostinato.loop.torch_plan import memory_tensors, tensors_of, without_repeats
@@ -39,18 +39,11 @@ _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _KEPT: Final[dict[KVType, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 
 
-# --- the structs of kernels/native: tiles.h, attention.h, layout.h, loop.h ---
-
-
-class _Matrix(Structure):
-    _fields_ = (
-        *((name, c_int) for name in ("type", "rows", "cols", "reserved")),
-        *((name, c_void_p) for name in ("quants", "scales", "more")),
-    )
+# --- the structs of kernels/native: attention.h, layout.h, loop.h ---
 
 
 class _Product(Structure):
-    _fields_ = (("n_parts", c_int), ("rows", c_int), ("parts", _Matrix * MOST_PARTS), ("bias", c_void_p))
+    _fields_ = (("n_parts", c_int), ("rows", c_int), ("parts", Matrix * MOST_PARTS), ("bias", c_void_p))
 
 
 class _Cache(Structure):
@@ -81,7 +74,7 @@ class _Plan(Structure):
         ("hash", c_uint64),
         ("epoch", c_uint64),
         *((name, c_void_p) for name in ("layers", "ropes", "norm")),
-        ("embedding", _Matrix),
+        ("embedding", Matrix),
         ("head", _Product),
         *((name, c_void_p) for name in ("logits", "last", "scratch")),
         *((name, c_int) for name in ("n_layers", "n_ropes", "hidden", "n_heads", "n_kv_heads", "head_width")),
@@ -189,16 +182,6 @@ class NativeStep:
             yield
         finally:
             self._call("ostinato_give_turn")
-
-    @property
-    def active(self) -> int:
-        """How many threads play now: fewer than `threads` while somebody else uses a core."""
-        return int(self._call("ostinato_active"))
-
-    @property
-    def n_rests(self) -> int:
-        """How often a thread was sent to rest because its core was stolen."""
-        return int(self._call("ostinato_rests"))
 
     def close(self) -> None:
         """End the threads; nobody may be playing."""
@@ -364,12 +347,10 @@ class _Kept:
         return addressof(array)
 
 
-def _matrix(weight: Any) -> _Matrix:
+def _matrix(weight: Any) -> Matrix:
     if not isinstance(weight, TileMatrix):
         raise InternalError("the native loop multiplies weights in tiles only")
-    if sizeof(weight.matrix) != sizeof(_Matrix):
-        raise InternalError("tiles are described otherwise than the native loop reads them")
-    return _Matrix.from_buffer_copy(weight.matrix)
+    return weight.matrix
 
 
 def _cache(memory: PagedMemory, layer: int) -> _Cache:

@@ -79,10 +79,21 @@ static inline PageOfHead page_of(const Heads& heads, const Cache& cache, int pag
 // Ask for memory that is soon read: each page is a stream of its own, and the CPU finds only its own beginnings.
 static inline void soon(const void* at) { __builtin_prefetch(at); }
 
-// --- scores: Q queries against P pages, [q][16 p]; the P pages behind them are asked for meanwhile ---
+// Ask for the keys that a look from this position on begins with.
+static inline void soon_keys(const Heads& heads, const Cache& cache, const int* pages, int kv, int first, int last) {
+    const size_t bytes = heads.kept == KEPT_F32 ? 4 : heads.kept == KEPT_Q8_0 ? 1 : 2;
+    for (int p = first / PAGE; p * PAGE < last && p < first / PAGE + 2; p++) {
+        const size_t item = pages[p] * heads.page_items() + size_t(kv) * PAGE * heads.width;
+        for (size_t i = 0; i < PAGE * heads.width * bytes; i += 64) soon(cache.keys + item * bytes + i);
+    }
+}
+
+// --- scores: Q queries against P pages, [q][16 p]; what is read behind them is asked for meanwhile ---
 
 template <int KEPT, int Q, int P>
-static inline void score_pages(int width, const PageOfHead* pages, const Query* queries, float* scores, bool more) {
+static inline void score_pages(
+    int width, const PageOfHead* pages, const Query* queries, float* scores, const unsigned char* const* next
+) {
     constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
     Lanes sums[P][Q];
     for (int p = 0; p < P; p++)
@@ -91,7 +102,7 @@ static inline void score_pages(int width, const PageOfHead* pages, const Query* 
         Lanes keys[P];
         for (int p = 0; p < P; p++) {
             keys[p] = kept_lanes<KEPT>(pages[p].keys, size_t(c) * PAGE);
-            if (more) soon(pages[P + p].keys + c * PAGE * bytes);
+            soon(next[p] + c * PAGE * bytes);
             if (KEPT == KEPT_Q8_0) keys[p] = mul(keys[p], from_f16(pages[p].key_scales + c / Q8_BLOCK * PAGE));
         }
         for (int i = 0; i < Q; i++) {
@@ -176,14 +187,21 @@ __attribute__((noinline)) static void look(
         first = from < first ? (from < 0 ? 0 : from) : first;
         last = to > last ? (to > BLOCK ? BLOCK : to) : last;
     }
+    if (first >= last) return;  // of a chunk's rows, others look here, and these do not
     const int begin = first / PAGE, end = (last + PAGE - 1) / PAGE;
     PageOfHead at[BLOCK / PAGE + 1];
     for (int p = begin; p < end; p++) at[p] = page_of<KEPT>(heads, cache, pages[base / PAGE + p], kv);
     constexpr int P = Q <= MOST_QUERIES / 2 ? 2 : 1;  // more sums at work than one addition takes turns
     // Where pages are odd in number, the last is scored twice: the copy's scores fall where nobody looks.
     at[end] = at[end - 1];
-    for (int p = begin; p < end; p += P)
-        score_pages<KEPT, Q, P>(heads.width, at + p, queries, scores + p * PAGE, p + 2 * P <= end);
+    for (int p = begin; p < end; p += P) {
+        const unsigned char* next[P];  // keys of the next pages, and behind the last ones the first pages' values
+        for (int i = 0; i < P; i++) {
+            const int page = p + P + i < end ? p + P + i : begin + i < end ? begin + i : begin;
+            next[i] = p + P < end ? at[page].keys : at[page].values;
+        }
+        score_pages<KEPT, Q, P>(heads.width, at + p, queries, scores + p * PAGE, next);
+    }
     for (int i = 0; i < Q; i++) {
         int from = queries[i].first - base, to = queries[i].last - base;
         from = from < begin * PAGE ? begin * PAGE : from > end * PAGE ? end * PAGE : from;

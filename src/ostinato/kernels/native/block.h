@@ -36,7 +36,9 @@ static inline void add_share(float* x, const float* more, float share, int n) {
 }
 
 static inline void scale_by(float* x, float factor, int n) {
-    for (int i = 0; i < n; i++) x[i] = x[i] * factor;
+    int i = 0;
+    for (; i + LANES <= n; i += LANES) store(x + i, mul(load(x + i), lanes(factor)));
+    for (; i < n; i++) x[i] = x[i] * factor;
 }
 
 // Cosines and sines of a position, [half] each; the angle is a float, as the twin has it.
@@ -52,7 +54,13 @@ static inline void turns_of(int position, const float* frequencies, int half, fl
 static inline void turn(float* head, const float* turns, int half, bool neighbours) {
     const float *cosines = turns, *sines = turns + half;
     const int step = neighbours ? 2 : 1, apart = neighbours ? 1 : half;
-    for (int i = 0; i < half; i++) {
+    int i = 0;
+    for (; !neighbours && i + LANES <= half; i += LANES) {
+        const Lanes a = load(head + i), b = load(head + half + i), c = load(cosines + i), s = load(sines + i);
+        store(head + i, sub(mul(a, c), mul(b, s)));
+        store(head + half + i, add(mul(b, c), mul(a, s)));
+    }
+    for (; i < half; i++) {
         const float a = head[step * i], b = head[step * i + apart];
         head[step * i] = a * cosines[i] - b * sines[i];
         head[step * i + apart] = b * cosines[i] + a * sines[i];

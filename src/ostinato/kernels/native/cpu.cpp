@@ -1,4 +1,4 @@
-// The native CPU library: one translation unit, and what Python calls of it.
+// The native CPU library: the loop and what Python calls; products are a translation unit of their own (products.cpp).
 #include "border_c.h"
 #include "sampler_c.h"
 #include "tiles_c.h"

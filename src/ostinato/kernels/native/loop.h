@@ -409,6 +409,7 @@ struct Passage {
     void attend_row(team::Member& m, const Layer& layer, int row, int kv, int first, int last) {
         const attention::Heads of = heads();
         Own& mine = own[m.me];
+        attention::soon_keys(of, layer.cache, pages_of(row), kv, first, last);
         keep(layer, row, kv);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
@@ -430,6 +431,8 @@ struct Passage {
     void attend_block(team::Member& m, const Layer& layer, int row, int kv, int at, int first, int last) {
         const attention::Heads of = heads();
         Own& mine = own[m.me];
+        const int begin_of_block = at * attention::BLOCK;
+        attention::soon_keys(of, layer.cache, pages_of(row), kv, first > begin_of_block ? first : begin_of_block, last);
         if ((last - 1) / attention::BLOCK == at) keep(layer, row, kv);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];

@@ -46,8 +46,4 @@ void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->
 void ostinato_take_turn(void* opened) { static_cast<loop::Loop*>(opened)->team.take_turn(); }
 void ostinato_give_turn(void* opened) { static_cast<loop::Loop*>(opened)->team.give_turn(); }
 
-// How many threads play now, and how often the team has found a core stolen.
-int ostinato_active(void* opened) { return static_cast<loop::Loop*>(opened)->team.active(); }
-int ostinato_rests(void* opened) { return static_cast<loop::Loop*>(opened)->team.n_rests(); }
-
 }

@@ -117,13 +117,15 @@ class Team {
     // --- the turn ---
 
     void take_turn() {
-        if (wait_until_back()) return;
-        int found = pthread_mutex_trylock(&turn_);
-        while (found != 0 && found != EOWNERDEAD) {
-            wanted_.store(true);  // again and again: who offered may have given up before this thread had a core
-            found = lock_soon();
+        int found = passing_.load() == PASSED ? EBUSY : pthread_mutex_trylock(&turn_);
+        if (!is_ours(found)) {
+            n_asking_.fetch_add(1);
+            while (!is_ours(found = passing_.load() == PASSED ? wait_until_back() : lock_soon())) {
+                int nobody = 0;  // forgotten, because this thread had no core when it was offered: asks again
+                n_asking_.compare_exchange_strong(nobody, 1);
+            }
+            one_asks_less();
         }
-        wanted_.store(false);
         taken(found);
         uint32_t offered = OFFERED;
         if (passing_.compare_exchange_strong(offered, PASSED)) wake_all(passing_);
@@ -131,16 +133,16 @@ class Team {
 
     void give_turn() { pthread_mutex_unlock(&turn_); }
 
-    // Let one other have the turn if anybody wants it; back when it is ours again. Whoever comes meanwhile waits for that.
-    // Who wanted it and died is offered it once, and does not ask again.
+    // Let one other have the turn if anybody asks for it; back when it is ours again. Whoever comes meanwhile waits for
+    // that. Where nobody takes it, who asked has died or has no core, and is forgotten until it asks again.
     void pass_turn() {
-        if (!wanted_.exchange(false)) return;
+        if (n_asking_.load() == 0) return;
         const int64_t until = now_ns() + LOOK_AGAIN_NS;
         passing_.store(OFFERED);
         pthread_mutex_unlock(&turn_);
         while (passing_.load() == OFFERED && now_ns() < until) sleep_on(passing_, OFFERED, LOOK_AGAIN_NS / 20);
         taken(pthread_mutex_lock(&turn_));
-        passing_.store(NOT_PASSING);
+        if (passing_.exchange(NOT_PASSING) == OFFERED) n_asking_.store(0);
         wake_all(passing_);
     }
 
@@ -175,8 +177,8 @@ class Team {
  private:
     struct alignas(64) Call {  // one for each thread: a number that changes when there is a job for it
         std::atomic<uint32_t> number{0};
-        std::atomic<uint32_t> asleep{0};
-        std::atomic<bool> at_work{false};
+        std::atomic<uint32_t> left{0};  // the number of the last job that it has left
+        std::atomic<bool> asleep{false};
     };
 
     void dismiss() {
@@ -186,7 +188,9 @@ class Team {
         pthread_mutex_destroy(&turn_);
     }
 
-    // The turn, if it can be had soon; else an error that is not EOWNERDEAD.
+    static bool is_ours(int found) { return found == 0 || found == EOWNERDEAD; }
+
+    // The turn, if it can be had soon.
     int lock_soon() {
 #if defined(__linux__)
         timespec until;
@@ -196,8 +200,26 @@ class Team {
         until.tv_nsec %= 1'000'000'000;
         return pthread_mutex_timedlock(&turn_, &until);
 #else
-        return pthread_mutex_lock(&turn_);
+        const int64_t until = now_ns() + LOOK_AGAIN_NS;
+        int found = pthread_mutex_trylock(&turn_);
+        for (; !is_ours(found) && now_ns() < until; found = pthread_mutex_trylock(&turn_))
+            std::this_thread::sleep_for(std::chrono::microseconds(100));
+        return found;
 #endif
+    }
+
+    // While the turn is on its way back to who passed it, nobody else takes it; unless that one does not come.
+    int wait_until_back() {
+        sleep_on(passing_, PASSED, LOOK_AGAIN_NS);
+        const bool is_late = passing_.load() == PASSED;
+        const int found = pthread_mutex_trylock(&turn_);
+        if (is_late && is_ours(found)) passing_.store(NOT_PASSING);
+        return found;
+    }
+
+    void one_asks_less() {  // but never less than nobody: it may have been forgotten
+        int n = n_asking_.load();
+        while (n > 0 && !n_asking_.compare_exchange_weak(n, n - 1)) {}
     }
 
     void call(int me, uint32_t number) {
@@ -211,20 +233,19 @@ class Team {
         for (uint32_t seen = 0;;) {
             for (int spin = 0; spin < SPINS && mine.number.load(std::memory_order_acquire) == seen; spin++) relax();
             while (mine.number.load() == seen) {
-                mine.asleep.store(1);
+                mine.asleep.store(true);
                 if (mine.number.load() == seen) sleep_on(mine.number, seen, INT64_C(3'600'000'000'000));
-                mine.asleep.store(0);
+                mine.asleep.store(false);
             }
             seen = mine.number.load();
             if (closing_.load()) return;
-            mine.at_work.store(true);
             Member member{this, me, active_, now_ns()};
             try {
                 job_(what_, member);
                 member.barrier();
             } catch (const Abandoned&) {
             }
-            mine.at_work.store(false, std::memory_order_release);
+            mine.left.store(seen, std::memory_order_release);
         }
     }
 
@@ -250,7 +271,7 @@ class Team {
     bool caller_died(uint32_t phase) {
         if (abandoned_.load()) return true;
         const int found = pthread_mutex_trylock(&turn_);
-        if (found != 0 && found != EOWNERDEAD) return false;
+        if (!is_ours(found)) return false;
         if (found == EOWNERDEAD) recover();
         // Free, or its holder dead: nobody plays this job any more, unless it came to its end this moment.
         const bool died = phase_.load() == phase;
@@ -265,21 +286,6 @@ class Team {
         if (abandoned_.load()) tidy();
     }
 
-    // While the turn is on its way back to who passed it, nobody else takes it; unless that one has died: then it is
-    // ours, and this is true.
-    bool wait_until_back() {
-        while (passing_.load() == PASSED) {
-            sleep_on(passing_, PASSED, LOOK_AGAIN_NS);
-            if (passing_.load() != PASSED) break;
-            const int found = pthread_mutex_trylock(&turn_);
-            if (found != 0 && found != EOWNERDEAD) continue;
-            passing_.store(NOT_PASSING);
-            taken(found);
-            return true;
-        }
-        return false;
-    }
-
     void recover() {
 #if defined(__linux__)
         pthread_mutex_consistent(&turn_);
@@ -288,8 +294,8 @@ class Team {
     }
 
     void tidy() {  // by the new holder of the turn, before its first job: wait until every member has left the old one
-        for (int me = 1; me < n_; me++)
-            while (calls_[me].at_work.load(std::memory_order_acquire))
+        for (int me = 1; me < n_; me++)  // or come to it late: who was called and had no core yet would join the next
+            while (calls_[me].left.load(std::memory_order_acquire) != calls_[me].number.load())
                 std::this_thread::sleep_for(std::chrono::milliseconds(1));
         here_.store(0);
         abandoned_.store(false);
@@ -328,7 +334,7 @@ class Team {
     alignas(64) std::atomic<int> sleepers_{0};
     std::atomic<bool> closing_{false}, abandoned_{false};
     pthread_mutex_t turn_;
-    std::atomic<bool> wanted_{false};
+    std::atomic<int> n_asking_{0};
     enum Passing : uint32_t { NOT_PASSING, OFFERED, PASSED };
     std::atomic<uint32_t> passing_{NOT_PASSING};
     std::atomic<int64_t> late_ns_{0};

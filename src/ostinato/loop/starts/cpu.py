@@ -9,6 +9,7 @@ is called for every step. The native loop has its two threads from here as well.
 from __future__ import annotations
 
 import math
+import os
 import signal
 import threading
 import time
@@ -27,6 +28,8 @@ from ostinato.loop.plan import Plan
 from ostinato.loop.starts.start import STEP_DEADLINE_S, Helper, Launched, next_executable
 
 LENT_S: Final = 0.005  # how long a helper may be away between two turns
+LOOK_AGAIN_S: Final = 0.1  # how long somebody joins a thread before asking whether it was killed
+TASKS: Final = "/proc/self/task"  # a folder for each thread, where the system is Linux
 
 
 Job = Callable[[], "Iterator[None] | None"]  # a loop gives an iterator over its steps
@@ -54,8 +57,9 @@ class CpuDevice:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread has neither ended nor been killed."""
-        return self._thread.is_alive()
+        """Whether its thread has neither ended nor been killed: of that the system knows, and Python does not."""
+        killed = os.path.isdir(TASKS) and not os.path.exists(f"{TASKS}/{self._thread.native_id}")
+        return self._thread.is_alive() and not killed
 
     def submit(self, job: Job) -> Future[None]:
         """Run a job: a step, or a loop, which is an iterator over its steps."""
@@ -90,8 +94,8 @@ class CpuDevice:
             self._closed = True
             self._lent_until = 0.0
             self._changed.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        while threading.current_thread() is not self._thread and self.alive:
+            self._thread.join(LOOK_AGAIN_S)
 
     def _put(self, line: deque[tuple[Job, Future[None]]], job: Job) -> Future[None]:
         future: Future[None] = Future()

@@ -1,4 +1,4 @@
-// The border on the CPU, as C that Python and a native loop can call. See border.h.
+// border.h on the CPU, with its sizes as constants as a GPU has them, for tests. The CPU's loop has them in words.
 #include "border.h"
 
 extern "C" int border_at(
