@@ -91,16 +91,16 @@ def verify_file(device: str, *, path: str) -> Iterator[Record]:
         yield from _same_tokens(loaded[0], device, called, kv_type_of(type))
 
 
-def verified(
-    model: Model, fresh: Model | None, kv_type: KVType, modes: Sequence[str] = ("eager", "graph", "loop")
-) -> Record:
+def verified(model: Model, fresh: Model | None, kv_type: KVType, modes: Sequence[str] | None = None) -> Record:
     """`fresh` is what the twins compute with: a copy on the CPU, or the model itself where it is large."""
     reason = why_not("eager", model)
     if reason is not None:
         return {"skipped": reason}
     try:
         again = None if fresh is None else lambda: fresh
-        report = Verifier(model, kv_type, model.shape.vocab, modes=tuple(modes)).verify(again)
+        report = Verifier(model, kv_type, model.shape.vocab, modes=None if modes is None else tuple(modes)).verify(
+            again
+        )
     except HardwareCannot as error:
         return {"skipped": str(error)}
     return {

@@ -43,6 +43,14 @@ def test_json_is_one_object_with_every_check(ostinato: Run, tiny: Path) -> None:
     assert set(found["not_run"]) == {"graph", "persistent"}
 
 
+def test_one_mode_alone_can_be_asked_for(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("verify", "--model", tiny, "--device", "cpu", "--mode", "persistent")
+    assert ran.code == 4
+    assert "mode 'persistent' cannot run here: the persistent kernel is CUDA's" in ran.err
+    found = json.loads(ostinato("verify", "--model", tiny, "--device", "cpu", "--mode", "loop", "--json").out)
+    assert found["not_run"] == {}
+
+
 def test_a_difference_is_named_and_exits_with_3(ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = registry.build_model
     built: list[object] = []

@@ -5,7 +5,7 @@ Exits with 0 where all agree, 3 where something differs, 4 where this machine ca
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -27,6 +27,9 @@ def verify(
     kv_type: flags.KvType = None,
     threads: flags.Threads = None,
     activations: flags.Activations = "wide",
+    mode: Annotated[
+        str, typer.Option("--mode", metavar="MODE", help="Compare this one alone; auto: every one.")
+    ] = "auto",
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -35,7 +38,9 @@ def verify(
     A few sequences go through every mode. Modes that share kernels must agree to the bit; one with arithmetic of its
     own, such as the CPU's native loop, in its greedy tokens and within a tolerance.
     """
-    options = LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads, activations=activations)
+    options = LoadOptions(
+        device=device, dtype=dtype, kv_type=kv_type, threads=threads, activations=activations, mode=mode
+    )
     report, facts = _verified(model, options)
     if as_json:
         write_json({**facts, **_record(report)})
@@ -61,6 +66,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[Report, dict[str, Any]]
             tokenizer_of(bare.checkpoint).vocab_size,
             activations=placement.tiles or "wide",
             threads=placement.threads,
+            modes=None if options.mode == "auto" else (options.mode,),
         )
         dense = None if placement.tiles is None else lambda: bare.load(cpu, dense=True)
         report = verifier.verify(lambda: bare.load(cpu), detail, dense=dense)

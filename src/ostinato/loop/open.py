@@ -233,9 +233,8 @@ def choose_mode(wanted: str, model: Model, options: LoopOptions | None = None) -
     """The mode that will run, and why not each higher one."""
     if wanted == TWIN:
         return TWIN, ()
-    reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model, options)) is not None}
-    if wanted == "auto":
-        reasons.setdefault("persistent", UNTRIED)
+    ask = why_not_unasked if wanted == "auto" else why_not
+    reasons = {mode: reason for mode in MODES if (reason := ask(mode, model, options)) is not None}
     if wanted != "auto":
         if wanted in reasons:
             raise HardwareCannot(f"mode {wanted!r} cannot run here: {reasons[wanted]}")
@@ -269,6 +268,11 @@ def why_not(mode: str, model: Model, options: LoopOptions | None = None) -> str 
     if reason is not None or mode != "loop":
         return reason
     return WHY_NO_LOOP if recurrent else why_no_while_graph()
+
+
+def why_not_unasked(mode: str, model: Model, options: LoopOptions | None = None) -> str | None:
+    """The same for whoever did not ask for this very mode: what has not been tried runs for nobody else."""
+    return why_not(mode, model, options) or (UNTRIED if mode == "persistent" else None)
 
 
 def _why_not_persistent(model: Model, options: LoopOptions | None) -> str | None:
