@@ -1,6 +1,7 @@
 """What every test may lean on: the default model, where it can be had, and a folder of vocabularies."""
 
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +23,21 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # Some CPUs announce AMX and refuse it; the matrix library must know before any test has used it (engine/amx.py).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+# A shell that starts us in the background has interrupts ignored, and children inherit that; tests send some.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
+
+
+# Whose modules take longest: first, so that no process is left alone with one of them at the end.
+LONG = ("scale", "serve", "tape", "loop")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    order = {here / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.parent, len(order)))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -60,16 +60,6 @@ def test_a_batch_killed_on_a_cluster_is_finished_on_this_machine_with_the_answer
             assert mine["response"]["body"]["digest"] == one["response"]["body"]["digest"]
 
 
-def test_a_model_that_no_engine_can_load_is_told_in_one_line(tmp_path: Path, cluster: Cluster) -> None:
-    requests = write_lines(tmp_path / "in", [line(1)])
-    model = tmp_path / "broken.gguf"
-    model.write_bytes(b"GGUF no more")
-    words = ("batch", requests, tmp_path / "out", "--model", model, "--ray-address", cluster.address)
-    done = ran("ostinato", *words, "--device", "cpu", environment=cluster.environment, code=2)
-    assert "Traceback" not in done.stderr
-    assert str(model) in done.stderr
-
-
 def test_the_words_of_both_documented_yaml_files_are_known() -> None:
     yaml = pytest.importorskip("yaml")
     served = yaml.safe_load(YAML.read_text())

@@ -20,7 +20,7 @@ from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
 from ostinato.loop.open import TWIN
 from ostinato.loop.tape_plan import TapeStep
 from ostinato.models.blocks import Model
-from ostinato.options import KVType, Sampling
+from ostinato.options import Sampling
 from tests.loop.rig import GREEDY, Driver
 from tests.models.plain_memory import logits as forward
 from tests.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
@@ -104,13 +104,13 @@ def test_odd_shapes_have_the_logits_of_torch(sizes: dict[str, Any]) -> None:
     check_near_torch(small(shape_of("llama", **sizes)), most=6, n_players=8 if sizes["hidden"] == 192 else 2)
 
 
-@pytest.mark.parametrize("mix", ["q4_k_m", "q4_0", "q4_1", "q5_k", "q6_k", "q8_0"])
+@pytest.mark.parametrize("mix", ["q4_k_m", "q5_k", "q8_0"])  # every kind; each type: test_pack.py, test_product.py
 def test_packed_weights_have_the_logits_of_the_same_numbers(mix: str) -> None:
     shape = shape_of(hidden=256, ff_width=256, n_heads=4, n_kv_heads=2)
     check_near_torch(small(shape, mix=mix), most=6)
 
 
-@pytest.mark.parametrize("mix", [None, "q4_k_m", "q8_0"])
+@pytest.mark.parametrize("mix", [None, "q4_k_m"])
 def test_int8_activations_are_near_too_and_other_bits(mix: str | None) -> None:
     model = small(shape_of(hidden=256, ff_width=256), mix=mix)
     check_near_torch(model, most=6, tolerance=0.06, activations="int8")
@@ -120,9 +120,8 @@ def test_float16_weights_are_multiplied_as_float16() -> None:
     check_near_torch(small(LLAMA, dtype=torch.float16), tolerance=0.003)
 
 
-@pytest.mark.parametrize("kv_type", ["f16", "bf16"])
-def test_narrow_keys_and_values_are_near(kv_type: KVType) -> None:
-    check_near_torch(small(LLAMA), kv_type=kv_type)
+def test_narrow_keys_and_values_are_near() -> None:
+    check_near_torch(small(LLAMA), kv_type="bf16")
 
 
 # --- bits ---
