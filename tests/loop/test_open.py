@@ -95,6 +95,25 @@ def test_auto_gives_up_where_the_mode_below_cannot_be_built_either(monkeypatch: 
     assert our_threads() == before
 
 
+def test_what_takes_the_place_of_a_tape_has_a_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tape's one node is played by its kernel alone: no other start could run it."""
+    monkeypatch.setattr("ostinato.loop.open.choose_mode", lambda *_: ("persistent", ()))
+    monkeypatch.setattr("ostinato.loop.open.mode_below", lambda *_: "eager")
+    build, plans = CpuEager.build, []
+
+    def fails_once(start: CpuEager) -> None:
+        plans.append(start._plan)
+        if len(plans) == 1:
+            raise HardwareCannot(REASON)
+        build(start)
+
+    monkeypatch.setattr(CpuEager, "build", fails_once)
+    driver = open_loop(mode="auto")
+    assert plans[0] is not plans[1]
+    assert driver.loop.plan is plans[1]
+    driver.loop.close()
+
+
 def test_what_is_no_matter_of_hardware_is_no_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
     capture = Capture(monkeypatch, NativeLoop, error=ZeroDivisionError("a bug"))
     before = our_threads()

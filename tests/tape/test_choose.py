@@ -65,6 +65,20 @@ KERNEL(choosing, Given, all, N_PLAYER_THREADS) {
 }
 """
 
+# The same with a border that begins as soon as it may, and changes what every slot asks for.
+CHANGING = (
+    SOURCE.rstrip().removesuffix("}")
+    + r"""
+    sync_players();
+    if (block() != 0 || p.thread != 0) return;
+    for (int row = 0; row < n_rows; ++row) {
+        while ((u32)(seen_at(tape.marks + N_BLOCKS + row) >> 32) != p.beat) relax();
+        TABLE_temperature(tape.view)[TABLE_row_slot(tape.view)[row]] = 1.0f;
+    }
+}
+"""
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -79,6 +93,7 @@ class Shape:
     listed: int = 1024
     n_buckets: int = 1024
     deadline_ns: int = 10_000_000_000
+    source: str = SOURCE
 
     @property
     def layout(self) -> Layout:
@@ -102,7 +117,7 @@ class Shape:
 
     @property
     def program(self) -> Program:
-        return compiled(SOURCE, "choosing.cpp", headers=self.headers)
+        return compiled(self.source, "choosing.cpp", headers=self.headers)
 
 
 SMALL = Shape()
@@ -173,7 +188,9 @@ class Card:
         state = np.array([self.beat, 0], np.uint32)
         argument = words(self.table.memory.numpy(), self.given, head, summaries, marks, room[0], room[1], state)
         shape.program.run("choosing", argument, n_blocks=n_blocks, shared_bytes=32 * 1024, seed=seed)
-        return [bool(mark == self.beat << 32) for mark in marks[shape.n_blocks :]], bool(state[1])
+        told = [bool(mark == self.beat << 32) for mark in marks]
+        assert all(told[:n_blocks])  # what they wrote lies in memory, whoever draws
+        return told[shape.n_blocks :], bool(state[1])
 
 
 def by_tape(shape: Shape, logits: Tensor, rows: list[Setting], *, seed: int = 0) -> Step:
@@ -341,6 +358,13 @@ def test_a_row_alone_has_the_bits_that_it_has_among_neighbours(shape: Shape) -> 
     together = by_tape(shape, logits, MIXED)
     for row in range(len(MIXED)):
         assert by_tape(shape, logits[row : row + 1], MIXED[row : row + 1], seed=row).bits == together.row(row).bits
+
+
+def test_whoever_comes_late_to_a_choice_asks_no_slot_that_the_border_has_changed() -> None:
+    shape, rows = replace(SMALL, n_players=8, source=CHANGING), [Setting()] * 3
+    logits = torch.stack([noise(VOCAB, row, 2.0) for row in range(3)])
+    for seed in range(160):
+        assert by_tape(shape, logits, rows, seed=seed).tokens == logits[:, : shape.n_tokens].argmax(1).tolist()
 
 
 # --- a block that is stuck ---

@@ -33,6 +33,7 @@ from ostinato.loop.tape_plan import (
     SLAB_COLUMNS,
     SPLITS,
     STATIC_BYTES,
+    SUMMARY_WORDS,
     Argument,
     TapeSizes,
     TapeStep,
@@ -236,7 +237,10 @@ def test_the_argument_has_the_fields_of_the_header_in_its_order() -> None:
 class Compiled:
     """What one shape's headers say of themselves, as the compiler has it."""
 
-    NAMES = ("sizeof(Tape)", "RING_AT", "ATTENTION_BYTES", "sizeof(Summing)", "sizeof(Choosing)", "SLAB_COLUMNS")
+    NAMES = (
+        *("sizeof(Tape)", "RING_AT", "ATTENTION_BYTES", "sizeof(Summing)", "sizeof(Choosing)", "SLAB_COLUMNS"),
+        *("SUMMARY_WORDS", "ROW_PADDING", "sizeof(Item)"),
+    )
 
     def __init__(self, headers: dict[str, str]) -> None:
         told = "".join(f'extern "C" int told_{i}() {{ return (int)({name}); }}\n' for i, name in enumerate(self.NAMES))
@@ -288,6 +292,8 @@ def test_sizes_are_those_of_the_compiled_source(
     assert found["sizeof(Summing)"] == summing_bytes(n_slots, n_players)
     assert found["sizeof(Choosing)"] == choosing_bytes(sizes.grid)
     assert found["SLAB_COLUMNS"] == slab_columns(sizes)
+    constants = found["SUMMARY_WORDS"], found["ROW_PADDING"], found["sizeof(Item)"]
+    assert constants == (SUMMARY_WORDS, ROW_PADDING, ITEM_BYTES)
 
 
 def summing_bytes(n_slots: int, n_players: int) -> int:

@@ -94,6 +94,7 @@ def border(shape: Shape, block: int, beat: int) -> Iterator[Act]:
     if block == 0:
         if beat > 1:
             yield Read(tuple(("chosen", 0, row) for row in range(shape.n_rows)), beat - 1)
+            yield Read(tuple(("marks", 0, i) for i in range(shape.n_blocks) if shape.own_head(i)), beat - 1)
         yield Put(("border", 0, 0), beat)
     else:
         yield Read((("border", 0, 0),), beat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
 from ctypes import c_void_p
 from types import SimpleNamespace
@@ -45,6 +46,7 @@ class Card(StandIn):
         self.blocks_each = 1
         self.shared_bytes = 0
         self.compiled_for: list[str] = []
+        self.current_in: list[int] = []  # threads that were told which card is theirs
         attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
         driver = SimpleNamespace(
             CUkernel=int,
@@ -57,7 +59,7 @@ class Card(StandIn):
         )
         module = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=5 if name == "tape" else 0))
         core = SimpleNamespace(
-            Device=lambda index: SimpleNamespace(set_current=lambda: None, device_id=index),
+            Device=lambda index: SimpleNamespace(set_current=self._set_current, device_id=index),
             ObjectCode=SimpleNamespace(from_cubin=lambda binary: module),
         )
         monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
@@ -71,11 +73,15 @@ class Card(StandIn):
 
         return answer
 
+    def _set_current(self) -> None:
+        self.current_in.append(threading.get_ident())
+
     def _set(self, attribute: int, value: int, kernel: int, device: int) -> None:
         assert (attribute, kernel, device) == (8, 5, 0)
         self.shared_bytes = value
 
     def _launch(self, *words: Any) -> None:
+        assert threading.get_ident() in self.current_in  # a driver's call needs its context in the very thread
         self.note("kernel")
         self.launches.append(Launch(*words))
 
@@ -117,6 +123,16 @@ def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None
     assert start.device_paced
     assert not start.running
     assert start.wait(1.0)
+    start.close()
+
+
+def test_whichever_thread_launches_has_the_card_as_its_own(card: Card) -> None:
+    start = start_on(card)
+    start.build()
+    other = threading.Thread(target=start.launch)
+    other.start()
+    other.join()
+    assert len(card.launches) == 1
     start.close()
 
 

@@ -18,11 +18,13 @@ from ostinato.errors import EngineDead
 from ostinato.loop.host import Seat, bits_of
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
 from ostinato.loop.open import TWIN
+from ostinato.loop.starts.tape import tape_headers, tape_source
 from ostinato.loop.tape_plan import TapeStep
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 from tests.loop.rig import GREEDY, Driver
 from tests.models.plain_memory import logits as forward
+from tests.tape.emulator import compiled
 from tests.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
 from tests.tape.models import shape_of, small
 
@@ -266,6 +268,34 @@ def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs(
             driver.run()
         assert driver.word(Word.FAULT) == Fault.STUCK
         assert len(driver.tokens(generation)) <= 1
+
+
+# The border alone, of a step whose marks somebody has laid out.
+BORDER = (
+    tape_source().partition("KERNEL(")[0]
+    + r"""
+KERNEL(border_alone, Tape, given, N_PLAYER_THREADS) {
+    Player p = {};
+    p.thread = thread();
+    p.beat = 7;
+    go_on(p, given, 2);
+}
+"""
+)
+
+
+def test_a_choice_that_never_comes_is_a_fault_though_all_others_came() -> None:
+    with closing(tape_driver(small(LLAMA))) as driver:
+        loop, step = driver.loop, driver.loop.step  # type: ignore[attr-defined]
+        step.buffers["marks"][:-1] = 7 << 32
+        step.buffers["marks"][step.sizes.grid.n_blocks + 1] = 6 << 32  # of the second row
+        loop.tables.table["n_rows"][0] = 2
+        loop.tables.table["row_slot"][:2] = torch.arange(2)
+        headers = tape_headers(step, loop.tables, loop.page_tokens)
+        headers["shape.h"] += "#undef DEADLINE_NS\n#define DEADLINE_NS 50000000LL\n"
+        program = compiled(BORDER, "border_alone.cpp", headers=headers)
+        program.run("border_alone", step.argument, n_blocks=1, shared_bytes=step.sizes.shared_bytes)
+        assert (driver.word(Word.FAULT), driver.word(Word.OUTBOX_HEAD)) == (Fault.STUCK, 0)
 
 
 # --- the engine over it ---

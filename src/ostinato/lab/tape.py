@@ -38,7 +38,7 @@ class Span:
 
 
 def spans(marks: Sequence[int]) -> list[Span]:
-    """Marks in nanoseconds, as `parts.h` orders them, to spans.
+    """Marks in nanoseconds, as `tape.cu` orders them, to spans.
 
     >>> [(span.phase, span.us) for span in spans([0, 5000, 9000, 11000, 26000, 36000, 90000, 95000])][-2:]
     [('norm, head', 54.0), ('choose', 5.0)]

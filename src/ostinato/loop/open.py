@@ -137,9 +137,9 @@ class Loop:
                 raise
             self.fell_back = f"{self.mode_name}: {error} (tried once; {lower} runs instead)"
             self.why_not = (self.fell_back, *self.why_not)
-            was_native, self.mode_name = self.is_native, lower
-            # Native code has a plan of its own; other starts run the nodes of the same one.
-            plan, start, prefill = self._made() if was_native else (self.plan, self._start(self.plan), self.prefill)
+            has_own_plan = self.is_native or self.mode_name == "persistent"  # others run the nodes of the same one
+            self.mode_name = lower
+            plan, start, prefill = self._made() if has_own_plan else (self.plan, self._start(self.plan), self.prefill)
             self.mode.replace(plan, start)  # closes the one that failed
             self.plan, self.start, self.prefill = plan, start, prefill
             self._enter_once()

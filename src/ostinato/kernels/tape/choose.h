@@ -284,7 +284,8 @@ DEVICE u64 warp_weight(const Player& p, const Tape& tape, const Segment& head, c
     return sum_over_lanes(weight);
 }
 
-// Every block, once its logits are written: what it has to say of each row. Uses the activations' memory.
+// Every block, once its logits are written: what it has to say of each row, and its mark, by which everything that it
+// wrote in this step is seen. Uses the activations' memory.
 DEVICE void summarise(Player& p, const Tape& tape, const Segment& head, int n_rows) {
     Summing& summing = *(Summing*)p.activations;
     const Wish own = wish_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
@@ -303,7 +304,12 @@ DEVICE void summarise(Player& p, const Tape& tape, const Segment& head, int n_ro
     sync_players();
     NOT_UNROLLED
     for (int row = p.warp; row < n_rows; row += N_PLAYERS) tell_summary(p, tape, summing, row);
-    if (!heard) return;
+    // By the last warp, since the first may have a row to choose; and `scaled` of rows that draw is written before.
+    const bool raises = p.thread == N_PLAYER_THREADS - 32;
+    if (!heard) {
+        if (raises) raise(tape.marks + block(), (u64)p.beat << 32);
+        return;
+    }
 
     NOT_UNROLLED
     for (u32 rows = drawing; rows; rows &= rows - 1) {
@@ -312,7 +318,7 @@ DEVICE void summarise(Player& p, const Tape& tape, const Segment& head, int n_ro
         if (p.lane == 0) summing.weights[row][p.warp] = weight;
     }
     sync_players();
-    if (p.thread == 0) raise(tape.marks + block(), (u64)p.beat << 32);
+    if (raises) raise(tape.marks + block(), (u64)p.beat << 32);
     NOT_UNROLLED
     for (int row = p.warp; row < n_rows; row += N_PLAYERS) {
         if (!(drawing >> row & 1)) continue;
@@ -854,6 +860,9 @@ DEVICE void write_chosen(const Tape& tape, int row, int token, float logprob) {
 // the row's block, after summarise. Uses the activations' memory.
 DEVICE void choose(Player& p, const Tape& tape, int row) {
     const Wish wish = wish_of(tape, row);
+    // Before the row's mark can be raised: behind it the border may change what the slot asks for. And what summarise
+    // has left is read.
+    sync_players();
     u64* const mark = tape.marks + N_BLOCKS + row;
     if (!listens(wish)) {
         if (p.warp != 0) return;
@@ -865,7 +874,6 @@ DEVICE void choose(Player& p, const Tape& tape, int row) {
         return;
     }
     Choosing& c = *(Choosing*)p.activations;
-    sync_players();  // what summarise has left there is read
     if (p.warp == 0) {
         const Heard heard = hear(p, tape, row, wish.draws, c.tops, c.peaks);
         if (p.lane == 0) c.heard = heard;

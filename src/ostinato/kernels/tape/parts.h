@@ -65,7 +65,7 @@ struct Tape {
     u64* seen;                  // [2][MAX_ROWS][QUERY_COLUMNS / 2] pairs
     u64* inside;                // [2][MAX_ROWS][FF / 2] pairs
     u64* summaries;             // [MAX_ROWS][N_BLOCKS][SUMMARY_WORDS]: of a block's logits; see choose.h
-    u64* marks;                 // [N_BLOCKS] blocks whose logits lie in memory, [MAX_ROWS] rows that are chosen, [1] the border
+    u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the border
     float* logits;              // [MAX_ROWS][vocab]
     float* scaled;              // [MAX_ROWS][vocab]: as they are drawn from
     State* state;

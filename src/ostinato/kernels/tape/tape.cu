@@ -31,6 +31,7 @@
 enum { CLOCK_QKV, CLOCK_ATTENTION, CLOCK_OUT, CLOCK_GATE_UP, CLOCK_DOWN, CLOCKED_A_LAYER };
 enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_CHOOSE, CLOCK_BORDER };
 #define CLOCKED_BLOCK (N_BLOCKS / 2)
+static_assert(CLOCK_BORDER + 1 == N_CLOCKED, "loop/tape_plan.py makes room for other marks");
 
 DEVICE void note_time(const Player& p, const Tape& tape, int phase) {
     if (tape.clock && block() == CLOCKED_BLOCK && p.thread == 0) tape.clock[phase] = timer_ns();
@@ -41,15 +42,22 @@ DEVICE void note_time(const Player& p, const Tape& tape, int phase) {
 DEVICE u64* border_mark(const Tape& tape) { return tape.marks + N_BLOCKS + MAX_ROWS; }
 
 DEVICE void await_mark(const Tape& tape, const u64* mark, u32 beat) {
-    for (Waiting waiting(tape.state); (u32)(seen_at(mark) >> 32) != beat && waiting.goes_on();) relax();
+    for (Waiting waiting(tape.state); (u32)(seen_at(mark) >> 32) != beat && waiting.goes_on();) {
+    }
 }
 
-// Whether a step follows. `n_chosen`: rows of the step before, whose choices the border commits.
+// Whether a step follows. `n_chosen`: rows of the step before, whose choices the border commits. Through it everything
+// that a block wrote plainly in that step (keys and values, choices) reaches all others: block 0 has acquired every
+// block's mark before it raises its own, which they acquire.
 FUNCTION bool go_on(Player& p, const Tape& tape, int n_chosen) {
     const u32 chosen_at = p.beat++;
     u64* const mark = border_mark(tape);
     if (block() == 0) {
         if (p.thread < n_chosen) await_mark(tape, tape.marks + N_BLOCKS + p.thread, chosen_at);
+        for (int i = p.thread; n_chosen > 0 && i < N_BLOCKS; i += N_PLAYER_THREADS) {
+            await_mark(tape, tape.marks + i, chosen_at);
+        }
+        sync_players();  // only now: any of these waits may have been the one that gave up
         if (p.thread == 0 && load_fresh(&tape.state->leave)) store(word_at(tape.view, WORD_FAULT), FAULT_STUCK);
         sync_players();
         const int goes = run_border(tape.view, tape.plan_hash, tape.epoch, now_ns());
@@ -109,6 +117,8 @@ FUNCTION void output(Player& p, const Tape& tape, const Segment& segment, int la
         const int column = tile * 16 + r;
         put(hop_x(tape, 2 + (layer & 1), row) + column, bits_of(residual(tape, layer, row, column) + value), p.beat);
     });
+    // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
+    if (tiles_here(segment) == 0) sync_players();
 }
 
 FUNCTION void gate_and_up(Player& p, const Tape& tape, const Segment& segment, int layer, int n_rows) {

@@ -103,7 +103,9 @@ class TapeLoop(DevicePaced):
 
     def _play(self, *, single: bool) -> None:
         from cuda.bindings import driver
+        from cuda.core import Device
 
+        Device(self._plan.device.index or 0).set_current()  # of this thread, which need not be the one that built
         argument = Argument.from_buffer_copy(self._step.argument)
         argument.single = single
         places = (c_void_p * 1)(addressof(argument))
