@@ -6,6 +6,7 @@ beside it. Both use the same team of threads, which the one who plays hands over
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -15,7 +16,7 @@ from ostinato.errors import EngineDead
 from ostinato.loop.guard import Guard
 from ostinato.loop.native_plan import NativeStep
 from ostinato.loop.plan import Plan
-from ostinato.loop.starts.cpu import CpuDevice
+from ostinato.loop.starts.cpu import LOOK_AGAIN_S, CpuDevice
 from ostinato.loop.starts.start import STEP_DEADLINE_S, Launched, next_executable
 
 
@@ -49,7 +50,14 @@ class NativeLoop(Launched):
         return super().running and self._player.alive
 
     def wait(self, seconds: float) -> bool:
-        return super().wait(seconds if self._player.alive else 0) or not self._player.alive
+        end = time.monotonic() + seconds
+        while self._player.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
+            left = end - time.monotonic()
+            if super().wait(max(0.0, min(left, LOOK_AGAIN_S))):
+                return True
+            if left <= 0:
+                return False
+        return True
 
     def failure(self) -> BaseException | None:
         if self._launched is not None and not self._launched.done() and not self._player.alive:
