@@ -118,7 +118,7 @@ def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
 
 def with_two_types(model: Model) -> Model:
     """Gate and up of every layer in two types: the up matrices dequantised, in float16."""
-    layers = []
+    layers, chance = [], torch.Generator().manual_seed(4)
     for layer in model.layers:
         assert isinstance(layer, Layer)
         assert isinstance(layer.mlp, Experts)
@@ -126,7 +126,7 @@ def with_two_types(model: Model) -> Model:
         weights = RandomWeights(model.shape, model.dtype, CPU, 4, "q5_1")
         gate = weights.take_experts([["gate_exps.weight"]], n, (ff, hidden))
         assert isinstance(gate, Packed)
-        up = (torch.randn(n * ff, hidden) * hidden**-0.5).half()
+        up = (torch.randn(n * ff, hidden, generator=chance) * hidden**-0.5).half()
         layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=Stack((gate, up)))))
     return replace(model, layers=layers)
 
