@@ -18,8 +18,8 @@ serve: .venv/installed
 test: check
 	$(BIN)/pytest --numprocesses 2 --dist loadscope
 
-quick: .venv/installed-dev  # without what takes seconds, servers and Ray
-	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale
+quick: .venv/installed-dev  # without what takes seconds, servers, Ray and the emulated tape
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale --ignore tests/tape
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
