@@ -106,8 +106,8 @@ def _schema_text(schema: Any) -> str | None:
 class LoadOptions:
     """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait.
 
-    `activations` are what the CPU's native loop multiplies weights with: `wide` gives float32's tokens, `int8` is
-    quicker with long prompts and many slots.
+    `activations` are what the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
+    float32's tokens (on a GPU bfloat16's), `int8` is quicker. Where neither runs, `int8` is refused.
     """
 
     device: str = "auto"

@@ -93,3 +93,9 @@ def test_a_profile_counts_and_tells_the_commands(ostinato: Run, tmp_path: Path) 
 def test_one_start_alone_is_one_line_of_json(ostinato: Run) -> None:
     ran = ostinato("lab", "one", "--start", "recorded", *SMALL)
     assert json.loads(ran.out)["max_abs_err"] < 1e-5
+
+
+def test_the_tape_of_a_machine_without_a_gpu_is_refused_before_a_model_is_made(ostinato: Run) -> None:
+    ran = ostinato("lab", "tape", "--device", "cpu", "--shape", "llama-8b")
+    assert ran.code == 4
+    assert "the persistent kernel is CUDA's" in ran.err

@@ -11,7 +11,7 @@ import torch
 
 from ostinato import LLM, Sampling
 from ostinato.engine import placement
-from ostinato.errors import BadInput, ContextTooLarge, HardwareCannot
+from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import TensorInfo, open_checkpoint
 from ostinato.kernels.tape.deal import RUN_ALIGNMENT, Grid, Kind, Matrix, deal
 from ostinato.kernels.tiles import TileMatrix
@@ -169,6 +169,11 @@ def test_keys_and_values_get_what_the_weights_and_the_tape_leave(
 
 
 # What the native loop needs
+
+
+def test_eight_bits_of_activations_are_refused_where_nobody_multiplies_with_them(tiny_gguf: Path) -> None:
+    with pytest.raises(BadOption, match="--activations int8 is for the CPU's native loop and for --mode persistent"):
+        LLM(tiny_gguf, device="cpu", mode="eager", activations="int8")
 
 
 def test_weights_go_into_tiles_where_the_native_loop_will_run(tiny_gguf: Path) -> None:

@@ -283,6 +283,8 @@ def tape(
     if plot is not None:
         _check_folder(plot.parent)
     machine = _machine(device)
+    if machine.kind != "gpu":  # before a model is made for nobody
+        raise HardwareCannot("the persistent kernel is CUDA's, and this machine has no GPU to try it on")
     model, name = _model(machine, shape)
     found = spans(recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16"))
     total = sum(span.us for span in found)

@@ -64,7 +64,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[Report, dict[str, Any]]
             bare.load(),
             placement.kv_type,
             tokenizer_of(bare.checkpoint).vocab_size,
-            activations=placement.tiles or "wide",
+            activations=placement.tiles or placement.activations,
             threads=placement.threads,
             modes=None if options.mode == "auto" else (options.mode,),
         )

@@ -66,7 +66,7 @@ class Engine:
             n_pages=placement.n_pages,
             kv_type=placement.kv_type,
             n_tokens=vocab if n_tokens is None else n_tokens,
-            activations=placement.tiles or "wide",
+            activations=placement.tiles or placement.activations,
             threads=placement.threads,
         )
         self.context, self._vocab = placement.context, vocab

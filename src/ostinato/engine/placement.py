@@ -17,7 +17,7 @@ import torch
 from ostinato.decoder.memories import context_bytes
 from ostinato.engine.amx import make_bfloat16_safe
 from ostinato.engine.cores import default_threads
-from ostinato.errors import ContextTooLarge, HardwareCannot
+from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.kernels.native_cpu import cpu_library, why_no_native
 from ostinato.kernels.tape.deal import Kind, matrix_bytes
@@ -52,6 +52,7 @@ class Placement:
     packed: bool = False  # matrices stay in the file's own type where kernels multiply it
     tiles: Activations | None = None  # matrices go into the native loop's tiles, to be multiplied with such activations
     threads: int | None = None  # on the CPU; None: as many as torch was told
+    activations: Activations = "wide"  # of the native loop and of the persistent kernel
 
 
 def settle(
@@ -68,6 +69,11 @@ def settle(
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
     packed = keeps_packed(options.dtype, device, shape)
     tiles = choose_tiles(options, device, shape, talk, compiled=compiled)
+    if options.activations != "wide" and tiles is None and not has_tape(options, device):
+        raise BadOption(
+            f"--activations {options.activations} is for the CPU's native loop and for --mode persistent on a GPU, and "
+            "neither will run here; leave it out"
+        )
     weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiles is not None)
     tape = tape_bytes(checkpoint, shape, dtype, packed=packed) if has_tape(options, device) else 0
     weights += tape
@@ -83,7 +89,19 @@ def settle(
     context = choose_context(shape, kv_type, options.context, left, device, talk)
     n_pages = choose_pages(shape, kv_type, context, options.slots, left, device) if shape.causal else 0
     threads = threads_for(options, device)
-    return Placement(device, dtype, kv_type, context, options.mode, options.slots, n_pages, packed, tiles, threads)
+    return Placement(
+        device=device,
+        dtype=dtype,
+        kv_type=kv_type,
+        context=context,
+        mode=options.mode,
+        n_slots=options.slots,
+        n_pages=n_pages,
+        packed=packed,
+        tiles=tiles,
+        threads=threads,
+        activations=options.activations,
+    )
 
 
 def _narrower(dtype: torch.dtype, tiles: Activations | None) -> str:
