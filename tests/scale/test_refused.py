@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ostinato.errors import BadFile, BadInput, BadOption, EngineDead, HardwareCannot
@@ -103,6 +103,7 @@ def test_without_gpus_the_cores_are_shared_and_no_replica_is_on_two_machines() -
 
 
 @given(st.lists(st.floats(0.5, 64), min_size=1, max_size=6), st.integers(1, 40))
+@example([1.999999999999993], 1)
 def test_a_share_of_the_cores_is_the_largest_that_fits(cores: list[float], wanted: int) -> None:
     def fits(share: float) -> bool:
         return sum(int((free + 1e-6) / share) for free in cores) >= wanted

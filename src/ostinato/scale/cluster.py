@@ -136,9 +136,10 @@ def placed(
 
 def _share(cores: Sequence[float], wanted: int) -> float:
     """The most cores that each of so many can have, none of them on two machines: whole ones, or a part of one."""
+    cores = [free + 1e-6 for free in cores]  # what Ray has left of a core after parts came back may be a hair less
     whole = range(int(max(cores, default=0.0)), 0, -1)
     for share in (*map(float, whole), *(part / 100 for part in range(99, 0, -1))):
-        if sum(int((free + 1e-6) / share) for free in cores) >= wanted:
+        if sum(int(free / share) for free in cores) >= wanted:
             return share
     raise HardwareCannot(
         f"the cluster has no core to give to {wanted} replicas; end what runs there, or add machines to it"
