@@ -80,7 +80,7 @@ struct Shared {
     Gate full[STAGES], empty[STAGES];
     u32 over;                                                  // the players tell the reader: no further step
     u32 goes;                                                  // what this block heard from the border
-    float sums[N_PLAYERS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by player; see product.h
+    float sums[N_PLAYERS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by player; see tiles.h
     float small[N_PLAYERS * MAX_ROWS * 4];                     // reductions over the block
     float scale[MAX_ROWS];                                     // of each row's norm
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
