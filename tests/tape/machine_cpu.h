@@ -56,6 +56,9 @@ struct alignas(16) float4 {
     }                                                                                                             \
     static void name##_of([[maybe_unused]] const Argument& argument)
 
+DEVICE void give_registers() {}
+DEVICE void take_registers() {}
+
 // Where a primitive was called, for the report: the last parameters of everything that may wait.
 #define CALLER const char *file = __builtin_FILE(), int line = __builtin_LINE()
 #define FROM_CALLER file, line  // handed on
@@ -790,6 +793,7 @@ extern "C" void emulator_limit(double seconds) { emulator::limit_s = seconds; }
 // --- the names of machine.h ---
 
 DEVICE int thread() { return emulator::now->current->thread; }
+DEVICE int thread_anew() { return thread(); }
 DEVICE int block() { return emulator::now->current->block; }
 DEVICE char* shared_memory() { return emulator::now->blocks[emulator::now->current->block].shared.memory; }
 

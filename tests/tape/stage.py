@@ -21,6 +21,7 @@ TYPES: Final = {"f32": "TYPE_F32", "f16": "TYPE_F16", "bf16": "TYPE_BF16"}
 _SHAPE: Final[Mapping[str, int | str]] = {
     "N_BLOCKS": 2,
     "N_PLAYERS": 2,
+    "N_READER_THREADS": 32,
     "STAGES": 2,
     "STAGE_BYTES": 128,
     "IN_FLIGHT": 1,

@@ -55,7 +55,7 @@ DEVICE void copy_out(const Player& p, const Given& given) {
 KERNEL(normed, Given, given, N_PLAYER_THREADS) {
     Player p = player(given.beat);
     put_share(p, given);
-    receive_normed(p, tape_of(given), given.n_words ? given.hop : nullptr, given.weights, given.n_rows);
+    receive_normed(p, tape_of(given), given.n_words ? given.hop : nullptr, given.weights, given.n_rows, p.shared->residual[0], HIDDEN);
     copy_out(p, given);
 }
 KERNEL(pairs, Given, given, N_PLAYER_THREADS) {

@@ -63,21 +63,23 @@ DEVICE void lay_normed(Player& p, const Given& given, const Step& step) {
 
 DEVICE void play_segment(Player& p, const Given& given, const Tape& tape, const Step& step, int number, float* out) {
     const Segment& segment = tape.segments[number];
-    const auto done = [&](int tile, int r, int row, float value) { out[row * OUT_COLUMNS + tile * 16 + r] = value; };
-    if (number == SEGMENT_GATE_UP) {
-        product_of_units(p, tape, segment, step.n_rows, [&](int unit, int row, float g0, float u0, float g1, float u1) {
+    Source source = {nullptr, 0};
+    if (number == SEGMENT_OUT) source = {given.seen + step.first_row * (QUERY_COLUMNS / 2), QUERY_COLUMNS / 2};
+    if (number == SEGMENT_DOWN) source = {given.inside + step.first_row * (FF / 2), FF / 2};
+    multiply_here(p, tape, segment, source, step.n_rows, [&](int first, int n_tiles, Sums sums) {
+        const auto done = [&](int, int tile, int r, int row, float value) {
+            out[row * OUT_COLUMNS + tile * 16 + r] = value;
+        };
+        const auto unit_done = [&](int unit, int row, float g0, float u0, float g1, float u1) {
             float* const to = out + row * OUT_COLUMNS + unit;
             to[0] = g0;
             to[1] = g1;
             to[segment.n_tiles * 8] = u0;
             to[segment.n_tiles * 8 + 1] = u1;
-        });
-    } else if (number == SEGMENT_OUT) {
-        const u64* const hop = given.seen + step.first_row * (QUERY_COLUMNS / 2);
-        product_of_pairs(p, tape, segment, hop, QUERY_COLUMNS / 2, step.n_rows, done);
-    } else if (number == SEGMENT_DOWN) {
-        product_of_pairs(p, tape, segment, given.inside + step.first_row * (FF / 2), FF / 2, step.n_rows, done);
-    } else product(p, tape, segment, step.n_rows, done);
+        };
+        if (number == SEGMENT_GATE_UP) hand_on_units(p, segment, step.n_rows, first, n_tiles, sums, unit_done);
+        else hand_on(p, segment, step.n_rows, first, n_tiles, sums, done);
+    });
 }
 
 KERNEL(play, Given, given, N_PLAYER_THREADS + 32) {
@@ -213,6 +215,7 @@ class Shape:
     def shared_bytes(self) -> int:
         sums = self.n_players * 4 * 16 * 8 * 4
         small = 16 * self.stages + 8 + self.n_players * self.max_rows * 16 + 12 * self.max_rows
+        small += 2 * -(-(self.hidden // 16) // self.n_blocks) * 16 * self.max_rows * 4 + 16 * len(SEGMENTS)
         return (sums + small + 127) // 128 * 128 + self.stages * self.stage_bytes + self.activation_bytes
 
 

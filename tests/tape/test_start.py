@@ -109,7 +109,7 @@ def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None
     start = start_on(card)
     start.build()
     sizes = start._step.sizes
-    assert card.compiled_for == ["tape.cu sm_90"]
+    assert card.compiled_for == ["tape.cu sm_90a"]
     assert card.shared_bytes == sizes.shared_bytes
     assert (start.n_instantiations, start.n_launches, card.launches) == (1, 0, [])
     start.launch()

@@ -39,6 +39,11 @@ class Chip:
         return f"sm_{self.capability[0]}{self.capability[1]}"
 
     @property
+    def exact_arch(self) -> str:
+        """The same with what only this very chip has: a binary for it runs on no later one."""
+        return f"{self.arch}a"
+
+    @property
     def attention_programs(self) -> int:
         return PROGRAMS_PER_MULTIPROCESSOR * self.n_multiprocessors
 

@@ -41,7 +41,9 @@ IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loa
 LEAST_ACTIVATION_BYTES: Final = 32 << 10  # the choice of tokens works there too
 STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the border keeps
 DEADLINE_NS: Final = 2_000_000_000  # for any wait on the device
+READER_THREADS: Final = 128  # one of which reads; registers change hands by four warps
 QKV_SEGMENTS: Final = 3
+SEGMENTS_A_LAYER: Final = QKV_SEGMENTS + 3
 LEAST_STAGES: Final = 3
 SLAB_COLUMNS: Final = 256  # of each player: the least that a product takes of rows at once
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
@@ -165,6 +167,8 @@ class TapeSizes:
     n_stages: int
     stage_bytes: int
     activation_bytes: int
+    residual_tiles: int  # of x, that a block makes
+    n_segments: int
     deadline_ns: int = DEADLINE_NS
 
     @staticmethod
@@ -185,14 +189,22 @@ class TapeSizes:
         grid = Grid(n_blocks, n_players)
         segments = segments_of(matrices, grid)
         hidden = padded_columns(Kind.FOUR, shape.hidden, n_players)  # normed rows lie so for every kind of weights
-        one_row = max(segment.columns for segment in segments) + ROW_PADDING
+        one_row = max(padded_columns(Kind.FOUR, matrix.columns, n_players) for matrix in matrices) + ROW_PADDING
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_players) + ROW_PADDING)
         looking = attention_bytes(
             shape, grid, n_slots, _KEPT[kv_type].itemsize, page_tokens=page_tokens, max_pages=max_pages
         )
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, looking), 128)
         stage = _whole(largest_chunk(segments, n_players), 128)
-        least = TapeSizes(grid, n_slots, 0, stage, activations)
+        least = TapeSizes(
+            grid,
+            n_slots,
+            0,
+            stage,
+            activations,
+            residual_tiles=-(-(shape.hidden // 16) // n_blocks),
+            n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
+        )
         n_stages = (chip.shared_bytes - STATIC_BYTES - least.shared_bytes - 128) // (stage + GATES_BYTES)
         if n_stages < LEAST_STAGES:
             raise HardwareCannot(
@@ -203,8 +215,8 @@ class TapeSizes:
 
     @property
     def n_threads(self) -> int:
-        """Of a block: the players, and the warp of the reader."""
-        return (self.grid.n_players + 1) * 32
+        """Of a block: the players and the reader's."""
+        return self.grid.n_players * 32 + READER_THREADS
 
     @property
     def in_flight(self) -> int:
@@ -218,6 +230,7 @@ class TapeSizes:
         players = self.grid.n_players
         sum_rows = 4 if self.n_slots <= 4 else 8
         words = 2 + players * self.grid.tiles_at_once * 16 * sum_rows + (players * 4 + 3) * self.n_slots
+        words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
         return _whole(_whole(GATES_BYTES * self.n_stages + 4 * words, 8), 128)
 
     @property
@@ -253,6 +266,7 @@ def shape_header(
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
         "N_PLAYERS": grid.n_players,
+        "N_READER_THREADS": READER_THREADS,
         "STAGES": sizes.n_stages,
         "STAGE_BYTES": sizes.stage_bytes,
         "IN_FLIGHT": sizes.in_flight,

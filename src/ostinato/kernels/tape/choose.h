@@ -286,7 +286,7 @@ DEVICE u64 warp_weight(const Player& p, const Tape& tape, const Segment& head, c
 
 // Every block, once its logits are written: what it has to say of each row, and its mark, by which everything that it
 // wrote in this step is seen. Uses the activations' memory.
-DEVICE void summarise(Player& p, const Tape& tape, const Segment& head, int n_rows) {
+APART void summarise(Player p, const Tape& tape, const Segment& head, int n_rows) {
     Summing& summing = *(Summing*)p.activations;
     const Wish own = wish_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
     sync_players();  // the logits are written, and the activations are read
@@ -858,7 +858,7 @@ DEVICE void write_chosen(const Tape& tape, int row, int token, float logprob) {
 
 // The token of a row, its log-probability and the most likely ones, into the table; then the row's mark. All players of
 // the row's block, after summarise. Uses the activations' memory.
-DEVICE void choose(Player& p, const Tape& tape, int row) {
+APART void choose(Player p, const Tape& tape, int row) {
     const Wish wish = wish_of(tape, row);
     // Before the row's mark can be raised: behind it the border may change what the slot asks for. And what summarise
     // has left is read.

@@ -3,7 +3,8 @@
 // A hop is an array of words, each a value below and its tag above. A word whose tag is the beat has come; there is no
 // barrier and no fence, and words come in any order. So a thread polls the first words that it wants, asks for all the
 // others when those have come, and looks again at whichever was late. Polling all of them from the start is slower: it
-// takes from the stream of weights what it needs to come to an end.
+// takes from the stream of weights what it needs to come to an end. All that is executed here lies between the last
+// word of one phase and the first product of the next, for every block: it is short, and there once.
 //
 // Activations lie [row][columns + ROW_PADDING], 2 bytes each, columns a multiple of 32; those beyond the real ones are
 // zero. In the int8 build (WIDE 0) a row has the same bytes: int8 [columns], then float32 scales [columns / 32].
@@ -14,10 +15,17 @@
 
 #define PADDED(columns) (((columns) + 32 * N_PLAYERS - 1) / (32 * N_PLAYERS) * (32 * N_PLAYERS))
 #define NORMED_COLUMNS PADDED(HIDDEN)
-// Looks at two words each that a thread has under way: four registers a look. Eight by every thread of every block are
-// about what L2 delivers in the time that it takes to answer.
-#define LOOKS_AT_ONCE 8
-#define PAIR_LOOKS_AT_ONCE 16
+// Columns of pairs that are multiplied between two additions to the sums: whole chunks of every kind.
+#define SLAB_UNIT (256 * N_PLAYERS)
+#define SLAB_COLUMNS ((ACTIVATION_BYTES / (2 * MAX_ROWS) - ROW_PADDING) / SLAB_UNIT * SLAB_UNIT)
+static_assert(SLAB_COLUMNS > 0, "MAX_ROWS rows of one chunk's activations must fit");
+static_assert(MAX_ROWS * 2 * (NORMED_COLUMNS + ROW_PADDING) <= ACTIVATION_BYTES, "MAX_ROWS normed rows must fit");
+
+// Looks at two words each that a thread has under way at most: four registers a look. Eight by every thread of every
+// block are about what L2 delivers in the time that it takes to answer.
+#define NORMED_AT_ONCE 8
+#define PAIRS_AT_ONCE 16
+#define PAIRS_OF_MANY_AT_ONCE 8
 
 // float16 overflows where bfloat16 does not: there a row is brought to size before it is rounded, not after.
 #define NORM_FIRST (WIDE && !ACTIVATION_BF16)
@@ -40,6 +48,43 @@ DEVICE bool have_come(const u64 words[2], u32 beat) {
 DEVICE void await_two(const Tape& tape, const u64* place, u32 beat, u64 words[2]) {
     for (Waiting waiting(tape.state); !have_come(words, beat) && waiting.goes_on();) {
         look_two(place, words);
+    }
+}
+
+// A thread's looks at some rows, N_PLAYER_THREADS looks from one to the next.
+template <int ROWS, int LOOKS>
+struct Words {
+    u64 of[ROWS][LOOKS][2];
+};
+
+// Of `n` looks at a row that the players share, those of one thread.
+DEVICE int looks_of(int thread, int n) { return n > thread ? (n - thread - 1) / N_PLAYER_THREADS + 1 : 0; }
+
+// `own`: the thread's first words of the first row; from row to row it is `row_words`. Others stay 0.
+template <int ROWS, int LOOKS>
+DEVICE void fetch_words(
+    const Tape& tape, u32 beat, const u64* own, int row_words, int n_rows, int n_looks, Words<ROWS, LOOKS>& words
+) {
+    UNROLL
+    for (int i = 0; i < ROWS * LOOKS; i++) words.of[i / LOOKS][i % LOOKS][0] = words.of[i / LOOKS][i % LOOKS][1] = 0;
+    if (n_looks > 0) {
+        look_two(own, words.of[0][0]);
+        await_two(tape, own, beat, words.of[0][0]);
+    }
+    for (Waiting waiting(tape.state);;) {
+        bool all = true;
+        UNROLL
+        for (int i = 0; i < ROWS * LOOKS; i++) {
+            const int r = i / LOOKS, j = i % LOOKS;
+            const bool late = r < n_rows && j < n_looks && !have_come(words.of[r][j], beat);
+            if (late) look_two(own + r * row_words + 2 * j * N_PLAYER_THREADS, words.of[r][j]);
+        }
+        UNROLL
+        for (int i = 0; i < ROWS * LOOKS; i++) {
+            const int r = i / LOOKS, j = i % LOOKS;
+            all &= r >= n_rows || j >= n_looks || have_come(words.of[r][j], beat);
+        }
+        if (all || !waiting.goes_on()) return;
     }
 }
 
@@ -67,7 +112,7 @@ DEVICE float steps_per_unit(float step) { return step > 0.0f ? 1.0f / step : 0.0
 // --- rows of the residual stream, normed ---
 
 constexpr int NORMED_LOOKS = (HIDDEN / 2 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS;  // by a thread, of a row
-constexpr int MOST_ROWS = LOOKS_AT_ONCE / NORMED_LOOKS < 1 ? 1 : LOOKS_AT_ONCE / NORMED_LOOKS;
+constexpr int MOST_ROWS = NORMED_AT_ONCE / NORMED_LOOKS < 1 ? 1 : NORMED_AT_ONCE / NORMED_LOOKS;
 constexpr int NORMED_ROWS = MOST_ROWS < MAX_ROWS ? MOST_ROWS : MAX_ROWS;  // fetched at once
 static_assert(HIDDEN % 64 == 0, "a warp has a pair of columns for every lane, or none");
 
@@ -77,7 +122,7 @@ struct Pairs {
 };
 
 // Who is in this step: asked once, since the border alone changes it.
-DEVICE void learn_rows(Player& p, const Tape& tape, int n_rows) {
+DEVICE void learn_rows(const Player& p, const Tape& tape, int n_rows) {
     if (p.thread >= n_rows) return;
     const int slot = load_fresh(TABLE_row_slot(tape.view) + p.thread);
     p.shared->slot[p.thread] = slot;
@@ -88,12 +133,6 @@ DEVICE void learn_rows(Player& p, const Tape& tape, int n_rows) {
 DEVICE u64 embedding_begin(const Tape& tape, int row) {
     const int slot = load_fresh(TABLE_row_slot(tape.view) + row);
     return (u64)load_fresh(TABLE_token(tape.view) + slot) * HIDDEN;
-}
-DEVICE float embedded(const Tape& tape, int row, int column) {
-    const u64 at = embedding_begin(tape, row) + column;
-    if (EMBEDDING_TYPE == TYPE_F32) return ((const float*)tape.embedding)[at];
-    const u16 half = ((const u16*)tape.embedding)[at];
-    return EMBEDDING_TYPE == TYPE_BF16 ? from_bf16(half) : from_f16(half);
 }
 
 DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pairs& pairs) {
@@ -122,36 +161,30 @@ DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pa
 }
 
 DEVICE void fetch_put(const Player& p, const Tape& tape, const u64* source, int n, Pairs& pairs) {
-    // Set, though what is not looked at is not used: else they would live on from turn to turn, in registers.
-    u64 words[NORMED_ROWS][NORMED_LOOKS][2] = {};
-    const u64* const own = source + 2 * p.thread;
-    if (p.thread < HIDDEN / 2) {
-        look_two(own, words[0][0]);
-        await_two(tape, own, p.beat, words[0][0]);
-    }
+    Words<NORMED_ROWS, NORMED_LOOKS> words;
+    fetch_words(tape, p.beat, source + 2 * p.thread, HIDDEN, n, looks_of(p.thread, HIDDEN / 2), words);
     UNROLL
-    for (int r = 0; r < NORMED_ROWS; r++) {
-        UNROLL
-        for (int j = 0; j < NORMED_LOOKS; j++) {
-            const bool there = r < n && p.thread + j * N_PLAYER_THREADS < HIDDEN / 2;
-            if (r + j > 0 && there) look_two(own + r * HIDDEN + 2 * j * N_PLAYER_THREADS, words[r][j]);
-        }
+    for (int i = 0; i < NORMED_ROWS * NORMED_LOOKS; i++) {
+        const int r = i / NORMED_LOOKS, j = i % NORMED_LOOKS;
+        pairs.of[r][j][0] = float_of((u32)words.of[r][j][0]);
+        pairs.of[r][j][1] = float_of((u32)words.of[r][j][1]);
     }
+}
+
+// What the block will add to, when it has multiplied its tiles of `segment`: kept, since to ask for it again then would
+// take as long as a hop.
+DEVICE void keep_residual(float* kept, int first, int row, int i, const float pair[2]) {
     UNROLL
-    for (int r = 0; r < NORMED_ROWS; r++) {
-        UNROLL
-        for (int j = 0; j < NORMED_LOOKS; j++) {
-            pairs.of[r][j][0] = pairs.of[r][j][1] = 0.0f;
-            if (r >= n || p.thread + j * N_PLAYER_THREADS >= HIDDEN / 2) continue;
-            await_two(tape, own + r * HIDDEN + 2 * j * N_PLAYER_THREADS, p.beat, words[r][j]);
-            pairs.of[r][j][0] = float_of((u32)words[r][j][0]);
-            pairs.of[r][j][1] = float_of((u32)words[r][j][1]);
-        }
+    for (int tile = 0; tile < RESIDUAL_TILES; tile++) {
+        if (i / 8 != first + tile * N_BLOCKS) continue;
+        float* const place = kept + (tile * 16 + i % 8 * 2) * MAX_ROWS + row;
+        place[0] = pair[0];
+        place[MAX_ROWS] = pair[1];
     }
 }
 
 // Each warp leaves its share of every row's squares. What is added to what follows from HIDDEN alone.
-DEVICE void leave_squares(Player& p, int row, int n, const Pairs& pairs) {
+DEVICE void leave_squares(const Player& p, int row, int n, const Pairs& pairs) {
     UNROLL
     for (int r = 0; r < NORMED_ROWS; r++) {
         if (r >= n) continue;
@@ -171,7 +204,7 @@ DEVICE float scale_of_row(const Player& p, int row) {
     return rsqrt_fast(sum * (1.0f / HIDDEN) + NORM_EPS);
 }
 
-DEVICE void lay_pair(Player& p, int row, int i, float low, float high) {
+DEVICE void lay_pair(const Player& p, int row, int i, float low, float high) {
     if (WIDE) {
         wide_row(p, row, NORMED_COLUMNS)[i] = pair_of(low, high);
         return;
@@ -183,7 +216,7 @@ DEVICE void lay_pair(Player& p, int row, int i, float low, float high) {
 }
 
 // Columns that only fill up: once more with every row, since attention works in the same memory.
-DEVICE void lay_padding(Player& p, int n_rows) {
+DEVICE void lay_padding(const Player& p, int n_rows) {
     constexpr int n = (NORMED_COLUMNS - HIDDEN) / 2;
     constexpr int ROW = n > 0 ? n : 1;
     for (int i = p.thread; i < n * n_rows; i += N_PLAYER_THREADS) {
@@ -200,13 +233,17 @@ DEVICE void lay_padding(Player& p, int n_rows) {
 
 // Rows of x, times the norm's weights, to `activations`; what else the norm multiplies by to shared->scale, which may
 // be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
-DEVICE void receive_normed(Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows) {
+// What the block's tiles from `first` on will be added to is kept.
+DEVICE void receive_normed(
+    const Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
+) {
     float weight[NORMED_LOOKS][2];
     UNROLL
     for (int j = 0; j < NORMED_LOOKS; j++) {
         const int i = p.thread + j * N_PLAYER_THREADS;
-        weight[j][0] = i < HIDDEN / 2 ? weights[2 * i] : 0.0f;
-        weight[j][1] = i < HIDDEN / 2 ? weights[2 * i + 1] : 0.0f;
+        const float2 both = i < HIDDEN / 2 ? ((const float2*)weights)[i] : float2{0.0f, 0.0f};
+        weight[j][0] = both.x;
+        weight[j][1] = both.y;
     }
     if (source == nullptr) learn_rows(p, tape, n_rows);
     lay_padding(p, n_rows);
@@ -228,6 +265,7 @@ DEVICE void receive_normed(Player& p, const Tape& tape, const u64* source, const
                 const float* const pair = pairs.of[r][j];
                 if (i >= HIDDEN / 2) continue;
                 lay_pair(p, row + r, i, pair[0] * scale * weight[j][0], pair[1] * scale * weight[j][1]);
+                keep_residual(kept, first, row + r, i, pair);
             }
         }
     }
@@ -237,15 +275,7 @@ DEVICE void receive_normed(Player& p, const Tape& tape, const u64* source, const
 
 // --- pairs, as attention and the gate hand them on ---
 
-// A thread's walk over the rows of a slab, two words at a time.
-struct Walk {
-    int row, at;
-    MEMBER void go_on(int looks, int by) {
-        for (at += by; at >= looks; at -= looks) row++;
-    }
-};
-
-DEVICE void lay_two_pairs(Player& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
+DEVICE void lay_two_pairs(const Player& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
     if (WIDE) {
         if (wanted) ((uint2*)wide_row(p, row, columns))[at] = uint2{first, second};
         return;
@@ -266,41 +296,41 @@ DEVICE void lay_two_pairs(Player& p, int row, int at, int columns, bool wanted, 
     if (at % 8 == 0) ((float*)(bytes + columns))[at / 8] = step;
 }
 
-// Columns [begin, begin + columns) of every row to `activations`. `source`: the hop of row 0, n_pairs words a row.
-// No player may be reading what lies there; after it all may.
-APART void receive_pairs(
-    Player p, const Tape& tape, const u64* source, int n_pairs, int n_rows, int begin, int columns
+// LOOKS by a thread at once, of ROWS rows.
+template <int ROWS, int LOOKS>
+DEVICE void receive_rows(
+    const Player& p, const Tape& tape, const u64* source, int n_pairs, int n_rows, int begin, int columns
 ) {
-    const int looks = columns / 4, real = (2 * n_pairs - begin) / 4;  // of a row
-    Walk walk = {0, 0};
-    walk.go_on(looks, p.thread);
-    // Counted by warps: every lane must be there where int8 is made.
+    const int looks = columns / 4, real = min(looks, (2 * n_pairs - begin) / 4);  // of a row; the others are zero
     NOT_UNROLLED
-    for (int i = p.thread - p.lane; i < n_rows * looks; i += PAIR_LOOKS_AT_ONCE * N_PLAYER_THREADS) {
-        u64 words[PAIR_LOOKS_AT_ONCE][2];
-        Walk asked = walk;
-        UNROLL
-        for (int k = 0; k < PAIR_LOOKS_AT_ONCE; k++) {
-            words[k][0] = words[k][1] = 0;
-            if (asked.row < n_rows && asked.at < real) {
-                const u64* const place = source + (u64)asked.row * n_pairs + begin / 2 + 2 * asked.at;
-                look_two(place, words[k]);
-                if (k == 0) await_two(tape, place, p.beat, words[k]);
+    for (int row = 0; row < n_rows; row += ROWS) {
+        NOT_UNROLLED
+        for (int at = p.thread; at - p.lane < looks; at += LOOKS * N_PLAYER_THREADS) {  // by warps: lanes meet in int8
+            Words<ROWS, LOOKS> words;
+            const u64* const own = source + (u64)row * n_pairs + begin / 2 + 2 * at;
+            fetch_words(tape, p.beat, own, n_pairs, min(ROWS, n_rows - row), looks_of(at, real), words);
+            UNROLL
+            for (int i = 0; i < ROWS * LOOKS; i++) {
+                const int r = row + i / LOOKS, place = at + i % LOOKS * N_PLAYER_THREADS;
+                const u64* const two = words.of[i / LOOKS][i % LOOKS];
+                lay_two_pairs(p, r, place, columns, r < n_rows && place < looks, (u32)two[0], (u32)two[1]);
             }
-            asked.go_on(looks, N_PLAYER_THREADS);
-        }
-        UNROLL
-        for (int k = 0; k < PAIR_LOOKS_AT_ONCE; k++) {
-            if (i + k * N_PLAYER_THREADS < n_rows * looks) {
-                const bool wanted = walk.row < n_rows;
-                if (wanted && walk.at < real) {
-                    const u64* const place = source + (u64)walk.row * n_pairs + begin / 2 + 2 * walk.at;
-                    await_two(tape, place, p.beat, words[k]);
-                }
-                lay_two_pairs(p, walk.row, walk.at, columns, wanted, (u32)words[k][0], (u32)words[k][1]);
-            }
-            walk.go_on(looks, N_PLAYER_THREADS);
         }
     }
+}
+
+DEVICE constexpr int looks_at(int columns) { return (columns / 4 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS; }
+DEVICE constexpr int at_most(int n, int most) { return n < most ? n : most; }
+
+// Columns [begin, begin + columns) of every row to `activations`. `source`: the hop of row 0, n_pairs words a row. No
+// player may be reading what lies there; after it all may. A single row, as it is most of the time, has code of its own.
+DEVICE void receive_pairs(
+    const Player& p, const Tape& tape, const u64* source, int n_pairs, int n_rows, int begin, int columns
+) {
+    constexpr int LONGEST = looks_at(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), OF_SLAB = looks_at(SLAB_COLUMNS);
+    constexpr int LOOKS = at_most(OF_SLAB, PAIRS_OF_MANY_AT_ONCE), ROWS = at_most(PAIRS_OF_MANY_AT_ONCE / LOOKS, MAX_ROWS);
+    if (n_rows == 1) {
+        receive_rows<1, at_most(LONGEST, PAIRS_AT_ONCE)>(p, tape, source, n_pairs, 1, begin, columns);
+    } else receive_rows<ROWS, LOOKS>(p, tape, source, n_pairs, n_rows, begin, columns);
     sync_players();
 }

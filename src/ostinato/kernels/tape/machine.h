@@ -45,6 +45,19 @@ DEVICE char* shared_memory() {
     return all_shared_memory;
 }
 
+// --- registers: a multiprocessor's are dealt out by four warps; the reader's warps need next to none ---
+
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+
+// The thread's number, asked for once more: what follows from it is computed where it is wanted. Else the compiler
+// computes all of it before the loop, keeps it, and, since registers are few, keeps it in memory that is far away.
+DEVICE int thread_anew() {
+    int number;
+    asm volatile("mov.u32 %0, %tid.x;" : "=r"(number));
+    return number;
+}
+
 // --- together: all lanes of a warp, all players, all threads of a block ---
 
 DEVICE void sync_block() { __syncthreads(); }

@@ -33,6 +33,7 @@ struct Segment {
 
 // The segments of a layer, in the order of the tape; after all layers comes the head.
 enum { SEGMENT_Q, SEGMENT_K, SEGMENT_V, SEGMENT_OUT, SEGMENT_GATE_UP, SEGMENT_DOWN, SEGMENTS_A_LAYER };
+#define SEGMENT_HEAD SEGMENTS_A_LAYER
 #define N_SEGMENTS (SEGMENTS_A_LAYER * N_LAYERS + 1)
 
 // What outlasts a launch, in device memory.
@@ -74,15 +75,18 @@ struct Tape {
 };
 
 // A block's shared memory; the ring's stages and then the activations follow it.
+#define RESIDUAL_TILES ((HIDDEN / 16 + N_BLOCKS - 1) / N_BLOCKS)  // of x, that a block makes
 #define SUM_ROWS (MAX_ROWS <= 4 ? 4 : 8)
 #define RING_AT ((int)(sizeof(Shared) + 127) / 128 * 128)
 struct Shared {
     Gate full[STAGES], empty[STAGES];
     u32 over;                                                  // the players tell the reader: no further step
     u32 goes;                                                  // what this block heard from the border
+    Segment segments[N_SEGMENTS];
     float sums[N_PLAYERS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by player; see tiles.h
     float small[N_PLAYERS * MAX_ROWS * 4];                     // reductions over the block
     float scale[MAX_ROWS];                                     // of each row's norm
+    float residual[2][RESIDUAL_TILES * 16 * MAX_ROWS];         // what `output` and `down` add to, [tile][r][row]
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
 };
 
@@ -96,3 +100,10 @@ struct Player {
     u16* activations;        // [rows][columns + ROW_PADDING], or int8 of the same bytes
     Shared* shared;
 };
+
+// At the beginning of everything that is long: see thread_anew.
+DEVICE void renew(Player& p) {
+    p.thread = thread_anew();
+    p.warp = p.thread / 32;
+    p.lane = p.thread % 32;
+}

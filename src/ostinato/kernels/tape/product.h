@@ -57,11 +57,17 @@ DEVICE void pass_chunks(Player& p, const Tape& tape, const Segment& segment, int
     p.phase = place.phase;
 }
 
-// fetch(work, is the first group, begin, columns): sees to it that these columns lie in activations, and tells the work
-// how wide they lie and which comes first. finish(first tile, number of tiles, sums): by all players, after a sync.
-template <class Fetch, class Finish>
+// Where the activations of a product come from.
+struct Source {
+    const u64* hop;  // of row 0, pairs; null: they lie there whole, as receive_normed leaves them
+    int n_pairs;     // words of a row
+};
+
+// The block's tiles of W, times all rows: finish(first tile, number of tiles, sums) for each few tiles, by all players,
+// after a sync. Pairs are fetched at once where all rows have room, else slab by slab, again for each few tiles.
+template <class Finish>
 DEVICE void multiply_here(
-    Player& p, const Tape& tape, const Segment& segment, int n_rows, int slab_columns, Fetch fetch, Finish finish
+    Player& p, const Tape& tape, const Segment& segment, const Source& source, int n_rows, Finish finish
 ) {
     const int n_here = tiles_here(segment);
     if (n_rows == 0) pass_chunks(p, tape, segment, n_here);
@@ -69,12 +75,14 @@ DEVICE void multiply_here(
     const int pitch = n_rows <= 2 ? 2 : n_rows <= 4 ? 4 : 8;
     const bool takes_turns = 2 * pitch <= SUM_ROWS;
     const int chunk_columns = tiles_a_chunk(segment.kind) * 16 * N_PLAYERS;
+    const int width = source.hop ? PADDED(2 * source.n_pairs) : NORMED_COLUMNS;
+    const bool whole = !source.hop || n_rows * 2 * (width + ROW_PADDING) <= ACTIVATION_BYTES;
+    const int at_once = whole ? segment.columns : SLAB_COLUMNS;
     Work work;
     work.state = tape.state;
-    work.warp = p.warp;
-    work.lane = p.lane;
     work.n_rows = n_rows;
     work.of_matrix = column_tiles(segment);
+    work.slab_chunks = ((source.hop ? SLAB_COLUMNS : segment.columns) + chunk_columns - 1) / chunk_columns;
     work.pitch = pitch;
     work.place = {p.stage, p.phase};
     NOT_UNROLLED
@@ -82,15 +90,24 @@ DEVICE void multiply_here(
         work.n_tiles = min(TILES_AT_ONCE, n_here - first);
         work.first_sum = takes_turns ? p.turn * N_PLAYERS * TILES_AT_ONCE * 16 * pitch : 0;
         NOT_UNROLLED
-        for (int begin = 0; begin < segment.columns; begin += slab_columns) {
-            const int columns = min(slab_columns, segment.columns - begin);
-            fetch(work, first == 0, begin, columns);
+        for (int begin = 0; begin < segment.columns; begin += at_once) {
+            const int columns = min(at_once, segment.columns - begin);
+            work.begin = begin;
+            work.width = whole ? width : (columns + 31) / 32 * 32;
+            if (source.hop && (!whole || first == 0)) {
+                if (begin > 0) sync_players();  // nobody reads the slab before any more
+                receive_pairs(p, tape, source.hop, source.n_pairs, n_rows, begin, work.width);
+            }
+            renew(p);
+            work.warp = p.warp;
+            work.lane = p.lane;
             work.chunk = begin / chunk_columns;
             work.end_chunk = (begin + columns + chunk_columns - 1) / chunk_columns;
             work.adds = begin > 0;
             work.place = multiply_chunks(segment.kind, work);
         }
         sync_players();
+        renew(p);
         finish(first, work.n_tiles, Sums{p.shared->sums + work.first_sum, pitch});
         if (takes_turns) p.turn ^= 1;
         else sync_players();
@@ -99,63 +116,28 @@ DEVICE void multiply_here(
     p.phase = work.place.phase;
 }
 
-// Each value of a tile to done(tile, r, row, value), by a thread of its own.
+// Each value of a tile to done(which of the block's, tile, r, row, value), r < 16, by a thread of its own.
 template <class Done>
 DEVICE void hand_on(const Player& p, const Segment& segment, int n_rows, int first, int n_tiles, Sums sums, Done done) {
     for (int i = p.thread; i < n_tiles * 16 * sums.pitch; i += N_PLAYER_THREADS) {
         const int row = i % sums.pitch, r = i / sums.pitch % 16, tile = i / sums.pitch / 16;
-        if (row < n_rows) done(first_tile(segment) + (first + tile) * N_BLOCKS, r, row, sums.at(tile, r, row));
+        const int own = first + tile;
+        if (row < n_rows) done(own, first_tile(segment) + own * N_BLOCKS, r, row, sums.at(tile, r, row));
     }
-}
-
-// Activations that lie there whole, as receive_normed leaves them.
-struct Whole {
-    MEMBER void operator()(Work& work, bool, int, int) const {
-        work.width = NORMED_COLUMNS;
-        work.begin = 0;
-    }
-};
-
-// y = W x for the block's tiles of W: done(tile, r, row, value) for each row r < 16 of a tile and each row of x.
-template <class Done>
-DEVICE void product(Player& p, const Tape& tape, const Segment& segment, int n_rows, Done done) {
-    multiply_here(p, tape, segment, n_rows, segment.columns, Whole(), [&](int first, int n_tiles, Sums sums) {
-        hand_on(p, segment, n_rows, first, n_tiles, sums, done);
-    });
 }
 
 // Gate and up, whose rows stand eight and eight in a tile: done(unit, row, gate, up, gate, up) for each even unit and
 // the next, since the two are handed on as a pair.
 template <class Done>
-DEVICE void product_of_units(Player& p, const Tape& tape, const Segment& segment, int n_rows, Done done) {
-    multiply_here(p, tape, segment, n_rows, segment.columns, Whole(), [&](int first, int n_tiles, Sums sums) {
-        const int n = n_tiles * 8 * sums.pitch;
-        for (int i = p.thread; i - p.lane < n; i += N_PLAYER_THREADS) {  // by whole warps: neighbours meet
-            const int row = i % sums.pitch, r = i / sums.pitch % 8, tile = i / sums.pitch / 8;
-            const float gate = i < n ? sums.at(tile, r, row) : 0.0f, up = i < n ? sums.at(tile, r + 8, row) : 0.0f;
-            const float next_gate = shuffle_xor(gate, sums.pitch), next_up = shuffle_xor(up, sums.pitch);
-            if (i >= n || row >= n_rows || r % 2 != 0) continue;
-            done((first_tile(segment) + (first + tile) * N_BLOCKS) * 8 + r, row, gate, up, next_gate, next_up);
-        }
-    });
-}
-
-// The same for activations that come as pairs: `hop` is that of row 0, n_pairs words a row. They are fetched at once
-// where all rows have room, else slab by slab, again for each group of tiles.
-template <class Done>
-DEVICE void product_of_pairs(
-    Player& p, const Tape& tape, const Segment& segment, const u64* hop, int n_pairs, int n_rows, Done done
+DEVICE void hand_on_units(
+    const Player& p, const Segment& segment, int n_rows, int first, int n_tiles, Sums sums, Done done
 ) {
-    const bool at_once = n_rows * 2 * (segment.columns + ROW_PADDING) <= ACTIVATION_BYTES;
-    const int width = (segment.columns + 31) / 32 * 32;
-    const auto fetch = [&](Work& work, bool is_first, int begin, int columns) {
-        work.width = at_once ? width : (columns + 31) / 32 * 32;
-        work.begin = at_once ? 0 : begin;
-        if (at_once && (begin > 0 || !is_first)) return;
-        if (begin > 0) sync_players();  // nobody reads the slab before any more
-        receive_pairs(p, tape, hop, n_pairs, n_rows, work.begin, work.width);
-    };
-    multiply_here(p, tape, segment, n_rows, SLAB_COLUMNS, fetch, [&](int first, int n_tiles, Sums sums) {
-        hand_on(p, segment, n_rows, first, n_tiles, sums, done);
-    });
+    const int n = n_tiles * 8 * sums.pitch;
+    for (int i = p.thread; i - p.lane < n; i += N_PLAYER_THREADS) {  // by whole warps: neighbours meet
+        const int row = i % sums.pitch, r = i / sums.pitch % 8, tile = i / sums.pitch / 8;
+        const float gate = i < n ? sums.at(tile, r, row) : 0.0f, up = i < n ? sums.at(tile, r + 8, row) : 0.0f;
+        const float next_gate = shuffle_xor(gate, sums.pitch), next_up = shuffle_xor(up, sums.pitch);
+        if (i >= n || row >= n_rows || r % 2 != 0) continue;
+        done((first_tile(segment) + (first + tile) * N_BLOCKS) * 8 + r, row, gate, up, next_gate, next_up);
+    }
 }

@@ -33,6 +33,11 @@ enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_CHOOSE, CLOCK_BORDER };
 #define CLOCKED_BLOCK (N_BLOCKS / 2)
 static_assert(CLOCK_BORDER + 1 == N_CLOCKED, "loop/tape_plan.py makes room for other marks");
 
+DEVICE int clock_of(int segment) {
+    if (segment == SEGMENT_HEAD) return CLOCK_HEAD - CLOCKED_A_LAYER * N_LAYERS;
+    if (segment == SEGMENT_Q) return CLOCK_QKV;
+    return segment == SEGMENT_OUT ? CLOCK_OUT : segment == SEGMENT_GATE_UP ? CLOCK_GATE_UP : CLOCK_DOWN;
+}
 DEVICE void note_time(const Player& p, const Tape& tape, int phase) {
     if (tape.clock && block() == CLOCKED_BLOCK && p.thread == 0) tape.clock[phase] = timer_ns();
 }
@@ -46,11 +51,11 @@ DEVICE void await_mark(const Tape& tape, const u64* mark, u32 beat) {
     }
 }
 
-// Whether a step follows. `n_chosen`: rows of the step before, whose choices the border commits. Through it everything
+// Whether a step follows, at the player's beat. `n_chosen`: rows of the step before, whose choices the border commits. Through it everything
 // that a block wrote plainly in that step (keys and values, choices) reaches all others: block 0 has acquired every
 // block's mark before it raises its own, which they acquire.
-FUNCTION bool go_on(Player& p, const Tape& tape, int n_chosen) {
-    const u32 chosen_at = p.beat++;
+APART bool go_on(Player p, const Tape& tape, int n_chosen) {
+    const u32 chosen_at = p.beat - 1;
     u64* const mark = border_mark(tape);
     if (block() == 0) {
         if (p.thread < n_chosen) await_mark(tape, tape.marks + N_BLOCKS + p.thread, chosen_at);
@@ -75,7 +80,7 @@ FUNCTION bool go_on(Player& p, const Tape& tape, int n_chosen) {
 }
 
 // The last thing a block does. Block 0 waits for the others: one that came late would begin at the wrong beat.
-FUNCTION void leave_the_stage(Player& p, const Tape& tape) {
+DEVICE void leave_the_stage(const Player& p, const Tape& tape) {
     if (p.thread == 0) p.shared->over = 1;
     sync_players();
     if (p.thread == 0) raise(tape.marks + block(), (u64)p.beat << 32);
@@ -85,130 +90,154 @@ FUNCTION void leave_the_stage(Player& p, const Tape& tape) {
     if (p.thread == 0) tape.state->beat = p.beat;
 }
 
-// --- a step ---
+// --- a step: the segments of the tape in their order ---
+//
+// All of them are played by the same code, so that it is there once, and short: an instruction that is not in the
+// multiprocessor's cache comes from behind the stream of weights.
 
 DEVICE u64* hop_x(const Tape& tape, int buffer, int row) {
     return tape.x + ((u64)buffer * MAX_ROWS + row) * HIDDEN;
 }
 
-DEVICE float residual(const Tape& tape, int layer, int row, int column) {
-    if (layer == 0) return embedded(tape, row, column);
-    return float_of((u32)look(hop_x(tape, layer & 1, row) + column));
+struct Turn {
+    int layer, segment;  // SEGMENT_Q to SEGMENT_DOWN, or SEGMENT_HEAD
+};
+DEVICE Turn turn_of(int number) {
+    const int layer = number / SEGMENTS_A_LAYER;
+    return {layer, number == N_SEGMENTS - 1 ? SEGMENT_HEAD : number - layer * SEGMENTS_A_LAYER};
 }
 
-FUNCTION void query_key_value(Player& p, const Tape& tape, const Segment* segments, int layer, int n_rows) {
-    receive_normed(p, tape, layer == 0 ? nullptr : hop_x(tape, layer & 1, 0), tape.norms + 2 * layer * HIDDEN, n_rows);
-    u64* const to = tape.qkv + (u64)(layer & 1) * MAX_ROWS * QKV_COLUMNS;
-    int begin = 0;
-    for (int part = SEGMENT_Q; part <= SEGMENT_V; part++) {
-        product(p, tape, segments[part], n_rows, [&](int tile, int r, int row, float value) {
-            const int column = begin + tile * 16 + r;
-            float out = value * p.shared->scale[row];
-            if (HAS_BIAS) out += tape.qkv_bias[layer * QKV_COLUMNS + column];
-            put(to + row * QKV_COLUMNS + column, bits_of(out), p.beat);
-        });
-        begin += segments[part].n_tiles * 16;
-    }
-}
-
-FUNCTION void output(Player& p, const Tape& tape, const Segment& segment, int layer, int n_rows) {
-    const u64* const from = tape.seen + (u64)(layer & 1) * MAX_ROWS * (QUERY_COLUMNS / 2);
-    product_of_pairs(p, tape, segment, from, QUERY_COLUMNS / 2, n_rows, [&](int tile, int r, int row, float value) {
-        const int column = tile * 16 + r;
-        put(hop_x(tape, 2 + (layer & 1), row) + column, bits_of(residual(tape, layer, row, column) + value), p.beat);
-    });
-    // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
-    if (tiles_here(segment) == 0) sync_players();
-}
-
-FUNCTION void gate_and_up(Player& p, const Tape& tape, const Segment& segment, int layer, int n_rows) {
-    receive_normed(p, tape, hop_x(tape, 2 + (layer & 1), 0), tape.norms + (2 * layer + 1) * HIDDEN, n_rows);
-    u64* const to = tape.inside + (u64)(layer & 1) * MAX_ROWS * (FF / 2);
-    const auto gated = [&](float gate, float up, float scale) {
-        const float given = gate * scale;
-        return given / (1.0f + exp2_fast(-1.4426950408889634f * given)) * (up * scale);
-    };
-    product_of_units(p, tape, segment, n_rows, [&](int unit, int row, float gate0, float up0, float gate1, float up1) {
-        const float scale = p.shared->scale[row];
-        const u32 pair = pair_of(gated(gate0, up0, scale), gated(gate1, up1, scale));
-        put(to + row * (FF / 2) + unit / 2, pair, p.beat);
-    });
-}
-
-FUNCTION void down(Player& p, const Tape& tape, const Segment& segment, int layer, int n_rows) {
-    const u64* const from = tape.inside + (u64)(layer & 1) * MAX_ROWS * (FF / 2);
-    product_of_pairs(p, tape, segment, from, FF / 2, n_rows, [&](int tile, int r, int row, float value) {
-        const int column = tile * 16 + r;
-        const float before = float_of((u32)look(hop_x(tape, 2 + (layer & 1), row) + column));
-        put(hop_x(tape, (layer + 1) & 1, row) + column, bits_of(before + value), p.beat + 1);
-    });
-}
-
-FUNCTION void head(Player& p, const Tape& tape, int n_rows) {
-    const Segment& segment = tape.segments[N_SEGMENTS - 1];
-    receive_normed(p, tape, hop_x(tape, N_LAYERS & 1, 0), tape.norms + 2 * N_LAYERS * HIDDEN, n_rows);
-    product(p, tape, segment, n_rows, [&](int tile, int r, int row, float value) {
-        const int id = tile * 16 + r;
-        if (id < VOCAB(tape.view)) tape.logits[(u64)row * VOCAB(tape.view) + id] = value * p.shared->scale[row];
-    });
-    summarise(p, tape, segment, n_rows);
-}
-
-FUNCTION void step(Player& p, const Tape& tape, int n_rows) {
-    for (int layer = 0; layer < N_LAYERS; layer++) {
-        const Segment* const segments = tape.segments + layer * SEGMENTS_A_LAYER;
-        p.beat++;
-        note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_QKV);
-        query_key_value(p, tape, segments, layer, n_rows);
+// Before a product: x is normed for q, k and v, for gate and up, and for the head; before `output` is attention.
+DEVICE void prepare(Player& p, const Tape& tape, const Turn& part, int n_rows) {
+    const int layer = part.layer;
+    if (part.segment == SEGMENT_K || part.segment == SEGMENT_V) return;
+    if (part.segment == SEGMENT_Q || part.segment == SEGMENT_HEAD) p.beat++;
+    if (part.segment == SEGMENT_OUT) {
         note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_ATTENTION);
         attention(p, tape, layer, n_rows);
-        note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_OUT);
-        output(p, tape, segments[SEGMENT_OUT], layer, n_rows);
-        note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_GATE_UP);
-        gate_and_up(p, tape, segments[SEGMENT_GATE_UP], layer, n_rows);
-        note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_DOWN);
-        down(p, tape, segments[SEGMENT_DOWN], layer, n_rows);
     }
-    p.beat++;
-    note_time(p, tape, CLOCK_HEAD);
-    head(p, tape, n_rows);
+    note_time(p, tape, clock_of(part.segment) + layer * CLOCKED_A_LAYER);
+    if (part.segment == SEGMENT_OUT || part.segment == SEGMENT_DOWN) return;
+    const bool is_second = part.segment == SEGMENT_GATE_UP;
+    const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
+    // Who adds to it: `output` to what comes before attention, `down` to what comes before the MLP.
+    const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
+    const int first = part.segment == SEGMENT_HEAD ? HIDDEN : first_tile(p.shared->segments[adding]);  // for the head: none
+    receive_normed(
+        p, tape, part.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
+        tape.norms + (2 * layer + is_second) * HIDDEN, n_rows, p.shared->residual[is_second], first
+    );
+}
+
+DEVICE Source source_of(const Tape& tape, const Turn& part) {
+    const int turn = part.layer & 1;
+    if (part.segment == SEGMENT_OUT) return {tape.seen + (u64)turn * MAX_ROWS * (QUERY_COLUMNS / 2), QUERY_COLUMNS / 2};
+    if (part.segment == SEGMENT_DOWN) return {tape.inside + (u64)turn * MAX_ROWS * (FF / 2), FF / 2};
+    return {nullptr, 0};
+}
+
+DEVICE float gated(float gate, float up, float scale) {
+    const float given = gate * scale;
+    return given / (1.0f + exp2_fast(-1.4426950408889634f * given)) * (up * scale);
+}
+
+// One value of a product, to whoever needs it. `begin`: of the rows of q, k and v, the segment's first.
+DEVICE void give(
+    const Player& p, const Tape& tape, const Turn& part, int begin, int own, int tile, int r, int row, float value
+) {
+    const int turn = part.layer & 1, column = tile * 16 + r;
+    if (part.segment == SEGMENT_OUT || part.segment == SEGMENT_DOWN) {
+        const bool is_down = part.segment == SEGMENT_DOWN;  // which begins the next layer
+        const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + value;
+        u64* const to = hop_x(tape, is_down ? turn ^ 1 : 2 + turn, row);
+        put(to + column, bits_of(sum), p.beat + is_down);
+    } else if (part.segment == SEGMENT_HEAD) {
+        if (column >= VOCAB(tape.view)) return;
+        tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row];
+    } else {
+        float out = value * p.shared->scale[row];
+        if (HAS_BIAS) out += tape.qkv_bias[part.layer * QKV_COLUMNS + begin + column];
+        put(tape.qkv + ((u64)turn * MAX_ROWS + row) * QKV_COLUMNS + begin + column, bits_of(out), p.beat);
+    }
+}
+
+DEVICE void step(Player& p, const Tape& tape, int n_rows) {
+    int begin = 0;
+    NOT_UNROLLED
+    for (int number = 0; number < N_SEGMENTS; number++) {
+        const Segment& segment = p.shared->segments[number];
+        const Turn part = turn_of(number);
+        renew(p);
+        if (part.segment == SEGMENT_Q) begin = 0;
+        prepare(p, tape, part, n_rows);
+        multiply_here(p, tape, segment, source_of(tape, part), n_rows, [&](int first, int n_tiles, Sums sums) {
+            if (part.segment == SEGMENT_GATE_UP) {
+                u64* const to = tape.inside + (u64)(part.layer & 1) * MAX_ROWS * (FF / 2);
+                const auto done = [&](int unit, int row, float gate0, float up0, float gate1, float up1) {
+                    const float scale = p.shared->scale[row];
+                    const u32 pair = pair_of(gated(gate0, up0, scale), gated(gate1, up1, scale));
+                    put(to + row * (FF / 2) + unit / 2, pair, p.beat);
+                };
+                hand_on_units(p, segment, n_rows, first, n_tiles, sums, done);
+            } else {
+                const auto done = [&](int own, int tile, int r, int row, float value) {
+                    give(p, tape, part, begin, own, tile, r, row, value);
+                };
+                hand_on(p, segment, n_rows, first, n_tiles, sums, done);
+            }
+        });
+        // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
+        if (part.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_players();
+        begin += segment.n_tiles * 16;
+    }
+    renew(p);
+    summarise(p, tape, p.shared->segments[N_SEGMENTS - 1], n_rows);
     note_time(p, tape, CLOCK_CHOOSE);
     for (int row = block(); row < n_rows; row += N_BLOCKS) choose(p, tape, row);
 }
 
 // --- the loop ---
 
-FUNCTION void play(Player& p, const Tape& tape) {
-    for (bool goes = tape.single || go_on(p, tape, 0); goes;) {
-        const int n_rows = (int)load_fresh((const u32*)TABLE_n_rows(tape.view));
-        step(p, tape, n_rows);
+DEVICE int rows_of(const Tape& tape) { return (int)load_fresh((const u32*)TABLE_n_rows(tape.view)); }
+
+DEVICE void play(Player& p, const Tape& tape) {
+    // A launch begins with a border, which lets requests in; a single step, as the host paces them, with the step.
+    int n_rows = tape.single ? rows_of(tape) : 0;
+    for (bool goes = true; goes;) {
+        if (tape.single || n_rows > 0) step(p, tape, n_rows);
+        renew(p);
         sync_players();
         note_time(p, tape, CLOCK_BORDER);
+        p.beat++;
         goes = go_on(p, tape, n_rows) && !tape.single;
+        n_rows = rows_of(tape);
     }
     leave_the_stage(p, tape);
 }
 
-KERNEL(tape, Tape, given, N_PLAYER_THREADS + 32) {
+KERNEL(tape, Tape, given, N_PLAYER_THREADS + N_READER_THREADS) {
     Shared* const shared = (Shared*)shared_memory();
     char* const ring = shared_memory() + RING_AT;
     if (thread() == 0) {
         set_up(*shared);
         gate_init_fence();
     }
+    for (int i = thread(); i < N_SEGMENTS; i += N_PLAYER_THREADS) shared->segments[i] = given.segments[i];
     sync_block();
     if (thread() >= N_PLAYER_THREADS) {
+        give_registers();
         if (thread() == N_PLAYER_THREADS) read_tape(given, *shared, ring);
-        return;
+    } else {
+        take_registers();
+        Player p;
+        p.thread = thread();
+        p.warp = p.thread / 32;
+        p.lane = p.thread % 32;
+        p.stage = p.phase = p.turn = 0;
+        p.beat = load_fresh(&given.state->beat);
+        p.ring = ring;
+        p.activations = (u16*)(ring + STAGES * STAGE_BYTES);
+        p.shared = shared;
+        play(p, given);
     }
-    Player p;
-    p.thread = thread();
-    p.warp = p.thread / 32;
-    p.lane = p.thread % 32;
-    p.stage = p.phase = p.turn = 0;
-    p.beat = load_fresh(&given.state->beat);
-    p.ring = ring;
-    p.activations = (u16*)(ring + STAGES * STAGE_BYTES);
-    p.shared = shared;
-    play(p, given);
 }

@@ -7,12 +7,6 @@
 #include "fragments.h"
 #include "handoff.h"
 
-// Columns of pairs that are multiplied between two additions to the sums: whole chunks of every kind.
-#define SLAB_UNIT (256 * N_PLAYERS)
-#define SLAB_COLUMNS ((ACTIVATION_BYTES / (2 * MAX_ROWS) - ROW_PADDING) / SLAB_UNIT * SLAB_UNIT)
-static_assert(SLAB_COLUMNS > 0, "MAX_ROWS rows of one chunk's activations must fit");
-static_assert(MAX_ROWS * 2 * (NORMED_COLUMNS + ROW_PADDING) <= ACTIVATION_BYTES, "MAX_ROWS normed rows must fit");
-
 // What a warp multiplies between two looks at anything else. It has no pointers to shared memory: those that are made
 // from shared_memory() at hand are known to lie there, and cost half as much.
 struct Work {
@@ -24,6 +18,7 @@ struct Work {
     int n_tiles;                      // at most TILES_AT_ONCE
     int first_sum, pitch;             // where its sums begin, and how many rows they have: 2, 4 or 8
     bool adds;                        // to sums that are there already
+    int slab_chunks;                  // what so many chunks come to is put aside before the next is added
 };
 
 DEVICE Shared& shared_here() { return *(Shared*)shared_memory(); }
@@ -89,69 +84,103 @@ DEVICE void prepare_half(const Work& work, int chunk, int n, HalfActivations& ou
     const u16* const row = row_of(work, g);
     UNROLL
     for (int t = 0; t < tiles_a_chunk(KIND_HALF); t++) {
-        if (!WHOLE && t >= n) continue;
+        const bool there = WHOLE || t < n;
         const int at = column + 16 * t + 2 * q;
         UNROLL
         for (int h = 0; h < 2; h++) {
             if (WIDE) {
-                out.b[t][h] = *(const u32*)(row + at + 8 * h);
+                out.b[t][h] = there ? *(const u32*)(row + at + 8 * h) : 0;
                 continue;
             }
-            const u16 two = *(const u16*)((const u8*)row + at + 8 * h);
+            const u16 two = there ? *(const u16*)((const u8*)row + at + 8 * h) : 0;
             out.b[t][h] = pair_of((float)(signed char)two, (float)(signed char)(two >> 8));
             const u8* const scaled = (const u8*)row_of(work, 2 * q + h);
-            out.step[t][h] = *(const float*)(scaled + work.width + (column + 16 * t) / 32 * 4);
+            out.step[t][h] = there ? *(const float*)(scaled + work.width + (column + 16 * t) / 32 * 4) : 0.0f;
         }
     }
 }
 
+// A lane's weights of a piece: one tile of one chunk.
+struct HalfPiece {
+    uint4 of[tiles_a_chunk(KIND_HALF)];
+};
 template <bool WHOLE>
-DEVICE void multiply_half(const Work& work, const char* chunk, int n, const HalfActivations& x, float c[2][4]) {
+DEVICE void read_half(const Work& work, const char* chunk, int n, HalfPiece& piece) {
     const uint4* const quants = (const uint4*)(chunk + work.warp * quant_bytes(KIND_HALF, n)) + work.lane;
     UNROLL
     for (int t = 0; t < tiles_a_chunk(KIND_HALF); t++) {
-        if (!WHOLE && t >= n) continue;
-        const uint4 a = quants[t * 32];
+        piece.of[t] = WHOLE || t < n ? quants[t * 32] : uint4{0, 0, 0, 0};
+    }
+}
+
+DEVICE void multiply_half(const HalfPiece& piece, const HalfActivations& x, float c[2][4]) {
+    UNROLL
+    for (int t = 0; t < tiles_a_chunk(KIND_HALF); t++) {
         if (WIDE) {
-            multiply_wide(c[t % 2], a, x.b[t][0], x.b[t][1]);
+            multiply_wide(c[t % 2], piece.of[t], x.b[t][0], x.b[t][1]);
             continue;
         }
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply_wide(sum, a, x.b[t][0], x.b[t][1]);
+        multiply_wide(sum, piece.of[t], x.b[t][0], x.b[t][1]);
         UNROLL
         for (int k = 0; k < 4; k++) c[t % 2][k] = fmaf(sum[k], x.step[t][k % 2], c[t % 2][k]);
     }
 }
 
-template <bool WHOLE>
-DEVICE void half_chunk(const Work& work, Place& place, int chunk, int n, float c[TILES_AT_ONCE][2][4]) {
+// A slab of N tiles. A piece is multiplied when the next one is on its way to registers: what a warp waits for between
+// two pieces is the ring, not shared memory. `place` is that of the next piece, `held` of the one that is in registers.
+template <int N>
+DEVICE void half_slab(const Work& work, Place& place, int chunk, int end_chunk, float total[N][4]) {
+    float c[N][2][4] = {};
     HalfActivations x;
-    prepare_half<WHOLE>(work, chunk, n, x);
-    UNROLL
-    for (int tile = 0; tile < TILES_AT_ONCE; tile++) {
-        if (tile >= work.n_tiles) continue;
-        await_chunk(shared_here(), work.state, place);
-        multiply_half<WHOLE>(work, stage_at(place), n, x, c[tile]);
-        free_chunk(shared_here(), work.lane, place);
+    HalfPiece piece;
+    Place held = place;
+    bool holds = false;
+    NOT_UNROLLED
+    for (; chunk < end_chunk; chunk++) {
+        const int n = tiles_in_chunk(KIND_HALF, work.of_matrix, chunk);
+        const bool whole = !has_rest(KIND_HALF) || n == tiles_a_chunk(KIND_HALF);
+        UNROLL
+        for (int tile = 0; tile < N; tile++) {
+            HalfPiece next;
+            await_chunk(shared_here(), work.state, place);
+            if (whole) read_half<true>(work, stage_at(place), tiles_a_chunk(KIND_HALF), next);
+            else read_half<false>(work, stage_at(place), n, next);
+            place.go_on();
+            if (tile > 0 || holds) {
+                multiply_half(piece, x, c[(tile + N - 1) % N]);
+                free_chunk(shared_here(), work.lane, held);
+            }
+            if (tile == 0 && whole) prepare_half<true>(work, chunk, tiles_a_chunk(KIND_HALF), x);
+            else if (tile == 0) prepare_half<false>(work, chunk, n, x);
+            piece = next;
+        }
+        holds = true;
     }
+    multiply_half(piece, x, c[N - 1]);
+    free_chunk(shared_here(), work.lane, held);
+    UNROLL
+    for (int i = 0; i < 4 * N; i++) total[i / 4][i % 4] += c[i / 4][0][i % 4] + c[i / 4][1][i % 4];
 }
 
-APART Place half_chunks(Work work) {
-    float c[TILES_AT_ONCE][2][4] = {};
+template <int N>
+DEVICE Place half_tiles(Work work) {
+    float total[N][4] = {};
     Place place = work.place;
     NOT_UNROLLED
-    for (int chunk = work.chunk; chunk < work.end_chunk; chunk++) {
-        const int n = tiles_in_chunk(KIND_HALF, work.of_matrix, chunk);
-        if (!has_rest(KIND_HALF) || n == tiles_a_chunk(KIND_HALF)) {
-            half_chunk<true>(work, place, chunk, tiles_a_chunk(KIND_HALF), c);
-        } else half_chunk<false>(work, place, chunk, n, c);
+    for (int chunk = work.chunk; chunk < work.end_chunk; chunk += work.slab_chunks) {
+        half_slab<N>(work, place, chunk, min(chunk + work.slab_chunks, work.end_chunk), total);
     }
     UNROLL
-    for (int tile = 0; tile < TILES_AT_ONCE; tile++) {
-        if (tile >= work.n_tiles) continue;
-        UNROLL
-        for (int k = 0; k < 4; k++) c[tile][0][k] += c[tile][1][k];
-        leave_sums(work, tile, c[tile][0]);
-    }
+    for (int tile = 0; tile < N; tile++) leave_sums(work, tile, total[tile]);
     return place;
+}
+
+// Code for each number of tiles: few ones are soon done, and pass over nothing.
+template <int N = TILES_AT_ONCE>
+DEVICE Place half_chunks(const Work& work) {
+    if constexpr (N > 1) {
+        if (work.n_tiles < N) return half_chunks<N - 1>(work);
+    }
+    return half_tiles<N>(work);
 }

@@ -85,7 +85,7 @@ class TapeLoop(DevicePaced):
         device.set_current()
         sizes, chip = self._step.sizes, Chip.of(self._plan.device)
         headers = tape_headers(self._step, self._tables, self._plan.page_tokens)
-        self._module = ObjectCode.from_cubin(cubin(tape_source(), "tape.cu", headers=headers, arch=chip.arch))
+        self._module = ObjectCode.from_cubin(cubin(tape_source(), "tape.cu", headers=headers, arch=chip.exact_arch))
         kernel = driver.CUkernel(int(self._module.get_kernel("tape").handle))
         most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(
