@@ -5,7 +5,8 @@
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
 `stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred.
-`tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`).
+`tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`). Where there is a model's file, its
+weights are taken for what random ones tell little of; without it a shape's are, or the check is skipped.
 What docs/executor.md asks beyond these is in the part that it is nearest to (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
@@ -77,7 +78,7 @@ def _asked() -> argparse.Namespace:
     parser.add_argument("--part", choices=PARTS, required=True)
     parser.add_argument("--only", metavar="NAME", action="append", help="one check of the part; may be given again")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--model", metavar="FILE", help="SmolLM2's file, for `exact`; else its shape is taken")
+    parser.add_argument("--model", metavar="FILE", help="SmolLM2's file, for `exact` and `tape`")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="no check starts after so many")
     parser.add_argument("--beside", metavar="N", type=int, help="children at a time; most of the cores unless given")
     parser.add_argument("--out", metavar="FOLDER", type=Path, help="also write the note there")
@@ -131,6 +132,7 @@ def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> l
 def _note(asked: argparse.Namespace, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
     words = [f"--part {asked.part}", *(f"--only {name}" for name in asked.only or ())]
     words += ["--device cpu"] if asked.device == "cpu" else []
+    words += [] if asked.model is None else [f"--model {Path(asked.model).name}"]
     return {
         "date": date.today().isoformat(),
         "question": QUESTIONS[asked.part],

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ostinato.engine.placement import Placement
+from ostinato.engine.placement import Placement, settle
+from ostinato.files.checkpoint import open_checkpoint
 from ostinato.kernels.packed import Packed
 from ostinato.kernels.table import Ops
 from ostinato.loop.native_plan import why_not_native
@@ -20,15 +22,19 @@ from ostinato.loop.torch_plan import tensors_of
 from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model, Norm
 from ostinato.models.random import DTYPES, MIXES, SHAPES, random_model
+from ostinato.models.registry import build_model, read_shape
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
-from ostinato.options import KVType
+from ostinato.options import Activations, KVType, LoadOptions
+from ostinato.text.of_checkpoint import tokenizer_of
+from ostinato.text.tokenizer import Tokenizer
 from tests.loop.families import FAMILIES, family_model
 from tests.loop.tiled import tiled
 from tests.random_model import random_model as model_of_kind
 
 # Families whose layers recur: no kernels in the step yet, and the checks say so.
 RECURRENT: Final = {"mamba2": "recurrent", "falcon-h1": "hybrid"}
+TAPE: Final = "persistent"
 ON_CPU: Final = frozenset({*FAMILIES, *RECURRENT, *(n for n in SHAPES if n.startswith("tiny"))})  # made there, moved
 
 
@@ -53,6 +59,17 @@ def model_on(name: str, type: str, device: str) -> Model:
     if name in ON_CPU:
         return moved(model_named(name, type), place(device))
     return _made(name, type, place(device))
+
+
+def model_of_file(path: str, device: str, *, context: int = 2048) -> tuple[Model, Tokenizer]:
+    """A model's file as an engine loads it that is asked for the persistent kernel, or on the CPU for `eager`."""
+    checkpoint = open_checkpoint(Path(path))
+    shape = read_shape(checkpoint)
+    mode = "eager" if device == "cpu" else TAPE
+    options = LoadOptions(device=device, mode=mode, context=min(context, shape.context))
+    at = settle(checkpoint, shape, options, lambda _: None)
+    how: dict[str, Any] = {"dtype": at.dtype, "device": at.device, "context": at.context}
+    return build_model(checkpoint, shape, packed=at.packed, tiles=at.tiles, **how), tokenizer_of(checkpoint)
 
 
 def _made(name: str, type: str, device: torch.device) -> Model:
@@ -100,12 +117,19 @@ def _moved(part: Any, device: torch.device, dtype: torch.dtype | None, memo: dic
 
 
 def placement_of(
-    model: Model, mode: str, *, n_slots: int, context: int, kv_type: KVType, n_pages: int | None = None
+    model: Model,
+    mode: str,
+    *,
+    n_slots: int,
+    context: int,
+    kv_type: KVType,
+    n_pages: int | None = None,
+    activations: Activations = "wide",
 ) -> Placement:
     """Pages for every slot's whole context, unless fewer are asked for, and some more for what is kept of prompts."""
     one = -(-context // PAGE_TOKENS[model.device.type])
     pages = (n_slots + 1) * one if n_pages is None else n_pages
-    return Placement(model.device, model.dtype, kv_type, context, mode, n_slots, pages)
+    return Placement(model.device, model.dtype, kv_type, context, mode, n_slots, pages, activations=activations)
 
 
 def modes_of(device: str) -> tuple[str, ...]:

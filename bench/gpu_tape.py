@@ -1,45 +1,59 @@
 """The tape on a card: is it right, does it lose nothing, and how fast is it, beside its bars.
 
-Arg-max is compared step by step with `eager`, whose bits `loop` has, over the tokens that `eager` chose. Figures are
-through the engine: contexts 500, tokens by the device's own clock, medians of three runs.
+Arg-max is compared step by step with `eager`, whose bits `loop` has, over the tokens that `eager` chose. With a model's
+file, so are perplexity and divergence over a text, also of the kernel that rounds activations to int8. Figures are
+through the engine: contexts 500, tokens by the device's own clock, medians of three runs; the kernels that they need
+are compiled before, beside the checks that do not mind company.
 """
 
 from __future__ import annotations
 
-import itertools
+import gc
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import Any, Final
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
 
 from bench.gpu_exact import judge_trials, judge_verified, verified
 from bench.gpu_executor import judge_sanitized, run_sanitized
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
-from bench.gpu_models import kv_type_of, model_on, place, placement_of
+from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, place, placement_of
 from bench.gpu_speed import Meter
+from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
+from bench.gpu_yield import judge_yield, tape_yield
 from ostinato.engine.bench import read_bandwidth
 from ostinato.engine.engine import Engine
+from ostinato.engine.placement import Placement
 from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.open import Loop, LoopOptions
 from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model
+from ostinato.models.random import MIXES
+from ostinato.options import Activations, KVType
 
-TAPE: Final = "persistent"
-N_PROMPTS, N_POSITIONS = 10, 256
+N_PROMPTS, N_POSITIONS, LONGEST_PROMPT = 10, 256, 100
 # Both round activations to 8 bits of mantissa, at other places: logits differ by a few such roundings.
 TOLERANCE: Final = 0.02  # of the largest logit
 MOST_TIES: Final = 0.01
+# Mean divergence from `eager` over a text, in nats. `wide` rounds as much as `eager` does; int8 is for who accepts it.
+MOST_KL: Final = {"wide": 1e-3, "int8": 0.05}
 ADMISSIONS: Final = 10_000
-# Shape, type, the least and the aim in tok/s, llama.cpp on the same card.
+# Shape, type, the least and the aim in tok/s, llama.cpp on the same card. Run in this order: small ones first.
 BARS: Final = (
     ("llama-1b", "bf16", 1_400, 1_500, 763),
-    ("llama-8b", "bf16", 255, 270, 207),
     ("llama-1b", "q4_k_m", 1_950, 2_400, 860),
     ("llama-8b", "q4_k_m", 430, 600, 261),
+    ("llama-8b", "bf16", 255, 270, 207),
 )
-LONG_CONTEXT, LONG_SHARE, BATCH, BATCH_GAIN = 8_000, 0.8, 8, 6.0
+DEPTH, LONG_DEPTH, LONG_SHARE, BATCH, BATCH_GAIN = 500, 8_000, 0.8, 8, 6.0
+# One kernel of each kind for all depths. `loop` has the context that part `speed` gives it.
+CONTEXT, LOOP_CONTEXT = LONG_DEPTH + 1_500, 2_048
 
 
 def tape_verified(device: str, *, name: str, types: Sequence[str]) -> Iterator[Record]:
@@ -50,14 +64,13 @@ def tape_verified(device: str, *, name: str, types: Sequence[str]) -> Iterator[R
         yield {"what": "verified", "model": f"{name} {type}", **found}
 
 
-def tape_argmax(device: str, *, name: str, type: str) -> Iterator[Record]:
-    """Fed the tokens of `eager`, whose are the largest logits, position by position?"""
-    model, chance = model_on(name, type, device), random.Random(3)
+def tape_argmax(device: str, *, name: str, type: str, path: str | None = None) -> Iterator[Record]:
+    """Fed the tokens of `eager`, whose are the largest logits, position by position? A file answers pieces of text."""
+    model, prompts, called = _prompted(device, name, type, path)
     n_wrong = n_close = n = 0
     worst = 0.0
-    with closing(_by_hand(model, "eager", type)) as plain, closing(_by_hand(model, TAPE, type)) as tape:
-        for _ in range(N_PROMPTS):
-            prompt = [chance.randrange(model.shape.vocab) for _ in range(chance.randrange(4, 100))]
+    with closing(_by_hand(model, "eager")) as plain, closing(_by_hand(model, TAPE)) as tape:
+        for prompt in prompts:
             for hand in (plain, tape):
                 hand.seat(0, prompt, most=N_POSITIONS + 2)
                 hand.step()  # admits
@@ -80,13 +93,43 @@ def tape_argmax(device: str, *, name: str, type: str) -> Iterator[Record]:
                 while hand.step():
                     pass
                 hand.forget()
-    yield {"what": "argmax", "model": f"{name} {type}", "n": n, "wrong": n_wrong, "ties": n_close, "worst": worst}
+    yield {"what": "argmax", "model": called, "n": n, "wrong": n_wrong, "ties": n_close, "worst": worst}
 
 
-def _by_hand(model: Model, mode: str, type: str) -> ByHand:
+def _prompted(device: str, name: str, type: str, path: str | None) -> tuple[Model, list[list[int]], str]:
+    """A model, prompts of all lengths for it, and what it is called."""
+    chance = random.Random(3)
+    lengths = [chance.randrange(4, LONGEST_PROMPT) for _ in range(N_PROMPTS)]
+    if path is not None:
+        model, tokenizer = model_of_file(path, device)
+        pieces = pieces_of(tokenizer, N_PROMPTS, LONGEST_PROMPT)
+        return model, [piece[:n] for piece, n in zip(pieces, lengths, strict=True)], Path(path).name
+    model = model_on(name, type, device)
+    return model, [[chance.randrange(model.shape.vocab) for _ in range(n)] for n in lengths], f"{name} {type}"
+
+
+def tape_int8(device: str, *, path: str) -> Iterator[Record]:
+    """A file's logits over a text: `eager`, the tape, and the tape with activations in int8. One loop at a time."""
+    model, tokenizer = model_of_file(path, device)
+    pieces = pieces_of(tokenizer, N_PIECES, N_PREDICTED + 2)
+    n_tokens = min(model.shape.vocab, tokenizer.vocab_size)
+    kinds: tuple[tuple[str, str, Activations], ...]
+    kinds = (("eager", "eager", "wide"), ("wide", TAPE, "wide"), ("int8", TAPE, "int8"))
+    expected, figures = None, {}
+    for called, mode, activations in kinds:
+        with closing(_by_hand(model, mode, n_slots=N_PIECES, activations=activations)) as hand:
+            said = heard(hand, pieces, n_tokens)
+        figures[called] = of_text(said, pieces, expected)
+        expected = said if expected is None else expected
+    n = N_PIECES * N_PREDICTED
+    yield {"what": "int8", "model": Path(path).name, "n": n, "text": digest(pieces), "figures": figures}
+
+
+def _by_hand(model: Model, mode: str, *, n_slots: int = 1, activations: Activations = "wide") -> ByHand:
     context = 2 * N_POSITIONS
-    n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
-    return ByHand(Loop(model, LoopOptions(mode, 1, context, n_pages, kv_type_of(type), model.shape.vocab)))
+    n_pages = (n_slots + 1) * -(-context // PAGE_TOKENS[model.device.type])
+    kv_type: KVType = "f32" if model.dtype == torch.float32 else "bf16"
+    return ByHand(Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, activations)))
 
 
 def tape_admissions(device: str, *, name: str, type: str, n: int, seconds: float) -> Iterator[Record]:
@@ -117,34 +160,51 @@ def tape_admissions(device: str, *, name: str, type: str, n: int, seconds: float
     yield {"what": "admissions", "n": done, "cancelled": n_cancelled, "wrong": wrong[:5], "wanted": n}
 
 
+class Measured(NamedTuple):
+    """An engine to be opened, and what is measured with it: sequences at a time, at depths."""
+
+    placement: Placement
+    at: tuple[tuple[int, int], ...]
+
+
+def measured(model: Model, type: str) -> list[Measured]:
+    """What is measured of a model: the tape, `loop` beside it, and where weights are packed int8 activations."""
+    wide = placement_of(model, TAPE, n_slots=8, context=CONTEXT, kv_type=kv_type_of(type))
+    loop = placement_of(model, "loop", n_slots=8, context=LOOP_CONTEXT, kv_type=kv_type_of(type))
+    found = [Measured(wide, ((DEPTH, 1), (DEPTH, BATCH), (LONG_DEPTH, 1)))]
+    if type in MIXES:
+        found.append(Measured(replace(wide, activations="int8"), ((DEPTH, 1), (DEPTH, BATCH))))
+    return [*found, Measured(loop, ((DEPTH, 1),))]
+
+
+def tape_warm(device: str, *, shape: str, type: str) -> Iterator[Record]:
+    """Compile and keep every kernel that the measurements will need: a few tokens in each engine."""
+    started = time.perf_counter()
+    model = model_on(shape, type, device)
+    for placement, _ in measured(model, type):
+        with Engine(model, placement) as engine:
+            list(engine.submit(list(range(100)), replace(GREEDY, max_tokens=4, ignore_eos=True)))
+        _tidy()
+    yield {"what": "warm", "model": f"{shape} {type}", "s": round(time.perf_counter() - started, 1)}
+
+
 def tape_speed(device: str, *, shape: str, type: str) -> Iterator[Record]:
-    """Decode at 500 positions alone and with eight, and at 8,000; `loop` beside it in the same run."""
+    """Decode at 500 positions alone and with eight, and at 8,000; int8 activations and `loop` in the same run."""
     bandwidth, model = read_bandwidth(place(device)), model_on(shape, type, device)
-    for depth, batches in ((500, (1, BATCH)), (LONG_CONTEXT, (1,))):
-        meter = Meter(model, type, bandwidth, depth)
-        for mode in (TAPE, "loop"):
-            at = placement_of(model, mode, n_slots=8, context=depth + 1_500, kv_type=kv_type_of(type))
-            with Engine(model, at) as engine:
-                for batch in batches:
-                    yield {**meter.decode(engine, batch, 256), "depth": depth}
+    for placement, wanted in measured(model, type):
+        with Engine(model, placement) as engine:
+            for depth, batch in wanted:
+                figure = Meter(model, type, bandwidth, depth).decode(engine, batch, 256)
+                yield {**figure, "depth": depth, "activations": placement.activations}
+        _tidy()
     yield {"what": "done"}
 
 
-def tape_yield(device: str, *, name: str, type: str, n: int = 40) -> Iterator[Record]:
-    """How long a running request waits for somebody else's prompt: gaps with one beside those without."""
-    model, chance = model_on(name, type, device), random.Random(4)
-    with Engine(model, placement_of(model, TAPE, n_slots=4, context=4096, kv_type=kv_type_of(type))) as engine:
-        running = engine.submit([1, 2, 3], replace(GREEDY, max_tokens=3_000, ignore_eos=True))
-        heard = [next(running) for _ in range(500)]
-        for _ in range(n):
-            short = engine.submit([chance.randrange(100) for _ in range(32)], replace(GREEDY, max_tokens=1))
-            list(short)
-            heard.append(next(running))
-        running.cancel()
-        heard += list(running)
-    gaps = [(b.time_ns - a.time_ns) / 1e3 for a, b in itertools.pairwise(heard)]
-    plain = sorted(gaps[100:490])
-    yield {"what": "yield", "step_us": plain[len(plain) // 2], "longest_us": sorted(gaps[500:])[-n:][n // 2]}
+def _tidy() -> None:
+    """An engine that was closed gives its memory back before the next one asks for as much."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 # What it comes to
@@ -171,14 +231,31 @@ def judge_admissions(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
     return outcomes
 
 
-def judge_yield(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
-    outcomes = _errors(ended, "tape-yield")
-    for one in (record for done in ended for record in done.of("yield")):
-        value = (
-            f"a step {one['step_us']:.0f} us; with somebody's prompt of 32 tokens between {one['longest_us']:.0f} us"
-        )
-        outcomes.append(Outcome("PASS", "tape-yield", value, "stated", one))
+def judge_int8(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    if not ended:
+        reason = "no model's file was given (--model): random weights tell nothing of this"
+        return [Outcome("SKIP", "tape-int8", reason if setting.on_gpu else "the persistent kernel is CUDA's")]
+    outcomes = _errors(ended, "tape-int8")
+    for one in (record for done in ended for record in done.of("int8")):
+        figures = one["figures"]
+        parts = [f"{one['model']}, {one['n']} positions: perplexity {figures['eager']['perplexity']:.4f} in eager"]
+        for called in MOST_KL:
+            own = figures[called]
+            parts.append(
+                f"{called} {own['perplexity']:.4f}, KL {own['kl']:.2e} (largest {own['kl_most']:.2e}), "
+                f"another arg-max in {own['differs']:.2%}"
+            )
+        finite = all(math.isfinite(number) for own in figures.values() for number in own.values())
+        good = finite and all(figures[called]["kl"] < most for called, most in MOST_KL.items())
+        bar = ", ".join(f"KL of {called} under {most:g}" for called, most in MOST_KL.items())
+        outcomes.append(Outcome("PASS" if good else "FAIL", "tape-int8", "; ".join(parts), bar, one))
     return outcomes
+
+
+def judge_warm(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
+    done = ", ".join(f"{record['model']} {record['s']:.0f} s" for one in ended for record in one.of("warm"))
+    value = f"{done or 'none'}: to make a model, compile and answer"
+    return [*_errors(ended, "tape-warm"), *([Outcome("PASS", "tape-warm", value, "reported")] if done else [])]
 
 
 def judge_tape_speed(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
@@ -186,25 +263,32 @@ def judge_tape_speed(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
     for one in ended:
         shape, type = one.job.words["shape"], one.job.words["type"]
         least, aim, peer = next(bar[2:] for bar in BARS if bar[:2] == (shape, type))
-        found = {(r["mode"], r["batch"], r["depth"]): r for r in one.of("decode")}
+        found = {(r["mode"], r["activations"], r["batch"], r["depth"]): r for r in one.of("decode")}
         name = f"tape-{shape.removeprefix('llama-')}-{type}"
-        base = found.get((TAPE, 1, 500))
+        base = found.get((TAPE, "wide", 1, DEPTH))
         if base is None:
             continue
-        loop = found.get(("loop", 1, 500))
-        beside = "" if loop is None else f", {base['tok_s'] / loop['tok_s']:.2f} x loop"
-        value = f"{base['tok_s']:.0f} tok/s, {base['tok_s'] / peer:.2f} x llama.cpp{beside}, limit {base['limit']:.0f}"
+        loop, int8 = found.get(("loop", "wide", 1, DEPTH)), found.get((TAPE, "int8", 1, DEPTH))
+        value = f"{base['tok_s']:.0f} tok/s, {base['tok_s'] / peer:.2f} x llama.cpp"
+        value += "" if loop is None else f", {base['tok_s'] / loop['tok_s']:.2f} x loop"
+        value += f", limit {base['limit']:.0f}"
+        value += (
+            "" if int8 is None else f"; int8 activations {int8['tok_s']:.0f}, {int8['tok_s'] / peer:.2f} x llama.cpp"
+        )
         outcomes.append(_bar(name, base["tok_s"], least, value, f"{least:,}, aim {aim:,}"))
-        eight, far = found.get((TAPE, BATCH, 500)), found.get((TAPE, 1, LONG_CONTEXT))
-        if eight is not None and type == "bf16":
-            gain = eight["tok_s"] / base["tok_s"]
-            outcomes.append(
-                _bar(f"{name}-batch", gain, BATCH_GAIN, f"{gain:.2f} x one with {BATCH}", f"{BATCH_GAIN} x")
-            )
+        eight, far = found.get((TAPE, "wide", BATCH, DEPTH)), found.get((TAPE, "wide", 1, LONG_DEPTH))
+        if eight is not None:
+            gain, of_eight = eight["tok_s"] / base["tok_s"], found.get((TAPE, "int8", BATCH, DEPTH))
+            value = f"{eight['tok_s']:.0f} tok/s with {BATCH}, {gain:.2f} x one"
+            value += "" if of_eight is None else f"; int8 activations {of_eight['tok_s']:.0f}"
+            if type == "bf16":
+                outcomes.append(_bar(f"{name}-batch", gain, BATCH_GAIN, value, f"{BATCH_GAIN} x"))
+            else:
+                outcomes.append(Outcome("PASS", f"{name}-batch", value, "reported"))
         if far is not None:
             allowed = base["tok_s"] * base["bytes_per_token"] / far["bytes_per_token"]
             share = far["tok_s"] / allowed
-            value = f"{far['tok_s']:.0f} tok/s at {LONG_CONTEXT}, {share:.2f} of what the bytes allow"
+            value = f"{far['tok_s']:.0f} tok/s at {LONG_DEPTH}, {share:.2f} of what the bytes allow"
             outcomes.append(_bar(f"{name}-far", share, LONG_SHARE, value, f"{LONG_SHARE}"))
     return outcomes
 
@@ -238,6 +322,19 @@ def _sanitizer_jobs(setting: Setting) -> list[Job]:
     return [Job("sanitized", {**words, "tool": tool}, 60) for tool in ("memcheck", "racecheck")]
 
 
+def _argmax_jobs(setting: Setting) -> list[Job]:
+    return [Job("tape_argmax", {"name": "smollm2-135m", "type": "bf16", "path": setting.model}, 200)]
+
+
+def _int8_jobs(setting: Setting) -> list[Job]:
+    return [] if setting.model is None else [Job("tape_int8", {"path": setting.model}, 150)]
+
+
+def _warm_jobs(setting: Setting) -> list[Job]:
+    """The longest first: they end last."""
+    return [Job("tape_warm", {"shape": shape, "type": type}, 150) for shape, type, *_ in reversed(BARS)]
+
+
 def _only_on_gpu(jobs: Any) -> Any:
     return lambda setting: jobs(setting) if setting.on_gpu else []
 
@@ -249,19 +346,26 @@ def _one(work: str, seconds: float = 200, **words: Any) -> Any:
 WORKS: Final = {
     "tape_verified": tape_verified,
     "tape_argmax": tape_argmax,
+    "tape_int8": tape_int8,
     "tape_admissions": tape_admissions,
+    "tape_warm": tape_warm,
     "tape_speed": tape_speed,
     "tape_yield": tape_yield,
 }
 
 _ADMISSIONS: Final[dict[str, Any]] = {"name": "tiny", "type": "bf16", "n": ADMISSIONS, "seconds": 60.0}
+# The same kernel as one of those measured: it is compiled when its turn comes.
+_YIELD: Final[dict[str, Any]] = {"name": "llama-1b", "type": "bf16", "n_slots": 8, "context": CONTEXT}
+# Children start in this order: what is right before what is fast, and whoever measures is alone, after all others.
 CHECKS: Final = (
     Check("tape", "tape-verify", _only_on_gpu(_verify_jobs), lambda s, e: judge_verified(s, e, "tape-verify", (TAPE,))),
-    Check("tape", "tape-argmax", _one("tape_argmax", name="smollm2-135m", type="bf16"), judge_argmax),
+    Check("tape", "tape-argmax", _only_on_gpu(_argmax_jobs), judge_argmax),
+    Check("tape", "tape-int8", _only_on_gpu(_int8_jobs), judge_int8),
     Check("tape", "tape-trials", _only_on_gpu(_trial_jobs), lambda s, e: judge_trials(s, e, "tape-trials")),
     Check("tape", "tape-admissions", _one("tape_admissions", **_ADMISSIONS), judge_admissions),
+    Check("tape", "tape-warm", _only_on_gpu(_warm_jobs), judge_warm),
     Check("tape", "tape-sanitizer", _only_on_gpu(_sanitizer_jobs), judge_sanitized, run=run_sanitized),
-    Check("tape", "tape-yield", _one("tape_yield", name="llama-1b", type="bf16"), judge_yield, alone=True),
+    Check("tape", "tape-yield", _one("tape_yield", 90, **_YIELD), judge_yield, alone=True),
     *(
         Check(
             "tape",

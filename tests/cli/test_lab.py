@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,3 +100,25 @@ def test_the_tape_of_a_machine_without_a_gpu_is_refused_before_a_model_is_made(o
     ran = ostinato("lab", "tape", "--device", "cpu", "--shape", "llama-8b")
     assert ran.code == 4
     assert "the persistent kernel is CUDA's" in ran.err
+
+
+def test_the_tapes_marks_become_a_table_a_picture_and_one_line_of_json(
+    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that is said to have a card: its blocks begin 2 us apart."""
+    one = [0, 5000, 9000, 11000, 26000, 36000, 90000, 95000]
+    machine = SimpleNamespace(kind="gpu", name="a card", why_not={})
+    verb = importlib.import_module("ostinato.cli.lab")
+    monkeypatch.setattr(verb, "_machine", lambda device: machine)
+    monkeypatch.setattr(verb, "_model", lambda machine, shape: (None, shape))
+    tape = importlib.import_module("ostinato.lab.tape")
+    monkeypatch.setattr(tape, "recorded", lambda model, **how: [one, [mark + 2000 for mark in one]])
+    ran = ostinato("lab", "tape", "--plot", tmp_path / "step.svg")
+    assert ran.code == 0, ran.err
+    table = {line.split("  ")[0]: line.split() for line in ran.out.splitlines()}
+    assert table["norm, head"][-3:] == ["54.0", "57%", "2.0"]
+    found = json.loads(ran.out.splitlines()[-1])
+    assert (found["step_us"], found["n_blocks"]) == (95.0, 2)
+    assert found["phases_us"]["choose"] == 5.0
+    assert found["spreads_us"]["choose"] == 2.0
+    assert "median of 2 blocks" in (tmp_path / "step.svg").read_text("utf-8")

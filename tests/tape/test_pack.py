@@ -260,7 +260,7 @@ def test_a_weight_is_the_files_own_to_within_its_bound(type: str, seed: int) -> 
     bounds = bounds_of(numbers, type)
     assert (distance <= bounds).all()
     if type in ("Q4_K", "Q5_K", "Q6_K"):  # and the bound says something
-        assert 0.2 * bounds.max() < distance.max()
+        assert 0.05 * bounds.max() < distance.max()  # 0.13 is the least of 2,500 seeds
         assert bounds.max() < 2**-10 * 64 * values_of(numbers).abs().max()
     else:
         assert not bounds.any()

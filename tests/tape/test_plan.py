@@ -472,6 +472,8 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
     laid = Laid(small(shape_of(family, hidden=256, ff_width=256), mix=mix))
     known = {buffer.address: buffer for buffer in laid.plan.buffers}
     argument = laid.step.argument
+    assert argument.clock is None  # nobody pays for marks that nobody asked for
+    laid.step.note_times()
     places = {name: getattr(argument.view, name) for name, *_ in type(argument.view)._fields_}
     places |= {name: getattr(argument, name) for name, kind, *_ in Argument._fields_ if kind is c_void_p}
     absent = {"qkv_bias", "qk_norms"} - set(optional)

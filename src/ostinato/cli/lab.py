@@ -277,8 +277,8 @@ def tape(
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """Where the microseconds of a step of the persistent kernel go, by its own clock marks."""
-    from ostinato.lab.tape import by_phase, recorded, spans, timeline
+    """Where the microseconds of a step of the persistent kernel go, by the clock marks of its blocks."""
+    from ostinato.lab.tape import by_phase, recorded, spans, step_us, timeline
 
     if plot is not None:
         _check_folder(plot.parent)
@@ -286,16 +286,29 @@ def tape(
     if machine.kind != "gpu":  # before a model is made for nobody
         raise HardwareCannot("the persistent kernel is CUDA's, and this machine has no GPU to try it on")
     model, name = _model(machine, shape)
-    found = spans(recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16"))
-    total = sum(span.us for span in found)
+    marks = recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
+    found = spans(marks)
+    shares, total = by_phase(found), step_us(found)
     if not as_json:
         _introduce(machine)
-        rows = [(phase, f"{us:.1f}", f"{us / total:.0%}") for phase, us in by_phase(found).items()]
-        write_columns([("phase", "us", "share"), *rows, ("step, without its border", f"{total:.1f}", "")])
+        rows = [
+            (phase, f"{own.us:.1f}", f"{own.us / total:.0%}", f"{own.spread_us:.1f}") for phase, own in shares.items()
+        ]
+        last = ("step, without its border", f"{total:.1f}", "", "")
+        write_columns([("phase", "us", "share", "blocks begin within us"), *rows, last])
     if plot is not None:
-        plot.write_text(timeline(found, f"{name} on {machine.name}: {total:.0f} us a step without its border"), "utf-8")
+        title = f"{name} on {machine.name}: {total:.0f} us a step without its border, median of {len(marks)} blocks"
+        plot.write_text(timeline(found, title), "utf-8")
         talk(f"drawn: {plot}")
-    write_json({"model": name, "step_us": total, "phases_us": by_phase(found)})
+    write_json(
+        {
+            "model": name,
+            "step_us": total,
+            "n_blocks": len(marks),
+            "phases_us": {phase: own.us for phase, own in shares.items()},
+            "spreads_us": {phase: own.spread_us for phase, own in shares.items()},
+        }
+    )
 
 
 # Machines and models

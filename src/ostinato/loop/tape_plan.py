@@ -303,7 +303,7 @@ def shape_header(
 
 
 def n_clocked(shape: Shape) -> int:
-    """Marks of one step: five of each layer, the head, the choice, the border."""
+    """Marks of one block in a step: five of each layer, the head, the choice, the border."""
     return 3 + CLOCKED_A_LAYER * shape.n_layers
 
 
@@ -356,6 +356,10 @@ class TapeStep:
         """What the border compares at every step (I-10)."""
         self.argument.plan_hash, self.argument.epoch = plan_hash, executable
 
+    def note_times(self) -> None:
+        """From the next launch on, every block notes when it begins each phase: for the timeline (`lab/tape.py`)."""
+        self.argument.clock = self.buffers["clock"].data_ptr()
+
     def _weights(self, model: Model, sources: Sequence[Source], of_qkv: Sequence[bool]) -> dict[str, Tensor]:
         s, device = model.shape, model.device
         layers = [_layer(model, number) for number in range(s.n_layers)]
@@ -401,7 +405,7 @@ class TapeStep:
             "inside": (2, n, s.ff_width // 2),
             "summaries": (n, n_blocks, SUMMARY_WORDS),
             "marks": (n_blocks + n + 1,),
-            "clock": (n_clocked(s),),
+            "clock": (n_blocks, n_clocked(s)),
         }
         made = {name: zeros(shape, torch.int64, device) for name, shape in words.items()}
         for name in ("logits", "scaled"):
@@ -420,6 +424,7 @@ class TapeStep:
         argument = Argument(_View(*(arena.memory.data_ptr() for arena in arenas)))
         for name, tensor in self.buffers.items():
             setattr(argument, name, tensor.data_ptr())
+        argument.clock = None  # marks cost a little: they are left where they were asked for
         return argument
 
 

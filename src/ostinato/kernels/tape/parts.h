@@ -70,7 +70,7 @@ struct Tape {
     float* logits;              // [MAX_ROWS][vocab]
     float* scaled;              // [MAX_ROWS][vocab]: as they are drawn from
     State* state;
-    u64* clock;                 // [N_CLOCKED] ns: when one block began each phase of its last step; or null
+    u64* clock;                 // [N_BLOCKS][N_CLOCKED] ns: when a block began each phase of its last step; or null
     int single;                 // not 0: one step and its border, as the host paces them; for comparisons
 };
 

@@ -26,11 +26,10 @@
 #include "attention.h"
 #include "choose.h"
 
-// --- when one block began what, in its last step: for the timeline (lab/tape.py) ---
+// --- when each block began what, in its last step: for the timeline (lab/tape.py), where it is asked for ---
 
 enum { CLOCK_QKV, CLOCK_ATTENTION, CLOCK_OUT, CLOCK_GATE_UP, CLOCK_DOWN, CLOCKED_A_LAYER };
 enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_CHOOSE, CLOCK_BORDER };
-#define CLOCKED_BLOCK (N_BLOCKS / 2)
 static_assert(CLOCK_BORDER + 1 == N_CLOCKED, "loop/tape_plan.py makes room for other marks");
 
 DEVICE int clock_of(int segment) {
@@ -39,7 +38,7 @@ DEVICE int clock_of(int segment) {
     return segment == SEGMENT_OUT ? CLOCK_OUT : segment == SEGMENT_GATE_UP ? CLOCK_GATE_UP : CLOCK_DOWN;
 }
 DEVICE void note_time(const Player& p, const Tape& tape, int phase) {
-    if (tape.clock && block() == CLOCKED_BLOCK && p.thread == 0) tape.clock[phase] = timer_ns();
+    if (tape.clock && p.thread == 0) tape.clock[block() * N_CLOCKED + phase] = timer_ns();
 }
 
 // --- the border: block 0 plays it, the others wait for what it decides ---

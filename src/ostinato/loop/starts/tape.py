@@ -72,6 +72,10 @@ class TapeLoop(DevicePaced):
     def beside(self, job: Callable[[], None]) -> EventWork:
         return self._on(self.stream, job)
 
+    def note_times(self) -> None:
+        """From the next launch on, blocks note in the plan's `clock` when they begin what."""
+        self._step.note_times()
+
     def close(self) -> None:
         super().close()
         self._kernel = None
