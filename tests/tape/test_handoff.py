@@ -30,6 +30,7 @@ struct Given {
     const float* weights;
     char* out;          // [blocks][n_bytes]
     float* scales;      // [blocks][MAX_ROWS]
+    float* residual;    // [blocks][RESIDUAL_TILES * 16][MAX_ROWS]
     State* state;
     int n_words, n_rows, n_pairs, begin, columns, n_bytes, beat;
 };
@@ -55,8 +56,10 @@ DEVICE void copy_out(const Player& p, const Given& given) {
 KERNEL(normed, Given, given, N_PLAYER_THREADS) {
     Player p = player(given.beat);
     put_share(p, given);
-    receive_normed(p, tape_of(given), given.n_words ? given.hop : nullptr, given.weights, given.n_rows, p.shared->residual[0], HIDDEN);
+    receive_normed(p, tape_of(given), given.n_words ? given.hop : nullptr, given.weights, given.n_rows, p.shared->residual[0], block());
     copy_out(p, given);
+    constexpr int n = RESIDUAL_TILES * 16 * MAX_ROWS;
+    for (int i = p.thread; i < n; i += N_PLAYER_THREADS) given.residual[block() * n + i] = p.shared->residual[0][i];
 }
 KERNEL(pairs, Given, given, N_PLAYER_THREADS) {
     Player p = player(given.beat);
@@ -93,6 +96,7 @@ def received(
     n_pairs: int = 0,
     begin: int = 0,
     n_blocks: int = 2,
+    residual: np.ndarray | None = None,
     **shape: int | str,
 ) -> tuple[Tensor, Tensor]:
     """What every block has of n_rows rows, float32 [blocks, rows, columns], and the scales [blocks, rows]."""
@@ -111,6 +115,7 @@ def received(
         weights=torch.zeros(16) if weights is None else weights,
         out=out,
         scales=scales,
+        residual=np.zeros(1 << 18, dtype=np.float32) if residual is None else residual,
         state=np.zeros(4, dtype=np.uint32),
         **{"n_words": n_words, "n_rows": n_rows, "n_pairs": n_pairs, "begin": begin, "columns": columns},
         n_bytes=n_bytes,
@@ -168,6 +173,25 @@ def check_normed(build: str, hidden: int, n_rows: int, seed: int) -> Tensor:
             torch.testing.assert_close(wanted * scales[block, :, None], normed, rtol=2e-6, atol=1e-12)
     assert torch.equal(got[0], got[1])
     return got[0]
+
+
+def test_a_block_keeps_what_its_own_tiles_will_be_added_to() -> None:
+    hidden, n_rows, n_blocks = 192, 3, 2
+    x, weights = some_rows(n_rows, hidden, 5)
+    n_tiles = hidden // 16 // n_blocks
+    kept = np.zeros((n_blocks, n_tiles, 16, 8), dtype=np.float32)
+    received(
+        "bf16",
+        "normed",
+        n_rows=n_rows,
+        columns=padded(hidden),
+        hop=words(x.numpy(), BEAT),
+        weights=weights,
+        residual=kept,
+        HIDDEN=hidden,
+    )
+    tiles = x.numpy().reshape(n_rows, n_tiles, n_blocks, 16)  # dealt to the blocks in turn
+    np.testing.assert_array_equal(kept[..., :n_rows], tiles.transpose(2, 1, 3, 0))
 
 
 @pytest.mark.slow

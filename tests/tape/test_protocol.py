@@ -116,8 +116,6 @@ def layer_of(shape: Shape, block: int, layer: int, beat: int) -> Iterator[Act]:
         yield Put(seen[head], beat)
     yield Read(seen, beat)
     for tile in shape.own(block, layer, "out"):
-        if layer > 0:
-            yield Read((x[tile],), beat)  # the residual, once more
         yield Put(middle[tile], beat)
     yield Read(middle, beat)
     for tile in shape.own(block, layer, "gate_up"):
@@ -125,7 +123,6 @@ def layer_of(shape: Shape, block: int, layer: int, beat: int) -> Iterator[Act]:
     yield Read(inside, beat)
     following = hop(shape, "x", layer + 1, shape.hidden)
     for tile in shape.own(block, layer, "down"):
-        yield Read((middle[tile],), beat)
         yield Put(following[tile], beat + 1)
 
 
