@@ -14,6 +14,9 @@
 #ifndef IN_FLIGHT_HEAD
 #define IN_FLIGHT_HEAD (2 * IN_FLIGHT < STAGES ? 2 * IN_FLIGHT : STAGES)
 #endif
+#ifndef IN_FLIGHT_LONG
+#define IN_FLIGHT_LONG IN_FLIGHT
+#endif
 #define POLLS_A_LEAVE 64  // the reader looks for `leave` after so many polls, for `over` after each
 
 // --- how a matrix is cut: the same as kernels/tape/deal.py ---
@@ -159,7 +162,8 @@ DEVICE void read_tape(const Tape& tape, Shared& shared, char* ring) {
         for (int i = 0; i < N_SEGMENTS && goes; i++) {
             const bool is_head = i == N_SEGMENTS - 1;
             const Segment following = tape.segments[is_head ? 0 : i + 1];  // on its way while this one is read
-            goes = read_segment(reader, segment, is_head ? IN_FLIGHT_HEAD : IN_FLIGHT, from);
+            const bool is_long = i % SEGMENTS_A_LAYER == SEGMENT_GATE_UP;
+            goes = read_segment(reader, segment, is_head ? IN_FLIGHT_HEAD : is_long ? IN_FLIGHT_LONG : IN_FLIGHT, from);
             segment = following;
         }
         if (goes && from == begin) return;  // more blocks than tiles: there is nothing to read in any step
