@@ -5,8 +5,9 @@
 `exact`: the modes give the same bits, in every family and weight type, and 1,000 random trials show that a request's
 bits do not depend on its neighbours. `speed`: decode, prefill, first token and graph memory beside their bars.
 `stress`: no host work per token, nothing allocated, a stopped process, busy cores, a fault, engines by the hundred.
-`tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`). Where there is a model's file, its
-weights are taken for what random ones tell little of; without it a shape's are, or the check is skipped.
+`tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
+(`bench/gpu_prompts.py`). Where there is a model's file, its weights are taken for what random ones tell little of;
+without it a shape's are, or the check is skipped.
 What docs/executor.md asks beyond these is in the part that it is nearest to (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
@@ -107,15 +108,17 @@ def _n_beside(device: str) -> int:
 
 
 def _checks() -> tuple[Check, ...]:
-    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress, gpu_tape
+    from bench import gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
 
-    return (*gpu_exact.CHECKS, *gpu_speed.CHECKS, *gpu_stress.CHECKS, *gpu_executor.CHECKS, *gpu_tape.CHECKS)
+    modules = (gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts)
+    return tuple(check for module in modules for check in module.CHECKS)
 
 
 def _works() -> dict[str, Any]:
-    from bench import gpu_exact, gpu_executor, gpu_speed, gpu_stress, gpu_tape
+    from bench import gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape
 
-    return {**gpu_exact.WORKS, **gpu_speed.WORKS, **gpu_stress.WORKS, **gpu_executor.WORKS, **gpu_tape.WORKS}
+    modules = (gpu_exact, gpu_speed, gpu_stress, gpu_executor, gpu_tape, gpu_prompts)
+    return {name: work for module in modules for name, work in module.WORKS.items()}
 
 
 def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> list[Check]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import gpu_exact, gpu_executor, gpu_frame, gpu_speed, gpu_stress
+from bench import gpu_exact, gpu_executor, gpu_frame, gpu_prompts, gpu_speed, gpu_stress
 from bench.gpu_frame import Check, Ended, Job, Outcome, Setting
 from bench.gpu_models import model_named, moved
 
@@ -253,6 +253,26 @@ def test_streams_that_are_made_anew_for_every_engine_fail_the_check() -> None:
     assert judged(2, 2, 2) == "PASS"
     assert judged(2, 2, 4) == "FAIL"
     assert judged(40, 40, 40) == "FAIL"
+
+
+# Prompts from the tape
+
+
+def test_prompts_from_the_tape_are_held_to_bits_or_a_tolerance_and_to_what_they_save() -> None:
+    def judged(type: str, after: int, **found: object) -> list[str]:
+        one = {"what": "prompts", "way": "plain", "before": 3 << 30, "after": 6 << 30, "tape": 2 << 30, "tok_s": 9e4}
+        one |= {"matrices": 2 << 30, "scratch": 1 << 27}
+        two = {**one, "way": "tape", "before": 1 << 30, "after": after}
+        compared = {"what": "compared", "same_tokens": True, "same_bits": True, "worst": 0.0, **found}
+        done = ended("prompts_read", one, two, compared, name="llama-1b", type=type)
+        return [outcome.verdict for outcome in gpu_prompts.judge_prompts(setting(), [done])]
+
+    assert judged("bf16", 4 << 30) == ["PASS", "PASS", "PASS"]
+    assert judged("bf16", 6 << 30, same_bits=False, worst=0.01) == ["FAIL", "MISS", "PASS"]
+    assert judged("q4_k_m", 4 << 30, same_bits=False, worst=0.01, same_tokens=False) == ["PASS", "PASS", "PASS"]
+    assert judged("q4_k_m", 4 << 30, same_bits=False, worst=0.1) == ["FAIL", "PASS", "PASS"]
+    broken = gpu_frame.Ended(gpu_frame.Job("prompts_read", {"name": "llama-1b", "type": "bf16"}), (), "it died", 1.0)
+    assert [outcome.verdict for outcome in gpu_prompts.judge_prompts(setting(), [broken])] == ["FAIL"]
 
 
 # What docs/executor.md asks

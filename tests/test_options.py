@@ -48,7 +48,8 @@ def test_none_for_stops_and_bias_means_none() -> None:
     "wrong",
     [{"device": 0}, {"device": None}, {"device": "cuda:"}, {"device": "cuda:²"}, {"mode": 1}, {"dtype": "float16"},
      {"dtype": []}, {"kv_type": 8}, {"kv_type": "q4_0"}, {"context": "4096"}, {"threads": 0},
-     {"mode": "fast"}, {"slots": 0}, {"slots": 65}, {"slots": None}, {"queue": -1}, {"queue": 1.5}],
+     {"mode": "fast"}, {"slots": 0}, {"slots": 65}, {"slots": None}, {"queue": -1}, {"queue": 1.5},
+     {"prompts": "both"}],
 )  # fmt: skip
 def test_a_wrong_way_to_load_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match=next(iter(wrong))):

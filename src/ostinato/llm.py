@@ -110,16 +110,19 @@ class LLM:
             progress=progress,
             packed=placement.packed,
             tiles=placement.tiles,
+            on_host=placement.prompts == "tape",
         )
-        self.shape, self._model = shape, model
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
         constrain = Grammars(self.tokenizer, shape.vocab).matcher
-        self._sequential = Sequential(model, placement, ends, n_tokens, constrain)
         self._loop_engine = (
             Engine(model, placement, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
             if shape.causal
             else None
         )
+        if self._loop_engine is not None:
+            model = self._loop_engine.loop.model  # whose matrices may lie on the tape alone
+        self.shape, self._model = shape, model
+        self._sequential = Sequential(model, placement, ends, n_tokens, constrain)
         for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
             talk(sentence)
         self._recent: list[int] | None = None  # what memory would hold after the last answer, if it was not `reuse`

@@ -20,6 +20,7 @@ DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
 Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 Activations = Literal["wide", "int8"]
+Prompts = Literal["auto", "plain", "tape"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -108,6 +109,8 @@ class LoadOptions:
 
     `activations` are what the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
     float32's tokens (on a GPU bfloat16's), `int8` is quicker. Where neither runs, `int8` is refused.
+    `prompts` says what they read under `persistent`: a plain copy of the weights, or its tape, which takes half the
+    memory and is slower; `auto` is plain where that fits. In other modes there is no tape, and `tape` is refused.
     """
 
     device: str = "auto"
@@ -119,6 +122,7 @@ class LoadOptions:
     slots: int = DEFAULT_SLOTS
     queue: int = DEFAULT_QUEUE
     activations: Activations = "wide"
+    prompts: Prompts = "auto"
 
     def __post_init__(self) -> None:
         _check(_is_device(self.device), "device", self.device, "auto, cpu, cuda or cuda:N")
@@ -145,6 +149,7 @@ class LoadOptions:
         _check(can_seat, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
         _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
         _check(self.activations in get_args(Activations), "activations", self.activations, "wide or int8")
+        _check(self.prompts in get_args(Prompts), "prompts", self.prompts, "auto, plain or tape")
 
 
 RuleKind = Literal["schema", "regex", "choice", "grammar"]

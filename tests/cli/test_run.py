@@ -195,6 +195,12 @@ def test_a_mode_may_be_chosen_and_one_that_cannot_run_says_why(ostinato: Run, ti
     assert "graphs are CUDA's" in ran.err
 
 
+def test_prompts_from_a_tape_that_is_not_there_are_refused(ostinato: Run, tiny: Path) -> None:
+    ran = ostinato("run", "--model", tiny, "--device", "cpu", "--prompts", "tape", "hi")
+    assert ran.code == 2
+    assert "--prompts tape is for --mode persistent on a GPU" in ran.err
+
+
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_was_streamed_and_exits_with_130(tiny: Path) -> None:
     with start(("run", "--model", tiny, "--max-tokens", "40000", "--ignore-eos", "hi")) as program:

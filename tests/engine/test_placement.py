@@ -157,15 +157,60 @@ def test_keys_and_values_get_what_the_weights_and_the_tape_leave(
         size = page_bytes(shape, "bf16", PAGE_TOKENS["cuda"])
 
         def pages(mode: Mode) -> int:
-            options = LoadOptions(device="cuda", mode=mode, context=256, slots=64)
+            options = LoadOptions(device="cuda", mode=mode, context=256, slots=64, prompts="plain")
             return placement.settle(checkpoint, shape, options, lambda _: None).n_pages
 
         on_a_gpu(monkeypatch, int((weights + tape + 40 * size) / placement.USABLE_SHARE) + 1)
         assert pages("persistent") == 20
         assert pages("auto") == pages("loop") == min(64 * 4, (tape + 40 * size) // 2 // size)
         on_a_gpu(monkeypatch, int((weights + tape / 2) / placement.USABLE_SHARE))
-        with pytest.raises(HardwareCannot, match="once more for the persistent kernel, and cuda:0 has"):
+        with pytest.raises(
+            HardwareCannot, match=r"once more for the persistent kernel, and cuda:0 has .*; try --prompts tape, or"
+        ):
             pages("persistent")
+
+
+def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(open_checkpoint(long_model)) as checkpoint:
+        shape = read_shape(checkpoint)
+        copies: dict[str, Any] = {"dtype": torch.bfloat16, "packed": True}
+        weights = placement.weight_bytes(checkpoint, **copies)
+        tape = placement.tape_bytes(checkpoint, shape, **copies)
+        beside = placement.beside_tape_bytes(checkpoint, shape, **copies)
+        assert beside < weights
+        said: list[str] = []
+
+        def settled(n_bytes: int, **words: Any) -> placement.Placement:
+            on_a_gpu(monkeypatch, int(n_bytes / placement.USABLE_SHARE) + 1)
+            options = LoadOptions(device="cuda", mode="persistent", context=256, **words)
+            return placement.settle(checkpoint, shape, options, said.append)
+
+        a_lot, little = 8 << 30, tape + weights + 8 * page_bytes(shape, "bf16", PAGE_TOKENS["cuda"])
+        assert (settled(a_lot).prompts, said) == ("plain", [])
+        assert settled(little).prompts == "tape"
+        assert f"prompts read the persistent kernel's tape of {placement.gib(tape)}" in said[0]
+        assert f"a plain copy of {placement.gib(weights)}" in said[0]
+        # What was asked for is done, and what the plain copy would have taken is there for pages.
+        assert (settled(a_lot, prompts="tape").prompts, settled(little, prompts="plain").prompts) == ("tape", "plain")
+        assert settled(little, prompts="tape", slots=64).n_pages > settled(little, prompts="plain", slots=64).n_pages
+        with pytest.raises(HardwareCannot, match=r"of it for the persistent kernel, and cuda:0 has .*; take a smaller"):
+            settled(tape)
+        monkeypatch.setattr(placement, "free_host_bytes", lambda: weights - 1)
+        with pytest.raises(HardwareCannot, match=r"wait in the host's memory .*; use --prompts plain, or --mode loop"):
+            settled(little)
+
+
+def test_prompts_cannot_read_a_tape_that_is_not_there(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for mode in ("auto", "eager", "loop"):
+        with pytest.raises(BadOption, match="--prompts tape is for --mode persistent on a GPU"):
+            LLM(tiny_gguf, device="cpu", mode=mode, prompts="tape")
+    with LLM(tiny_gguf, device="cpu", mode="eager", prompts="plain") as llm:
+        assert llm.mode == "eager"
+    on_a_gpu(monkeypatch, 8 << 30)
+    with closing(open_checkpoint(tiny_gguf)) as checkpoint, pytest.raises(BadOption, match="will not run here"):
+        placement.settle(checkpoint, read_shape(checkpoint), LoadOptions(device="cuda", prompts="tape"), print)
 
 
 # What the native loop needs

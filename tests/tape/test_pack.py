@@ -510,3 +510,18 @@ def test_a_matrix_that_is_not_the_deals_is_refused() -> None:
         tape_of([], dealt, CPU)
     with pytest.raises(InternalError, match="rows 0 to 40"):
         source_of(torch.ones(32, 16), 0, 40)
+
+
+def test_a_source_that_lies_elsewhere_is_brought_to_the_tape() -> None:
+    raw = blocks("Q4_K", 32, 256, 0)
+    weights: tuple[Weight | FileBlocks, ...] = (
+        torch.zeros(32, 256),
+        pack("Q4_K", raw, 32, 256),
+        FileBlocks("Q4_K", raw),
+    )
+    for weight in weights:
+        source = source_of(weight)
+        assert source.to(CPU) is source
+        moved = source.to(torch.device("meta"))
+        assert (moved.device.type, moved.matrix) == ("meta", source.matrix)
+        assert [(start, stop) for _, start, stop in moved.rows] == [(0, 32)]

@@ -453,13 +453,16 @@ PAGED: dict[str, Any] = {"kv_type": "bf16", "page_tokens": 64, "max_pages": 4}
 class Laid:
     """A model on the tape, with the memory and the tables around it."""
 
-    def __init__(self, model: Model, n_slots: int = 3, kv_type: KVType = "f32", n_players: int = 2) -> None:
+    def __init__(
+        self, model: Model, n_slots: int = 3, kv_type: KVType = "f32", n_players: int = 2, *, on_tape: bool = False
+    ) -> None:
         self.memory = PagedMemory.of(model, n_slots=n_slots, n_pages=6, kv_type=kv_type, page_tokens=16)
         self.tables = Tables.on(Layout(n_slots, 4, model.shape.vocab), CPU)
         chip = Chip((9, 0), 3, 227 << 10, 0)
         n_tokens = model.shape.vocab
-        self.step = TapeStep(model, self.memory, self.tables, n_tokens, chip, kv_type=kv_type, n_players=n_players)
-        self.plan = tape_plan(model, self.memory, self.tables, self.step)
+        words: dict[str, Any] = {"kv_type": kv_type, "n_players": n_players, "on_tape": on_tape}
+        self.step = TapeStep(model, self.memory, self.tables, n_tokens, chip, **words)
+        self.plan = tape_plan(self.step.model, self.memory, self.tables, self.step)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def batch(
     kv_type: flags.KvType = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
+    prompts: flags.Prompts = "auto",
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -66,7 +67,7 @@ def batch(
     from ostinato.serve.service import name_of
     from ostinato.serve.settings import ServeOptions
 
-    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, DEFAULT_QUEUE)
+    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, DEFAULT_QUEUE, prompts=prompts)
     options = ServeOptions(model, load=load, alias=alias)
     asked = Requests(requests)
     with Results(results, asked, alias or name_of(model)) as written, Bar() as bar:

@@ -206,13 +206,16 @@ def chat(
     threads: flags.Threads = None,
     slots: flags.Slots = DEFAULT_SLOTS,
     activations: flags.Activations = "wide",
+    prompts: flags.Prompts = "auto",
     verbose: flags.Verbose = False,
 ) -> None:
     """Talk with a model in the terminal.
 
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, activations=activations)
+    options = LoadOptions(
+        device, mode, dtype, kv_type, context, threads, slots, activations=activations, prompts=prompts
+    )
     sampling = flags.sampling(call.params)
     with opened(model, options) as llm:
         if llm.template is None:

@@ -155,6 +155,14 @@ Activations = Annotated[
         rich_help_panel=_LOADING,
     ),
 ]
+Prompts = Annotated[
+    options.Prompts,
+    typer.Option(
+        "--prompts",
+        help="What they read with --mode persistent: a plain copy of the weights, or its tape, in half the memory.",
+        rich_help_panel=_LOADING,
+    ),
+]
 Slots = Annotated[int, typer.Option("--slots", metavar="N", help="Requests decoded at once.", rich_help_panel=_LOADING)]
 
 

@@ -63,6 +63,7 @@ def run(
     threads: flags.Threads = None,
     slots: flags.Slots = DEFAULT_SLOTS,
     activations: flags.Activations = "wide",
+    prompts: flags.Prompts = "auto",
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -71,7 +72,9 @@ def run(
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
     An answer that must follow something ends where that does, or at --max-tokens.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, activations=activations)
+    options = LoadOptions(
+        device, mode, dtype, kv_type, context, threads, slots, activations=activations, prompts=prompts
+    )
     sampling = flags.sampling(call.params)
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")

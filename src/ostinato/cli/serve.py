@@ -100,6 +100,7 @@ def serve(
     kv_type: flags.KvType = None,
     context: flags.Context = None,
     threads: flags.Threads = None,
+    prompts: flags.Prompts = "auto",
     verbose: flags.Verbose = False,
 ) -> None:
     """Serve a model over OpenAI's API, with a page at / and metrics at /metrics.
@@ -109,7 +110,7 @@ def serve(
     from ostinato.serve.supervisor import Supervisor
 
     check_installed()
-    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, queue)
+    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, queue, prompts=prompts)
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
         model=model,

@@ -39,7 +39,13 @@ def verify(
     own, such as the CPU's native loop, in its greedy tokens and within a tolerance.
     """
     options = LoadOptions(
-        device=device, dtype=dtype, kv_type=kv_type, threads=threads, activations=activations, mode=mode
+        device=device,
+        dtype=dtype,
+        kv_type=kv_type,
+        threads=threads,
+        activations=activations,
+        mode=mode,
+        prompts="plain",  # `eager`, which the others are compared with, reads nothing else
     )
     report, facts = _verified(model, options)
     if as_json:

@@ -68,6 +68,7 @@ class Engine:
             n_tokens=vocab if n_tokens is None else n_tokens,
             activations=placement.tiles or placement.activations,
             threads=placement.threads,
+            prompts_on_tape=placement.prompts == "tape",
         )
         self.context, self._vocab = placement.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)

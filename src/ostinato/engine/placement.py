@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -22,6 +22,7 @@ from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.kernels.native_cpu import cpu_library, why_no_native
 from ostinato.kernels.tape.deal import Kind, matrix_bytes
 from ostinato.kernels.tape.pack import KINDS
+from ostinato.loop.memory_plan import Wanted, memory_plan
 from ostinato.loop.native_plan import why_not_native
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
@@ -53,6 +54,7 @@ class Placement:
     tiles: Activations | None = None  # matrices go into the native loop's tiles, to be multiplied with such activations
     threads: int | None = None  # on the CPU; None: as many as torch was told
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
+    prompts: Literal["plain", "tape"] = "plain"  # what they read
 
 
 def settle(
@@ -76,14 +78,22 @@ def settle(
         )
     weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiles is not None)
     tape = tape_bytes(checkpoint, shape, dtype, packed=packed) if has_tape(options, device) else 0
-    weights += tape
     free = int(free_bytes(device) * USABLE_SHARE)
+    wanted = options.context or shape.default_context
+    one = _pages_for(wanted, device)  # what more there is of them is made of what is left
+    both = Wanted(shape, weights, device, dtype, kv_type, options.slots, wanted, one, tape_bytes=tape)
+    prompts = choose_prompts(options, both, free, talk)
+    if prompts == "tape":
+        _check_host(weights)
+        weights = beside_tape_bytes(checkpoint, shape, dtype, packed=packed)
+    weights += tape
     if weights > free:
         how = "packed" if tiles else f"as {str(dtype).removeprefix('torch.')}"
-        how += f", {gib(tape)} of it once more for the persistent kernel," if tape else ""
+        if tape:
+            how += f", {gib(tape)} of it {'once more ' if prompts == 'plain' else ''}for the persistent kernel,"
+        advice = "try --prompts tape, or " if tape and prompts == "plain" else _narrower(dtype, tiles)
         raise HardwareCannot(
-            f"the weights need {gib(weights)} {how} and {device} has {gib(free)} to give; "
-            f"{_narrower(dtype, tiles)}take a smaller model"
+            f"the weights need {gib(weights)} {how} and {device} has {gib(free)} to give; {advice}take a smaller model"
         )
     left = free - weights
     context = choose_context(shape, kv_type, options.context, left, device, talk)
@@ -101,7 +111,39 @@ def settle(
         tiles=tiles,
         threads=threads,
         activations=options.activations,
+        prompts=prompts,
     )
+
+
+def choose_prompts(
+    options: LoadOptions, both: Wanted, free: int, talk: Callable[[str], None]
+) -> Literal["plain", "tape"]:
+    """What prompts read. The tape where that was asked for, or where it does not fit beside a plain copy of the
+    weights, which is faster; `both` is an engine that has the two of them."""
+    if not (has_tape(options, both.device) and both.shape.causal):
+        if options.prompts == "tape":
+            raise BadOption("--prompts tape is for --mode persistent on a GPU, which will not run here; leave it out")
+        return "plain"
+    if options.prompts != "auto":
+        return options.prompts
+    plan = memory_plan(both, free)
+    if plan.fits:
+        return "plain"
+    talk(
+        f"prompts read the persistent kernel's tape of {gib(both.tape_bytes)}: beside a plain copy of "
+        f"{gib(both.weight_bytes)} this engine would need {gib(plan.device_bytes)}, and {both.device} has {gib(free)}"
+    )
+    return "tape"
+
+
+def _check_host(weights: int) -> None:
+    """Whether matrices can wait in the host's memory for their turn to be laid out on the tape."""
+    free = free_host_bytes()
+    if weights > free:
+        raise HardwareCannot(
+            f"{gib(weights)} of weights wait in the host's memory while they are laid out for --prompts tape, and it "
+            f"has {gib(free)} to give; use --prompts plain, or --mode loop"
+        )
 
 
 def _narrower(dtype: torch.dtype, tiles: Activations | None) -> str:
@@ -267,6 +309,18 @@ def tape_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, *, pack
         rows, columns = tensor.shape
         total += matrix_bytes(kind, rows, columns)
     return total
+
+
+def beside_tape_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, *, packed: bool) -> int:
+    """Bytes of what lies beside the tape where prompts read it: the embedding (of packed weights it is counted with the
+    tape), all that is no matrix, and room for one matrix: each comes alone when it is loaded, and before its product.
+    """
+    rows = max((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width, 2 * shape.ff_width)
+    room = max(rows, 0 if shape.tied_head else shape.vocab) * shape.hidden
+    for name, tensor in checkpoint.tensors.items():
+        is_embedding = name in EMBEDDINGS and not (packed and stays_packed(tensor.type, tensor.shape))
+        room += tensor.n_elements if len(tensor.shape) != 2 or is_embedding else 0
+    return room * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:

@@ -30,6 +30,7 @@ from torch import Tensor
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.quants import BLOCKS
 from ostinato.kernels.allocate import Allocate, empty
+from ostinato.kernels.tape.taped import Taped
 from ostinato.kernels.tiles import TileMatrix
 
 PLANES: Final = ("quants", "high", "scales", "blocks")  # the order in which a matrix has them
@@ -83,7 +84,7 @@ class Stack:
         return sum(rows for rows, _ in sizes), sizes[0][1]
 
 
-Weight = Packed | Tensor | Stack | TileMatrix
+Weight = Packed | Tensor | Stack | TileMatrix | Taped
 
 
 def shape_of(weight: Weight) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from ostinato.kernels.gemm import gemm_torch
 from ostinato.kernels.matmul import experts_down_torch, experts_gate_up_torch, matmul_torch, route_rows_torch
 from ostinato.kernels.norm import norm_rows_torch
 from ostinato.kernels.sample_step import sample_step_torch
+from ostinato.kernels.tape.pack import unpack_torch
 
 Launch = Callable[[], object]  # what it returns is nobody's
 Bind = Callable[..., Launch]
@@ -50,6 +51,7 @@ class PromptKernels:
 
     norm: Bind
     gemm: Bind
+    unpack: Bind
     append: Bind
     attend: Bind
     activate: Bind
@@ -114,6 +116,7 @@ def twin_prompts() -> PromptKernels:
     return PromptKernels(
         norm=partial(partial, norm_rows_torch),
         gemm=partial(partial, gemm_torch),
+        unpack=partial(partial, unpack_torch),
         append=partial(partial, append_chunk_torch),
         attend=partial(partial, chunk_attention_torch),
         activate=partial(partial, activate_rows_torch),
@@ -127,10 +130,12 @@ def triton_prompts() -> PromptKernels:
     from ostinato.kernels.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
     from ostinato.kernels.triton.gemm import bind_gemm
     from ostinato.kernels.triton.norm import bind_norm
+    from ostinato.kernels.triton.taped import bind_unpack
 
     return PromptKernels(
         norm=bind_norm,
         gemm=bind_gemm,
+        unpack=bind_unpack,
         append=bind_append_chunk,
         attend=bind_chunk_attention,
         activate=bind_activate,

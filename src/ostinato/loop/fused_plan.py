@@ -26,6 +26,7 @@ from ostinato.kernels.packed import Packed, Stack, Weight, shape_of
 from ostinato.kernels.step import StepKernels
 from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.loop.tape_plan import lies_on_tape
 from ostinato.loop.torch_plan import tensors_of, without_repeats
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
@@ -42,6 +43,8 @@ def why_not_fused(model: Model) -> str | None:
         return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
     if not all(isinstance(layer, Layer) for layer in model.layers):
         return f"the layers of {shape.family} are of a kind that has no kernels in the step"
+    if lies_on_tape(model):
+        return "its matrices lie on the persistent kernel's tape alone"
     return None
 
 

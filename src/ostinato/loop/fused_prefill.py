@@ -4,12 +4,17 @@ A chunk is padded to its bucket, 64 to 512 rows; every product has fixed tiles a
 past in blocks from position 0, so the bits of a position depend on its tokens and on nothing else: not on where the
 prompt was cut, nor on the bucket. All memory is made here, once, for the largest bucket, and the others use its first
 rows: no launch allocates, so graphs keep no memory but their own. A chunk copies its ids and pages in and replays.
+
+A model whose matrices lie on the tape alone has them unpacked one by one, each right before its product, into memory
+that all of them share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from math import prod
 from typing import Any, Final
 
 import torch
@@ -22,8 +27,11 @@ from ostinato.kernels.chunk_attention import Chunk
 from ostinato.kernels.matmul import n_stats
 from ostinato.kernels.packed import Weight
 from ostinato.kernels.step import Launch, PromptKernels, StepKernels
+from ostinato.kernels.tape.deal import TILE_ROWS
+from ostinato.kernels.tape.taped import Taped
 from ostinato.loop.fused_plan import flat, heads_of, paged_kv_of
 from ostinato.loop.layout import MAX_TOP, Tables
+from ostinato.loop.tape_plan import lies_on_tape, scratch_elements
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape
@@ -80,10 +88,11 @@ class FusedPrefill:
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
         self._last = made(tables.layout.n_slots, shape.hidden)
+        self._scratch = made(scratch_elements(model), dtype=model.dtype) if lies_on_tape(model) else None
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
-        self._first = FirstToken(model, tables, n_tokens, kernels, prompts)
+        self._first = FirstToken(model, tables, n_tokens, kernels, prompts, self._scratch)
 
     def capture(self, stream: Any) -> None:
         """Warm and capture every bucket on this stream, and the first token: nothing is compiled or made later."""
@@ -223,7 +232,12 @@ class FusedPrefill:
 
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
         weight: Weight = linear.weight
-        return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
+        if not isinstance(weight, Taped):
+            return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
+        assert self._scratch is not None
+        plain = self._scratch[: prod(weight.shape)].view(weight.shape)
+        product = self._prompts.gemm(given, plain, out, bias=linear.bias, scale=linear.scale)
+        return partial(_play, (self._prompts.unpack(weight, plain), product))
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,11 +265,18 @@ class _Routed:
 class FirstToken:
     """From the last row of a prompt to its first token, in the table, by the step's own head and sampler.
 
-    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left.
+    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left. A
+    head on the tape comes by slices of its rows through `scratch`.
     """
 
     def __init__(
-        self, model: Model, tables: Tables, n_tokens: int, kernels: StepKernels, prompts: PromptKernels | None = None
+        self,
+        model: Model,
+        tables: Tables,
+        n_tokens: int,
+        kernels: StepKernels,
+        prompts: PromptKernels | None = None,
+        scratch: Tensor | None = None,
     ) -> None:
         shape, device = model.shape, model.device
         self._table = tables.table
@@ -289,21 +310,35 @@ class FirstToken:
         if prompts is None:
             head: list[Callable[[], Any]] = [lambda: logits.copy_(model.logits(self._row))]
         else:
-            head = self._fused_head(model, logits, one, kernels, prompts)
+            head = self._fused_head(model, logits, one, kernels, prompts, scratch)
         self._launches: list[Callable[[], Any]] = [*head, *(launch for _, launch in sampling)]
 
     def _fused_head(
-        self, model: Model, logits: Tensor, one: Tensor, kernels: StepKernels, prompts: PromptKernels
+        self,
+        model: Model,
+        logits: Tensor,
+        one: Tensor,
+        kernels: StepKernels,
+        prompts: PromptKernels,
+        scratch: Tensor | None,
     ) -> list[Callable[[], Any]]:
         norm, head = model.norm, model.head
         assert norm is not None
         assert head is not None
         normed = torch.zeros_like(self._row)
         scale, cap = head.scale, model.shape.logit_softcap
-        return [
-            prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps),
-            kernels.matmul(normed, head.weight, logits, one, bias=head.bias, scale=scale, softcap=cap),
-        ]
+        norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
+        if not isinstance(head.weight, Taped):
+            product = kernels.matmul(normed, head.weight, logits, one, bias=head.bias, scale=scale, softcap=cap)
+            return [norming, product]
+        assert scratch is not None
+        assert (head.bias, scale, cap) == (None, None, None), "the tape knows none of them"
+        launches = [norming]
+        for own in slices_of(*head.weight.shape, len(scratch)):
+            plain = scratch[: (own.stop - own.start) * normed.shape[1]].view(-1, normed.shape[1])
+            launches.append(prompts.unpack(head.weight, plain, own.start))
+            launches.append(kernels.matmul(normed, plain, logits[:, own], one))
+        return launches
 
     def play(self) -> None:
         """Run the launches as they are: what warms them."""
@@ -316,6 +351,19 @@ class FirstToken:
         self.play()
         for name, made in self._made.items():
             self._table[f"first_{name}"][slot : slot + 1].copy_(made)
+
+
+def slices_of(rows: int, columns: int, most: int) -> list[slice]:
+    """Rows of a matrix in slices of about one size, each of whole tiles and of at most so many numbers: a small one
+    would be cut otherwise by its product (`triton/tiles.py`), and its sums have other bits.
+
+    >>> slices_of(1000, 8, 4000)
+    [slice(0, 336, None), slice(336, 672, None), slice(672, 1000, None)]
+    """
+    at_most = most // columns // TILE_ROWS * TILE_ROWS
+    each = -(-rows // -(-rows // at_most))
+    each += -each % TILE_ROWS
+    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
 def _play(launches: Sequence[Callable[[], Any]]) -> None:

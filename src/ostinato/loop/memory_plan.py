@@ -63,6 +63,7 @@ class Wanted:
     n_slots: int
     context: int
     n_pages: int | None = None
+    tape_bytes: int = 0  # of the weights once more, as the persistent kernel reads them
     native: bool = False  # whether the CPU's native loop runs, over packed weights
     threads: int = 1  # of the native loop
 
@@ -138,6 +139,7 @@ def rows_of(wanted: Wanted) -> tuple[Row, ...]:
     layout = Layout(wanted.n_slots, max_pages, shape.vocab)
     rows = [
         Row("weights", wanted.weight_bytes),
+        Row("tape", wanted.tape_bytes),
         Row("KV pages", wanted.pages * page_bytes(shape, wanted.kv_type, PAGE_TOKENS[wanted.device.type])),
         Row("recurrent states", _state_bytes(wanted)),
         Row("slot table", arena_bytes(layout.table_fields)),

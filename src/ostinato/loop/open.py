@@ -59,10 +59,12 @@ class LoopOptions:
     n_tokens: int  # ids that the tokenizer knows; those beyond are never chosen
     activations: Activations = "wide"  # of weights in tiles
     threads: int | None = None  # of the native loop; None: as many as torch has
+    prompts_on_tape: bool = False  # of `persistent`: whether matrices lie on its tape alone, and prompts read that
 
 
 class Loop:
-    """The running half of an engine. `changed` is set whenever the loop may have published something."""
+    """The running half of an engine. `changed` is set whenever the loop may have published something. `model` is the
+    one that was given, or the same on the tape alone: whoever takes it from here can give up the other."""
 
     def __init__(
         self,
@@ -200,7 +202,7 @@ class Loop:
             in_torch.warm()
             return plan, self._start(plan), in_torch
         plan, start = self._tape() if self.mode_name == "persistent" else self._fused(kernels)
-        prefill = FusedPrefill(model, self.memory, self.tables, n_tokens, kernels, triton_prompts())
+        prefill = FusedPrefill(self.model, self.memory, self.tables, n_tokens, kernels, triton_prompts())
         prefill.capture(start.side)
         return plan, start, prefill
 
@@ -224,8 +226,11 @@ class Loop:
             Chip.of(model.device),
             kv_type=options.kv_type,
             activations=options.activations,
+            on_tape=options.prompts_on_tape,
         )
-        plan = tape_plan(model, self.memory, self.tables, step)
+        self.model = step.model
+        torch.cuda.empty_cache()  # what matrices were laid out in, one at a time
+        plan = tape_plan(step.model, self.memory, self.tables, step)
         return plan, TapeLoop(plan, step, self.tables, self.guard, self.changed.set)
 
 

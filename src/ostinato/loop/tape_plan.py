@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ctypes import Structure, c_int, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 from typing import Final
 
 import torch
@@ -19,15 +20,27 @@ from torch import Tensor
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.kernels.allocate import zeros
 from ostinato.kernels.chip import Chip
-from ostinato.kernels.packed import Packed, Stack, Weight
-from ostinato.kernels.tape.deal import Grid, Kind, Matrix, Segment, deal, largest_chunk, padded_columns, segments_of
+from ostinato.kernels.packed import Packed, Stack, Weight, shape_of
+from ostinato.kernels.tape.deal import (
+    Grid,
+    Kind,
+    Matrix,
+    Segment,
+    deal,
+    largest_chunk,
+    matrix_bytes,
+    padded_columns,
+    segments_of,
+)
 from ostinato.kernels.tape.pack import Source, source_of, tape_of, why_not_packed
+from ostinato.kernels.tape.taped import Tape, Taped
 from ostinato.kernels.weight import rows_of
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan
 from ostinato.loop.torch_plan import memory_tensors, tensors_of, without_repeats
 from ostinato.memory.paged import PagedMemory
 from ostinato.models.blocks import GatedMLP, Layer, Linear, Model
+from ostinato.models.rebuilt import rebuilt
 from ostinato.models.shape import Multipliers, Shape
 from ostinato.options import Activations, KVType
 
@@ -311,7 +324,11 @@ def n_clocked(shape: Shape) -> int:
 
 
 class TapeStep:
-    """Weights on the tape, the buffers between blocks, and the argument over them."""
+    """Weights on the tape, the buffers between blocks, and the argument over them.
+
+    `model` is the one that prompts go through: that which was given, or with `on_tape` one that has its matrices on the
+    tape alone, so that whoever gives up the first has one copy of them.
+    """
 
     def __init__(
         self,
@@ -324,6 +341,7 @@ class TapeStep:
         kv_type: KVType,
         activations: Activations = "wide",
         n_players: int = 8,
+        on_tape: bool = False,
     ) -> None:
         named = sources_of(model)
         sources = [source for _, source in named]
@@ -345,12 +363,41 @@ class TapeStep:
         self.buffers |= self._between(model, tables.layout.vocab)
         self._caches(model, memory)
         self.argument = self._argument(tables)
-        self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts read
+        self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts could read
+        self.n_scratch_bytes = scratch_elements(model) * model.dtype.itemsize
+        layers = [source.matrix for name, source in named if name != "head"]
+        self.prompts = self._read_and_written(layers, model.dtype) if on_tape else self._read_plain()
+        self.model = self.on_tape(model) if on_tape else model
 
     @property
     def n_bytes(self) -> int:
         """Of the tape itself."""
         return self.deal.n_bytes
+
+    def _read_plain(self) -> str:
+        return (
+            f"a plain copy of {self.n_plain_bytes} bytes for prompts, "
+            f"which could read the tape through {self.n_scratch_bytes} bytes of scratch"
+        )
+
+    def _read_and_written(self, layers: Sequence[Matrix], dtype: torch.dtype) -> str:
+        read = sum(matrix_bytes(m.kind, m.rows, m.columns, self.sizes.grid.n_players) for m in layers)
+        written = sum(m.rows * m.columns for m in layers) * dtype.itemsize
+        return (
+            f"prompts read it through {self.n_scratch_bytes} bytes of scratch, in place of a plain copy of "
+            f"{self.n_plain_bytes} bytes: a chunk reads {read} bytes and writes {written} before it multiplies"
+        )
+
+    def on_tape(self, model: Model) -> Model:
+        """The model with every matrix on the tape, and the embedding as the kernel has it; a tied head reads that."""
+        tape, at = Tape(self.buffers["tape"], self.deal, model.dtype), 0
+        weights: dict[int, Weight] = {}
+        for name, linear in _linears(model):
+            n_parts = len(_parts(name, linear.weight))
+            weights[id(linear.weight)] = Taped(tape, range(at, at + n_parts))
+            at += n_parts
+        weights[id(model.embedding)] = self.buffers["embedding"]
+        return rebuilt(model, lambda weight: weights.get(id(weight), weight))
 
     def built(self, plan_hash: int, executable: int) -> None:
         """What the border compares at every step (I-10)."""
@@ -430,7 +477,7 @@ class TapeStep:
 
 def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:
     """Everything that the kernel reads and writes, as one node: it plays the whole step. Its text says how many bytes
-    the tape has, and how many the plain copy that prompts read."""
+    the tape has, and what prompts read. `model` is the step's own."""
     arenas = {"table": tables.table, "seats": tables.seats, "rings": tables.rings}
     own = [Buffer.of(name, arena.memory) for name, arena in arenas.items()]
     own += [Buffer.of(name, tensor) for name, tensor in step.buffers.items()]
@@ -440,10 +487,7 @@ def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep)
     written = ("table", "rings", *_WRITTEN, *(buffer.name for buffer in kept))
     read = (*written, "seats", *(name for name in step.buffers if name not in _WRITTEN))
     node = Node("step", "tape", _played_whole, read, written, step.n_bytes, 1)
-    constants = (
-        f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; "
-        f"a plain copy of {step.n_plain_bytes} bytes for prompts"
-    )
+    constants = f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; {step.prompts}"
     return Plan(model.device, (*own, *kept, *plain), (node,), memory.page_tokens, constants)
 
 
@@ -471,6 +515,16 @@ def _parts(name: str, weight: Weight) -> list[Weight]:
     parts = weight.parts if isinstance(weight, Stack) and name.endswith("qkv") else ()
     differ = len({part.type if isinstance(part, Packed) else "plain" for part in parts}) > 1
     return list(parts) if differ else [weight]
+
+
+def lies_on_tape(model: Model) -> bool:
+    """Whether its matrices are on a tape alone."""
+    return any(isinstance(layer, Layer) and isinstance(layer.attention.qkv.weight, Taped) for layer in model.layers)
+
+
+def scratch_elements(model: Model) -> int:
+    """Numbers of the largest matrix of a layer: what each in its turn is unpacked into."""
+    return max(prod(shape_of(linear.weight)) for name, linear in _linears(model) if name != "head")
 
 
 def _plain_embedding(model: Model) -> Tensor:

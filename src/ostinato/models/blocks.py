@@ -18,6 +18,7 @@ from ostinato.errors import Unsupported
 from ostinato.kernels.activation import Activation
 from ostinato.kernels.packed import Packed, Stack, Weight
 from ostinato.kernels.table import Ops
+from ostinato.kernels.tape.taped import Taped
 from ostinato.kernels.tiles import TileMatrix
 from ostinato.kernels.weight import rows_of
 from ostinato.models.rope import Rope
@@ -79,7 +80,7 @@ class Linear:
     def dtype(self) -> torch.dtype:
         """What it multiplies in: tiles are the CPU's, and give float32; other packed weights are a GPU's."""
         first = self.weight.parts[0] if isinstance(self.weight, Stack) else self.weight
-        if isinstance(self.weight, Tensor):
+        if isinstance(self.weight, Tensor | Taped):
             return self.weight.dtype
         return torch.float32 if isinstance(first, TileMatrix) else torch.bfloat16
 

@@ -24,6 +24,7 @@ from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
+from ostinato.models.rebuilt import without_matrices_on
 from ostinato.models.shape import Shape
 from ostinato.models.weights import Progress, Weights, spelled, translate
 from ostinato.options import Activations
@@ -67,11 +68,13 @@ def build_model(
     progress: Progress | None = None,
     packed: bool = False,
     tiles: Activations | None = None,
+    on_host: bool = False,
 ) -> Model:
     """The model with its weights on `device` in `dtype`, for an engine of that context.
 
     `packed`: matrices stay in the file's own type where kernels multiply it. `tiles`: they are packed into the tiles
-    of the CPU's native loop, to be multiplied with such activations.
+    of the CPU's native loop, to be multiplied with such activations. `on_host`: matrices stay in the host's memory,
+    for whoever takes one at a time to the device; the embedding and vectors are there.
     """
     family = family_of(checkpoint)
     from_gguf = checkpoint.format == "gguf"
@@ -94,6 +97,7 @@ def build_model(
         # Twice: once to see what it takes, without memory, then in one piece of just that size (E-16).
         measure = Measure()
         built(torch.device("meta"), measure)
-        weights, model = built(device, Arena(measure.n_bytes, device))
+        place = torch.device("cpu") if on_host else device
+        weights, model = built(place, Arena(measure.n_bytes, place))
     weights.fill(progress)
-    return model
+    return without_matrices_on(model, device) if on_host else model

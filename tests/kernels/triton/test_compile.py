@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.counts import soaking
 
-MODULES = ["tests.kernels.triton.test_compile"]
+MODULES = ["tests.kernels.triton.test_compile", "tests.kernels.triton.test_taped"]
 TARGETS = {"hopper": ("cuda", 90, 32), "cdna3": ("hip", "gfx942", 64)}
 # Slow to compile where they are converted number by number, and nothing that others have not.
 ONLY_HOPPER = {f"matmul {name}" for name in ("Q5_1 store", "Q8_0 add", "Q6_K store")} | {"gemm Q6_K"}
@@ -28,7 +28,7 @@ ONLY_HOPPER |= {f"experts {name}" for name in ("gate_up Q6_K", "down Q5_K", "dow
 ONLY_HOPPER |= set() if soaking() else {"experts gate_up Q4_K"}
 POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8", torch.int8: "*i8",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ A weight is scale * q - minimum (FOUR, FIVE), scale * (q - 32) (SIX), scale * q 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -53,6 +53,7 @@ from ostinato.kernels.tape.deal import (
     part_bytes,
     tile_bytes,
 )
+from ostinato.kernels.tape.taped import Taped
 from ostinato.kernels.tiles import TileMatrix
 
 KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
@@ -118,6 +119,12 @@ class Source:
         part = self.rows[0].part
         return part.raw.device if isinstance(part, FileBlocks) else part.device
 
+    def to(self, device: torch.device) -> Source:
+        """The same on another device; itself where it is there."""
+        if self.device == device:
+            return self
+        return replace(self, rows=tuple(rows._replace(part=_moved(rows.part, device)) for rows in self.rows))
+
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
@@ -182,8 +189,14 @@ def _parts_of(weight: Weight | FileBlocks) -> list[Part]:
     for part in weight.parts if isinstance(weight, Stack) else (weight,):
         if isinstance(part, TileMatrix):
             raise InternalError("the tape was given tiles, which are the CPU's weights")
+        if isinstance(part, Taped):
+            raise InternalError("the tape was given a weight that lies on a tape already")
         parts.append(part)
     return parts
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    return replace(part, raw=part.raw.to(device)) if isinstance(part, FileBlocks) else part.to(device)
 
 
 def _shape(part: Part) -> tuple[int, int]:
@@ -439,10 +452,12 @@ def tape_of(
 
 
 def put_matrix(tape: Tensor, dealt: Deal, index: int, source: Source, half: torch.dtype = torch.bfloat16) -> None:
-    """Write matrix `index` of the deal to where the blocks read it; the rest of the tape is left alone."""
+    """Write matrix `index` of the deal to where the blocks read it; the rest of the tape is left alone. A source that
+    lies elsewhere is brought to the tape's device for as long as that takes."""
     matrix, segment, n_players = dealt.matrices[index], dealt.segments[index], dealt.grid.n_players
     if source.matrix != matrix:
         raise InternalError(f"matrix {index} of the tape is {matrix}, and was given {source.matrix}")
+    source = source.to(tape.device)
     for start, stop in _slabs(segment, dealt.grid):
         slab = _empty_slab(segment, n_players, stop - start, tape.device)
         for first, last in _pieces(segment, start, stop):
@@ -470,6 +485,14 @@ def matrix_from(
             real = (ids >= 0).nonzero()[:, 0]
             out[ids[real].to(out.device)] = values[real.to(out.device), : matrix.columns].to(dtype)
     return out
+
+
+def unpack_torch(weight: Taped, out: Tensor, first: int = 0) -> None:
+    """Rows `first` and following of a weight on the tape into out, [rows, cols] of its dtype: to the bit what was put
+    there, or what packed numbers stand for, rounded once more."""
+    tape = weight.tape
+    parts = [matrix_from(tape.bytes, tape.dealt, number, tape.half, weight.dtype) for number in weight.matrices]
+    out.copy_(torch.cat(parts)[first : first + len(out)])
 
 
 def _slabs(segment: Segment, grid: Grid) -> Iterator[tuple[int, int]]:

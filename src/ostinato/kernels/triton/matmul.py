@@ -513,6 +513,7 @@ def bind_matmul(
         if epilogue == "gated" and (len(pieces) != 2 or pieces[0][2] != pieces[1][2]):
             raise InternalError(f"a gated stack is (gate, up) of equal height, not {[n for _, _, n in pieces]}")
     else:
+        assert isinstance(weight, Packed)  # or it would not be taken apart
         half = shape_of(weight)[0] // 2
         pieces = [(weight, 0, half), (weight, half, half)]
     launches, start = [], 0
