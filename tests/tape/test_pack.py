@@ -73,6 +73,8 @@ def address(kind: Kind, columns: int, n_players: int, row: int, column: int) -> 
         return At(chunk, ((player * n + i) * 32 + lane) * 16 + 4 * register + 2 * h, 0, 0, 0, 0, lower == 1)
     lanes_before = (player * (n // 2) + group) * 32 + lane
     rows_before = (player * (n // 2) + group) * 16 + 2 * g + lower
+    if n == per:  # every fourth group stands together
+        rows_before = (((player * 4 + group % 4) * 8 + g) * (n // 8) + group // 4) * 2 + lower
     if kind == Kind.EIGHT:
         quants = lanes_before * 16 + 4 * (2 * t + lower) + later + 2 * h
         return At(chunk, quants, 0, 0, 0, n_players * n // 2 * 512 + rows_before * 2, lower == 1)
@@ -84,12 +86,16 @@ def address(kind: Kind, columns: int, n_players: int, row: int, column: int) -> 
         return At(chunk, quants, bit, 0, 0, end + rows_before * 4, lower == 1)
     if kind == Kind.FIVE:
         words = (n // 2 + 1) // 2
-        high = end + ((player * words + group // 2) * 32 + lane) * 4
+        together = ((player * 32 + lane) * words + group // 2) * 4
+        high = end + (together if n == per else ((player * words + group // 2) * 32 + lane) * 4)
         high_bit = 4 * (group % 2) + 2 * t + (1 - register % 2) + 8 * (register // 2) + 16 * h
         return At(chunk, quants, bit, high, high_bit, end + n_players * words * 128 + rows_before * 4, lower == 1)
-    high = end + lanes_before * 4
+    high = end + (((player * 32 + lane) * (n // 2) + group) * 4 if n == per else lanes_before * 4)
     high_bit = 4 * t + 2 * (1 - register % 2) + 8 * (register // 2) + 16 * h
-    scale = end + n_players * (n // 2) * 128 + ((player * n + i) * 16 + 2 * g + lower) * 2
+    rows_before = (player * n + i) * 16 + 2 * g + lower
+    if n == per:
+        rows_before = (((player * 4 + i % 4) * 8 + g) * (n // 4) + i // 4) * 2 + lower
+    scale = end + n_players * (n // 2) * 128 + rows_before * 2
     return At(chunk, quants, bit, high, high_bit, scale, lower == 1)
 
 
@@ -235,7 +241,8 @@ def test_masks_and_one_shift_give_four_values_of_two_rows(kind: Kind, more: int,
         at = tile // 4 * 512 + lane * 16 + tile % 4 * 4 if is_whole else tile // 2 * 256 + lane * 8 + tile % 2 * 4
         lower, upper = word(data, at) & 0x0F0F0F0F, word(data, at) & 0xF0F0F0F0
         if more:
-            high = word(data, n * 128 + tile // (4 // more) * 128 + lane * 4)
+            number, words = tile // (4 // more), n * more // 4
+            high = word(data, n * 128 + (4 * (lane * words + number) if is_whole else number * 128 + lane * 4))
             shift = 4 * (tile // 2 % 2) + 2 * (tile % 2) - 3 if kind == Kind.FIVE else 4 * (tile % 2) - 2
             high = high >> shift if shift > 0 else high << -shift
             lower |= high & (0x10101010 if kind == Kind.FIVE else 0x30303030)

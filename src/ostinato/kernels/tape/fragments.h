@@ -19,6 +19,7 @@
 #endif
 #define LIFT_BF16 0x6F806F80u  // two of 2^96
 #define ONE_BF16 0x3F803F80u
+#define LESS_BF16 0xAD00u      // less 2^-37: a lifted one, 2^96 / 2^133
 #define UNIT_BF16 0x1p37f      // what a product of a one and a lifted one must be multiplied by: 2^133 / 2^96
 #define UNIT_F16 0x1p24f
 
@@ -33,6 +34,8 @@ DEVICE constexpr int upper_rows(int kind) {
 DEVICE constexpr int tiles_a_group(int kind) { return kind == KIND_SIX ? 1 : 2; }
 DEVICE constexpr int offset_of(int kind) { return kind == KIND_SIX ? 32 : kind == KIND_EIGHT ? 128 : 0; }
 DEVICE constexpr bool has_minimum(int kind) { return kind == KIND_FOUR || kind == KIND_FIVE; }
+// Groups of a *slot* in a whole chunk: every fourth. Each slot has a partial sum.
+DEVICE constexpr int groups_a_slot(int kind) { return tiles_a_chunk(kind) / tiles_a_group(kind) / 4; }
 
 DEVICE void multiply_wide(float c[4], const uint4& a, u32 b0, u32 b1) {
     if (ACTIVATION_BF16) multiply_bf16(c, a, b0, b1);
@@ -50,6 +53,13 @@ DEVICE uint4 weights_as_taken(const uint4& a) {
         multiply_pair_bf16(a.x, LIFT_BF16), multiply_pair_bf16(a.y, LIFT_BF16),
         multiply_pair_bf16(a.z, LIFT_BF16), multiply_pair_bf16(a.w, LIFT_BF16)
     };
+}
+
+// Two of less a power of two, as weights of activations that are not lifted.
+DEVICE constexpr u32 less_pair(u32 power) {
+    u32 bits = ACTIVATION_BF16 ? LESS_BF16 : 0x8000u | power;
+    for (u32 rest = power; ACTIVATION_BF16 && rest > 1; rest /= 2) bits += 128;  // the exponent's lowest bit
+    return bits << 16 | bits;
 }
 
 // --- a player's part of a chunk, read into registers ---
@@ -89,9 +99,21 @@ DEVICE void read_quants(const char* chunk, int warp, int lane, int n, Quants<KIN
     if (KIND != KIND_FIVE && KIND != KIND_SIX) return;
     constexpr int each = KIND == KIND_FIVE ? 4 : 2;
     const char* const high = chunk + N_PLAYERS * quant_bytes(KIND, n) + warp * high_bytes(KIND, n);
-    UNROLL
-    for (int t = 0; t < PER; t += each) {
-        if (WHOLE || t < n) out.high[t / each] = *(const u32*)(high + t / each * 128 + lane * 4);
+    if (!WHOLE) {
+        UNROLL
+        for (int t = 0; t < PER; t += each) {
+            if (t < n) out.high[t / each] = *(const u32*)(high + t / each * 128 + lane * 4);
+        }
+    } else if (KIND == KIND_FIVE) {
+        const uint2 two = *(const uint2*)(high + lane * 8);
+        out.high[0] = two.x;
+        out.high[1] = two.y;
+    } else {
+        const uint4 four = *(const uint4*)(high + lane * 16);
+        out.high[0] = four.x;
+        out.high[1] = four.y;
+        out.high[2] = four.z;
+        out.high[3] = four.w;
     }
 }
 
@@ -100,18 +122,38 @@ struct Scales {
     float scale[2], minimum[2];
 };
 
-// `there`: the group is one of this chunk's; else its scales are zero.
-template <int KIND>
-DEVICE Scales read_scales(const char* chunk, int warp, int g, int n, int group, bool there) {
+// As they lie in the chunk, of all groups of a slot; zero for those that the chunk has not.
+template <int KIND, bool WHOLE>
+DEVICE void read_scales(const char* chunk, int warp, int g, int n, int slot, uint2 out[groups_a_slot(KIND)]) {
+    constexpr int N = groups_a_slot(KIND);
     const char* const scales =
         chunk + N_PLAYERS * (quant_bytes(KIND, n) + high_bytes(KIND, n)) + warp * scale_bytes(KIND, n);
+    if constexpr (WHOLE && N == 2 && has_minimum(KIND)) {  // both together
+        const uint4 both = *(const uint4*)(scales + (slot * 8 + g) * 16);
+        out[0] = uint2{both.x, both.y};
+        out[1] = uint2{both.z, both.w};
+    } else if constexpr (WHOLE && N == 2) {
+        const uint2 both = *(const uint2*)(scales + (slot * 8 + g) * 8);
+        out[0] = uint2{both.x, 0};
+        out[1] = uint2{both.y, 0};
+    } else {
+        UNROLL
+        for (int i = 0; i < N; i++) {
+            const int row = (4 * i + slot) * 8 + g;
+            if (!WHOLE && (4 * i + slot) * tiles_a_group(KIND) >= n) out[i] = uint2{0, 0};
+            else if (has_minimum(KIND)) out[i] = *(const uint2*)(scales + row * 8);
+            else out[i] = uint2{*(const u32*)(scales + row * 4), 0};
+        }
+    }
+}
+template <int KIND>
+DEVICE Scales scales_from(const uint2& words) {
     Scales out;
     if (has_minimum(KIND)) {
-        const uint2 both = there ? *(const uint2*)(scales + group * 64 + g * 8) : uint2{0, 0};
-        split_f16(both.x, out.scale[0], out.minimum[0]);
-        split_f16(both.y, out.scale[1], out.minimum[1]);
+        split_f16(words.x, out.scale[0], out.minimum[0]);
+        split_f16(words.y, out.scale[1], out.minimum[1]);
     } else {
-        split_f16(there ? *(const u32*)(scales + group * 32 + g * 4) : 0, out.scale[0], out.scale[1]);
+        split_f16(words.x, out.scale[0], out.scale[1]);
         out.minimum[0] = out.minimum[1] = 0.0f;
     }
     return out;

@@ -8,11 +8,15 @@ columns. In a chunk with n column tiles for each player (n / 2 groups; kinds but
     FOUR   quants  [player][n/2][lane][8 B]       a word for each column tile: value h of register r at bit 4 r + 16 h
                    [player][n/4][lane][16 B]      in whole chunks: the words of four column tiles together
            scales  [player][n/2][16 rows][4 B]    float16 scale, float16 minimum
+                   [player][4][8][n/8][8 B]       in whole chunks: two rows of every fourth group together
     FIVE   quants, scales as FOUR                 four of five bits: of even registers the lower, of odd the upper
            high    [player][(n+3)/4][lane][4 B]   the fifth: 4 j + 2 t + 1 - r % 2 + 8 (r / 2) + 16 h, groups 2 i + j
+                   [player][lane][n/4][4 B]       in whole chunks
     SIX    quants  as FOUR                        four of six bits, in the same way
            high    [player][n/2][lane][4 B]       the other two, at 4 t + 2 (1 - r % 2) + 8 (r / 2) + 16 h
+                   [player][lane][n/2][4 B]       in whole chunks
            scales  [player][n][16 rows][2 B]      float16, of each 16 columns
+                   [player][4][8][n/4][4 B]       in whole chunks: two rows of every fourth group together
     EIGHT  quants  [player][n/2][lane][16 B]      word 2 t + r % 2, byte r / 2 + 2 h: a signed byte
            scales  [player][n/2][16 rows][2 B]
 
@@ -364,12 +368,14 @@ def _parts(numbers: Numbers, section: _Section, n_players: int) -> Iterator[Tens
         yield _by(_tiles_a_lane(kind, n), quants, 4).permute(0, 2, 3, 4, 1, 7, 5, 8, 6)
         if more:
             high = _joined(odd & (1 << more) - 1 | even >> 4 << more, 2 * more)
-            yield (_joined(high, 4) if kind == Kind.FIVE else high).permute(0, 2, 3, 4, 1, 6, 7, 5)
-    group = GROUP_COLUMNS[kind]
+            words = _joined(high, 4) if kind == Kind.FIVE else high
+            yield words.permute(0, 2, 3, 1, 6, 4, 7, 5) if _is_whole(kind, n) else words.permute(0, 2, 3, 4, 1, 6, 7, 5)
+    group, together = GROUP_COLUMNS[kind], _groups_a_slot(kind, n)
+    sizes = (section.n_chunks, n_players, together, n * TILE_COLUMNS // group // together)
     fields = [
         field[:, section.column // group : (section.column + width) // group]
-        .reshape(-1, 2, 8, section.n_chunks, n_players, n * TILE_COLUMNS // group)
-        .permute(0, 3, 4, 5, 2, 1)
+        .reshape(-1, 2, 8, *sizes)
+        .permute(0, 3, 4, 6, 2, 5, 1)
         for field in (numbers.scales, numbers.minima)
         if field is not None
     ]
@@ -392,20 +398,33 @@ def _numbers(
         words = quants.reshape(*before, -1, *lanes, _tiles_a_lane(kind, n), 2, 2).permute(0, 4, 1, 2, 3, 6, 8, 5, 7)
         even, odd, more = words & 15, words >> 4, _FURTHER_BITS[kind]
         if more:
-            bits = high.reshape(*before, -1, *lanes, 2, 2).permute(0, 4, 1, 2, 3, 7, 5, 6)
+            if _is_whole(kind, n):
+                bits = high.reshape(*before, *lanes, -1, 2, 2).permute(0, 3, 1, 2, 5, 7, 4, 6)
+            else:
+                bits = high.reshape(*before, -1, *lanes, 2, 2).permute(0, 4, 1, 2, 3, 7, 5, 6)
             bits = _parted(_parted(bits, 4) if kind == Kind.FIVE else bits, 2 * more)[:, :, :, :, :n]
             bits = torch.unflatten(bits, 4, words.shape[4:6])
             mask = (1 << more) - 1
             even, odd = even | (bits >> more & mask) << 4, odd << more | bits & mask
         q = torch.stack((even, odd), 1)
-    halves = scales.contiguous().view(torch.float16).view(*before, -1, 8, 2, _n_fields(kind))
-    each = halves.permute(6, 0, 5, 4, 1, 2, 3).reshape(_n_fields(kind), rows, -1)
+    halves = scales.contiguous().view(torch.float16).view(*before, -1, 8, _groups_a_slot(kind, n), 2, _n_fields(kind))
+    each = halves.permute(7, 0, 6, 4, 1, 2, 5, 3).reshape(_n_fields(kind), rows, -1)
     return q.reshape(rows, -1), each[0], each[1] if len(each) == 2 else None
+
+
+def _is_whole(kind: Kind, n: int) -> bool:
+    """Whether a chunk of n column tiles for each player is: there a lane has together what it reads."""
+    return n == PER_PLAYER[kind]
 
 
 def _tiles_a_lane(kind: Kind, n: int) -> int:
     """Column tiles whose words stand together."""
-    return 4 if n == PER_PLAYER[kind] else 2
+    return 4 if _is_whole(kind, n) else 2
+
+
+def _groups_a_slot(kind: Kind, n: int) -> int:
+    """Groups whose scales stand together: every fourth."""
+    return n * TILE_COLUMNS // GROUP_COLUMNS[kind] // 4 if _is_whole(kind, n) else 1
 
 
 def _n_fields(kind: Kind) -> int:

@@ -3,280 +3,343 @@
 // They have a scale for each group of 32 (or 16) columns, by which every sum of a group must be multiplied: with eight
 // rows of activations that is as much work as the rest. With one or two rows (`FEW`), three quarters of the tensor
 // core's columns are free: there the groups of a *unit* of four lie side by side, each with its own activations and
-// zeros for the others', and one multiplication serves four groups. Either way the sum of a row is the same to the bit:
-// four partial sums, of every fourth group each, and adding zeros changes nothing. Bound by the instructions that
-// unpack, where the bits are few.
+// zeros for the others', and one multiplication serves four groups.
+//
+// A *piece* is a chunk of one tile. Its sum is made of four partial sums, of every fourth group each, and is added to
+// those of the chunks before it, in shared memory. So bits follow from the shape alone: adding zeros changes nothing,
+// and it does not matter how many chunks one call multiplies. Bound by the instructions that unpack, where the bits are
+// few; so the code of a piece is there once, and short.
 #pragma once
 #include "tiles.h"
 
 #define FEW_ROWS 2
 
-// --- packed weights: what all of them share ---
+// --- what all of them share ---
 
 // Groups of a whole chunk, in units of four. FEW: lane (g, q) has activations of group g / 2 of every unit, row g % 2,
 // and sums of group q. Else it has activations of row g, and sums of every group.
 template <int KIND, bool FEW>
 struct Packing {
     static constexpr int PER = tiles_a_chunk(KIND), TILES = tiles_a_group(KIND), N_GROUPS = PER / TILES;
-    static constexpr int N_UNITS = N_GROUPS / 4;
-    static constexpr int N_STARTS = FEW ? 2 * N_UNITS : N_GROUPS;  // accumulators: FEW: one for each two groups
-    static constexpr int N_SLOTS = FEW ? 1 : 4;                    // partial sums that a lane has
-    static constexpr int N_SCALED = FEW ? N_UNITS : N_GROUPS;      // groups whose sums a lane has
+    static constexpr int N_SLOTS = FEW ? 1 : 4;                   // partial sums that a lane has
+    static constexpr int N_SUMS = FEW ? N_GROUPS / 4 : N_GROUPS;  // sums that a lane scales
+    static constexpr int AT_ONCE = FEW ? N_SUMS : 4;              // of those, whose products take turns
+    static constexpr int TILES_A_SUM = PER / N_SUMS;
+    // Column tiles whose products wait for each other. FEW: four groups may be two chains, a lane's own is in one.
+    static constexpr int CHAIN = TILES_A_SUM < 4 ? TILES_A_SUM : 4, N_CHAINS = TILES_A_SUM / CHAIN;
 };
 
-template <int KIND, bool FEW>
-struct PartialSums {
-    float of[TILES_AT_ONCE][Packing<KIND, FEW>::N_SLOTS][4];
+struct Lane {
+    int g, q;
 };
+DEVICE Lane lane_of(const Work& work) { return {(int)((u32)work.lane / 4), (int)((u32)work.lane % 4)}; }
 
-DEVICE const u16* row_of_lane(const Work& work, bool few) {
-    const int g = work.lane / 4;
-    return row_of(work, few ? g % 2 : g);
+// The group of which a lane has activations, or sums, by number i.
+template <bool FEW>
+DEVICE int group_at(int i, int own) {
+    return FEW ? 4 * i + own : i;
+}
+template <bool FEW>
+DEVICE const u16* row_of_lane(const Work& work) {
+    const int g = lane_of(work).g;
+    return row_of(work, FEW ? g % 2 : g);
 }
 
-// --- packed weights, wide activations ---
+// A player's part of a piece, out of the ring.
+template <int KIND, bool FEW>
+struct Piece {
+    Quants<KIND> quants;
+    uint2 scales[Packing<KIND, FEW>::N_SUMS];
+};
+
+template <int KIND, bool FEW, bool WHOLE>
+DEVICE void take_piece(const Work& work, Place& place, int n, Piece<KIND, FEW>& out) {
+    using P = Packing<KIND, FEW>;
+    const Lane lane = lane_of(work);
+    await_chunk(shared_here(), work.state, place);
+    const char* const chunk = stage_at(place);
+    read_quants<KIND, WHOLE>(chunk, work.warp, work.lane, n, out.quants);
+    UNROLL
+    for (int slot = 0; slot < P::N_SLOTS; slot++) {
+        uint2 scales[groups_a_slot(KIND)];
+        read_scales<KIND, WHOLE>(chunk, work.warp, lane.g, n, FEW ? lane.q : slot, scales);
+        UNROLL
+        for (int i = 0; i < groups_a_slot(KIND); i++) out.scales[i * P::N_SLOTS + slot] = scales[i];
+    }
+    free_chunk(shared_here(), work.lane, place);
+}
+
+// --- wide activations ---
 
 template <int KIND, bool FEW>
 struct WideActivations {
     using P = Packing<KIND, FEW>;
     u32 b[P::PER][2];
-    float start[P::N_STARTS][4];  // what the offset takes away; of kinds with a minimum: what that is multiplied by
+    float start[P::N_SUMS][4];  // what the offset takes away; of kinds with a minimum: what that is multiplied by
 };
 
-// Less the offset for all 16 rows and all columns of a tile, as weights lie; or less one.
+// Less the offset for all 16 rows and all columns of a tile; or less one.
 template <int KIND>
 DEVICE uint4 less_fragment() {
     constexpr u32 least = has_minimum(KIND) ? 1 : offset_of(KIND);
-    constexpr u32 most = has_minimum(KIND) ? 1 : offset_of(KIND) * upper_rows(KIND);
-    constexpr u32 lower = 0x80008000u | least << 16 | least, upper = 0x80008000u | most << 16 | most;
-    return weights_as_taken(uint4{lower, upper, lower, upper});
+    constexpr u32 lower = less_pair(least), upper = less_pair(least * upper_rows(KIND));
+    return uint4{lower, upper, lower, upper};
 }
 
 template <int KIND, bool FEW, bool WHOLE>
-DEVICE void prepare_wide(const Work& work, int chunk, int n, WideActivations<KIND, FEW>& out) {
+DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivations<KIND, FEW>& out) {
     using P = Packing<KIND, FEW>;
-    const u16* const x = row_of_lane(work, FEW) + first_column(work, KIND, chunk, n) + work.lane % 4 * 2;
-    const int own = work.lane / 8;
-    UNROLL
-    for (int i = 0; i < (FEW ? P::N_UNITS : P::N_GROUPS); i++) {
-        const int group = FEW ? 4 * i + own : i;
-        const bool there = WHOLE || group * P::TILES < n;
-        UNROLL
-        for (int t = 0; t < P::TILES; t++) {
-            UNROLL
-            for (int h = 0; h < 2; h++) {
-                const u32 pair = there ? *(const u32*)(x + (group * P::TILES + t) * 16 + 8 * h) : 0;
-                if (!FEW) out.b[i * P::TILES + t][h] = lifted(pair, true);
-                UNROLL
-                for (int slot = 0; slot < 4 && FEW; slot++) {
-                    out.b[(4 * i + slot) * P::TILES + t][h] = lifted(pair, slot == own);
-                }
-            }
-        }
-    }
+    const Lane lane = lane_of(work);
+    const int own = lane.g / 2;
+    const u16* const x = row_of_lane<FEW>(work) + first_column(work, KIND, chunk, n) + lane.q * 2;
     const uint4 less = less_fragment<KIND>();
     UNROLL
-    for (int s = 0; s < P::N_STARTS; s++) {
+    for (int i = 0; i < P::N_SUMS; i++) {
+        const int group = group_at<FEW>(i, own);
+        const bool there = WHOLE || group * P::TILES < n;
         UNROLL
-        for (int k = 0; k < 4; k++) out.start[s][k] = 0.0f;
-        constexpr int tiles = P::PER / P::N_STARTS;
+        for (int k = 0; k < 4; k++) out.start[i][k] = 0.0f;
         UNROLL
-        for (int t = s * tiles; t < (s + 1) * tiles; t++) {
-            if (WHOLE || t < n) multiply_wide(out.start[s], less, out.b[t][0], out.b[t][1]);
+        for (int t = 0; t < P::TILES; t++) {
+            u32 pairs[2];
+            UNROLL
+            for (int h = 0; h < 2; h++) {
+                pairs[h] = there ? *(const u32*)(x + (group * P::TILES + t) * 16 + 8 * h) : 0;
+                UNROLL
+                for (int slot = 0; slot < (FEW ? 4 : 1); slot++) {
+                    out.b[(i * (FEW ? 4 : 1) + slot) * P::TILES + t][h] = lifted(pairs[h], !FEW || slot == own);
+                }
+            }
+            multiply_wide(out.start[i], less, pairs[0], pairs[1]);  // all slots at once
         }
-    }
-    UNROLL
-    for (int i = 0; i < P::N_UNITS && FEW && has_minimum(KIND); i++) {  // one of the two is zero
-        UNROLL
-        for (int k = 0; k < 2; k++) out.start[2 * i][k] += out.start[(2 * i + 1) % P::N_STARTS][k];
     }
 }
 
+// What a lane's own group comes to. Of two chains the other has nothing of it but what it started from.
+template <int KIND>
+DEVICE float own_sum(const float (&c)[1][4], int k, bool) {
+    return c[0][k];
+}
+template <int KIND>
+DEVICE float own_sum(const float (&c)[2][4], int k, bool is_second) {
+    if (has_minimum(KIND)) return c[0][k] + c[1][k];  // which is zero, and an addition is cheaper than a choice
+    return is_second ? c[1][k] : c[0][k];
+}
+
 template <int KIND, bool FEW, bool WHOLE>
-DEVICE void multiply_packed(
-    const Work& work, const char* chunk, int n, const WideActivations<KIND, FEW>& x,
+DEVICE void multiply_piece(
+    const Work& work, int n, const Piece<KIND, FEW>& piece, const WideActivations<KIND, FEW>& x,
     float y[Packing<KIND, FEW>::N_SLOTS][4]
 ) {
     using P = Packing<KIND, FEW>;
-    const int g = work.lane / 4, q = work.lane % 4;
-    Quants<KIND> quants;
-    read_quants<KIND, WHOLE>(chunk, work.warp, work.lane, n, quants);
+    const bool is_second = lane_of(work).q >= 2;
     UNROLL
-    for (int i = 0; i < P::N_SCALED; i++) {
-        if (!WHOLE && (FEW ? 4 * i : i) * P::TILES >= n) continue;
-        constexpr int sums = P::N_STARTS / P::N_SCALED, tiles = P::PER / P::N_STARTS;
-        float c[2][4];
+    for (int first = 0; first < P::N_SUMS; first += P::AT_ONCE) {
+        float c[P::AT_ONCE][P::N_CHAINS][4];
         UNROLL
-        for (int s = 0; s < sums; s++) {
-            UNROLL
-            for (int k = 0; k < 4; k++) c[s][k] = has_minimum(KIND) ? 0.0f : x.start[i * sums + s][k];
-            UNROLL
-            for (int t = (i * sums + s) * tiles; t < (i * sums + s + 1) * tiles; t++) {
-                if (!WHOLE && t >= n) continue;
-                multiply_wide(c[s], weights_as_taken(wide_fragment(quants, t)), x.b[t][0], x.b[t][1]);
-            }
+        for (int i = 0; i < P::AT_ONCE * P::N_CHAINS * 4; i++) {
+            const int sum = i / 4 / P::N_CHAINS;
+            c[sum][i / 4 % P::N_CHAINS][i % 4] = has_minimum(KIND) ? 0.0f : x.start[first + sum][i % 4];
         }
-        const int group = FEW ? 4 * i + q : i;
-        const Scales scales = read_scales<KIND>(chunk, work.warp, g, n, group, WHOLE || group * P::TILES < n);
         UNROLL
-        for (int k = 0; k < 4; k++) {
-            float& to = y[FEW ? 0 : i % 4][k];
-            to = fmaf(scales.scale[k / 2], FEW ? c[0][k] + c[1][k] : c[0][k], to);  // one of the two is zero
-            if (!has_minimum(KIND)) continue;
-            to = fmaf(scales.minimum[k / 2] * (k < 2 ? 1 : upper_rows(KIND)), x.start[i * sums][k % 2], to);
+        for (int i = 0; i < P::AT_ONCE * P::TILES_A_SUM; i++) {
+            const int chain = i % P::N_CHAINS, sum = i / P::N_CHAINS % P::AT_ONCE, at = i / P::N_CHAINS / P::AT_ONCE;
+            const int t = (first + sum) * P::TILES_A_SUM + chain * P::CHAIN + at;
+            if (!WHOLE && t >= n) continue;
+            multiply_wide(c[sum][chain], weights_as_taken(wide_fragment(piece.quants, t)), x.b[t][0], x.b[t][1]);
+        }
+        UNROLL
+        for (int i = 0; i < P::AT_ONCE * 4; i++) {
+            const int sum = first + i / 4, k = i % 4;
+            const Scales scales = scales_from<KIND>(piece.scales[sum]);
+            float& to = y[FEW ? 0 : sum % 4][k];
+            to = fmaf(scales.scale[k / 2], own_sum<KIND>(c[i / 4], k, is_second), to);
+            if (has_minimum(KIND)) to = fmaf(scales.minimum[k / 2], x.start[sum][k], to);
         }
     }
 }
 
-// --- packed weights, int8 activations ---
+// --- int8 activations ---
 
 template <int KIND, bool FEW>
 struct NarrowActivations {
     using P = Packing<KIND, FEW>;
-    u32 b[P::PER];                // four bytes of a column tile, in the order of the weights' bytes
-    int start[P::N_STARTS][4];    // SIX: what the offset takes away
-    float step[P::N_SCALED][2];   // what a step is worth, for the rows of c[0] and c[1]
-    float less[P::N_SCALED][2];   // what a minimum is multiplied by
+    u32 b[P::PER];              // four bytes of a column tile, in the order of the weights' bytes
+    int start[P::N_SUMS][4];    // SIX: what the offset takes away
+    float step[P::N_SUMS][2];   // what a step is worth, for the rows of c[0] and c[1]
+    float less[P::N_SUMS][2];   // what a minimum is multiplied by
 };
 
 template <int KIND, bool FEW, bool WHOLE>
-DEVICE void prepare_narrow(const Work& work, int chunk, int n, NarrowActivations<KIND, FEW>& out) {
+DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActivations<KIND, FEW>& out) {
     using P = Packing<KIND, FEW>;
-    const int q = work.lane % 4, own = work.lane / 8, column = first_column(work, KIND, chunk, n);
-    const u8* const x = (const u8*)row_of_lane(work, FEW) + column + 2 * q;
+    const Lane lane = lane_of(work);
+    const int own = lane.g / 2, column = first_column(work, KIND, chunk, n);
+    const u8* const x = (const u8*)row_of_lane<FEW>(work) + column + 2 * lane.q;
+    const u32 least = KIND == KIND_SIX ? 0xE0E0E0E0u : 0xFFFFFFFFu;  // less 32, less 1
+    const uint4 less = {least, least, least, least};
     UNROLL
-    for (int i = 0; i < (FEW ? P::N_UNITS : P::N_GROUPS); i++) {
-        const int group = FEW ? 4 * i + own : i;
+    for (int i = 0; i < P::N_SUMS; i++) {
+        const int group = group_at<FEW>(i, own);
         const bool there = WHOLE || group * P::TILES < n;
+        u32 bytes[2] = {0, 0};
         UNROLL
         for (int t = 0; t < P::TILES; t++) {
             const u8* const two = x + (group * P::TILES + t) * 16;
-            const u32 bytes = there ? permute_bytes(*(const u16*)two, *(const u16*)(two + 8), 0x5140) : 0;
-            if (!FEW) out.b[i * P::TILES + t] = bytes;
+            bytes[t] = there ? permute_bytes(*(const u16*)two, *(const u16*)(two + 8), 0x5140) : 0;
             UNROLL
-            for (int slot = 0; slot < 4 && FEW; slot++) {
-                out.b[(4 * i + slot) * P::TILES + t] = slot == own ? bytes : 0;
+            for (int slot = 0; slot < (FEW ? 4 : 1); slot++) {
+                out.b[(i * (FEW ? 4 : 1) + slot) * P::TILES + t] = !FEW || slot == own ? bytes[t] : 0;
             }
         }
-    }
-    const u32 least = KIND == KIND_SIX ? 0xE0E0E0E0u : 0xFFFFFFFFu;  // less 32, less 1
-    const uint4 all_less = {least, least, least, least};
-    constexpr int tiles = P::PER / P::N_STARTS;
-    UNROLL
-    for (int s = 0; s < P::N_STARTS; s++) {
         UNROLL
-        for (int k = 0; k < 4; k++) out.start[s][k] = 0;
-        UNROLL
-        for (int t = s * tiles; t < (s + 1) * tiles && KIND != KIND_EIGHT; t += tiles == 1 ? 1 : 2) {
-            if (!WHOLE && t >= n) continue;
-            multiply_s8(out.start[s], all_less, out.b[t], tiles == 1 ? 0 : out.b[t + 1]);
-        }
+        for (int k = 0; k < 4; k++) out.start[i][k] = 0;
+        if (KIND != KIND_EIGHT) multiply_s8(out.start[i], less, bytes[0], bytes[1]);  // all slots at once
     }
     UNROLL
-    for (int i = 0; i < P::N_SCALED; i++) {
-        const int group = FEW ? 4 * i + q : i;
+    for (int i = 0; i < P::N_SUMS; i++) {
+        const int group = group_at<FEW>(i, lane.q);
         UNROLL
         for (int k = 0; k < 2; k++) {
-            const u8* const row = (const u8*)row_of(work, FEW ? k : 2 * q + k);
+            const u8* const row = (const u8*)row_of(work, FEW ? k : 2 * lane.q + k);
             const int at = (column + group * P::TILES * 16) / 32;
             out.step[i][k] = WHOLE || group * P::TILES < n ? *(const float*)(row + work.width + at * 4) : 0.0f;
-            const int sum = FEW ? out.start[2 * i][k] + out.start[2 * i + 1][k] : out.start[i][k];
-            out.less[i][k] = (float)sum * out.step[i][k];
+            out.less[i][k] = (float)out.start[i][k] * out.step[i][k];
         }
     }
 }
 
 template <int KIND, bool FEW, bool WHOLE>
-DEVICE void multiply_packed(
-    const Work& work, const char* chunk, int n, const NarrowActivations<KIND, FEW>& x,
+DEVICE void multiply_piece(
+    const Work&, int n, const Piece<KIND, FEW>& piece, const NarrowActivations<KIND, FEW>& x,
     float y[Packing<KIND, FEW>::N_SLOTS][4]
 ) {
     using P = Packing<KIND, FEW>;
-    const int g = work.lane / 4, q = work.lane % 4;
-    Quants<KIND> quants;
-    read_quants<KIND, WHOLE>(chunk, work.warp, work.lane, n, quants);
+    constexpr int PRODUCTS = (P::TILES_A_SUM + 1) / 2;  // of a sum: an instruction takes two tiles
     UNROLL
-    for (int i = 0; i < P::N_SCALED; i++) {
-        if (!WHOLE && (FEW ? 4 * i : i) * P::TILES >= n) continue;
-        constexpr int sums = P::N_STARTS / P::N_SCALED, tiles = P::PER / P::N_STARTS;
-        int c[2][4];
+    for (int first = 0; first < P::N_SUMS; first += P::AT_ONCE) {
+        int c[P::AT_ONCE][4];
         UNROLL
-        for (int s = 0; s < sums; s++) {
-            const int first = (i * sums + s) * tiles;
-            UNROLL
-            for (int k = 0; k < 4; k++) c[s][k] = KIND == KIND_SIX ? x.start[i * sums + s][k] : 0;
-            if constexpr (tiles == 1) {  // half of what the instruction takes: the other tile counts for nothing
-                const bool even = first % 2 == 0;
-                multiply_s8(c[s], narrow_fragment(quants, first / 2 * 2), even ? x.b[first] : 0, even ? 0 : x.b[first]);
-            } else {
-                UNROLL
-                for (int t = first; t < first + tiles; t += 2) {
-                    if (WHOLE || t < n) multiply_s8(c[s], narrow_fragment(quants, t), x.b[t], x.b[t + 1]);
-                }
-            }
+        for (int i = 0; i < P::AT_ONCE * 4; i++) c[i / 4][i % 4] = KIND == KIND_SIX ? x.start[first + i / 4][i % 4] : 0;
+        UNROLL
+        for (int i = 0; i < P::AT_ONCE * PRODUCTS; i++) {
+            const int sum = i % P::AT_ONCE, own = (first + sum) * P::TILES_A_SUM + i / P::AT_ONCE * 2, t = own / 2 * 2;
+            if (!WHOLE && t >= n) continue;
+            const bool both = P::TILES_A_SUM > 1;  // else one of the two is another sum's, and counts for nothing
+            const u32 b0 = both || t == own ? x.b[t] : 0, b1 = both || t < own ? x.b[t + 1] : 0;
+            multiply_s8(c[sum], narrow_fragment(piece.quants, t), b0, b1);
         }
-        const int group = FEW ? 4 * i + q : i;
-        const Scales scales = read_scales<KIND>(chunk, work.warp, g, n, group, WHOLE || group * P::TILES < n);
         UNROLL
-        for (int k = 0; k < 4; k++) {
-            float& to = y[FEW ? 0 : i % 4][k];
-            const int sum = FEW ? c[0][k] + c[1][k] : c[0][k];
-            to = fmaf(scales.scale[k / 2], (float)sum * x.step[i][k % 2], to);
-            if (has_minimum(KIND)) to = fmaf(scales.minimum[k / 2], x.less[i][k % 2], to);
+        for (int i = 0; i < P::AT_ONCE * 4; i++) {
+            const int sum = first + i / 4, k = i % 4;
+            const Scales scales = scales_from<KIND>(piece.scales[sum]);
+            float& to = y[FEW ? 0 : sum % 4][k];
+            to = fmaf(scales.scale[k / 2], (float)c[i / 4][k] * x.step[sum][k % 2], to);
+            if (has_minimum(KIND)) to = fmaf(scales.minimum[k / 2], x.less[sum][k % 2], to);
         }
     }
 }
 
-// --- packed weights: a group of tiles, chunk by chunk ---
+// --- the sum of a piece, to those of the chunks before it ---
 
-template <int KIND, bool FEW, bool WHOLE>
-DEVICE void packed_chunk(const Work& work, Place& place, int chunk, int n, PartialSums<KIND, FEW>& y) {
+// What sums must be multiplied by: powers of two, so nothing is rounded.
+template <int KIND>
+DEVICE constexpr float unit_of(bool is_upper) {
+    return !WIDE ? 1.0f : is_upper ? unit() / upper_rows(KIND) : unit();
+}
+
+// Where a lane's sums of the first tile are; those of the next are 16 rows on.
+template <bool FEW>
+DEVICE float* own_sums(const Work& work) {
+    const Lane lane = lane_of(work);
+    float* const sums = shared_here().sums + work.first_sum + work.warp * TILES_AT_ONCE * 16 * work.pitch;
+    return sums + (FEW ? (lane.g + lane.q / 2 * 8) * 2 + lane.q % 2 : lane.g * work.pitch + lane.q * 2);
+}
+
+// Every lane has a quarter of four sums: rows g and g + 8 of the tile, rows 0 and 1 of the activations. Of these it
+// gets one whole. For one row, what only row 1 would need is not computed.
+template <int KIND, int ROWS>
+DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)[1][4]) {
+    const int q = lane_of(work).q;
+    const bool is_upper = q >= 2, is_odd = ROWS == 2 && q % 2 != 0;
+    float half[2];
+    UNROLL
+    for (int k = 0; k < 2; k++) {
+        if (k < ROWS) half[k] = (is_upper ? y[0][2 + k] : y[0][k]) + shuffle_xor(is_upper ? y[0][k] : y[0][2 + k], 2);
+        else half[k] = half[0];
+    }
+    const float sum = (is_odd ? half[1] : half[0]) + shuffle_xor(is_odd ? half[0] : half[1], 1);
+    *place = fmaf(sum, unit_of<KIND>(is_upper), adds ? *place : 0.0f);
+}
+
+// A lane has all of four sums: rows g and g + 8 of the tile, rows 2 q and 2 q + 1 of the activations.
+template <int KIND, int ROWS>
+DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)[4][4]) {
+    if (lane_of(work).q * 2 >= work.pitch) return;
+    UNROLL
+    for (int h = 0; h < 2; h++) {
+        float2* const two = (float2*)(place + 8 * h * work.pitch);
+        const float2 before = adds ? *two : float2{0.0f, 0.0f};
+        float sum[2];
+        UNROLL
+        for (int k = 0; k < 2; k++) {
+            sum[k] = (y[0][2 * h + k] + y[2][2 * h + k]) + (y[1][2 * h + k] + y[3][2 * h + k]);
+        }
+        *two = float2{fmaf(sum[0], unit_of<KIND>(h == 1), before.x), fmaf(sum[1], unit_of<KIND>(h == 1), before.y)};
+    }
+}
+
+// --- a group of tiles, piece by piece ---
+
 #if WIDE
-    WideActivations<KIND, FEW> x;
-    prepare_wide<KIND, FEW, WHOLE>(work, chunk, n, x);
+template <int KIND, bool FEW>
+using Activations = WideActivations<KIND, FEW>;
 #else
-    NarrowActivations<KIND, FEW> x;
-    prepare_narrow<KIND, FEW, WHOLE>(work, chunk, n, x);
+template <int KIND, bool FEW>
+using Activations = NarrowActivations<KIND, FEW>;
 #endif
-    UNROLL
-    for (int tile = 0; tile < TILES_AT_ONCE; tile++) {
-        if (tile >= work.n_tiles) continue;
-        await_chunk(shared_here(), work.state, place);
-        multiply_packed<KIND, FEW, WHOLE>(work, stage_at(place), n, x, y.of[tile]);
-        free_chunk(shared_here(), work.lane, place);
+
+// Chunks [chunk, end), of n column tiles each. The next piece comes out of the ring while the sum of one is added.
+template <int KIND, int ROWS, bool WHOLE>
+DEVICE void multiply_pieces(const Work& work, Place& place, int chunk, int end, int n) {
+    constexpr bool FEW = ROWS <= FEW_ROWS;
+    int n_left = (end - chunk) * work.n_tiles;
+    if (n_left <= 0) return;
+    Activations<KIND, FEW> x;
+    Piece<KIND, FEW> piece;
+    float* const sums = own_sums<FEW>(work);
+    take_piece<KIND, FEW, WHOLE>(work, place, n, piece);
+    NOT_UNROLLED
+    for (; chunk < end; chunk++) {
+        prepare_activations<KIND, FEW, WHOLE>(work, chunk, n, x);
+        NOT_UNROLLED
+        for (int tile = 0; tile < work.n_tiles; tile++) {
+            float y[Packing<KIND, FEW>::N_SLOTS][4] = {};
+            multiply_piece<KIND, FEW, WHOLE>(work, n, piece, x, y);
+            if (--n_left > 0) take_piece<KIND, FEW, WHOLE>(work, place, n, piece);
+            add_sums<KIND, ROWS>(work, sums + tile * 16 * (FEW ? 2 : work.pitch), work.adds || chunk > work.chunk, y);
+        }
     }
 }
 
-template <int KIND, bool FEW>
+// ROWS: one, FEW_ROWS, or as many as there may be.
+template <int KIND, int ROWS>
 APART Place packed_chunks(Work work) {
-    using P = Packing<KIND, FEW>;
-    PartialSums<KIND, FEW> y = {};
+    constexpr int PER = tiles_a_chunk(KIND);
     Place place = work.place;
-    NOT_UNROLLED
-    for (int chunk = work.chunk; chunk < work.end_chunk; chunk++) {
-        const int n = tiles_in_chunk(KIND, work.of_matrix, chunk);
-        if (!has_rest(KIND) || n == P::PER) packed_chunk<KIND, FEW, true>(work, place, chunk, P::PER, y);
-        else packed_chunk<KIND, FEW, false>(work, place, chunk, n, y);
-    }
-    UNROLL
-    for (int tile = 0; tile < TILES_AT_ONCE; tile++) {
-        if (tile >= work.n_tiles) continue;
-        float c[4];
-        UNROLL
-        for (int k = 0; k < 4; k++) {
-            c[k] = y.of[tile][0][k];
-            if constexpr (!FEW) c[k] = (c[k] + y.of[tile][1][k]) + (y.of[tile][2][k] + y.of[tile][3][k]);
-            if (WIDE) c[k] *= k < 2 ? unit() : unit() / upper_rows(KIND);  // powers of two: nothing is rounded
-        }
-        if (FEW) leave_few_sums(work, tile, c);
-        else leave_sums(work, tile, c);
+    const int end_whole = has_rest(KIND) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
+    multiply_pieces<KIND, ROWS, true>(work, place, work.chunk, end_whole, PER);
+    if constexpr (has_rest(KIND)) {
+        const int first = end_whole > work.chunk ? end_whole : work.chunk;
+        multiply_pieces<KIND, ROWS, false>(work, place, first, work.end_chunk, work.of_matrix % PER);
     }
     return place;
 }
 
 template <int KIND>
 DEVICE Place packed_chunks_of(const Work& work) {
-    if (MAX_ROWS <= FEW_ROWS || work.n_rows <= FEW_ROWS) return packed_chunks<KIND, true>(work);
-    if constexpr (MAX_ROWS > FEW_ROWS) return packed_chunks<KIND, false>(work);
+    if (MAX_ROWS == 1 || work.n_rows == 1) return packed_chunks<KIND, 1>(work);
+    if (MAX_ROWS <= FEW_ROWS || work.n_rows <= FEW_ROWS) return packed_chunks<KIND, FEW_ROWS>(work);
+    if constexpr (MAX_ROWS > FEW_ROWS) return packed_chunks<KIND, MAX_ROWS>(work);
     else return work.place;
 }
