@@ -324,7 +324,7 @@ DEVICE void multiply_pieces(const Work& work, Place& place, int chunk, int end, 
 
 // ROWS: one, FEW_ROWS, or as many as there may be.
 template <int KIND, int ROWS>
-APART Place packed_chunks(Work work) {
+DEVICE Place packed_chunks(const Work& work) {
     constexpr int PER = tiles_a_chunk(KIND);
     Place place = work.place;
     const int end_whole = has_rest(KIND) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;

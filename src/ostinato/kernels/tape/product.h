@@ -4,9 +4,8 @@
 // players, spread over all threads. Two sets of sums take turns, so that one sync is enough for a group of tiles;
 // meanwhile the ring fills.
 //
-// The order in which a row's products are added follows from the shape alone: player by player, in each four sums
-// (HALF: two), chunk by chunk, and slab by slab, where a slab is what activations hold at MAX_ROWS rows, however many
-// there are. Bound by memory, packed weights with few bits by the instructions that unpack them.
+// The order in which a row's products are added follows from the shape alone: player by player, in each chunk by
+// four sums (HALF: two), chunk by chunk. Bound by memory, packed weights with few bits by the instructions that unpack them.
 #pragma once
 #include "packed.h"
 
@@ -82,7 +81,6 @@ DEVICE void multiply_here(
     work.state = tape.state;
     work.n_rows = n_rows;
     work.of_matrix = column_tiles(segment);
-    work.slab_chunks = ((source.hop ? SLAB_COLUMNS : segment.columns) + chunk_columns - 1) / chunk_columns;
     work.pitch = pitch;
     work.place = {p.stage, p.phase};
     NOT_UNROLLED

@@ -1,7 +1,8 @@
 // What a warp multiplies: its columns of some tiles, chunk by chunk, as they come through the ring.
 //
 // Tiles are multiplied TILES_AT_ONCE together: of a chunk's columns a player keeps the activations in registers while
-// the same columns of each of those tiles pass. Here are the parts that all kinds of weights share, and HALF, weights
+// the same columns of each of those tiles pass, a *piece* each. Sums are kept in shared memory, piece by piece: in
+// registers they would make the loop long, and others' registers few. Here are the parts that all kinds of weights share, and HALF, weights
 // as they are; packed ones are in packed.h. Twin: linear_torch over what pack.py says the weights are.
 #pragma once
 #include "fragments.h"
@@ -18,7 +19,6 @@ struct Work {
     int n_tiles;                      // at most TILES_AT_ONCE
     int first_sum, pitch;             // where its sums begin, and how many rows they have: 2, 4 or 8
     bool adds;                        // to sums that are there already
-    int slab_chunks;                  // what so many chunks come to is put aside before the next is added
 };
 
 DEVICE Shared& shared_here() { return *(Shared*)shared_memory(); }
@@ -39,36 +39,6 @@ DEVICE constexpr bool leaves_rest(int kind, int columns) {
 }
 DEVICE constexpr bool has_rest(int kind) {
     return leaves_rest(kind, HIDDEN) || leaves_rest(kind, FF) || leaves_rest(kind, QUERY_COLUMNS);
-}
-
-// --- sums of one lane: rows g (c[0], c[1]) and g + 8 (c[2], c[3]) of a tile, two rows of activations each ---
-
-DEVICE void leave_two(const Work& work, float* place, float first, float second) {
-    float2* const both = (float2*)place;
-    const float2 before = work.adds ? *both : float2{0.0f, 0.0f};
-    *both = work.adds ? float2{before.x + first, before.y + second} : float2{first, second};
-}
-// Rows 2 q and 2 q + 1.
-DEVICE void leave_sums(const Work& work, int tile, const float c[4]) {
-    const int g = work.lane / 4, row = work.lane % 4 * 2;
-    if (row >= work.pitch) return;
-    const int r = (work.warp * TILES_AT_ONCE + tile) * 16 + g;
-    float* const place = shared_here().sums + work.first_sum + r * work.pitch + row;
-    leave_two(work, place, c[0], c[1]);
-    leave_two(work, place + 8 * work.pitch, c[2], c[3]);
-}
-// Rows 0 and 1, of which every lane has one of four partial sums; afterwards each lane has one of the four results.
-DEVICE void leave_few_sums(const Work& work, int tile, float c[4]) {
-    UNROLL
-    for (int k = 0; k < 4; k++) {
-        c[k] += shuffle_xor(c[k], 1);
-        c[k] += shuffle_xor(c[k], 2);
-    }
-    const int g = work.lane / 4, q = work.lane % 4;
-    const float mine = q < 2 ? (q == 0 ? c[0] : c[1]) : (q == 2 ? c[2] : c[3]);
-    const int r = (work.warp * TILES_AT_ONCE + tile) * 16 + g + q / 2 * 8;
-    float* const place = shared_here().sums + work.first_sum + r * 2 + q % 2;
-    *place = work.adds ? *place + mine : mine;
 }
 
 // --- HALF: weights as they are ---
@@ -127,60 +97,57 @@ DEVICE void multiply_half(const HalfPiece& piece, const HalfActivations& x, floa
     }
 }
 
-// A slab of N tiles. A piece is multiplied when the next one is on its way to registers: what a warp waits for between
-// two pieces is the ring, not shared memory. `place` is that of the next piece, `held` of the one that is in registers.
-template <int N>
-DEVICE void half_slab(const Work& work, Place& place, int chunk, int end_chunk, float total[N][4]) {
-    float c[N][2][4] = {};
+// The next piece to registers; its stage may be filled again.
+template <bool WHOLE>
+DEVICE void take_half(const Work& work, Place& place, int n, HalfPiece& piece) {
+    await_chunk(shared_here(), work.state, place);
+    read_half<WHOLE>(work, stage_at(place), n, piece);
+    free_chunk(shared_here(), work.lane, place);
+}
+
+// To the sums of the chunks before: rows g (c[0], c[1]) and g + 8 (c[2], c[3]) of a tile, rows 2 q and 2 q + 1 of the
+// activations.
+DEVICE void add_half(const Work& work, float* sums, bool adds, const float c[2][4]) {
+    if (work.lane % 4 * 2 >= work.pitch) return;
+    UNROLL
+    for (int h = 0; h < 2; h++) {
+        float2* const two = (float2*)(sums + 8 * h * work.pitch);
+        const float2 before = adds ? *two : float2{0.0f, 0.0f};
+        *two = float2{before.x + (c[0][2 * h] + c[1][2 * h]), before.y + (c[0][2 * h + 1] + c[1][2 * h + 1])};
+    }
+}
+
+// Chunks [chunk, end), of n column tiles each. The next piece comes out of the ring while the sum of one is added.
+template <bool WHOLE>
+DEVICE void half_pieces(const Work& work, Place& place, int chunk, int end, int n) {
+    int n_left = (end - chunk) * work.n_tiles;
+    if (n_left <= 0) return;
     HalfActivations x;
     HalfPiece piece;
-    Place held = place;
-    bool holds = false;
+    const int r = work.warp * TILES_AT_ONCE * 16 + work.lane / 4;
+    float* const sums = shared_here().sums + work.first_sum + r * work.pitch + work.lane % 4 * 2;
+    take_half<WHOLE>(work, place, n, piece);
     NOT_UNROLLED
-    for (; chunk < end_chunk; chunk++) {
-        const int n = tiles_in_chunk(KIND_HALF, work.of_matrix, chunk);
-        const bool whole = !has_rest(KIND_HALF) || n == tiles_a_chunk(KIND_HALF);
-        UNROLL
-        for (int tile = 0; tile < N; tile++) {
-            HalfPiece next;
-            await_chunk(shared_here(), work.state, place);
-            if (whole) read_half<true>(work, stage_at(place), tiles_a_chunk(KIND_HALF), next);
-            else read_half<false>(work, stage_at(place), n, next);
-            place.go_on();
-            if (tile > 0 || holds) {
-                multiply_half(piece, x, c[(tile + N - 1) % N]);
-                free_chunk(shared_here(), work.lane, held);
-            }
-            if (tile == 0 && whole) prepare_half<true>(work, chunk, tiles_a_chunk(KIND_HALF), x);
-            else if (tile == 0) prepare_half<false>(work, chunk, n, x);
-            piece = next;
+    for (; chunk < end; chunk++) {
+        prepare_half<WHOLE>(work, chunk, n, x);
+        NOT_UNROLLED
+        for (int tile = 0; tile < work.n_tiles; tile++) {
+            float c[2][4] = {};
+            multiply_half(piece, x, c);
+            if (--n_left > 0) take_half<WHOLE>(work, place, n, piece);
+            add_half(work, sums + tile * 16 * work.pitch, work.adds || chunk > work.chunk, c);
         }
-        holds = true;
     }
-    multiply_half(piece, x, c[N - 1]);
-    free_chunk(shared_here(), work.lane, held);
-    UNROLL
-    for (int i = 0; i < 4 * N; i++) total[i / 4][i % 4] += c[i / 4][0][i % 4] + c[i / 4][1][i % 4];
 }
 
-template <int N>
-DEVICE Place half_tiles(Work work) {
-    float total[N][4] = {};
-    Place place = work.place;
-    NOT_UNROLLED
-    for (int chunk = work.chunk; chunk < work.end_chunk; chunk += work.slab_chunks) {
-        half_slab<N>(work, place, chunk, min(chunk + work.slab_chunks, work.end_chunk), total);
-    }
-    UNROLL
-    for (int tile = 0; tile < N; tile++) leave_sums(work, tile, total[tile]);
-    return place;
-}
-
-// Code for each number of tiles: few ones are soon done, and pass over nothing.
-template <int N = TILES_AT_ONCE>
 DEVICE Place half_chunks(const Work& work) {
-    if constexpr (N > 1) {
-        if (work.n_tiles < N) return half_chunks<N - 1>(work);
+    constexpr int PER = tiles_a_chunk(KIND_HALF);
+    Place place = work.place;
+    const int end_whole = has_rest(KIND_HALF) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
+    half_pieces<true>(work, place, work.chunk, end_whole, PER);
+    if constexpr (has_rest(KIND_HALF)) {
+        const int first = end_whole > work.chunk ? end_whole : work.chunk;
+        half_pieces<false>(work, place, first, work.end_chunk, work.of_matrix % PER);
     }
-    return half_tiles<N>(work);
+    return place;
 }
