@@ -46,8 +46,8 @@ class DidNotEnd(Exception):
 
 
 def constants(**values: int | float | str) -> str:
-    """A `shape.h` of these constants; the tape's machine needs N_PLAYERS and DEADLINE_NS, which have defaults here."""
-    given = {"N_PLAYERS": 8, "DEADLINE_NS": "10000000000LL", **values}
+    """A `shape.h` of these constants; what every part of the tape needs has defaults here."""
+    given = {"N_PLAYERS": 8, "DEADLINE_NS": "10000000000LL", "AGENDA_BYTES": 8, **values}
     return "#pragma once\n" + "".join(f"#define {name} {value}\n" for name, value in given.items())
 
 

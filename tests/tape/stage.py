@@ -27,6 +27,7 @@ _SHAPE: Final[Mapping[str, int | str]] = {
     "IN_FLIGHT": 1,
     "TILES_AT_ONCE": 4,
     "ACTIVATION_BYTES": 1 << 17,
+    "AGENDA_BYTES": 1 << 14,
     "MAX_ROWS": 8,
     "N_LAYERS": 2,
     "HIDDEN": 192,

@@ -26,6 +26,7 @@ from ostinato.loop.tape_plan import (
     HEAD_WIDTHS,
     IN_FLIGHT_BYTES,
     ITEM_BYTES,
+    ITEMS_AT_ONCE,
     LEAST_SPLIT,
     LEAST_STAGES,
     QKV_SEGMENTS,
@@ -239,7 +240,7 @@ class Compiled:
 
     NAMES = (
         *("sizeof(Tape)", "RING_AT", "ATTENTION_BYTES", "sizeof(Summing)", "sizeof(Choosing)", "SLAB_COLUMNS"),
-        *("SUMMARY_WORDS", "ROW_PADDING", "sizeof(Item)"),
+        *("SUMMARY_WORDS", "ROW_PADDING", "sizeof(Item)", "sizeof(Agenda)", "ITEMS_AT_ONCE"),
     )
 
     def __init__(self, headers: dict[str, str]) -> None:
@@ -288,7 +289,9 @@ def test_sizes_are_those_of_the_compiled_source(
     assert found["sizeof(Tape)"] == sizeof(Argument)
     assert found["RING_AT"] == sizes.own_bytes
     kept = 4 if kv_type == "f32" else 2
-    assert found["ATTENTION_BYTES"] == attention_bytes(shape, sizes.grid, n_slots, kept, page_tokens=64, max_pages=40)
+    assert found["ATTENTION_BYTES"] == attention_bytes(shape, sizes.grid, n_slots, kept)
+    assert found["sizeof(Agenda)"] == sizes.agenda_bytes
+    assert found["ITEMS_AT_ONCE"] <= ITEMS_AT_ONCE
     assert found["sizeof(Summing)"] == summing_bytes(n_slots, n_players)
     assert found["sizeof(Choosing)"] == choosing_bytes(sizes.grid)
     assert found["SLAB_COLUMNS"] == slab_columns(sizes)
@@ -315,14 +318,14 @@ def slab_columns(sizes: TapeSizes) -> int:
 # The header's own lines as a function of what they are compiled with: thousands of shapes for one compilation.
 SIZED_BY = (
     *("N_HEADS", "N_KV_HEADS", "HEAD_WIDTH", "N_BLOCKS", "N_PLAYERS", "MAX_ROWS"),
-    *("KEPT", "PAGE_TOKENS_", "MAX_PAGES_", "SPLITS", "LEAST_SPLIT"),
+    *("KEPT", "PAGE_TOKENS_", "MAX_PAGES_", "SPLITS", "LEAST_SPLIT", "ROPE_HALF"),
 )
 
 
 @cache
 def attention_header() -> Program:
-    text = re.sub(r"//.*", "", header("attention.h")).partition("#define ATTENTION_BYTES")
-    lines = re.findall(r"(constexpr int \w+\s*=[^;]*;|struct Item \{[^}]*\};)", text[0])
+    text = re.sub(r"//.*", "", header("agenda.h") + header("attention.h")).partition("#define ATTENTION_BYTES")
+    lines = re.findall(r"constexpr int \w+\s*=[^;]*;", text[0])
     assert len(lines) > 20
     body = "\n".join(lines).replace("constexpr int", "const int")
     total = text[2].partition("\n")[0]
@@ -360,14 +363,12 @@ def test_what_attention_works_in_is_counted_as_its_header_does(
     n_heads = group * n_kv_heads
     expected = attention_header().library.sized(
         *(n_heads, n_kv_heads, width, n_blocks, n_players, n_slots),
-        *(kept, page_tokens, max_pages, SPLITS, LEAST_SPLIT),
+        *(kept, page_tokens, max_pages, SPLITS, LEAST_SPLIT, width // 2),
     )
     shape = shape_of(n_heads=n_heads, n_kv_heads=n_kv_heads, head_width=width)
     grid = Grid(n_blocks, n_players)
     kept_bytes = 4 if kept == 0 else 2
-    counted = attention_bytes(shape, grid, n_slots, kept_bytes, page_tokens=page_tokens, max_pages=max_pages)
-    assert counted == expected
-    assert ITEM_BYTES % 16 == 0
+    assert attention_bytes(shape, grid, n_slots, kept_bytes) == expected
 
 
 # --- how a card is shared out ---
@@ -429,7 +430,7 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
     # What places of the source assert: the stages and the activations behind them are aligned for whatever lies there.
     assert sizes.own_bytes % 128 == sizes.stage_bytes % 128 == sizes.activation_bytes % 128 == 0
     grid, kept = sizes.grid, 4 if kv_type == "f32" else 2
-    looking = attention_bytes(shape, grid, n_slots, kept, page_tokens=64, max_pages=max_pages)
+    looking = attention_bytes(shape, grid, n_slots, kept)
     normed = padded_columns(Kind.FOUR, hidden, n_players)
     needs = (looking, summing_bytes(n_slots, n_players), choosing_bytes(grid), 2 * n_slots * (normed + ROW_PADDING))
     assert sizes.activation_bytes >= max(needs)

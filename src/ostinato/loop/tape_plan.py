@@ -49,7 +49,7 @@ HEAD_WIDTHS: Final = (64, 96, 128, 256)
 BULK_COPIES_SINCE: Final = (9, 0)
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
 SPLITS: Final = 16  # of what a row sees, at most
-LEAST_SPLIT: Final = 32  # positions
+LEAST_SPLIT: Final = 128  # positions: as many as the warps of a block take at once
 IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loads wait behind the stream (lab log)
 LEAST_ACTIVATION_BYTES: Final = 32 << 10  # the choice of tokens works there too
 STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the border keeps
@@ -62,7 +62,9 @@ SLAB_COLUMNS: Final = 256  # of each player: the least that a product takes of r
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
 ROW_PADDING: Final = 8  # elements between two rows of activations
 SUMMARY_WORDS: Final = 8  # that a block says of a row's logits
-ITEM_BYTES: Final = 48  # of what attention notes of a split
+ITEM_BYTES: Final = 32  # of what attention notes of a split
+ITEMS_AT_ONCE: Final = 8  # splits that a block has noted, at most
+LINES_BYTES: Final = 32 << 10  # for the queries, keys and values of those splits
 CLOCKED_A_LAYER: Final = 5
 
 _TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -182,6 +184,7 @@ class TapeSizes:
     activation_bytes: int
     residual_tiles: int  # of x, that a block makes
     n_segments: int
+    agenda_bytes: int
     deadline_ns: int = DEADLINE_NS
 
     @staticmethod
@@ -204,9 +207,8 @@ class TapeSizes:
         hidden = padded_columns(Kind.FOUR, shape.hidden, n_players)  # normed rows lie so for every kind of weights
         one_row = max(padded_columns(Kind.FOUR, matrix.columns, n_players) for matrix in matrices) + ROW_PADDING
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_players) + ROW_PADDING)
-        looking = attention_bytes(
-            shape, grid, n_slots, _KEPT[kv_type].itemsize, page_tokens=page_tokens, max_pages=max_pages
-        )
+        kept = _KEPT[kv_type].itemsize
+        looking = attention_bytes(shape, grid, n_slots, kept)
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, looking), 128)
         stage = _whole(largest_chunk(segments, n_players), 128)
         least = TapeSizes(
@@ -217,6 +219,7 @@ class TapeSizes:
             activations,
             residual_tiles=-(-(shape.hidden // 16) // n_blocks),
             n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
+            agenda_bytes=agenda_bytes(shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages),
         )
         n_stages = (chip.shared_bytes - STATIC_BYTES - least.shared_bytes - 128) // (stage + GATES_BYTES)
         if n_stages < LEAST_STAGES:
@@ -244,29 +247,37 @@ class TapeSizes:
         sum_rows = 4 if self.n_slots <= 4 else 8
         words = 2 + players * self.grid.tiles_at_once * 16 * sum_rows + (players * 4 + 3) * self.n_slots
         words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
-        return _whole(_whole(GATES_BYTES * self.n_stages + 4 * words, 8), 128)
+        return _whole(_whole(GATES_BYTES * self.n_stages + self.agenda_bytes + 4 * words, 8), 128)
 
     @property
     def shared_bytes(self) -> int:
         return self.own_bytes + self.n_stages * self.stage_bytes + self.activation_bytes
 
 
-def attention_bytes(
-    shape: Shape, grid: Grid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int
-) -> int:
+def attention_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:
     """What attention works in, where activations lie otherwise: ATTENTION_BYTES of `attention.h`, line by line."""
     group = shape.n_heads // shape.n_kv_heads
-    halves = 2 if group > 4 else 1
-    members = -(-group // halves)
-    items = min(8, -(-n_slots * shape.n_kv_heads * halves * SPLITS // grid.n_blocks))
-    lines = items * (members + 2) * shape.head_width * kept_bytes
-    parts = grid.n_players * members * (shape.head_width + 4) * 4
-    buffers = 2 if parts <= 32 << 10 else 1
+    items = _items(shape, grid, n_slots, kept_bytes)
+    parts = grid.n_players * group * (shape.head_width + 8 + 2) * 4
+    buffers = 2 if items > 1 and parts <= 20 << 10 else 1
+    return items * (group + 2) * shape.head_width * kept_bytes + buffers * parts
+
+
+def agenda_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int) -> int:
+    """What attention knows of a step: `struct Agenda` of `agenda.h`, field by field."""
+    rope = shape.ropes[0]
+    assert rope is not None
+    items = _items(shape, grid, n_slots, kept_bytes)
     longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
-    pages = items * (longest_split // page_tokens + 2) * 4
-    merges = min(4, -(-n_slots * shape.n_heads // grid.n_blocks))
-    merging = merges * SPLITS * (shape.head_width + 2) * 4
-    return max(items * ITEM_BYTES + lines + buffers * parts + pages, merging)
+    pages = items * (longest_split // page_tokens + 2)
+    turns = n_slots * max(1, rope.width // 2)
+    return _whole(16 * shape.n_layers + 8 * turns + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+
+
+def _items(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:
+    """Splits that a block attends to at once."""
+    lines = (shape.n_heads // shape.n_kv_heads + 2) * shape.head_width * kept_bytes
+    return min(ITEMS_AT_ONCE, LINES_BYTES // lines, -(-n_slots * shape.n_kv_heads * SPLITS // grid.n_blocks))
 
 
 def shape_header(
@@ -285,6 +296,7 @@ def shape_header(
         "IN_FLIGHT": sizes.in_flight,
         "TILES_AT_ONCE": grid.tiles_at_once,
         "ACTIVATION_BYTES": sizes.activation_bytes,
+        "AGENDA_BYTES": sizes.agenda_bytes,
         "MAX_ROWS": sizes.n_slots,
         "N_LAYERS": s.n_layers,
         "HIDDEN": s.hidden,

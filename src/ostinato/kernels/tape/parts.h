@@ -80,6 +80,7 @@ struct Tape {
 #define RING_AT ((int)(sizeof(Shared) + 127) / 128 * 128)
 struct Shared {
     Gate full[STAGES], empty[STAGES];
+    u64 agenda[AGENDA_BYTES / 8];                              // of attention; see agenda.h
     u32 over;                                                  // the players tell the reader: no further step
     u32 goes;                                                  // what this block heard from the border
     Segment segments[N_SEGMENTS];

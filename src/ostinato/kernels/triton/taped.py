@@ -56,21 +56,21 @@ def nibbles(packed, TOGETHER: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def further_bits(byte_ptr, begin, first, n, KIND: tl.constexpr, PLAYERS: tl.constexpr, TILES: tl.constexpr):
+def further_bits(
+    byte_ptr, begin, first, n, KIND: tl.constexpr, PLAYERS: tl.constexpr, PER: tl.constexpr, TILES: tl.constexpr
+):
     """The bytes with the further bits of columns, int32 [8, columns], shifted so that those of rows 8 to 15 are lowest
     and those of rows 0 to 7 come next."""
+    TOGETHER: tl.constexpr = 4 if KIND == FIVE else 2  # column tiles in a word
     column = tl.arange(0, TILES * 16)
     i = tl.minimum(first + column // 16, n * PLAYERS - 1)
-    at = column % 8 // 2 * 4 + column % 16 // 8 + column % 2 * 2
-    if KIND == FIVE:
-        group = i % n // 2
-        at += (i // n * ((n + 3) // 4) + group // 2) * 128
-        shift = group % 2 * 4 + i % 2 * 2
-    else:
-        at += i // 2 * 128
-        shift = i % 2 * 4
-    byte = tl.load(byte_ptr + begin + at[None, :] + (tl.arange(0, 8) * 16)[:, None]).to(tl.int32)
-    return byte >> shift[None, :]
+    player, word, words = i // n, i % n // TOGETHER, (n + TOGETHER - 1) // TOGETHER
+    # Word after word of a lane in a whole chunk, lane after lane of a word in the rest.
+    next_lane, next_word = tl.where(n == PER, words, 1), tl.where(n == PER, 1, 32)
+    lane = tl.arange(0, 8)[:, None] * 4 + (column % 8 // 2)[None, :]
+    at = (player * words * 32 + word * next_word)[None, :] + lane * next_lane
+    byte = tl.load(byte_ptr + begin + at * 4 + (column % 16 // 8 + column % 2 * 2)[None, :]).to(tl.int32)
+    return byte >> (i % n % TOGETHER * (8 // TOGETHER))[None, :]
 
 
 @triton.jit
@@ -94,12 +94,19 @@ def quants_of(
         if KIND != FOUR:
             BITS: tl.constexpr = 1 if KIND == FIVE else 2
             MASK: tl.constexpr = (1 << BITS) - 1
-            more = further_bits(byte_ptr, begin + quant_bytes, first, n, KIND, PLAYERS, TILES)
+            more = further_bits(byte_ptr, begin + quant_bytes, first, n, KIND, PLAYERS, PER, TILES)
             upper, lower = upper | (more >> BITS & MASK) << 4, lower << BITS | more & MASK
         if KIND == SIX:
             upper, lower = upper - 32, lower - 32
         one_above_other = tl.permute(tl.join(upper, lower), (2, 0, 1))
         return tl.reshape(one_above_other, (16, TILES * 16)).to(tl.float32)
+
+
+@triton.jit
+def by_row(fields, TOGETHER: tl.constexpr, GROUPS: tl.constexpr, FIELDS: tl.constexpr):
+    """Scales, and minima where there are some, as [16, GROUPS, FIELDS]; TOGETHER groups, every fourth, side by side."""
+    by_lane = tl.reshape(fields, (GROUPS // TOGETHER // 4, 4, 8, TOGETHER, 2, FIELDS))  # of slot, g, group, lower
+    return tl.reshape(tl.permute(by_lane, (4, 2, 0, 3, 1, 5)), (16, GROUPS, FIELDS))
 
 
 @triton.jit(do_not_specialize=["first_tile", "n_tiles", "first_block", "stop"])
@@ -141,13 +148,16 @@ def unpack_kernel(
         FIELDS: tl.constexpr = 2 if KIND == FOUR or KIND == FIVE else 1  # noqa: SIM109 - `in` is not known here
         scales_at = (begin + quant_bytes + high_bytes) // 2 + first * (16 * FIELDS * GROUPS // TILES)
         fields = in_a_row(half_ptr, scales_at, n * PLAYERS - first, 16 * FIELDS * GROUPS // TILES, TILES)
-        by_row = tl.permute(tl.reshape(fields.to(tl.float32), (GROUPS, 8, 2, FIELDS)), (2, 1, 0, 3))
+        if n == PER:
+            each = by_row(fields.to(tl.float32), PER * GROUPS // TILES // 4, GROUPS, FIELDS)
+        else:
+            each = by_row(fields.to(tl.float32), 1, GROUPS, FIELDS)
         values = tl.reshape(values, (16, GROUPS, TILES * 16 // GROUPS))
         if FIELDS == 2:
-            scales, minima = tl.split(tl.reshape(by_row, (16, GROUPS, 2)))
+            scales, minima = tl.split(each)
             values = values * scales[:, :, None] - minima[:, :, None]
         else:
-            values = values * tl.reshape(by_row, (16, GROUPS))[:, :, None]
+            values = values * tl.reshape(each, (16, GROUPS))[:, :, None]
         values = tl.reshape(values, (16, TILES * 16))
         if out_ptr.dtype.element_ty == tl.bfloat16:
             tl.store(to, narrowed(values), mask=mask)
@@ -177,7 +187,8 @@ def _bound(weight: Taped, number: int, out: Tensor, first: int) -> Launch:
     matrix, segment, grid = tape.dealt.matrices[number], tape.dealt.segments[number], tape.dealt.grid
     kind, players, per = segment.kind, grid.n_players, PER_PLAYER[segment.kind]
     is_half = kind == Kind.HALF
-    block = min(BLOCK_COLUMNS, 16 * players * per)  # powers of two: no program has columns of two chunks
+    # Powers of two: no program has columns of two chunks, or a part of what a player has of a whole one.
+    block = min(BLOCK_COLUMNS, 16 * players * per)
     return Launch(
         unpack_kernel,
         (triton.cdiv(len(out), TILE_ROWS), triton.cdiv(matrix.columns, block)),
