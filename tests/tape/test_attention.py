@@ -70,7 +70,9 @@ KERNEL(attend, Given, given, N_PLAYER_THREADS) {
         }
         attention(p, tape, layer, given.n_rows);
         const u64* const hop = tape.seen + (layer & 1) * MAX_ROWS * (QUERY_COLUMNS / 2);
-        receive_pairs(p, tape, hop, QUERY_COLUMNS / 2, given.n_rows, 0, COLUMNS);
+        ManyRows ahead;
+        forget(ahead);
+        receive_pairs(p, tape, {hop, QUERY_COLUMNS / 2, given.n_rows, 0, COLUMNS}, ahead);
         for (int i = p.thread; i < given.n_rows * COLUMNS; i += N_PLAYER_THREADS) {
             const int row = i / COLUMNS, column = i % COLUMNS;
             u16* const out = given.out + ((layer * N_BLOCKS + block()) * MAX_ROWS + row) * COLUMNS;

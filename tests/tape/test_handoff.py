@@ -64,7 +64,9 @@ KERNEL(normed, Given, given, N_PLAYER_THREADS) {
 KERNEL(pairs, Given, given, N_PLAYER_THREADS) {
     Player p = player(given.beat);
     put_share(p, given);
-    receive_pairs(p, tape_of(given), given.hop, given.n_pairs, given.n_rows, given.begin, given.columns);
+    ManyRows ahead;
+    forget(ahead);
+    receive_pairs(p, tape_of(given), {given.hop, given.n_pairs, given.n_rows, given.begin, given.columns}, ahead);
     copy_out(p, given);
 }
 """

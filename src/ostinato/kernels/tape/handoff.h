@@ -21,11 +21,8 @@
 static_assert(SLAB_COLUMNS > 0, "MAX_ROWS rows of one chunk's activations must fit");
 static_assert(MAX_ROWS * 2 * (NORMED_COLUMNS + ROW_PADDING) <= ACTIVATION_BYTES, "MAX_ROWS normed rows must fit");
 
-// Looks at two words each that a thread has under way at most: four registers a look. Eight by every thread of every
-// block are about what L2 delivers in the time that it takes to answer.
-#define NORMED_AT_ONCE 8
-#define PAIRS_AT_ONCE 16
-#define PAIRS_OF_MANY_AT_ONCE 8
+// Looks at two words each that a thread has under way at most: four registers a look.
+#define LOOKS_AT_ONCE 16
 
 // float16 overflows where bfloat16 does not: there a row is brought to size before it is rounded, not after.
 #define NORM_FIRST (WIDE && !ACTIVATION_BF16)
@@ -38,6 +35,8 @@ DEVICE void split_pair(u32 pair, float& low, float& high) {
     if (ACTIVATION_BF16) split_bf16(pair, low, high);
     else split_f16(pair, low, high);
 }
+
+DEVICE constexpr int at_most(int n, int most) { return n < most ? n : most; }
 
 // --- words that come ---
 
@@ -60,25 +59,39 @@ struct Words {
 // Of `n` looks at a row that the players share, those of one thread.
 DEVICE int looks_of(int thread, int n) { return n > thread ? (n - thread - 1) / N_PLAYER_THREADS + 1 : 0; }
 
-// `own`: the thread's first words of the first row; from row to row it is `row_words`. Others stay 0.
 template <int ROWS, int LOOKS>
-DEVICE void fetch_words(
-    const Tape& tape, u32 beat, const u64* own, int row_words, int n_rows, int n_looks, Words<ROWS, LOOKS>& words
-) {
+DEVICE void forget(Words<ROWS, LOOKS>& words) {  // no beat is 0
     UNROLL
     for (int i = 0; i < ROWS * LOOKS; i++) words.of[i / LOOKS][i % LOOKS][0] = words.of[i / LOOKS][i % LOOKS][1] = 0;
-    if (n_looks > 0) {
+}
+
+// Looks at what has not come. `own`: the thread's first words of the first row; from row to row it is `row_words`.
+template <int ROWS, int LOOKS>
+DEVICE void look_at_late(
+    u32 beat, const u64* own, int row_words, int n_rows, int n_looks, Words<ROWS, LOOKS>& words
+) {
+    UNROLL
+    for (int i = 0; i < ROWS * LOOKS; i++) {
+        const int r = i / LOOKS, j = i % LOOKS;
+        if (r >= n_rows || j >= n_looks || have_come(words.of[r][j], beat)) continue;
+        look_two(own + r * row_words + 2 * j * N_PLAYER_THREADS, words.of[r][j]);
+    }
+}
+
+// Until all have come; those that nobody wants stay as they are. `polls`: these are the first of the phase, and all the
+// others are asked for once one has come.
+template <int ROWS, int LOOKS>
+DEVICE void await_words(
+    const Tape& tape, u32 beat, const u64* own, int row_words, int n_rows, int n_looks, bool polls,
+    Words<ROWS, LOOKS>& words
+) {
+    if (polls && n_looks > 0) {
         look_two(own, words.of[0][0]);
         await_two(tape, own, beat, words.of[0][0]);
     }
     for (Waiting waiting(tape.state);;) {
+        look_at_late(beat, own, row_words, n_rows, n_looks, words);
         bool all = true;
-        UNROLL
-        for (int i = 0; i < ROWS * LOOKS; i++) {
-            const int r = i / LOOKS, j = i % LOOKS;
-            const bool late = r < n_rows && j < n_looks && !have_come(words.of[r][j], beat);
-            if (late) look_two(own + r * row_words + 2 * j * N_PLAYER_THREADS, words.of[r][j]);
-        }
         UNROLL
         for (int i = 0; i < ROWS * LOOKS; i++) {
             const int r = i / LOOKS, j = i % LOOKS;
@@ -112,13 +125,12 @@ DEVICE float steps_per_unit(float step) { return step > 0.0f ? 1.0f / step : 0.0
 // --- rows of the residual stream, normed ---
 
 constexpr int NORMED_LOOKS = (HIDDEN / 2 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS;  // by a thread, of a row
-constexpr int MOST_ROWS = NORMED_AT_ONCE / NORMED_LOOKS < 1 ? 1 : NORMED_AT_ONCE / NORMED_LOOKS;
-constexpr int NORMED_ROWS = MOST_ROWS < MAX_ROWS ? MOST_ROWS : MAX_ROWS;  // fetched at once
 static_assert(HIDDEN % 64 == 0, "a warp has a pair of columns for every lane, or none");
 
 // What a thread holds of some rows: columns 2 i and 2 i + 1 of each, i = thread + look * N_PLAYER_THREADS.
+template <int ROWS>
 struct Pairs {
-    float of[NORMED_ROWS][NORMED_LOOKS][2];
+    float of[ROWS][NORMED_LOOKS][2];
 };
 
 // Who is in this step: asked once, since the border alone changes it.
@@ -135,12 +147,13 @@ DEVICE u64 embedding_begin(const Tape& tape, int row) {
     return (u64)load_fresh(TABLE_token(tape.view) + slot) * HIDDEN;
 }
 
-DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pairs& pairs) {
-    u64 begin[NORMED_ROWS];
+template <int ROWS>
+DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pairs<ROWS>& pairs) {
+    u64 begin[ROWS];
     UNROLL
-    for (int r = 0; r < NORMED_ROWS; r++) begin[r] = r < n ? embedding_begin(tape, row + r) / 2 : 0;
+    for (int r = 0; r < ROWS; r++) begin[r] = r < n ? embedding_begin(tape, row + r) / 2 : 0;
     UNROLL
-    for (int r = 0; r < NORMED_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
         UNROLL
         for (int j = 0; j < NORMED_LOOKS; j++) {
             const int i = p.thread + j * N_PLAYER_THREADS;
@@ -160,11 +173,14 @@ DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pa
     }
 }
 
-DEVICE void fetch_put(const Player& p, const Tape& tape, const u64* source, int n, Pairs& pairs) {
-    Words<NORMED_ROWS, NORMED_LOOKS> words;
-    fetch_words(tape, p.beat, source + 2 * p.thread, HIDDEN, n, looks_of(p.thread, HIDDEN / 2), words);
+template <int ROWS>
+DEVICE void fetch_put(const Player& p, const Tape& tape, const u64* source, int row, int n, Pairs<ROWS>& pairs) {
+    Words<ROWS, NORMED_LOOKS> words;
+    const u64* const own = source + (u64)row * HIDDEN + 2 * p.thread;
+    forget(words);
+    await_words(tape, p.beat, own, HIDDEN, n, looks_of(p.thread, HIDDEN / 2), row == 0, words);
     UNROLL
-    for (int i = 0; i < NORMED_ROWS * NORMED_LOOKS; i++) {
+    for (int i = 0; i < ROWS * NORMED_LOOKS; i++) {
         const int r = i / NORMED_LOOKS, j = i % NORMED_LOOKS;
         pairs.of[r][j][0] = float_of((u32)words.of[r][j][0]);
         pairs.of[r][j][1] = float_of((u32)words.of[r][j][1]);
@@ -184,9 +200,10 @@ DEVICE void keep_residual(float* kept, int first, int row, int i, const float pa
 }
 
 // Each warp leaves its share of every row's squares. What is added to what follows from HIDDEN alone.
-DEVICE void leave_squares(const Player& p, int row, int n, const Pairs& pairs) {
+template <int ROWS>
+DEVICE void leave_squares(const Player& p, int row, int n, const Pairs<ROWS>& pairs) {
     UNROLL
-    for (int r = 0; r < NORMED_ROWS; r++) {
+    for (int r = 0; r < ROWS; r++) {
         if (r >= n) continue;
         float sum = 0.0f;
         UNROLL
@@ -231,10 +248,9 @@ DEVICE void lay_padding(const Player& p, int n_rows) {
     }
 }
 
-// Rows of x, times the norm's weights, to `activations`; what else the norm multiplies by to shared->scale, which may
-// be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
-// What the block's tiles from `first` on will be added to is kept.
-DEVICE void receive_normed(
+// ROWS of them at once.
+template <int ROWS>
+DEVICE void receive_normed_rows(
     const Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
 ) {
     float weight[NORMED_LOOKS][2];
@@ -248,15 +264,15 @@ DEVICE void receive_normed(
     if (source == nullptr) learn_rows(p, tape, n_rows);
     lay_padding(p, n_rows);
     NOT_UNROLLED
-    for (int row = 0; row < n_rows; row += NORMED_ROWS) {
-        const int n = min(NORMED_ROWS, n_rows - row);
-        Pairs pairs;
+    for (int row = 0; row < n_rows; row += ROWS) {
+        const int n = min(ROWS, n_rows - row);
+        Pairs<ROWS> pairs;
         if (source == nullptr) fetch_embedded(p, tape, row, n, pairs);
-        else fetch_put(p, tape, source + (u64)row * HIDDEN, n, pairs);
+        else fetch_put(p, tape, source, row, n, pairs);
         leave_squares(p, row, n, pairs);
         if (NORM_FIRST) sync_players();
         UNROLL
-        for (int r = 0; r < NORMED_ROWS; r++) {
+        for (int r = 0; r < ROWS; r++) {
             if (r >= n) continue;
             const float scale = NORM_FIRST ? scale_of_row(p, row + r) : 1.0f;
             UNROLL
@@ -271,6 +287,18 @@ DEVICE void receive_normed(
     }
     sync_players();
     if (p.thread < n_rows) p.shared->scale[p.thread] = NORM_FIRST ? 1.0f : scale_of_row(p, p.thread);
+}
+
+// Rows of x, times the norm's weights, to `activations`; what else the norm multiplies by to shared->scale, which may
+// be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
+// What the block's tiles from `first` on will be added to is kept.
+DEVICE void receive_normed(
+    const Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
+) {
+    constexpr int MOST = LOOKS_AT_ONCE / NORMED_LOOKS < 1 ? 1 : LOOKS_AT_ONCE / NORMED_LOOKS;
+    constexpr int ROWS = at_most(MOST, MAX_ROWS);
+    if (n_rows == 1) receive_normed_rows<1>(p, tape, source, weights, 1, kept, first);
+    else receive_normed_rows<ROWS>(p, tape, source, weights, n_rows, kept, first);
 }
 
 // --- pairs, as attention and the gate hand them on ---
@@ -296,41 +324,54 @@ DEVICE void lay_two_pairs(const Player& p, int row, int at, int columns, bool wa
     if (at % 8 == 0) ((float*)(bytes + columns))[at / 8] = step;
 }
 
-// LOOKS by a thread at once, of ROWS rows.
+// What products of pairs are made of: columns [begin, begin + columns) of every row of a hop, n_pairs words a row.
+struct Slab {
+    const u64* hop;
+    int n_pairs, n_rows, begin, columns;
+    MEMBER int looks() const { return columns / 4; }  // at a row
+    MEMBER int real() const { return min(looks(), (2 * n_pairs - begin) / 4); }  // the others are zero
+    MEMBER const u64* words_at(int row, int look) const { return hop + (u64)row * n_pairs + begin / 2 + 2 * look; }
+};
+
+// To `activations`; `words`: those of the first rows and looks may have been asked for already.
 template <int ROWS, int LOOKS>
-DEVICE void receive_rows(
-    const Player& p, const Tape& tape, const u64* source, int n_pairs, int n_rows, int begin, int columns
-) {
-    const int looks = columns / 4, real = min(looks, (2 * n_pairs - begin) / 4);  // of a row; the others are zero
+DEVICE void receive_slab(const Player& p, const Tape& tape, const Slab& slab, Words<ROWS, LOOKS>& words) {
     NOT_UNROLLED
-    for (int row = 0; row < n_rows; row += ROWS) {
+    for (int row = 0; row < slab.n_rows; row += ROWS) {
         NOT_UNROLLED
-        for (int at = p.thread; at - p.lane < looks; at += LOOKS * N_PLAYER_THREADS) {  // by warps: lanes meet in int8
-            Words<ROWS, LOOKS> words;
-            const u64* const own = source + (u64)row * n_pairs + begin / 2 + 2 * at;
-            fetch_words(tape, p.beat, own, n_pairs, min(ROWS, n_rows - row), looks_of(at, real), words);
+        for (int at = p.thread; at - p.lane < slab.looks(); at += LOOKS * N_PLAYER_THREADS) {  // by warps: lanes meet
+            const bool polls = row == 0 && slab.begin == 0 && at == p.thread;
+            const int n_rows = min(ROWS, slab.n_rows - row), n_looks = looks_of(at, slab.real());
+            await_words(tape, p.beat, slab.words_at(row, at), slab.n_pairs, n_rows, n_looks, polls, words);
             UNROLL
             for (int i = 0; i < ROWS * LOOKS; i++) {
                 const int r = row + i / LOOKS, place = at + i % LOOKS * N_PLAYER_THREADS;
                 const u64* const two = words.of[i / LOOKS][i % LOOKS];
-                lay_two_pairs(p, r, place, columns, r < n_rows && place < looks, (u32)two[0], (u32)two[1]);
+                const bool wanted = r < slab.n_rows && place < slab.looks();
+                lay_two_pairs(p, r, place, slab.columns, wanted, (u32)two[0], (u32)two[1]);
             }
+            forget(words);
         }
     }
 }
 
 DEVICE constexpr int looks_at(int columns) { return (columns / 4 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS; }
-DEVICE constexpr int at_most(int n, int most) { return n < most ? n : most; }
 
-// Columns [begin, begin + columns) of every row to `activations`. `source`: the hop of row 0, n_pairs words a row. No
-// player may be reading what lies there; after it all may. A single row, as it is most of the time, has code of its own.
-DEVICE void receive_pairs(
-    const Player& p, const Tape& tape, const u64* source, int n_pairs, int n_rows, int begin, int columns
-) {
-    constexpr int LONGEST = looks_at(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), OF_SLAB = looks_at(SLAB_COLUMNS);
-    constexpr int LOOKS = at_most(OF_SLAB, PAIRS_OF_MANY_AT_ONCE), ROWS = at_most(PAIRS_OF_MANY_AT_ONCE / LOOKS, MAX_ROWS);
-    if (n_rows == 1) {
-        receive_rows<1, at_most(LONGEST, PAIRS_AT_ONCE)>(p, tape, source, n_pairs, 1, begin, columns);
-    } else receive_rows<ROWS, LOOKS>(p, tape, source, n_pairs, n_rows, begin, columns);
+// One row has code of its own: all of it is fetched at once. Of many the next slab may be asked for ahead (product.h).
+using OneRow = Words<1, at_most(looks_at(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), LOOKS_AT_ONCE)>;
+constexpr int SLAB_LOOKS = at_most(looks_at(SLAB_COLUMNS), LOOKS_AT_ONCE);
+using ManyRows = Words<at_most(LOOKS_AT_ONCE / SLAB_LOOKS, MAX_ROWS), SLAB_LOOKS>;
+
+DEVICE void ask_ahead(const Player& p, const Slab& slab, ManyRows& words) {
+    look_at_late(p.beat, slab.words_at(0, p.thread), slab.n_pairs, slab.n_rows, looks_of(p.thread, slab.real()), words);
+}
+
+// No player may be reading what lies in `activations`; after it all may.
+DEVICE void receive_pairs(const Player& p, const Tape& tape, const Slab& slab, ManyRows& ahead) {
+    if (slab.n_rows == 1) {
+        OneRow words;
+        forget(words);
+        receive_slab(p, tape, slab, words);
+    } else receive_slab(p, tape, slab, ahead);
     sync_players();
 }

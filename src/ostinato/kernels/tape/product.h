@@ -56,6 +56,9 @@ DEVICE void pass_chunks(Player& p, const Tape& tape, const Segment& segment, int
     p.phase = place.phase;
 }
 
+// Whether the next slab is asked for while one is multiplied: unpacking leaves no registers for it.
+#define ASKS_AHEAD (!(HAS_KIND_FOUR || HAS_KIND_FIVE || HAS_KIND_SIX || HAS_KIND_EIGHT))
+
 // Where the activations of a product come from.
 struct Source {
     const u64* hop;  // of row 0, pairs; null: they lie there whole, as receive_normed leaves them
@@ -83,6 +86,8 @@ DEVICE void multiply_here(
     work.of_matrix = column_tiles(segment);
     work.pitch = pitch;
     work.place = {p.stage, p.phase};
+    ManyRows ahead;
+    forget(ahead);
     NOT_UNROLLED
     for (int first = 0; first < n_here; first += TILES_AT_ONCE) {
         work.n_tiles = min(TILES_AT_ONCE, n_here - first);
@@ -90,11 +95,17 @@ DEVICE void multiply_here(
         NOT_UNROLLED
         for (int begin = 0; begin < segment.columns; begin += at_once) {
             const int columns = min(at_once, segment.columns - begin);
+            Slab slab = {source.hop, source.n_pairs, n_rows, begin, whole ? width : (columns + 31) / 32 * 32};
             work.begin = begin;
-            work.width = whole ? width : (columns + 31) / 32 * 32;
+            work.width = slab.columns;
             if (source.hop && (!whole || first == 0)) {
                 if (begin > 0) sync_players();  // nobody reads the slab before any more
-                receive_pairs(p, tape, source.hop, source.n_pairs, n_rows, begin, work.width);
+                receive_pairs(p, tape, slab, ahead);
+                slab.begin += at_once;
+                if (ASKS_AHEAD && slab.begin < segment.columns) {
+                    slab.columns = (min(at_once, segment.columns - slab.begin) + 31) / 32 * 32;
+                    ask_ahead(p, slab, ahead);
+                }
             }
             renew(p);
             work.warp = p.warp;

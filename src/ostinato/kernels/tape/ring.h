@@ -6,17 +6,15 @@
 // What it has read in vain is at most a ring.
 //
 // Bound by memory. At most IN_FLIGHT chunks are asked for and have not arrived: with more, the small loads of the
-// hand-offs wait behind the stream, and a step takes longer. During the head nobody hands anything on, so there it may
-// ask for more (IN_FLIGHT_HEAD). A copy must not outlive its block: whoever asked waits for it before it leaves.
+// hand-offs wait behind the stream, and a step takes longer. In a long segment hand-offs are rare, and during the head
+// nobody hands anything on: there it may ask for more. A copy must not outlive its block: whoever asked waits for it before it leaves.
 #pragma once
 #include "parts.h"
 
-#ifndef IN_FLIGHT_HEAD
-#define IN_FLIGHT_HEAD (2 * IN_FLIGHT < STAGES ? 2 * IN_FLIGHT : STAGES)
-#endif
-#ifndef IN_FLIGHT_LONG
-#define IN_FLIGHT_LONG IN_FLIGHT
-#endif
+#define AT_MOST_A_RING(n) ((n) < STAGES ? (n) : STAGES)
+#define IN_FLIGHT_LONG AT_MOST_A_RING(IN_FLIGHT + 1)
+#define IN_FLIGHT_HEAD AT_MOST_A_RING(2 * IN_FLIGHT)
+#define LONG_CHUNKS (2 * STAGES)  // that make a segment long
 #define POLLS_A_LEAVE 64  // the reader looks for `leave` after so many polls, for `over` after each
 
 // --- how a matrix is cut: the same as kernels/tape/deal.py ---
@@ -135,6 +133,11 @@ struct Reader {
     }
 };
 
+DEVICE int in_flight_of(const Segment& segment) {
+    const int n_chunks = tiles_here(segment) * ((column_tiles(segment) - 1) / tiles_a_chunk(segment.kind) + 1);
+    return n_chunks >= LONG_CHUNKS ? IN_FLIGHT_LONG : IN_FLIGHT;
+}
+
 // The block's tiles of one segment, from `from` on, which goes on; false: told to stop.
 DEVICE bool read_segment(Reader& reader, const Segment& segment, int in_flight, const char*& from) {
     const int n_here = tiles_here(segment), of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.kind);
@@ -162,8 +165,7 @@ DEVICE void read_tape(const Tape& tape, Shared& shared, char* ring) {
         for (int i = 0; i < N_SEGMENTS && goes; i++) {
             const bool is_head = i == N_SEGMENTS - 1;
             const Segment following = tape.segments[is_head ? 0 : i + 1];  // on its way while this one is read
-            const bool is_long = i % SEGMENTS_A_LAYER == SEGMENT_GATE_UP;
-            goes = read_segment(reader, segment, is_head ? IN_FLIGHT_HEAD : is_long ? IN_FLIGHT_LONG : IN_FLIGHT, from);
+            goes = read_segment(reader, segment, is_head ? IN_FLIGHT_HEAD : in_flight_of(segment), from);
             segment = following;
         }
         if (goes && from == begin) return;  // more blocks than tiles: there is nothing to read in any step

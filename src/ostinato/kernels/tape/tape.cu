@@ -165,6 +165,7 @@ DEVICE void step(Player& p, const Tape& tape, int n_rows) {
     NOT_UNROLLED
     for (int number = 0; number < N_SEGMENTS; number++) {
         const Segment& segment = p.shared->segments[number];
+        if (segment.n_tiles == 0) continue;  // q, k and v of one type are one segment
         const Turn part = turn_of(number);
         renew(p);
         if (part.segment == SEGMENT_Q) begin = 0;
