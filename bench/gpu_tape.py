@@ -362,9 +362,9 @@ CHECKS: Final = (
     Check("tape", "tape-argmax", _only_on_gpu(_argmax_jobs), judge_argmax),
     Check("tape", "tape-int8", _only_on_gpu(_int8_jobs), judge_int8),
     Check("tape", "tape-trials", _only_on_gpu(_trial_jobs), lambda s, e: judge_trials(s, e, "tape-trials")),
-    Check("tape", "tape-admissions", _one("tape_admissions", **_ADMISSIONS), judge_admissions),
     Check("tape", "tape-warm", _only_on_gpu(_warm_jobs), judge_warm),
     Check("tape", "tape-sanitizer", _only_on_gpu(_sanitizer_jobs), judge_sanitized, run=run_sanitized),
+    Check("tape", "tape-admissions", _one("tape_admissions", 90, **_ADMISSIONS), judge_admissions, alone=True),
     Check("tape", "tape-yield", _one("tape_yield", 90, **_YIELD), judge_yield, alone=True),
     *(
         Check(

@@ -12,7 +12,7 @@ from ostinato.errors import HardwareCannot
 from ostinato.kernels import step
 from ostinato.kernels.chip import Chip
 from ostinato.kernels.step import twin_kernels
-from ostinato.loop.open import MODES, UNTRIED, LoopOptions, choose_mode, mode_below, why_not
+from ostinato.loop.open import MODES, NO_ROOM, LoopOptions, choose_mode, mode_below, why_not
 from ostinato.loop.prefill import TorchPrefill
 from ostinato.loop.starts.cpu import CpuEager
 from ostinato.loop.starts.native import NativeLoop
@@ -162,10 +162,13 @@ def with_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_packages")
-def test_the_persistent_kernel_is_there_for_whoever_asks_and_auto_does_not() -> None:
+def test_auto_takes_the_persistent_kernel_where_it_can_run_and_there_is_room() -> None:
     model = elsewhere(small(shape_of()))
     assert why_not("persistent", model) is None
-    assert choose_mode("auto", model) == ("loop", (f"persistent: {UNTRIED}",))
+    assert choose_mode("auto", model) == ("persistent", ())
+    narrow = LoopOptions("auto", 1, 64, 8, "bf16", 203, room_for_tape=False)
+    assert choose_mode("auto", model, narrow) == ("loop", (f"persistent: {NO_ROOM}",))
+    assert choose_mode("persistent", model, narrow) == ("persistent", ())
     assert choose_mode("persistent", model) == ("persistent", ())
     assert choose_mode("loop", model) == ("loop", ("persistent: not asked for",))
     assert mode_below("persistent", model) == "loop"

@@ -56,7 +56,8 @@ DEVICE void copy_out(const Player& p, const Given& given) {
 KERNEL(normed, Given, given, N_PLAYER_THREADS) {
     Player p = player(given.beat);
     put_share(p, given);
-    receive_normed(p, tape_of(given), given.n_words ? given.hop : nullptr, given.weights, given.n_rows, p.shared->residual[0], block());
+    const u64* const hop = given.n_words ? given.hop : nullptr;
+    receive_normed(p, tape_of(given), hop, given.weights, given.n_rows, p.shared->residual[0], block());
     copy_out(p, given);
     constexpr int n = RESIDUAL_TILES * 16 * MAX_ROWS;
     for (int i = p.thread; i < n; i += N_PLAYER_THREADS) given.residual[block() * n + i] = p.shared->residual[0][i];

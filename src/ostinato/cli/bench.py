@@ -300,9 +300,9 @@ def _by_weights(modes: list[str], source: Source) -> list[tuple[bool, list[str]]
 
 def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[str]:
     """The modes asked for, refused where one cannot run; or all that can."""
-    from ostinato.loop.open import MODES, why_not, why_not_unasked
+    from ostinato.loop.open import MODES, why_not
 
-    reasons = {mode: (why_not_unasked if wanted is None else why_not)(mode, model) for mode in MODES}
+    reasons = {mode: why_not(mode, model) for mode in MODES}
     if source.tiles is not None:
         reasons["loop"] = None  # whose weights are not these
     if wanted is None:

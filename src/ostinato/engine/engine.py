@@ -69,6 +69,7 @@ class Engine:
             activations=placement.tiles or placement.activations,
             threads=placement.threads,
             prompts_on_tape=placement.prompts == "tape",
+            room_for_tape=placement.room_for_tape,
         )
         self.context, self._vocab = placement.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)

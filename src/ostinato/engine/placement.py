@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
@@ -19,11 +19,14 @@ from ostinato.engine.amx import make_bfloat16_safe
 from ostinato.engine.cores import default_threads
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
+from ostinato.kernels.chip import Chip
 from ostinato.kernels.native_cpu import cpu_library, why_no_native
 from ostinato.kernels.tape.deal import Kind, matrix_bytes
 from ostinato.kernels.tape.pack import KINDS
 from ostinato.loop.memory_plan import Wanted, memory_plan
 from ostinato.loop.native_plan import why_not_native
+from ostinato.loop.open import why_no_while_graph
+from ostinato.loop.tape_plan import why_no_tape_on, why_not_rows, why_not_shape
 from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
 from ostinato.models.tile_weights import tiled_bytes
@@ -55,6 +58,7 @@ class Placement:
     threads: int | None = None  # on the CPU; None: as many as torch was told
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
     prompts: Literal["plain", "tape"] = "plain"  # what they read
+    room_for_tape: bool = True  # False: `auto` must do without the persistent kernel
 
 
 def settle(
@@ -71,17 +75,22 @@ def settle(
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 else "bf16")
     packed = keeps_packed(options.dtype, device, shape)
     tiles = choose_tiles(options, device, shape, talk, compiled=compiled)
-    if options.activations != "wide" and tiles is None and not has_tape(options, device):
+    may_have_tape = has_tape(options, shape, dtype, kv_type, device)
+    if options.activations != "wide" and tiles is None and not may_have_tape:
         raise BadOption(
             f"--activations {options.activations} is for the CPU's native loop and for --mode persistent on a GPU, and "
             "neither will run here; leave it out"
         )
     weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiles is not None)
-    tape = tape_bytes(checkpoint, shape, dtype, packed=packed) if has_tape(options, device) else 0
+    tape = tape_bytes(checkpoint, shape, dtype, packed=packed) if may_have_tape else 0
     free = int(free_bytes(device) * USABLE_SHARE)
     wanted = options.context or shape.default_context
     one = _pages_for(wanted, device)  # what more there is of them is made of what is left
     both = Wanted(shape, weights, device, dtype, kv_type, options.slots, wanted, one, tape_bytes=tape)
+    asked_for = options.mode == "persistent" or options.prompts == "tape"
+    room_for_tape = not may_have_tape or asked_for or memory_plan(both, free).fits
+    if not room_for_tape:
+        tape, both = 0, replace(both, tape_bytes=0)
     prompts = choose_prompts(options, both, free, talk)
     if prompts == "tape":
         _check_host(weights)
@@ -112,6 +121,7 @@ def settle(
         threads=threads,
         activations=options.activations,
         prompts=prompts,
+        room_for_tape=room_for_tape,
     )
 
 
@@ -120,7 +130,7 @@ def choose_prompts(
 ) -> Literal["plain", "tape"]:
     """What prompts read. The tape where that was asked for, or where it does not fit beside a plain copy of the
     weights, which is faster; `both` is an engine that has the two of them."""
-    if not (has_tape(options, both.device) and both.shape.causal):
+    if both.tape_bytes == 0:
         if options.prompts == "tape":
             raise BadOption("--prompts tape is for --mode persistent on a GPU, which will not run here; leave it out")
         return "plain"
@@ -287,9 +297,17 @@ def weight_bytes(checkpoint: Checkpoint, dtype: torch.dtype, *, packed: bool = F
     return sum(map(laid_out, checkpoint.tensors.values()))
 
 
-def has_tape(options: LoadOptions, device: torch.device) -> bool:
-    """Whether the weights are laid out a second time, on the persistent kernel's tape. `auto` does not choose it."""
-    return device.type == "cuda" and options.mode == "persistent"
+def has_tape(options: LoadOptions, shape: Shape, dtype: torch.dtype, kv_type: KVType, device: torch.device) -> bool:
+    """Whether the weights are laid out a second time, on the persistent kernel's tape: where that was asked for, and
+    where `auto` will choose it, as far as that can be known before there is a model."""
+    if device.type != "cuda" or not shape.causal:
+        return False
+    if options.mode != "auto":
+        return options.mode == "persistent"
+    if not torch.cuda.is_available() or why_no_while_graph() is not None:
+        return False
+    reason = why_not_shape(shape) or why_not_rows(options.slots, dtype, kv_type)
+    return reason is None and why_no_tape_on(Chip.of(device).capability) is None
 
 
 def tape_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, *, packed: bool) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement
 from ostinato.loop.by_hand import GREEDY
-from ostinato.loop.open import MODES, why_not_unasked
+from ostinato.loop.open import MODES, why_not
 from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model
 from ostinato.options import KVType
@@ -21,7 +21,7 @@ from ostinato.options import KVType
 
 def decode_modes(model: Model) -> dict[str, str | None]:
     """Every mode of the engine, and why it cannot run here; None where it can."""
-    return {mode: why_not_unasked(mode, model) for mode in MODES}
+    return {mode: why_not(mode, model) for mode in MODES}
 
 
 def decoded(model: Model, mode: str, *, n_prompt: int, n_gen: int, kv_type: KVType, repeats: int = 3) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from ostinato.loop.starts.cpu import CpuEager, CpuLoop
 from ostinato.loop.starts.native import NativeLoop
 from ostinato.loop.starts.start import Start, Work
 from ostinato.loop.static_plan import SPARE_STATES, WHY_NO_LOOP, static_plan, why_not_static
-from ostinato.loop.tape_plan import TapeStep, tape_plan, why_no_tape_on, why_not_tape
+from ostinato.loop.tape_plan import TapeStep, tape_plan, why_no_tape_on, why_not_tape, why_too_large
 from ostinato.loop.torch_plan import torch_plan
 from ostinato.memory.paged import PAGE_TOKENS, PagedMemory
 from ostinato.models.blocks import Model
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
-UNTRIED: Final = "it has not been run on a card yet, so it is there for whoever asks (--mode persistent)"
+NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
 TWIN: Final = "twin"  # the native loop's twin, paced by Python: for tests alone
 
 
@@ -60,6 +60,7 @@ class LoopOptions:
     activations: Activations = "wide"  # of weights in tiles
     threads: int | None = None  # of the native loop; None: as many as torch has
     prompts_on_tape: bool = False  # of `persistent`: whether matrices lie on its tape alone, and prompts read that
+    room_for_tape: bool = True  # False: `auto` must do without it
 
 
 class Loop:
@@ -238,8 +239,9 @@ def choose_mode(wanted: str, model: Model, options: LoopOptions | None = None) -
     """The mode that will run, and why not each higher one."""
     if wanted == TWIN:
         return TWIN, ()
-    ask = why_not_unasked if wanted == "auto" else why_not
-    reasons = {mode: reason for mode in MODES if (reason := ask(mode, model, options)) is not None}
+    reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model, options)) is not None}
+    if wanted == "auto" and options is not None and not options.room_for_tape:
+        reasons.setdefault("persistent", NO_ROOM)
     if wanted != "auto":
         if wanted in reasons:
             raise HardwareCannot(f"mode {wanted!r} cannot run here: {reasons[wanted]}")
@@ -275,19 +277,18 @@ def why_not(mode: str, model: Model, options: LoopOptions | None = None) -> str 
     return WHY_NO_LOOP if recurrent else why_no_while_graph()
 
 
-def why_not_unasked(mode: str, model: Model, options: LoopOptions | None = None) -> str | None:
-    """The same for whoever did not ask for this very mode: what has not been tried runs for nobody else."""
-    return why_not(mode, model, options) or (UNTRIED if mode == "persistent" else None)
-
-
 def _why_not_persistent(model: Model, options: LoopOptions | None) -> str | None:
     if model.device.type == "cpu":
         return "the persistent kernel is CUDA's, and this model is on the CPU"
-    n_slots, kv_type = (1, None) if options is None else (options.n_slots, options.kv_type)
-    reason = why_not_tape(model, n_slots, kv_type or "bf16") or why_no_while_graph()  # which wants the same packages
+    asked = options or LoopOptions("persistent", 1, 1, 1, "bf16", model.shape.vocab)
+    reason = why_not_tape(model, asked.n_slots, asked.kv_type) or why_no_while_graph()  # which wants the same packages
     if reason is not None or not torch.cuda.is_available():
         return reason
-    return why_no_tape_on(Chip.of(model.device).capability)
+    chip, page = Chip.of(model.device), PAGE_TOKENS["cuda"]
+    max_pages = -(-asked.context // page)
+    return why_no_tape_on(chip.capability) or why_too_large(
+        model, asked.n_slots, chip, kv_type=asked.kv_type, page_tokens=page, max_pages=max_pages
+    )
 
 
 def why_no_while_graph() -> str | None:

@@ -97,17 +97,19 @@ class Argument(Structure):
 
 def why_not_tape(model: Model, n_slots: int, kv_type: KVType) -> str | None:
     """Why the tape cannot run a model with so many slots; None where it can."""
-    reason = why_not_shape(model.shape)
-    if reason is not None:
-        return reason
+    return why_not_shape(model.shape) or why_not_rows(n_slots, model.dtype, kv_type) or why_not_weights(model)
+
+
+def why_not_rows(n_slots: int, dtype: torch.dtype, kv_type: KVType) -> str | None:
+    """The part of it that follows from what an engine is opened with."""
     if n_slots > MOST_SLOTS:
         return f"the tape has up to {MOST_SLOTS} slots, and {n_slots} are asked for"
     if kv_type not in _KEPT:
         return f"the tape keeps keys and values as {', '.join(_KEPT)}, not {kv_type}"
-    if model.dtype not in (torch.bfloat16, torch.float16):
-        name = str(model.dtype).removeprefix("torch.")
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
         return f"the tape multiplies bfloat16 or float16, and this model's rows are {name}"
-    return why_not_weights(model)
+    return None
 
 
 def why_no_tape_on(capability: tuple[int, ...]) -> str | None:
@@ -252,6 +254,20 @@ class TapeSizes:
     @property
     def shared_bytes(self) -> int:
         return self.own_bytes + self.n_stages * self.stage_bytes + self.activation_bytes
+
+
+def why_too_large(
+    model: Model, n_slots: int, chip: Chip, *, kv_type: KVType, page_tokens: int, max_pages: int
+) -> str | None:
+    """Why a block of this card has no room for a model that the tape knows; None where it has."""
+    matrices = [source.matrix for _, source in sources_of(model)]
+    try:
+        TapeSizes.of(
+            model.shape, matrices, n_slots, chip, kv_type=kv_type, page_tokens=page_tokens, max_pages=max_pages
+        )
+    except HardwareCannot as error:
+        return str(error)
+    return None
 
 
 def attention_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:

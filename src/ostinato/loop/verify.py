@@ -28,7 +28,7 @@ from ostinato.kernels.tiles import TileMatrix
 from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
-from ostinato.loop.open import MODES, Loop, LoopOptions, why_not, why_not_unasked
+from ostinato.loop.open import MODES, Loop, LoopOptions, why_not
 from ostinato.loop.plan import Buffer, Plan
 from ostinato.loop.torch_plan import tensors_of
 from ostinato.memory.paged import PAGE_TOKENS
@@ -141,8 +141,7 @@ class Verifier:
     ) -> Report:
         """Every check that can be made here; `again` makes the same model once more, on the CPU, from its source, and
         `dense`, where that one is packed, with plain weights for the twins."""
-        ask = why_not_unasked if self.modes is None else why_not
-        reasons = {mode: ask(mode, self.model) for mode in (BASE, *(self.modes or MODES[1:]))}
+        reasons = {mode: why_not(mode, self.model) for mode in (BASE, *(self.modes or MODES[1:]))}
         if reasons[BASE] is not None:
             raise HardwareCannot(f"mode {BASE}, with which the others are compared, cannot run here: {reasons[BASE]}")
         for mode in self.modes or ():
