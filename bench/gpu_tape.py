@@ -330,6 +330,10 @@ def _int8_jobs(setting: Setting) -> list[Job]:
     return [] if setting.model is None else [Job("tape_int8", {"path": setting.model}, 150)]
 
 
+def _admission_jobs(setting: Setting) -> list[Job]:
+    return [Job("tape_admissions", {"name": "tiny", "type": "bf16", "n": ADMISSIONS, "seconds": 60.0}, 90)]
+
+
 def _warm_jobs(setting: Setting) -> list[Job]:
     """The longest first: they end last."""
     return [Job("tape_warm", {"shape": shape, "type": type}, 150) for shape, type, *_ in reversed(BARS)]
@@ -353,7 +357,6 @@ WORKS: Final = {
     "tape_yield": tape_yield,
 }
 
-_ADMISSIONS: Final[dict[str, Any]] = {"name": "tiny", "type": "bf16", "n": ADMISSIONS, "seconds": 60.0}
 # The same kernel as one of those measured: it is compiled when its turn comes.
 _YIELD: Final[dict[str, Any]] = {"name": "llama-1b", "type": "bf16", "n_slots": 8, "context": CONTEXT}
 # Children start in this order: what is right before what is fast, and whoever measures is alone, after all others.
@@ -364,7 +367,7 @@ CHECKS: Final = (
     Check("tape", "tape-trials", _only_on_gpu(_trial_jobs), lambda s, e: judge_trials(s, e, "tape-trials")),
     Check("tape", "tape-warm", _only_on_gpu(_warm_jobs), judge_warm),
     Check("tape", "tape-sanitizer", _only_on_gpu(_sanitizer_jobs), judge_sanitized, run=run_sanitized),
-    Check("tape", "tape-admissions", _one("tape_admissions", 90, **_ADMISSIONS), judge_admissions, alone=True),
+    Check("tape", "tape-admissions", _only_on_gpu(_admission_jobs), judge_admissions, alone=True),
     Check("tape", "tape-yield", _one("tape_yield", 90, **_YIELD), judge_yield, alone=True),
     *(
         Check(
