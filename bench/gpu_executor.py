@@ -177,8 +177,13 @@ def judge_captures(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 # compute-sanitizer (E-34)
 
 
-def small_job(device: str, *, mode: str, name: str = "llama") -> Iterator[Record]:
-    """Something of everything, small enough for a tool that slows kernels down a hundredfold."""
+def small_job(device: str, *, mode: str, name: str = "llama", watched: bool = False) -> Iterator[Record]:
+    """Something of everything, small enough for a tool that slows kernels down a hundredfold. `watched` for races: the
+    persistent kernel's lanes tell themselves what they have done (kernels/tape/ring.h)."""
+    if watched and mode == "persistent":
+        from ostinato.loop.starts.tape import TapeLoop
+
+        TapeLoop.defines = {"ARRIVALS_A_WARP": 32}
     model = model_on(name, "bf16" if device != "cpu" else "f32", device)
     with _engine(
         model, "bf16" if device != "cpu" else "f32", mode=mode, context=min(256, model.shape.context)
@@ -197,7 +202,7 @@ def run_sanitized(setting: Setting, job: Job) -> Ended:
     words = [] if sanitizer is None else [sanitizer, "--tool", tool, "--print-limit", "20"]
     # Errors that calls return are ours to handle, as at a capture; and compilers are nobody's to watch.
     words += ["--report-api-errors", "no", "--target-processes", "application-only"] if words else []
-    small = {key: value for key, value in job.words.items() if key != "tool"}
+    small = {key: value for key, value in job.words.items() if key != "tool"} | {"watched": tool == "racecheck"}
     asked = json.dumps({"device": setting.device, "work": "small_job", "words": small, "farewell": True})
     try:
         done = subprocess.run(

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ostinato.errors import HardwareCannot
 from ostinato.kernels.allocate import empty
-from ostinato.kernels.build import cubin
 from ostinato.kernels.table import TWINS
 from ostinato.loop.layout import Layout
-from ostinato.loop.starts.tape import tape_source
+from ostinato.loop.starts.tape import tape_binary
 from ostinato.loop.tape_plan import TapeSizes, why_not_tape
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
@@ -68,7 +67,7 @@ def test_the_whole_kernel_compiles_for_the_card(
     assert sizes.grid.n_blocks == H200.n_multiprocessors
     headers = headers_for(model, sizes, layout, "bf16", activations)
     try:
-        binary = cubin(tape_source(), "tape.cu", headers=headers, arch=H200.exact_arch)
+        binary = tape_binary(headers, H200, {})
     except HardwareCannot as error:
         pytest.skip(f"the tape was not compiled for {H200.exact_arch}: {error}")
     assert binary.startswith(b"\x7fELF")

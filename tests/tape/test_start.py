@@ -85,7 +85,7 @@ class Card(StandIn):
         self.note("kernel")
         self.launches.append(Launch(*words))
 
-    def _cubin(self, source: str, name: str, *, headers: dict[str, str], arch: str) -> bytes:
+    def _cubin(self, source: str, name: str, *, headers: dict[str, str], arch: str, **options: object) -> bytes:
         assert "KERNEL(tape, Tape" in source
         assert {"parts.h", "machine.h", "border.h", "layout.h", "shape.h"} <= set(headers)
         self.compiled_for.append(f"{name} {arch}")

@@ -154,6 +154,14 @@ def test_logits_have_the_same_bits_alone_and_among_neighbours() -> None:
         assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)
 
 
+def test_the_number_of_slots_that_a_kernel_is_compiled_for_changes_no_bit() -> None:
+    model = small(LLAMA)
+    with closing(tape_driver(model)) as driver:
+        _, expected = by_steps(driver, [1, 2, 3, 4], 6)
+    with closing(tape_driver(model, n_slots=1)) as driver:
+        assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)
+
+
 # --- manners: those of every loop ---
 
 

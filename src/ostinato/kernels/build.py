@@ -51,12 +51,15 @@ def cubin(
     arch: str,
     headers: Mapping[str, str] = _NONE,
     defines: Mapping[str, str | int] = _NONE,
+    fused: bool = True,
 ) -> bytes:
-    """CUDA source as a binary for `arch`, such as "sm_90"; `headers` are what it includes, by name.
+    """CUDA source as a binary for `arch`, such as "sm_90"; `headers` are what it includes, by name. `fused`: where the
+    compiler likes, it may round a product and the sum behind it once; else only where the source says so.
 
     Raises InternalError with the compiler's log, the same each time, and HardwareCannot where there is no NVRTC.
     """
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
+    options += [] if fused else ["--fmad=false"]
     key = _key("cubin", source, name, headers, options, _nvrtc_version())
     with _lock:
         if key not in _cubins:

@@ -41,6 +41,7 @@ BASE: Final = "eager"  # what the others are compared with
 N_SLOTS: Final = 5
 N_TOKENS: Final = 12  # of the longest answer
 # Relative distance of logits that two ways of adding may have, by what the model computes in.
+TOLD: Final = 5  # most likely tokens that a comparison within a tolerance asks for
 TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # The same between tiles, wide or not, whose activations are rounded in every product, and weights that are dense.
 OF_ROUNDED: Final = {True: 5e-3, False: 2e-1}
@@ -265,7 +266,7 @@ class Verifier:
         counted. Logits are compared where every answer is the same to its end.
         """
         for hand in (base, other):
-            self._seat(hand, logprobs=2)  # a tie is found by them
+            self._seat(hand, logprobs=TOLD)  # a tie is found by them
             hand.run()
         tolerance = tolerance_of(self.model)
         n_compared, ties = 0, 0
@@ -359,9 +360,10 @@ def tolerance_of(model: Model) -> float:
 
 def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
     """Whether the tokens of two entries for one place were as good as equally likely, by what the first one says."""
-    if one.position != two.position or len(one.top) < 2 or two.token != one.top[1][0]:
+    told = dict(one.top)
+    if one.position != two.position or two.token not in told:
         return False
-    return one.top[0][1] - one.top[1][1] <= 10 * tolerance  # a log-probability is of the order of 10
+    return max(told.values()) - told[two.token] <= 10 * tolerance  # a log-probability is of the order of 10
 
 
 def comparison_of(loop: Loop) -> Comparison:

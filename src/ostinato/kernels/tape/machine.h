@@ -45,10 +45,12 @@ DEVICE char* shared_memory() {
     return all_shared_memory;
 }
 
-// --- registers: a multiprocessor's are dealt out by four warps; the reader's warps need next to none ---
+// --- registers ---
 
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 24;"); }
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 240;"); }
+// A block's are dealt out evenly, 168 to each of its 384 threads; then by four warps they change hands, so that players
+// have what they need and nothing must be kept in memory that is far away. 128 * 56 + 256 * 224 is all there are.
+DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
+DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
 
 // The thread's number, asked for once more: what follows from it is computed where it is wanted. Else the compiler
 // computes all of it before the loop, keeps it, and, since registers are few, keeps it in memory that is far away.

@@ -15,6 +15,11 @@
 #define IN_FLIGHT_LONG AT_MOST_A_RING(IN_FLIGHT + 1)
 #define IN_FLIGHT_HEAD AT_MOST_A_RING(2 * IN_FLIGHT)
 #define LONG_CHUNKS (2 * STAGES)  // that make a segment long
+// Lane 0 tells that its warp has read a stage. Tools that watch for races believe a lane what it has done itself, and no
+// other; for them all lanes tell.
+#ifndef ARRIVALS_A_WARP
+#define ARRIVALS_A_WARP 1
+#endif
 #define POLLS_A_LEAVE 64  // the reader looks for `leave` after so many polls, for `over` after each
 
 // --- how a matrix is cut: the same as kernels/tape/deal.py ---
@@ -69,7 +74,7 @@ struct Place {
 DEVICE void set_up(Shared& shared) {
     for (int stage = 0; stage < STAGES; stage++) {
         gate_init(&shared.full[stage], 1);
-        gate_init(&shared.empty[stage], N_PLAYERS);
+        gate_init(&shared.empty[stage], N_PLAYERS * ARRIVALS_A_WARP);
     }
     shared.over = 0;
 }
@@ -82,7 +87,7 @@ DEVICE void await_chunk(Shared& shared, State* state, const Place& place) {
 }
 DEVICE void free_chunk(Shared& shared, int lane, Place& place) {
     sync_warp();
-    if (lane == 0) gate_arrive(&shared.empty[place.stage]);
+    if (lane < ARRIVALS_A_WARP) gate_arrive(&shared.empty[place.stage]);
     place.go_on();
 }
 
@@ -100,12 +105,12 @@ struct Reader {
 
     // Its waits have no deadline of their own: one of them may span many of the players', who have theirs.
     MEMBER bool is_over() {
-        if (*(volatile u32*)&shared.over) return true;
+        if (atomic_add_shared(&shared.over, 0u)) return true;
         return ++polls % POLLS_A_LEAVE == 0 && load_fresh(&state->leave) != 0;
     }
     // Whether the next stage may be filled; false: nobody wants it any more.
     MEMBER bool find_room(int in_flight) {
-        if (*(volatile u32*)&shared.over) return false;
+        if (atomic_add_shared(&shared.over, 0u)) return false;
         while (n_asked >= in_flight) {
             if (gate_passed(&shared.full[oldest.stage], oldest.phase)) {
                 oldest.go_on();

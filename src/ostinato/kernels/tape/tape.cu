@@ -80,7 +80,7 @@ APART bool go_on(Player p, const Tape& tape, int n_chosen) {
 
 // The last thing a block does. Block 0 waits for the others: one that came late would begin at the wrong beat.
 DEVICE void leave_the_stage(const Player& p, const Tape& tape) {
-    if (p.thread == 0) p.shared->over = 1;
+    if (p.thread == 0) atomic_add_shared(&p.shared->over, 1u);
     sync_players();
     if (p.thread == 0) raise(tape.marks + block(), (u64)p.beat << 32);
     if (block() != 0) return;

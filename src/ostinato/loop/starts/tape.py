@@ -7,9 +7,10 @@ YIELD, so that the kernel leaves at the next border; the next trigger goes on wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from ctypes import addressof, c_void_p
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from ostinato.errors import HardwareCannot
@@ -39,12 +40,20 @@ def tape_source() -> str:
     return (SOURCES / "tape.cu").read_text("utf-8")
 
 
+def tape_binary(headers: Mapping[str, str], chip: Chip, defines: Mapping[str, int]) -> bytes:
+    """The kernel, compiled. Nothing is fused by the compiler's choice: a row's bits must not depend on which of several
+    loops it goes through, nor on the number of slots that the kernel was compiled for (KV-12)."""
+    arch = chip.exact_arch
+    return cubin(tape_source(), "tape.cu", headers=headers, arch=arch, defines=defines, fused=False)
+
+
 class TapeLoop(DevicePaced):
     """The whole loop as one kernel; the host launches it once per trigger."""
 
     name = "persistent"
     alone = True
     comparison: Literal["bits", "tolerance"] = "tolerance"  # sums of its own order
+    defines: Mapping[str, int] = MappingProxyType({})  # for tools that watch it; see ring.h
 
     def __init__(
         self, plan: Plan, step: TapeStep, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None
@@ -89,7 +98,8 @@ class TapeLoop(DevicePaced):
         device.set_current()
         sizes, chip = self._step.sizes, Chip.of(self._plan.device)
         headers = tape_headers(self._step, self._tables, self._plan.page_tokens)
-        self._module = ObjectCode.from_cubin(cubin(tape_source(), "tape.cu", headers=headers, arch=chip.exact_arch))
+        binary = tape_binary(headers, chip, self.defines)
+        self._module = ObjectCode.from_cubin(binary)
         kernel = driver.CUkernel(int(self._module.get_kernel("tape").handle))
         most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _ok(
