@@ -307,6 +307,10 @@ def test_a_sanitizer_that_complains_fails_and_one_that_is_not_there_is_skipped()
 
     assert judged() == "PASS"
     assert judged(summary="ERROR SUMMARY: 10 errors") == "FAIL"
+    races = {"tool": "racecheck", "mode": "persistent"}
+    assert judged(**races, summary="RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)") == "PASS"
+    assert judged(**races, summary="RACECHECK SUMMARY: 3 hazards displayed (2 errors, 1 warning)") == "FAIL"
+    assert judged(**races, summary="RACECHECK SUMMARY: 1 hazards displayed (0 errors, 1 warning)") == "FAIL"
     assert judged(n_tokens=0, mode="graph") == "FAIL"
     assert judged(n_tokens=0) == "SKIP"  # memcheck cannot run a WHILE graph
     assert judged(n_tokens=0, summary="ERROR SUMMARY: 1 errors") == "FAIL"
