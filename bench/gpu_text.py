@@ -62,6 +62,7 @@ def heard(hand: ByHand, pieces: Sequence[Sequence[int]], n_tokens: int) -> Tenso
         hand.synchronize()
         hand.step()
         said.append(loop.plan.buffer("logits").tensor[:n, :n_tokens].float().clone())
+    hand.synchronize()  # the last of them is copied on torch's own stream, and the next step overwrites what it reads
     for slot, generation in enumerate(generations):
         loop.host.cancel(slot, generation)
     while hand.step():

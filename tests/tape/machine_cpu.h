@@ -178,7 +178,7 @@ struct Fiber {
 // What a lane brings to a meeting of its warp, and what it takes from it.
 struct Box {
     u64 in;
-    int number, width;
+    int number;
     u64 out;
     void* c;
     u32 a[4], b[2];
@@ -809,16 +809,14 @@ DEVICE void sync_warp(CALLER) {
 
 namespace emulator {
 template <class T, class Source>
-static inline T shuffled(const Site& site, T value, int number, int width, Source source) {
+static inline T shuffled(const Site& site, T value, int number, Source source) {
     static_assert(sizeof(T) == 4 || sizeof(T) == 8, "a shuffle moves words");
     Box brought{};
     memcpy(&brought.in, &value, sizeof(T));
     brought.number = number;
-    brought.width = width;
     const Box& box = meet(site, brought, [source](Warp& w, Emulator&) {
         for (int lane = 0; lane < 32; ++lane) {
-            const int from = source(lane, w.box[lane].number, w.box[lane].width);
-            w.box[lane].out = w.box[from < 0 ? lane : from].in;
+            w.box[lane].out = w.box[source(lane, w.box[lane].number)].in;
         }
     });
     memcpy(&value, &box.out, sizeof(T));
@@ -828,19 +826,11 @@ static inline T shuffled(const Site& site, T value, int number, int width, Sourc
 
 template <class T>
 static inline T shuffle_xor(T value, int mask, CALLER) {
-    return emulator::shuffled(HERE("shuffle_xor"), value, mask, 32, [](int lane, int m, int) {
-        return lane ^ (m & 31);
-    });
-}
-template <class T>
-static inline T shuffle_down(T value, int delta, int width = 32, CALLER) {
-    return emulator::shuffled(HERE("shuffle_down"), value, delta, width, [](int lane, int d, int n) {
-        return lane % n + d < n ? lane + d : -1;
-    });
+    return emulator::shuffled(HERE("shuffle_xor"), value, mask, [](int lane, int m) { return lane ^ (m & 31); });
 }
 template <class T>
 static inline T shuffle(T value, int lane, CALLER) {
-    return emulator::shuffled(HERE("shuffle"), value, lane, 32, [](int, int from, int) { return from & 31; });
+    return emulator::shuffled(HERE("shuffle"), value, lane, [](int, int from) { return from & 31; });
 }
 DEVICE u32 votes(bool vote, CALLER) {
     emulator::Box brought{};
@@ -944,10 +934,6 @@ DEVICE void multiply_s8(int c[4], const uint4& a, u32 b0, u32 b1, CALLER) {
     });
 }
 
-DEVICE int dot4(u32 a, u32 b, int c) {
-    for (int i = 0; i < 4; ++i) c += (int)(signed char)(a >> 8 * i) * (int)(signed char)(b >> 8 * i);
-    return c;
-}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     const u64 bytes = (u64)b << 32 | a;
     u32 made = 0;
@@ -957,17 +943,7 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     }
     return made;
 }
-template <int table>
-static inline u32 lut3(u32 a, u32 b, u32 c) {
-    u32 made = 0;
-    for (int i = 0; i < 8; ++i) {
-        if (table >> i & 1) made |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-    }
-    return made;
-}
-DEVICE int count_bits(u32 word) { return __builtin_popcount(word); }
 DEVICE int lowest_bit(u32 word) { return __builtin_ffs((int)word) - 1; }
-DEVICE int highest_bit(u32 word) { return word ? 31 - __builtin_clz(word) : -1; }
 
 DEVICE void put(u64* place, u32 value, u32 tag, CALLER) {
     emulator::Emulator& e = *emulator::now;
@@ -1031,10 +1007,6 @@ DEVICE u32 load_fresh(const u32* place, CALLER) { return emulator::fresh(place, 
 DEVICE int load_fresh(const int* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE float load_fresh(const float* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE u64 load_fresh(const u64* place, CALLER) { return look(place, file, line); }
-DEVICE uint2 load_fresh(const uint2* place, CALLER) {
-    const u64 both = emulator::fresh((const u64*)place, HERE("load_fresh"));
-    return {(u32)both, (u32)(both >> 32)};
-}
 DEVICE uint4 load_fresh(const uint4* place, CALLER) {
     emulator::maybe_pass(HERE("load_fresh"));
     if ((u64)place % 16 != 0) emulator::misused(HERE("load_fresh"), "the place is not aligned");
@@ -1080,26 +1052,11 @@ DEVICE float rounded_product(float a, float b) {
 DEVICE float rounded_sum(float a, float b) { return a + b; }
 DEVICE float rounded_quotient(float a, float b) { return a / b; }
 
-namespace emulator {
-template <class T, class Change>
-static inline T changed(T* place, const Site& site, Change change) {
-    maybe_pass(site);
-    const T before = *place;
-    *place = change(before);
-    return before;
-}
-}  // namespace emulator
 DEVICE u32 atomic_add_shared(u32* place, u32 value, CALLER) {
-    return emulator::changed(place, HERE("atomic_add_shared"), [value](u32 before) { return before + value; });
-}
-DEVICE u64 atomic_add_shared(u64* place, u64 value, CALLER) {
-    return emulator::changed(place, HERE("atomic_add_shared"), [value](u64 before) { return before + value; });
-}
-DEVICE u32 atomic_max_shared(u32* place, u32 value, CALLER) {
-    return emulator::changed(place, HERE("atomic_max_shared"), [value](u32 before) { return max(before, value); });
-}
-DEVICE u64 atomic_max_shared(u64* place, u64 value, CALLER) {
-    return emulator::changed(place, HERE("atomic_max_shared"), [value](u64 before) { return max(before, value); });
+    emulator::maybe_pass(HERE("atomic_add_shared"));
+    const u32 before = *place;
+    *place = before + value;
+    return before;
 }
 
 DEVICE long long timer_ns() { return emulator::clock_ns(); }

@@ -111,6 +111,8 @@ class Shape:
             ACTIVATION_BYTES=32 * 1024,
             STAGES=1,
             TILES_AT_ONCE=4,
+            HIDDEN=64,
+            N_LAYERS=1,
             DEADLINE_NS=f"{self.deadline_ns}LL",
         )
         return {"shape.h": shape + '#include "layout.h"\n', "layout.h": self.layout.header(page_tokens=16)}

@@ -71,10 +71,6 @@ DEVICE T shuffle_xor(T value, int mask) {
     return __shfl_xor_sync(EVERY_LANE, value, mask);
 }
 template <class T>
-DEVICE T shuffle_down(T value, int delta, int width = 32) {
-    return __shfl_down_sync(EVERY_LANE, value, delta, width);
-}
-template <class T>
 DEVICE T shuffle(T value, int lane) {
     return __shfl_sync(EVERY_LANE, value, lane);
 }
@@ -156,25 +152,12 @@ DEVICE void multiply_s8(int c[4], const uint4& a, u32 b0, u32 b1) {
 
 // --- words of bytes and bits ---
 
-DEVICE int dot4(u32 a, u32 b, int c) {
-    asm("dp4a.s32.s32 %0, %1, %2, %0;" : "+r"(c) : "r"(a), "r"(b));
-    return c;
-}
 DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
     u32 made;
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(made) : "r"(a), "r"(b), "r"(selector));
     return made;
 }
-// Bit 4a + 2b + c of the table, for each bit of the words: a & b | c is (0xF0 & 0xCC) | 0xAA.
-template <int table>
-DEVICE u32 lut3(u32 a, u32 b, u32 c) {
-    u32 made;
-    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(made) : "r"(a), "r"(b), "r"(c), "n"(table));
-    return made;
-}
-DEVICE int count_bits(u32 word) { return __popc(word); }
 DEVICE int lowest_bit(u32 word) { return __ffs((int)word) - 1; }  // -1: none
-DEVICE int highest_bit(u32 word) { return 31 - __clz((int)word); }  // -1: none
 
 // --- between blocks; never from L1, which nobody keeps coherent ---
 
@@ -210,13 +193,6 @@ DEVICE u32 load_fresh(const u32* place) {
 DEVICE int load_fresh(const int* place) { return (int)load_fresh((const u32*)place); }
 DEVICE float load_fresh(const float* place) { return __uint_as_float(load_fresh((const u32*)place)); }
 DEVICE u64 load_fresh(const u64* place) { return look(place); }
-DEVICE uint2 load_fresh(const uint2* place) {
-    uint2 value;
-    asm volatile(
-        "ld.relaxed.gpu.global.v2.b32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "l"(place) : "memory"
-    );
-    return value;
-}
 DEVICE uint4 load_fresh(const uint4* place) {
     uint4 value;
     asm volatile(
@@ -291,9 +267,6 @@ DEVICE float rounded_quotient(float a, float b) { return __fdiv_rn(a, b); }
 // --- shared memory, by many at once; what was there before ---
 
 DEVICE u32 atomic_add_shared(u32* place, u32 value) { return atomicAdd(place, value); }
-DEVICE u64 atomic_add_shared(u64* place, u64 value) { return atomicAdd(place, value); }
-DEVICE u32 atomic_max_shared(u32* place, u32 value) { return atomicMax(place, value); }
-DEVICE u64 atomic_max_shared(u64* place, u64 value) { return atomicMax(place, value); }
 
 // --- time ---
 
@@ -310,7 +283,6 @@ DEVICE void relax() {}
 #include "machine_cpu.h"
 #endif
 
-DEVICE float from_bf16(u16 bits) { return float_of((u32)bits << 16); }
 DEVICE void split_bf16(u32 pair, float& low, float& high) {
     low = float_of(pair << 16);
     high = float_of(pair & 0xFFFF0000u);
