@@ -12,7 +12,7 @@ from ostinato.errors import HardwareCannot
 from ostinato.kernels import step
 from ostinato.kernels.chip import Chip
 from ostinato.kernels.step import twin_kernels
-from ostinato.loop.open import MODES, NO_ROOM, LoopOptions, choose_mode, mode_below, why_not
+from ostinato.loop.open import MODES, NO_ROOM, TAKEN, LoopOptions, choose_mode, mode_below, why_not
 from ostinato.loop.prefill import TorchPrefill
 from ostinato.loop.starts.cpu import CpuEager
 from ostinato.loop.starts.native import NativeLoop
@@ -172,6 +172,14 @@ def test_auto_takes_the_persistent_kernel_where_it_can_run_and_there_is_room() -
     assert choose_mode("persistent", model) == ("persistent", ())
     assert choose_mode("loop", model) == ("loop", ("persistent: not asked for",))
     assert mode_below("persistent", model) == "loop"
+
+
+@pytest.mark.usefixtures("with_packages")
+def test_auto_gives_the_persistent_kernel_to_one_engine_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ostinato.loop.starts.tape.is_taken", lambda device: True)
+    model = elsewhere(small(shape_of()))
+    assert choose_mode("auto", model) == ("loop", (f"persistent: {TAKEN}",))
+    assert choose_mode("persistent", model) == ("persistent", ())
 
 
 @pytest.mark.usefixtures("with_packages")

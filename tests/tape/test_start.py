@@ -16,7 +16,7 @@ from ostinato.errors import DecodeInvariantError, HardwareCannot
 from ostinato.kernels.chip import Chip
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout, Tables
-from ostinato.loop.starts.tape import TapeLoop
+from ostinato.loop.starts.tape import TapeLoop, is_taken
 from ostinato.loop.tape_plan import Argument, TapeStep, tape_plan
 from ostinato.memory.paged import PagedMemory
 from tests.loop.test_executor import StandIn
@@ -124,6 +124,16 @@ def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None
     assert not start.running
     assert start.wait(1.0)
     start.close()
+
+
+def test_a_card_is_taken_until_its_start_is_closed(card: Card) -> None:
+    assert not is_taken(CPU)
+    start, other = start_on(card), start_on(card)
+    start.close()
+    start.close()
+    assert is_taken(CPU)
+    other.close()
+    assert not is_taken(CPU)
 
 
 def test_whichever_thread_launches_has_the_card_as_its_own(card: Card) -> None:

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
+TAKEN: Final = "another engine of this process has it, and it fills the card"
 NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
 TWIN: Final = "twin"  # the native loop's twin, paced by Python: for tests alone
 
@@ -240,8 +241,9 @@ def choose_mode(wanted: str, model: Model, options: LoopOptions | None = None) -
     if wanted == TWIN:
         return TWIN, ()
     reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model, options)) is not None}
-    if wanted == "auto" and options is not None and not options.room_for_tape:
-        reasons.setdefault("persistent", NO_ROOM)
+    if wanted == "auto":
+        unasked = _why_not_unasked(model, options)
+        reasons = reasons if unasked is None else {"persistent": unasked} | reasons
     if wanted != "auto":
         if wanted in reasons:
             raise HardwareCannot(f"mode {wanted!r} cannot run here: {reasons[wanted]}")
@@ -252,6 +254,17 @@ def choose_mode(wanted: str, model: Model, options: LoopOptions | None = None) -
         best = max((mode for mode in MODES if mode not in reasons), key=MODES.index)
     higher = MODES[MODES.index(best) + 1 :]
     return best, tuple(f"{mode}: {reasons.get(mode, 'not asked for')}" for mode in higher)
+
+
+def _why_not_unasked(model: Model, options: LoopOptions | None) -> str | None:
+    """Why `auto` does not take the persistent kernel, though whoever asks for it may have it."""
+    if options is not None and not options.room_for_tape:
+        return NO_ROOM
+    if model.device.type == "cpu":
+        return None
+    from ostinato.loop.starts.tape import is_taken
+
+    return TAKEN if is_taken(model.device) else None
 
 
 def mode_below(mode: str, model: Model) -> str | None:

@@ -2,16 +2,20 @@
 
 It is compiled for one model and one card (`kernels/tape`), and kept on disk. A launch is one call with one struct. It
 fills the card, so that nothing runs beside it: a job goes onto its own stream, behind it, and whoever asks for one sets
-YIELD, so that the kernel leaves at the next border; the next trigger goes on where it left (docs/tape.md).
+YIELD, so that the kernel leaves at the next border; the next trigger goes on where it left (docs/tape.md). So `auto`
+gives it to one engine of a process.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from ctypes import addressof, c_void_p
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
+
+import torch
 
 from ostinato.errors import HardwareCannot
 from ostinato.kernels.build import cubin, native_source
@@ -24,6 +28,13 @@ from ostinato.loop.starts.start import next_executable
 from ostinato.loop.tape_plan import Argument, TapeStep
 
 SOURCES: Final = Path(__file__).parents[2] / "kernels" / "tape"
+
+_open: Final[Counter[torch.device]] = Counter()
+
+
+def is_taken(device: torch.device) -> bool:
+    """Whether an engine of this process has the persistent kernel there: while it runs, nobody else's does."""
+    return _open[device] > 0
 
 
 def tape_headers(step: TapeStep, tables: Tables, page_tokens: int) -> dict[str, str]:
@@ -60,6 +71,8 @@ class TapeLoop(DevicePaced):
     ) -> None:
         super().__init__(plan, tables, guard, bell)
         self._step = step
+        self._counts = True
+        _open[plan.device] += 1
 
     def build(self) -> None:
         self._guard.allow("I-1", "building the step again")
@@ -88,6 +101,9 @@ class TapeLoop(DevicePaced):
     def close(self) -> None:
         super().close()
         self._kernel = None
+        if self._counts:
+            self._counts = False
+            _open[self._plan.device] -= 1
 
     def _loaded(self) -> Any:
         """The kernel, compiled for this card; HardwareCannot where its blocks would not all be there at once (E-83)."""
