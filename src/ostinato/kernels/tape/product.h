@@ -4,8 +4,8 @@
 // players, spread over all threads. Two sets of sums take turns, so that one sync is enough for a group of tiles;
 // meanwhile the ring fills.
 //
-// The order in which a row's products are added follows from the shape alone: player by player, in each chunk by
-// four sums (HALF: two), chunk by chunk. Bound by memory, packed weights with few bits by the instructions that unpack them.
+// The order in which a row's products are added follows from the shape alone: player by player, in each chunk by four
+// sums (HALF: two), chunk by chunk. Bound by memory, packed weights with few bits by the instructions that unpack them.
 #pragma once
 #include "packed.h"
 

@@ -7,7 +7,8 @@
 //
 // Bound by memory. At most IN_FLIGHT chunks are asked for and have not arrived: with more, the small loads of the
 // hand-offs wait behind the stream, and a step takes longer. In a long segment hand-offs are rare, and during the head
-// nobody hands anything on: there it may ask for more. A copy must not outlive its block: whoever asked waits for it before it leaves.
+// nobody hands anything on: there it may ask for more. A copy must not outlive its block: whoever asked waits for it
+// before it leaves.
 #pragma once
 #include "parts.h"
 
@@ -15,8 +16,8 @@
 #define IN_FLIGHT_LONG AT_MOST_A_RING(IN_FLIGHT + 1)
 #define IN_FLIGHT_HEAD AT_MOST_A_RING(2 * IN_FLIGHT)
 #define LONG_CHUNKS (2 * STAGES)  // that make a segment long
-// Lane 0 tells that its warp has read a stage. Tools that watch for races believe a lane what it has done itself, and no
-// other; for them all lanes tell.
+// Lane 0 tells that its warp has read a stage. Tools that watch for races believe of a lane what it has done itself, and
+// no more; for them all lanes tell.
 #ifndef ARRIVALS_A_WARP
 #define ARRIVALS_A_WARP 1
 #endif

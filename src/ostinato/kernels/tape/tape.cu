@@ -50,9 +50,9 @@ DEVICE void await_mark(const Tape& tape, const u64* mark, u32 beat) {
     }
 }
 
-// Whether a step follows, at the player's beat. `n_chosen`: rows of the step before, whose choices the border commits. Through it everything
-// that a block wrote plainly in that step (keys and values, choices) reaches all others: block 0 has acquired every
-// block's mark before it raises its own, which they acquire.
+// Whether a step follows, at the player's beat. `n_chosen`: rows of the step before, whose choices the border commits.
+// Through it everything that a block wrote plainly in that step (keys and values, choices) reaches all others: block 0
+// has acquired every block's mark before it raises its own, which they acquire.
 APART bool go_on(Player p, const Tape& tape, int n_chosen) {
     const u32 chosen_at = p.beat - 1;
     u64* const mark = border_mark(tape);
@@ -98,40 +98,43 @@ DEVICE u64* hop_x(const Tape& tape, int buffer, int row) {
     return tape.x + ((u64)buffer * MAX_ROWS + row) * HIDDEN;
 }
 
-struct Turn {
+// What of the tape a step is at.
+struct Stretch {
     int layer, segment;  // SEGMENT_Q to SEGMENT_DOWN, or SEGMENT_HEAD
 };
-DEVICE Turn turn_of(int number) {
+DEVICE Stretch stretch_of(int number) {
     const int layer = number / SEGMENTS_A_LAYER;
     return {layer, number == N_SEGMENTS - 1 ? SEGMENT_HEAD : number - layer * SEGMENTS_A_LAYER};
 }
 
 // Before a product: x is normed for q, k and v, for gate and up, and for the head; before `output` is attention.
-DEVICE void prepare(Player& p, const Tape& tape, const Turn& part, int n_rows) {
-    const int layer = part.layer;
-    if (part.segment == SEGMENT_K || part.segment == SEGMENT_V) return;
-    if (part.segment == SEGMENT_Q || part.segment == SEGMENT_HEAD) p.beat++;
-    if (part.segment == SEGMENT_OUT) {
+DEVICE void prepare(Player& p, const Tape& tape, const Stretch& stretch, int n_rows) {
+    const int layer = stretch.layer;
+    if (stretch.segment == SEGMENT_K || stretch.segment == SEGMENT_V) return;
+    if (stretch.segment == SEGMENT_Q || stretch.segment == SEGMENT_HEAD) p.beat++;
+    if (stretch.segment == SEGMENT_OUT) {
         note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_ATTENTION);
         attention(p, tape, layer, n_rows);
     }
-    note_time(p, tape, clock_of(part.segment) + layer * CLOCKED_A_LAYER);
-    if (part.segment == SEGMENT_OUT || part.segment == SEGMENT_DOWN) return;
-    const bool is_second = part.segment == SEGMENT_GATE_UP;
+    note_time(p, tape, clock_of(stretch.segment) + layer * CLOCKED_A_LAYER);
+    if (stretch.segment == SEGMENT_OUT || stretch.segment == SEGMENT_DOWN) return;
+    const bool is_second = stretch.segment == SEGMENT_GATE_UP;
     const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
     // Who adds to it: `output` to what comes before attention, `down` to what comes before the MLP.
     const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
-    const int first = part.segment == SEGMENT_HEAD ? HIDDEN : first_tile(p.shared->segments[adding]);  // for the head: none
+    const bool is_head = stretch.segment == SEGMENT_HEAD;  // to which nobody adds
+    const int first = is_head ? HIDDEN : first_tile(p.shared->segments[adding]);
     receive_normed(
-        p, tape, part.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
+        p, tape, stretch.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
         tape.norms + (2 * layer + is_second) * HIDDEN, n_rows, p.shared->residual[is_second], first
     );
 }
 
-DEVICE Source source_of(const Tape& tape, const Turn& part) {
-    const int turn = part.layer & 1;
-    if (part.segment == SEGMENT_OUT) return {tape.seen + (u64)turn * MAX_ROWS * (QUERY_COLUMNS / 2), QUERY_COLUMNS / 2};
-    if (part.segment == SEGMENT_DOWN) return {tape.inside + (u64)turn * MAX_ROWS * (FF / 2), FF / 2};
+DEVICE Source source_of(const Tape& tape, const Stretch& stretch) {
+    const int turn = stretch.layer & 1;
+    constexpr int SEEN = QUERY_COLUMNS / 2, INSIDE = FF / 2;
+    if (stretch.segment == SEGMENT_OUT) return {tape.seen + (u64)turn * MAX_ROWS * SEEN, SEEN};
+    if (stretch.segment == SEGMENT_DOWN) return {tape.inside + (u64)turn * MAX_ROWS * INSIDE, INSIDE};
     return {nullptr, 0};
 }
 
@@ -142,20 +145,20 @@ DEVICE float gated(float gate, float up, float scale) {
 
 // One value of a product, to whoever needs it. `begin`: of the rows of q, k and v, the segment's first.
 DEVICE void give(
-    const Player& p, const Tape& tape, const Turn& part, int begin, int own, int tile, int r, int row, float value
+    const Player& p, const Tape& tape, const Stretch& stretch, int begin, int own, int tile, int r, int row, float value
 ) {
-    const int turn = part.layer & 1, column = tile * 16 + r;
-    if (part.segment == SEGMENT_OUT || part.segment == SEGMENT_DOWN) {
-        const bool is_down = part.segment == SEGMENT_DOWN;  // which begins the next layer
+    const int turn = stretch.layer & 1, column = tile * 16 + r;
+    if (stretch.segment == SEGMENT_OUT || stretch.segment == SEGMENT_DOWN) {
+        const bool is_down = stretch.segment == SEGMENT_DOWN;  // which begins the next layer
         const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + value;
         u64* const to = hop_x(tape, is_down ? turn ^ 1 : 2 + turn, row);
         put(to + column, bits_of(sum), p.beat + is_down);
-    } else if (part.segment == SEGMENT_HEAD) {
+    } else if (stretch.segment == SEGMENT_HEAD) {
         if (column >= VOCAB(tape.view)) return;
         tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row];
     } else {
         float out = value * p.shared->scale[row];
-        if (HAS_BIAS) out += tape.qkv_bias[part.layer * QKV_COLUMNS + begin + column];
+        if (HAS_BIAS) out += tape.qkv_bias[stretch.layer * QKV_COLUMNS + begin + column];
         put(tape.qkv + ((u64)turn * MAX_ROWS + row) * QKV_COLUMNS + begin + column, bits_of(out), p.beat);
     }
 }
@@ -166,13 +169,13 @@ DEVICE void step(Player& p, const Tape& tape, int n_rows) {
     for (int number = 0; number < N_SEGMENTS; number++) {
         const Segment& segment = p.shared->segments[number];
         if (segment.n_tiles == 0) continue;  // q, k and v of one type are one segment
-        const Turn part = turn_of(number);
+        const Stretch stretch = stretch_of(number);
         renew(p);
-        if (part.segment == SEGMENT_Q) begin = 0;
-        prepare(p, tape, part, n_rows);
-        multiply_here(p, tape, segment, source_of(tape, part), n_rows, [&](int first, int n_tiles, Sums sums) {
-            if (part.segment == SEGMENT_GATE_UP) {
-                u64* const to = tape.inside + (u64)(part.layer & 1) * MAX_ROWS * (FF / 2);
+        if (stretch.segment == SEGMENT_Q) begin = 0;
+        prepare(p, tape, stretch, n_rows);
+        multiply_here(p, tape, segment, source_of(tape, stretch), n_rows, [&](int first, int n_tiles, Sums sums) {
+            if (stretch.segment == SEGMENT_GATE_UP) {
+                u64* const to = tape.inside + (u64)(stretch.layer & 1) * MAX_ROWS * (FF / 2);
                 const auto done = [&](int unit, int row, float gate0, float up0, float gate1, float up1) {
                     const float scale = p.shared->scale[row];
                     const u32 pair = pair_of(gated(gate0, up0, scale), gated(gate1, up1, scale));
@@ -181,13 +184,13 @@ DEVICE void step(Player& p, const Tape& tape, int n_rows) {
                 hand_on_units(p, segment, n_rows, first, n_tiles, sums, done);
             } else {
                 const auto done = [&](int own, int tile, int r, int row, float value) {
-                    give(p, tape, part, begin, own, tile, r, row, value);
+                    give(p, tape, stretch, begin, own, tile, r, row, value);
                 };
                 hand_on(p, segment, n_rows, first, n_tiles, sums, done);
             }
         });
         // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
-        if (part.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_players();
+        if (stretch.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_players();
         begin += segment.n_tiles * 16;
     }
     renew(p);

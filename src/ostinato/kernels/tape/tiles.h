@@ -2,8 +2,9 @@
 //
 // Tiles are multiplied TILES_AT_ONCE together: of a chunk's columns a player keeps the activations in registers while
 // the same columns of each of those tiles pass, a *piece* each. Sums are kept in shared memory, piece by piece: in
-// registers they would make the loop long, and others' registers few. Here are the parts that all kinds of weights share, and HALF, weights
-// as they are; packed ones are in packed.h. Twin: linear_torch over what pack.py says the weights are.
+// registers they would make the loop long, and others' registers few. Here are the parts that all kinds of weights
+// share, and HALF, weights as they are; packed ones are in packed.h. Twin: linear_torch over what pack.py says the
+// weights are.
 #pragma once
 #include "fragments.h"
 #include "handoff.h"
