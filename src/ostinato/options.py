@@ -108,9 +108,9 @@ class LoadOptions:
     """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait.
 
     `activations` are what the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
-    float32's tokens (on a GPU bfloat16's), `int8` is quicker. Where neither runs, `int8` is refused.
-    `prompts` says what they read under `persistent`: a plain copy of the weights, or its tape, which takes half the
-    memory and is slower; `auto` is plain where that fits. In other modes there is no tape, and `tape` is refused.
+    float32's tokens (on a GPU bfloat16's), `int8` is quicker on a CPU. Where neither runs, `int8` is refused.
+    `prompts` says what they read under `persistent`: a plain copy of the weights, or its tape, which takes about half
+    the memory; `auto` is plain where that fits. In other modes there is no tape, and `tape` is refused.
     """
 
     device: str = "auto"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -180,6 +181,18 @@ def test_auto_gives_the_persistent_kernel_to_one_engine_of_a_process(monkeypatch
     model = elsewhere(small(shape_of()))
     assert choose_mode("auto", model) == ("loop", (f"persistent: {TAKEN}",))
     assert choose_mode("persistent", model) == ("persistent", ())
+
+
+@pytest.mark.usefixtures("with_packages")
+@pytest.mark.parametrize("needs", [{"prompts_on_tape": True}, {"activations": "int8"}])
+def test_auto_with_what_only_the_persistent_kernel_can_do_takes_it_or_refuses(
+    needs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ostinato.loop.starts.tape.is_taken", lambda device: True)
+    model, asked = elsewhere(small(shape_of())), LoopOptions("auto", 1, 64, 8, "bf16", 203, **needs)
+    assert choose_mode("auto", model, asked)[0] == "persistent"
+    with pytest.raises(HardwareCannot, match="mode 'persistent' cannot run here: the tape has up to 8 slots"):
+        choose_mode("auto", model, replace(asked, n_slots=9))
 
 
 @pytest.mark.usefixtures("with_packages")

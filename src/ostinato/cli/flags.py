@@ -151,7 +151,7 @@ Activations = Annotated[
     options.Activations,
     typer.Option(
         "--activations",
-        help="What the CPU's loop and --mode persistent multiply with: wide is exact, int8 quicker.",
+        help="What the CPU's loop and --mode persistent multiply with: wide is exact, int8 quicker on a CPU.",
         rich_help_panel=_LOADING,
     ),
 ]

@@ -173,8 +173,10 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
         choose_device,
         choose_dtype,
         free_bytes,
+        has_tape,
         keeps_packed,
         settle,
+        tape_bytes,
         threads_for,
         weight_bytes,
         why_not_tiles,
@@ -185,14 +187,17 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     device = choose_device(options.device)
     dtype = choose_dtype(options.dtype, device)
     kv_type: KVType = "f32" if dtype.itemsize == 4 else "bf16"
+    packed, tape = keeps_packed(options.dtype, device, shape), 0
     context, n_pages = shape.default_context, None
     with suppress(OstinatoError):  # what does not fit is planned all the same, and said not to
         placement = settle(checkpoint, shape, options, lambda _: None, compiled=False)
         context, n_pages = placement.context, placement.n_pages
+        if placement.room_for_tape and has_tape(options, shape, dtype, kv_type, device):
+            tape = tape_bytes(checkpoint, shape, dtype, packed=packed)
     tiled = device.type == "cpu" and shape.causal and why_not_tiles(options.dtype, shape) is None
-    weights = weight_bytes(checkpoint, dtype, packed=keeps_packed(options.dtype, device, shape), tiled=tiled)
+    weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiled)
     settled = (shape, weights, device, dtype, kv_type, options.slots, context, n_pages)
-    wanted = Wanted(*settled, native=tiled, threads=threads_for(options, device) or 1)
+    wanted = Wanted(*settled, native=tiled, threads=threads_for(options, device) or 1, tape_bytes=tape)
     return memory_plan(wanted, free_bytes(device))
 
 

@@ -87,7 +87,7 @@ def settle(
     wanted = options.context or shape.default_context
     one = _pages_for(wanted, device)  # what more there is of them is made of what is left
     both = Wanted(shape, weights, device, dtype, kv_type, options.slots, wanted, one, tape_bytes=tape)
-    asked_for = options.mode == "persistent" or options.prompts == "tape"
+    asked_for = options.mode == "persistent" or options.prompts == "tape" or options.activations != "wide"
     room_for_tape = not may_have_tape or asked_for or memory_plan(both, free).fits
     if not room_for_tape:
         tape, both = 0, replace(both, tape_bytes=0)

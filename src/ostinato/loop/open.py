@@ -63,6 +63,10 @@ class LoopOptions:
     prompts_on_tape: bool = False  # of `persistent`: whether matrices lie on its tape alone, and prompts read that
     room_for_tape: bool = True  # False: `auto` must do without it
 
+    def needs_tape(self, device: torch.device) -> bool:
+        """Whether it says what no other mode of a GPU can do: then `auto` is `persistent`, or nothing."""
+        return device.type != "cpu" and (self.prompts_on_tape or self.activations != "wide")
+
 
 class Loop:
     """The running half of an engine. `changed` is set whenever the loop may have published something. `model` is the
@@ -137,7 +141,7 @@ class Loop:
             self._enter_once()
         except HardwareCannot as error:
             lower = mode_below(self.mode_name, self.model)
-            if self.options.mode != "auto" or lower is None:
+            if self.options.mode != "auto" or lower is None or self.options.needs_tape(self.model.device):
                 raise
             self.fell_back = f"{self.mode_name}: {error} (tried once; {lower} runs instead)"
             self.why_not = (self.fell_back, *self.why_not)
@@ -240,6 +244,8 @@ def choose_mode(wanted: str, model: Model, options: LoopOptions | None = None) -
     """The mode that will run, and why not each higher one."""
     if wanted == TWIN:
         return TWIN, ()
+    if wanted == "auto" and options is not None and options.needs_tape(model.device):
+        wanted = "persistent"
     reasons = {mode: reason for mode in MODES if (reason := why_not(mode, model, options)) is not None}
     if wanted == "auto":
         unasked = _why_not_unasked(model, options)

@@ -40,8 +40,8 @@ Comparison = Literal["bits", "tolerance"]
 BASE: Final = "eager"  # what the others are compared with
 N_SLOTS: Final = 5
 N_TOKENS: Final = 12  # of the longest answer
-# Relative distance of logits that two ways of adding may have, by what the model computes in.
 TOLD: Final = 5  # most likely tokens that a comparison within a tolerance asks for
+# Relative distance of logits that two ways of adding may have, by what the model computes in.
 TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 # The same between tiles, wide or not, whose activations are rounded in every product, and weights that are dense.
 OF_ROUNDED: Final = {True: 5e-3, False: 2e-1}
