@@ -202,6 +202,29 @@ def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(
             settled(little)
 
 
+def test_auto_has_a_tape_where_it_fits_beside_the_weights_or_was_asked_for(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placement, "has_tape", lambda *given: True)  # a card that could play it
+    with closing(open_checkpoint(long_model)) as checkpoint:
+        shape = read_shape(checkpoint)
+        copies: dict[str, Any] = {"dtype": torch.bfloat16, "packed": True}
+        both = placement.weight_bytes(checkpoint, **copies) + placement.tape_bytes(checkpoint, shape, **copies)
+        page = page_bytes(shape, "bf16", PAGE_TOKENS["cuda"])
+
+        def settled(n_bytes: int, **words: Any) -> placement.Placement:
+            on_a_gpu(monkeypatch, int(n_bytes / placement.USABLE_SHARE) + 1)
+            options = LoadOptions(device="cuda", context=256, slots=64, **words)
+            return placement.settle(checkpoint, shape, options, lambda _: None)
+
+        assert settled(8 << 30).room_for_tape
+        without = settled(both + 8 * page)
+        assert (without.room_for_tape, without.prompts) == (False, "plain")
+        asked = settled(both + 8 * page, activations="int8")  # which no other mode of a GPU has
+        assert (asked.room_for_tape, asked.prompts) == (True, "tape")
+        assert settled(both + 8 * page, prompts="tape").room_for_tape
+
+
 def test_prompts_cannot_read_a_tape_that_is_not_there(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in ("auto", "eager", "loop"):
         with pytest.raises(BadOption, match="--prompts tape is for --mode persistent on a GPU"):
