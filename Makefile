@@ -19,7 +19,7 @@ test: check
 	$(BIN)/pytest --numprocesses 2 --dist loadscope
 
 quick: .venv/installed-dev  # without what takes seconds, servers, Ray and the emulated tape
-	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale --ignore tests/tape
+	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale --ignore tests/backends/tape
 
 check: .venv/installed-dev
 	$(BIN)/ruff format --check .
@@ -46,14 +46,13 @@ wheel: .venv/installed
 
 # The native CPU loop's tests with every access and every undefined step watched. Compiled first, by itself: the compiler
 # need not be watched. What Python and torch never give back is no leak of ours.
-SANITIZED := tests/kernels/test_native_sampler.py tests/loop/test_native_border.py tests/kernels/test_tiles.py \
-  tests/loop/test_team.py tests/loop/test_native_loop.py
+SANITIZED := tests/backends/native
 sanitize: export OSTINATO_CPU_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: export ASAN_OPTIONS := detect_leaks=0:use_sigaltstack=0
 sanitize: export UBSAN_OPTIONS := print_stacktrace=1
 sanitize: .venv/installed-dev
 	for level in v4 v3 plain; do OSTINATO_CPU_LEVEL=$$level \
-	  $(BIN)/python -c "from ostinato.kernels.native_cpu import compile_object; compile_object(print)" || true; done
+	  $(BIN)/python -c "from ostinato.backends.native.library import compile_object; compile_object(print)" || true; done
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(BIN)/pytest -p no:xdist $(SANITIZED)
 

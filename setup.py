@@ -17,12 +17,14 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
-KERNELS = Path(__file__).parent / "src" / "ostinato" / "kernels"
+PACKAGE = Path(__file__).parent / "src" / "ostinato"
+NATIVE = PACKAGE / "backends" / "native"
+FOLDERS = NATIVE / "src", PACKAGE / "loop"  # the second for the headers that all backends share
 
 
 def cpu_levels() -> ModuleType:
-    """`kernels/cpu_levels.py` by its path: the package itself needs more than a build has."""
-    spec = importlib.util.spec_from_file_location("cpu_levels", KERNELS / "cpu_levels.py")
+    """`backends/native/cpu_levels.py` by its path: the package itself needs more than a build has."""
+    spec = importlib.util.spec_from_file_location("cpu_levels", NATIVE / "cpu_levels.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -50,16 +52,17 @@ class BuildWithObjects(build_py):
         if self.editable_mode or found is None:
             return
         levels = cpu_levels()
-        folder = Path(self.build_lib) / "ostinato" / "kernels" / "native" / "built"
+        folder = Path(self.build_lib) / "ostinato" / "backends" / "native" / "built"
         folder.mkdir(parents=True, exist_ok=True)
-        native = KERNELS / "native"
-        units = sorted(native.glob(f"*{levels.UNIT}"))
+        units = sorted(FOLDERS[0].glob(f"*{levels.UNIT}"))
         for level in levels.IN_WHEELS:
             made = folder / f"{level.name}.so"
             # The C++ library goes in: a wheel must not need the one of the machine that built it.
             linked = ("-static-libstdc++", "-static-libgcc", "-Wl,--strip-all")
-            subprocess.run([found, "-shared", "-fPIC", *level.flags, *linked, *units, "-o", made], check=True)
-            sums = levels.sum_of(levels.sources(native), level.flags), sha256(made.read_bytes()).hexdigest()
+            subprocess.run(
+                [found, "-shared", "-fPIC", *level.flags, f"-I{FOLDERS[1]}", *linked, *units, "-o", made], check=True
+            )
+            sums = levels.sum_of(levels.sources(*FOLDERS), level.flags), sha256(made.read_bytes()).hexdigest()
             (folder / f"{level.name}.sum").write_text("\n".join(sums) + "\n", "utf-8")
 
 

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from bench.note import versions
 from bench.replay import replayed_us
-from ostinato.kernels.add_norm import add_norm_torch
-from ostinato.kernels.attend import Heads, PagedKV, Rows, attend_torch
-from ostinato.kernels.chunk_attention import Chunk, chunk_attention_torch
-from ostinato.kernels.embed import embed_torch
-from ostinato.kernels.matmul import n_stats, stats_torch
-from ostinato.kernels.triton.add_norm import bind_add_norm
-from ostinato.kernels.triton.attend import attend_workspace, bind_attend
-from ostinato.kernels.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
-from ostinato.kernels.triton.embed import bind_embed
+from ostinato.backends.cuda.triton.add_norm import bind_add_norm
+from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
+from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
+from ostinato.backends.cuda.triton.embed import bind_embed
+from ostinato.backends.torch.ops.add_norm import add_norm_torch
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows, attend_torch
+from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_attention_torch
+from ostinato.backends.torch.ops.embed import embed_torch
+from ostinato.backends.torch.ops.matmul import n_stats, stats_torch
 
 PAGE: Final = 64
 N_SLOTS: Final = 32

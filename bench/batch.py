@@ -21,11 +21,11 @@ from pathlib import Path
 import numpy as np
 
 from bench.note import Series, as_json, versions
-from ostinato.batch.batch import Batch
-from ostinato.batch.clean import CleanBatch
-from ostinato.batch.sanitizer import sanitize
-from ostinato.batch.splitter import Splitter
-from ostinato.batch.ubatch import Ubatch
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.clean import CleanBatch
+from ostinato.decoder.batch.sanitizer import sanitize
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.batch.ubatch import Ubatch
 
 TOKENS = (32, 512, 8_192)
 SEQUENCES = (1, 8, 64)

@@ -49,8 +49,8 @@ def ids(n: int, salt: int) -> list[int]:
 def ostinato(path: Path, threads: int, activations: Any) -> Figures:
     """Our native loop through the engine, by the engine's own clock; and the plain read loop beside it."""
     from ostinato.cli.bare import opened_bare
-    from ostinato.engine.bench import Bench, Task
-    from ostinato.engine.readloop import read_turns
+    from ostinato.lab.bench import Bench, Task
+    from ostinato.lab.readloop import read_turns
     from ostinato.options import LoadOptions
 
     options = LoadOptions(device="cpu", mode="loop", threads=threads, activations=activations)
@@ -160,7 +160,9 @@ def in_its_own_process(engine: str, path: Path, threads: int) -> Figures:
 
 def compile_seconds() -> float:
     """What the first use of a checkout costs: the native code compiled into an empty cache."""
-    script = "from ostinato.kernels.native_cpu import cpu_library; import time; t = time.perf_counter(); cpu_library()"
+    script = (
+        "from ostinato.backends.native.library import cpu_library; import time; t = time.perf_counter(); cpu_library()"
+    )
     with tempfile.TemporaryDirectory() as home:
         done = subprocess.run(
             [sys.executable, "-c", f"{script}; print(time.perf_counter() - t)"],

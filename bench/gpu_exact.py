@@ -28,19 +28,19 @@ from bench.gpu_models import (
     place,
     placement_of,
 )
+from ostinato.backends.cuda.static_plan import WHY_NO_LOOP
+from ostinato.engine.by_hand import GREEDY
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import why_not
 from ostinato.engine.request import Request
+from ostinato.engine.verify import Verifier
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.loop.by_hand import GREEDY
-from ostinato.loop.open import why_not
-from ostinato.loop.static_plan import WHY_NO_LOOP
-from ostinato.loop.verify import Verifier
 from ostinato.models.blocks import Model
 from ostinato.models.random import DTYPES, MIXES
 from ostinato.models.registry import build_model, read_shape
 from ostinato.options import KVType, Sampling
-from tests.loop.families import FAMILIES
+from tests.backends.families import FAMILIES
 
 Witness = tuple[int, str, tuple[tuple[int, str], ...], int, str | None]
 

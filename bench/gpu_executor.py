@@ -30,16 +30,16 @@ import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
-from ostinato.engine.bench import Bench, read_bandwidth, why_not_profiled
+from ostinato.backends.torch.kv_store import cell_bytes
+from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
+from ostinato.engine.by_hand import GREEDY, ByHand
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.loop.by_hand import GREEDY, ByHand
+from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
 from ostinato.loop.guard import Guard
-from ostinato.loop.open import Loop, LoopOptions
 from ostinato.loop.plan import Node
-from ostinato.memory.paged import PAGE_TOKENS, page_bytes
-from ostinato.memory.store import cell_bytes
 from ostinato.models.blocks import Model
 from ostinato.models.random import SHAPES
 from ostinato.models.registry import build_model, read_shape
@@ -125,8 +125,8 @@ def _pace(hand: ByHand, model: Model, n_tokens: int, runs: int) -> list[float]:
 
 def _broken_capture(loop: Loop, how: str) -> Record:
     """A capture of this loop's own step with a node in its middle that may not be captured; both kinds of graphs."""
-    from ostinato.loop.starts.graph import CudaGraph
-    from ostinato.loop.starts.while_graph import WhileGraph
+    from ostinato.backends.cuda.graph import CudaGraph
+    from ostinato.backends.cuda.while_graph import WhileGraph
 
     def breaks() -> None:
         if not torch.cuda.is_current_stream_capturing():
@@ -180,9 +180,9 @@ def judge_captures(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 
 def small_job(device: str, *, mode: str, name: str = "llama", watched: bool = False) -> Iterator[Record]:
     """Something of everything, small enough for a tool that slows kernels down a hundredfold. `watched` for races: the
-    persistent kernel's lanes tell themselves what they have done (kernels/tape/ring.h)."""
+    persistent kernel's lanes tell themselves what they have done (backends/tape/src/ring.h)."""
     if watched and mode == "persistent":
-        from ostinato.loop.starts.tape import TapeLoop
+        from ostinato.backends.tape.start import TapeLoop
 
         TapeLoop.defines = {"ARRIVALS_A_WARP": 32}
     model = model_on(name, "bf16" if device != "cpu" else "f32", device)
@@ -497,7 +497,7 @@ def bandwidth(device: str, *, context: int = 32_768) -> Iterator[Record]:
     """Bytes a second of attention over a long past, and of packed products, beside a plain read of memory."""
     from bench import attention, kernels
     from bench.replay import replayed_us
-    from ostinato.kernels.triton.attend import MAX_SPLITS, attend_workspace, bind_attend
+    from ostinato.backends.cuda.triton.attend import MAX_SPLITS, attend_workspace, bind_attend
 
     plain = read_bandwidth(place(device))
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count
@@ -704,8 +704,8 @@ def judge_phases(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 
 def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, runs: int) -> Iterator[Record]:
     """The pace of a loop with every fusion, and with each of them switched off."""
-    from ostinato.kernels.step import triton_kernels, twin_kernels
-    from ostinato.loop.fused_plan import Fusions, fused_plan
+    from ostinato.backends.cuda.plan import Fusions, fused_plan
+    from ostinato.backends.cuda.step import triton_kernels, twin_kernels
 
     model = model_on(name, type, device)
     kernels = twin_kernels() if device == "cpu" else triton_kernels()

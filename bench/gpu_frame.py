@@ -164,7 +164,7 @@ def child_environment(setting: Setting) -> dict[str, str]:
     environment["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     environment["PYTHONUNBUFFERED"] = "1"
     environment.setdefault("OMP_NUM_THREADS", "2" if setting.on_gpu else "1")
-    # Some CPUs announce AMX and refuse it (engine/amx.py); the twins in bfloat16 run on the CPU.
+    # Some CPUs announce AMX and refuse it (backends/torch/amx.py); the twins in bfloat16 run on the CPU.
     environment.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     environment.pop("TRITON_INTERPRET", None)
     return environment

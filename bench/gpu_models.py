@@ -13,13 +13,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.table import Ops
 from ostinato.engine.placement import Placement, settle
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.kernels.packed import Packed
-from ostinato.kernels.table import Ops
-from ostinato.loop.native_plan import why_not_native
-from ostinato.loop.torch_plan import tensors_of
-from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model, Norm
 from ostinato.models.random import DTYPES, MIXES, SHAPES, random_model
 from ostinato.models.registry import build_model, read_shape
@@ -28,8 +28,8 @@ from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
 from ostinato.text.of_checkpoint import tokenizer_of
 from ostinato.text.tokenizer import Tokenizer
-from tests.loop.families import FAMILIES, family_model
-from tests.loop.tiled import tiled
+from tests.backends.families import FAMILIES, family_model
+from tests.backends.native.tiled import tiled
 from tests.random_model import random_model as model_of_kind
 
 # Families whose layers recur: no kernels in the step yet, and the checks say so.

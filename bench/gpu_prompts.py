@@ -19,12 +19,12 @@ from torch import Tensor
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, place
-from ostinato.kernels.packed import Stack
-from ostinato.loop.by_hand import ByHand
-from ostinato.loop.open import Loop, LoopOptions
-from ostinato.loop.tape_plan import scratch_elements
-from ostinato.loop.torch_plan import tensors_of
-from ostinato.memory.paged import PAGE_TOKENS
+from ostinato.backends.cuda.packed import Stack
+from ostinato.backends.tape.plan import scratch_elements
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.engine.by_hand import ByHand
+from ostinato.engine.open import Loop, LoopOptions
 from ostinato.models.blocks import Model
 from ostinato.models.rebuilt import rebuilt
 

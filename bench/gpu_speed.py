@@ -20,12 +20,12 @@ import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
-from ostinato.engine.bench import Bench, kv_read_bytes, read_bandwidth
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.by_hand import GREEDY, ByHand
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.request import Token
-from ostinato.loop.by_hand import GREEDY, ByHand
-from ostinato.loop.open import Loop, LoopOptions
-from ostinato.memory.paged import PAGE_TOKENS
+from ostinato.lab.bench import Bench, kv_read_bytes, read_bandwidth
 from ostinato.models.blocks import Model
 from ostinato.models.random import SHAPES
 from ostinato.options import Sampling
@@ -291,7 +291,7 @@ def _import_kernels() -> None:
     """What an engine on CUDA imports when it is opened, by name, so that its share is known."""
     import cuda.core  # noqa: F401
 
-    from ostinato.kernels.step import triton_kernels, triton_prompts
+    from ostinato.backends.cuda.step import triton_kernels, triton_prompts
 
     triton_kernels()
     triton_prompts()
@@ -302,7 +302,7 @@ def _import_kernels() -> None:
 
 def graph_memory(device: str, *, shape: str, type: str, slots: Sequence[int] = GRAPH_SLOTS) -> Iterator[Record]:
     """What the card holds more of after graphs were made than before, by number of slots; code is loaded before."""
-    from ostinato.loop.fused_prefill import FusedPrefill
+    from ostinato.backends.cuda.prefill import FusedPrefill
 
     model = model_on(shape, type, device)
     taken: dict[str, int] = {}

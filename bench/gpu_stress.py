@@ -29,14 +29,14 @@ import torch
 from bench.gpu_calls import CannotCount, counters
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_child, say
 from bench.gpu_models import kv_type_of, model_on, modes_of, placement_of
+from ostinato.backends.cuda.pool import pool_of
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.by_hand import GREEDY, ByHand
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.request import Ask, Request, Token
 from ostinato.errors import EngineDead, OstinatoError
-from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.host import OutEntry
-from ostinato.loop.open import Loop, LoopOptions
-from ostinato.loop.starts.pool import pool_of
-from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
@@ -458,7 +458,7 @@ def allocations(device: str, *, name: str, type: str, n_tokens: int = 1_000) -> 
 
 def _compilations(device: str) -> Callable[[], dict[str, int]]:
     """How many kernels this process has compiled or loaded so far."""
-    from ostinato.kernels import build
+    from ostinato import build
 
     counted = {"triton": 0}
     if device != "cpu":

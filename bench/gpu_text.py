@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from bench.gpu_frame import ROOT, Record
+from ostinato.engine.by_hand import ByHand
 from ostinato.errors import InternalError
-from ostinato.loop.by_hand import ByHand
 from ostinato.text.tokenizer import Tokenizer
 
 N_PIECES, N_PREDICTED = 8, 128  # together 1,024 positions

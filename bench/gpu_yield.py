@@ -19,11 +19,11 @@ from typing import Final
 
 from bench.gpu_frame import Ended, Outcome, Record, Setting, Verdict
 from bench.gpu_models import TAPE, kv_type_of, model_on, placement_of
+from ostinato.engine.by_hand import GREEDY, ByHand
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import InternalError
-from ostinato.loop.by_hand import GREEDY, ByHand
 from ostinato.loop.layout import End, Word
-from ostinato.loop.open import Loop, LoopOptions
 from ostinato.models.blocks import Model
 
 LENGTHS: Final = (32, 512)  # of the prompts that come in

@@ -28,9 +28,9 @@ from torch import Tensor
 
 from bench.note import versions
 from bench.replay import replayed_us
-from ostinato.files.quants import BLOCKS
-from ostinato.kernels.launch import Launch, Launches
-from ostinato.kernels.matmul import (
+from ostinato.backends.cuda.launch import Launch, Launches
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
+from ostinato.backends.torch.ops.matmul import (
     Epilogue,
     InputNorm,
     Prepared,
@@ -41,7 +41,7 @@ from ostinato.kernels.matmul import (
     route_rows_torch,
     stats_torch,
 )
-from ostinato.kernels.packed import PACKED_TYPES, Packed, pack
+from ostinato.files.quants import BLOCKS
 
 DEVICE = torch.device("cuda")
 N_SLOTS = 32
@@ -108,7 +108,7 @@ class Product:
     more: dict[str, Any]
 
     def bind(self, **over: Any) -> Launch | Launches:
-        from ostinato.kernels.triton.matmul import bind_matmul
+        from ostinato.backends.cuda.triton.matmul import bind_matmul
 
         return bind_matmul(self.x, self.weight, self.out, self.n_rows, epilogue=self.epilogue, **(self.more | over))
 
@@ -234,7 +234,7 @@ def has_same_bits(product: Product) -> bool:
 
 def tiles(type: str, epilogue: Epilogue) -> list[Any]:
     """What is tried, the table's own first."""
-    from ostinato.kernels.triton.tiles import Tile
+    from ostinato.backends.cuda.triton.tiles import Tile
 
     if type in ("bf16", "f16"):
         tried = [
@@ -282,7 +282,7 @@ def tiles(type: str, epilogue: Epilogue) -> list[Any]:
 
 def time_type(type: str, clock: Clock, rows: tuple[int, ...], prepared: bool) -> Iterator[Row]:
     """The best tile of each product of both models, at each number of rows."""
-    from ostinato.kernels.triton.tiles import class_of, tile_for
+    from ostinato.backends.cuda.triton.tiles import class_of, tile_for
 
     made = []
     for model, shapes in SHAPES.items():
@@ -325,7 +325,7 @@ def time_rows(products: list[Product], tile: Any, rows: int) -> float:
 
 def time_gemm(clock: Clock) -> Iterator[Row]:
     """The products of a chunk of 512 rows, beside torch's."""
-    from ostinato.kernels.triton.gemm import GEMM_TILES, GemmTile, bind_gemm
+    from ostinato.backends.cuda.triton.gemm import GEMM_TILES, GemmTile, bind_gemm
 
     cuts = (
         (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 4, 4), (64, 256, 64, 4, 4), (64, 128, 64, 4, 4),
@@ -358,7 +358,7 @@ def time_gemm(clock: Clock) -> Iterator[Row]:
                 row["torch TFLOP/s"] = round(flops / plain / 1e6)
             launch = bound[next(iter(options))]
             launch()
-            from ostinato.kernels.gemm import gemm_torch
+            from ostinato.backends.torch.ops.gemm import gemm_torch
 
             ours = out.clone()
             gemm_torch(x, weight, out)
@@ -368,7 +368,7 @@ def time_gemm(clock: Clock) -> Iterator[Row]:
 
 def time_experts(type: str, clock: Clock, rows: tuple[int, ...]) -> Iterator[Row]:
     """Routed experts as Mixtral (8 of 14336, 2 used) and as Qwen3-30B-A3B (128 of 768, 8 used) have them."""
-    from ostinato.kernels.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
 
     for n_experts, n_used, hidden, ff in ((8, 2, 4096, 14336), (128, 8, 2048, 768)):
         gate_up, down = weight_of(type, n_experts * 2 * ff, hidden), weight_of(type, n_experts * hidden, ff)

@@ -15,12 +15,12 @@ from typing import Final
 import numpy as np
 
 from bench.note import Series, as_json, versions
-from ostinato.batch.batch import Batch
-from ostinato.batch.sanitizer import sanitize
-from ostinato.batch.splitter import Splitter
-from ostinato.memory.coordinator.kv import KVCoordinator
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.window import Window
+from ostinato.cache.window import Window
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.sanitizer import sanitize
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.memory.kv_cache import KVCache
 
 SIZES: Final = (4_096, 32_768, 131_072)
 FILLS: Final = (0.50, 0.99)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from bench.note import versions
 from bench.replay import replays_us
-from ostinato.kernels.sample_step import sample_step_torch
-from ostinato.kernels.triton.sample import bind_sample, sample_workspace
+from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
+from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.loop.layout import Arena, Layout, arena_bytes, sampled
 
 VOCAB: Final = 128_256

@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Kernels for GPUs run in Triton's interpreter here; it must know before anything imports triton.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Some CPUs announce AMX and refuse it; the matrix library must know before any test has used it (engine/amx.py).
+# Some CPUs announce AMX and refuse it; the matrix library must know before any test has used it.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # A shell that starts us in the background has interrupts ignored, and children inherit that; tests send some.
@@ -43,7 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def native_library() -> None:
     """Opened before any test puts its own folder in place of the user's: compiled once, and kept."""
-    from ostinato.kernels.native_cpu import cpu_library
+    from ostinato.backends.native.library import cpu_library
 
     with suppress(HardwareCannot):
         cpu_library()

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ostinato.kernels.table import TWINS
+from ostinato.backends.torch.table import TWINS
 from ostinato.models.bert import BERT
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder

@@ -20,14 +20,14 @@ from bench import gpu_tape, gpu_yield
 from bench.gpu_frame import Ended, Job, Outcome, Record, Setting
 from bench.gpu_text import apart, digest, divergences, heard, own_text, perplexity
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import TWIN
 from ostinato.engine.placement import Placement
 from ostinato.errors import InternalError
-from ostinato.loop.open import TWIN
-from tests.loop.rig import open_loop
+from tests.backends.tape.loop import tape_driver, widened
+from tests.backends.tape.models import shape_of, small
+from tests.engine.rig import open_loop
 from tests.models.plain_memory import logits as forward
 from tests.random_model import random_model
-from tests.tape.loop import tape_driver, widened
-from tests.tape.models import shape_of, small
 
 ROOT = Path(__file__).parents[1]
 

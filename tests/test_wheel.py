@@ -14,20 +14,20 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.backends.native.cpu_levels import IN_WHEELS, features, is_x86
+from ostinato.build import cxx
 from ostinato.errors import HardwareCannot
-from ostinato.kernels.build import cxx
-from ostinato.kernels.cpu_levels import IN_WHEELS, features, is_x86
 
 ROOT = Path(__file__).parents[1]
-NATIVE = Path("ostinato") / "kernels" / "native"
-TAPE = Path("ostinato") / "kernels" / "tape"
+NATIVE = Path("ostinato") / "backends" / "native"
+TAPE = Path("ostinato") / "backends" / "tape" / "src"
 # Opens a model and decodes with it; says where the object came from and what was generated.
 PROGRAM = """
 import sys
 from pathlib import Path
 import ostinato
 from ostinato import LLM, Sampling
-from ostinato.kernels.native_cpu import native_status
+from ostinato.backends.native.library import native_status
 with LLM(Path(sys.argv[1]), device="cpu", context=64) as llm:
     ids = llm.generate("hello", Sampling(max_tokens=5, temperature=0.0)).token_ids
     print(Path(ostinato.__file__).parent, llm.mode, len(ids), native_status().line, sep="\\n")
@@ -118,7 +118,7 @@ def test_the_wheel_is_for_any_python_of_this_platform_and_carries_both_levels(wh
     for level in IN_WHEELS:
         assert f"{NATIVE}/built/{level.name}.so" in names
         assert f"{NATIVE}/built/{level.name}.sum" in names
-    assert f"{NATIVE}/cpu.cpp" in names
+    assert f"{NATIVE}/src/cpu.cpp" in names
     sources = [path.name for path in (ROOT / "src" / TAPE).iterdir() if path.suffix in (".h", ".cu")]
     assert "tape.cu" in sources
     assert {f"{TAPE}/{name}" for name in sources} <= set(names)
@@ -142,7 +142,7 @@ def test_a_model_decodes_with_the_wheels_object_where_there_is_no_compiler(
 
 @pytest.mark.slow
 def test_an_object_of_other_sources_is_left_aside_and_said(installed: Installed, tiny_gguf: Path) -> None:
-    header = installed.packages / NATIVE / "read.h"
+    header = installed.packages / NATIVE / "src" / "read.h"
     before = header.read_text()
     try:
         header.write_text(before + "// newer\n")

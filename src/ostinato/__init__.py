@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ostinato.batch.batch import Batch as Batch
-    from ostinato.engine.decoder import Decoder as Decoder
+    from ostinato.decoder.batch.batch import Batch as Batch
+    from ostinato.decoder.decoder import Decoder as Decoder
     from ostinato.errors import OstinatoError as OstinatoError
     from ostinato.llm import LLM as LLM
     from ostinato.llm import Completion as Completion
@@ -24,8 +24,8 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "LLM": "llm",
-    "Batch": "batch.batch",
-    "Decoder": "engine.decoder",
+    "Batch": "decoder.batch.batch",
+    "Decoder": "decoder.decoder",
     "Completion": "llm",
     "Piece": "llm",
     "Score": "llm",
@@ -44,6 +44,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         if name == "LLM":
-            import_module("ostinato.engine.amx").limit_early()  # must come before torch is loaded
+            import_module("ostinato.backends.torch.amx").limit_early()  # must come before torch is loaded
         return getattr(import_module(f"ostinato.{_HOMES[name]}"), name)
     raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(__all__)}")

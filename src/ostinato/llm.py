@@ -21,11 +21,12 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.memory import state_file
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
-from ostinato.engine.decoder import Decoder
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.placement import Placement, settle, use_threads
@@ -35,7 +36,6 @@ from ostinato.engine.stats import SlotView, Stats
 from ostinato.errors import BadFile, BadInput, BadOption, LineFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.memory import state_file
 from ostinato.models.registry import build_model, read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars

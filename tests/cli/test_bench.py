@@ -21,7 +21,7 @@ TINY = ("bench", "decode", "--shape", "tiny", *QUICK)
 @pytest.fixture(autouse=True)
 def quick_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading a few bytes is enough here."""
-    from ostinato.engine import bench as measuring
+    from ostinato.lab import bench as measuring
 
     monkeypatch.setattr(measuring, "READ_BYTES", {"cpu": 1 << 20})
 
@@ -170,7 +170,7 @@ def test_the_ladder_is_drawn(ostinato: Run, tmp_path: Path) -> None:
 
 def test_the_ladder_groups_by_batch_and_marks_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is handed to matplotlib, with a stand-in for it."""
-    from ostinato.engine.bench import Figure, Run, Task
+    from ostinato.lab.bench import Figure, Run, Task
 
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 

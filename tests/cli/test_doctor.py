@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.native.cpu_levels import LEVELS
+from ostinato.engine.open import MODES
 from ostinato.files import store
-from ostinato.kernels.chip import Chip
-from ostinato.kernels.cpu_levels import LEVELS
-from ostinato.loop.open import MODES
 from tests.cli.conftest import Run
 
 doctor = import_module("ostinato.cli.doctor")  # the room has the verb under this name

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ostinato.backends.native.tile_weights import tile_type
 from ostinato.engine import placement
-from ostinato.models.tile_weights import tile_type
 from tests.cli import tiny_model
 from tests.cli.conftest import Run
 from tests.models import tiny as tiny_models

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.loop.torch_plan import tensors_of
-from ostinato.loop.verify import Check
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.engine.verify import Check
 from ostinato.models import registry
 from tests.cli.conftest import Run
 

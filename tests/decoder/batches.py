@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from ostinato.batch.batch import Batch
+from ostinato.decoder.batch.batch import Batch
 from tests.decoder.oracle import Oracle, Row
 from tests.decoder.rig import N_VOCAB, Rig
 

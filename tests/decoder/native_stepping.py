@@ -3,7 +3,7 @@
 Native code cannot be watched from Python, so it is found out: what a step wrote, by comparing memory before and after;
 what a row read, by disturbing one entry at a time and playing the same step again. A row's own entry is written in the
 step itself, before it could be disturbed: that it is read is shown by the comparison with full forwards in
-tests/loop/test_native_loop.py.
+tests/backends/native/test_loop.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ostinato.loop.open import Loop, LoopOptions
+from ostinato.engine.open import Loop, LoopOptions
+from tests.backends.native.tiled import tiled
 from tests.decoder.stepping import Committed, Event, Place, Read, Wrote
-from tests.loop.rig import Driver
-from tests.loop.tiled import tiled
+from tests.engine.rig import Driver
 from tests.random_model import MemoryKind, random_model
 
 N_SLOTS, PAGES_EACH, PAGE = 4, 3, 16

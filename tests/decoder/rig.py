@@ -15,18 +15,18 @@ from unittest.mock import patch
 import numpy as np
 from torch import Tensor
 
-from ostinato.batch.batch import MAX_SEQ
+from ostinato.backends.torch.kv_store import KVStore
+from ostinato.backends.torch.table import TWINS, Ops
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.flow import DecodeFlow, never
+from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
+from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.memory.recurrent import RecurrentMemory
 from ostinato.decoder.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
-from ostinato.engine.decoder import Decoder
-from ostinato.kernels.table import TWINS, Ops
-from ostinato.memory.coordinator.cursor import PreparedBatch
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.recurrent import RecurrentMemory
-from ostinato.memory.store import KVStore
 from ostinato.models.blocks import Model
+from tests.decoder.memory.makers import digest
 from tests.decoder.oracle import Held, Oracle
-from tests.memory.makers import digest
 from tests.random_model import MemoryKind, random_model
 
 N_VOCAB, HIDDEN, WINDOW = 32, 32, 6
@@ -79,7 +79,7 @@ def model_of(kind: Kind) -> tuple[Model, Faults]:
 def small_cells(step: int = CELL_STEP) -> Iterator[None]:
     """Memories made inside come in steps of a few cells, not of 256: full and evicting after a handful of tokens."""
     with ExitStack() as stack:
-        for module in ("decoder.settings", "memory.window", "memory.kv_cache"):
+        for module in ("decoder.settings", "cache.window", "decoder.memory.kv_cache"):
             stack.enter_context(patch(f"ostinato.{module}.CELL_STEP", step))
         yield
 

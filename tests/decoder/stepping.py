@@ -14,14 +14,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from ostinato.batch.batch import Batch
-from ostinato.batch.ubatch import Ubatch
+from ostinato.backends.torch.kv_store import Half
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.ubatch import Ubatch
+from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
+from ostinato.decoder.memory.forward import ForwardMemory, KVPart
+from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
-from ostinato.engine.decoder import Decoder
-from ostinato.memory.coordinator.cursor import PreparedBatch
-from ostinato.memory.forward import ForwardMemory, KVPart
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.store import Half
 from tests.decoder.rig import Kind, flow_of, small_decoder
 
 

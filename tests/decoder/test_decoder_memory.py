@@ -16,18 +16,18 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ostinato.batch.batch import Batch
+from ostinato.cache.window import Window
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memories import memory_bytes
-from ostinato.engine.decoder import Decoder
+from ostinato.decoder.memory.coordinator.hybrid import HybridCoordinator
+from ostinato.decoder.memory.coordinator.interface import Memory
+from ostinato.decoder.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.memory.coordinator.recurrent import RecurrentCoordinator
+from ostinato.decoder.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.memory.recurrent import RecurrentMemory
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch, NoSlot
-from ostinato.memory.coordinator.hybrid import HybridCoordinator
-from ostinato.memory.coordinator.interface import Memory
-from ostinato.memory.coordinator.kv import KVCoordinator
-from ostinato.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.memory.coordinator.two_cache import TwoCacheCoordinator
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.recurrent import RecurrentMemory
-from ostinato.memory.window import Window
 from tests.decoder.oracle import Row
 from tests.decoder.rig import KINDS, N_VOCAB, Kind, Rig, Strike, assert_close, flow_of, nth, small_decoder
 from tests.models import plain_memory
@@ -208,7 +208,7 @@ def test_a_shift_that_fails_stays_pending_and_the_decode_fails_with_its_class(
     rig = shifted(kind)
     cache = rig.decoder.parts.full
     assert cache is not None
-    with patch("ostinato.memory.store.rope_torch", side_effect=error), pytest.raises(failure):
+    with patch("ostinato.backends.torch.kv_store.rope_torch", side_effect=error), pytest.raises(failure):
         rig.decoder.decode(Batch(token=[5]))
     assert cache[0].has_shift
     rig.check()

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
+from ostinato.decoder.memory.status import Status
 from ostinato.errors import Aborted, AllocationFailed, ComputeFailed, InvalidBatch, NoSlot
-from ostinato.memory.status import Status
 from tests.counts import soak
 from tests.decoder.batches import Drawn, draw_batch, spoil
 from tests.decoder.oracle import Entry, History, Memory, Row, inside

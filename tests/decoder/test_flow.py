@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.batch.batch import Batch
-from ostinato.batch.splitter import Splitter
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.memory.coordinator.cursor import failed
+from ostinato.decoder.memory.coordinator.interface import Cursor, Update
+from ostinato.decoder.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.memory.status import Status
 from ostinato.decoder.output import Sampled
-from ostinato.engine.decoder import Decoder
 from ostinato.errors import Aborted, InternalError, InvalidBatch, NoSlot
-from ostinato.memory.coordinator.cursor import failed
-from ostinato.memory.coordinator.interface import Cursor, Update
-from ostinato.memory.coordinator.kv import KVCoordinator
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.status import Status
 from tests.decoder.rig import (
     HIDDEN,
     KINDS,

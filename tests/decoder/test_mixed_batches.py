@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.batch.batch import Batch
+from ostinato.decoder.batch.batch import Batch
 from tests.counts import soak
 from tests.decoder.oracle import Oracle, Row
 from tests.decoder.rig import KINDS, N_VOCAB, Kind, assert_close, model_of, small_decoder

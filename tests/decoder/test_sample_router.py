@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.batch.batch import Batch, SeqMasks
+from ostinato.decoder.batch.batch import Batch, SeqMasks
 from ostinato.decoder.output import Absence, Outputs, Sampled
 from ostinato.decoder.sample_router import BackendSampler, GreedySampler, SampleRouter, TopKSampler
 from ostinato.errors import InternalError, InvalidBatch

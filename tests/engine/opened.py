@@ -13,12 +13,12 @@ import torch
 
 from ostinato.engine.defaults import OURS
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import TWIN
 from ostinato.engine.placement import Placement
 from ostinato.engine.request import Request, Token
-from ostinato.loop.open import TWIN
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
-from tests.loop.tiled import tiled
+from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model
 
 DEADLINE_S = 60.0

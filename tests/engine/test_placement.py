@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from ostinato import LLM, Sampling
+from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.tape.deal import RUN_ALIGNMENT, Grid, Kind, Matrix, deal
+from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
 from ostinato.engine import placement
 from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import TensorInfo, open_checkpoint
-from ostinato.kernels.tape.deal import RUN_ALIGNMENT, Grid, Kind, Matrix, deal
-from ostinato.kernels.tiles import TileMatrix
-from ostinato.loop.native_plan import why_not_native
-from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.registry import read_shape
 from ostinato.options import LoadOptions, Mode
+from tests.backends.tape.models import shape_of
 from tests.models import tiny
 from tests.random_model import random_model
-from tests.tape.models import shape_of
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:

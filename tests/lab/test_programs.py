@@ -63,7 +63,7 @@ def test_the_kernels_compile_for_a_newer_amd_card(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["kernels.h", "turn.h"])
 def test_the_kernels_compile_at_run_time(name: str) -> None:
-    from ostinato.kernels.build import cubin
+    from ostinato.build import cubin
 
     try:
         binary = cubin(source(name), name, arch="sm_90")

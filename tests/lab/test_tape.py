@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.lab.tape import AT_THE_END, OF_A_LAYER, by_phase, recorded, spans, step_us, timeline
+from tests.backends.tape.loop import EmulatedLoop, tape_driver
+from tests.backends.tape.models import shape_of, small
 from tests.random_model import random_model
-from tests.tape.loop import EmulatedLoop, tape_driver
-from tests.tape.models import shape_of, small
 
 
 def n_gaps(n_layers: int) -> int:

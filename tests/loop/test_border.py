@@ -20,8 +20,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato import build
+from ostinato.backends.cuda.start import source
 from ostinato.errors import HardwareCannot
-from ostinato.kernels import build
 from ostinato.loop.border import Border, border, native_headers
 from ostinato.loop.layout import (
     GRANT_PAGES,
@@ -229,7 +230,7 @@ def in_cuda(layout: Layout) -> Native:
     Device(0).set_current()
     major, minor = torch.cuda.get_device_capability(0)
     headers = native_headers(layout, PAGE_TOKENS)
-    binary = build.cubin(build.native_source("border.cu"), "border.cu", arch=f"sm_{major}{minor}", headers=headers)
+    binary = build.cubin(source("border.cu"), "border.cu", arch=f"sm_{major}{minor}", headers=headers)
     kernel = ObjectCode.from_cubin(binary).get_kernel("border")
     stream = Device(0).create_stream()
 

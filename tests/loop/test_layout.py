@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from ostinato import build
 from ostinato.errors import HardwareCannot, InternalError
-from ostinato.kernels import build
 from ostinato.loop.layout import (
     ALIGNMENT,
     GRANT_PAGES,
@@ -29,6 +29,7 @@ from ostinato.loop.layout import (
     arena_bytes,
     words_header,
 )
+from ostinato.loop.sources import source
 
 LAYOUTS = [Layout(1, 1, 1), Layout(3, 7, 40, 16, 64), Layout(64, 2048, 151_936)]
 CPU = torch.device("cpu")
@@ -142,8 +143,8 @@ extern "C" long long said([[maybe_unused]] const long long* words, int i) {{
 
 
 def test_the_header_beside_the_sources_is_what_python_emits() -> None:
-    # Else: python -c "from ostinato.loop.layout import *; print(words_header(), end='')" > kernels/native/layout.h
-    assert build.native_source("layout.h") == words_header()
+    # Else: python -c "from ostinato.loop.layout import *; print(words_header(), end='')" > loop/layout.h
+    assert source("layout.h") == words_header()
 
 
 def test_words_are_marked_and_bounded() -> None:

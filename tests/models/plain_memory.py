@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.ops.attention import attention_torch
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.kernels.attention import attention_torch
 from ostinato.models.blocks import Model
 from ostinato.models.registry import build_model, read_shape
 from ostinato.models.shape import Shape

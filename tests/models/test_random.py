@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.batch.batch import Batch
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.weight import dense_of
+from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.flow import DecodeFlow
 from ostinato.decoder.memories import memory_for
 from ostinato.decoder.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
-from ostinato.kernels.packed import PACKED_TYPES, Packed
-from ostinato.kernels.tiles import TileMatrix
-from ostinato.kernels.weight import dense_of
-from ostinato.loop.torch_plan import tensors_of
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.random import (
     SHAPES,

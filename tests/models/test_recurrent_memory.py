@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from ostinato import LLM
-from ostinato.batch.batch import Batch
-from ostinato.engine.decoder import Decoder
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.decoder import Decoder
 from tests.models import tiny
 
 pytestmark = pytest.mark.slow  # together they take seconds

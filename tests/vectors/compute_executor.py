@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ostinato.batch.ubatch import Ubatch
+from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import Abort, ComputeExecutor, Threads
+from ostinato.decoder.graphs import Prepared
 from ostinato.errors import Aborted, DecodeError
-from ostinato.graph.scheduler import Prepared
 from tests.vectors.ubatches import ubatch_of
 
 OK = 0

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.batch.batch import Batch
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.flow import never
 from ostinato.decoder.sample_router import BackendSampler, GreedySampler, TopKSampler
-from ostinato.engine.decoder import Decoder
 from ostinato.errors import DecodeError, OstinatoError
 from ostinato.models.blocks import Model
 from tests.random_model import MemoryKind, random_model

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from ostinato.batch.batch import MAX_SEQ
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.cache.window import Window
+from ostinato.decoder.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.memory.slots import Slot
 from ostinato.errors import InvalidBatch
-from ostinato.memory.coordinator.kv import KVCoordinator
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.slots import Slot
-from ostinato.memory.window import Window
 from tests.vectors.kv_cells import fill, told
 from tests.vectors.memory_steps import SEQUENCE_OPS, apply_all, seq_pos, sequence_op, splitter_of, update
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ostinato.batch.batch import MAX_SEQ
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.decoder.memory.cells import Cells, Saved
 from ostinato.errors import InternalError
-from ostinato.memory.cells import Cells, Saved
 
 
 def fill(cells: Cells, given: dict[str, Any]) -> None:

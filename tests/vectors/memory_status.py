@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from ostinato.batch.batch import Batch
-from ostinato.batch.sanitizer import sanitize
-from ostinato.batch.splitter import Splitter
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.sanitizer import sanitize
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
+from ostinato.decoder.memory.coordinator.interface import Cursor, Update, prepare_with_retry
+from ostinato.decoder.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.memory.status import Status, combine
 from ostinato.errors import DecodeError
-from ostinato.memory.coordinator.cursor import PreparedBatch
-from ostinato.memory.coordinator.interface import Cursor, Update, prepare_with_retry
-from ostinato.memory.coordinator.kv import KVCoordinator
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.status import Status, combine
 from tests.vectors.sanitizer import N_VOCAB
 
 

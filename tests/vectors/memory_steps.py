@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from ostinato.batch.sanitizer import sanitize
-from ostinato.batch.splitter import Splitter
+from ostinato.decoder.batch.sanitizer import sanitize
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.memory.coordinator.interface import Cursor, Memory
 from ostinato.errors import InvalidBatch
-from ostinato.memory.coordinator.interface import Cursor, Memory
 from tests.vectors.sanitizer import N_VOCAB, batch_of
 
 SEQUENCE_OPS = ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "clear")

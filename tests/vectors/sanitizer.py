@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.batch.batch import Batch
-from ostinato.batch.clean import CleanBatch
-from ostinato.batch.sanitizer import sanitize
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.clean import CleanBatch
+from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.errors import DecodeError, InvalidBatch
 
 N_VOCAB = 128

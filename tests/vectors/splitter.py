@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ostinato.batch.splitter import Splitter
-from ostinato.batch.ubatch import Ubatch
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import InvalidBatch
 from tests.vectors.sanitizer import refused, sanitized
 

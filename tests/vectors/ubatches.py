@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ostinato.batch.ubatch import Ubatch
+from ostinato.decoder.batch.ubatch import Ubatch
 
 
 def ubatch_of(

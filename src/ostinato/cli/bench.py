@@ -1,6 +1,6 @@
 """`ostinato bench decode`: tokens per second of every mode here, beside what reading the weights allows.
 
-The measuring is `engine/bench.py`; here words become lists, and figures become a table, a line of JSON and a picture.
+The measuring is `lab/bench.py`; here words become lists, and figures become a table, a line of JSON and a picture.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ostinato.options import LoadOptions, Mode
 if TYPE_CHECKING:
     import torch
 
-    from ostinato.engine.bench import Figure, Profile
     from ostinato.files.checkpoint import Checkpoint
+    from ostinato.lab.bench import Figure, Profile
     from ostinato.models.blocks import Model
     from ostinato.models.shape import Shape
     from ostinato.options import Activations, KVType
@@ -206,7 +206,7 @@ def _file_type(checkpoint: Checkpoint) -> str:
 def _random(shape: str, type: str | None, options: LoadOptions) -> Source:
     import torch
 
-    from ostinato.engine.amx import make_bfloat16_safe
+    from ostinato.backends.torch.amx import make_bfloat16_safe
     from ostinato.engine.placement import choose_device, choose_dtype, choose_tiles, threads_for
     from ostinato.models.random import DTYPES, MIXES, named_shape, random_model, weight_bytes
 
@@ -236,8 +236,8 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> Source:
 
 def _check_room(shape: Shape, weights: int, dtype: torch.dtype, device: torch.device) -> None:
     """Refuse before any of it is made."""
+    from ostinato.engine.memory_plan import Wanted, memory_plan
     from ostinato.engine.placement import free_bytes
-    from ostinato.loop.memory_plan import Wanted, memory_plan
 
     memory_plan(Wanted(shape, weights, device, dtype, "bf16", 1, 1), free_bytes(device)).check()
 
@@ -255,7 +255,7 @@ def _measure(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from ostinato.engine.bench import Bench, read_bandwidth
+    from ostinato.lab.bench import Bench, read_bandwidth
 
     # A CPU's eager comes first, with weights of its own.
     dense = source.tiles is not None and (wanted is None or "eager" in wanted)
@@ -300,7 +300,7 @@ def _by_weights(modes: list[str], source: Source) -> list[tuple[bool, list[str]]
 
 def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[str]:
     """The modes asked for, refused where one cannot run; or all that can."""
-    from ostinato.loop.open import MODES, why_not
+    from ostinato.engine.open import MODES, why_not
 
     reasons = {mode: why_not(mode, model) for mode in MODES}
     if source.tiles is not None:
@@ -318,7 +318,7 @@ def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[
 
 def _profiled(modes: list[str], source: Source) -> list[str]:
     """Those of the modes whose nodes can be timed; why each of the others is left out is said."""
-    from ostinato.engine.bench import why_not_profiled
+    from ostinato.lab.bench import why_not_profiled
 
     reasons = {mode: why_not_profiled(mode, source.device) for mode in modes}
     for mode, reason in reasons.items():

@@ -15,16 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from ostinato.backends.native.library import native_status
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
 from ostinato.engine.cores import default_threads
 from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
-from ostinato.kernels.native_cpu import native_status
 
 if TYPE_CHECKING:
-    from ostinato.kernels.chip import Chip
+    from ostinato.backends.cuda.chip import Chip
 
 _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
@@ -93,13 +93,13 @@ def _without_gpu_packages() -> str | None:
 
 
 def _no_while_nodes(driver_cuda: int | None) -> str | None:
-    from ostinato.loop.open import why_driver_has_no_while  # imports torch, which is there if a GPU can be used
+    from ostinato.engine.open import why_driver_has_no_while  # imports torch, which is there if a GPU can be used
 
     return why_driver_has_no_while(driver_cuda)
 
 
 def _no_tape(devices: list[dict[str, Any]]) -> str | None:
-    from ostinato.loop.tape_plan import why_no_tape_on
+    from ostinato.backends.tape.plan import why_no_tape_on
 
     return why_no_tape_on(tuple(int(part) for part in devices[0]["capability"].split("."))) if devices else None
 
@@ -134,7 +134,7 @@ def _cuda() -> dict[str, Any]:
 def _gpu(index: int) -> dict[str, Any]:
     import torch
 
-    from ostinato.kernels.chip import Chip
+    from ostinato.backends.cuda.chip import Chip
 
     device = torch.cuda.get_device_properties(index)
     return {
@@ -149,7 +149,7 @@ def _gpu(index: int) -> dict[str, Any]:
 
 def kernel_choices(chip: Chip) -> list[dict[str, str]]:
     """What is chosen for a chip, each with its reason."""
-    from ostinato.kernels.chip import choices
+    from ostinato.backends.cuda.chip import choices
 
     return [asdict(choice) for choice in choices(chip)]
 

@@ -19,8 +19,8 @@ from ostinato.files.store import DEFAULT, resolve
 from ostinato.options import KVType, LoadOptions
 
 if TYPE_CHECKING:
+    from ostinato.engine.memory_plan import MemoryPlan
     from ostinato.files.checkpoint import Checkpoint
-    from ostinato.loop.memory_plan import MemoryPlan
     from ostinato.models.shape import Shape
     from ostinato.text.tokenizer import Tokenizer
 
@@ -111,7 +111,7 @@ def _read_shape(checkpoint: Checkpoint) -> Shape:
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """By type, how many there are and their bytes, how many of them a GPU multiplies as they are in the file, how many
     are matrices, and the type that those have in the tiles of the CPU's native loop."""
-    from ostinato.models.tile_weights import is_matrix, tile_type
+    from ostinato.backends.native.tile_weights import is_matrix, tile_type
     from ostinato.models.weights import stays_packed
 
     types: dict[str, dict[str, Any]] = {}
@@ -127,7 +127,7 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 def _why_not_native(shape: Shape) -> str | None:
     """Why the CPU's native loop cannot run such a model; whether this machine has one is `doctor`'s to say."""
-    from ostinato.loop.native_plan import why_not_native
+    from ostinato.backends.native.plan import why_not_native
 
     return why_not_native(shape)
 
@@ -155,8 +155,8 @@ def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
+    from ostinato.backends.torch.ops.q8_0 import BLOCK
     from ostinato.decoder.memories import context_bytes
-    from ostinato.kernels.q8_0 import BLOCK
 
     context = shape.default_context
     types: list[KVType] = [t for t in get_args(KVType) if t != "q8_0" or shape.head_width % BLOCK == 0]
@@ -169,6 +169,7 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
 
 def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     """What an engine with default options would take of this machine's default device."""
+    from ostinato.engine.memory_plan import Wanted, memory_plan
     from ostinato.engine.placement import (
         choose_device,
         choose_dtype,
@@ -181,7 +182,6 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
         weight_bytes,
         why_not_tiles,
     )
-    from ostinato.loop.memory_plan import Wanted, memory_plan
 
     options = LoadOptions()
     device = choose_device(options.device)

@@ -332,7 +332,7 @@ def _machine(device: str) -> Machine:
 def _model(machine: Machine, shape: str) -> tuple[Model, str]:
     import torch
 
-    from ostinato.kernels.native_cpu import why_no_native
+    from ostinato.backends.native.library import why_no_native
     from ostinato.models.random import named_shape, random_model
 
     named_shape(shape)

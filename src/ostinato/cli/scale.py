@@ -95,9 +95,9 @@ def plan(
 
 def _kv_bytes(model: str, kv_type: KVType | None) -> int:
     """Of one token in all layers; only the head of the file is read."""
+    from ostinato.backends.torch.paged import page_bytes
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.files.store import resolve
-    from ostinato.memory.paged import page_bytes
     from ostinato.models.registry import read_shape
 
     checkpoint = open_checkpoint(resolve(model, talk=talk))

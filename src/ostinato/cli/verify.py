@@ -17,7 +17,7 @@ from ostinato.files.store import DEFAULT
 from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
-    from ostinato.loop.verify import Check, Report
+    from ostinato.engine.verify import Check, Report
 
 
 def verify(
@@ -60,7 +60,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[Report, dict[str, Any]]
     """Load the model as it would be run, and make every check."""
     import torch
 
-    from ostinato.loop.verify import Verifier
+    from ostinato.engine.verify import Verifier
     from ostinato.text.of_checkpoint import tokenizer_of
 
     with opened_bare(model, options) as bare:

@@ -12,13 +12,13 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ostinato.batch.ubatch import Ubatch
+from ostinato.backends.allocate import is_out_of_memory
+from ostinato.decoder.batch.ubatch import Ubatch
+from ostinato.decoder.graphs import Prepared
 from ostinato.decoder.output import Outputs
 from ostinato.decoder.pooling import Pooled
 from ostinato.decoder.sample_router import SampleRouter
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch
-from ostinato.graph.scheduler import Prepared
-from ostinato.kernels.allocate import is_out_of_memory
 
 Graph = TypeVar("Graph")
 Result = TypeVar("Result")

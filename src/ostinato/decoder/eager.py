@@ -12,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ostinato.batch.clean import CleanBatch
-from ostinato.batch.ubatch import Ubatch
+from ostinato.decoder.batch.clean import CleanBatch
+from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import Abort, Computed, Extractor
+from ostinato.decoder.graphs import GraphKey, GraphScheduler, Prepared, Setup
+from ostinato.decoder.memory.forward import EncoderMemory, ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
-from ostinato.graph.scheduler import GraphKey, GraphScheduler, Prepared, Setup
-from ostinato.memory.forward import EncoderMemory, ForwardMemory
 from ostinato.models.blocks import Model
 
 

@@ -12,22 +12,21 @@ from dataclasses import dataclass
 
 import torch
 
-from ostinato.batch.batch import Batch
-from ostinato.batch.sanitizer import CleanBatch, sanitize
-from ostinato.batch.splitter import Splitter
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
+from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.compute_executor import ComputeExecutor, Extractor, Threads
 from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
-from ostinato.decoder.graph_scheduler import DecoderGraphScheduler
+from ostinato.decoder.graphs import GraphKey, GraphScheduler, Limits, Setup, classed
 from ostinato.decoder.memories import MemoryParts
+from ostinato.decoder.memory.coordinator.interface import Cursor, Memory, flush, prepare_with_retry
+from ostinato.decoder.memory.status import Status
 from ostinato.decoder.output import Outputs
 from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.decoder.sample_router import SampleRouter
 from ostinato.decoder.settings import Settings
 from ostinato.decoder.ubatch_executor import UbatchExecutor
 from ostinato.errors import Aborted, InternalError, InvalidBatch
-from ostinato.graph.scheduler import GraphKey, Limits, Setup, classed
-from ostinato.memory.coordinator.interface import Cursor, Memory, flush, prepare_with_retry
-from ostinato.memory.status import Status
 from ostinato.models.blocks import Model
 
 
@@ -69,7 +68,7 @@ class DecodeFlow:
             n_seq_max=settings.n_seq_max,
         )
         self.outputs.reserve(settings.n_seq_max, embeddings=embeddings, sampling=False)
-        self.graphs: DecoderGraphScheduler[EagerGraph] = DecoderGraphScheduler(self._build, self._reserve)
+        self.graphs: GraphScheduler[EagerGraph] = GraphScheduler("decoder", self._build, self._reserve)
         self.router = SampleRouter(n_seq_limit=settings.n_seq_limit, on_change=self.graphs.request_reservation)
         self._extractor = Extractor(self.outputs, self.router, self.pooled)
         n_threads = torch.get_num_threads()

@@ -10,19 +10,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ostinato.batch.batch import MAX_SEQ
+from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.cache.window import Window, windowed_size
+from ostinato.decoder.memory.coordinator.hybrid import HybridCoordinator
+from ostinato.decoder.memory.coordinator.interface import Cursor, Memory
+from ostinato.decoder.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.memory.coordinator.recurrent import RecurrentCoordinator
+from ostinato.decoder.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.decoder.memory.forward import ForwardMemory, KVPart
+from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.memory.recurrent import RecurrentMemory
 from ostinato.decoder.settings import Settings, settle
 from ostinato.errors import Unsupported
-from ostinato.memory.coordinator.hybrid import HybridCoordinator
-from ostinato.memory.coordinator.interface import Cursor, Memory
-from ostinato.memory.coordinator.kv import KVCoordinator
-from ostinato.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.memory.coordinator.two_cache import TwoCacheCoordinator
-from ostinato.memory.forward import ForwardMemory, KVPart
-from ostinato.memory.kv_cache import KVCache
-from ostinato.memory.recurrent import RecurrentMemory
-from ostinato.memory.store import KVStore, StateStore, cell_bytes
-from ostinato.memory.window import Window, windowed_size
 from ostinato.models.blocks import Model
 from ostinato.options import KVType
 

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.batch.batch import Ints
-from ostinato.batch.ubatch import Ubatch
+from ostinato.cache.sequences import Ints
+from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import BadOption, InternalError, listing
 
 # The classification head of a ranking model: [sequences, n_embd_out] to [sequences, classes].

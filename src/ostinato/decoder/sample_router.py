@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.batch.batch import MAX_SEQ, Batch, Ints, listed_ids
-from ostinato.batch.ubatch import Ubatch
+from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.decoder.batch.batch import Batch, listed_ids
+from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.output import Outputs, Sampled
 from ostinato.errors import InternalError, InvalidBatch
 

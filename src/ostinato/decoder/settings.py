@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ostinato.batch.batch import MAX_SEQ
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.cache.window import CELL_STEP, round_up
 from ostinato.errors import InvalidBatch
-from ostinato.memory.window import CELL_STEP, round_up
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from ostinato.engine.constraint import Constrain, Constraint
 from ostinato.engine.line import Line
+from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.placement import Placement
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import Ask, Message, Request, Token
@@ -25,8 +26,7 @@ from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.usher import Usher
 from ostinato.errors import Unsupported
 from ostinato.loop.layout import Word
-from ostinato.loop.open import Loop, LoopOptions
-from ostinato.loop.starts.start import Helper
+from ostinato.loop.start import Helper
 from ostinato.models.blocks import Model
 from ostinato.options import DEFAULT_QUEUE, Sampling
 

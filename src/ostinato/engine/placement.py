@@ -14,22 +14,22 @@ from typing import Final, Literal
 
 import torch
 
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.native.library import cpu_library, why_no_native
+from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.native.tile_weights import tiled_bytes
+from ostinato.backends.tape.deal import Kind, matrix_bytes
+from ostinato.backends.tape.pack import KINDS
+from ostinato.backends.tape.plan import why_no_tape_on, why_not_rows, why_not_shape
+from ostinato.backends.torch.amx import make_bfloat16_safe
+from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
 from ostinato.decoder.memories import context_bytes
-from ostinato.engine.amx import make_bfloat16_safe
 from ostinato.engine.cores import default_threads
+from ostinato.engine.memory_plan import Wanted, memory_plan
+from ostinato.engine.open import why_no_while_graph
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
-from ostinato.kernels.chip import Chip
-from ostinato.kernels.native_cpu import cpu_library, why_no_native
-from ostinato.kernels.tape.deal import Kind, matrix_bytes
-from ostinato.kernels.tape.pack import KINDS
-from ostinato.loop.memory_plan import Wanted, memory_plan
-from ostinato.loop.native_plan import why_not_native
-from ostinato.loop.open import why_no_while_graph
-from ostinato.loop.tape_plan import why_no_tape_on, why_not_rows, why_not_shape
-from ostinato.memory.paged import PAGE_TOKENS, page_bytes
 from ostinato.models.shape import Shape
-from ostinato.models.tile_weights import tiled_bytes
 from ostinato.models.weights import stays_packed
 from ostinato.options import Activations, KVType, LoadOptions
 

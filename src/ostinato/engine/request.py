@@ -16,7 +16,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ostinato.engine.constraint import Constraint
 from ostinato.errors import InternalError
-from ostinato.loop.starts.start import Helper
+from ostinato.loop.start import Helper
 from ostinato.options import Sampling
 
 PAUSE_S: Final = 0.001  # between two looks for work to help with, where there was none

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.kernels.sample import SampleRows
-from ostinato.kernels.table import Ops
+from ostinato.backends.torch.ops.sample import SampleRows
+from ostinato.backends.torch.table import Ops
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 

@@ -1,7 +1,7 @@
 """One sequence at a time through the decoder: scores, embeddings, ranking, and answers that go on from a saved state.
 
 What needs rows of a whole prompt, or memory in a file; everything else is the engine's (`engine.py`). Every forward
-goes through `engine/decoder.py`, as a batch of one sequence; a decoder is made when it is first needed.
+goes through `decoder/decoder.py`, as a batch of one sequence; a decoder is made when it is first needed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
-from ostinato.batch.batch import Batch
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.memory.state_file import describe
 from ostinato.engine.constraint import Constrain
-from ostinato.engine.decoder import Decoder
 from ostinato.engine.placement import Placement
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import FinishReason, Token
 from ostinato.engine.sampler import Sampler
 from ostinato.errors import BadFile, BadInput, InternalError, Unsupported
-from ostinato.memory.state_file import describe
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 

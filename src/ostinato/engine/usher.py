@@ -18,17 +18,17 @@ from typing import Final
 import numpy as np
 import torch
 
+from ostinato.cache.reserve import Lease, Reserve
 from ostinato.engine.constraint import Masks
 from ostinato.engine.line import Line
+from ostinato.engine.open import Loop
 from ostinato.engine.request import FinishReason, Request, Token
-from ostinato.engine.reserve import Lease, Reserve
 from ostinato.engine.stats import GapMeter, SlotView
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, OstinatoError
 from ostinato.loop.host import OutEntry, Seat
 from ostinato.loop.layout import Finish, Word
 from ostinato.loop.mode import MUST_RESTART
-from ostinato.loop.open import Loop
-from ostinato.loop.starts.start import Work
+from ostinato.loop.start import Work
 
 # How long to sleep beside a loop that cannot ring, and beside one that rings but might die without a sound.
 NAP_S: Final = 0.0005

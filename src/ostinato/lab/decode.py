@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.by_hand import GREEDY
 from ostinato.engine.engine import Engine
+from ostinato.engine.open import MODES, why_not
 from ostinato.engine.placement import Placement
-from ostinato.loop.by_hand import GREEDY
-from ostinato.loop.open import MODES, why_not
-from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model
 from ostinato.options import KVType
 

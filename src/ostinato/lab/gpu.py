@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.build import cubin
+from ostinato.engine.open import why_no_while_graph
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
-from ostinato.kernels.build import cubin
 from ostinato.lab.model import StartCost
 from ostinato.lab.programs import host_library, source
 from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Work, checked, error_of
-from ostinato.loop.open import why_no_while_graph
 
 BASELINE: Final = "baseline"
 GRAPH: Final = "graph"

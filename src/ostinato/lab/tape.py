@@ -15,12 +15,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
+from ostinato.backends.tape.plan import CLOCKED_A_LAYER
+from ostinato.backends.tape.start import TapeLoop
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.by_hand import ByHand
+from ostinato.engine.open import Loop, LoopOptions, why_not
 from ostinato.errors import HardwareCannot, InternalError
-from ostinato.loop.by_hand import ByHand
-from ostinato.loop.open import Loop, LoopOptions, why_not
-from ostinato.loop.starts.tape import TapeLoop
-from ostinato.loop.tape_plan import CLOCKED_A_LAYER
-from ostinato.memory.paged import PAGE_TOKENS
 from ostinato.models.blocks import Model
 from ostinato.options import KVType
 

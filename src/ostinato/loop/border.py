@@ -1,6 +1,6 @@
 """The border between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
 
-This is the twin of `kernels/native/border.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
+This is the twin of `loop/border.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
 calls that one, and on a GPU the same border is one kernel. It touches the three arenas of `layout.py` and nothing else:
 no model, no pages, no text. Who may write which word, and when, is told in docs/ring.md.
 """
@@ -14,7 +14,6 @@ from typing import Final
 
 import numpy as np
 
-from ostinato.kernels.build import native_source
 from ostinato.loop.layout import (
     GRANT_PAGES,
     Arena,
@@ -29,6 +28,7 @@ from ostinato.loop.layout import (
     Tables,
     Word,
 )
+from ostinato.loop.sources import source
 
 Clock = Callable[[], int]
 
@@ -299,4 +299,4 @@ def border(
 
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
     """What `border.cu` includes, by name, for these sizes."""
-    return {"layout.h": layout.header(page_tokens), "border.h": native_source("border.h")}
+    return {"layout.h": layout.header(page_tokens), "border.h": source("border.h")}

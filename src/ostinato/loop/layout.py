@@ -264,7 +264,7 @@ class Layout:
         )
 
     def header(self, page_tokens: int) -> str:
-        """Offsets, sizes and numbers as C constants: what `kernels/native/border.h` is compiled with for one engine."""
+        """Offsets, sizes and numbers as C constants: what `loop/border.h` is compiled with for one engine."""
         lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}"]
         lines += ["struct View {", "    char *table, *seats, *rings;", "};"]
         lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
@@ -303,7 +303,7 @@ class Layout:
 
 
 def words_header() -> str:
-    """`kernels/native/layout.h`: the names of `Layout.header`, read from the words that a view carries.
+    """`loop/layout.h`: the names of `Layout.header`, read from the words that a view carries.
 
     It depends on no size, so it lies beside the sources and an object can be built where there is no Python package.
     """

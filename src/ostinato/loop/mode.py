@@ -18,7 +18,7 @@ from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import Fault, Tables, Word
 from ostinato.loop.plan import Buffer, Plan
-from ostinato.loop.starts.start import Start
+from ostinato.loop.start import Start
 
 EXIT_DEADLINE_S: Final = 600.0
 MUST_RESTART: Final = "this engine is dead and the process must be restarted"

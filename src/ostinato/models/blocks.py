@@ -1,6 +1,6 @@
 """What models are made of: norms, linears, attention, feed-forward blocks, layers, and the model over them.
 
-Each block holds its weights and the ops it calls (`kernels/table.py`) and nothing about requests. What a forward
+Each block holds its weights and the ops it calls (`backends/torch/table.py`) and nothing about requests. What a forward
 remembers goes through a `Memory`, an argument, so a block does not know how it is kept. Shapes: x is [rows, hidden],
 one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
 """
@@ -14,13 +14,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.packed import Packed, Stack, Weight
+from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.tape.taped import Taped
+from ostinato.backends.torch.ops.activation import Activation
+from ostinato.backends.torch.table import Ops
+from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
-from ostinato.kernels.activation import Activation
-from ostinato.kernels.packed import Packed, Stack, Weight
-from ostinato.kernels.table import Ops
-from ostinato.kernels.tape.taped import Taped
-from ostinato.kernels.tiles import TileMatrix
-from ostinato.kernels.weight import rows_of
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape
 

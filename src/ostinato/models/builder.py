@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ostinato.kernels.packed import Packed, Stack
-from ostinato.kernels.table import Ops
-from ostinato.kernels.tape.taped import Taped
+from ostinato.backends.cuda.packed import Packed, Stack
+from ostinato.backends.tape.taped import Taped
+from ostinato.backends.torch.table import Ops
 from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Linear, Model, Norm, PlainMLP, RankingHead
 from ostinato.models.recurrent import Conv, Decay, Mamba2Mixer, MambaMixer
 from ostinato.models.rope import Rope

@@ -17,12 +17,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.allocate import empty
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, Weight, pack
+from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
+from ostinato.backends.torch.table import TWINS, Ops, ops_for
 from ostinato.errors import UnknownName, listing
 from ostinato.files.quants import BLOCKS
-from ostinato.kernels.allocate import empty
-from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, pack
-from ostinato.kernels.table import TWINS, Ops, ops_for
-from ostinato.kernels.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
 from ostinato.models.llama import LLAMA

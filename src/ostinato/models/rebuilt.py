@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.kernels.packed import Packed, Stack
-from ostinato.kernels.tiles import TileMatrix
+from ostinato.backends.cuda.packed import Packed, Stack
+from ostinato.backends.native.tiles import TileMatrix
 from ostinato.models.blocks import Attention, GatedMLP, Layer, Linear, Model, Norm
 
 

@@ -2,7 +2,7 @@
 
 A mixer takes its rows as `memory.n_seqs` runs of equal length, starts each from the states that memory gives, and
 gives back the newest. Two states: the last inputs of the convolution, and what the scan remembers; both float32.
-The scans themselves are in `kernels/`.
+The scans themselves are in `backends/torch/ops/`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ostinato.kernels.table import Ops
+from ostinato.backends.torch.table import Ops
 from ostinato.models.blocks import Angles, Attention, Linear, Memory, Norm
 from ostinato.models.shape import Mamba2Shape, MambaShape
 

@@ -7,10 +7,10 @@ from typing import Final
 
 import torch
 
+from ostinato.backends.allocate import Allocate, Arena, Measure, empty
+from ostinato.backends.torch.table import ops_for
 from ostinato.errors import UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.kernels.allocate import Allocate, Arena, Measure, empty
-from ostinato.kernels.table import ops_for
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
@@ -91,7 +91,7 @@ def build_model(
         )
         return weights, family.build(Builder(shape, weights, ops_for(device), context), family.layer)
 
-    if tiles is not None:  # which lie in runs of their own (`kernels/streamed.py`)
+    if tiles is not None:  # which lie in runs of their own (`backends/native/streamed.py`)
         weights, model = built(device, empty)
     else:
         # Twice: once to see what it takes, without memory, then in one piece of just that size (E-16).

@@ -1,7 +1,7 @@
 """Rotary positions of a family: the base, how far each frequency is stretched, and by how much to amplify.
 
 Every scaling scheme (linear, llama3, yarn, longrope, a tensor of factors) comes down to one divisor per
-frequency and one amplitude, so that is all `Rope` keeps. Turning the rows is `kernels/rope.py`.
+frequency and one amplitude, so that is all `Rope` keeps. Turning the rows is `backends/torch/ops/rope.py`.
 """
 
 import math
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.errors import BadFile, Unsupported
-from ostinato.kernels.rope import Pairing
 from ostinato.models.fields import Fields
 
 WIDEST = 65_536  # elements of a head that turn; no model comes near, and a list of that length is made from it

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ostinato.backends.torch.ops.activation import Activation
+from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.errors import BadFile, Unsupported
-from ostinato.kernels.activation import Activation
-from ostinato.kernels.rope import Pairing
 from ostinato.models import rope as ropes
 from ostinato.models.fields import Fields
 from ostinato.models.rope import Rope

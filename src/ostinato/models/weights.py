@@ -28,18 +28,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ostinato.backends.allocate import Allocate, empty
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, Weight, laid_out, put
+from ostinato.backends.cuda.upload import THREADS, Uploads
+from ostinato.backends.native.tile_weights import Piece, TileReader
 from ostinato.errors import BadFile
 from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.files.quants import BLOCKS
-from ostinato.kernels.allocate import Allocate, empty
-from ostinato.kernels.packed import PACKED_TYPES, Packed, Stack, Weight, laid_out, put
-from ostinato.models.tile_weights import Piece, TileReader
-from ostinato.models.upload import THREADS, Uploads
 from ostinato.options import Activations
 
 if TYPE_CHECKING:
+    from ostinato.backends.native.tiles import TileMatrix
     from ostinato.files.checkpoint import Checkpoint
-    from ostinato.kernels.tiles import TileMatrix
 
 NOT_WEIGHTS = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
 SORTED_AT_ONCE = 4  # pieces of packed weights that are on the device a second time

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from ostinato.kernels.build import CXX_FLAGS, shared_object
+from ostinato.build import CXX_FLAGS, shared_object
 
 FOLDER: Final = Path(__file__).parent
 

@@ -1,0 +1,441 @@
+"""The step of attention models as fused kernels: five nodes a layer for a llama, each bound to its buffers here.
+
+    product   norm, q k v, bias          attend   QK norm, rotary, append, attention over pages
+    product   output, residual           product  norm, gate and up, activation          product  down, residual
+
+A norm needs no node: whoever writes the residual stream leaves partial sums of it (`stats`). Families with a norm after
+a block have one node more for it, experts two. `kernels` are Triton's on a GPU; with the twins the same plan runs
+anywhere, which is how it is tested.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.cuda.launch import Launches
+from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.step import StepKernels
+from ostinato.backends.tape.plan import lies_on_tape
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows
+from ostinato.backends.torch.ops.matmul import InputNorm, Prepared, n_stats
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.plan import tensors_of, without_repeats
+from ostinato.errors import InternalError
+from ostinato.loop.layout import Tables, sampled
+from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
+
+
+def why_not_fused(model: Model) -> str | None:
+    """Why a model cannot run as fused kernels; None where it can."""
+    shape = model.shape
+    if shape.recurrent is not None:
+        return f"{shape.family} has recurrent layers, whose scan has no kernel in the step yet"
+    if not shape.causal or model.head is None:
+        return f"{shape.family} is an encoder"
+    if shape.head_width % 16:
+        return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
+    if not all(isinstance(layer, Layer) for layer in model.layers):
+        return f"the layers of {shape.family} are of a kind that has no kernels in the step"
+    if lies_on_tape(model):
+        return "its matrices lie on the persistent kernel's tape alone"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Fusions:
+    """What is done in one node that could be done in two; all of it, unless somebody measures what it is worth (E-81).
+
+    `gated`: gate, up and activation in one product (of dense weights; packed ones always). `ahead`: whoever writes the
+    residual stream multiplies it by the weight of the norm that comes next, in place of every product behind it.
+    """
+
+    gated: bool = True
+    ahead: bool = True
+
+
+ALL_FUSIONS: Final = Fusions()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The buffers between nodes, by row."""
+
+    x: Tensor
+    stats: Tensor
+    h: Tensor  # x times the weight of the norm that comes next, as the next product takes it in
+    qkv: Tensor
+    seen: Tensor
+    act: Tensor
+    y: Tensor
+    y_stats: Tensor
+    scores: Tensor
+    experts: Tensor  # [n_layers, n_slots or more, n_used]: of every layer, to be seen after a step
+    shares: Tensor
+    expert_act: Tensor
+    logits: Tensor
+
+    @staticmethod
+    def of(model: Model, n_slots: int) -> Step:
+        s, device = model.shape, model.device
+
+        def rows(*width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return zeros((n_slots, *width), dtype, device)
+
+        n_experts = s.experts.n_experts if s.experts else 1
+        n_used = s.experts.n_used if s.experts else 1
+        expert_width = s.experts.ff_width if s.experts else 1
+        return Step(
+            x=rows(s.hidden),
+            stats=rows(n_stats(s.hidden), 2),
+            h=rows(s.hidden, dtype=torch.bfloat16),
+            qkv=rows((s.n_heads + 2 * s.n_kv_heads) * s.head_width),
+            seen=rows(s.n_heads * s.head_width),
+            act=rows(s.ff_width),
+            y=rows(s.hidden),
+            y_stats=rows(n_stats(s.hidden), 2),
+            scores=rows(n_experts),
+            # Rows to whole words of 16 bytes: every layer's begin as a kernel was compiled for.
+            experts=zeros((s.n_layers if s.experts else 1, -(-n_slots // 4) * 4, n_used), torch.int32, device),
+            shares=rows(n_used),
+            expert_act=rows(n_used, expert_width),
+            logits=rows(s.vocab),
+        )
+
+
+class FusedPlan:
+    """Collects the nodes of one model's step."""
+
+    def __init__(
+        self,
+        model: Model,
+        memory: PagedMemory,
+        tables: Tables,
+        n_tokens: int,
+        kernels: StepKernels,
+        fusions: Fusions = ALL_FUSIONS,
+    ) -> None:
+        assert memory.kv is not None
+        self._fusions = fusions
+        self._model, self._memory, self._kv, self._kernels = model, memory, memory.kv, kernels
+        self._table, self._tables, self._n_tokens = tables.table, tables, n_tokens
+        self._n_slots = tables.layout.n_slots
+        self.step = Step.of(model, self._n_slots)
+        self._n_rows = self._table["n_rows"]
+        self._rows = Rows(self._n_rows, self._table["row_slot"], self._table["position"], self._table["pages"])
+        self._buffers: dict[str, Tensor] = {
+            "table": tables.table.memory,
+            "seats": tables.seats.memory,
+            "rings": tables.rings.memory,
+            **{name: getattr(self.step, name) for name in Step.__dataclass_fields__},
+        }
+        self._nodes: list[Node] = []
+        workspace = kernels.attend_workspace(self._n_slots, heads_of(model, 0), model.device)
+        self._workspace = workspace
+        self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
+        for owner, made in (("attend", workspace), ("sample", self._sample_workspace)):
+            for number, tensor in enumerate(_tensors(made)):
+                self._buffers[f"{owner}.workspace.{number}"] = tensor
+
+    def plan(self) -> Plan:
+        """All nodes of the step, in order."""
+        self._embed()
+        for number, layer in enumerate(self._model.layers):
+            assert isinstance(layer, Layer)
+            self._layer(number, layer)
+        self._head()
+        self._sample()
+        named = [Buffer.of(name, tensor) for name, tensor in self._buffers.items()]
+        # What nodes use without having listed it: norms, frequencies, and what launches keep for themselves.
+        bound = tensors_of([node.run for node in self._nodes], "launch")
+        rest = [Buffer.of(name, tensor) for name, tensor in (*tensors_of(self._model, "model"), *bound)]
+        known = {buffer.address for buffer in named}
+        buffers = (*named, *(buffer for buffer in without_repeats(rest) if buffer.address not in known))
+        constants = f"{self._model.shape}, {self._n_tokens} tokens, fused"
+        return Plan(self._model.device, buffers, tuple(self._nodes), self._memory.page_tokens, constants)
+
+    # Nodes
+
+    def _add(
+        self,
+        name: str,
+        kind: str,
+        run: Callable[[], object],
+        reads: tuple[str, ...],
+        writes: tuple[str, ...],
+        weights: Mapping[str, Any] | None = None,
+        share: float = 1.0,
+    ) -> None:
+        """`share`: of the weights that one row reads."""
+        n_bytes = 0
+        names = []
+        for label, weight in (weights or {}).items():
+            for number, tensor in enumerate(_tensors(weight)):
+                self._buffers.setdefault(f"{label}.{number}", tensor)
+                names.append(f"{label}.{number}")
+                n_bytes += tensor.numel() * tensor.element_size()
+        n_launches = len(run.parts) if isinstance(run, Launches) else 1
+        self._nodes.append(Node(name, kind, run, (*reads, "table", *names), writes, int(n_bytes * share), n_launches))
+
+    def _embed(self) -> None:
+        model, s = self._model, self.step
+        run = self._kernels.embed(
+            model.embedding,
+            s.x,
+            s.stats,
+            self._rows,
+            self._table["token"],
+            scale=model.shape.embedding_scale,
+            positions=model.position_embedding,
+            prepared=self._prepared(self._next_norm(-1)),
+        )
+        # A row of the embedding is read, not all of it.
+        self._add("embed", "embed", run, (), ("x", *self._beside_x))
+
+    def _layer(self, number: int, layer: Layer) -> None:
+        s, at = self.step, f"layer.{number}"
+        attention = layer.attention
+        given, norm = self._normed(layer.attention_norm)
+        self._product(f"{at}.qkv", "qkv", given, attention.qkv, s.qkv, norm=norm)
+        self._attend(f"{at}.attend", attention, number)
+        self._into_residual(f"{at}.out", "out", s.seen, attention.out, layer.after_attention, layer.mlp_norm)
+        self._mlp(number, layer, self._next_norm(number))
+
+    def _attend(self, name: str, attention: Attention, number: int) -> None:
+        s = self.step
+        keys, values = self._kv.keys[number], self._kv.values[number]
+        names = {f"memory.{number}.keys": keys.values, f"memory.{number}.values": values.values}
+        if keys.scales is not None and values.scales is not None:
+            names |= {f"memory.{number}.keys.scales": keys.scales, f"memory.{number}.values.scales": values.scales}
+        self._buffers |= names
+        kv = paged_kv_of(self._memory, number)
+        run = self._kernels.attend(s.qkv, s.seen, kv, self._rows, heads_of(self._model, number), self._workspace)
+        scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
+        self._add(name, "attend", run, ("qkv", *names, *scratch), ("seen", *names, *scratch))
+
+    def _mlp(self, number: int, layer: Layer, following: Norm) -> None:
+        s, mlp, at = self.step, layer.mlp, f"layer.{number}"
+        given, norm = self._normed(layer.mlp_norm)
+        match mlp:
+            case GatedMLP():
+                self._gated(f"{at}.gate_up", mlp, given, norm)
+                self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
+            case PlainMLP():
+                act = {"epilogue": "act", "activation": mlp.activation}
+                self._product(f"{at}.up", "gate_up", given, mlp.up, s.act, norm=norm, **act)
+                self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
+            case Experts():
+                self._experts(number, mlp, given, norm, following)
+
+    def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm) -> None:
+        s, parts = self.step, _apart(mlp.gate_up, halved=not self._fusions.gated)
+        if len(parts) == 1:
+            gated = {"epilogue": "gated", "activation": mlp.activation}
+            self._product(name, "gate_up", given, mlp.gate_up, s.act, norm=norm, **gated)
+            return
+        # Gate and up of different types: one after the other, the second multiplied into the first.
+        gate, up = parts
+        self._product(
+            f"{name}.gate", "gate_up", given, gate, s.act, norm=norm, epilogue="act", activation=mlp.activation
+        )
+        self._product(f"{name}.up", "gate_up", given, up, s.act, norm=norm, epilogue="multiply")
+
+    def _experts(self, number: int, mlp: Experts, given: Tensor, norm: InputNorm, following: Norm) -> None:
+        s, kernels, at = self.step, self._kernels, f"layer.{number}"
+        chosen = s.experts[number]
+        self._product(f"{at}.router", "route", given, mlp.router, s.scores, norm=norm)
+        run = kernels.route(
+            s.scores, chosen, s.shares, self._n_rows, n_used=mlp.experts.n_used, renormalise=mlp.experts.renormalise
+        )
+        self._add(f"{at}.route", "route", run, ("scores",), ("experts", "shares"))
+        gate_up, down = flat(mlp.gate_up), flat(mlp.down)
+        run = kernels.experts_gate_up(
+            given, gate_up, s.expert_act, chosen, self._n_rows, norm=norm, activation=mlp.activation
+        )
+        reads = (self._name_of(given), "stats", "experts")
+        share = mlp.experts.n_used / mlp.experts.n_experts
+        self._add(f"{at}.gate_up", "gate_up", run, reads, ("expert_act",), {f"{at}.gate_up": gate_up}, share)
+        left = {"stats": s.stats, "prepared": self._prepared(following)}
+        run = kernels.experts_down(s.expert_act, down, s.x, chosen, s.shares, self._n_rows, **left)
+        down_reads = ("expert_act", "experts", "shares", "x")
+        self._add(f"{at}.down", "down", run, down_reads, ("x", *self._beside_x), {f"{at}.down": down}, share)
+
+    def _into_residual(
+        self, name: str, kind: str, given: Tensor, linear: Linear, after: Norm | None, following: Norm
+    ) -> None:
+        """Add to the residual stream, and leave what the norm that follows needs of it."""
+        s, prepared = self.step, self._prepared(following)
+        if after is None:
+            self._product(name, kind, given, linear, s.x, epilogue="add", stats=s.stats, prepared=prepared)
+            return
+        self._product(name, kind, given, linear, s.y, stats=s.y_stats)
+        run = self._kernels.add_norm(
+            s.x, s.y, s.y_stats, after.weight, after.eps, s.stats, self._rows, prepared=prepared
+        )
+        reads, writes = ("x", "y", "y_stats"), ("x", *self._beside_x)
+        self._add(f"{name}.norm", "norm", run, reads, writes, {f"{name}.norm": after.weight})
+
+    def _head(self) -> None:
+        model, s = self._model, self.step
+        assert model.head is not None
+        assert model.norm is not None
+        (given, norm), cap = self._normed(model.norm), model.shape.logit_softcap
+        self._product("head", "head", given, model.head, s.logits, norm=norm, softcap=cap)
+
+    def _sample(self) -> None:
+        launches = self._kernels.sample(
+            self.step.logits,
+            self._table,
+            n_tokens=self._n_tokens,
+            workspace=self._sample_workspace,
+            **sampled(self._table),
+        )
+        scratch = tuple(name for name in self._buffers if name.startswith("sample.workspace"))
+        for name, run in launches:
+            self._add(f"sample.{name}", "sample", run, ("logits", *scratch), ("table", *scratch))
+
+    def _product(
+        self,
+        name: str,
+        kind: str,
+        given: Tensor,
+        linear: Linear,
+        out: Tensor,
+        *,
+        norm: InputNorm | None = None,
+        **more: Any,
+    ) -> None:
+        """One launch for each weight type in the stack: its rows of the output, one part after the other."""
+        reads = [self._name_of(given), *([] if norm is None else ["stats"])]
+        target = self._name_of(out)
+        writes = [target, *(self._name_of(t) for key, t in more.items() if key == "stats")]
+        if more.get("prepared") is not None:
+            writes.append("h")
+        if more.get("epilogue") in ("add", "multiply"):
+            reads.append(target)
+        run = self._kernels.matmul(
+            given, linear.weight, out, self._n_rows, norm=norm, bias=linear.bias, scale=linear.scale, **more
+        )
+        self._add(name, kind, run, tuple(reads), tuple(writes), {name: linear})
+
+    def _name_of(self, buffer: Tensor) -> str:
+        return next(name for name, tensor in self._buffers.items() if tensor is buffer)
+
+    # Norms: of partial sums, and where products are bfloat16 of an input that its writer has weighted already
+
+    def _next_norm(self, number: int) -> Norm:
+        """The norm that comes after this layer, or after the embedding (-1)."""
+        model = self._model
+        if number + 1 == len(model.layers):
+            assert model.norm is not None
+            return model.norm
+        layer = model.layers[number + 1]
+        assert isinstance(layer, Layer)
+        return layer.attention_norm
+
+    def _prepared(self, norm: Norm) -> Prepared | None:
+        return Prepared(self.step.h, norm.weight) if self._weights_ahead(norm) else None
+
+    def _normed(self, norm: Norm) -> tuple[Tensor, InputNorm]:
+        """What a product behind this norm takes in, and what is left of the norm for it to do."""
+        s = self.step
+        if self._weights_ahead(norm):
+            return s.h, InputNorm(s.stats, None, None, norm.eps)
+        return s.x, InputNorm(s.stats, norm.weight, norm.bias, norm.eps)
+
+    def _weights_ahead(self, norm: Norm) -> bool:
+        return self._fusions.ahead and norm.bias is None and self._model.dtype == torch.bfloat16
+
+    @property
+    def _beside_x(self) -> tuple[str, ...]:
+        return ("stats", "h") if self._model.dtype == torch.bfloat16 else ("stats",)
+
+
+def heads_of(model: Model, number: int) -> Heads:
+    """How a layer attends."""
+    shape, layer = model.shape, model.layers[number]
+    assert isinstance(layer, Layer)
+    rope = shape.ropes[number]
+    q_norm, k_norm = layer.attention.q_norm, layer.attention.k_norm
+    return Heads(
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        head_width=shape.head_width,
+        scale=shape.query_scale,
+        softcap=shape.attention_softcap,
+        window=shape.windows[number],
+        frequencies=None if rope is None else model.frequencies[rope],
+        amplitude=1.0 if rope is None else rope.amplitude,
+        pairing="halves" if rope is None else rope.pairing,
+        q_norm=None if q_norm is None else q_norm.weight,
+        k_norm=None if k_norm is None else k_norm.weight,
+        norm_eps=shape.norm_eps if q_norm is None else q_norm.eps,
+    )
+
+
+def paged_kv_of(memory: PagedMemory, number: int) -> PagedKV:
+    """Keys and values of a layer, as kernels take them."""
+    assert memory.kv is not None
+    keys, values = memory.kv.keys[number], memory.kv.values[number]
+    scales = (None if half.scales is None else half.scales[0] for half in (keys, values))
+    return PagedKV(keys.values[0], values.values[0], memory.page_tokens, *scales)
+
+
+def fused_plan(
+    model: Model,
+    memory: PagedMemory,
+    tables: Tables,
+    n_tokens: int,
+    kernels: StepKernels,
+    fusions: Fusions = ALL_FUSIONS,
+) -> Plan:
+    """The plan of a step over these tables; `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
+    return FusedPlan(model, memory, tables, n_tokens, kernels, fusions).plan()
+
+
+def _apart(linear: Linear, *, halved: bool) -> list[Linear]:
+    """A product for each part of a stack, with its share of bias and scale; with `halved`, of a dense one too."""
+    weight = linear.weight
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    if halved and len(parts) == 1 and isinstance(weight, Tensor):
+        parts = weight.chunk(2)
+    if len(parts) == 1:
+        return [linear]
+    made, at = [], 0
+    for part in parts:
+        mine = slice(at, at + shape_of(part)[0])
+        bias = None if linear.bias is None else linear.bias[mine]
+        scale = linear.scale[mine] if isinstance(linear.scale, Tensor) else linear.scale
+        made.append(Linear(linear.ops, part, bias, scale))
+        at = mine.stop
+    return made
+
+
+def flat(weight: Weight | tuple[Weight, ...]) -> Weight:
+    """Experts' matrices [experts, rows, cols] on top of each other; packed ones stand so already."""
+    if isinstance(weight, tuple):
+        raise InternalError("a GPU's kernels were given one matrix for each expert, as the CPU has them")
+    return weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
+
+
+def _tensors(part: Any) -> list[Tensor]:
+    """The tensors of a weight, a linear or a workspace."""
+    if isinstance(part, Tensor):
+        return [part]
+    if isinstance(part, Packed):
+        return list(part.planes)
+    if isinstance(part, Stack):
+        return [tensor for one in part.parts for tensor in _tensors(one)]
+    if isinstance(part, Linear):
+        return [tensor for one in (part.weight, part.bias, part.scale) for tensor in _tensors(one)]
+    if isinstance(part, Mapping):
+        return [tensor for one in part.values() for tensor in _tensors(one)]
+    if hasattr(part, "__dataclass_fields__"):
+        return [tensor for name in part.__dataclass_fields__ for tensor in _tensors(getattr(part, name))]
+    return []

@@ -1,0 +1,371 @@
+"""Prompts on a GPU: chunks through kernels whose rows do not know each other, one graph per bucket of rows.
+
+A chunk is padded to its bucket, 64 to 512 rows; every product has fixed tiles and no split, and attention walks the
+past in blocks from position 0, so the bits of a position depend on its tokens and on nothing else: not on where the
+prompt was cut, nor on the bucket. All memory is made here, once, for the largest bucket, and the others use its first
+rows: no launch allocates, so graphs keep no memory but their own. A chunk copies its ids and pages in and replays.
+
+A model whose matrices lie on the tape alone has them unpacked one by one, each right before its product, into memory
+that all of them share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.cuda.packed import Weight
+from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
+from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
+from ostinato.backends.tape.deal import TILE_ROWS
+from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
+from ostinato.backends.tape.taped import Taped
+from ostinato.backends.torch.ops.attend import Rows
+from ostinato.backends.torch.ops.chunk_attention import Chunk
+from ostinato.backends.torch.ops.matmul import n_stats
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.errors import InternalError
+from ostinato.loop.layout import MAX_TOP, Tables
+from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
+from ostinato.models.shape import ExpertShape
+
+BUCKETS: Final = (64, 128, 256, 512)
+
+
+class FusedPrefill:
+    """Prefill by kernels. `run` and `first` enqueue on the current stream and return at once."""
+
+    rows = BUCKETS[-1]
+    n_copies = 0
+
+    def __init__(
+        self,
+        model: Model,
+        memory: PagedMemory,
+        tables: Tables,
+        n_tokens: int,
+        kernels: StepKernels,
+        prompts: PromptKernels,
+        buckets: Sequence[int] = BUCKETS,
+    ) -> None:
+        self._model, self._memory, self._tables = model, memory, tables
+        self._kernels, self._prompts = kernels, prompts
+        self._buckets = tuple(buckets)
+        self.rows = most = self._buckets[-1]
+        shape, device = model.shape, model.device
+        max_pages = tables.layout.max_pages
+
+        def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return zeros(size, dtype, device)
+
+        # What a chunk brings: start, n, ids, positions and pages, in one copy. The staged side is ours and stays,
+        # because the copy runs on when the caller has gone (E-34).
+        size = 2 + 2 * most + max_pages
+        self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._brought = made(size, dtype=torch.int32)
+        self._start, self._n = self._brought[:1], self._brought[1:2]
+        self._tokens, self._positions = self._brought[2 : 2 + most], self._brought[2 + most : 2 + 2 * most]
+        self._pages = self._brought[2 + 2 * most :]
+
+        wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
+        n_qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width
+        self._x, self._y = made(most, shape.hidden), made(most, shape.hidden)
+        self._h = made(most, shape.hidden, dtype=wide)
+        self._qkv = made(most, n_qkv, dtype=wide)
+        self._q = made(most, shape.n_heads, shape.head_width, dtype=wide)
+        self._seen = made(most, shape.n_heads * shape.head_width, dtype=wide)
+        inner = 1 if shape.experts is not None and not shape.experts.dense_layers else shape.ff_width
+        self._inner = made(most, 2 * inner, dtype=wide)
+        self._act = made(most, inner, dtype=wide)
+        self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
+        self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
+        self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
+        self._last = made(tables.layout.n_slots, shape.hidden)
+        self._scratch = made(scratch_elements(model), dtype=model.dtype) if lies_on_tape(model) else None
+        self._launches = {rows: self._bound(rows) for rows in self._buckets}
+        self._graphs: dict[int, Any] = {}
+        self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
+        self._first = FirstToken(model, tables, n_tokens, kernels, prompts, self._scratch)
+
+    def capture(self, stream: Any) -> None:
+        """Warm and capture every bucket on this stream, and the first token: nothing is compiled or made later."""
+        for rows, launches in self._launches.items():
+            with torch.cuda.stream(stream):
+                self._brought.zero_()
+                _play(launches)
+                self._first.play()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                    _play(launches)
+                self._graphs[rows] = graph
+            except RuntimeError as error:
+                self.failures = {**self.failures, rows: str(error)}
+
+    @property
+    def routes(self) -> Tensor | None:
+        """Which experts the rows of the last chunk went to, int32 [n_layers, rows, n_used]; None without experts."""
+        return None if self._routed is None else self._routed.chosen
+
+    def rows_for(self, n_prompt: int) -> int:
+        return self.rows  # of a chunk; its bits are the same in any bucket
+
+    def run(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int], rows: int) -> None:
+        n, most = len(tokens), self.rows
+        bucket = next((size for size in self._buckets if size >= n), None)
+        if bucket is None:
+            raise InternalError(f"a chunk of {n} tokens; at most {most} go at once")
+        staged = self._staged
+        staged[0], staged[1] = start, n
+        staged[2 : 2 + n] = torch.tensor(tokens, dtype=torch.int32)
+        # Padding stands at the last position: any that exists will do, nobody looks at its rows.
+        staged[2 + most : 2 + 2 * most] = torch.arange(start, start + most).clamp(max=start + n - 1)
+        staged[2 + 2 * most : 2 + 2 * most + len(pages)] = torch.tensor(pages, dtype=torch.int32)
+        self._brought.copy_(staged, non_blocking=True)
+        self.n_copies += 1
+        graph = self._graphs.get(bucket)
+        if graph is not None:
+            graph.replay()
+        else:
+            _play(self._launches[bucket])
+        self._last[slot].copy_(self._x[n - 1])
+
+    def first(self, slot: int) -> None:
+        self._first.choose(slot, self._last[slot : slot + 1])
+
+    # The launches of a bucket
+
+    def _bound(self, rows: int) -> list[Launch]:
+        launches: list[Launch] = [self._embedding(rows)]
+        for number, layer in enumerate(self._model.layers):
+            assert isinstance(layer, Layer)
+            launches += self._layer(number, layer, rows)
+        return launches
+
+    def _embedding(self, rows: int) -> Launch:
+        model, n_rows = self._model, self._count(rows)
+        placed = Rows(n_rows, self._row_slot[:rows], self._positions[:rows], self._pages.view(1, -1))
+        return self._kernels.embed(
+            model.embedding,
+            self._x[:rows],
+            self._stats[:rows],
+            placed,
+            self._tokens[:rows],
+            scale=model.shape.embedding_scale,
+            positions=model.position_embedding,
+        )
+
+    def _count(self, rows: int) -> Tensor:
+        return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
+
+    def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
+        prompts, attention = self._prompts, layer.attention
+        heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
+        chunk = Chunk(self._start, self._n, self._pages)
+        qkv, q, seen = self._qkv[:rows], self._q[:rows], self._seen[:rows]
+        return [
+            self._norm(layer.attention_norm, rows),
+            self._product(self._h[:rows], attention.qkv, qkv),
+            prompts.append(qkv, q, kv, chunk, heads),
+            prompts.attend(q, seen, kv, chunk, heads),
+            *self._into_residual(seen, attention.out, layer.after_attention, rows),
+            *self._mlp(number, layer, rows),
+        ]
+
+    def _mlp(self, number: int, layer: Layer, rows: int) -> list[Launch]:
+        mlp, h = layer.mlp, self._h[:rows]
+        inner, act = self._inner[:rows], self._act[:rows]
+        norm = self._norm(layer.mlp_norm, rows)
+        match mlp:
+            case GatedMLP():
+                return [
+                    norm,
+                    self._product(h, mlp.gate_up, inner),
+                    self._prompts.gated(inner, act, mlp.activation),
+                    *self._into_residual(act, mlp.down, layer.after_mlp, rows),
+                ]
+            case PlainMLP():
+                half = self._inner.view(-1)[: inner.numel() // 2].view(rows, -1)
+                return [
+                    norm,
+                    self._product(h, mlp.up, half),
+                    self._prompts.activate(half, act, mlp.activation),
+                    *self._into_residual(act, mlp.down, layer.after_mlp, rows),
+                ]
+            case Experts():
+                return [norm, *self._experts(number, mlp, rows)]
+        raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
+
+    def _experts(self, number: int, mlp: Experts, rows: int) -> list[Launch]:
+        """Each row through its own experts, by the step's kernels: a row is a row, of a step or of a prompt."""
+        kernels, h, y, routed = self._kernels, self._h[:rows], self._y[:rows], self._routed
+        assert routed is not None
+        n_rows, scores = self._count(rows), routed.scores[:rows]
+        chosen, shares, act = routed.chosen[number, :rows], routed.shares[:rows], routed.act[:rows]
+        choice = {"n_used": mlp.experts.n_used, "renormalise": mlp.experts.renormalise}
+        gate_up, down = flat(mlp.gate_up), flat(mlp.down)
+        return [
+            self._product(h, mlp.router, scores),
+            kernels.route(scores, chosen, shares, n_rows, **choice),
+            kernels.experts_gate_up(h, gate_up, act, chosen, n_rows, activation=mlp.activation),
+            kernels.experts_down(act, down, y, chosen, shares, n_rows, epilogue="store"),
+            lambda: self._x[:rows].add_(y),
+        ]
+
+    def _norm(self, norm: Norm, rows: int) -> Launch:
+        return self._prompts.norm(self._x[:rows], self._h[:rows], norm.weight, norm.bias, norm.eps)
+
+    def _into_residual(self, given: Tensor, linear: Linear, after: Norm | None, rows: int) -> list[Launch]:
+        x, y = self._x[:rows], self._y[:rows]
+        launches = [self._product(given, linear, y)]
+        if after is not None:
+            launches.append(self._prompts.norm(y, y, after.weight, after.bias, after.eps))
+        return [*launches, lambda: x.add_(y)]
+
+    def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
+        weight: Weight = linear.weight
+        if not isinstance(weight, Taped):
+            return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
+        assert self._scratch is not None
+        plain = self._scratch[: prod(weight.shape)].view(weight.shape)
+        product = self._prompts.gemm(given, plain, out, bias=linear.bias, scale=linear.scale)
+        return partial(_play, (self._prompts.unpack(weight, plain), product))
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    """What routed experts need between their launches."""
+
+    scores: Tensor
+    chosen: Tensor  # [n_layers, rows, n_used]: of every layer, to be seen after a chunk
+    shares: Tensor
+    act: Tensor
+
+    @staticmethod
+    def of(experts: ExpertShape | None, n_layers: int, rows: int, device: torch.device) -> _Routed | None:
+        if experts is None:
+            return None
+        used = experts.n_used
+        return _Routed(
+            scores=zeros((rows, experts.n_experts), torch.float32, device),
+            chosen=zeros((n_layers, rows, used), torch.int32, device),
+            shares=zeros((rows, used), torch.float32, device),
+            act=zeros((rows, used, experts.ff_width), torch.float32, device),
+        )
+
+
+class FirstToken:
+    """From the last row of a prompt to its first token, in the table, by the step's own head and sampler.
+
+    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left. A
+    head on the tape comes by slices of its rows through `scratch`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        tables: Tables,
+        n_tokens: int,
+        kernels: StepKernels,
+        prompts: PromptKernels | None = None,
+        scratch: Tensor | None = None,
+    ) -> None:
+        shape, device = model.shape, model.device
+        self._table = tables.table
+        self._row = zeros((1, shape.hidden), model.dtype if prompts is None else torch.float32, device)
+        logits = zeros((1, shape.vocab), torch.float32, device)
+        self._slot = zeros((1,), torch.int32, device)
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        self._made = {
+            "token": zeros((1,), torch.int32, device),
+            "logprob": zeros((1,), torch.float32, device),
+            "top_ids": zeros((1, MAX_TOP), torch.int32, device),
+            "top_logprobs": zeros((1, MAX_TOP), torch.float32, device),
+        }
+        workspace = kernels.sample_workspace(1, shape.vocab, device)
+        # The seat is not in the table before the loop admits it: what it says is read where it was staged.
+        sampling = kernels.sample(
+            logits,
+            tables.seats,
+            n_rows=one,
+            row_slot=self._slot,
+            n_tokens=n_tokens,
+            position=tables.seats["position"],
+            offset=0,
+            chosen=self._made["token"],
+            chosen_logprob=self._made["logprob"],
+            top_ids=self._made["top_ids"],
+            top_logprobs=self._made["top_logprobs"],
+            workspace=workspace,
+            first=True,
+        )
+        if prompts is None:
+            head: list[Callable[[], Any]] = [lambda: logits.copy_(model.logits(self._row))]
+        else:
+            head = self._fused_head(model, logits, one, kernels, prompts, scratch)
+        self._launches: list[Callable[[], Any]] = [*head, *(launch for _, launch in sampling)]
+
+    def _fused_head(
+        self,
+        model: Model,
+        logits: Tensor,
+        one: Tensor,
+        kernels: StepKernels,
+        prompts: PromptKernels,
+        scratch: Tensor | None,
+    ) -> list[Callable[[], Any]]:
+        norm, head = model.norm, model.head
+        assert norm is not None
+        assert head is not None
+        normed = torch.zeros_like(self._row)
+        scale, cap = head.scale, model.shape.logit_softcap
+        norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
+        if not isinstance(head.weight, Taped):
+            product = kernels.matmul(normed, head.weight, logits, one, bias=head.bias, scale=scale, softcap=cap)
+            return [norming, product]
+        assert scratch is not None
+        assert (head.bias, scale, cap) == (None, None, None), "the tape knows none of them"
+        launches = [norming]
+        for own in slices_of(*head.weight.shape, len(scratch)):
+            plain = scratch[: (own.stop - own.start) * normed.shape[1]].view(-1, normed.shape[1])
+            launches.append(prompts.unpack(head.weight, plain, own.start))
+            launches.append(kernels.matmul(normed, plain, logits[:, own], one))
+        return launches
+
+    def play(self) -> None:
+        """Run the launches as they are: what warms them."""
+        _play(self._launches)
+
+    def choose(self, slot: int, row: Tensor) -> None:
+        """Choose for this slot from the hidden row [1, hidden]."""
+        self._row.copy_(row)
+        self._slot.fill_(slot)
+        self.play()
+        for name, made in self._made.items():
+            self._table[f"first_{name}"][slot : slot + 1].copy_(made)
+
+
+def slices_of(rows: int, columns: int, most: int) -> list[slice]:
+    """Rows of a matrix in slices of about one size, each of whole tiles and of at most so many numbers: a small one
+    would be cut otherwise by its product (`triton/tiles.py`), and its sums have other bits.
+
+    >>> slices_of(1000, 8, 4000)
+    [slice(0, 336, None), slice(336, 672, None), slice(672, 1000, None)]
+    """
+    at_most = most // columns // TILE_ROWS * TILE_ROWS
+    each = -(-rows // -(-rows // at_most))
+    each += -each % TILE_ROWS
+    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+def _play(launches: Sequence[Callable[[], Any]]) -> None:
+    for launch in launches:
+        launch()

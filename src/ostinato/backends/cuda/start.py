@@ -1,0 +1,258 @@
+"""What the CUDA starts share: streams, the border's kernel, warm-up, and work beside the loop.
+
+One stream for everything in a step, one of lower priority for prompts; every edge between them is an event. The
+border is compiled for the tables at hand and loaded once. Only the engine's thread, and the pacer of a host-paced
+start, call in here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+import torch
+
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.pool import Pool, pool_of
+from ostinato.backends.torch.start import CpuDevice
+from ostinato.build import cubin
+from ostinato.errors import EngineDead, HardwareCannot
+from ostinato.loop.border import native_headers
+from ostinato.loop.guard import Guard
+from ostinato.loop.layout import Layout, Tables, Word
+from ostinato.loop.plan import Plan
+from ostinato.loop.start import STEP_DEADLINE_S, Launched, next_executable
+
+BORDER_THREADS: Final = 128
+LOOP_PRIORITY, SIDE_PRIORITY = -1, 0  # a lower number goes first
+LEAST_NAP_S: Final = 20e-6
+
+
+def source(name: str) -> str:
+    """A CUDA source of this backend, by its file name."""
+    return Path(__file__).with_name(name).read_text("utf-8")
+
+
+@dataclass(slots=True)
+class EventWork:
+    """A job beside the loop: over when the device has passed this event. Mutable: once passed, the event is lent to
+    the next one (E-4)."""
+
+    event: Any
+    pool: Pool
+
+    def done(self) -> bool:
+        try:
+            return self._is_over()
+        except RuntimeError:  # the device is gone: `result` tells of what
+            return True
+
+    def result(self, timeout: float | None = None) -> None:
+        end = None if timeout is None else time.monotonic() + timeout
+        while not self._is_over():
+            if end is not None and time.monotonic() > end:
+                raise TimeoutError("the job beside the loop has not ended")
+            time.sleep(LEAST_NAP_S)
+
+    def _is_over(self) -> bool:
+        if self.event is not None and self.event.query():
+            self.pool.take_back_event(self.event)
+            self.event = None
+        return self.event is None
+
+
+_BORDERS: Final[dict[tuple[str, str], tuple[Any, Any]]] = {}
+
+
+def border_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
+    """The border alone, and the one that also sets a WHILE graph's condition; loaded once for the process (E-8)."""
+    from cuda.core import Device, ObjectCode
+
+    Device(plan.device.index or 0).set_current()
+    headers = native_headers(layout, page_tokens=plan.page_tokens)
+    key = (str(plan.device), headers["layout.h"])
+    if key not in _BORDERS:
+        binary = cubin(source("border.cu"), "border.cu", headers=headers, arch=Chip.of(plan.device).arch)
+        module = ObjectCode.from_cubin(binary)
+        _BORDERS[key] = module.get_kernel("border"), module.get_kernel("border_loop")
+    return _BORDERS[key]
+
+
+class CudaStart(Launched):
+    """The base of the CUDA starts."""
+
+    name = "eager"
+    device_paced = False
+    n_nodes: int | None = None  # of the captured step, where there is one
+    comparison: Literal["bits", "tolerance"] = "bits"
+    helper: None = None  # a GPU works alone
+
+    def __init__(self, plan: Plan, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None) -> None:
+        self._plan, self._tables, self._guard, self._bell = plan, tables, guard, bell
+        self._words = tables.rings.host("words")
+        self.executable = 0
+        self.n_launches = 0
+        self.n_instantiations = 0
+        self._pool = pool_of(plan.device)
+        self.stream = self._pool.stream(LOOP_PRIORITY)
+        self.side = self._pool.stream(SIDE_PRIORITY)
+        self._passed = self._pool.event()  # of the last step, or the last loop
+        self._lent = True
+        self._pacer: CpuDevice | None = None
+
+    # The border
+
+    @property
+    def _border_arguments(self) -> tuple[Any, ...]:
+        arenas = (self._tables.table, self._tables.seats, self._tables.rings)
+        addresses = tuple(arena.memory.data_ptr() for arena in arenas)
+        return (*addresses, np.uint64(self._plan.hash), np.uint64(self.executable))
+
+    def _run_border(self) -> None:
+        """Launch the border on the loop's stream."""
+        from cuda.core import LaunchConfig, Stream, launch
+
+        stream = Stream.from_handle(self.stream.cuda_stream)
+        launch(stream, LaunchConfig(grid=1, block=BORDER_THREADS), self._border, *self._border_arguments)
+
+    # Building
+
+    def build(self) -> None:
+        self._guard.allow("I-1", "building the step again")
+        self.executable = next_executable()
+        self._border, self._border_in_loop = border_kernels(self._tables.layout, self._plan)
+        self._warm()
+        self._make()
+
+    def _warm(self) -> None:
+        """Run every node once with nobody in the step: compiled and loaded, and nothing changed (E-9)."""
+        self._tables.table["n_rows"].zero_()
+        torch.cuda.synchronize(self._plan.device)
+        with torch.cuda.stream(self.stream):
+            for node in self._plan.nodes:
+                node.run()
+        self.stream.synchronize()
+
+    def _make(self) -> None:
+        """What a start builds beyond the border: nothing here."""
+
+    def _check_captured(self, n_nodes: int) -> None:
+        """HardwareCannot where a captured step has other launches than the plan and its border (E-61).
+
+        One that is missing would leave what it should have written as it was, and nobody would see it.
+        """
+        self.n_nodes = n_nodes
+        planned = self._plan.n_launches
+        if planned is not None and n_nodes != planned + 1:
+            raise HardwareCannot(
+                f"the captured step has {n_nodes} nodes, and the plan has {planned} launches and a border; "
+                "use --mode eager"
+            )
+
+    # Running: host-paced, on a thread of its own
+
+    def launch(self) -> None:
+        if self._pacer is None:
+            self._pacer = CpuDevice()
+        self._launched = self._pacer.submit(self._pace)
+
+    def step(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self._enqueue_step()
+        self._await_device()
+
+    def _pace(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self._run_border()
+            self._await_device()
+            while self._words[Word.GO, 0]:
+                self._enqueue_step()
+                self._await_device()
+
+    def _enqueue_step(self) -> None:
+        """One step onto the stream."""
+        self.n_launches += len(self._plan.nodes) + 1
+        for node in self._plan.nodes:
+            node.run()
+        self._run_border()
+
+    def _await_device(self) -> None:
+        """Wait for the border by its event: nobody is blocked in the driver (E-6)."""
+        event = self._passed
+        event.record(self.stream)
+        end = time.monotonic() + STEP_DEADLINE_S
+        while not event.query():
+            if time.monotonic() > end:
+                raise EngineDead(f"a step has not ended within {STEP_DEADLINE_S:.0f} s; the process must be restarted")
+            time.sleep(0)
+        self._bell()
+
+    # Beside
+
+    def beside(self, job: Callable[[], None]) -> EventWork:
+        return self._on(self.side, job)
+
+    def _on(self, stream: torch.cuda.Stream, job: Callable[[], None]) -> EventWork:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            job()
+            event = self._pool.event()
+            event.record(stream)
+        return EventWork(event, self._pool)
+
+    def health(self) -> None:
+        """EngineDead where the device no longer answers (E-2). Asked on this start's own streams: another engine of the
+        process may be in the middle of its loop."""
+        try:
+            self.stream.synchronize()
+            with torch.cuda.stream(self.side):
+                total = int(torch.ones(1, device=self._plan.device).sum())
+            if total != 1:
+                raise EngineDead("the GPU no longer adds; the process must be restarted")
+        except RuntimeError as error:
+            raise EngineDead(f"the GPU no longer answers: {error}; the process must be restarted") from error
+
+    def close(self) -> None:
+        self._guard.allow("I-3", "destroying the executable")
+        if self._pacer is not None:
+            self._pacer.close()
+        if self._lent:
+            self._lent = False
+            self._pool.take_back(self.stream, LOOP_PRIORITY)
+            self._pool.take_back(self.side, SIDE_PRIORITY)
+            self._pool.take_back_event(self._passed)
+
+
+class CudaEager(CudaStart):
+    """`eager`: the host launches every node of every step."""
+
+
+class DevicePaced(CudaStart):
+    """What is launched once and goes from step to step by itself: over when the device has passed its event."""
+
+    device_paced = True
+
+    @property
+    def running(self) -> bool:
+        try:
+            return not self._passed.query()
+        except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
+            return False
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self.running:
+            if time.monotonic() > end:
+                return False
+            time.sleep(LEAST_NAP_S)
+        return True
+
+    def failure(self) -> BaseException | None:
+        try:
+            self._passed.query()
+        except RuntimeError as error:
+            return error
+        return None

@@ -1,0 +1,210 @@
+"""The step of any causal model as torch runs it over all rows at once: what a GPU decodes recurrent families with.
+
+The model's own blocks, always with as many rows as there are slots: no shape and no address depends on who lives, and
+nothing asks the device, so that the step can be captured as a graph, and a row's bits do not depend on who else lives.
+A row that serves nobody is computed like any other and changes nothing: it takes in token 0, begins with states of
+zeros, leaves its own in a row that nobody reads, and its keys and values nowhere. Attention and sampling are
+`backends/cuda/step.py`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.cuda.plan import paged_kv_of
+from ostinato.backends.cuda.step import Launch, StepKernels
+from ostinato.backends.torch.ops.attend import Heads, Rows
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.backends.torch.weight import rows_of
+from ostinato.errors import InternalError
+from ostinato.loop.layout import Tables, sampled
+from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.models.blocks import Angles, AnyLayer, Model
+
+# Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
+# that they all leave theirs in, in any order. If they began with what they left, no two runs would agree on them.
+SPARE_STATES: Final = 2
+WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
+
+
+def why_not_static(model: Model) -> str | None:
+    """Why a model cannot run as this step; None where it can."""
+    shape = model.shape
+    if not shape.causal or model.head is None:
+        return f"{shape.family} is an encoder"
+    if shape.experts is not None:
+        return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
+    if shape.attention and shape.head_width % 16:
+        return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class StepAttention:
+    """Attention over pages by a kernel; q and k come normed and turned."""
+
+    heads: Mapping[int, Heads]
+    launches: Mapping[int, Launch]
+    qkv: Tensor  # float32 [n_slots, (heads + 2 kv_heads) * width]
+    seen: Tensor  # float32 [n_slots, heads * width]
+    workspace: object
+
+    @staticmethod
+    def of(model: Model, memory: PagedMemory, rows: Rows, kernels: StepKernels) -> StepAttention:
+        s, device = model.shape, model.device
+        heads = {
+            layer: Heads(s.n_heads, s.n_kv_heads, s.head_width, s.query_scale, s.attention_softcap, s.windows[layer])
+            for layer in range(s.n_layers)
+        }
+        qkv = zeros((rows.n_slots, heads[0].n_columns), torch.float32, device)
+        seen = zeros((rows.n_slots, s.n_heads * s.head_width), torch.float32, device)
+        workspace = kernels.attend_workspace(rows.n_slots, heads[0], device)
+        launches = {
+            layer: kernels.attend(qkv, seen, paged_kv_of(memory, layer), rows, how, workspace)
+            for layer, how in heads.items()
+        }
+        return StepAttention(heads, launches, qkv, seen, workspace)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What every layer's launch uses and none keeps."""
+        return {"qkv": self.qkv, "seen": self.seen, **_named("attend.workspace", self.workspace)}
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.qkv.copy_(torch.cat((q, k, v), 1).flatten(1))
+        self.launches[layer]()
+        return self.seen.view(q.shape).to(q.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What all rows of a step see, each its own sequence: a `Memory` whose tensors stay where they are."""
+
+    n_seqs: int
+    from_row: Tensor  # int64 [n_slots]: where each row's states are
+    to_row: Tensor  # and where they go: the same of whoever lives
+    kept: Mapping[int, tuple[Tensor, ...]]  # by layer, each [n_slots + SPARE_STATES, 1, ...]
+    attention: StepAttention | None
+    n_planes: int = 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        assert self.attention is not None
+        heads = self.attention.heads[layer]
+        assert (scale, softcap) == (heads.scale, heads.softcap), "the kernel was bound to others"
+        return self.attention(layer, q, k, v)
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        return tuple(state[:, 0].index_select(0, self.from_row) for state in self.kept[layer])
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        # Only what lives is written, and the last row: a prompt may be on its way into any other slot.
+        for kept, new in zip(self.kept[layer], states, strict=True):
+            kept[:, 0].index_copy_(0, self.to_row, new[:, 0])
+
+
+class StaticStep:
+    """The nodes' code and the buffers between them, by row."""
+
+    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, kernels: StepKernels) -> None:
+        self._model, self._table = model, tables.table
+        shape, device = model.shape, model.device
+        self._n_slots = n_slots = tables.layout.n_slots
+        wide = torch.float32 if shape.wide_residual else model.dtype
+        self.x = zeros((n_slots, shape.hidden), wide, device)
+        self.logits = zeros((n_slots, shape.vocab), torch.float32, device)
+        self.from_row, self.to_row = (zeros((n_slots,), torch.int64, device) for _ in range(2))
+        self.turns = {
+            rope: (zeros((n_slots, len(f)), torch.float32, device), zeros((n_slots, len(f)), torch.float32, device))
+            for rope, f in model.frequencies.items()
+        }
+        self._row = torch.arange(n_slots, dtype=torch.int32, device=device)
+        # On the device before any capture: a number that torch must carry there would end one.
+        scale = shape.embedding_scale
+        self._scale = None if scale is None else torch.tensor(scale, dtype=model.dtype, device=device)
+        table = tables.table
+        rows = Rows(table["n_rows"], table["row_slot"], table["position"], table["pages"])
+        attention = None if memory.kv is None else StepAttention.of(model, memory, rows, kernels)
+        self.memory = StepMemory(n_slots, self.from_row, self.to_row, _states_of(memory, n_slots), attention)
+
+    @torch.inference_mode()
+    def embed(self) -> None:
+        table, model = self._table, self._model
+        dead = self._row >= table["n_rows"]
+        slot = table["row_slot"].long().masked_fill(dead, 0)
+        self.from_row.copy_(slot.masked_fill(dead, self._n_slots))
+        self.to_row.copy_(slot.masked_fill(dead, self._n_slots + 1))
+        token = table["token"].index_select(0, slot).long().masked_fill(dead, 0)
+        position = table["position"].index_select(0, slot).long().masked_fill(dead, 0)
+        x = rows_of(model.embedding, token, model.dtype)
+        self.x.copy_(model.enter(x if self._scale is None else x * self._scale, position))
+        for rope, found in model.angles(position).turns.items():
+            for kept, new in zip(self.turns[rope], found, strict=True):
+                kept.copy_(new)
+
+    @torch.inference_mode()
+    def layer(self, layer: AnyLayer) -> None:
+        self.x.copy_(layer(self.x, Angles(self.turns), self.memory))
+
+    @torch.inference_mode()
+    def head(self) -> None:
+        self.logits.copy_(self._model.logits(self._model.leave(self.x)))
+
+
+def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> Plan:
+    """The plan of a step over these tables; `n_tokens`: what the tokenizer knows, ids beyond it are never chosen.
+
+    `memory` keeps SPARE_STATES more rows of states than there are slots.
+    """
+    step = StaticStep(model, memory, tables, kernels)
+    workspace = kernels.sample_workspace(tables.layout.n_slots, model.shape.vocab, model.device)
+    arenas = {"table": tables.table.memory, "seats": tables.seats.memory, "rings": tables.rings.memory}
+    rows = {"from_row": step.from_row, "to_row": step.to_row, **_named("turns", [*step.turns.values()])}
+    attending = {} if step.memory.attention is None else step.memory.attention.buffers
+    sampling = _named("sample.workspace", workspace)
+    kept = dict(memory_tensors(memory))
+    buffers = {**arenas, "x": step.x, "logits": step.logits, **rows, **attending, **sampling, **kept}
+    weights = without_repeats([Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")])
+
+    nodes = [Node("embed", "embed", step.embed, ("table",), ("x", *rows))]
+    for number, layer in enumerate(model.layers):
+        own = [name for name in kept if name.startswith(f"memory.{number}.")]
+        changed = ("x", *attending, *own)
+        reads = ("table", *rows, *changed)
+        nodes.append(Node(f"layer.{number}", "layer", partial(step.layer, layer), reads, changed, _bytes(layer)))
+    nodes.append(Node("head", "head", step.head, ("x",), ("logits",), _bytes(model.head)))
+    told = {"n_tokens": n_tokens, "workspace": workspace, **sampled(tables.table)}
+    for name, run in kernels.sample(step.logits, tables.table, **told):
+        nodes.append(Node(f"sample.{name}", "sample", run, ("logits", "table", *sampling), ("table", *sampling)))
+    held = [Buffer.of(name, tensor) for name, tensor in buffers.items()]
+    constants = f"{model.shape}, {n_tokens} tokens, static"
+    return Plan(model.device, (*held, *weights), tuple(nodes), memory.page_tokens, constants)
+
+
+def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:
+    """The states of every layer, which have room for rows that serve nobody."""
+    if memory.states is None:
+        return {}
+    for states in memory.states.layers.values():
+        for state in states:
+            if len(state) != n_slots + SPARE_STATES:
+                raise InternalError(
+                    f"states of {len(state)} rows; a static step of {n_slots} slots needs {SPARE_STATES} more"
+                )
+    return memory.states.layers
+
+
+def _named(name: str, part: object) -> dict[str, Tensor]:
+    """Every tensor inside, by its path."""
+    return dict(tensors_of(part, name))
+
+
+def _bytes(part: object) -> int:
+    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(part, ""))

@@ -1,0 +1,60 @@
+"""What bends a prompt's rows between two matrices: out = act(x), or act(gate) * up; twins in `torch/ops`.
+
+    bind_activate(x, out, activation) -> Launch        x, out [rows, width]
+    bind_gated(gate_up, out, activation) -> Launch     gate_up [rows, 2 * width], out [rows, width]
+
+float32 or bfloat16 in and out, computed in float32, `out` written. In a step the product before does this on its way
+out (`matmul.py`). Bound by reading its input.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.backends.cuda.launch import Launch, checked
+from ostinato.backends.cuda.triton.matmul import ACTIVATIONS, activate
+from ostinato.backends.cuda.triton.unpack import narrowed
+from ostinato.backends.torch.ops.activation import Activation
+
+BLOCK: Final = 1024  # columns of a program
+
+
+def bind_activate(x: Tensor, out: Tensor, activation: Activation) -> Launch:
+    """The activation as one call without arguments; what it computes is `activate_rows_torch`."""
+    return _bound(x, out, activation, gated=False)
+
+
+def bind_gated(gate_up: Tensor, out: Tensor, activation: Activation) -> Launch:
+    """The gated activation as one call without arguments; what it computes is `gated_rows_torch`."""
+    return _bound(gate_up, out, activation, gated=True)
+
+
+def _bound(x: Tensor, out: Tensor, activation: Activation, *, gated: bool) -> Launch:
+    (rows, width), either = out.shape, (torch.float32, torch.bfloat16)
+    checked("out", out, dtype=either, shape=(rows, width), device=x.device)
+    checked("x", x, dtype=either, shape=(rows, 2 * width if gated else width), device=x.device)
+    constants = {"WIDTH": width, "GATED": gated, "ACTIVATION": ACTIVATIONS[activation], "BLOCK": BLOCK, "num_warps": 4}
+    return Launch(activation_kernel, (rows, triton.cdiv(width, BLOCK)), (x, out), constants)
+
+
+@triton.jit
+def activation_kernel(
+    x, out, WIDTH: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = at < WIDTH
+    first = x + row * (2 * WIDTH if GATED else WIDTH) + at
+    value = activate(tl.load(first, mask=there, other=0.0).to(tl.float32), ACTIVATION)
+    if GATED:
+        value *= tl.load(first + WIDTH, mask=there, other=0.0).to(tl.float32)
+    to = out + row * WIDTH + at
+    if out.dtype.element_ty == tl.bfloat16:
+        tl.store(to, narrowed(value), mask=there)
+    else:
+        tl.store(to, value, mask=there)

@@ -1,0 +1,90 @@
+"""The norm after a block, and the sum it goes into: x += y / rms(y) * weight.
+
+    launch = bind_add_norm(x, y, y_stats, weight, eps, stats, rows, prepared=None)
+
+x, y float32 [n_slots, hidden], y_stats and stats float32 [n_slots, n_stats, 2], weight [hidden]. x, stats and
+`prepared.out` are written in place for live rows. Sums are float32: the partial ones of y in one fixed tree, those of x
+over 16 columns each. A few kilobytes a row: bound by latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.triton.attend import FLOATS
+from ostinato.backends.cuda.triton.embed import check_written, write_x
+from ostinato.backends.torch.ops.attend import Rows
+from ostinato.backends.torch.ops.matmul import Prepared, n_stats
+
+_BLOCKS = 32  # of 16 columns, that one program writes
+
+
+def bind_add_norm(
+    x: Tensor,
+    y: Tensor,
+    y_stats: Tensor,
+    weight: Tensor,
+    eps: float,
+    stats: Tensor,
+    rows: Rows,
+    *,
+    prepared: Prepared | None = None,
+) -> Callable[[], None]:
+    """Check everything once and return the launch."""
+    device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
+    check_written(x, stats, rows, prepared)
+    checked("y", y, dtype=torch.float32, shape=(n_slots, hidden), device=device)
+    checked("y_stats", y_stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device)
+    checked("weight", weight, dtype=FLOATS, shape=(hidden,), device=device)
+    ready, next_weight = (x, weight) if prepared is None else (prepared.out, prepared.weight)
+    tensors = (x, y, y_stats, weight, stats, ready, next_weight, rows.n_rows)
+    grid = (n_slots, triton.cdiv(n_stats(hidden), _BLOCKS))
+    constants = {
+        "HIDDEN": hidden,
+        "BLOCKS": _BLOCKS,
+        "STATS": triton.next_power_of_2(n_stats(hidden)),
+        "PREPARED": prepared is not None,
+    }
+
+    def launch() -> None:
+        add_norm_kernel[grid](*tensors, eps, **constants, num_warps=4)
+
+    return launch
+
+
+@triton.jit
+def add_norm_kernel(
+    x,
+    y,
+    y_stats,
+    weight,
+    stats,
+    prepared,
+    next_weight,
+    n_rows,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    STATS: tl.constexpr,
+    PREPARED: tl.constexpr,
+):
+    N_STATS: tl.constexpr = (HIDDEN + 15) // 16
+    row = tl.program_id(0)
+    if row < tl.load(n_rows):
+        part = tl.arange(0, STATS)
+        squares = tl.load(y_stats + (row * N_STATS + part) * 2 + 1, mask=part < N_STATS, other=0.0)
+        root = tl.rsqrt(tl.sum(squares) / HIDDEN + eps)
+        block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+        column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
+        there = column < HIDDEN
+        at = row * HIDDEN + column
+        normed = tl.load(y + at, mask=there, other=0.0) * root
+        normed = normed * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
+        value = tl.load(x + at, mask=there, other=0.0) + normed
+        write_x(value, row, block, column, there, x, stats, prepared, next_weight, HIDDEN, PREPARED)

@@ -1,0 +1,243 @@
+"""A prompt's attention, chunk by chunk: append k and v, then softmax(scale * q k^T) v of each row over all before it.
+
+    append = bind_append_chunk(qkv, q, kv, chunk, heads)           # QK norm, rotary, append: qkv to q and the store
+    attend = bind_chunk_attention(q, seen, kv, chunk, heads)       # q over the store
+
+Shapes are the twin's (`torch/ops/`): qkv [M, (heads + 2 kv_heads) * width], q [M, heads, width] and
+seen [M, heads * width] in float32, bfloat16 or float16. Grids follow from M alone; `start` and `n` are read on the
+device, and rows from n on are neither read nor written. Products are in the type of the store, bfloat16 for int8; sums
+are float32. Bound by the products where the past is long.
+
+Key blocks of 64 begin at position 0 whatever the chunk, and a block that a row may not see changes no bit of it: its
+weights are exact zeros and its scale is one. So a row's bits depend on its position and contents, not on where the
+prompt was cut, on M or on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.triton.attend import (
+    FLOATS,
+    cells_at,
+    check_heads,
+    check_kv,
+    head_constants,
+    load_cells,
+    narrowed,
+    page_at,
+    product,
+    scored,
+    stages_for,
+    store_cells,
+    turned,
+    turns,
+)
+from ostinato.backends.torch.ops.attend import Heads, PagedKV
+from ostinato.backends.torch.ops.chunk_attention import Chunk
+
+_ROWS: Final = 64  # query rows of a tile
+_BLOCK: Final = 64  # key positions of a step
+_APPENDED: Final = 16  # rows that a program appends
+
+
+def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
+    """Check everything once and return the launch that norms, turns and appends."""
+    m, device = qkv.shape[0], qkv.device
+    checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device)
+    checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
+    _check_chunk(chunk, device)
+    check_kv(kv, heads, device)
+    check_heads(heads, device)
+    optional = (kv.key_scales, kv.value_scales, heads.q_norm, heads.k_norm, heads.frequencies)
+    tensors = (
+        qkv,
+        q,
+        kv.keys,
+        kv.values,
+        chunk.start,
+        chunk.n,
+        chunk.pages,
+        *(qkv if t is None else t for t in optional),
+    )
+    constants = head_constants(heads) | {
+        "PAGE": kv.page_tokens,
+        "ROWS": _APPENDED,
+        "Q8": kv.keys.dtype == torch.int8,
+    }
+    grid = (triton.cdiv(m, _APPENDED), heads.n_heads + 2 * heads.n_kv_heads)
+
+    def launch() -> None:
+        append_chunk_kernel[grid](*tensors, heads.norm_eps, heads.amplitude, **constants, num_warps=4)
+
+    return launch
+
+
+def bind_chunk_attention(q: Tensor, seen: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
+    """Check everything once and return the launch that attends."""
+    m, device = q.shape[0], q.device
+    checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
+    checked("seen", seen, dtype=q.dtype, shape=(m, heads.n_heads * heads.head_width), device=device)
+    _check_chunk(chunk, device)
+    check_kv(kv, heads, device)
+    scales = (q if t is None else t for t in (kv.key_scales, kv.value_scales))
+    tensors = (q, seen, kv.keys, kv.values, *scales, chunk.start, chunk.n, chunk.pages)
+    constants: dict[str, Any] = {
+        "HEADS": heads.n_heads,
+        "KV_HEADS": heads.n_kv_heads,
+        "WIDTH": heads.head_width,
+        "D": max(16, triton.next_power_of_2(heads.head_width)),
+        "PAGE": kv.page_tokens,
+        "ROWS": _ROWS,
+        "BLOCK": _BLOCK,
+        "WINDOW": heads.window or 0,
+        "CAPPED": heads.softcap is not None,
+        "Q8": kv.keys.dtype == torch.int8,
+    }
+    numbers = (heads.scale, heads.softcap or 1.0)
+    grid = (triton.cdiv(m, _ROWS), heads.n_heads)
+    exact = kv.keys.dtype == torch.float32
+    warps = 8 if exact or heads.head_width > 128 else 4
+    # Float32 blocks of wide heads fill the shared memory by themselves.
+    stages = 1 if exact and heads.head_width > 64 else stages_for(heads, kv)
+
+    def launch() -> None:
+        chunk_attention_kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
+
+    return launch
+
+
+def _check_chunk(chunk: Chunk, device: torch.device) -> None:
+    checked("start", chunk.start, dtype=torch.int32, shape=(1,), device=device)
+    checked("n", chunk.n, dtype=torch.int32, shape=(1,), device=device)
+    checked("pages", chunk.pages, dtype=torch.int32, shape=chunk.pages.shape, device=device)
+
+
+@triton.jit
+def append_chunk_kernel(
+    qkv,
+    q,
+    keys,
+    values,
+    start,
+    n,
+    pages,
+    key_scales,
+    value_scales,
+    q_weight,
+    k_weight,
+    frequencies,
+    eps,
+    amplitude,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    TURNING: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
+    NORMED: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    Q8: tl.constexpr,
+):
+    n_live = tl.load(n)
+    if tl.program_id(0) * ROWS < n_live:
+        row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+        head = tl.program_id(1)
+        d = tl.arange(0, D)[None, :]
+        mask = (row < n_live) & (d < WIDTH)
+        p = tl.load(start) + row
+        at = qkv + row * ((HEADS + 2 * KV_HEADS) * WIDTH) + head * WIDTH
+        if head < HEADS:
+            cos, sin = turns(p, frequencies, amplitude, D, TURNING, NEIGHBOURS)
+            x = turned(at, mask, q_weight, cos, sin, eps, WIDTH, D, TURNING, NEIGHBOURS, NORMED)
+            to = q + (row * HEADS + head) * WIDTH + d
+            tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
+        else:
+            page = tl.load(pages + p // PAGE, mask=row < n_live, other=0).to(tl.int64)
+            cell = page * PAGE + p % PAGE
+            if head < HEADS + KV_HEADS:
+                cos, sin = turns(p, frequencies, amplitude, D, TURNING, NEIGHBOURS)
+                x = turned(at, mask, k_weight, cos, sin, eps, WIDTH, D, TURNING, NEIGHBOURS, NORMED)
+                store_cells(keys, key_scales, cell * KV_HEADS + head - HEADS, x, mask, ROWS, WIDTH, D, Q8)
+            else:
+                x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
+                line = cell * KV_HEADS + head - (HEADS + KV_HEADS)
+                store_cells(values, value_scales, line, x, mask, ROWS, WIDTH, D, Q8)
+
+
+@triton.jit
+def chunk_attention_kernel(
+    q,
+    seen,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    start,
+    n,
+    pages,
+    scale,
+    softcap,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+    PAGE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr,
+    Q8: tl.constexpr,
+):
+    n_live = tl.load(n)
+    tile = tl.program_id(0) * ROWS
+    if tile < n_live:
+        head = tl.program_id(1)
+        kv_head = head // (HEADS // KV_HEADS)
+        begins = tl.load(start)
+        row = tile + tl.arange(0, ROWS)
+        d = tl.arange(0, D)
+        mask = (row < n_live)[:, None] & (d < WIDTH)[None, :]
+        at = (row * (HEADS * WIDTH) + head * WIDTH)[:, None] + d[None, :]
+        queries = narrowed(tl.load(q + at, mask=mask, other=0.0), tl.bfloat16 if Q8 else keys.dtype.element_ty)
+        p = begins + row
+        end = begins + tl.minimum(tile + ROWS, n_live)
+        first = tl.maximum(begins + tile - (WINDOW - 1), 0) if WINDOW else 0
+
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, D], tl.float32)
+        earliest = first // BLOCK * BLOCK
+        page = page_at(pages, earliest, end, PAGE, BLOCK)
+        for block in range(earliest, end, BLOCK):
+            where = block + tl.arange(0, BLOCK)
+            there = (where >= first) & (where < end)
+            lines = cells_at(page, block, PAGE, BLOCK) * KV_HEADS + kv_head
+            k = load_cells(keys, key_scales, lines, there, WIDTH, D, BLOCK, Q8)
+            v = load_cells(values, value_scales, lines, there, WIDTH, D, BLOCK, Q8)
+            page = page_at(pages, block + BLOCK, end, PAGE, BLOCK)
+            where = where[None, :]
+            allowed = where <= p[:, None]
+            if WINDOW:
+                allowed = allowed & (where > p[:, None] - WINDOW)
+            scores = scored(product(queries, tl.trans(k)) * scale, softcap, CAPPED)
+            scores = tl.where(allowed, scores, float("-inf"))
+            higher = tl.maximum(top, tl.max(scores, 1))
+            # A row that has seen nothing yet stays as it is: no infinity is subtracted from itself.
+            level = tl.where(higher == float("-inf"), 0.0, higher)
+            weights = tl.exp2(scores - level[:, None])
+            faded = tl.exp2(top - level)
+            total = total * faded + tl.sum(weights, 1)
+            acc = acc * faded[:, None] + product(narrowed(weights, v.dtype), v)
+            top = higher
+        total = tl.where(row < n_live, total, 1.0)
+        # Adding zero makes a negative zero a positive one, as a block of zeros would.
+        tl.store(seen + at, narrowed(acc / total[:, None] + 0.0, seen.dtype.element_ty), mask=mask)

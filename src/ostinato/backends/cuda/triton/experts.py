@@ -1,0 +1,345 @@
+"""Routed experts of a decode step; twins in `backends/torch/ops/matmul.py`.
+
+    bind_route(scores, experts, weights, n_rows, *, n_used, renormalise, pdl=False) -> Launch
+    bind_experts_gate_up(x, weight, out, experts, n_rows, *, norm=None, activation, tile=None, pdl=False)
+        -> Launch | Launches
+    bind_experts_down(x, weight, out, experts, weights, n_rows, *, epilogue="add", stats=None, prepared=None,
+                      tile=None, pdl=False) -> Launch
+
+The experts' matrices stand on top of each other, dense or packed: for each expert its gate, then its up; gate and up of
+two types are a `Stack` of both, each of all experts. x, out and n_rows are as in `matmul.py`. A row stands alone in its
+programs and its experts are added in order of their ids, so its bits depend on the row alone. Bound by reading the
+chosen experts once for each row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.triton.matmul import (
+    ACT,
+    ACTIVATIONS,
+    EPILOGUES,
+    GATED,
+    LAYER,
+    NO_NORM,
+    activate,
+    check_out,
+    constants_of,
+    gdc_launch_dependents,
+    gdc_wait,
+    load_stats,
+    norm_kind,
+    norm_tensors,
+    options_of,
+    pairs_of,
+    planes_of,
+    product,
+    put,
+)
+from ostinato.backends.cuda.triton.tiles import Tile, tile_for
+from ostinato.backends.torch.ops.activation import Activation
+from ostinato.backends.torch.ops.matmul import InputNorm, Prepared, n_stats
+from ostinato.backends.torch.weight import for_a_gpu
+from ostinato.errors import InternalError
+
+
+@triton.jit
+def route_kernel(
+    score_ptr, expert_ptr, share_ptr, n_rows_ptr, N_EXPERTS: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr,
+    RENORMALISE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program a row: the N_USED experts of the highest scores, the lower id first among equals, in order of id."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.program_id(0)
+    if row >= tl.load(n_rows_ptr):
+        return
+    i = tl.arange(0, WIDE)
+    there = i < N_EXPERTS
+    scores = tl.load(score_ptr + row * N_EXPERTS + i, mask=there, other=0.0)
+    # Whatever the scores are, exactly N_USED ids come out, each an expert that there is.
+    scores = tl.minimum(tl.maximum(tl.where(scores == scores, scores, -1e38), -1e38), 1e38)
+    mine, other = scores[:, None], scores[None, :]
+    before = ((other > mine) | ((other == mine) & (i[None, :] < i[:, None]))) & there[None, :]
+    chosen = (tl.sum(before.to(tl.int32), 1) < N_USED) & there
+    peak = tl.max(tl.where(there, scores, -1e38), 0)
+    exponents = tl.where(there, tl.exp(tl.clamp(scores - peak, -200.0, 0.0)), 0.0)
+    share = exponents / tl.sum(exponents, 0)
+    if RENORMALISE:
+        share = share / tl.sum(tl.where(chosen, share, 0.0), 0)
+    place = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    tl.store(expert_ptr + row * N_USED + place, i, mask=chosen)
+    tl.store(share_ptr + row * N_USED + place, share, mask=chosen)
+
+
+@triton.jit
+def experts_gate_up_kernel(
+    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, n_rows_ptr,
+    stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
+    N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
+    NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
+    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N values of one row's j-th expert. Grid: rows times N_USED, output tiles. A row stands alone
+    in its tile, whatever its neighbours chose. GATED: gate and up at once; ACT and MULTIPLY: one after the other."""
+    place, n_tile = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = place // N_USED
+    if row >= tl.load(n_rows_ptr):
+        return
+    expert = tl.load(expert_ptr + place)
+    rows = row + tl.arange(0, ROWS)
+    alone = rows == row
+    root = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if NORM != NO_NORM:
+        squares = tl.sum(load_stats(stats_in_ptr, rows, alone, 1, K_STATS, STATS_WIDE), 0) / K
+        if NORM == LAYER:
+            mean = tl.sum(load_stats(stats_in_ptr, rows, alone, 0, K_STATS, STATS_WIDE), 0) / K
+            squares -= mean * mean
+        root = tl.rsqrt(squares + eps)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    TWO: tl.constexpr = EPILOGUE == GATED
+    gate = expert * (2 * N if TWO else N) + tl.minimum(n, N - 1)
+    up = gate + N if TWO else gate
+    acc, second = product(
+        x_ptr, norm_weight_ptr, norm_bias_ptr, row, row + 1, mean, root, w_ptr, high_ptr, w_scale_ptr, block_ptr,
+        pairs_ptr, gate, up, 0, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, KIND, W, RUN, STAGES, ASM, False,
+        NARROW, PRECISION, False,
+    )  # fmt: skip
+    if NORM > NO_NORM and NORM < LAYER:
+        acc *= root[None, :]
+        second *= root[None, :]
+    v = acc
+    if TWO:
+        v = activate(acc, ACTIVATION) * second
+    elif EPILOGUE == ACT:
+        v = activate(acc, ACTIVATION)
+    put(
+        v, out_ptr, None, None, None, place + tl.arange(0, ROWS), alone, n, 0, N, N, 1, BLOCK_N, ROWS, EPILOGUE,
+    )  # fmt: skip
+
+
+@triton.jit
+def experts_down_kernel(
+    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, share_ptr, n_rows_ptr,
+    stats_ptr, prepared_ptr, prepared_weight_ptr,
+    N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
+    KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    STAGES: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of one row, over its experts in order. Grid: rows, output tiles."""
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    row, n_tile = tl.program_id(0), tl.program_id(1)
+    if row >= tl.load(n_rows_ptr):
+        return
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = tl.minimum(n, N - 1)
+    nothing = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((BLOCK_N, ROWS), tl.float32)
+    for j in range(N_USED):
+        place = row * N_USED + j
+        n_expert = tl.load(expert_ptr + place) * N + inside
+        acc, _second = product(
+            x_ptr, None, None, place, place + 1, nothing, nothing, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr,
+            n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, KIND, W, RUN, STAGES, ASM,
+            False, NARROW, PRECISION, False,
+        )  # fmt: skip
+        total += acc * tl.load(share_ptr + place)
+    rows = row + tl.arange(0, ROWS)
+    put(
+        total, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, rows == row, n, n_tile * BLOCK_N, N, N,
+        N_STATS, BLOCK_N, ROWS, EPILOGUE,
+    )  # fmt: skip
+
+
+def bind_route(
+    scores: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    n_rows: Tensor,
+    *,
+    n_used: int,
+    renormalise: bool,
+    pdl: bool = False,
+) -> Launch:
+    """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
+    device, (n_slots, n_experts) = scores.device, scores.shape
+    checked("scores", scores, dtype=torch.float32, shape=(1, n_experts), device=device)
+    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
+    checked("weights", weights, dtype=torch.float32, shape=(n_slots, n_used), device=device)
+    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+    if not 1 <= n_used <= n_experts:
+        raise InternalError(f"{n_used} of {n_experts} experts cannot be chosen")
+    return Launch(
+        route_kernel,
+        (n_slots,),
+        (
+            scores,
+            experts,
+            weights,
+            n_rows,
+        ),
+        {
+            "N_EXPERTS": n_experts,
+            "WIDE": triton.next_power_of_2(n_experts),
+            "N_USED": n_used,
+            "RENORMALISE": renormalise,
+            "PDL": pdl,
+            **options_of(Tile(0, 0), pdl),
+        },
+    )
+
+
+def bind_experts_gate_up(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    experts: Tensor,
+    n_rows: Tensor,
+    *,
+    norm: InputNorm | None = None,
+    activation: Activation,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch | Launches:
+    """Gate, up and activation of each row's experts, as one call; what it computes is `experts_gate_up_torch`.
+
+    A `Stack` (gate, up) is two launches, the second multiplied into what the first wrote.
+    """
+    device, n_slots, (_, n_used, _) = x.device, len(x), out.shape
+    either = (torch.float32, torch.bfloat16)
+    checked("out", out, dtype=either, shape=(n_slots, n_used, out.shape[2]), device=device)
+    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
+    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+
+    def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"]) -> Launch:
+        return _gate_up(x, part, out, experts, n_rows, epilogue, norm, activation, tile, pdl)
+
+    if not isinstance(weight, Stack):
+        return bound(for_a_gpu(weight), "gated")
+    if len(weight.parts) != 2:
+        raise InternalError(f"a stack of experts is (gate, up), not {len(weight.parts)} parts")
+    gate, up = map(for_a_gpu, weight.parts)
+    return Launches((bound(gate, "act"), bound(up, "multiply")))
+
+
+def _gate_up(
+    x: Tensor,
+    weight: Tensor | Packed,
+    out: Tensor,
+    experts: Tensor,
+    n_rows: Tensor,
+    epilogue: Literal["gated", "act", "multiply"],
+    norm: InputNorm | None,
+    activation: Activation,
+    tile: Tile | None,
+    pdl: bool,
+) -> Launch:
+    device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
+    n_outputs, k = shape_of(weight)
+    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, k), device=device)
+    if n_outputs % (2 * n if epilogue == "gated" else n):
+        raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
+    cut = _alone(tile_for(weight, epilogue) if tile is None else tile)
+    return Launch(
+        experts_gate_up_kernel,
+        (n_slots * n_used, triton.cdiv(n, cut.block_n)),
+        (
+            x,
+            *planes_of(weight, device),
+            pairs_of(weight, device),
+            out,
+            experts,
+            n_rows,
+            *norm_tensors(norm, n_slots, k, device),
+        ),
+        {
+            "N": n,
+            "K": k,
+            "N_USED": n_used,
+            "NORM": norm_kind(norm),
+            "EPILOGUE": EPILOGUES[epilogue],
+            "ACTIVATION": ACTIVATIONS[activation],
+            "PDL": pdl,
+            **(constants_of(weight, cut, k) | {"ROWS": 8}),
+            **options_of(cut, pdl),
+        },
+    )
+
+
+def bind_experts_down(
+    x: Tensor,
+    weight: Tensor | Packed,
+    out: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    n_rows: Tensor,
+    *,
+    epilogue: Literal["store", "add"] = "add",
+    stats: Tensor | None = None,
+    prepared: Prepared | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch:
+    """The weighted sum over each row's experts, as one call; what it computes is `experts_down_torch`."""
+    device, (n_slots, n_used, k) = x.device, x.shape
+    n = out.shape[1]
+    n_outputs, columns = shape_of(weight)
+    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, n_used, columns), device=device)
+    check_out(out, stats, prepared, n_slots, n, device)
+    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
+    checked("weights", weights, dtype=torch.float32, shape=(n_slots, n_used), device=device)
+    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+    if n_outputs % n:
+        raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
+    cut = _alone(tile_for(weight) if tile is None else tile)
+    constants = constants_of(weight, cut, k) | {"ROWS": 8}
+    del constants["K_STATS"], constants["STATS_WIDE"]
+    return Launch(
+        experts_down_kernel,
+        (n_slots, triton.cdiv(n, cut.block_n)),
+        (
+            x,
+            *planes_of(weight, device),
+            pairs_of(weight, device),
+            out,
+            experts,
+            weights,
+            n_rows,
+            stats,
+            None if prepared is None else prepared.out,
+            None if prepared is None else prepared.weight,
+        ),
+        {
+            "N": n,
+            "K": k,
+            "N_USED": n_used,
+            "N_STATS": n_stats(n),
+            "EPILOGUE": EPILOGUES[epilogue],
+            "PDL": pdl,
+            **constants,
+            **options_of(cut, pdl),
+        },
+    )
+
+
+def _alone(tile: Tile) -> Tile:
+    """A tile for one row at a time: its programs are many, so none shares an output."""
+    return replace(tile, split_k=1)

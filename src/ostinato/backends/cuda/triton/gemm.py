@@ -1,0 +1,263 @@
+"""The products of a prompt's chunk: y = (x W^T + b) * scale; the twin is `backends/torch/ops/gemm.py`.
+
+    bind_gemm(x, weight, out, *, bias=None, scale=None, tile=None) -> Launch | Launches
+
+x bfloat16 or float32 [rows, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out bfloat16 or
+float32 [rows, out], written in place; sums in float32. bfloat16 and packed weights meet x rounded to bfloat16, packed
+ones as bfloat16 tiles made in the kernel; float16 weights meet x in tf32, which holds them exactly, float32 weights in
+three tf32 products. Bound by the tensor cores from some hundred rows on.
+
+A row's bits depend on the row alone: the tile is one for all numbers of rows, the columns are summed in one order, and
+an output is never shared between programs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.triton.matmul import FLOATS, planes_of
+from ostinato.backends.cuda.triton.unpack import (
+    DENSE,
+    INTERPRETED,
+    KINDS,
+    Q6_K,
+    Q8_0,
+    byte_of,
+    bytes_at,
+    halves_of,
+    k_words,
+    narrowed,
+    operand,
+    places_of_rows,
+    signed_byte_of,
+    words_at,
+)
+from ostinato.backends.torch.weight import for_a_gpu
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTile:
+    """A program makes block_m rows of block_n outputs, block_k columns at a time."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+# The tile decides the bits, so it comes from the weight's type and never from the number of rows.
+GEMM_TILES: Final = {
+    "bf16": GemmTile(128, 128, 64, num_warps=8, num_stages=4),
+    "f16": GemmTile(128, 128, 32, num_warps=8, num_stages=3),
+    "f32": GemmTile(64, 64, 32, num_warps=4, num_stages=3),
+    "packed": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
+}
+
+
+@triton.jit
+def five_or_six(low, top, high, higher, W: tl.constexpr, BITS: tl.constexpr):
+    """Nibbles [n, W] with their further bits out of words [n]."""
+    place = (tl.arange(0, W) // 2 * (BITS - 4) + tl.arange(0, W) % 2 * 16)[None, :]
+    MASK: tl.constexpr = (1 << (BITS - 4)) - 1
+    low = low | (((high[:, None] >> place) & MASK) << 4).to(tl.int32)
+    return low, top | (((higher[:, None] >> place) & MASK) << 4).to(tl.int32)
+
+
+@triton.jit
+def float_of(small, ZERO: tl.constexpr):
+    """Integers below 2^23, less ZERO, as float32: written into the mantissa of 2^23, which beats a conversion."""
+    return (small.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
+
+
+@triton.jit
+def side_by_side(low, top):
+    """[n, w] and [n, w] to [n, 2 w], the first before the second."""
+    both = tl.permute(tl.join(low, top), (0, 2, 1))
+    return tl.reshape(both, (low.shape[0], 2 * low.shape[1]))
+
+
+@triton.jit
+def unit_values(
+    quants, high, scales, blocks, u, K: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr
+):  # fmt: skip
+    """Unit u of rows that begin at these places, dequantised: float32 [n, columns of a unit], as the twin has them."""
+    if KIND == Q8_0:
+        values = float_of(bytes_at(quants, u, W, RUN) ^ 128, 128)
+        if K % 64 == 0:
+            first, second = halves_of(words_at(scales + u // 2 * RUN))
+            return values * tl.where(u % 2 == 0, first, second)[:, None]
+        else:
+            return values * tl.load(scales + u * RUN).to(tl.float32)[:, None]
+    else:
+        BITS: tl.constexpr = KIND % 10
+        HAS_MINIMUM: tl.constexpr = KIND >= 14 and KIND != Q6_K
+        q = bytes_at(quants, u, W, RUN)
+        low, top = (q & 15).to(tl.int32), (q >> 4).to(tl.int32)
+        if BITS == 5 and W == 16:
+            word = words_at(high + u * RUN)
+            low, top = five_or_six(low, top, word, word >> 8, W, BITS)
+        elif BITS > 4:
+            first_bits, second_bits = words_at(high + 2 * u * RUN), words_at(high + (2 * u + 1) * RUN)
+            low, top = five_or_six(low, top, first_bits, second_bits, W, BITS)
+        if KIND == Q6_K:
+            word = words_at(scales + u // 2 * RUN) >> (u % 2 * 16)
+            d = tl.load(blocks + u // 8 * RUN).to(tl.float32)
+            s0, s1 = d * signed_byte_of(word, 0), d * signed_byte_of(word, 1)
+        elif KIND // 10 == 2:
+            halves, scale0, scale1, minimum0, minimum1 = k_words(scales, u // 4, RUN)
+            d, m = halves_of(halves)
+            word = tl.where(u % 4 < 2, scale0, scale1) >> (u % 2 * 16)
+            minimum = tl.where(u % 4 < 2, minimum0, minimum1) >> (u % 2 * 16)
+            s0, s1 = d * byte_of(word, 0), d * byte_of(word, 1)
+            m0, m1 = -m * byte_of(minimum, 0), -m * byte_of(minimum, 1)
+        elif KIND // 10 == 1:
+            if W == 32:
+                s0, m0 = halves_of(words_at(scales + 2 * u * RUN))
+                s1, m1 = halves_of(words_at(scales + (2 * u + 1) * RUN))
+            else:
+                s0, m0 = halves_of(words_at(scales + u * RUN))
+                s1, m1 = s0, m0
+        else:
+            if W == 32:
+                s0, s1 = halves_of(words_at(scales + u * RUN))
+            else:
+                s0 = tl.load(scales + u * RUN).to(tl.float32)
+                s1 = s0
+        if HAS_MINIMUM:
+            low = float_of(low, 0) * s0[:, None] + m0[:, None]
+            top = float_of(top, 0) * s1[:, None] + m1[:, None]
+        else:
+            low, top = float_of(low, 1 << (BITS - 1)) * s0[:, None], float_of(top, 1 << (BITS - 1)) * s1[:, None]
+        return side_by_side(low, top)
+
+
+@triton.jit(do_not_specialize=["m_rows"])
+def gemm_kernel(
+    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, out_ptr, bias_ptr, scale_ptr, scale, m_rows,
+    N: tl.constexpr, K: tl.constexpr, OUT_STRIDE: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M rows of BLOCK_N outputs. Grid: row tiles, output tiles; so those that read the same weights
+    run together."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows and outputs past the end read the last one's, and are never stored.
+    x_at = x_ptr + tl.minimum(rows, m_rows - 1)[:, None].to(tl.int64) * K
+    inside = tl.minimum(n, N - 1)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if KIND == DENSE:
+        w_at = w_ptr + inside[:, None].to(tl.int64) * K
+        for start in tl.range(0, K, BLOCK_K):
+            k = start + tl.arange(0, BLOCK_K)[None, :]
+            if K % BLOCK_K == 0:
+                x, w = tl.load(x_at + k), tl.load(w_at + k)
+            else:
+                x, w = tl.load(x_at + k, mask=k < K, other=0.0), tl.load(w_at + k, mask=k < K, other=0.0)
+            acc = tl.dot(operand(x, NARROW), tl.trans(operand(w, NARROW)), acc, input_precision=PRECISION)
+    else:
+        UNIT: tl.constexpr = W if KIND == Q8_0 else 2 * W
+        quants, high, scales, blocks = places_of_rows(
+            w_ptr, high_ptr, w_scale_ptr, block_ptr, inside, K, KIND, W, RUN
+        )  # fmt: skip
+        for u in tl.range(0, K // UNIT):
+            x = tl.load(x_at + (u * UNIT + tl.arange(0, UNIT))[None, :])
+            w = unit_values(quants, high, scales, blocks, u, K, KIND, W, RUN)
+            acc = tl.dot(operand(x, True), tl.trans(narrowed(w)), acc)
+    ok = n < N
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+    if scale_ptr is not None:
+        acc *= tl.load(scale_ptr + n, mask=ok, other=0.0).to(tl.float32)[None, :]
+    if scale is not None:
+        acc *= scale
+    to = out_ptr + rows[:, None].to(tl.int64) * OUT_STRIDE + n[None, :]
+    mask = (rows < m_rows)[:, None] & ok[None, :]
+    if out_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(to, narrowed(acc), mask=mask)
+    else:
+        tl.store(to, acc, mask=mask)
+
+
+def bind_gemm(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    *,
+    bias: Tensor | None = None,
+    scale: Tensor | float | None = None,
+    tile: GemmTile | None = None,
+) -> Launch | Launches:
+    """The product as one call without arguments; arguments stay where they are. A `Stack` is a launch for each part."""
+    if not isinstance(weight, Stack):
+        return _bound(x, for_a_gpu(weight), out, bias, scale, tile)
+    launches, start = [], 0
+    for part in weight.parts:
+        own = slice(start, start + shape_of(part)[0])
+        own_bias = None if bias is None else bias[own]
+        own_scale = scale[own] if isinstance(scale, Tensor) else scale
+        launches.append(_bound(x, for_a_gpu(part), out[:, own], own_bias, own_scale, tile))
+        start = own.stop
+    return Launches(tuple(launches))
+
+
+def _bound(
+    x: Tensor,
+    weight: Tensor | Packed,
+    out: Tensor,
+    bias: Tensor | None,
+    scale: Tensor | float | None,
+    tile: GemmTile | None,
+) -> Launch:
+    device, m_rows = x.device, len(x)
+    n, k = shape_of(weight)
+    either = (torch.bfloat16, torch.float32)
+    checked("x", x, dtype=either, shape=(1, k), device=device)
+    checked("out", out, dtype=either, shape=(m_rows, n), device=device, columns=True)
+    if bias is not None:
+        checked("bias", bias, dtype=FLOATS, shape=(n,), device=device)
+    if isinstance(scale, Tensor):
+        checked("scale", scale, dtype=FLOATS, shape=(n,), device=device)
+    kind, precision = "packed", "ieee"
+    if isinstance(weight, Tensor):
+        kind = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[weight.dtype]
+        plain = INTERPRETED.value or torch.version.hip is not None
+        precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
+    cut = GEMM_TILES[kind] if tile is None else tile
+    return Launch(
+        gemm_kernel,
+        (triton.cdiv(m_rows, cut.block_m), triton.cdiv(n, cut.block_n)),
+        (
+            x,
+            *planes_of(weight, device),
+            out,
+            bias,
+            scale if isinstance(scale, Tensor) else None,
+            float(scale) if isinstance(scale, float | int) else None,
+            m_rows,
+        ),
+        {
+            "N": n,
+            "K": k,
+            "OUT_STRIDE": out.stride(0),
+            "KIND": KINDS[weight.type] if isinstance(weight, Packed) else 0,
+            "W": weight.unit_bytes if isinstance(weight, Packed) else 0,
+            "RUN": weight.run if isinstance(weight, Packed) else 1,
+            "NARROW": kind in ("bf16", "packed"),
+            "PRECISION": precision,
+            "BLOCK_M": cut.block_m,
+            "BLOCK_N": cut.block_n,
+            "BLOCK_K": cut.block_k,
+            "num_warps": cut.num_warps,
+            "num_stages": cut.num_stages,
+        },
+    )

@@ -1,0 +1,707 @@
+"""The products of a decode step: y = epilogue(norm(x) W^T) for rows 0 to n_rows - 1; twins in `torch/ops`.
+
+    bind_matmul(x, weight, out, n_rows, *, epilogue="store", norm=None, bias=None, scale=None, softcap=None,
+                activation=None, stats=None, prepared=None, tile=None, pdl=False) -> Launch | Launches
+
+x float32 or bfloat16 [n_slots, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out float32 or
+bfloat16 [n_slots, out] ([n_slots, out / 2] for "gated"); n_rows int32 [1] on the device; sums in float32. Written in
+place: out, stats and prepared.out, rows below n_rows only. Bound by reading the weight once for each 16 rows.
+
+A row's bits depend on its own input alone: tiles come from `tiles.py` by weight type and shape, never by the number of
+rows, and partial sums over parts of `in` are added in a fixed order by whichever program comes last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.packed import PLANES, Packed, Stack, Weight, entries_of, shape_of
+from ostinato.backends.cuda.triton.tiles import Tile, tile_for, turn_columns
+from ostinato.backends.cuda.triton.unpack import (
+    DENSE,
+    INTERPRETED,
+    KINDS,
+    Q6_K,
+    Q8_0,
+    by_row,
+    k_sum,
+    k_unit,
+    k_words,
+    narrowed,
+    operand,
+    places_of_rows,
+    q6_unit,
+    rows_in_plane,
+    scaled_unit,
+)
+from ostinato.backends.torch.ops.activation import Activation
+from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, Prepared, n_stats
+from ostinato.backends.torch.weight import for_a_gpu
+from ostinato.errors import InternalError
+
+ROWS: Final = 16  # of a tile: what one tensor-core instruction takes at once
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+
+STORE, ADD, GATED, ACT, MULTIPLY = (tl.constexpr(i) for i in range(5))
+EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply"))}
+# ROOT: x was multiplied by the norm's weight before. ROOT and RMS divide by the root after the product, LAYER before.
+NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
+SILU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(3))
+ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh"))}
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
+    from triton.language.extra.cuda import gdc_wait as gdc_wait
+except ImportError:  # a Triton without them: `pdl` is refused when a product is bound
+    gdc_launch_dependents = gdc_wait = None
+
+
+@triton.jit
+def sigmoid(x):
+    e = tl.exp(-tl.abs(x))  # at most 1: nothing overflows
+    return tl.where(x < 0, e, 1.0) / (1.0 + e)
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    if ACTIVATION == SILU:
+        return x * sigmoid(x)
+    elif ACTIVATION == GELU:
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        # 0.5 x (1 + tanh(u)) is x sigmoid(2 u).
+        return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+
+
+@triton.jit
+def soft_cap(x, cap):
+    e = tl.exp(-2.0 * tl.abs(x) / cap)
+    bent = cap * (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -bent, bent)
+
+
+@triton.jit
+def load_stats(
+    stats_ptr, rows, row_ok, WHICH: tl.constexpr, N_STATS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """The partial sums (WHICH 0) or sums of squares (1) of each row: [WIDE, rows], zero where there are none."""
+    block = tl.arange(0, WIDE)
+    ok = (block < N_STATS)[:, None] & row_ok[None, :]
+    return tl.load(stats_ptr + (rows[None, :] * N_STATS + block[:, None]) * 2 + WHICH, mask=ok, other=0.0)
+
+
+@triton.jit
+def prefetch(at):
+    """Ask for the cache lines of these addresses; nobody waits for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@triton.jit
+def wait_for_others(
+    w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
+    W: tl.constexpr, RUN: tl.constexpr,
+):  # fmt: skip
+    """Let the next kernel start, ask for the first weights, which depend on nobody, and wait for the kernel before."""
+    gdc_launch_dependents()
+    if KIND == DENSE:
+        LINE: tl.constexpr = 64  # elements to a line of the cache, or two
+        ahead = tl.arange(0, 2 * BLOCK_K // LINE if 2 * BLOCK_K <= K else 1)[None, :] * LINE
+        prefetch(w_ptr + n[:, None].to(tl.int64) * K + ahead)
+        if TWO:
+            prefetch(w_ptr + n_second[:, None].to(tl.int64) * K + ahead)
+    else:
+        UNITS: tl.constexpr = K // W if KIND == Q8_0 else K // (2 * W)
+        ahead = tl.arange(0, 8 if UNITS >= 8 else 1)[None, :] * (RUN * W)
+        prefetch(rows_in_plane(w_ptr, n, UNITS, W, RUN)[:, None] + ahead)
+        if TWO:
+            prefetch(rows_in_plane(w_ptr, n_second, UNITS, W, RUN)[:, None] + ahead)
+    gdc_wait()
+
+
+@triton.jit
+def input_tile(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, k, K: tl.constexpr, NORM: tl.constexpr,
+    MASK_K: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """Columns k of x for the product, [k, rows], normed as far as it goes before it, in the product's type."""
+    ok = row_ok[None, :]
+    if MASK_K:
+        ok = ok & tl.expand_dims(k < K, -1)
+    x = tl.load(x_ptr + (tl.expand_dims(k, -1) + rows.to(tl.int64) * K), mask=ok, other=0.0)
+    if NORM >= RMS:
+        weight = tl.expand_dims(tl.load(norm_weight_ptr + k, mask=k < K, other=0.0), -1).to(tl.float32)
+        x = x.to(tl.float32)
+        if NORM == LAYER:
+            shift = tl.expand_dims(tl.load(norm_bias_ptr + k, mask=k < K, other=0.0), -1).to(tl.float32)
+            x = tl.where(ok, (x - mean) * root * weight + shift, 0.0)
+        else:
+            x = x * weight
+    return operand(x, NARROW)
+
+
+@triton.jit
+def slice_of(SLICES: tl.constexpr):
+    """The number of a slice of columns, [slices, 1], or 0 where there is one: then tiles have no dimension for it."""
+    if SLICES == 1:
+        return 0
+    else:
+        return tl.arange(0, SLICES)[:, None]
+
+
+@triton.jit
+def zero_sums(SLICES: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr):
+    if SLICES == 1:
+        return tl.zeros((BLOCK_N, ROWS), tl.float32)
+    else:
+        return tl.zeros((SLICES, BLOCK_N, ROWS), tl.float32)
+
+
+@triton.jit
+def load_columns(at, k, K: tl.constexpr, MASK_K: tl.constexpr):
+    """A tile of weights, zero where columns k are past the end: a load without a mask where none can be."""
+    if MASK_K:
+        return tl.load(at, mask=k < K, other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def add_dense(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, w_ptr, n, n_second, first_turn, last_turn,
+    K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The product of rows n (and n_second) of a dense weight with x, over some turns of BLOCK_K columns: [n, ROWS]."""
+    acc = zero_sums(SLICES, BLOCK_N, ROWS)
+    second = zero_sums(SLICES, BLOCK_N, ROWS)
+    MASK_K: tl.constexpr = K % BLOCK_K != 0
+    first_at = w_ptr + tl.expand_dims(n, -1).to(tl.int64) * K
+    second_at = w_ptr + tl.expand_dims(n_second, -1).to(tl.int64) * K
+    in_turn = slice_of(SLICES) * (BLOCK_K // SLICES) + tl.arange(0, BLOCK_K // SLICES)
+    for turn in tl.range(first_turn, last_turn):
+        k = turn * BLOCK_K + in_turn
+        across = tl.expand_dims(k, -2)
+        # Weights first: they wait for nothing, and x for the number of rows.
+        w = load_columns(first_at + across, across, K, MASK_K)
+        if TWO:
+            w2 = load_columns(second_at + across, across, K, MASK_K)
+        x = input_tile(x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, k, K, NORM, MASK_K, NARROW)
+        acc = tl.dot(operand(w, NARROW), x, acc, input_precision=PRECISION)
+        if TWO:
+            second = tl.dot(operand(w2, NARROW), x, second, input_precision=PRECISION)
+    return acc, second
+
+
+@triton.jit
+def add_packed(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, q_ptr, high_ptr, scale_ptr, block_ptr, pairs_ptr,
+    n, n_second, first_turn, last_turn, K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
+    RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """As `add_dense`, of packed rows. A slice of a turn has whole units; of Q4_K and Q5_K a block of 256 columns."""
+    acc = zero_sums(SLICES, BLOCK_N, ROWS)
+    second = zero_sums(SLICES, BLOCK_N, ROWS)
+    ALONE: tl.constexpr = KIND == Q8_0 and K % 64 != 0  # with an odd block: 32 columns to a unit, not two times 32
+    COLUMNS: tl.constexpr = W if ALONE else 2 * W
+    UNITS: tl.constexpr = BLOCK_K // SLICES // COLUMNS
+    K_TYPE: tl.constexpr = KIND // 10 == 2 and KIND != Q6_K
+    q, high, scales, blocks = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n, K, KIND, W, RUN)
+    q2, high2, scales2, blocks2 = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n_second, K, KIND, W, RUN)
+    for turn in tl.range(first_turn, last_turn, num_stages=STAGES):
+        # Types with few columns to a scale are dealt to the slices unit by unit, the others by the UNITS.
+        part = turn * SLICES + slice_of(SLICES)
+        block, minima = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)
+        block2, minima2 = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)
+        pairs = 0
+        if pairs_ptr is not None:
+            pairs = tl.load(pairs_ptr + tl.arange(0, W))
+        if K_TYPE:
+            d, s0, s1, m0, m1 = k_words(scales, part, RUN)
+            if TWO:
+                d2, s02, s12, m02, m12 = k_words(scales2, part, RUN)
+        for i in tl.static_range(UNITS):
+            u = part * UNITS + i
+            k = u * COLUMNS + tl.arange(0, W)
+            x0 = input_tile(x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, k, K, NORM, False, True)
+            x1 = x0
+            if not ALONE:
+                k += W
+                x1 = input_tile(
+                    x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, k, K, NORM, False, True
+                )  # fmt: skip
+            if KIND == Q6_K:
+                block = q6_unit(block, q, high, scales, pairs, u, x0, x1, 2 * i % 4, W, RUN, ASM)
+                if TWO:
+                    block2 = q6_unit(block2, q2, high2, scales2, pairs, u, x0, x1, 2 * i % 4, W, RUN, ASM)
+            elif K_TYPE:
+                s, m = (s0, m0) if i < 2 else (s1, m1)
+                block, minima = k_unit(block, minima, q, high, pairs, u, x0, x1, s, m, 2 * i % 4, KIND, W, RUN, ASM)
+                if TWO:
+                    s, m = (s02, m02) if i < 2 else (s12, m12)
+                    block2, minima2 = k_unit(
+                        block2, minima2, q2, high2, pairs, u, x0, x1, s, m, 2 * i % 4, KIND, W, RUN, ASM
+                    )  # fmt: skip
+            else:
+                acc = scaled_unit(acc, q, high, scales, pairs, u, x0, x1, K, KIND, W, RUN, ASM)
+                if TWO:
+                    second = scaled_unit(second, q2, high2, scales2, pairs, u, x0, x1, K, KIND, W, RUN, ASM)
+        if KIND == Q6_K:
+            at = part * (BLOCK_K // SLICES) // 256 * RUN
+            acc += by_row(block, tl.load(blocks + at).to(tl.float32))
+            if TWO:
+                second += by_row(block2, tl.load(blocks2 + at).to(tl.float32))
+        elif K_TYPE:
+            acc = k_sum(acc, block, minima, d)
+            if TWO:
+                second = k_sum(second, block2, minima2, d2)
+    return acc, second
+
+
+@triton.jit
+def over_slices(acc, SLICES: tl.constexpr):
+    if SLICES == 1:
+        return acc
+    else:
+        return tl.sum(acc, 0)
+
+
+@triton.jit
+def finished(v, n, first, bias_ptr, scale_ptr, scale, softcap, N: tl.constexpr):
+    """Bias, scale and soft cap of v [BLOCK_N, ROWS], whose outputs are first + n."""
+    ok = n < N
+    if bias_ptr is not None:
+        v += tl.load(bias_ptr + first + n, mask=ok, other=0.0).to(tl.float32)[:, None]
+    if scale_ptr is not None:
+        v *= tl.load(scale_ptr + first + n, mask=ok, other=0.0).to(tl.float32)[:, None]
+    if scale is not None:
+        v *= scale
+    if softcap is not None:
+        v = soft_cap(v, softcap)
+    return v
+
+
+@triton.jit
+def put(
+    v, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, row_ok, n, first_n, N: tl.constexpr,
+    OUT_STRIDE: tl.constexpr, N_STATS: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, JOIN: tl.constexpr,
+):  # fmt: skip
+    """v [BLOCK_N, ROWS] to out[rows, n], added to or multiplied with what is there, and its partial sums to stats."""
+    ok = (n < N)[:, None] & row_ok[None, :]
+    at = rows[None, :].to(tl.int64) * OUT_STRIDE + n[:, None]
+    if JOIN == ADD:
+        v = tl.load(out_ptr + at, mask=ok, other=0.0).to(tl.float32) + v
+    elif JOIN == MULTIPLY:
+        v = tl.load(out_ptr + at, mask=ok, other=0.0).to(tl.float32) * v
+    if out_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(out_ptr + at, narrowed(v), mask=ok)
+    else:
+        tl.store(out_ptr + at, v, mask=ok)
+    if prepared_ptr is not None:
+        gain = tl.load(prepared_weight_ptr + n, mask=n < N, other=0.0).to(tl.float32)
+        tl.store(prepared_ptr + at, narrowed(v * gain[:, None]), mask=ok)
+    if stats_ptr is not None:
+        blocks = tl.reshape(tl.where(ok, v, 0.0), (BLOCK_N // 16, 16, ROWS))
+        block = first_n // 16 + tl.arange(0, BLOCK_N // 16)
+        to = stats_ptr + (rows[None, :] * N_STATS + block[:, None]) * 2
+        there = (block < N_STATS)[:, None] & row_ok[None, :]
+        tl.store(to, tl.sum(blocks, 1), mask=there)
+        tl.store(to + 1, tl.sum(blocks * blocks, 1), mask=there)
+
+
+@triton.jit
+def widened(x):
+    """[n, 8] to [n, 16], zeros behind."""
+    both = tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1))
+    return tl.reshape(both, (x.shape[0], 16))
+
+
+@triton.jit
+def product(
+    x_ptr, norm_weight_ptr, norm_bias_ptr, first_row, n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr, block_ptr,
+    pairs_ptr, n, n_second, part, K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    W: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """Rows n (and n_second, for TWO) of any weight times rows of x, over the part-th of SPLIT_K: [BLOCK_N, ROWS]."""
+    TURNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PART: tl.constexpr = (TURNS + SPLIT_K - 1) // SPLIT_K
+    first_turn, last_turn = 0, TURNS
+    if SPLIT_K > 1:
+        first_turn = part * PART
+        last_turn = tl.minimum(TURNS, first_turn + PART)
+    rows = first_row + tl.arange(0, ROWS)
+    if KIND == DENSE:
+        acc, second = add_dense(
+            x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, n, n_second, first_turn,
+            last_turn, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, ROWS, NARROW, PRECISION,
+        )  # fmt: skip
+        return over_slices(acc, SLICES), over_slices(second, SLICES)
+    else:
+        if FEW and n_rows - first_row <= 8:
+            # The work on each weight grows with the rows: half of them take half. The columns of a dot are independent
+            # of each other and summed alike, so the bits are the same.
+            few = first_row + tl.arange(0, 8)
+            acc8, second8 = add_packed(
+                x_ptr, norm_weight_ptr, norm_bias_ptr, few, few < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+                block_ptr, pairs_ptr, n, n_second, first_turn, last_turn, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 8,
+                KIND, W, RUN, STAGES, ASM,
+            )  # fmt: skip
+            acc, second = widened(over_slices(acc8, SLICES)), widened(over_slices(second8, SLICES))
+        elif TWO and APART:
+            # The same sums in the same order, and the registers of one product at a time.
+            acc16, _none = add_packed(
+                x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+                block_ptr, pairs_ptr, n, n, first_turn, last_turn, K, NORM, False, BLOCK_N, BLOCK_K, SLICES, ROWS,
+                KIND, W, RUN, STAGES, ASM,
+            )  # fmt: skip
+            second16, _none = add_packed(
+                x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+                block_ptr, pairs_ptr, n_second, n_second, first_turn, last_turn, K, NORM, False, BLOCK_N, BLOCK_K,
+                SLICES, ROWS, KIND, W, RUN, STAGES, ASM,
+            )  # fmt: skip
+            acc, second = over_slices(acc16, SLICES), over_slices(second16, SLICES)
+        else:
+            acc16, second16 = add_packed(
+                x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+                block_ptr, pairs_ptr, n, n_second, first_turn, last_turn, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, ROWS,
+                KIND, W, RUN, STAGES, ASM,
+            )  # fmt: skip
+            acc, second = over_slices(acc16, SLICES), over_slices(second16, SLICES)
+        return acc, second
+
+
+@triton.jit
+def with_other_parts(
+    acc, second, partial_ptr, counter_ptr, group, part, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
+    SPLIT_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Leave this program's part of the sums, and say how many came before; the last one takes all parts in order."""
+    SIZE: tl.constexpr = BLOCK_N * ROWS
+    LANES: tl.constexpr = 2 if TWO else 1
+    parts_at = partial_ptr + group.to(tl.int64) * (SPLIT_K * LANES * SIZE)
+    parts_at += tl.arange(0, BLOCK_N)[:, None] * ROWS + tl.arange(0, ROWS)[None, :]
+    mine = parts_at + part * (LANES * SIZE)
+    tl.store(mine, acc)
+    if TWO:
+        tl.store(mine + SIZE, second)
+    # All of this program's stores come before its arrival, and the last to arrive sees everyone's.
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr + group, 1, sem="acq_rel")
+    if arrived == SPLIT_K - 1:
+        tl.atomic_xchg(counter_ptr + group, 0, sem="relaxed")
+        acc = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        second = tl.zeros((BLOCK_N, ROWS), tl.float32)
+        for i in tl.static_range(SPLIT_K):
+            acc += tl.load(parts_at + i * (LANES * SIZE), cache_modifier=".cg")
+            if TWO:
+                second += tl.load(parts_at + (i * LANES + 1) * SIZE, cache_modifier=".cg")
+    return arrived, acc, second
+
+
+@triton.jit
+def matmul_kernel(
+    x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, n_rows_ptr,
+    stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
+    bias_ptr, scale_ptr, scale, softcap, stats_ptr, prepared_ptr, prepared_weight_ptr, partial_ptr, counter_ptr,
+    N: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, OUT_STRIDE: tl.constexpr, N_STATS: tl.constexpr,
+    K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, APART: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_N outputs of ROWS rows over a SPLIT_K-th of the columns. Grid: row tiles, output tiles, parts.
+
+    N is the number of outputs, FIRST the weight's row of the first; a gated weight has the N rows after those as well.
+    """
+    row_tile, n_tile, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    n = n_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Outputs past the end read the last one's weights and are never stored.
+    inside = FIRST + tl.minimum(n, N - 1)
+    TWO: tl.constexpr = EPILOGUE == GATED
+    if PDL:
+        wait_for_others(w_ptr, inside, inside + N, K, TWO, BLOCK_K, KIND, W, RUN)
+    n_rows = tl.load(n_rows_ptr)
+    if row_tile > 0:  # noqa: SIM102 -- not one condition: the first tile asks for weights before it knows n_rows
+        if row_tile * ROWS >= n_rows:
+            return
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    row_ok = rows < n_rows
+    root = tl.zeros((ROWS,), tl.float32)
+    mean = tl.zeros((ROWS,), tl.float32)
+    if NORM == LAYER:
+        mean = tl.sum(load_stats(stats_in_ptr, rows, row_ok, 0, K_STATS, STATS_WIDE), 0) / K
+        squares = tl.sum(load_stats(stats_in_ptr, rows, row_ok, 1, K_STATS, STATS_WIDE), 0) / K
+        root = tl.rsqrt(squares - mean * mean + eps)
+    elif NORM != NO_NORM and EARLY:
+        loaded = load_stats(stats_in_ptr, rows, row_ok, 1, K_STATS, STATS_WIDE)
+    acc, second = product(
+        x_ptr, norm_weight_ptr, norm_bias_ptr, row_tile * ROWS, n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
+        block_ptr, pairs_ptr, inside, inside + N, part, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, SPLIT_K, ROWS, KIND, W,
+        RUN, STAGES, ASM, FEW, NARROW, PRECISION, APART,
+    )  # fmt: skip
+    if SPLIT_K > 1:
+        group = row_tile * tl.num_programs(1) + n_tile
+        arrived, acc, second = with_other_parts(
+            acc, second, partial_ptr, counter_ptr, group, part, TWO, BLOCK_N, SPLIT_K, ROWS
+        )  # fmt: skip
+        if arrived < SPLIT_K - 1:
+            return
+    if NORM > NO_NORM and NORM < LAYER:
+        if not EARLY:
+            loaded = load_stats(stats_in_ptr, rows, row_ok, 1, K_STATS, STATS_WIDE)
+        root = tl.rsqrt(tl.sum(loaded, 0) / K + eps)
+        acc *= root[None, :]
+        second *= root[None, :]
+    v = finished(acc, n, 0, bias_ptr, scale_ptr, scale, softcap, N)
+    if TWO:
+        v = activate(v, ACTIVATION) * finished(second, n, N, bias_ptr, scale_ptr, scale, softcap, N)
+    elif EPILOGUE == ACT:
+        v = activate(v, ACTIVATION)
+    put(
+        v, out_ptr, stats_ptr, prepared_ptr, prepared_weight_ptr, rows, row_ok, n, n_tile * BLOCK_N, N, OUT_STRIDE,
+        N_STATS, BLOCK_N, ROWS, EPILOGUE,
+    )  # fmt: skip
+
+
+def bind_matmul(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    n_rows: Tensor,
+    *,
+    epilogue: Epilogue = "store",
+    norm: InputNorm | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | float | None = None,
+    softcap: float | None = None,
+    activation: Activation | None = None,
+    stats: Tensor | None = None,
+    prepared: Prepared | None = None,
+    tile: Tile | None = None,
+    pdl: bool = False,
+) -> Launch | Launches:
+    """The product as one call without arguments; what it computes is `matmul_torch`. Every argument stays where it is.
+
+    A `Stack` is one launch for each part; "gated" over a stack (gate, up), or of Q6_K, is two, the second multiplied
+    into what the first wrote. Not given a tile, the one of the weight's type and shape is taken.
+    """
+    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=x.device)
+    rest: dict[str, Any] = {"norm": norm, "softcap": softcap, "activation": activation, "tile": tile, "pdl": pdl}
+    # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
+    apart = isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None
+    if not isinstance(weight, Stack) and not apart:
+        whole = for_a_gpu(weight)
+        return _bound(
+            x, whole, out, n_rows, epilogue=epilogue, bias=bias, scale=scale, stats=stats, prepared=prepared, **rest
+        )
+    if isinstance(weight, Stack):
+        if stats is not None or prepared is not None:
+            raise InternalError("a stack of weights leaves no stats: give its rows one type")
+        pieces = [(part, 0, shape_of(part)[0]) for part in weight.parts]
+        if epilogue == "gated" and (len(pieces) != 2 or pieces[0][2] != pieces[1][2]):
+            raise InternalError(f"a gated stack is (gate, up) of equal height, not {[n for _, _, n in pieces]}")
+    else:
+        assert isinstance(weight, Packed)  # or it would not be taken apart
+        half = shape_of(weight)[0] // 2
+        pieces = [(weight, 0, half), (weight, half, half)]
+    launches, start = [], 0
+    for place, (part, first, n) in enumerate(pieces):
+        own = slice(start, start + n)
+        joined: Epilogue = epilogue if epilogue != "gated" else "act" if place == 0 else "multiply"
+        last = place == len(pieces) - 1
+        one = _bound(
+            x,
+            for_a_gpu(part),
+            out if epilogue == "gated" else out[:, own],
+            n_rows,
+            epilogue=joined,
+            bias=None if bias is None else bias[own],
+            scale=scale[own] if isinstance(scale, Tensor) else scale,
+            stats=stats if last else None,
+            prepared=prepared if last else None,
+            rows=(first, n),
+            **rest,
+        )
+        launches.append(one)
+        start += n
+    return Launches(tuple(launches))
+
+
+def _bound(
+    x: Tensor,
+    weight: Tensor | Packed,
+    out: Tensor,
+    n_rows: Tensor,
+    *,
+    epilogue: Epilogue,
+    norm: InputNorm | None,
+    bias: Tensor | None,
+    scale: Tensor | float | None,
+    softcap: float | None,
+    activation: Activation | None,
+    stats: Tensor | None,
+    prepared: Prepared | None,
+    tile: Tile | None,
+    pdl: bool,
+    rows: tuple[int, int] | None = None,
+) -> Launch:
+    """One launch; `rows`: which row of the weight is the first, and how many there are, where it is not all of them."""
+    device, n_slots = x.device, len(x)
+    n_outputs, k = shape_of(weight)
+    first, n_outputs = (0, n_outputs) if rows is None else rows
+    n = n_outputs // 2 if epilogue == "gated" else n_outputs
+    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, k), device=device)
+    if isinstance(scale, Tensor):
+        checked("scale", scale, dtype=FLOATS, shape=(n_outputs,), device=device)
+    if bias is not None:
+        checked("bias", bias, dtype=FLOATS, shape=(n_outputs,), device=device)
+    if epilogue in ("gated", "act") and activation is None:
+        raise InternalError(f"the epilogue {epilogue!r} needs an activation")
+    check_out(out, stats, prepared, n_slots, n, device)
+    packed = isinstance(weight, Packed)
+    cut = tile_for(weight, epilogue) if tile is None else tile
+    grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
+    partials = counters = None
+    if cut.split_k > 1:
+        lanes = 2 if epilogue == "gated" else 1
+        size = (grid[0] * grid[1], cut.split_k, lanes, cut.block_n, ROWS)
+        partials = torch.empty(size, dtype=torch.float32, device=device)
+        counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
+    return Launch(
+        matmul_kernel,
+        grid,
+        (
+            x,
+            *planes_of(weight, device),
+            pairs_of(weight, device),
+            out,
+            n_rows,
+            *norm_tensors(norm, n_slots, k, device),
+            bias,
+            scale if isinstance(scale, Tensor) else None,
+            float(scale) if isinstance(scale, float | int) else None,
+            softcap,
+            stats,
+            None if prepared is None else prepared.out,
+            None if prepared is None else prepared.weight,
+            partials,
+            counters,
+        ),
+        {
+            "N": n,
+            "K": k,
+            "FIRST": first,
+            "OUT_STRIDE": out.stride(0),
+            "N_STATS": n_stats(n),
+            "NORM": norm_kind(norm),
+            "EPILOGUE": EPILOGUES[epilogue],
+            "ACTIVATION": ACTIVATIONS[activation or "silu"],
+            "FEW": cut.few and packed and norm_kind(norm) != 3,
+            "PDL": pdl,
+            # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
+            "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
+            "SPLIT_K": cut.split_k,
+            "APART": cut.apart,
+            **constants_of(weight, cut, k),
+            **options_of(cut, pdl),
+        },
+    )
+
+
+def check_out(
+    out: Tensor, stats: Tensor | None, prepared: Prepared | None, n_slots: int, n: int, device: torch.device
+) -> None:
+    checked("out", out, dtype=(torch.float32, torch.bfloat16), shape=(n_slots, n), device=device, columns=True)
+    if stats is not None:
+        checked("stats", stats, dtype=torch.float32, shape=(n_slots, n_stats(n), 2), device=device)
+    if prepared is not None:
+        checked("prepared.out", prepared.out, dtype=torch.bfloat16, shape=(n_slots, n), device=device)
+        checked("prepared.weight", prepared.weight, dtype=FLOATS, shape=(n,), device=device)
+
+
+def norm_kind(norm: InputNorm | None) -> int:
+    if norm is None:
+        return 0
+    return 3 if norm.bias is not None else 1 if norm.weight is None else 2
+
+
+def norm_tensors(norm: InputNorm | None, n_slots: int, k: int, device: torch.device) -> tuple[object, ...]:
+    """stats, weight, bias and eps of a norm, as the kernels take them."""
+    if norm is None:
+        return None, None, None, None
+    checked("norm.stats", norm.stats, dtype=torch.float32, shape=(n_slots, n_stats(k), 2), device=device)
+    if norm.weight is not None:
+        checked("norm.weight", norm.weight, dtype=FLOATS, shape=(k,), device=device)
+    if norm.bias is not None:
+        checked("norm.bias", norm.bias, dtype=FLOATS, shape=(k,), device=device)
+    return norm.stats, norm.weight, norm.bias, norm.eps
+
+
+def planes_of(weight: Tensor | Packed, device: torch.device) -> tuple[Tensor | None, ...]:
+    """The four pointers a kernel takes for a weight: quants (or the dense weight), high, scales, blocks."""
+    if isinstance(weight, Tensor):
+        return checked("weight", weight, dtype=FLOATS, shape=(1, None), device=device), None, None, None
+    shapes = entries_of(weight)
+    found: list[Tensor | None] = []
+    for name in PLANES:
+        plane = weight.plane(name)
+        if plane is not None:
+            width, n_bytes = shapes[name]
+            checked(f"weight.{name}", plane, dtype=torch.uint8, shape=(n_bytes,), device=device)
+            plane = plane.view({1: torch.uint8, 2: torch.float16, 4: torch.int32}[width])
+        found.append(plane)
+    return tuple(found)
+
+
+def pairs_of(weight: Tensor | Packed, device: torch.device) -> Tensor | None:
+    """What `nibble_dots` needs for weights of more than four bits."""
+    if isinstance(weight, Tensor) or weight.plane("high") is None:
+        return None
+    return torch.arange(32, dtype=torch.int32, device=device) // 4 * 2
+
+
+def constants_of(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object]:
+    """What the kernels of one weight are compiled for."""
+    if isinstance(weight, Packed):
+        hip = torch.version.hip is not None
+        own = {
+            "KIND": KINDS[weight.type],
+            "W": weight.unit_bytes,
+            "RUN": weight.run,
+            "NARROW": True,
+            "PRECISION": "ieee",
+        }
+        own |= {"ASM": not hip and not INTERPRETED.value}
+    else:
+        own = {"KIND": 0, "W": 0, "RUN": 1, "NARROW": weight.dtype == torch.bfloat16, "ASM": False}
+        own |= {"PRECISION": "tf32" if weight.dtype == torch.float16 else "ieee"}
+    return own | {
+        "K_STATS": n_stats(k),
+        "STATS_WIDE": triton.next_power_of_2(n_stats(k)),
+        "BLOCK_N": cut.block_n,
+        "BLOCK_K": turn_columns(weight, cut),
+        "SLICES": cut.slices,
+        "STAGES": cut.num_stages,
+        "ROWS": ROWS,
+    }
+
+
+def options_of(cut: Tile, pdl: bool) -> dict[str, object]:
+    if pdl and gdc_wait is None:
+        raise InternalError("this Triton has no programmatic dependent launch; bind without pdl")
+    options: dict[str, object] = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+    if cut.max_registers is not None:
+        options["maxnreg"] = cut.max_registers
+    return options | ({"launch_pdl": True} if pdl else {})

@@ -1,0 +1,150 @@
+"""How the products of a step are cut into programs: by the weight's type and shape, never by the number of rows.
+
+The cut decides the order in which sums are added and so the bits; the table is tuned by measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.packed import Packed, shape_of
+from ostinato.backends.cuda.triton.unpack import INTERPRETED
+from ostinato.backends.torch.ops.matmul import Epilogue
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a product is cut: block_n outputs to a program, block_k columns to a turn of its loop, `slices` of those to
+    a warp each (or 1: the warps share the outputs), split_k programs to an output, num_stages turns in flight."""
+
+    block_n: int
+    block_k: int
+    slices: int = 1
+    split_k: int = 1
+    num_warps: int = 4
+    num_stages: int = 4
+    few: bool = True  # packed weights: up to 8 rows take a shorter way of the same bits
+    max_registers: int | None = None  # of a thread, where more programs at once are worth it
+    apart: bool = False  # gated, more than 8 rows: gate's columns first, then up's; the same bits in half the registers
+
+
+# By class of weight type, of outputs (a program of a gated product has block_n of gate and as many of up) and of
+# columns: the one table that is tuned by measurement (`bench/kernels.py`). Never by rows: the cut decides the bits.
+TILES: Final[Mapping[tuple[str, str, str], Tile]] = MappingProxyType(
+    {
+        ("bf16", "narrow", "short"): Tile(32, 256, slices=4),
+        ("bf16", "narrow", "long"): Tile(64, 128, split_k=4),
+        ("bf16", "middle", "short"): Tile(64, 128),
+        ("bf16", "middle", "long"): Tile(64, 128),
+        ("bf16", "wide", "short"): Tile(64, 128),
+        ("bf16", "wide", "long"): Tile(64, 128),
+        ("f16", "narrow", "short"): Tile(16, 256, slices=4, num_stages=4),
+        ("f16", "narrow", "long"): Tile(16, 256, slices=4, num_stages=4),
+        ("f16", "middle", "short"): Tile(32, 256, slices=4, num_stages=3),
+        ("f16", "middle", "long"): Tile(32, 256, slices=4, num_stages=3),
+        ("f16", "wide", "short"): Tile(32, 256, slices=4, num_stages=3),
+        ("f16", "wide", "long"): Tile(32, 256, slices=4, num_stages=3),
+        ("f32", "narrow", "short"): Tile(32, 128, slices=4, num_stages=3),
+        ("f32", "narrow", "long"): Tile(32, 128, slices=4, num_stages=3),
+        ("f32", "middle", "short"): Tile(32, 128, slices=4, num_stages=3),
+        ("f32", "middle", "long"): Tile(32, 128, slices=4, num_stages=3),
+        ("f32", "wide", "short"): Tile(32, 128, slices=4, num_stages=3),
+        ("f32", "wide", "long"): Tile(32, 128, slices=4, num_stages=3),
+        ("q4", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
+        ("q4", "narrow", "long"): Tile(32, 512, slices=4, num_stages=4),
+        ("q4", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
+        ("q4", "middle", "long"): Tile(32, 512, slices=4, num_stages=4),
+        ("q4", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("q4", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("q5", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
+        ("q5", "narrow", "long"): Tile(32, 512, slices=4, num_stages=4),
+        ("q5", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
+        ("q5", "middle", "long"): Tile(32, 512, slices=4, num_stages=4),
+        ("q5", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("q5", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("q8", "narrow", "short"): Tile(16, 512, slices=4, num_stages=4),
+        ("q8", "narrow", "long"): Tile(16, 512, slices=4, num_stages=4),
+        ("q8", "middle", "short"): Tile(32, 256, slices=4, num_stages=4),
+        ("q8", "middle", "long"): Tile(32, 256, slices=4, num_stages=4),
+        ("q8", "wide", "short"): Tile(32, 256, slices=4, num_stages=4),
+        ("q8", "wide", "long"): Tile(32, 256, slices=4, num_stages=4),
+        ("k4", "narrow", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k4", "narrow", "long"): Tile(32, 512, slices=2, split_k=2, num_warps=2, num_stages=3),
+        ("k4", "middle", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k4", "middle", "long"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k4", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("k4", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("k5", "narrow", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k5", "narrow", "long"): Tile(32, 1024, slices=4, num_stages=3),
+        ("k5", "middle", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k5", "middle", "long"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k5", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("k5", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
+        # Units of 16 bytes: the compiler keeps them out of shared memory only with 64 outputs to a warp.
+        ("k6", "narrow", "short"): Tile(64, 128, split_k=8, num_warps=1, num_stages=4),
+        ("k6", "narrow", "long"): Tile(64, 128, split_k=8, num_warps=1, num_stages=4),
+        ("k6", "middle", "short"): Tile(64, 128, split_k=2, num_warps=1, num_stages=4),
+        ("k6", "middle", "long"): Tile(64, 128, split_k=2, num_warps=1, num_stages=4),
+        ("k6", "wide", "short"): Tile(64, 128, num_warps=1, num_stages=4),
+        ("k6", "wide", "long"): Tile(64, 128, num_warps=1, num_stages=4),
+    }
+)
+_CLASSES: Final = {
+    "Q4_0": "q4", "Q4_1": "q4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "q8", "Q4_K": "k4", "Q5_K": "k5", "Q6_K": "k6",
+    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32",
+}  # fmt: skip
+NARROW_OUTPUTS: Final = 6144  # up to so many a matrix is narrow
+WIDE_OUTPUTS: Final = 12288  # from so many on it is wide
+LONG_COLUMNS: Final = 6144
+
+
+def class_of(weight: Tensor | Packed, epilogue: Epilogue = "store") -> tuple[str, str, str]:
+    """The key of a product in TILES."""
+    n, k = shape_of(weight)
+    n = n // 2 if epilogue == "gated" else n
+    outputs = "narrow" if n <= NARROW_OUTPUTS else "wide" if n >= WIDE_OUTPUTS else "middle"
+    kind = _CLASSES[weight.type if isinstance(weight, Packed) else weight.dtype]
+    return kind, outputs, "long" if k > LONG_COLUMNS else "short"
+
+
+def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
+    """The cut of a product: what TILES says, made to fit a matrix that it does not divide."""
+    tile = TILES[class_of(weight, epilogue)]
+    if not isinstance(weight, Packed):
+        return tile
+    if INTERPRETED.value:  # there a product's bits may depend on how many columns it has; on a GPU they do not
+        tile = replace(tile, few=False)
+    if epilogue == "gated" and weight.type not in (
+        "Q4_K",
+        "Q6_K",
+    ):  # two matrices at once: half the outputs, or registers run out
+        tile = replace(tile, block_n=tile.block_n // 2)
+    unit = 256 if weight.type in ("Q4_K", "Q5_K") else 64 if weight.cols % 64 == 0 else 32
+    slices = tile.slices
+    while weight.cols // unit % slices:
+        slices //= 2
+    if slices == tile.slices:
+        return tile
+    return replace(tile, slices=slices, num_warps=slices if slices > 1 else max(tile.block_n // 32, 1))
+
+
+def turn_columns(weight: Tensor | Packed, cut: Tile) -> int:
+    """How many columns a turn takes: as many as asked for; of a packed weight whole units that divide its columns."""
+    if isinstance(weight, Tensor):
+        return cut.block_k
+    if weight.type in ("Q4_K", "Q5_K"):
+        unit = most = 256
+    elif weight.type == "Q6_K":
+        unit, most = 64, 256
+    else:
+        unit = weight.unit_bytes if weight.type == "Q8_0" and weight.cols % 64 else 2 * weight.unit_bytes
+        most = cut.block_k
+    n_units = weight.cols // unit // cut.slices
+    wanted = max(min(cut.block_k // cut.slices, most) // unit, 1)
+    return unit * cut.slices * max(d for d in range(1, wanted + 1) if n_units % d == 0)

@@ -1,0 +1,185 @@
+"""The native CPU library: the object that plays the loop, from the wheel or compiled once, for this CPU's level.
+
+`cpu_library` opens it, `why_no_native` says why it could not, and `native_status` tells both to whoever asks. An object
+of the wheel is used only where it was made from the very sources that lie beside it; else the machine's compiler makes
+one, which is kept. Where neither works the engine runs eager, and says so: nothing here is needed for that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Final
+
+from ostinato import build
+from ostinato.backends.native import cpu_levels
+from ostinato.backends.native.cpu_levels import Level
+from ostinato.errors import HardwareCannot, InternalError, listing
+from ostinato.loop.sources import FOLDER as LOOP_SOURCES
+
+# The backend's own sources, and the headers that all backends share.
+FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES)
+BUILT: Final = Path(__file__).parent / "built"  # a wheel's objects
+COMPILE_S: Final = 6  # what the first use of a checkout costs on two cores, as it is told
+
+Talk = Callable[[str], None]
+
+# Of this process: a library is opened once and never closed, and a level that failed stays so (E-7).
+_lock: Final = threading.Lock()
+_opened: Final[dict[tuple[str, str], tuple[ctypes.CDLL, str]]] = {}
+_failed: Final[dict[tuple[str, str], str]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class NativeStatus:
+    """What `doctor` tells: which level this CPU runs, where its object comes from, and why there is none."""
+
+    level: str
+    words: str  # the level for people
+    origin: str | None  # "of the wheel", "compiled" or "compiled at first use, and kept"; None where there is none
+    why_not: str | None
+    note: str | None  # why the wheel's object is not used, where it has one
+
+    @property
+    def line(self) -> str:
+        if self.why_not is not None:
+            return f"no native loop on this CPU: {self.why_not}"
+        noted = f" ({self.note})" if self.note else ""
+        return f"native loop for {self.words} (level {self.level}), {self.origin}{noted}"
+
+
+def cpu_library(talk: Talk | None = None) -> ctypes.CDLL:
+    """The object for this CPU, opened; the same each time. `talk` is told where it must be compiled first.
+
+    OSTINATO_CPU_LEVEL forces a level: v4, v3 or plain. OSTINATO_CPU_FLAGS adds flags of the compiler, and then the
+    wheel's objects are left aside. Raises HardwareCannot with the reason where there is no object to be had.
+    """
+    level, extra = chosen_level(), _extra_flags()
+    key = level.name, " ".join(extra)
+    with _lock:
+        if key not in _opened and key not in _failed:
+            try:
+                _opened[key] = _open(level, extra, talk)
+            except HardwareCannot as error:
+                _failed[key] = str(error)
+        if key in _failed:
+            raise HardwareCannot(_failed[key])
+        return _opened[key][0]
+
+
+def source(name: str) -> str:
+    """A source or header of the library, by its file name."""
+    return cpu_levels.sources(*FOLDERS)[name]
+
+
+def compile_object(talk: Talk | None = None) -> Path:
+    """Compile what `cpu_library` would compile here, unless it is kept already, and open nothing: its path."""
+    return _compiled(chosen_level(), _extra_flags(), talk)
+
+
+def why_no_native() -> str | None:
+    """Why `cpu_library` cannot give an object here; None where it has one, or a compiler to make it with."""
+    return native_status().why_not
+
+
+def native_status() -> NativeStatus:
+    """What is to be had, found out without compiling anything."""
+    try:
+        level = chosen_level()
+    except HardwareCannot as error:
+        return NativeStatus("none", "", None, str(error), None)
+    extra = _extra_flags()
+    key = level.name, " ".join(extra)
+    origin, why_not, note = None, _failed.get(key), None
+    if key in _opened:
+        origin = _opened[key][1]
+    elif why_not is None:
+        found, note = (None, None) if extra else wheel_object(level)
+        if found is not None:
+            origin = "of the wheel"
+        else:
+            try:
+                build.cxx()
+                origin = "compiled at first use, and kept"
+            except HardwareCannot as error:
+                why_not = f"{note or 'no prebuilt object is installed'}, and {error}"
+    return NativeStatus(level.name, level.words, origin, why_not, note)
+
+
+def chosen_level() -> Level:
+    """The level that OSTINATO_CPU_LEVEL names, if this CPU has it, or the best it has."""
+    found = cpu_levels.features() if cpu_levels.is_x86() else frozenset()
+    name = os.environ.get("OSTINATO_CPU_LEVEL")
+    if not name:
+        return cpu_levels.best_level(found)
+    if name not in cpu_levels.LEVELS:
+        raise HardwareCannot(f"OSTINATO_CPU_LEVEL is {name!r}; levels are {listing(name, cpu_levels.LEVELS)}")
+    level = cpu_levels.LEVELS[name]
+    if missing := level.needs - found:
+        raise HardwareCannot(f"OSTINATO_CPU_LEVEL is {name}, and this CPU lacks {', '.join(sorted(missing))}")
+    return level
+
+
+def wheel_object(level: Level) -> tuple[Path | None, str | None]:
+    """The wheel's object of this level, if it is whole and made from these sources; else why not, if there is one."""
+    path, sums = BUILT / f"{level.name}.so", BUILT / f"{level.name}.sum"
+    if not path.is_file():
+        return None, None
+    try:
+        made_from, own = sums.read_text("utf-8").split()
+        if own != sha256(path.read_bytes()).hexdigest():
+            return None, f"the prebuilt object {path.name} is damaged"
+    except (OSError, ValueError):
+        return None, f"the prebuilt object {path.name} cannot be read"
+    if made_from != cpu_levels.sum_of(cpu_levels.sources(*FOLDERS), level.flags):
+        return None, f"the prebuilt object {path.name} was made from other sources"
+    return path, None
+
+
+def _extra_flags() -> tuple[str, ...]:
+    return tuple(os.environ.get("OSTINATO_CPU_FLAGS", "").split())
+
+
+def _open(level: Level, extra: tuple[str, ...], talk: Talk | None) -> tuple[ctypes.CDLL, str]:
+    found, note = (None, None) if extra else wheel_object(level)
+    if found is not None:
+        try:
+            return ctypes.CDLL(str(found)), "of the wheel"
+        except OSError as error:  # made for a newer system than this
+            note = f"the prebuilt object {found.name} cannot be opened: {error}"
+    try:
+        path = _compiled(level, extra, talk)
+    except HardwareCannot as error:
+        raise HardwareCannot(f"{note or 'no prebuilt object is installed'}, and {error}") from error
+    except InternalError as error:  # somebody's compiler, older or other than those we know
+        lines = str(error).splitlines()
+        wrong = next((line for line in lines[1:] if "error" in line), lines[-1])  # of a log that may be long
+        raise HardwareCannot(f"the native CPU loop cannot be compiled here: {lines[0]} {wrong.strip()}") from error
+    try:
+        return ctypes.CDLL(str(path)), "compiled"
+    except OSError as error:
+        raise HardwareCannot(f"the compiled CPU loop cannot be opened: {error}") from error
+
+
+def _compiled(level: Level, extra: tuple[str, ...], talk: Talk | None) -> Path:
+    def tell() -> None:
+        if talk is not None:
+            talk(f"compiling the CPU loop, once: about {COMPILE_S} s")
+
+    return compile_sources(FOLDERS, (*level.flags, *extra), tell)
+
+
+def compile_sources(folders: Sequence[Path], flags: Sequence[str], before: Callable[[], None] = lambda: None) -> Path:
+    """The sources of some folders compiled with these flags, unless that is kept already; its path."""
+    texts = cpu_levels.sources(*folders)
+    source = texts.pop(cpu_levels.SOURCE)
+    units = {name: text for name, text in texts.items() if name.endswith(cpu_levels.UNIT)}
+    headers = {name: text for name, text in texts.items() if name not in units}
+    return build.shared_object(
+        source, cpu_levels.SOURCE, headers=headers, beside=units, flags=flags, before_compiling=before
+    )

@@ -1,0 +1,384 @@
+"""The step as the CPU's native loop plays it: one plan in C's own words, over weights in tiles.
+
+`native_plan` turns a model's blocks into the structs of `src/loop.h`, field by field, and lists every piece
+of memory in a `Plan`, so that addresses are watched as everywhere (I-6). `NativeStep` is the opened object: it plays,
+steps, runs a chunk of a prompt, and keeps alive whatever C points at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from ctypes import Structure, addressof, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.cuda.packed import Stack, Weight, shape_of
+from ostinato.backends.native.library import cpu_library
+from ostinato.backends.native.tiles import Matrix, TileMatrix
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.errors import InternalError
+from ostinato.loop.layout import Tables
+from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm
+from ostinato.models.rope import Rope
+from ostinato.models.shape import Multipliers, Shape
+from ostinato.options import Activations, KVType
+
+CHUNK_ROWS: Final = 256  # of a prompt at once: products are at full speed, and a running loop waits for no more
+LANES: Final = 16
+MOST_PARTS: Final = 3
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "mixtral")
+_ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
+_KEPT: Final[dict[KVType, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
+
+
+# --- the structs of `src/`: attention.h, layout.h, loop.h ---
+
+
+class _Product(Structure):
+    _fields_ = (("n_parts", c_int), ("rows", c_int), ("parts", Matrix * MOST_PARTS), ("bias", c_void_p))
+
+
+class _Cache(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales"))
+
+
+class _Layer(Structure):
+    _fields_ = (
+        *((f"{name}_norm", c_void_p) for name in ("attention", "after_attention", "mlp", "after_mlp", "q", "k")),
+        *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
+        ("experts", c_void_p),
+        ("cache", _Cache),
+        *((name, c_int) for name in ("window", "rope", "ff_width", "reserved")),
+    )
+
+
+class _Rope(Structure):
+    _fields_ = (("frequencies", c_void_p), ("half", c_int), ("neighbours", c_int), ("amplitude", c_float))
+
+
+class _View(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("table", "seats", "rings", "layout"))
+
+
+class _Plan(Structure):
+    _fields_ = (
+        ("view", _View),
+        ("hash", c_uint64),
+        ("epoch", c_uint64),
+        *((name, c_void_p) for name in ("layers", "ropes", "norm")),
+        ("embedding", Matrix),
+        ("head", _Product),
+        *((name, c_void_p) for name in ("logits", "last", "scratch")),
+        *((name, c_int) for name in ("n_layers", "n_ropes", "hidden", "n_heads", "n_kv_heads", "head_width")),
+        *((name, c_int) for name in ("widest_ff", "n_experts", "n_used", "renormalise", "activation", "kept", "wide")),
+        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "bell")),
+        *((name, c_float) for name in ("eps", "query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
+    )
+
+
+# --- what it can run ---
+
+
+def why_not_native(shape: Shape) -> str | None:
+    """Why the CPU's native loop cannot run a model of this shape; None where it can."""
+    if shape.family not in FAMILIES:
+        return f"the native loop does not know the family {shape.family}; it runs {', '.join(FAMILIES)}"
+    if shape.recurrent is not None or not shape.attention:
+        return "the native loop has no recurrent layers"
+    if not shape.causal:
+        return f"{shape.family} is an encoder"
+    if shape.head_width % LANES:
+        return (
+            f"the native loop wants heads whose width is a multiple of {LANES}, and this model's is {shape.head_width}"
+        )
+    if shape.multipliers != Multipliers():
+        return "the native loop has no multipliers"
+    return None
+
+
+def why_not_native_model(model: Model) -> str | None:
+    """The same for a model that is loaded: its weights must be in tiles."""
+    reason = why_not_native(model.shape)
+    if reason is None and not isinstance(model.embedding, TileMatrix):
+        reason = "the native loop multiplies weights in tiles, and this model's are dense (mode eager or --dtype)"
+    return reason
+
+
+# --- the plan ---
+
+
+class NativeStep:
+    """A model's step in C, opened: whoever calls waits until it is played. Close it when nobody plays."""
+
+    def __init__(
+        self,
+        model: Model,
+        memory: PagedMemory,
+        tables: Tables,
+        n_tokens: int,
+        *,
+        activations: Activations,
+        threads: int,
+        bell: int = -1,
+    ) -> None:
+        """`bell`: a file that is written to at every border; -1 for none."""
+        self._library, self._kept = _declared(cpu_library()), _Kept()
+        self._plan = _Plan()
+        self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * memory.page_tokens)
+        self.threads, self._max_pages = threads, tables.layout.max_pages
+        self.logits = zeros((tables.layout.n_slots, model.shape.vocab), torch.float32, model.device)
+        self.last = zeros((tables.layout.n_slots, model.shape.hidden), torch.float32, model.device)
+        self._set_sizes(model.shape, memory, tables, n_tokens, activations)
+        self._set_model(model, memory)
+        self._plan.bell = bell
+        n_bytes = self._library.ostinato_scratch_bytes(pointer(self._plan))
+        self.scratch = zeros((n_bytes,), torch.uint8, model.device)
+        self._plan.scratch = self.scratch.data_ptr()
+        self._opened: int | None = self._library.ostinato_open(pointer(self._plan))
+        if not self._opened:
+            raise InternalError("the native loop could not be opened: no memory or no threads")
+
+    # What it plays; each returns when it is done, and lets other threads of Python run meanwhile
+
+    def play(self) -> None:
+        """A border, then steps until nobody lives."""
+        self._call("ostinato_play")
+
+    def step(self) -> None:
+        """One step and its border."""
+        self._call("ostinato_step")
+
+    def chunk(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
+        """Positions [start, start + len(tokens)) of a prompt into its pages; between two steps of what plays."""
+        if not 0 < len(tokens) <= self.chunk_rows or start + len(tokens) > len(pages) * LANES:
+            raise InternalError(f"a chunk of {len(tokens)} rows from {start} on does not fit into {len(pages)} pages")
+        if min(tokens) < 0 or max(tokens) >= self._plan.head.rows:
+            raise InternalError(f"a prompt has the id {max(tokens)}, and this model has {self._plan.head.rows}")
+        ids = (c_int * len(tokens))(*tokens)
+        places = (c_int * len(pages))(*pages)
+        self._call("ostinato_chunk", c_int(slot), ids, c_int(len(tokens)), c_int(start), places)
+
+    def first(self, slot: int) -> None:
+        """The first token of a slot, from the last row that ran for it, by its staged seat."""
+        self._call("ostinato_first", c_int(slot))
+
+    def built(self, plan_hash: int, epoch: int) -> None:
+        """What the border finds in the table at every step, or ends (I-10)."""
+        self._call("ostinato_built", c_uint64(plan_hash), c_uint64(epoch))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Between two steps of whatever plays, which waits at its border until this thread is done."""
+        self._call("ostinato_take_turn")
+        try:
+            yield
+        finally:
+            self._call("ostinato_give_turn")
+
+    def close(self) -> None:
+        """End the threads; nobody may be playing."""
+        if self._opened:
+            opened, self._opened = self._opened, None
+            self._library.ostinato_close(c_void_p(opened))
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        if self._opened is None:
+            raise InternalError("the native loop is closed")
+        return self._library[name](c_void_p(self._opened), *arguments)
+
+    # From blocks to structs
+
+    def _set_sizes(
+        self, shape: Shape, memory: PagedMemory, tables: Tables, n_tokens: int, activations: Activations
+    ) -> None:
+        words = self._kept.array(tables.layout.words(memory.page_tokens))
+        arenas = (tables.table, tables.seats, tables.rings)
+        self._plan.view = _View(*(arena.memory.data_ptr() for arena in arenas), words)
+        assert memory.kv is not None
+        experts = shape.experts
+        sizes = {
+            "n_layers": shape.n_layers,
+            "hidden": shape.hidden,
+            "n_heads": shape.n_heads,
+            "n_kv_heads": shape.n_kv_heads,
+            "head_width": shape.head_width,
+            "widest_ff": max(shape.ff_width, 0 if experts is None else experts.ff_width),
+            "n_experts": 0 if experts is None else experts.n_experts,
+            "n_used": 0 if experts is None else experts.n_used,
+            "renormalise": 0 if experts is None else experts.renormalise,
+            "activation": _ACTIVATIONS[shape.activation],
+            "kept": _KEPT[memory.kv.kv_type],
+            "wide": activations == "wide",
+            "n_threads": self.threads,
+            "n_slots": tables.layout.n_slots,
+            "max_pages": tables.layout.max_pages,
+            "most_rows": self.chunk_rows,
+            "n_tokens": n_tokens,
+            "eps": shape.norm_eps,
+            "query_scale": shape.query_scale,
+            "attention_softcap": shape.attention_softcap or 0.0,
+            "logit_softcap": shape.logit_softcap or 0.0,
+            "embedding_scale": shape.embedding_scale or 0.0,
+        }
+        for name, value in sizes.items():
+            setattr(self._plan, name, value)
+
+    def _set_model(self, model: Model, memory: PagedMemory) -> None:
+        kept, plan, shape = self._kept, self._plan, model.shape
+        assert isinstance(model.embedding, TileMatrix)
+        if model.embedding.wide != bool(plan.wide):
+            raise InternalError("the model was packed for other activations than the loop is opened with")
+        assert model.norm is not None
+        assert model.head is not None
+        ropes = list(model.frequencies)
+        plan.ropes = kept.structs(_Rope, [self._rope(rope, model.frequencies[rope]) for rope in ropes])
+        plan.n_ropes = len(ropes)
+        plan.layers = kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers])
+        plan.norm = self._norm(model.norm)
+        plan.embedding = _matrix(model.embedding)
+        plan.head = self._product(model.head)
+        plan.logits, plan.last = self.logits.data_ptr(), self.last.data_ptr()
+
+    def _rope(self, rope: Rope, frequencies: Tensor) -> _Rope:
+        neighbours = rope.pairing == "neighbours"
+        return _Rope(self._kept.floats(frequencies), rope.width // 2, neighbours, rope.amplitude)
+
+    def _layer(self, layer: Any, shape: Shape, memory: PagedMemory, ropes: list[Rope]) -> _Layer:
+        if not isinstance(layer, Layer) or not isinstance(layer.attention, Attention):
+            raise InternalError(f"the native loop was given a layer of {shape.family} that it does not know")
+        attention, number = layer.attention, layer.attention.layer
+        out = _Layer()
+        norms = {
+            "attention": layer.attention_norm,
+            "after_attention": layer.after_attention,
+            "mlp": layer.mlp_norm,
+            "after_mlp": layer.after_mlp,
+            "q": attention.q_norm,
+            "k": attention.k_norm,
+        }
+        for name, norm in norms.items():
+            setattr(out, f"{name}_norm", None if norm is None else self._norm(norm))
+        out.qkv, out.out = self._product(attention.qkv), self._product(attention.out)
+        self._set_mlp(out, layer.mlp, shape)
+        out.cache = _cache(memory, number)
+        rope = shape.ropes[number]
+        out.window, out.rope = shape.windows[number] or 0, -1 if rope is None else ropes.index(rope)
+        return out
+
+    def _set_mlp(self, out: _Layer, mlp: Callable[[Tensor], Tensor], shape: Shape) -> None:
+        if isinstance(mlp, GatedMLP):
+            out.ff_width = shape.ff_width
+            out.gate_up, out.down = self._inner(mlp.gate_up.weight, mlp.gate_up.bias), self._product(mlp.down)
+        elif isinstance(mlp, Experts) and isinstance(mlp.gate_up, tuple) and isinstance(mlp.down, tuple):
+            out.ff_width = mlp.experts.ff_width
+            out.router = self._product(mlp.router)
+            both = zip(mlp.gate_up, mlp.down, strict=True)
+            parts = [product for gate_up, down in both for product in (self._inner(gate_up), self._of(down))]
+            out.experts = self._kept.structs(_Product, parts)
+        else:
+            raise InternalError(
+                f"the native loop was given a feed-forward block of {shape.family} that it does not know"
+            )
+
+    def _norm(self, norm: Norm) -> int:
+        if norm.bias is not None:
+            raise InternalError("the native loop has no layer norm")
+        return self._kept.floats(norm.weight)
+
+    def _product(self, linear: Linear) -> _Product:
+        if linear.scale is not None:
+            raise InternalError("the native loop has no scaled products")
+        return self._of(linear.weight, linear.bias)
+
+    def _inner(self, weight: Weight, bias: Tensor | None = None) -> _Product:
+        """Gate and up: their columns must begin at a tile each."""
+        rows, _ = shape_of(weight)
+        if not isinstance(weight, Stack) and rows // 2 % LANES:
+            raise InternalError(f"gate and up in one matrix of {rows} rows: up begins inside a tile")
+        return self._of(weight, bias)
+
+    def _of(self, weight: Weight, bias: Tensor | None = None) -> _Product:
+        parts = weight.parts if isinstance(weight, Stack) else (weight,)
+        out = _Product(len(parts), shape_of(weight)[0])
+        for number, part in enumerate(parts):
+            out.parts[number] = _matrix(part)
+        out.bias = None if bias is None else self._kept.floats(bias)
+        return out
+
+
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library with the types of what it returns, and the same idea of a plan as ours."""
+    library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
+    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Rope)]
+    if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:
+        raise InternalError("the native library has another idea of a plan than backends/native/plan.py")
+    return library
+
+
+class _Kept:
+    """What C points at and nobody else holds."""
+
+    def __init__(self) -> None:
+        self._things: list[Any] = []
+        self._floats: dict[int, int] = {}
+
+    def floats(self, tensor: Tensor) -> int:
+        """The address of a tensor as float32 in one piece; it stays there."""
+        wide = tensor.detach().float().contiguous()
+        self._things += [tensor, wide]
+        return wide.data_ptr()
+
+    def array(self, array: np.ndarray) -> int:
+        self._things.append(array)
+        return int(array.ctypes.data)
+
+    def structs(self, kind: type[Any], structs: Sequence[Any]) -> int:
+        """The address of structs one behind the other."""
+        array = (kind * len(structs))(*structs)
+        self._things.append(array)
+        return addressof(array)
+
+
+def _matrix(weight: Any) -> Matrix:
+    if not isinstance(weight, TileMatrix):
+        raise InternalError("the native loop multiplies weights in tiles only")
+    return weight.matrix
+
+
+def _cache(memory: PagedMemory, layer: int) -> _Cache:
+    """Keys and values of a layer. The tensors are as long as the twin's; within a page the native loop orders them
+    its own way (attention.h), and nobody else looks."""
+    assert memory.kv is not None
+    keys, values = memory.kv.keys[layer], memory.kv.values[layer]
+    scales = [None if half.scales is None else half.scales.data_ptr() for half in (keys, values)]
+    return _Cache(keys.values.data_ptr(), values.values.data_ptr(), *scales)
+
+
+def native_plan(model: Model, memory: PagedMemory, tables: Tables, step: NativeStep, constants: str) -> Plan:
+    """Everything that a step reads and writes, as one node: C plays it whole."""
+    # Not every type of tiles has all its planes.
+    weights = without_repeats(
+        [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model") if tensor.numel()]
+    )
+    kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
+    own = [
+        Buffer.of("table", tables.table.memory),
+        Buffer.of("seats", tables.seats.memory),
+        Buffer.of("rings", tables.rings.memory),
+        Buffer.of("logits", step.logits),
+        Buffer.of("last", step.last),
+        Buffer.of("step.workspace", step.scratch),
+    ]
+    written = ("table", "logits", "step.workspace", *(buffer.name for buffer in kept))
+    read = (*written, *(buffer.name for buffer in weights))
+    n_bytes = sum(buffer.n_bytes for buffer in weights)
+    node = Node("step", "native step", step.step, read, written, n_bytes)
+    return Plan(model.device, (*own, *kept, *weights), (node,), memory.page_tokens, constants)

@@ -1,0 +1,688 @@
+// The loop: a decode step for every live slot, a chunk of a prompt, and the play that goes from border to border.
+//
+// One way through the model serves both: rows go through the layers side by side, each with its own position and
+// pages. Every product is shared out over the members of the team by tiles of its output, everything between products
+// by rows. Where rows are few, each member prepares all of them for itself, which costs less than one more barrier: a
+// step of one row has five barriers a layer. All memory is handed in when the loop is opened, and stays where it is.
+#pragma once
+
+#include <cstddef>
+#include <cstring>
+#include <unistd.h>
+#include <vector>
+
+#include "attention.h"
+#include "block.h"
+#include "border.h"
+#include "lanes.h"
+#include "sampler.h"
+#include "team.h"
+#include "tiles.h"
+
+namespace loop {
+
+constexpr int FEW_ROWS = 2;          // so few rows are prepared by every member for itself
+constexpr int MOST_PARTS = 3;        // matrices above one another that are one product: q, k and v; gate and up
+constexpr int ROWS_TOGETHER = 16;    // of a chunk, whose heads a member takes at once
+
+// --- the plan: the same structs in backends/native/plan.py ---
+
+struct Product {
+    int n_parts, rows;
+    Matrix parts[MOST_PARTS];
+    const float* bias;  // [rows], or null
+};
+
+struct Layer {
+    const float *attention_norm, *after_attention, *mlp_norm, *after_mlp, *q_norm, *k_norm;  // null: none
+    Product qkv, out, gate_up, down, router;
+    const Product* experts;  // gate_up and down of each in turn, or null
+    attention::Cache cache;
+    int window;  // positions that it sees; 0: all
+    int rope;    // which of the plan's; -1: none
+    int ff_width, reserved;
+};
+
+struct Rope {
+    const float* frequencies;  // [half]
+    int half, neighbours;
+    float amplitude;
+};
+
+struct Plan {
+    View view;
+    unsigned long long hash, epoch;
+    const Layer* layers;
+    const Rope* ropes;
+    const float* norm;
+    Matrix embedding;
+    Product head;
+    float* logits;            // [slots][vocab]
+    float* last;              // [slots][hidden]: of each slot's prompt, the last row behind the last layer
+    unsigned char* scratch;   // as long as `scratch_bytes` says
+    int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff, n_experts, n_used, renormalise;
+    int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, bell;
+    float eps, query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
+};
+
+static inline int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
+
+// Pieces of one memory, each on a line of its own; without memory it only counts.
+struct Pieces {
+    unsigned char* at;
+    size_t used = 0;
+
+    template <class T>
+    T* take(size_t n) {
+        T* piece = at ? reinterpret_cast<T*>(at + used) : nullptr;
+        used = (used + n * sizeof(T) + 127) / 128 * 128;
+        return piece;
+    }
+};
+
+// What one member keeps for itself.
+struct Own {
+    float *x, *row;          // [few rows][hidden]; [few rows][widest]
+    float *queries, *sight;  // of a key head's group, or of a chunk's rows; what attention has seen
+    unsigned char *inputs, *sampler;
+};
+
+// A model on its way through the layers: the rows, and the memory that members share. Knows no team, no border.
+struct Passage {
+    Plan plan;
+
+    // The rows that are going through.
+    int n_rows = 0;
+    bool is_chunk = false;  // rows of one sequence, one after the other; else each of its own
+    const int *tokens = nullptr, *chunk_pages = nullptr;
+    int chunk_slot = 0, chunk_start = 0;
+
+    // Memory that members share.
+    int hidden_stride, seen_stride, qkv_stride, inside_stride, n_blocks, most_units;
+    float *x, *normed, *qkv, *seen, *out, *inside, *turns, *block_sights, *block_mixed, *scores, *shares, *expert_out;
+    float* first_logits;
+    // Of experts: by row and choice who it is; by taker its row and choice; the other way; by expert its first taker.
+    int *chosen, *taker, *place, *first_of;
+    unsigned char *inputs, *expert_inputs;
+    std::vector<Own> own;
+
+    explicit Passage(const Plan& p) : plan(p) { n_bytes = lay_out(p.scratch); }
+    size_t n_bytes;
+
+    // --- memory ---
+
+    static int turns_width(const Plan& p) {
+        int width = 0;
+        for (int i = 0; i < p.n_ropes; i++) width += 2 * p.ropes[i].half;
+        return width;
+    }
+
+    size_t lay_out(unsigned char* memory) {
+        const Plan& p = plan;
+        const int rows = p.most_rows > p.n_slots ? p.most_rows : p.n_slots, group = p.n_heads / p.n_kv_heads;
+        const int experts_rows = p.n_experts ? rows * p.n_used : 0;
+        hidden_stride = padded(p.hidden);
+        seen_stride = p.n_heads * p.head_width;
+        qkv_stride = (p.n_heads + 2 * p.n_kv_heads) * p.head_width;
+        inside_stride = 2 * padded(p.widest_ff);
+        n_blocks = (p.max_pages * attention::PAGE + attention::BLOCK - 1) / attention::BLOCK;
+        most_units = 2 * p.n_threads;
+        const int widest = hidden_stride > seen_stride ? hidden_stride : seen_stride;
+        const int most_cols = widest > inside_stride / 2 ? widest : inside_stride / 2;
+        const int queries = group > ROWS_TOGETHER ? group : ROWS_TOGETHER;
+
+        Pieces pieces{memory};
+        x = pieces.take<float>(size_t(rows) * hidden_stride);
+        normed = pieces.take<float>(size_t(rows) * widest);
+        qkv = pieces.take<float>(size_t(rows) * qkv_stride);
+        seen = pieces.take<float>(size_t(rows) * seen_stride);
+        out = pieces.take<float>(size_t(rows) * hidden_stride);
+        inside = pieces.take<float>(size_t(experts_rows > rows ? experts_rows : rows) * inside_stride);
+        turns = pieces.take<float>(size_t(rows) * turns_width(p));
+        block_sights = pieces.take<float>(size_t(2) * most_units * group * n_blocks);
+        block_mixed = pieces.take<float>(size_t(most_units) * group * n_blocks * p.head_width);
+        inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, rows));
+        scores = pieces.take<float>(size_t(rows) * padded(p.n_experts));
+        shares = pieces.take<float>(experts_rows);
+        chosen = pieces.take<int>(experts_rows);
+        taker = pieces.take<int>(experts_rows);
+        place = pieces.take<int>(experts_rows);
+        first_of = pieces.take<int>(p.n_experts + 1);
+        expert_out = pieces.take<float>(size_t(experts_rows) * hidden_stride);
+        expert_inputs = pieces.take<unsigned char>(experts_rows * expert_row_bytes());
+        first_logits = pieces.take<float>(p.head.rows);
+        own.clear();
+        for (int i = 0; i < p.n_threads; i++) {
+            Own mine;
+            mine.x = pieces.take<float>(size_t(FEW_ROWS) * hidden_stride);
+            mine.row = pieces.take<float>(size_t(FEW_ROWS) * widest);
+            mine.queries = pieces.take<float>(size_t(queries) * p.head_width);
+            mine.sight = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * p.head_width);
+            mine.inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, FEW_ROWS));
+            mine.sampler = pieces.take<unsigned char>(sampler_bytes(plan.head.rows));
+            own.push_back(mine);
+        }
+        return pieces.used;
+    }
+
+    size_t expert_row_bytes() const {
+        const int cols = plan.hidden > plan.widest_ff ? plan.hidden : plan.widest_ff;
+        return (inputs_bytes(cols, 1) + 127) / 128 * 128;
+    }
+
+    // --- rows ---
+
+    bool few() const { return n_rows <= FEW_ROWS; }
+    int slot_of(int row) const { return TABLE_row_slot(plan.view)[row]; }
+    int token_of(int row) const { return is_chunk ? tokens[row] : TABLE_token(plan.view)[slot_of(row)]; }
+    int position_of(int row) const { return is_chunk ? chunk_start + row : TABLE_position(plan.view)[slot_of(row)]; }
+    const int* pages_of(int row) const {
+        return is_chunk ? chunk_pages : TABLE_pages(plan.view) + size_t(slot_of(row)) * plan.max_pages;
+    }
+    const float* turns_of(int row, int rope) const {
+        const float* at = turns + size_t(row) * turns_width(plan);
+        for (int i = 0; i < rope; i++) at += 2 * plan.ropes[i].half;
+        return at;
+    }
+    float* residual(const team::Member& m, int row) {
+        return (few() ? own[m.me].x : x) + size_t(row) * hidden_stride;
+    }
+
+    // Prepare what `row_of_input` makes of each row as the input of a product: by every member for itself where rows
+    // are few, else each by one member, with a barrier.
+    template <class F>
+    Inputs prepared(team::Member& m, int cols, F row_of_input) {
+        const Inputs in = inputs_over(few() ? own[m.me].inputs : inputs, cols, n_rows, plan.wide != 0);
+        int first = 0, last = n_rows;
+        if (!few()) m.share(n_rows, first, last);
+        for (int row = first; row < last; row++) prepare(in, row_of_input(row), 0, row, row + 1);
+        if (!few()) m.barrier();
+        return in;
+    }
+
+    float* normed_row(const team::Member& m, int row) {
+        const int widest = hidden_stride > seen_stride ? hidden_stride : seen_stride;
+        return (few() ? own[m.me].row : normed) + size_t(row) * widest;
+    }
+
+    // The residual gains what the last block made of it, and is normed for the next one.
+    Inputs next_block(team::Member& m, const float* gained, const float* after, const float* norm) {
+        return prepared(m, plan.hidden, [&](int row) {
+            float *at = residual(m, row), *to = normed_row(m, row);
+            if (gained) gain(at, gained + size_t(row) * hidden_stride, after, to);
+            block::rms_norm(at, norm, plan.hidden, plan.eps, to);
+            return to;
+        });
+    }
+
+    void gain(float* at, const float* gained, const float* after, float* room) const {
+        if (after) {
+            block::rms_norm(gained, after, plan.hidden, plan.eps, room);
+            gained = room;
+        }
+        block::add_to(at, gained, plan.hidden);
+    }
+
+    // --- products ---
+
+    // Tiles [first, last) of a product of so many rows, its parts one behind the other in each row of `to`.
+    __attribute__((noinline)) static void tiles_of(
+        const Product& w, const Inputs& in, int n, float* to, long stride, int first, int last
+    ) {
+        int tile = 0, column = 0;
+        for (int part = 0; part < w.n_parts; part++) {
+            const Matrix& matrix = w.parts[part];
+            const int n_tiles = (matrix.rows + LANES - 1) / LANES;
+            const int from = first > tile ? first - tile : 0, end = last < tile + n_tiles ? last - tile : n_tiles;
+            if (from < end) {
+                multiply(matrix, in, n, to + column, stride, from, end);
+                if (w.bias) {
+                    const int begin = from * LANES, stop = end * LANES < matrix.rows ? end * LANES : matrix.rows;
+                    for (int row = 0; row < n; row++)
+                        block::add_to(to + row * stride + column + begin, w.bias + column + begin, stop - begin);
+                }
+            }
+            tile += n_tiles;
+            column += matrix.rows;
+        }
+    }
+
+    static int n_tiles(const Product& w) {
+        int n = 0;
+        for (int part = 0; part < w.n_parts; part++) n += (w.parts[part].rows + LANES - 1) / LANES;
+        return n;
+    }
+
+    void product(team::Member& m, const Product& w, const Inputs& in, float* to, long stride) {
+        int first, last;
+        m.share(n_tiles(w), first, last);
+        tiles_of(w, in, n_rows, to, stride, first, last);
+    }
+
+    // Gate and up of the same columns, and act(gate) * up in gate's place: [rows][gate, up].
+    void inner_tiles(const Product& w, int ff, const Inputs& in, int n, float* to, int first, int last) const {
+        const int begin = first * LANES, stop = last * LANES < ff ? last * LANES : ff;
+        const int up = (ff + LANES - 1) / LANES;  // gate's tiles come first
+        tiles_of(w, in, n, to, inside_stride, first, last);
+        tiles_of(w, in, n, to, inside_stride, up + first, up + last);
+        for (int row = 0; row < n; row++) {
+            float* at = to + size_t(row) * inside_stride;
+            block::gated(at + begin, at + ff + begin, stop - begin, plan.activation);
+        }
+    }
+
+    // --- the way through ---
+
+    void embed(team::Member& m) {
+        int first = 0, last = n_rows;
+        if (!few()) m.share(n_rows, first, last);
+        for (int row = first; row < last; row++) {
+            float* at = residual(m, row);
+            row_of(plan.embedding, token_of(row), at);
+            if (plan.embedding_scale != 0) block::scale_by(at, plan.embedding_scale, plan.hidden);
+        }
+        m.share(n_rows, first, last);
+        for (int row = first; row < last; row++)
+            for (int i = 0; i < plan.n_ropes; i++) {
+                const Rope& rope = plan.ropes[i];
+                float* to = const_cast<float*>(turns_of(row, i));
+                block::turns_of(position_of(row), rope.frequencies, rope.half, rope.amplitude, to);
+            }
+        m.barrier();
+    }
+
+    void through(team::Member& m) {
+        embed(m);
+        const float *gained = nullptr, *after = nullptr;
+        for (int i = 0; i < plan.n_layers; i++) {
+            const Layer& layer = plan.layers[i];
+            Inputs in = next_block(m, gained, after, layer.attention_norm);
+            product(m, layer.qkv, in, qkv, qkv_stride);
+            m.barrier();
+            if (is_chunk) attend_chunk(m, layer);
+            else attend_rows(m, layer);
+            m.barrier();
+            in = prepared(m, seen_stride, [&](int row) { return seen_row(m, layer, row); });
+            product(m, layer.out, in, out, hidden_stride);
+            m.barrier();
+            in = next_block(m, out, layer.after_attention, layer.mlp_norm);
+            if (layer.experts) think_by_experts(m, layer, in);
+            else think(m, layer, in);
+            gained = out;
+            after = layer.after_mlp;
+        }
+        leave(m, after);
+    }
+
+    void think(team::Member& m, const Layer& layer, const Inputs& in) {
+        int first, last;
+        m.share((layer.ff_width + LANES - 1) / LANES, first, last);
+        inner_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
+        m.barrier();
+        const Inputs inner = prepared(m, layer.ff_width, [&](int row) { return inside + size_t(row) * inside_stride; });
+        product(m, layer.down, inner, out, hidden_stride);
+        m.barrier();
+    }
+
+    // Behind the last layer: a step's rows stay with whoever holds them, a chunk's last row goes where `first` looks.
+    void leave(team::Member& m, const float* after) {
+        int first = 0, last = n_rows;
+        if (!few()) m.share(n_rows, first, last);
+        for (int row = first; row < last; row++)
+            gain(residual(m, row), out + size_t(row) * hidden_stride, after, normed_row(m, row));
+        const int final = n_rows - 1;
+        if (is_chunk && first <= final && final < last && (m.me == 0 || !few()))
+            memcpy(plan.last + size_t(chunk_slot) * plan.hidden, residual(m, final), plan.hidden * sizeof(float));
+    }
+
+    void head(team::Member& m, float* logits) {
+        const Inputs in = next_block(m, nullptr, nullptr, plan.norm);
+        const int vocab = plan.head.rows;
+        int first, last;
+        m.share(n_tiles(plan.head), first, last);
+        tiles_of(plan.head, in, n_rows, logits, vocab, first, last);
+        if (plan.logit_softcap > 0) {
+            const int begin = first * LANES, stop = last * LANES < vocab ? last * LANES : vocab;
+            for (int row = 0; row < n_rows; row++)
+                block::soft_cap(logits + size_t(row) * vocab + begin, plan.logit_softcap, stop - begin);
+        }
+        m.barrier();
+    }
+
+    // --- attention ---
+
+    static int first_seen(const Layer& layer, int position) {
+        return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
+    }
+
+    attention::Heads heads() const {
+        const int group = plan.n_heads / plan.n_kv_heads;
+        return {plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
+    }
+
+    // A query head of a row, normed, turned and scaled.
+    void query_of(const Layer& layer, int row, int head, float* q) const {
+        const int width = plan.head_width;
+        memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
+        if (layer.q_norm) block::rms_norm(q, layer.q_norm, width, plan.eps, q);
+        turn(layer, row, q);
+        block::scale_by(q, plan.query_scale, width);
+    }
+
+    void turn(const Layer& layer, int row, float* head) const {
+        if (layer.rope < 0) return;
+        const Rope& rope = plan.ropes[layer.rope];
+        block::turn(head, turns_of(row, layer.rope), rope.half, rope.neighbours != 0);
+    }
+
+    // A row's key and value of one head into its page.
+    void keep(const Layer& layer, int row, int kv) const {
+        const int width = plan.head_width, position = position_of(row);
+        float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + kv) * width;
+        if (layer.k_norm) block::rms_norm(key, layer.k_norm, width, plan.eps, key);
+        turn(layer, row, key);
+        const int page = pages_of(row)[position / attention::PAGE];
+        attention::append(
+            heads(), layer.cache, page, position % attention::PAGE, kv, key, key + size_t(plan.n_kv_heads) * width
+        );
+    }
+
+    // Rows of different sequences. Whoever has the last block of a row and key head keeps the row's own key and value
+    // there first: nobody else looks at that block.
+    void attend_rows(team::Member& m, const Layer& layer) {
+        int unit = 0;
+        for (int row = 0; row < n_rows; row++) {
+            const int position = position_of(row), first = first_seen(layer, position);
+            for (int kv = 0; kv < plan.n_kv_heads; kv++) {
+                if (!shared_by_block()) {
+                    if (unit++ % m.n == m.me) attend_row(m, layer, row, kv, first, position + 1);
+                    continue;
+                }
+                for (int at = first / attention::BLOCK; at * attention::BLOCK <= position; at++)
+                    if (unit++ % m.n == m.me) attend_block(m, layer, row, kv, at, first, position + 1);
+            }
+        }
+    }
+
+    bool shared_by_block() const { return n_rows * plan.n_kv_heads <= most_units; }
+
+    void attend_row(team::Member& m, const Layer& layer, int row, int kv, int first, int last) {
+        const attention::Heads of = heads();
+        Own& mine = own[m.me];
+        attention::soon_keys(of, layer.cache, pages_of(row), kv, first, last);
+        keep(layer, row, kv);
+        for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
+            attention::Query queries[attention::MOST_QUERIES];
+            float* to[attention::MOST_QUERIES];
+            const int n = of.group - begin < attention::MOST_QUERIES ? of.group - begin : attention::MOST_QUERIES;
+            for (int i = 0; i < n; i++) {
+                const int head = kv * of.group + begin + i;
+                float* q = mine.queries + size_t(i) * of.width;
+                query_of(layer, row, head, q);
+                queries[i] = {q, first, last};
+                to[i] = seen + size_t(row) * seen_stride + size_t(head) * of.width;
+            }
+            attention::look_back(of, layer.cache, pages_of(row), kv, queries, n, to, mine.sight);
+        }
+    }
+
+    size_t block_place(int row, int head, int at) const { return (size_t(row) * plan.n_heads + head) * n_blocks + at; }
+
+    void attend_block(team::Member& m, const Layer& layer, int row, int kv, int at, int first, int last) {
+        const attention::Heads of = heads();
+        Own& mine = own[m.me];
+        const int begin_of_block = at * attention::BLOCK;
+        attention::soon_keys(of, layer.cache, pages_of(row), kv, first > begin_of_block ? first : begin_of_block, last);
+        if ((last - 1) / attention::BLOCK == at) keep(layer, row, kv);
+        for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
+            attention::Query queries[attention::MOST_QUERIES];
+            attention::Sight sights[attention::MOST_QUERIES];
+            const int n = of.group - begin < attention::MOST_QUERIES ? of.group - begin : attention::MOST_QUERIES;
+            for (int i = 0; i < n; i++) {
+                const int head = kv * of.group + begin + i;
+                float* q = mine.queries + size_t(i) * of.width;
+                query_of(layer, row, head, q);
+                queries[i] = {q, first, last};
+                sights[i].mixed = block_mixed + block_place(row, head, at) * of.width;
+            }
+            attention::look_kept(of, layer.cache, pages_of(row), kv, at, queries, n, sights);
+            for (int i = 0; i < n; i++) {
+                float* to = block_sights + 2 * block_place(row, kv * of.group + begin + i, at);
+                to[0] = sights[i].top;
+                to[1] = sights[i].sum;
+            }
+        }
+    }
+
+    // What all heads of a row have seen: there already, or joined of the blocks.
+    const float* seen_row(team::Member& m, const Layer& layer, int row) {
+        float* there = seen + size_t(row) * seen_stride;
+        if (is_chunk || !shared_by_block()) return there;
+        const int width = plan.head_width, position = position_of(row), first = first_seen(layer, position);
+        float* to = few() ? normed_row(m, row) : there;
+        attention::Sight all{0, 0, own[m.me].sight};
+        for (int head = 0; head < plan.n_heads; head++) {
+            for (int at = first / attention::BLOCK; at * attention::BLOCK <= position; at++) {
+                const size_t place_of = block_place(row, head, at);
+                const float* sight = block_sights + 2 * place_of;
+                const attention::Sight part{sight[0], sight[1], block_mixed + place_of * width};
+                attention::join(all, part, width, at == first / attention::BLOCK);
+            }
+            attention::finish(all, width, to + size_t(head) * width);
+        }
+        return to;
+    }
+
+    // Rows of one sequence: all keys and values first, then rows together, key head by key head.
+    void attend_chunk(team::Member& m, const Layer& layer) {
+        int first, last;
+        m.share(n_rows, first, last);
+        for (int row = first; row < last; row++)
+            for (int kv = 0; kv < plan.n_kv_heads; kv++) keep(layer, row, kv);
+        m.barrier();
+        const int n_runs = (n_rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
+        for (int unit = m.me; unit < n_runs * plan.n_kv_heads; unit += m.n)
+            attend_run(m, layer, unit / plan.n_kv_heads * ROWS_TOGETHER, unit % plan.n_kv_heads);
+    }
+
+    void attend_run(team::Member& m, const Layer& layer, int begin, int kv) {
+        const attention::Heads of = heads();
+        Own& mine = own[m.me];
+        const int end = begin + ROWS_TOGETHER < n_rows ? begin + ROWS_TOGETHER : n_rows;
+        const int total = (end - begin) * of.group;
+        for (int done = 0; done < total; done += attention::MOST_QUERIES) {
+            attention::Query queries[attention::MOST_QUERIES];
+            float* to[attention::MOST_QUERIES];
+            const int n = total - done < attention::MOST_QUERIES ? total - done : attention::MOST_QUERIES;
+            for (int i = 0; i < n; i++) {
+                const int row = begin + (done + i) / of.group, head = kv * of.group + (done + i) % of.group;
+                float* q = mine.queries + size_t(i) * of.width;
+                query_of(layer, row, head, q);
+                queries[i] = {q, first_seen(layer, position_of(row)), position_of(row) + 1};
+                to[i] = seen + size_t(row) * seen_stride + size_t(head) * of.width;
+            }
+            attention::look_back(of, layer.cache, chunk_pages, kv, queries, n, to, mine.sight);
+        }
+    }
+
+    // --- experts: rows are sorted by whom they go to, each expert's products have only its own rows ---
+
+    Inputs inputs_of_expert(int expert, int cols) const {
+        const int n = first_of[expert + 1] - first_of[expert];
+        return inputs_over(expert_inputs + first_of[expert] * expert_row_bytes(), cols, n, plan.wide != 0);
+    }
+
+    void think_by_experts(team::Member& m, const Layer& layer, const Inputs& in) {
+        const int n_takers = n_rows * plan.n_used, scores_stride = padded(plan.n_experts);
+        int first, last;
+        product(m, layer.router, in, scores, scores_stride);
+        m.barrier();
+        m.share(n_rows, first, last);
+        for (int row = first; row < last; row++)
+            block::route(scores + size_t(row) * scores_stride, plan.n_experts, plan.n_used, plan.renormalise != 0,
+                         chosen + row * plan.n_used, shares + row * plan.n_used);
+        m.barrier();
+        if (m.me == 0) sort_by_expert();
+        m.barrier();
+        by_taker(m, n_takers, plan.hidden, [&](int i) { return normed_row(m, taker[i] / plan.n_used); });
+        by_expert_tile(m, (layer.ff_width + LANES - 1) / LANES, [&](int expert, int n, int from, int to) {
+            float* place_of = inside + size_t(first_of[expert]) * inside_stride;
+            const Inputs own_rows = inputs_of_expert(expert, plan.hidden);
+            inner_tiles(layer.experts[2 * expert], layer.ff_width, own_rows, n, place_of, from, to);
+        });
+        m.barrier();
+        by_taker(m, n_takers, layer.ff_width, [&](int i) { return inside + size_t(i) * inside_stride; });
+        by_expert_tile(m, n_tiles(layer.experts[1]), [&](int expert, int n, int from, int to) {
+            float* place_of = expert_out + size_t(first_of[expert]) * hidden_stride;
+            const Inputs inner = inputs_of_expert(expert, layer.ff_width);
+            tiles_of(layer.experts[2 * expert + 1], inner, n, place_of, hidden_stride, from, to);
+        });
+        m.barrier();
+        m.share(n_rows, first, last);
+        for (int row = first; row < last; row++) sum_experts(row);
+        m.barrier();
+    }
+
+    void sort_by_expert() {
+        const int n = n_rows * plan.n_used;
+        for (int e = 0; e <= plan.n_experts; e++) first_of[e] = 0;
+        for (int i = 0; i < n; i++) first_of[chosen[i] + 1]++;
+        for (int e = 0; e < plan.n_experts; e++) first_of[e + 1] += first_of[e];
+        for (int i = 0; i < n; i++) {
+            const int at = first_of[chosen[i]]++;
+            taker[at] = i;
+            place[i] = at;
+        }
+        for (int e = plan.n_experts; e > 0; e--) first_of[e] = first_of[e - 1];
+        first_of[0] = 0;
+    }
+
+    // Prepare each taker's input in its expert's place.
+    template <class F>
+    void by_taker(team::Member& m, int n_takers, int cols, F row_of_input) {
+        int first, last;
+        m.share(n_takers, first, last);
+        for (int i = first; i < last; i++) {
+            const int expert = chosen[taker[i]], row = i - first_of[expert];
+            prepare(inputs_of_expert(expert, cols), row_of_input(i), 0, row, row + 1);
+        }
+        m.barrier();
+    }
+
+    // Share out the tiles of all experts that somebody goes to, as if they were one matrix.
+    template <class F>
+    void by_expert_tile(team::Member& m, int tiles_each, F work) {
+        int n_taken = 0, first, last;
+        for (int e = 0; e < plan.n_experts; e++) n_taken += first_of[e + 1] > first_of[e];
+        m.share(int64_t(n_taken) * tiles_each, first, last);
+        for (int e = 0, tile = 0; e < plan.n_experts; e++) {
+            const int n = first_of[e + 1] - first_of[e];
+            if (n == 0) continue;
+            const int from = first > tile ? first - tile : 0, to = last < tile + tiles_each ? last - tile : tiles_each;
+            if (from < to) work(e, n, from, to);
+            tile += tiles_each;
+        }
+    }
+
+    // In the order of experts, so that a row's sum does not depend on its neighbours.
+    void sum_experts(int row) {
+        float* to = out + size_t(row) * hidden_stride;
+        for (int c = 0; c < hidden_stride; c++) to[c] = 0.0f;
+        for (int done = 0, below = -1; done < plan.n_used; done++) {
+            int next = -1;
+            for (int k = 0; k < plan.n_used; k++) {
+                const int i = row * plan.n_used + k;
+                if (chosen[i] > below && (next < 0 || chosen[i] < chosen[next])) next = i;
+            }
+            below = chosen[next];
+            block::add_share(to, expert_out + size_t(place[next]) * hidden_stride, shares[next], plan.hidden);
+        }
+    }
+
+};
+
+static inline size_t scratch_bytes(Plan plan) {
+    plan.scratch = nullptr;
+    return Passage(plan).n_bytes;
+}
+
+// --- the loop: jobs for the team, and what Python calls ---
+
+struct Loop : Passage {
+    team::Team team;
+
+    explicit Loop(const Plan& p) : Passage(p), team(p.n_threads) {}
+
+    void step(team::Member& m) {
+        through(m);
+        head(m, plan.logits);
+        for (int row = m.me; row < n_rows; row += m.n)
+            choose(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot_of(row), false, plan.n_tokens,
+                   own[m.me].sampler);
+    }
+
+    void first(team::Member& m) {
+        memcpy(residual(m, 0), plan.last + size_t(chunk_slot) * plan.hidden, plan.hidden * sizeof(float));
+        head(m, first_logits);
+        if (m.me == 0) choose(plan.view, first_logits, 0, chunk_slot, true, plan.n_tokens, own[0].sampler);
+    }
+
+    static void step_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->step(m); }
+    static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->through(m); }
+    static void first_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->first(m); }
+
+    // A border, then steps while it says go. Whoever waits for the team has it between two steps.
+    void play() {
+        team.take_turn();
+        for (bool goes_on = pass_border(); goes_on; goes_on = pass_border()) {
+            team.pass_turn();
+            run_step();
+        }
+        team.give_turn();
+    }
+
+    void play_step() {
+        team.take_turn();
+        run_step();
+        pass_border();
+        team.give_turn();
+    }
+
+    // Positions [start, start + n) of a prompt into these pages.
+    void play_chunk(int slot, const int* ids, int n, int start, const int* pages) {
+        team.take_turn();
+        is_chunk = true;
+        n_rows = n, tokens = ids, chunk_slot = slot, chunk_start = start, chunk_pages = pages;
+        team.run(chunk_job, this);
+        team.give_turn();
+    }
+
+    // The first token of a slot, from the last row of its prompt, by its staged seat.
+    void play_first(int slot) {
+        team.take_turn();
+        is_chunk = true;
+        n_rows = 1, chunk_slot = slot;
+        team.run(first_job, this);
+        team.give_turn();
+    }
+
+    void run_step() {
+        n_rows = *TABLE_n_rows(plan.view);
+        is_chunk = false;
+        if (n_rows > 0) team.run(step_job, this);
+    }
+
+    bool pass_border() {
+        const bool goes_on = run_border(plan.view, plan.hash, plan.epoch, now_ns());
+        ring();
+        return goes_on;
+    }
+
+    // Tell whoever listens that the outbox, or the end, is worth a look; a full pipe says so already.
+    void ring() const {
+        const unsigned long long one = 1;
+        if (plan.bell >= 0 && ::write(plan.bell, &one, sizeof one) < 0) return;
+    }
+};
+
+}  // namespace loop

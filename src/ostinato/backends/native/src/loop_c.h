@@ -1,0 +1,49 @@
+// The loop for Python: opened over a plan, played, and closed. See backends/native/plan.py.
+#pragma once
+#include <new>
+#include <system_error>
+
+#include "loop.h"
+
+extern "C" {
+
+// How long each struct is here, so that Python can compare: Plan, Layer, Product, Rope.
+int ostinato_plan_bytes(int which) {
+    const size_t bytes[] = {sizeof(loop::Plan), sizeof(loop::Layer), sizeof(loop::Product), sizeof(loop::Rope)};
+    return int(bytes[which]);
+}
+
+// How long `scratch` of a plan must be; the plan may have none yet.
+unsigned long long ostinato_scratch_bytes(const loop::Plan* plan) { return loop::scratch_bytes(*plan); }
+
+// A loop over a plan, with its team asleep; null where the system has no memory or no threads for it. The plan's memory
+// must outlive it; the struct itself is copied.
+void* ostinato_open(const loop::Plan* plan) {
+    try {
+        return new loop::Loop(*plan);
+    } catch (const std::bad_alloc&) {
+    } catch (const std::system_error&) {
+    }
+    return nullptr;
+}
+
+void ostinato_close(void* opened) { delete static_cast<loop::Loop*>(opened); }
+
+// What the border compares with the table's own at every step.
+void ostinato_built(void* opened, unsigned long long hash, unsigned long long epoch) {
+    static_cast<loop::Loop*>(opened)->plan.hash = hash;
+    static_cast<loop::Loop*>(opened)->plan.epoch = epoch;
+}
+
+void ostinato_play(void* opened) { static_cast<loop::Loop*>(opened)->play(); }
+void ostinato_step(void* opened) { static_cast<loop::Loop*>(opened)->play_step(); }
+void ostinato_chunk(void* opened, int slot, const int* ids, int n, int start, const int* pages) {
+    static_cast<loop::Loop*>(opened)->play_chunk(slot, ids, n, start, pages);
+}
+void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->play_first(slot); }
+
+// The turn at the team, for a caller that does several things between two steps of whoever plays.
+void ostinato_take_turn(void* opened) { static_cast<loop::Loop*>(opened)->team.take_turn(); }
+void ostinato_give_turn(void* opened) { static_cast<loop::Loop*>(opened)->team.give_turn(); }
+
+}

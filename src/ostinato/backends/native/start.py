@@ -1,0 +1,85 @@
+"""`loop` on the CPU: one call into native code plays until nobody lives, and Python takes no part in any step.
+
+Two threads of ours call it and wait inside it, without the interpreter's lock: one plays the loop, the other runs jobs
+beside it. Both use the same team of threads, which the one who plays hands over between two steps (team.h).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Literal
+
+from ostinato.backends.native.plan import NativeStep
+from ostinato.backends.torch.start import LOOK_AGAIN_S, CpuDevice
+from ostinato.errors import EngineDead
+from ostinato.loop.guard import Guard
+from ostinato.loop.plan import Plan
+from ostinato.loop.start import STEP_DEADLINE_S, Launched, next_executable
+
+
+class NativeLoop(Launched):
+    """The native loop over one plan."""
+
+    name = "loop"
+    device_paced = True
+    comparison: Literal["bits", "tolerance"] = "tolerance"
+    helper: None = None  # the team works alone
+
+    def __init__(self, plan: Plan, native: NativeStep, guard: Guard) -> None:
+        self._plan, self._native, self._guard = plan, native, guard
+        self._player, self._side = CpuDevice("ostinato-loop"), CpuDevice("ostinato-prompts")
+        self.executable = 0
+        self.n_launches = 0
+        self.n_instantiations = 0
+
+    def build(self) -> None:
+        self._guard.allow("I-1", "building the step again")
+        self.executable = next_executable()
+        self.n_instantiations += 1
+        self._native.built(self._plan.hash, self.executable)
+
+    def launch(self) -> None:
+        self.n_launches += 1
+        self._launched = self._player.submit(self._native.play)
+
+    @property
+    def running(self) -> bool:
+        return super().running and self._player.alive
+
+    def wait(self, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while self._player.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
+            left = end - time.monotonic()
+            if super().wait(max(0.0, min(left, LOOK_AGAIN_S))):
+                return True
+            if left <= 0:
+                return False
+        return True
+
+    def failure(self) -> BaseException | None:
+        if self._launched is not None and not self._launched.done() and not self._player.alive:
+            return EngineDead("the thread that played the loop was killed")
+        return super().failure()
+
+    def step(self) -> None:
+        self._guard.allow("I-2", "submitting a single step from the host")
+        self._player.submit(self._native.step).result(STEP_DEADLINE_S)
+
+    def beside(self, job: Callable[[], None]) -> Future[None]:
+        return self._side.submit(job)  # what it plays takes the turn for itself
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Holds whatever plays at its next border, for the thread that enters."""
+        return self._native.turn()
+
+    def health(self) -> None:
+        """A CPU that did not answer could not say so."""
+
+    def close(self) -> None:
+        self._guard.allow("I-3", "destroying the executable")
+        self._player.close()
+        self._side.close()
+        self._native.close()

@@ -1,0 +1,54 @@
+"""Memory for weights that are read from end to end at every step: on the system's huge pages, where it has them.
+
+A page of 2 MiB spares the look-ups of 512 small ones, and the CPU reads ahead to its end. Matrices may be smaller than
+such a page, so many share a run of memory; a run is given back when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import weakref
+from contextlib import suppress
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import empty
+from ostinato.errors import HardwareCannot
+
+RUN_BYTES: Final = 256 << 20  # of addresses; memory is taken as it is written
+_LINE: Final = 64  # of a cache: where each tensor begins
+_HUGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
+
+# The run that the next tensors are taken from, as long as somebody uses it.
+_lock: Final = threading.Lock()
+_current: weakref.ref[mmap.mmap] | None = None
+_taken = 0
+
+
+def streamed(n_bytes: int) -> Tensor:
+    """Uint8 [n_bytes] on the CPU, on a border of 64 bytes; nobody may read it before writing it."""
+    global _current, _taken
+    if _HUGE is None or n_bytes == 0:
+        return empty((n_bytes,), torch.uint8, torch.device("cpu"))
+    with _lock:
+        run = None if _current is None else _current()
+        at = _taken
+        if run is None or at + n_bytes > len(run):
+            run, at = _run(max(n_bytes, RUN_BYTES), _HUGE), 0
+            _current = weakref.ref(run)
+        _taken = at + -(-n_bytes // _LINE) * _LINE
+        return torch.frombuffer(run, dtype=torch.uint8, count=n_bytes, offset=at)
+
+
+def _run(n_bytes: int, advice: int) -> mmap.mmap:
+    """Memory of nobody else, which the system hands out as it is first written."""
+    try:
+        run = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise HardwareCannot(f"the CPU has no memory for {n_bytes} bytes of weights; take a smaller model") from error
+    with suppress(OSError):  # a system without huge pages: the same memory, a little slower
+        run.madvise(advice)
+    return run

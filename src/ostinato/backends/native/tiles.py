@@ -1,0 +1,227 @@
+"""Weight matrices for the CPU's native loop: packed into tiles of 16 rows, and multiplied by its library.
+
+One packing serves a single row, a batch and a prompt. `src/tiles.h` says how a tile lies in memory and how
+products are computed; here are its tensors, and the same products for whoever runs in torch over these weights.
+Activations are rounded to integers with a step for each 32 columns: `wide` keeps about 15 bits, enough for the logits
+of float32, and otherwise there are 8. A row's product has the same bits alone, in any batch and on any CPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ostinato.backends.native.library import cpu_library
+from ostinato.backends.native.streamed import streamed
+from ostinato.errors import BadFile, InternalError, Unsupported
+from ostinato.files.quants import BLOCKS
+
+TILE_ROWS: Final = 16
+# In the order of the enumeration in tiles.h.
+TILE_TYPES: Final = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+_FLOATS: Final = ("F32", "F16", "BF16")
+
+# Bytes of 16 rows of a block in quants, scales and more; of the floats, of four columns.
+_TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
+    {
+        "F32": (256, 0, 0),
+        "F16": (128, 0, 0),
+        "BF16": (128, 0, 0),
+        "Q4_0": (256, 32, 0),
+        "Q4_1": (256, 64, 0),
+        "Q5_0": (256, 32, 64),
+        "Q5_1": (256, 64, 64),
+        "Q8_0": (512, 32, 0),
+        "Q4_K": (2048, 320, 0),
+        "Q5_K": (2048, 320, 512),
+        "Q6_K": (2048, 288, 1024),
+    }
+)
+
+
+class Matrix(ctypes.Structure):
+    """A matrix as tiles.h has it; who makes one keeps its tensors alive."""
+
+    _fields_ = (
+        ("type", ctypes.c_int),
+        ("rows", ctypes.c_int),
+        ("cols", ctypes.c_int),
+        ("reserved", ctypes.c_int),
+        ("quants", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("more", ctypes.c_void_p),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TileMatrix:
+    """A matrix [rows, cols] of one type in tiles: quants, scales and more, uint8; what a type lacks of these is empty.
+
+    `wide` says how finely activations are rounded before they are multiplied with it.
+    """
+
+    type: str
+    rows: int
+    cols: int
+    planes: tuple[Tensor, Tensor, Tensor]
+    wide: bool = True
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def device(self) -> torch.device:
+        return self.planes[0].device
+
+    @property
+    def n_tiles(self) -> int:
+        return -(-self.rows // TILE_ROWS)
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(plane.numel() for plane in self.planes)
+
+    @property
+    def matrix(self) -> Matrix:
+        """What native code is given; good as long as this matrix lives."""
+        pointers = (plane.data_ptr() for plane in self.planes)
+        return Matrix(TILE_TYPES.index(self.type), self.rows, self.cols, 0, *pointers)
+
+
+def nearest_type(type: str) -> str:
+    """What a matrix of a file's type is kept as in tiles: the same where tiles have it.
+
+    Types of fewer bits that tiles lack (Q2_K, Q3_K, the IQ types, ternary and FP4 ones) are dequantised and kept as
+    Q8_0, which is within 1/254 of the largest of 32 numbers: a fraction of the step that they were rounded to before.
+    Other plain numbers become float32.
+
+    >>> nearest_type("Q4_K"), nearest_type("IQ2_XS"), nearest_type("F64")
+    ('Q4_K', 'Q8_0', 'F32')
+    """
+    if type in TILE_TYPES:
+        return type
+    if type not in BLOCKS:
+        raise Unsupported(f"{type} weights cannot be packed into tiles; known are {', '.join(BLOCKS)}")
+    return "F32" if BLOCKS[type].elements == 1 else "Q8_0"
+
+
+def plane_bytes(type: str, rows: int, cols: int) -> tuple[int, int, int]:
+    """Bytes of the three planes of a matrix in tiles."""
+    _check(type, cols)
+    units = -(-cols // 4) if type in _FLOATS else cols // BLOCKS[type].elements
+    quants, scales, more = (-(-rows // TILE_ROWS) * units * n for n in _TILE_BYTES[type])
+    return quants, scales, more
+
+
+def tile_bytes(type: str, rows: int, cols: int) -> int:
+    """Bytes of a matrix in tiles: those of the file, padded to 16 rows; Q4_K and Q5_K take 2 to 3 % more.
+
+    >>> tile_bytes("Q4_1", 576, 576), 576 * 576 // 32 * 20
+    (207360, 207360)
+    """
+    return sum(plane_bytes(type, rows, cols))
+
+
+def empty_tiles(type: str, rows: int, cols: int, *, wide: bool = True) -> TileMatrix:
+    """Tiles that nobody has filled yet."""
+    quants, scales, more = (streamed(n_bytes) for n_bytes in plane_bytes(type, rows, cols))
+    return TileMatrix(type, rows, cols, (quants, scales, more), wide)
+
+
+def fill_tiles(tiles: TileMatrix, raw: NDArray[np.uint8], start: int = 0) -> None:
+    """Pack rows of the file, uint8 [n, row_bytes], as rows `start` and on, a multiple of 16; n is one too, but for the
+    last rows of the matrix. Calls may run beside each other; the interpreter's lock is let go."""
+    block = BLOCKS[tiles.type]
+    row_bytes = tiles.cols // block.elements * block.n_bytes
+    n = len(raw)
+    if raw.dtype != np.uint8 or raw.ndim != 2 or raw.shape[1] != row_bytes:
+        raise BadFile(
+            f"rows of {tiles.cols} columns in {tiles.type} take {row_bytes} bytes (uint8), "
+            f"and the tensor has {' x '.join(map(str, raw.shape))} ({raw.dtype})"
+        )
+    whole = start % TILE_ROWS == 0 and (n % TILE_ROWS == 0 or start + n == tiles.rows)
+    assert whole, f"rows {start} to {start + n} are no whole tiles of {tiles.rows}"
+    assert 0 <= start <= start + n <= tiles.rows, f"rows {start} to {start + n} of a matrix of {tiles.rows}"
+    raw = np.ascontiguousarray(raw)
+    matrix = tiles.matrix
+    first, last = start // TILE_ROWS, -(-(start + n) // TILE_ROWS)
+    _library().ostinato_pack(ctypes.byref(matrix), raw.ctypes.data, first, last)
+
+
+def pack_tiles(type: str, raw: Tensor, *, wide: bool = True, n_threads: int = 1) -> TileMatrix:
+    """The tiles of raw, uint8 [rows, row_bytes] as in the file; raw is not kept."""
+    if type not in TILE_TYPES:
+        raise Unsupported(f"{type} weights are not packed into tiles as they are, but as {nearest_type(type)}")
+    block = BLOCKS[type]
+    rows, row_bytes = raw.shape
+    tiles = empty_tiles(type, rows, row_bytes // block.n_bytes * block.elements, wide=wide)
+    blocks = raw.numpy()
+    if n_threads == 1:
+        fill_tiles(tiles, blocks)
+        return tiles
+    step = -(-tiles.n_tiles // n_threads) * TILE_ROWS
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(lambda start: fill_tiles(tiles, blocks[start : start + step], start), range(0, rows, step)))
+    return tiles
+
+
+def product(x: Tensor, tiles: TileMatrix) -> Tensor:
+    """x [n, cols] times the matrix, transposed: float32 [n, rows], computed on torch's number of threads."""
+    x = x.to(torch.float32).contiguous()
+    assert x.shape == (len(x), tiles.cols), f"{tuple(x.shape)} times {tiles.shape}"
+    out = torch.empty((len(x), tiles.rows))
+    matrix, threads = tiles.matrix, torch.get_num_threads()
+    failed = _library().ostinato_product(
+        ctypes.byref(matrix), x.data_ptr(), len(x), out.data_ptr(), int(tiles.wide), threads
+    )
+    if failed:
+        raise MemoryError(f"no memory for {len(x)} rows of {tiles.cols} activations")
+    return out
+
+
+def tile_rows(tiles: TileMatrix, ids: Tensor) -> Tensor:
+    """Rows `ids`, int [n], dequantised: float32 [n, cols], to the bit as `files/quants.py` reads them."""
+    wanted = ids.to(torch.int32).contiguous()
+    out = torch.empty((len(wanted), tiles.cols))
+    if len(wanted):
+        low, high = int(wanted.min()), int(wanted.max())
+        assert 0 <= low <= high < tiles.rows, f"rows {low} to {high} of a matrix of {tiles.rows}"
+        matrix = tiles.matrix
+        _library().ostinato_rows(ctypes.byref(matrix), wanted.data_ptr(), len(wanted), out.data_ptr())
+    return out
+
+
+def _check(type: str, cols: int) -> None:
+    if type not in TILE_TYPES:
+        raise Unsupported(f"{type} weights are not packed into tiles; those that are: {', '.join(TILE_TYPES)}")
+    if cols % BLOCKS[type].elements:
+        raise Unsupported(f"rows of {cols} columns are no whole {type} blocks of {BLOCKS[type].elements}")
+
+
+@cache
+def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    matrix, pointer, number = ctypes.POINTER(Matrix), ctypes.c_void_p, ctypes.c_int
+    if library.ostinato_matrix_bytes() != ctypes.sizeof(Matrix):
+        raise InternalError("the native library has another idea of a matrix than backends/native/tiles.py")
+    library.ostinato_pack.argtypes, library.ostinato_pack.restype = (matrix, pointer, number, number), None
+    library.ostinato_product.argtypes = (matrix, pointer, number, pointer, number, number)
+    library.ostinato_product.restype = number
+    library.ostinato_rows.argtypes, library.ostinato_rows.restype = (matrix, pointer, number, pointer), None
+    library.ostinato_tile_bytes.argtypes = (number, number, number, ctypes.POINTER(ctypes.c_longlong))
+    library.ostinato_tile_bytes.restype = number
+    return library
+
+
+def _library() -> ctypes.CDLL:
+    return _declared(cpu_library())

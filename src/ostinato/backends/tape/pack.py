@@ -1,0 +1,583 @@
+"""Weights as the tape has them: in the register order of the tensor cores, chunk by chunk, block by block.
+
+A lane of a player's warp is (g, q) = (lane / 4, lane % 4). Of a column tile (16 rows, 16 columns) it holds four
+registers r of two values h: rows g + 8 (r % 2), columns 2 q + h + 8 (r / 2). A *group* is two column tiles t, 32
+columns. In a chunk with n column tiles for each player (n / 2 groups; kinds but HALF have even n):
+
+    HALF   quants  [player][n][lane][16 B]        registers 0 to 3, each two float16 or bfloat16, low value first
+    FOUR   quants  [player][n/2][lane][8 B]       a word for each column tile: value h of register r at bit 4 r + 16 h
+                   [player][n/4][lane][16 B]      in whole chunks: the words of four column tiles together
+           scales  [player][n/2][16 rows][4 B]    float16 scale, float16 minimum
+                   [player][4][8][n/8][8 B]       in whole chunks: two rows of every fourth group together
+    FIVE   quants, scales as FOUR                 four of five bits: of even registers the lower, of odd the upper
+           high    [player][(n+3)/4][lane][4 B]   the fifth: 4 j + 2 t + 1 - r % 2 + 8 (r / 2) + 16 h, groups 2 i + j
+                   [player][lane][n/4][4 B]       in whole chunks
+    SIX    quants  as FOUR                        four of six bits, in the same way
+           high    [player][n/2][lane][4 B]       the other two, at 4 t + 2 (1 - r % 2) + 8 (r / 2) + 16 h
+                   [player][lane][n/2][4 B]       in whole chunks
+           scales  [player][n][16 rows][2 B]      float16, of each 16 columns
+                   [player][4][8][n/4][4 B]       in whole chunks: two rows of every fourth group together
+    EIGHT  quants  [player][n/2][lane][16 B]      word 2 t + r % 2, byte r / 2 + 2 h: a signed byte
+           scales  [player][n/2][16 rows][2 B]
+
+The rows of scales come as 0, 8, 1, 9, ... 15: those of a lane together. Byte r / 2 + 2 h of a word is always value h
+of register r. So a word under one mask has four values of rows 0 to 7 in the lower bits of its bytes, under another
+four of rows 8 to 15 in the upper bits, and one shift of `high` brings what is missing next to either.
+All is little-endian. What lies beyond a matrix (rows, columns, an odd group's neighbour) is zero and stands for zero.
+
+A weight is scale * q - minimum (FOUR, FIVE), scale * (q - 32) (SIX), scale * q (EIGHT), or itself (HALF).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate, groupby
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ostinato.backends.allocate import Allocate, zeros
+from ostinato.backends.cuda.packed import OFFSETS, Packed, Stack, Weight, quants_of, raw_rows, scales_of, shape_of
+from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.tape.deal import (
+    PER_PLAYER,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    Deal,
+    Grid,
+    Kind,
+    Matrix,
+    Segment,
+    chunks_of,
+    part_bytes,
+    tile_bytes,
+)
+from ostinato.backends.tape.taped import Taped
+from ostinato.errors import BadFile, InternalError, Unsupported
+from ostinato.files.quants import BLOCKS
+
+KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+    {
+        "Q4_0": Kind.FOUR,
+        "Q4_1": Kind.FOUR,
+        "Q4_K": Kind.FOUR,
+        "Q5_0": Kind.FIVE,
+        "Q5_1": Kind.FIVE,
+        "Q5_K": Kind.FIVE,
+        "Q6_K": Kind.SIX,
+        "Q8_0": Kind.EIGHT,
+    }
+)
+# Columns that share a scale.
+GROUP_COLUMNS: Final[Mapping[Kind, int]] = MappingProxyType(
+    {Kind.FOUR: 32, Kind.FIVE: 32, Kind.SIX: 16, Kind.EIGHT: 32}
+)
+SIX_OFFSET: Final = OFFSETS["Q6_K"]
+_FURTHER_BITS: Final[Mapping[Kind, int]] = MappingProxyType({Kind.FOUR: 0, Kind.FIVE: 1, Kind.SIX: 2})
+_ROUNDED: Final = frozenset({"Q4_K", "Q5_K", "Q6_K"})  # types whose scales are products, which float16 may not hold
+_PIECE_WEIGHTS: Final = 1 << 24  # laid out at a time: temporaries are a few bytes for each
+
+
+@dataclass(frozen=True, slots=True)
+class FileBlocks:
+    """Rows of a quantised type as the file has them: uint8 [rows, row_bytes]."""
+
+    type: str
+    raw: Tensor
+
+    def __post_init__(self) -> None:
+        if self.type not in KINDS:
+            raise Unsupported(f"{self.type} weights have no place on the tape; those that have are {', '.join(KINDS)}")
+        if self.raw.dtype != torch.uint8 or self.raw.dim() != 2 or self.raw.shape[1] % BLOCKS[self.type].n_bytes:
+            raise BadFile(f"{list(self.raw.shape)} {self.raw.dtype} are no rows of whole {self.type} blocks")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.raw), self.raw.shape[1] // BLOCKS[self.type].n_bytes * BLOCKS[self.type].elements
+
+
+Part = Tensor | Packed | FileBlocks
+
+
+class Rows(NamedTuple):
+    """Some rows of a part, from `start` up to `stop`."""
+
+    part: Part
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a matrix of the tape comes from: rows of one part, or of several, one above the other."""
+
+    matrix: Matrix
+    rows: tuple[Rows, ...]
+
+    @property
+    def device(self) -> torch.device:
+        part = self.rows[0].part
+        return part.raw.device if isinstance(part, FileBlocks) else part.device
+
+    def to(self, device: torch.device) -> Source:
+        """The same on another device; itself where it is there."""
+        if self.device == device:
+            return self
+        return replace(self, rows=tuple(rows._replace(part=_moved(rows.part, device)) for rows in self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """What the tape keeps of some rows: quants [rows, columns] (HALF: the weights; EIGHT: int8; else uint8), and
+    float16 scales and minima [rows, groups] where the kind has them."""
+
+    kind: Kind
+    quants: Tensor
+    scales: Tensor | None = None
+    minima: Tensor | None = None
+
+
+# --- what a weight becomes ---
+
+
+def source_of(weight: Weight | FileBlocks, start: int = 0, stop: int | None = None, *, paired: bool = False) -> Source:
+    """Rows `start` to `stop` of a weight as one matrix of the tape; `paired`: they are gate over up.
+
+    Raises Unsupported where those rows are of different kinds: a matrix of the tape has one. (q, k and v, which may
+    differ, are three matrices.)
+    """
+    parts = _parts_of(weight)
+    sizes = [_shape(part)[0] for part in parts]
+    stop = sum(sizes) if stop is None else stop
+    if not 0 <= start < stop <= sum(sizes):
+        raise InternalError(f"rows {start} to {stop} were asked of a weight that has {sum(sizes)}")
+    befores = accumulate(sizes, initial=0)
+    each = (Rows(p, max(start - b, 0), min(stop - b, n)) for p, b, n in zip(parts, befores, sizes, strict=False))
+    found = tuple(rows for rows in each if rows.start < rows.stop)
+    kinds = {kind_of(rows.part) for rows in found}
+    if len(kinds) > 1:
+        names = " and ".join(type_of(rows.part) for rows in found)
+        raise Unsupported(
+            f"a matrix of {names} cannot be laid out on the tape: {'gate and up' if paired else 'its rows'} share "
+            "their tiles, and a tile has one kind of weights; use another loop mode, or a file that keeps them in one "
+            "type"
+        )
+    return Source(Matrix(kinds.pop(), stop - start, _shape(parts[0])[1], paired), found)
+
+
+def why_not_packed(weight: Weight | FileBlocks, half: torch.dtype, *, paired: bool = False) -> str | None:
+    """Why a weight cannot be a matrix of the tape, in a sentence; None where it can.
+
+    Float weights must become `half` without loss: the values of other types are looked at, a piece at a time.
+    """
+    try:
+        source = source_of(weight, paired=paired)
+    except Unsupported as error:
+        return str(error)
+    for part, _, _ in source.rows:
+        if not isinstance(part, Tensor) or part.dtype == half:
+            continue
+        step = max(_PIECE_WEIGHTS // part.shape[1], 1)
+        if not all(torch.equal(some.to(half).to(part.dtype), some) for some in torch.split(part, step)):
+            wanted = str(half).removeprefix("torch.")
+            return f"the tape keeps these {type_of(part)} weights as {wanted}, which cannot hold their values"
+    return None
+
+
+def _parts_of(weight: Weight | FileBlocks) -> list[Part]:
+    parts: list[Part] = []
+    for part in weight.parts if isinstance(weight, Stack) else (weight,):
+        if isinstance(part, TileMatrix):
+            raise InternalError("the tape was given tiles, which are the CPU's weights")
+        if isinstance(part, Taped):
+            raise InternalError("the tape was given a weight that lies on a tape already")
+        parts.append(part)
+    return parts
+
+
+def _moved(part: Part, device: torch.device) -> Part:
+    return replace(part, raw=part.raw.to(device)) if isinstance(part, FileBlocks) else part.to(device)
+
+
+def _shape(part: Part) -> tuple[int, int]:
+    return part.shape if isinstance(part, FileBlocks) else shape_of(part)
+
+
+def kind_of(part: Part) -> Kind:
+    """How the tape keeps the weights of a part. Raises Unsupported for a type that it cannot keep."""
+    if isinstance(part, Tensor):
+        if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise Unsupported(f"{type_of(part)} weights have no place on the tape; float32, float16 and bfloat16 have")
+        return Kind.HALF
+    if part.type not in KINDS:
+        raise Unsupported(f"{part.type} weights have no place on the tape; those that have are {', '.join(KINDS)}")
+    return KINDS[part.type]
+
+
+def type_of(part: Part) -> str:
+    """How a part names its type."""
+    return str(part.dtype).removeprefix("torch.") if isinstance(part, Tensor) else part.type
+
+
+def numbers_of(part: Part, ids: Tensor, half: torch.dtype) -> Numbers:
+    """What the tape keeps of rows `ids`, int [n], of a part; `half` is the type of HALF weights."""
+    if isinstance(part, Tensor):
+        weights = part.index_select(0, ids)
+        if half == torch.float16 and part.dtype != half:
+            _check_fits(weights, "weights")
+        return Numbers(Kind.HALF, weights.to(half))
+    raw = raw_rows(part, ids) if isinstance(part, Packed) else part.raw.index_select(0, ids)
+    kind = KINDS[part.type]
+    quants, (scales, minima) = quants_of(raw, part.type), scales_of(raw, part.type)
+    if minima is None and kind in (Kind.FOUR, Kind.FIVE):
+        minima = scales * OFFSETS[part.type]
+    return Numbers(kind, quants, _to_half(scales), None if minima is None else _to_half(minima))
+
+
+def values_of(numbers: Numbers) -> Tensor:
+    """The weights that such numbers stand for, float32 [rows, columns], the difference rounded once."""
+    if numbers.scales is None:
+        return numbers.quants.float()
+    q = numbers.quants.float()
+    q = q - SIX_OFFSET if numbers.kind == Kind.SIX else q
+    values = torch.unflatten(q, 1, (-1, GROUP_COLUMNS[numbers.kind])) * numbers.scales.float()[..., None]
+    return (values if numbers.minima is None else values - numbers.minima.float()[..., None]).flatten(1)
+
+
+def bounds_of(numbers: Numbers, type: str) -> Tensor:
+    """How far a weight on the tape may be from the file's own value, float32 [rows, columns]; `type` as `type_of` says.
+
+    Nothing where the file's scales are float16 themselves (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) or the weights stay as they
+    are. Of K types scale and minimum are rounded to 11 bits each, or to steps of 2^-24 where they are small: a
+    2048th of what the two contribute. Float weights are rounded once, to 8 bits (bfloat16) or 11.
+    """
+    if numbers.scales is None:
+        wide = numbers.quants.float().abs()
+        if type == str(numbers.quants.dtype).removeprefix("torch."):
+            return torch.zeros_like(wide)
+        is_short = numbers.quants.dtype == torch.bfloat16
+        return (wide * 2**-8).clamp_min(2**-134) if is_short else _half_step(numbers.quants)
+    q = numbers.quants.float()
+    if type not in _ROUNDED:
+        return torch.zeros_like(q)
+    size = (q - SIX_OFFSET if numbers.kind == Kind.SIX else q).abs()
+    most = torch.unflatten(size, 1, (-1, GROUP_COLUMNS[numbers.kind])) * _half_step(numbers.scales)[..., None]
+    if numbers.minima is None:
+        return most.flatten(1)
+    # The difference is rounded to float32 twice, in the file's value and in ours: a 2^24th of either part, at most.
+    return ((most + _half_step(numbers.minima)[..., None]) * (1 + 2**-11)).flatten(1)
+
+
+def _half_step(halves: Tensor) -> Tensor:
+    """The most that was lost when these float16 were rounded, float32."""
+    return (halves.float().abs() * 2**-11).clamp_min(2**-25)
+
+
+def _to_half(wide: Tensor) -> Tensor:
+    _check_fits(wide, "scales")
+    return wide.half()
+
+
+def _check_fits(wide: Tensor, what: str) -> None:
+    largest = float(wide.abs().amax()) if wide.numel() else 0.0
+    if not largest < 65520.0:  # what is rounded to infinity, or is no number
+        raise Unsupported(
+            f"a matrix has {what} as large as {largest:g}, and the tape keeps them in float16, which ends at 65504; "
+            "use another loop mode"
+        )
+
+
+# --- how numbers lie in a tile ---
+
+
+class _Section(NamedTuple):
+    """Chunks of one size, one after the other: of a tile, which bytes and which columns they are."""
+
+    n_chunks: int
+    n: int
+    chunk_bytes: int
+    at: int
+    column: int
+
+
+def _sections(kind: Kind, columns: int, n_players: int) -> Iterator[_Section]:
+    """All chunks that are whole, then the rest."""
+    at = 0
+    for n, run in groupby(chunks_of(kind, columns, n_players), key=lambda chunk: chunk.n):
+        chunks = list(run)
+        yield _Section(len(chunks), n, chunks[0].n_bytes, at, chunks[0].first * TILE_COLUMNS)
+        at += len(chunks) * chunks[0].n_bytes
+
+
+def tiles_from(numbers: Numbers, n_players: int) -> Tensor:
+    """Numbers of whole tiles, with all padding, as the tape has them: uint8 [tiles, tile_bytes]."""
+    kind, columns = numbers.kind, numbers.quants.shape[1]
+    n_tiles = len(numbers.quants) // TILE_ROWS
+    size = tile_bytes(kind, columns, n_players)
+    out = torch.empty((n_tiles, size), dtype=torch.uint8, device=numbers.quants.device)
+    for section in _sections(kind, columns, n_players):
+        chunks, at = _chunks_of_tiles(out, section), 0
+        for part in _parts(numbers, section, n_players):
+            flat = part.reshape(n_tiles, section.n_chunks, -1)
+            chunks[:, :, at : at + flat.shape[2]] = flat
+            at += flat.shape[2]
+    return out
+
+
+def numbers_from(tiles: Tensor, kind: Kind, columns: int, n_players: int, half: torch.dtype) -> Numbers:
+    """What `tiles_from` was given: tiles are uint8 [tiles, tile_bytes], columns those with padding."""
+    found = []
+    for section in _sections(kind, columns, n_players):
+        parts = torch.split(_chunks_of_tiles(tiles, section), list(part_bytes(kind, section.n, n_players)), 2)
+        found.append(_numbers(kind, section, n_players, half, *parts))
+    quants, scales, minima = ([some for some in field if some is not None] for field in zip(*found, strict=True))
+    assert quants, "a tile has chunks"
+    return Numbers(
+        kind, torch.cat(quants, 1), torch.cat(scales, 1) if scales else None, torch.cat(minima, 1) if minima else None
+    )
+
+
+def _chunks_of_tiles(tiles: Tensor, section: _Section) -> Tensor:
+    """The chunks of a section, [tiles, chunks, chunk_bytes], a view of tiles [tiles, tile_bytes]."""
+    some = tiles[:, section.at : section.at + section.n_chunks * section.chunk_bytes]
+    return torch.unflatten(some, 1, (section.n_chunks, section.chunk_bytes))
+
+
+# Dimensions of a section's quants: (tile, row / 8, g, chunk, player, column tile, column / 8, q, h); the rows' 8 and
+# the columns' 8 make the register r. `_parts` and `_numbers` are each other's inverse.
+
+
+def _parts(numbers: Numbers, section: _Section, n_players: int) -> Iterator[Tensor]:
+    """Quants, further bits and scales of a section, each uint8 [tiles, chunks, ...]."""
+    kind, n = numbers.kind, section.n
+    width = section.n_chunks * n_players * n * TILE_COLUMNS
+    some = numbers.quants[:, section.column : section.column + width]
+    q = some.reshape(-1, 2, 8, section.n_chunks, n_players, n, 2, 4, 2)
+    if kind == Kind.HALF:
+        yield q.permute(0, 3, 4, 5, 2, 7, 6, 1, 8).contiguous().view(torch.uint8)
+        return
+    if kind == Kind.EIGHT:
+        yield _by(2, q, 5).permute(0, 3, 4, 5, 2, 8, 6, 1, 9, 7).contiguous().view(torch.uint8)
+    else:
+        (even, odd), more = q.unbind(1), _FURTHER_BITS[kind]
+        quants = even & 15 | odd >> more << 4
+        yield _by(_tiles_a_lane(kind, n), quants, 4).permute(0, 2, 3, 4, 1, 7, 5, 8, 6)
+        if more:
+            high = _joined(odd & (1 << more) - 1 | even >> 4 << more, 2 * more)
+            words = _joined(high, 4) if kind == Kind.FIVE else high
+            yield words.permute(0, 2, 3, 1, 6, 4, 7, 5) if _is_whole(kind, n) else words.permute(0, 2, 3, 4, 1, 6, 7, 5)
+    group, together = GROUP_COLUMNS[kind], _groups_a_slot(kind, n)
+    sizes = (section.n_chunks, n_players, together, n * TILE_COLUMNS // group // together)
+    fields = [
+        field[:, section.column // group : (section.column + width) // group]
+        .reshape(-1, 2, 8, *sizes)
+        .permute(0, 3, 4, 6, 2, 5, 1)
+        for field in (numbers.scales, numbers.minima)
+        if field is not None
+    ]
+    yield torch.stack(fields, -1).view(torch.uint8)
+
+
+def _numbers(
+    kind: Kind, section: _Section, n_players: int, half: torch.dtype, quants: Tensor, high: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What `_parts` was given, of one section: quants, scales and minima [rows, ...]."""
+    n_tiles, n = len(quants), section.n
+    rows, before, lanes = n_tiles * TILE_ROWS, (n_tiles, section.n_chunks, n_players), (8, 4)
+    if kind == Kind.HALF:
+        words = quants.contiguous().view(half).view(*before, n, *lanes, 2, 2, 2)
+        return words.permute(0, 7, 4, 1, 2, 3, 6, 5, 8).reshape(rows, -1), None, None
+    if kind == Kind.EIGHT:
+        words = quants.contiguous().view(torch.int8).view(*before, n // 2, *lanes, 2, 2, 2, 2)
+        q = words.permute(0, 7, 4, 1, 2, 3, 6, 9, 5, 8)
+    else:
+        words = quants.reshape(*before, -1, *lanes, _tiles_a_lane(kind, n), 2, 2).permute(0, 4, 1, 2, 3, 6, 8, 5, 7)
+        even, odd, more = words & 15, words >> 4, _FURTHER_BITS[kind]
+        if more:
+            if _is_whole(kind, n):
+                bits = high.reshape(*before, *lanes, -1, 2, 2).permute(0, 3, 1, 2, 5, 7, 4, 6)
+            else:
+                bits = high.reshape(*before, -1, *lanes, 2, 2).permute(0, 4, 1, 2, 3, 7, 5, 6)
+            bits = _parted(_parted(bits, 4) if kind == Kind.FIVE else bits, 2 * more)[:, :, :, :, :n]
+            bits = torch.unflatten(bits, 4, words.shape[4:6])
+            mask = (1 << more) - 1
+            even, odd = even | (bits >> more & mask) << 4, odd << more | bits & mask
+        q = torch.stack((even, odd), 1)
+    halves = scales.contiguous().view(torch.float16).view(*before, -1, 8, _groups_a_slot(kind, n), 2, _n_fields(kind))
+    each = halves.permute(7, 0, 6, 4, 1, 2, 5, 3).reshape(_n_fields(kind), rows, -1)
+    return q.reshape(rows, -1), each[0], each[1] if len(each) == 2 else None
+
+
+def _is_whole(kind: Kind, n: int) -> bool:
+    """Whether a chunk of n column tiles for each player is: there a lane has together what it reads."""
+    return n == PER_PLAYER[kind]
+
+
+def _tiles_a_lane(kind: Kind, n: int) -> int:
+    """Column tiles whose words stand together."""
+    return 4 if _is_whole(kind, n) else 2
+
+
+def _groups_a_slot(kind: Kind, n: int) -> int:
+    """Groups whose scales stand together: every fourth."""
+    return n * TILE_COLUMNS // GROUP_COLUMNS[kind] // 4 if _is_whole(kind, n) else 1
+
+
+def _n_fields(kind: Kind) -> int:
+    """How many float16 a group has."""
+    return 2 if kind in (Kind.FOUR, Kind.FIVE) else 1
+
+
+def _by(n: int, values: Tensor, dim: int) -> Tensor:
+    """A dimension as two, the second of size n."""
+    return torch.unflatten(values, dim, (-1, n))
+
+
+def _joined(values: Tensor, shift: int) -> Tensor:
+    """Two and two of dimension 4 (column tiles, or groups) in one byte, the second above `shift` bits."""
+    low, high = _by(2, pad(values, (0, 0) * 3 + (0, values.shape[4] % 2)), 4).unbind(5)
+    return low | high << shift
+
+
+def _parted(values: Tensor, shift: int) -> Tensor:
+    """What `_joined` was given, with what is above its bits."""
+    return torch.stack((values, values >> shift), 5).flatten(4, 5)
+
+
+# --- the tape ---
+
+
+def tape_of(
+    sources: Iterable[Source],
+    dealt: Deal,
+    device: torch.device,
+    half: torch.dtype = torch.bfloat16,
+    allocate: Allocate = zeros,
+) -> Tensor:
+    """The whole tape, uint8, with the runs of all blocks; sources come in the order of the deal and may be made one
+    by one, so that each matrix can be given back once it is there."""
+    tape = allocate((dealt.n_bytes,), torch.uint8, device)
+    n_done = 0
+    for source in sources:
+        put_matrix(tape, dealt, n_done, source, half)
+        n_done += 1
+    if n_done != len(dealt.matrices):
+        raise InternalError(f"a tape of {len(dealt.matrices)} matrices was given {n_done}")
+    return tape
+
+
+def put_matrix(tape: Tensor, dealt: Deal, index: int, source: Source, half: torch.dtype = torch.bfloat16) -> None:
+    """Write matrix `index` of the deal to where the blocks read it; the rest of the tape is left alone. A source that
+    lies elsewhere is brought to the tape's device for as long as that takes."""
+    matrix, segment, n_players = dealt.matrices[index], dealt.segments[index], dealt.grid.n_players
+    if source.matrix != matrix:
+        raise InternalError(f"matrix {index} of the tape is {matrix}, and was given {source.matrix}")
+    source = source.to(tape.device)
+    for start, stop in _slabs(segment, dealt.grid):
+        slab = _empty_slab(segment, n_players, stop - start, tape.device)
+        for first, last in _pieces(segment, start, stop):
+            numbers = _padded(source, _rows_of_tiles(matrix, first, last), segment.columns, half)
+            slab[first - start : last - start] = tiles_from(numbers, n_players)
+        for on_tape, of_slab in _shares(tape, slab, dealt, index, start):
+            on_tape.copy_(of_slab)
+
+
+def matrix_from(
+    tape: Tensor, dealt: Deal, index: int, half: torch.dtype = torch.bfloat16, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Matrix `index` of the deal out of a tape, [rows, columns] in the model's own order: what its weights stand for,
+    rounded to dtype."""
+    matrix, segment, n_players = dealt.matrices[index], dealt.segments[index], dealt.grid.n_players
+    out = torch.empty((matrix.rows, matrix.columns), dtype=dtype, device=tape.device)
+    for start, stop in _slabs(segment, dealt.grid):
+        slab = _empty_slab(segment, n_players, stop - start, tape.device)
+        for on_tape, of_slab in _shares(tape, slab, dealt, index, start):
+            of_slab.copy_(on_tape)
+        for first, last in _pieces(segment, start, stop):
+            tiles = slab[first - start : last - start]
+            values = values_of(numbers_from(tiles, segment.kind, segment.columns, n_players, half))
+            ids = _rows_of_tiles(matrix, first, last)
+            real = (ids >= 0).nonzero()[:, 0]
+            out[ids[real].to(out.device)] = values[real.to(out.device), : matrix.columns].to(dtype)
+    return out
+
+
+def unpack_torch(weight: Taped, out: Tensor, first: int = 0) -> None:
+    """Rows `first` and following of a weight on the tape into out, [rows, cols] of its dtype: to the bit what was put
+    there, or what packed numbers stand for, rounded once more."""
+    tape = weight.tape
+    parts = [matrix_from(tape.bytes, tape.dealt, number, tape.half, weight.dtype) for number in weight.matrices]
+    out.copy_(torch.cat(parts)[first : first + len(out)])
+
+
+def _slabs(segment: Segment, grid: Grid) -> Iterator[tuple[int, int]]:
+    """The tiles of a segment in stretches that hold, for every block, those it multiplies at once."""
+    each = grid.n_blocks * grid.tiles_at_once
+    return ((start, min(start + each, segment.n_tiles)) for start in range(0, segment.n_tiles, each))
+
+
+def _pieces(segment: Segment, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """Tiles `start` to `stop` in stretches that are laid out at a time."""
+    each = max(_PIECE_WEIGHTS // segment.columns // TILE_ROWS, 1)
+    return ((first, min(first + each, stop)) for first in range(start, stop, each))
+
+
+def _empty_slab(segment: Segment, n_players: int, n_tiles: int, device: torch.device) -> Tensor:
+    size = tile_bytes(segment.kind, segment.columns, n_players)
+    return torch.empty((n_tiles, size), dtype=torch.uint8, device=device)
+
+
+def _shares(tape: Tensor, slab: Tensor, dealt: Deal, index: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Where the slab of tiles from `start` on lies on the tape: pairs of views of the same bytes, [chunks, tiles of a
+    block, bytes], the first into the tape, the second into the slab [tiles, tile_bytes]."""
+    segment, n_blocks = dealt.segments[index], dealt.grid.n_blocks
+    sections = list(_sections(segment.kind, segment.columns, dealt.grid.n_players))
+    for block, place in enumerate(dealt.places[index]):
+        tiles = slab[(block - segment.first) % n_blocks :: n_blocks]
+        at = place + start // n_blocks * slab.shape[1]
+        for section in sections if len(tiles) else ():
+            each = section.n_chunks * section.chunk_bytes
+            on_tape = tape[at : at + len(tiles) * each].view(section.n_chunks, len(tiles), section.chunk_bytes)
+            yield on_tape, _chunks_of_tiles(tiles, section).transpose(0, 1)
+            at += len(tiles) * each
+
+
+def _rows_of_tiles(matrix: Matrix, first: int, last: int) -> Tensor:
+    """Which rows of a matrix are those of tiles `first` to `last`, int64 [16 tiles]; -1 for none."""
+    rows = torch.arange(first * TILE_ROWS, last * TILE_ROWS)
+    if not matrix.paired:
+        return rows.where(rows < matrix.rows, -1)
+    unit = rows // TILE_ROWS * 8 + rows % 8
+    return (unit + rows % TILE_ROWS // 8 * (matrix.rows // 2)).where(unit < matrix.rows // 2, -1)
+
+
+def _padded(source: Source, ids: Tensor, columns: int, half: torch.dtype) -> Numbers:
+    """The numbers of some rows of a source (-1 for rows that are none), with zeros where there is padding."""
+    kind, device = source.matrix.kind, source.device
+    out = _zero_numbers(kind, len(ids), columns, half, device)
+    before = 0
+    for part, start, stop in source.rows:
+        n_rows = stop - start
+        here = ((ids >= before) & (ids < before + n_rows)).nonzero()[:, 0]
+        if len(here):
+            numbers = numbers_of(part, (ids[here] - before + start).to(device), half)
+            at = here.to(device)
+            fields = ((out.quants, numbers.quants), (out.scales, numbers.scales), (out.minima, numbers.minima))
+            for to, values in fields:
+                if to is not None and values is not None:
+                    to[at, : values.shape[1]] = values
+        before += n_rows
+    return out
+
+
+def _zero_numbers(kind: Kind, n_rows: int, columns: int, half: torch.dtype, device: torch.device) -> Numbers:
+    dtype = {Kind.HALF: half, Kind.EIGHT: torch.int8}.get(kind, torch.uint8)
+    quants = torch.zeros((n_rows, columns), dtype=dtype, device=device)
+    if kind == Kind.HALF:
+        return Numbers(kind, quants)
+    scales, minima = torch.zeros((2, n_rows, columns // GROUP_COLUMNS[kind]), dtype=torch.float16, device=device)
+    return Numbers(kind, quants, scales, minima if _n_fields(kind) == 2 else None)

@@ -1,0 +1,586 @@
+"""The tape of one model: which weights in which order, the constants its kernel is compiled with, and its one argument.
+
+`why_not_tape` says what the kernel cannot express. `TapeSizes` settles how a block's shared memory is shared out and
+how many blocks play; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the
+buffers between blocks, and fills the argument, field by field as `parts.h` has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from ctypes import Structure, c_int, c_uint64, c_void_p
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.tape.deal import (
+    Grid,
+    Kind,
+    Matrix,
+    Segment,
+    deal,
+    largest_chunk,
+    matrix_bytes,
+    padded_columns,
+    segments_of,
+)
+from ostinato.backends.tape.pack import Source, source_of, tape_of, why_not_packed
+from ostinato.backends.tape.taped import Tape, Taped
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.backends.torch.weight import rows_of
+from ostinato.errors import HardwareCannot, InternalError
+from ostinato.loop.layout import Tables
+from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.models.blocks import GatedMLP, Layer, Linear, Model
+from ostinato.models.rebuilt import rebuilt
+from ostinato.models.shape import Multipliers, Shape
+from ostinato.options import Activations, KVType
+
+FAMILIES: Final = ("llama", "qwen2", "qwen3")  # a mistral is a llama with windows
+HEAD_WIDTHS: Final = (64, 96, 128, 256)
+BULK_COPIES_SINCE: Final = (9, 0)
+MOST_SLOTS: Final = 8  # columns of a tensor core's product
+SPLITS: Final = 16  # of what a row sees, at most
+LEAST_SPLIT: Final = 128  # positions: as many as the warps of a block take at once
+IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loads wait behind the stream (lab log)
+LEAST_ACTIVATION_BYTES: Final = 32 << 10  # the choice of tokens works there too
+STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the border keeps
+DEADLINE_NS: Final = 2_000_000_000  # for any wait on the device
+READER_THREADS: Final = 128  # one of which reads; registers change hands by four warps
+QKV_SEGMENTS: Final = 3
+SEGMENTS_A_LAYER: Final = QKV_SEGMENTS + 3
+LEAST_STAGES: Final = 3
+SLAB_COLUMNS: Final = 256  # of each player: the least that a product takes of rows at once
+GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
+ROW_PADDING: Final = 8  # elements between two rows of activations
+SUMMARY_WORDS: Final = 8  # that a block says of a row's logits
+ITEM_BYTES: Final = 32  # of what attention notes of a split
+ITEMS_AT_ONCE: Final = 8  # splits that a block has noted, at most
+LINES_BYTES: Final = 32 << 10  # for the queries, keys and values of those splits
+CLOCKED_A_LAYER: Final = 5
+
+_TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_KEPT: Final[dict[KVType, torch.dtype]] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+# --- the structs of backends/tape/src/parts.h ---
+
+
+class _View(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("table", "seats", "rings"))
+
+
+class Argument(Structure):
+    """What the kernel is launched with: `struct Tape`."""
+
+    _fields_ = (
+        ("view", _View),
+        *((name, c_uint64) for name in ("plan_hash", "epoch")),
+        *((name, c_void_p) for name in ("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms")),
+        *((name, c_void_p) for name in ("frequencies", "embedding", "caches", "windows")),
+        *((name, c_void_p) for name in ("x", "qkv", "parts", "seen", "inside", "summaries", "marks")),
+        *((name, c_void_p) for name in ("logits", "scaled", "state", "clock")),
+        ("single", c_int),
+    )
+
+
+# --- what it can run ---
+
+
+def why_not_tape(model: Model, n_slots: int, kv_type: KVType) -> str | None:
+    """Why the tape cannot run a model with so many slots; None where it can."""
+    return why_not_shape(model.shape) or why_not_rows(n_slots, model.dtype, kv_type) or why_not_weights(model)
+
+
+def why_not_rows(n_slots: int, dtype: torch.dtype, kv_type: KVType) -> str | None:
+    """The part of it that follows from what an engine is opened with."""
+    if n_slots > MOST_SLOTS:
+        return f"the tape has up to {MOST_SLOTS} slots, and {n_slots} are asked for"
+    if kv_type not in _KEPT:
+        return f"the tape keeps keys and values as {', '.join(_KEPT)}, not {kv_type}"
+    if dtype not in (torch.bfloat16, torch.float16):
+        name = str(dtype).removeprefix("torch.")
+        return f"the tape multiplies bfloat16 or float16, and this model's rows are {name}"
+    return None
+
+
+def why_no_tape_on(capability: tuple[int, ...]) -> str | None:
+    """Why a card of this capability cannot play the tape; None where it can."""
+    if capability < BULK_COPIES_SINCE:
+        since, has = (".".join(map(str, numbers)) for numbers in (BULK_COPIES_SINCE, capability))
+        return f"the tape is streamed by bulk copies, which cards have since capability {since}; this one has {has}"
+    return None
+
+
+def why_not_shape(shape: Shape) -> str | None:
+    """The part of it that follows from the shape."""
+    group = shape.n_heads // max(1, shape.n_kv_heads)
+    checks = (
+        (shape.family in FAMILIES, f"the family {shape.family}: it plays {', '.join(FAMILIES)}"),
+        (shape.experts is None, "experts"),
+        (shape.recurrent is None and shape.attention and shape.causal, "layers that are not causal attention"),
+        (shape.multipliers == Multipliers() and shape.embedding_scale is None, "multipliers"),
+        (shape.attention_softcap is None and shape.logit_softcap is None, "soft caps"),
+        (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
+        (not shape.mlp_bias, "a bias in the feed-forward block"),
+        (shape.head_width in HEAD_WIDTHS, f"heads of width {shape.head_width}: it has {_list(HEAD_WIDTHS)}"),
+        (1 <= group <= 8, f"{group} heads for each of keys: it has 1 to 8"),
+        (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
+        (shape.ff_width % 64 == 0, f"a feed-forward size of {shape.ff_width}: it wants a multiple of 64"),
+        (len(set(shape.ropes)) == 1 and shape.ropes[0] is not None, "layers with different rotary positions"),
+    )
+    return next((f"the tape does not know {what}" for known, what in checks if not known), None)
+
+
+def why_not_weights(model: Model) -> str | None:
+    """The part of it that follows from how weights are kept."""
+    for number, layer in enumerate(model.layers):
+        if not isinstance(layer, Layer) or not isinstance(layer.mlp, GatedMLP):
+            return f"layer {number} is of a kind that the tape does not know"
+        if layer.after_attention is not None or layer.after_mlp is not None:
+            return "the tape has no norms after a block"
+    if model.head is None or model.norm is None or model.position_embedding is not None:
+        return "the tape wants a head, a last norm and rotary positions"
+    for name, linear in _linears(model):
+        if linear.scale is not None or (linear.bias is not None and not name.endswith("qkv")):
+            return f"the tape has no bias or scale of {name}"
+        for part in _parts(name, linear.weight):
+            reason = why_not_packed(part, model.dtype, paired=name.endswith("gate_up"))
+            if reason is not None:
+                return f"{name}: {reason}"
+    return None
+
+
+def _linears(model: Model) -> Iterator[tuple[str, Linear]]:
+    for number, layer in enumerate(model.layers):
+        assert isinstance(layer, Layer)
+        assert isinstance(layer.mlp, GatedMLP)
+        at = f"layer.{number}"
+        yield f"{at}.qkv", layer.attention.qkv
+        yield f"{at}.out", layer.attention.out
+        yield f"{at}.gate_up", layer.mlp.gate_up
+        yield f"{at}.down", layer.mlp.down
+    assert model.head is not None
+    yield "head", model.head
+
+
+# --- sizes ---
+
+
+@dataclass(frozen=True, slots=True)
+class TapeSizes:
+    """How a grid and a block's shared memory are shared out."""
+
+    grid: Grid
+    n_slots: int
+    n_stages: int
+    stage_bytes: int
+    activation_bytes: int
+    residual_tiles: int  # of x, that a block makes
+    n_segments: int
+    agenda_bytes: int
+    deadline_ns: int = DEADLINE_NS
+
+    @staticmethod
+    def of(
+        shape: Shape,
+        matrices: Sequence[Matrix],
+        n_slots: int,
+        chip: Chip,
+        n_players: int = 8,
+        *,
+        kv_type: KVType,
+        page_tokens: int,
+        max_pages: int,
+    ) -> TapeSizes:
+        """As many stages as fit; as many blocks as have work in every product that keeps them in step."""
+        # A block without a tile there could fall behind by two layers, and its values be overwritten.
+        n_blocks = min(chip.n_multiprocessors, shape.ff_width // 8, -(-shape.vocab // 16))
+        grid = Grid(n_blocks, n_players)
+        segments = segments_of(matrices, grid)
+        hidden = padded_columns(Kind.FOUR, shape.hidden, n_players)  # normed rows lie so for every kind of weights
+        one_row = max(padded_columns(Kind.FOUR, matrix.columns, n_players) for matrix in matrices) + ROW_PADDING
+        all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_players) + ROW_PADDING)
+        kept = _KEPT[kv_type].itemsize
+        looking = attention_bytes(shape, grid, n_slots, kept)
+        activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, looking), 128)
+        stage = _whole(largest_chunk(segments, n_players), 128)
+        least = TapeSizes(
+            grid,
+            n_slots,
+            0,
+            stage,
+            activations,
+            residual_tiles=-(-(shape.hidden // 16) // n_blocks),
+            n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
+            agenda_bytes=agenda_bytes(shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages),
+        )
+        n_stages = (chip.shared_bytes - STATIC_BYTES - least.shared_bytes - 128) // (stage + GATES_BYTES)
+        if n_stages < LEAST_STAGES:
+            raise HardwareCannot(
+                f"a block of the persistent kernel has {chip.shared_bytes >> 10} kB of shared memory here, too little "
+                f"for {LEAST_STAGES} stages of {stage} bytes and {activations >> 10} kB of activations; use --mode loop"
+            )
+        return replace(least, n_stages=n_stages)
+
+    @property
+    def n_threads(self) -> int:
+        """Of a block: the players and the reader's."""
+        return self.grid.n_players * 32 + READER_THREADS
+
+    @property
+    def in_flight(self) -> int:
+        """Chunks that a block has asked for and that have not come: two at least, or nothing would be under way
+        between the arrival of one and the request for the next."""
+        return max(2, min(self.n_stages - 1, IN_FLIGHT_BYTES // self.stage_bytes))
+
+    @property
+    def own_bytes(self) -> int:
+        """Of `struct Shared`, to the place where the ring begins."""
+        players = self.grid.n_players
+        sum_rows = 4 if self.n_slots <= 4 else 8
+        words = 2 + players * self.grid.tiles_at_once * 16 * sum_rows + (players * 4 + 3) * self.n_slots
+        words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
+        return _whole(_whole(GATES_BYTES * self.n_stages + self.agenda_bytes + 4 * words, 8), 128)
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.own_bytes + self.n_stages * self.stage_bytes + self.activation_bytes
+
+
+def why_too_large(
+    model: Model, n_slots: int, chip: Chip, *, kv_type: KVType, page_tokens: int, max_pages: int
+) -> str | None:
+    """Why a block of this card has no room for a model that the tape knows; None where it has."""
+    matrices = [source.matrix for _, source in sources_of(model)]
+    try:
+        TapeSizes.of(
+            model.shape, matrices, n_slots, chip, kv_type=kv_type, page_tokens=page_tokens, max_pages=max_pages
+        )
+    except HardwareCannot as error:
+        return str(error)
+    return None
+
+
+def attention_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:
+    """What attention works in, where activations lie otherwise: ATTENTION_BYTES of `attention.h`, line by line."""
+    group = shape.n_heads // shape.n_kv_heads
+    items = _items(shape, grid, n_slots, kept_bytes)
+    parts = grid.n_players * group * (shape.head_width + 8 + 2) * 4
+    buffers = 2 if items > 1 and parts <= 20 << 10 else 1
+    return items * (group + 2) * shape.head_width * kept_bytes + buffers * parts
+
+
+def agenda_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int) -> int:
+    """What attention knows of a step: `struct Agenda` of `agenda.h`, field by field."""
+    rope = shape.ropes[0]
+    assert rope is not None
+    items = _items(shape, grid, n_slots, kept_bytes)
+    longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
+    pages = items * (longest_split // page_tokens + 2)
+    turns = n_slots * max(1, rope.width // 2)
+    return _whole(16 * shape.n_layers + 8 * turns + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+
+
+def _items(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:
+    """Splits that a block attends to at once."""
+    lines = (shape.n_heads // shape.n_kv_heads + 2) * shape.head_width * kept_bytes
+    return min(ITEMS_AT_ONCE, LINES_BYTES // lines, -(-n_slots * shape.n_kv_heads * SPLITS // grid.n_blocks))
+
+
+def shape_header(
+    model: Model, sizes: TapeSizes, n_tokens: int, kv_type: KVType, kinds: Collection[Kind], activations: Activations
+) -> str:
+    """`shape.h`: everything that the kernel is compiled for."""
+    s, grid = model.shape, sizes.grid
+    rope, attention = s.ropes[0], _layer(model, 0).attention
+    assert rope is not None
+    numbers: dict[str, object] = {
+        "N_BLOCKS": grid.n_blocks,
+        "N_PLAYERS": grid.n_players,
+        "N_READER_THREADS": READER_THREADS,
+        "STAGES": sizes.n_stages,
+        "STAGE_BYTES": sizes.stage_bytes,
+        "IN_FLIGHT": sizes.in_flight,
+        "TILES_AT_ONCE": grid.tiles_at_once,
+        "ACTIVATION_BYTES": sizes.activation_bytes,
+        "AGENDA_BYTES": sizes.agenda_bytes,
+        "MAX_ROWS": sizes.n_slots,
+        "N_LAYERS": s.n_layers,
+        "HIDDEN": s.hidden,
+        "FF": s.ff_width,
+        "N_HEADS": s.n_heads,
+        "N_KV_HEADS": s.n_kv_heads,
+        "HEAD_WIDTH": s.head_width,
+        "N_TOKENS": n_tokens,
+        "NORM_EPS": _float(s.norm_eps),
+        "QK_NORM_EPS": _float(s.norm_eps if attention.q_norm is None else attention.q_norm.eps),
+        "QUERY_SCALE": _float(s.query_scale),
+        "ROPE_HALF": rope.width // 2,
+        "ROPE_NEIGHBOURS": int(rope.pairing == "neighbours"),
+        "ROPE_AMPLITUDE": _float(rope.amplitude),
+        "SPLITS": SPLITS,
+        "LEAST_SPLIT": LEAST_SPLIT,
+        "ACTIVATION_BF16": int(model.dtype == torch.bfloat16),
+        "KEPT": _TYPES[_KEPT[kv_type]],
+        "EMBEDDING_TYPE": _TYPES[model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype],
+        "HAS_BIAS": int(attention.qkv.bias is not None),
+        "HAS_QK_NORM": int(attention.q_norm is not None),
+        **{f"HAS_KIND_{kind.name}": int(kind in kinds) for kind in Kind},
+        "WIDE": int(activations == "wide"),
+        "DEADLINE_NS": f"{sizes.deadline_ns}LL",
+        "N_CLOCKED": n_clocked(s),
+    }
+    lines = ["// Emitted by backends/tape/plan.py; edit there.", "#pragma once", '#include "layout.h"']
+    return "\n".join([*lines, *(f"#define {name} {value}" for name, value in numbers.items())]) + "\n"
+
+
+def n_clocked(shape: Shape) -> int:
+    """Marks of one block in a step: five of each layer, the head, the choice, the border."""
+    return 3 + CLOCKED_A_LAYER * shape.n_layers
+
+
+# --- the step ---
+
+
+class TapeStep:
+    """Weights on the tape, the buffers between blocks, and the argument over them.
+
+    `model` is the one that prompts go through: that which was given, or with `on_tape` one that has its matrices on the
+    tape alone, so that whoever gives up the first has one copy of them.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        memory: PagedMemory,
+        tables: Tables,
+        n_tokens: int,
+        chip: Chip,
+        *,
+        kv_type: KVType,
+        activations: Activations = "wide",
+        n_players: int = 8,
+        on_tape: bool = False,
+    ) -> None:
+        named = sources_of(model)
+        sources = [source for _, source in named]
+        matrices = [source.matrix for source in sources]
+        self.sizes = TapeSizes.of(
+            model.shape,
+            matrices,
+            tables.layout.n_slots,
+            chip,
+            n_players,
+            kv_type=kv_type,
+            page_tokens=memory.page_tokens,
+            max_pages=tables.layout.max_pages,
+        )
+        self.deal = deal(matrices, self.sizes.grid)
+        kinds = {matrix.kind for matrix in matrices}
+        self.header = shape_header(model, self.sizes, n_tokens, kv_type, kinds, activations)
+        self.buffers = self._weights(model, sources, [name.endswith("qkv") for name, _ in named])
+        self.buffers |= self._between(model, tables.layout.vocab)
+        self._caches(model, memory)
+        self.argument = self._argument(tables)
+        self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts could read
+        self.n_scratch_bytes = scratch_elements(model) * model.dtype.itemsize
+        layers = [source.matrix for name, source in named if name != "head"]
+        self.prompts = self._read_and_written(layers, model.dtype) if on_tape else self._read_plain()
+        self.model = self.on_tape(model) if on_tape else model
+
+    @property
+    def n_bytes(self) -> int:
+        """Of the tape itself."""
+        return self.deal.n_bytes
+
+    def _read_plain(self) -> str:
+        return (
+            f"a plain copy of {self.n_plain_bytes} bytes for prompts, "
+            f"which could read the tape through {self.n_scratch_bytes} bytes of scratch"
+        )
+
+    def _read_and_written(self, layers: Sequence[Matrix], dtype: torch.dtype) -> str:
+        read = sum(matrix_bytes(m.kind, m.rows, m.columns, self.sizes.grid.n_players) for m in layers)
+        written = sum(m.rows * m.columns for m in layers) * dtype.itemsize
+        return (
+            f"prompts read it through {self.n_scratch_bytes} bytes of scratch, in place of a plain copy of "
+            f"{self.n_plain_bytes} bytes: a chunk reads {read} bytes and writes {written} before it multiplies"
+        )
+
+    def on_tape(self, model: Model) -> Model:
+        """The model with every matrix on the tape, and the embedding as the kernel has it; a tied head reads that."""
+        tape, at = Tape(self.buffers["tape"], self.deal, model.dtype), 0
+        weights: dict[int, Weight] = {}
+        for name, linear in _linears(model):
+            n_parts = len(_parts(name, linear.weight))
+            weights[id(linear.weight)] = Taped(tape, range(at, at + n_parts))
+            at += n_parts
+        weights[id(model.embedding)] = self.buffers["embedding"]
+        return rebuilt(model, lambda weight: weights.get(id(weight), weight))
+
+    def built(self, plan_hash: int, executable: int) -> None:
+        """What the border compares at every step (I-10)."""
+        self.argument.plan_hash, self.argument.epoch = plan_hash, executable
+
+    def note_times(self) -> None:
+        """From the next launch on, every block notes when it begins each phase: for the timeline (`lab/tape.py`)."""
+        self.argument.clock = self.buffers["clock"].data_ptr()
+
+    def _weights(self, model: Model, sources: Sequence[Source], of_qkv: Sequence[bool]) -> dict[str, Tensor]:
+        s, device = model.shape, model.device
+        layers = [_layer(model, number) for number in range(s.n_layers)]
+        assert model.norm is not None
+        norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)]
+        made = {
+            "tape": tape_of(sources, self.deal, device, model.dtype),
+            "tape_at": torch.tensor(self.deal.begins, dtype=torch.int64, device=device),
+            "segments": torch.tensor(self._segments(of_qkv), dtype=torch.int32, device=device),
+            "norms": torch.stack([norm.weight.float() for norm in (*norms, model.norm)]).contiguous(),
+            "frequencies": next(iter(model.frequencies.values())).float().contiguous(),
+            "windows": torch.tensor([window or 0 for window in s.windows], dtype=torch.int32, device=device),
+            "embedding": _plain_embedding(model),
+        }
+        biases = [layer.attention.qkv.bias for layer in layers]
+        if biases[0] is not None:
+            made["qkv_bias"] = torch.stack([bias.float() for bias in biases if bias is not None]).contiguous()
+        pairs = [(layer.attention.q_norm, layer.attention.k_norm) for layer in layers]
+        if pairs[0][0] is not None:
+            every = [norm.weight.float() for pair in pairs for norm in pair if norm is not None]
+            made["qk_norms"] = torch.stack(every).contiguous()
+        return made
+
+    def _segments(self, of_qkv: Sequence[bool]) -> list[Segment]:
+        """As the kernel counts them: three for q, k and v, of which those after the last part are empty."""
+        listed: list[Segment] = []
+        for is_qkv, run in groupby(zip(of_qkv, self.deal.segments, strict=True), key=lambda pair: pair[0]):
+            found = [segment for _, segment in run]
+            listed += found
+            if is_qkv:
+                listed += [found[-1]._replace(n_tiles=0)] * (QKV_SEGMENTS - len(found))
+        return listed
+
+    def _between(self, model: Model, vocab: int) -> dict[str, Tensor]:
+        """What blocks hand each other: a word has a value and its tag. Zeroed: no beat is 0."""
+        s, n, device, n_blocks = model.shape, self.sizes.n_slots, model.device, self.sizes.grid.n_blocks
+        queries, qkv = s.n_heads * s.head_width, (s.n_heads + 2 * s.n_kv_heads) * s.head_width
+        words = {
+            "x": (4, n, s.hidden),
+            "qkv": (2, n, qkv),
+            "parts": (2, n, s.n_heads, SPLITS, s.head_width + 2),
+            "seen": (2, n, queries // 2),
+            "inside": (2, n, s.ff_width // 2),
+            "summaries": (n, n_blocks, SUMMARY_WORDS),
+            "marks": (n_blocks + n + 1,),
+            "clock": (n_blocks, n_clocked(s)),
+        }
+        made = {name: zeros(shape, torch.int64, device) for name, shape in words.items()}
+        for name in ("logits", "scaled"):
+            made[name] = zeros((n, vocab), torch.float32, device)
+        made["state"] = zeros((2,), torch.int32, device)
+        return made
+
+    def _caches(self, model: Model, memory: PagedMemory) -> None:
+        assert memory.kv is not None
+        halves = [half for i in range(model.shape.n_layers) for half in (memory.kv.keys[i], memory.kv.values[i])]
+        places = [half.values.data_ptr() for half in halves]
+        self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
+
+    def _argument(self, tables: Tables) -> Argument:
+        arenas = (tables.table, tables.seats, tables.rings)
+        argument = Argument(_View(*(arena.memory.data_ptr() for arena in arenas)))
+        for name, tensor in self.buffers.items():
+            setattr(argument, name, tensor.data_ptr())
+        argument.clock = None  # marks cost a little: they are left where they were asked for
+        return argument
+
+
+def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:
+    """Everything that the kernel reads and writes, as one node: it plays the whole step. Its text says how many bytes
+    the tape has, and what prompts read. `model` is the step's own."""
+    arenas = {"table": tables.table, "seats": tables.seats, "rings": tables.rings}
+    own = [Buffer.of(name, arena.memory) for name, arena in arenas.items()]
+    own += [Buffer.of(name, tensor) for name, tensor in step.buffers.items()]
+    kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
+    known = {buffer.address for buffer in own}
+    plain = [b for b in without_repeats(_weight_buffers(model)) if b.address not in known]
+    written = ("table", "rings", *_WRITTEN, *(buffer.name for buffer in kept))
+    read = (*written, "seats", *(name for name in step.buffers if name not in _WRITTEN))
+    node = Node("step", "tape", _played_whole, read, written, step.n_bytes, 1)
+    constants = f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; {step.prompts}"
+    return Plan(model.device, (*own, *kept, *plain), (node,), memory.page_tokens, constants)
+
+
+_WRITTEN: Final = (
+    *("x", "qkv", "parts", "seen", "inside", "summaries", "marks"),
+    *("logits", "scaled", "state", "clock"),
+)
+
+
+def _played_whole() -> None:
+    raise InternalError("a step of the tape is played by its kernel alone; use Start.step")
+
+
+# --- the weights of a model, in the tape's order ---
+
+
+def sources_of(model: Model) -> list[tuple[str, Source]]:
+    """Every matrix of the tape in its order, with the name of the linear that it belongs to."""
+    named = [(name, part) for name, linear in _linears(model) for part in _parts(name, linear.weight)]
+    return [(name, source_of(part, paired=name.endswith("gate_up"))) for name, part in named]
+
+
+def _parts(name: str, weight: Weight) -> list[Weight]:
+    """A linear's matrices on the tape: q, k and v are one or, where their kinds differ, one for each part."""
+    parts = weight.parts if isinstance(weight, Stack) and name.endswith("qkv") else ()
+    differ = len({part.type if isinstance(part, Packed) else "plain" for part in parts}) > 1
+    return list(parts) if differ else [weight]
+
+
+def lies_on_tape(model: Model) -> bool:
+    """Whether its matrices are on a tape alone."""
+    return any(isinstance(layer, Layer) and isinstance(layer.attention.qkv.weight, Taped) for layer in model.layers)
+
+
+def scratch_elements(model: Model) -> int:
+    """Numbers of the largest matrix of a layer: what each in its turn is unpacked into."""
+    return max(prod(shape_of(linear.weight)) for name, linear in _linears(model) if name != "head")
+
+
+def _plain_embedding(model: Model) -> Tensor:
+    """Rows that the kernel reads as they are: packed ones are widened to the type of its activations, once."""
+    if isinstance(model.embedding, Tensor):
+        return model.embedding
+    vocab, at_once, device = model.shape.vocab, 4096, model.device
+    ids = (torch.arange(first, min(first + at_once, vocab), device=device) for first in range(0, vocab, at_once))
+    return torch.cat([rows_of(model.embedding, some, model.dtype) for some in ids])
+
+
+def _layer(model: Model, number: int) -> Layer:
+    layer = model.layers[number]
+    assert isinstance(layer, Layer)
+    return layer
+
+
+def _weight_buffers(model: Model) -> list[Buffer]:
+    return [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")]
+
+
+def _whole(n: int, unit: int) -> int:
+    return -(-n // unit) * unit
+
+
+def _float(value: float) -> str:
+    return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -1,0 +1,42 @@
+// What attention knows of a step before any query comes: who looks at what, in which pages, and by how much heads turn.
+//
+// All of it follows from the rows' positions and the layer's window. So a block notes it once a step, and again only
+// where a layer has another window: asked in every layer, page table and angles would be what a layer waits for.
+#pragma once
+#include "parts.h"
+
+constexpr int KEPT_BYTES = KEPT == TYPE_F32 ? 4 : 2;
+constexpr int LINE_BYTES = HEAD_WIDTH * KEPT_BYTES;  // of one head at one position
+constexpr int LINES = GROUP + 2;                     // of an item: queries, the row's own key, its own value
+constexpr int MOST_ITEMS = (MAX_ROWS * N_KV_HEADS * SPLITS + N_BLOCKS - 1) / N_BLOCKS;  // of a block
+constexpr int ROOM_FOR_ITEMS = 32 * 1024 / (LINES * LINE_BYTES);
+constexpr int FEW_ITEMS = ROOM_FOR_ITEMS < 8 ? ROOM_FOR_ITEMS : 8;
+constexpr int ITEMS_AT_ONCE = MOST_ITEMS < FEW_ITEMS ? MOST_ITEMS : FEW_ITEMS;  // whose lines are fetched together
+constexpr int LONGEST_SPLIT =
+    (MAX_PAGES(0) * PAGE_TOKENS(0) + LEAST_SPLIT * SPLITS - 1) / (LEAST_SPLIT * SPLITS) * LEAST_SPLIT;
+constexpr int PAGES_OF_SPLIT = LONGEST_SPLIT / PAGE_TOKENS(0) + 2;
+constexpr int TURNS = ROPE_HALF > 0 ? ROPE_HALF : 1;
+
+// One split of one key head of one row.
+struct Item {
+    int row, head, split;
+    int begin, end;  // the positions that it looks at
+    int is_last;     // the row's own position is among them: end - 1
+    u32 own_line;    // where the row's own key and value are kept, in pieces of 16 bytes
+    int padding;
+};
+
+struct Agenda {
+    Cache caches[N_LAYERS];
+    float2 turns[MAX_ROWS][TURNS];  // cosine and sine of each pair
+    Item items[ITEMS_AT_ONCE];      // of this block: the first ones, or those at hand where there are more
+    int pages[ITEMS_AT_ONCE][PAGES_OF_SPLIT];  // of each item, from that of `begin` on
+    int n_splits[MAX_ROWS];
+    int n_items;                    // in `items`
+    int n_all;                      // of all blocks
+    int until;                      // the layer where it is to be made anew
+};
+static_assert(sizeof(Agenda) <= AGENDA_BYTES, "backends/tape/plan.py makes room for another agenda");
+
+// Made from shared_memory() at hand, it is known to lie there.
+DEVICE Agenda& agenda_here() { return *(Agenda*)((Shared*)shared_memory())->agenda; }

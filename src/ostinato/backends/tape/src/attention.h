@@ -1,0 +1,732 @@
+// Attention of one layer: each row's queries over its own pages, softmax(scale q k^T) v; its key and value appended.
+//
+// What a row sees is cut into at most SPLITS splits of one length, a multiple of LEAST_SPLIT that follows from the
+// row's own position and the window. A split of one key head is an *item*; items are dealt to the blocks. Within an
+// item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in their order to a *part*,
+// which goes to whoever *merges* the parts of a head, in order too. So a row's bits do not depend on who is beside it,
+// nor on who computes it. Twin: attend_torch of backends/torch/ops/attend.py.
+//
+// Tensor cores do both products, for all queries of a key head at once: a lane's share of a key or a value is 16 bytes
+// as they lie in memory, since what is summed over may stand in any order as long as both operands have the same.
+// Scores come out of the first product as the second wants them, and weights go into it with twice the bits of a kept
+// number, so that nothing but keys, values and queries is rounded to its bits.
+//
+// Bound by latency at short contexts, hence few instructions between the arrival of a query and the part's departure:
+// whatever does not depend on this layer's product is known from the step's agenda, and keys and values of old
+// positions are asked for before the queries have come. Bound by reading keys and values at long ones: DEPTH tiles of
+// each warp are under way, across items too.
+#pragma once
+#include "agenda.h"
+#include "handoff.h"
+
+// --- how a warp holds a tile of keys and values ---
+
+constexpr int CHUNKS = LINE_BYTES / 16;
+constexpr int IN_CHUNK = 16 / KEPT_BYTES;
+constexpr int TILE = 16;                             // positions
+constexpr int STRIDE = TILE * N_PLAYERS;             // positions that a block takes at once
+constexpr int KEY_CHUNKS = CHUNKS / 4;               // of a lane, of each of its two positions
+constexpr int VALUE_CHUNKS = (CHUNKS + 7) / 8;       // of a lane, of each of its four positions; of width 96 some idle
+constexpr int SUM_TILES = VALUE_CHUNKS * IN_CHUNK / 2;
+constexpr int HOLDS = CHUNKS <= 16 ? 1 : 0;          // else it is more than registers hold, and is read when it is used
+constexpr int DEPTH = CHUNKS <= 8 ? 2 : 1;           // tiles of a warp under way: as many as registers hold
+static_assert(CHUNKS % 4 == 0, "four lanes share a key");
+static_assert(GROUP <= 8, "the queries of a key head are the columns of one product");
+
+struct Held {
+    u32 line;  // of position lane % 16 of the tile: where it begins, in pieces of 16 bytes
+    uint4 keys[2][HOLDS ? KEY_CHUNKS : 1];
+    uint4 values[4][HOLDS ? VALUE_CHUNKS : 1];
+};
+
+// --- what lies in shared memory meanwhile, where activations lie otherwise ---
+
+constexpr int PART_WORDS = HEAD_WIDTH + 2;     // of a head in tape.parts: sums, the largest score, the total
+constexpr int PART_STRIDE = HEAD_WIDTH + 8;    // of its sums in shared memory, so that lanes write to different banks
+constexpr int PART_BYTES = N_PLAYERS * GROUP * (PART_STRIDE + 2) * 4;
+constexpr int PART_BUFFERS = ITEMS_AT_ONCE > 1 && PART_BYTES <= 20 * 1024 ? 2 : 1;
+constexpr int PARTS_AT = ITEMS_AT_ONCE * LINES * LINE_BYTES;
+
+#define ATTENTION_BYTES (PARTS_AT + PART_BUFFERS * PART_BYTES)
+static_assert(ACTIVATION_BYTES >= ATTENTION_BYTES, "attention works where activations lie");
+
+#define UNSEEN (-1e30f)
+#define LOG2_E 1.4426950408889634f
+
+DEVICE char* room_here() { return shared_memory() + RING_AT + STAGES * STAGE_BYTES; }
+DEVICE char* line_place(int i, int part) { return room_here() + (i * LINES + part) * LINE_BYTES; }
+
+// The warps' parts of one item: sums [warp][member][PART_STRIDE], tops and totals [member][warp].
+struct WarpParts {
+    float *sums, *tops, *totals;
+};
+DEVICE WarpParts parts_here(int i) {
+    float* const sums = (float*)(room_here() + PARTS_AT + i % PART_BUFFERS * PART_BYTES);
+    float* const tops = sums + N_PLAYERS * GROUP * PART_STRIDE;
+    return {sums, tops, tops + N_PLAYERS * GROUP};
+}
+
+// --- the agenda of a step ---
+
+struct Cut {
+    int first, length, n_splits;
+};
+DEVICE Cut cut_of(int position, int window) {
+    const int first = window ? max(position - (window - 1), 0) : 0, n_seen = position + 1 - first;
+    const int length = (n_seen + LEAST_SPLIT * SPLITS - 1) / (LEAST_SPLIT * SPLITS) * LEAST_SPLIT;
+    return {first, length, (n_seen + length - 1) / length};
+}
+
+DEVICE const int* table_of(const Tape& tape, int slot) {
+    return TABLE_pages(tape.view) + (u64)slot * MAX_PAGES(tape.view);
+}
+// In pieces of 16 bytes, which are few enough for 32 bits.
+DEVICE u32 line_at(int page, int position, int head) {
+    const u32 cell = (u32)page * PAGE_TOKENS(0) + position % PAGE_TOKENS(0);
+    return (cell * N_KV_HEADS + head) * CHUNKS;
+}
+
+DEVICE void note_turns(const Player& p, const Tape& tape, int n_rows, Agenda& agenda) {
+    for (int i = p.thread; i < n_rows * ROPE_HALF; i += N_PLAYER_THREADS) {
+        const int row = i / TURNS, pair = i % TURNS;
+        float sine, cosine;
+        sincos_exact((float)p.shared->position[row] * tape.frequencies[pair], sine, cosine);
+        agenda.turns[row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
+    }
+    for (int i = p.thread; i < N_LAYERS; i += N_PLAYER_THREADS) agenda.caches[i] = tape.caches[i];
+}
+
+// The item of this number, and its pages, by a warp. Neighbouring blocks take the heads of the same positions, which
+// lie side by side in memory.
+DEVICE void note_item(const Player& p, const Tape& tape, int number, int window, Agenda& agenda, int i) {
+    int row = 0, within = number;
+    Cut cut = cut_of(p.shared->position[0], window);
+    while (within >= cut.n_splits * N_KV_HEADS) {
+        within -= cut.n_splits * N_KV_HEADS;
+        cut = cut_of(p.shared->position[++row], window);
+    }
+    const int position = p.shared->position[row], split = within / N_KV_HEADS;
+    const int begin = cut.first + split * cut.length, end = min(begin + cut.length, position + 1);
+    const int* const table = table_of(tape, p.shared->slot[row]);
+    const int first_page = begin / PAGE_TOKENS(0), n_pages = (end - 1) / PAGE_TOKENS(0) + 1 - first_page;
+    for (int k = p.lane; k < n_pages; k += 32) agenda.pages[i][k] = load_fresh(table + first_page + k);
+    if (p.lane > 0) return;
+    const int head = within % N_KV_HEADS, page = load_fresh(table + position / PAGE_TOKENS(0));
+    const int is_last = split == cut.n_splits - 1;
+    agenda.items[i] = {row, head, split, begin, end, is_last, line_at(page, position, head), 0};
+}
+
+// The first layer after this one with another window.
+DEVICE int next_window(const Player& p, const Tape& tape, int layer, int window) {
+    for (int begin = layer + 1; begin < N_LAYERS; begin += 32) {
+        const int at = begin + p.lane;
+        const u32 differ = votes(at < N_LAYERS && tape.windows[at] != window);
+        if (differ) return begin + lowest_bit(differ);
+    }
+    return N_LAYERS;
+}
+
+// Items number `first`, first + N_BLOCKS ... to the agenda.
+APART void note_agenda(Player p, const Tape& tape, int layer, int n_rows, int first) {
+    Agenda& agenda = agenda_here();
+    sync_players();  // nobody reads the one before any more
+    const int window = tape.windows[layer];
+    if (layer == 0) note_turns(p, tape, n_rows, agenda);
+    int n_all = 0;
+    for (int row = 0; row < n_rows; row++) {
+        const int n_splits = cut_of(p.shared->position[row], window).n_splits;
+        if (p.thread == row) agenda.n_splits[row] = n_splits;
+        n_all += n_splits * N_KV_HEADS;
+    }
+    const int n_items = first < n_all ? min(ITEMS_AT_ONCE, (n_all - first + N_BLOCKS - 1) / N_BLOCKS) : 0;
+    for (int i = p.warp; i < n_items; i += N_PLAYERS) note_item(p, tape, first + i * N_BLOCKS, window, agenda, i);
+    // Items that do not fit take the places of those before them.
+    const int until = n_all > ITEMS_AT_ONCE * N_BLOCKS ? layer + 1 : next_window(p, tape, layer, window);
+    if (p.thread == 0) {
+        agenda.n_items = n_items;
+        agenda.n_all = n_all;
+        agenda.until = until;
+    }
+    sync_players();
+}
+
+// --- what a thread knows of itself and of the layer ---
+
+// By value, with no pointer to shared memory nor to the kernel's argument: so looking and merging are functions of
+// their own, whose registers nobody else has a claim to.
+struct Looking {
+    int layer;
+    u32 beat;
+    State* state;
+    const float* norms;  // of queries, then of keys; or null
+    const u64* qkv;      // this and the others: of row 0, in the layer's own buffer
+    u64 *parts, *seen;
+};
+DEVICE Looking looking_at(const Player& p, const Tape& tape, int layer) {
+    const u64 first = (u64)(layer & 1) * MAX_ROWS;
+    return {
+        layer,
+        p.beat,
+        tape.state,
+        HAS_QK_NORM ? tape.qk_norms + layer * 2 * HEAD_WIDTH : nullptr,
+        tape.qkv + first * QKV_COLUMNS,
+        tape.parts + first * N_HEADS * SPLITS * PART_WORDS,
+        tape.seen + first * (QUERY_COLUMNS / 2),
+    };
+}
+
+// Asked of the machine and not handed on, they are known to be small.
+DEVICE int lane() { return (u32)thread() % 32; }
+DEVICE int warp() { return (u32)thread() / 32; }
+
+// --- old keys and values ---
+
+// A tile of the walk through a block's items.
+struct Spot {
+    int i, base;  // item, and where the block's stride begins
+    MEMBER bool is_one(const Agenda& agenda) const { return i < agenda.n_items; }
+    MEMBER void go_on(const Agenda& agenda) {
+        if (!is_one(agenda)) return;
+        base += STRIDE;
+        if (base < agenda.items[i].end) return;
+        i++;
+        if (is_one(agenda)) base = agenda.items[i].begin;
+    }
+};
+
+// Which position of a tile a lane's keys are of (t < 2), and its values (u < 4), as the products want them; and which
+// chunks. Beyond the end of a line, those of its last one: nobody reads their sums.
+DEVICE int key_position(int t) { return 8 * t + lane() / 4; }
+DEVICE int value_position(int u) { return u / 2 * 8 + lane() % 4 * 2 + u % 2; }
+DEVICE int key_chunk(int e) { return lane() % 4 + 4 * e; }
+DEVICE int value_chunk(int j) { return CHUNKS % 8 == 0 ? lane() / 4 + 8 * j : min(lane() / 4 + 8 * j, CHUNKS - 1); }
+
+// Where position lane % 16 of a tile lies. Beyond the item's end it is the last one once more: a number that weighs
+// nothing, as long as it is one. (The row's own key and value do not lie there yet: they come with the queries.)
+DEVICE u32 find_line(const Agenda& agenda, const Spot& spot) {
+    const Item& item = agenda.items[spot.i];
+    const int position = min(spot.base + warp() * TILE + lane() % TILE, item.end - 1);
+    const int page = agenda.pages[spot.i][(u32)position / PAGE_TOKENS(0) - (u32)item.begin / PAGE_TOKENS(0)];
+    return line_at(page, position, item.head);
+}
+DEVICE const uint4* place_of(const char* store, u32 line, int position, int chunk) {
+    return (const uint4*)store + (u64)(shuffle(line, position) + chunk);
+}
+
+// Where nothing follows there is nothing to ask; but what was held would go on living, in registers of its own, if it
+// were not overwritten.
+DEVICE void ask_keys(const char* store, bool is_one, Held& held) {
+    UNROLL
+    for (int n = 0; n < 2 * KEY_CHUNKS && HOLDS; n++) held.keys[n / KEY_CHUNKS][n % KEY_CHUNKS] = uint4{0, 0, 0, 0};
+    if (!HOLDS || !is_one) return;
+    UNROLL
+    for (int t = 0; t < 2; t++) {
+        const uint4* const from = place_of(store, held.line, key_position(t), key_chunk(0));
+        UNROLL
+        for (int e = 0; e < KEY_CHUNKS; e++) held.keys[t][HOLDS ? e : 0] = load_fresh(from + 4 * e);
+    }
+}
+DEVICE void ask_values(const char* store, bool is_one, Held& held) {
+    UNROLL
+    for (int n = 0; n < 4 * VALUE_CHUNKS && HOLDS; n++) {
+        held.values[n / VALUE_CHUNKS][n % VALUE_CHUNKS] = uint4{0, 0, 0, 0};
+    }
+    if (!HOLDS || !is_one) return;
+    UNROLL
+    for (int u = 0; u < 4; u++) {
+        const uint4* const from = place_of(store, held.line, value_position(u), value_chunk(0));
+        UNROLL
+        for (int j = 0; j < VALUE_CHUNKS; j++) {
+            held.values[u][HOLDS ? j : 0] = load_fresh(from + value_chunk(j) - value_chunk(0));
+        }
+    }
+}
+
+// --- queries, and the row's own key and value: normed, turned, and rounded as they are kept ---
+
+constexpr int PAIRS_EACH = (HEAD_WIDTH / 2 + 31) / 32;  // of a lane
+constexpr int LINES_AT_ONCE = PAIRS_EACH <= 2 ? 2 : 1;  // of a warp
+
+// The two columns that turn together, or stay together.
+DEVICE int low_column(int pair) { return pair < ROPE_HALF && !ROPE_NEIGHBOURS ? pair : 2 * pair; }
+DEVICE int high_column(int pair) { return pair < ROPE_HALF && !ROPE_NEIGHBOURS ? pair + ROPE_HALF : 2 * pair + 1; }
+
+// A line, and a lane's pairs of it.
+struct Line {
+    int i, part;         // item; below GROUP: a query; then the key, the value
+    const u64* from;     // null: nobody wants it
+    u64 words[PAIRS_EACH][2];
+    float2 turn[PAIRS_EACH];
+    float norm[PAIRS_EACH][2];
+};
+
+DEVICE bool is_there(int k) { return lane() + 32 * k < HEAD_WIDTH / 2; }
+
+// All that can be known of a line before it comes.
+DEVICE void prepare_line(const Looking& p, const Agenda& agenda, int number, Line& line) {
+    line.i = number / LINES;
+    line.part = number % LINES;
+    line.from = nullptr;
+    const Item& item = agenda.items[line.i < agenda.n_items ? line.i : 0];
+    const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
+    const int head = is_query ? item.head * GROUP + line.part : N_HEADS + (line.part - GROUP) * N_KV_HEADS + item.head;
+    if (line.i < agenda.n_items && (is_query || item.is_last)) {
+        line.from = p.qkv + item.row * QKV_COLUMNS + head * HEAD_WIDTH;
+    }
+    UNROLL
+    for (int k = 0; k < PAIRS_EACH; k++) {
+        const int pair = lane() + 32 * k;
+        line.words[k][0] = line.words[k][1] = 0;
+        line.turn[k] = float2{1.0f, 0.0f};
+        if (!is_value && pair < ROPE_HALF) line.turn[k] = agenda.turns[item.row][pair];
+        if (!HAS_QK_NORM || !is_there(k)) continue;
+        const float* const weights = p.norms + (is_query ? 0 : HEAD_WIDTH);
+        line.norm[k][0] = weights[low_column(pair)];
+        line.norm[k][1] = weights[high_column(pair)];
+    }
+}
+
+// Looks at what has not come; whether something is still missing.
+DEVICE bool look_at_line(const Looking& p, Line& line) {
+    bool misses = false;
+    UNROLL
+    for (int k = 0; k < PAIRS_EACH; k++) {
+        const int pair = lane() + 32 * k;
+        if (line.from == nullptr || !is_there(k) || have_come(line.words[k], p.beat)) continue;
+        line.words[k][0] = look(line.from + low_column(pair));
+        line.words[k][1] = look(line.from + high_column(pair));
+    }
+    UNROLL
+    for (int k = 0; k < PAIRS_EACH; k++) {
+        misses |= line.from != nullptr && is_there(k) && !have_come(line.words[k], p.beat);
+    }
+    return misses;
+}
+
+DEVICE bool look_at_lines(const Looking& p, Line lines[LINES_AT_ONCE]) {
+    bool misses = false;
+    UNROLL
+    for (int n = 0; n < LINES_AT_ONCE; n++) misses |= look_at_line(p, lines[n]);
+    return misses;
+}
+
+DEVICE float norm_of(const float values[PAIRS_EACH][2]) {
+    float sum = 0.0f;
+    UNROLL
+    for (int k = 0; k < PAIRS_EACH; k++) sum += values[k][0] * values[k][0] + values[k][1] * values[k][1];
+    UNROLL
+    for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
+    return rsqrt_fast(sum * (1.0f / HEAD_WIDTH) + QK_NORM_EPS);
+}
+DEVICE void keep(char* line, int column, float value) {
+    if (KEPT == TYPE_F32) ((float*)line)[column] = value;
+    else ((u16*)line)[column] = KEPT == TYPE_BF16 ? to_bf16(value) : to_f16(value);
+}
+
+// Queries are laid as the product wants them: of the four words of a chunk, the middle two change places.
+DEVICE int query_column(int column) {
+    if (KEPT == TYPE_F32) return column;
+    const int word = column / 2 % 4;
+    return word == 1 ? column + 2 : word == 2 ? column - 2 : column;
+}
+
+DEVICE void lay_line(const Looking& p, const Agenda& agenda, const Line& line) {
+    float values[PAIRS_EACH][2];
+    UNROLL
+    for (int k = 0; k < PAIRS_EACH; k++) {
+        values[k][0] = float_of((u32)line.words[k][0]);
+        values[k][1] = float_of((u32)line.words[k][1]);
+    }
+    const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
+    const float norm = HAS_QK_NORM && !is_value ? norm_of(values) : 1.0f;
+    const Cache& cache = agenda.caches[p.layer];
+    char* const cell = (is_value ? cache.values : cache.keys) + (u64)agenda.items[line.i].own_line * 16;
+    char* const to = line_place(line.i, line.part);
+    UNROLL
+    for (int k = 0; k < PAIRS_EACH; k++) {
+        if (!is_there(k)) continue;
+        if (HAS_QK_NORM && !is_value) {
+            values[k][0] *= norm * line.norm[k][0];
+            values[k][1] *= norm * line.norm[k][1];
+        }
+        const float2 turn = line.turn[k];
+        const float size = is_query ? QUERY_SCALE : 1.0f;
+        const float low = (values[k][0] * turn.x - values[k][1] * turn.y) * size;
+        const float high = (values[k][1] * turn.x + values[k][0] * turn.y) * size;
+        const int pair = lane() + 32 * k;
+        keep(to, is_query ? query_column(low_column(pair)) : low_column(pair), low);
+        keep(to, is_query ? query_column(high_column(pair)) : high_column(pair), high);
+        if (is_query) continue;
+        keep(cell, low_column(pair), low);
+        keep(cell, high_column(pair), high);
+    }
+}
+
+// All lines of the items at hand, a warp a line, some of each warp under way at once.
+DEVICE void receive_lines(const Looking& p, const Agenda& agenda) {
+    NOT_UNROLLED
+    for (int first = warp(); first < agenda.n_items * LINES; first += LINES_AT_ONCE * N_PLAYERS) {
+        Line lines[LINES_AT_ONCE];
+        UNROLL
+        for (int n = 0; n < LINES_AT_ONCE; n++) prepare_line(p, agenda, first + n * N_PLAYERS, lines[n]);
+        for (Waiting waiting(p.state); look_at_lines(p, lines) && waiting.goes_on();) {
+        }
+        UNROLL
+        for (int n = 0; n < LINES_AT_ONCE; n++) {
+            if (lines[n].from != nullptr) lay_line(p, agenda, lines[n]);
+        }
+    }
+}
+
+// --- an item: scores, weights, mixed values ---
+
+// Of a warp, what it has seen of an item so far. A lane has one query's top and its share of that query's total, and
+// of two other queries some of the mixed columns.
+struct Sight {
+    float sums[SUM_TILES][4];
+    float top, total;
+};
+DEVICE void begin_sight(Sight& sight) {
+    sight.top = UNSEEN;
+    sight.total = 0.0f;
+    UNROLL
+    for (int n = 0; n < SUM_TILES; n++) {
+        UNROLL
+        for (int k = 0; k < 4; k++) sight.sums[n][k] = 0.0f;
+    }
+}
+
+DEVICE void multiply_kept(float c[4], const uint4& a, u32 b0, u32 b1) {
+    if (KEPT == TYPE_F16) multiply_f16(c, a, b0, b1);
+    else multiply_bf16(c, a, b0, b1);
+}
+// Two numbers as a product takes them, and what that leaves of them: together twice the bits.
+struct Split {
+    u32 coarse, fine;
+};
+DEVICE Split split_of(float low, float high) {
+    float x, y;
+    if (KEPT == TYPE_F16) {
+        const u32 coarse = pair_f16(low, high);
+        split_f16(coarse, x, y);
+        return {coarse, pair_f16(low - x, high - y)};
+    }
+    const u32 coarse = pair_bf16(low, high);
+    split_bf16(coarse, x, y);
+    return {coarse, pair_bf16(low - x, high - y)};
+}
+
+// Queries of one chunk times keys of it. The product has more rows than there are queries. Of 16-bit numbers the other
+// half of the chunk stands in the lower ones: the first product is good in its upper rows, c[0] and c[1], the second
+// in its lower ones, d[2] and d[3], and what the other rows have nobody wants. Of float32 the lower ones are what a
+// query has beyond the first bits, and all of c counts.
+DEVICE void multiply_keys(float c[4], float d[4], const uint4& query, const uint4& key) {
+    if (KEPT != TYPE_F32) {
+        multiply_kept(c, query, key.x, key.y);
+        multiply_kept(d, query, key.z, key.w);
+        return;
+    }
+    const Split q0 = split_of(float_of(query.x), float_of(query.y));
+    const Split q1 = split_of(float_of(query.z), float_of(query.w));
+    const Split k0 = split_of(float_of(key.x), float_of(key.y)), k1 = split_of(float_of(key.z), float_of(key.w));
+    const uint4 a = {q0.coarse, q0.fine, q1.coarse, q1.fine};
+    multiply_kept(c, a, k0.coarse, k1.coarse);
+    multiply_kept(c, a, k0.fine, k1.fine);
+}
+
+// Of query lane / 4 (the last ones again where there are fewer): the scores of the lane's value_position(0 to 3).
+// `own`: where the row's own position is in the tile.
+DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float scores[4]) {
+    const uint4* const queries = (const uint4*)line_place(i, min(lane() / 4, GROUP - 1));
+    const uint4* const own_key = (const uint4*)line_place(i, GROUP);
+    float c[2][4] = {}, d[2][4] = {};
+    UNROLL
+    for (int e = 0; e < KEY_CHUNKS; e++) {
+        const int chunk = key_chunk(e);
+        const uint4 query = queries[chunk];
+        UNROLL
+        for (int t = 0; t < 2; t++) {
+            uint4& key = held.keys[t][HOLDS ? e : 0];
+            if (!HOLDS) key = load_fresh(place_of(store, line, key_position(t), chunk));
+            if (key_position(t) == own) key = own_key[chunk];
+            multiply_keys(c[t], d[t], query, key);
+        }
+    }
+    UNROLL
+    for (int u = 0; u < 4; u++) {
+        const float* const lower = KEPT == TYPE_F32 ? c[u / 2] : d[u / 2];
+        scores[u] = c[u / 2][u % 2] + lower[u % 2 + 2];
+    }
+}
+
+// By how much each of a lane's queries has faded, where the top of query lane / 4 rose.
+DEVICE void fade_sight(float fade, Sight& sight) {
+    const float fades[2] = {shuffle(fade, lane() % 4 * 8), shuffle(fade, lane() % 4 * 8 + 4)};
+    sight.total *= fade;
+    UNROLL
+    for (int n = 0; n < SUM_TILES; n++) {
+        UNROLL
+        for (int k = 0; k < 4; k++) sight.sums[n][k] *= fades[k % 2];
+    }
+}
+
+// Scores become weights, and what was seen before fades to the new top. `n_seen`: positions of the tile that count.
+DEVICE void weigh(int n_seen, bool is_first, float scores[4], Sight& sight) {
+    if (is_first) begin_sight(sight);
+    float top = sight.top;
+    UNROLL
+    for (int u = 0; u < 4; u++) {
+        scores[u] = value_position(u) < n_seen ? scores[u] * LOG2_E : UNSEEN;
+        top = larger(top, scores[u]);
+    }
+    UNROLL
+    for (int mask = 1; mask < 4; mask *= 2) top = larger(top, shuffle_xor(top, mask));
+    if (!is_first) fade_sight(exp2_fast(sight.top - top), sight);
+    sight.top = top;
+    UNROLL
+    for (int u = 0; u < 4; u++) scores[u] = scores[u] > UNSEEN ? exp2_fast(scores[u] - top) : 0.0f;
+    sight.total += scores[0] + scores[1] + (scores[2] + scores[3]);
+}
+
+// sums[t] += two columns of four positions' values (of every lane) times weights; the columns that stand side by side
+// in memory are the product's upper and lower rows.
+DEVICE void multiply_values(
+    float sums[IN_CHUNK / 2][4], const u32 v[4][4], const Split& early, const Split& late
+) {
+    UNROLL
+    for (int t = 0; t < IN_CHUNK / 2; t++) {
+        uint4 a, rest = {0, 0, 0, 0};
+        if (KEPT == TYPE_F32) {
+            Split s[4];
+            UNROLL
+            for (int k = 0; k < 4; k++) {
+                s[k] = split_of(float_of(v[k / 2 * 2][2 * t + k % 2]), float_of(v[k / 2 * 2 + 1][2 * t + k % 2]));
+            }
+            a = {s[0].coarse, s[1].coarse, s[2].coarse, s[3].coarse};
+            rest = {s[0].fine, s[1].fine, s[2].fine, s[3].fine};
+        } else {
+            a.x = permute_bytes(v[0][t], v[1][t], 0x5410);
+            a.y = permute_bytes(v[0][t], v[1][t], 0x7632);
+            a.z = permute_bytes(v[2][t], v[3][t], 0x5410);
+            a.w = permute_bytes(v[2][t], v[3][t], 0x7632);
+        }
+        multiply_kept(sums[t], a, early.coarse, late.coarse);
+        multiply_kept(sums[t], a, early.fine, late.fine);
+        if (KEPT == TYPE_F32) multiply_kept(sums[t], rest, early.coarse, late.coarse);
+    }
+}
+
+DEVICE void mix(
+    const char* store, int i, int own, u32 line, Held& held, const float weights[4], Sight& sight
+) {
+    const uint4* const own_value = (const uint4*)line_place(i, GROUP + 1);
+    const Split early = split_of(weights[0], weights[1]), late = split_of(weights[2], weights[3]);
+    UNROLL
+    for (int j = 0; j < VALUE_CHUNKS; j++) {
+        const int chunk = value_chunk(j);
+        u32 words[4][4];
+        UNROLL
+        for (int u = 0; u < 4; u++) {
+            uint4& value = held.values[u][HOLDS ? j : 0];
+            if (!HOLDS) value = load_fresh(place_of(store, line, value_position(u), chunk));
+            if (value_position(u) >= own) value = own_value[chunk];
+            words[u][0] = value.x;
+            words[u][1] = value.y;
+            words[u][2] = value.z;
+            words[u][3] = value.w;
+        }
+        multiply_values(sight.sums + j * (IN_CHUNK / 2), words, early, late);
+    }
+}
+
+// What a warp has seen of an item, to shared memory.
+DEVICE void leave_part(int i, Sight& sight) {
+    const WarpParts parts = parts_here(i);
+    UNROLL
+    for (int h = 0; h < 2; h++) {
+        const int member = lane() % 4 * 2 + h;
+        if (member >= GROUP) continue;
+        float* const sums = parts.sums + (warp() * GROUP + member) * PART_STRIDE;
+        UNROLL
+        for (int n = 0; n < SUM_TILES; n += 2) {
+            const int chunk = lane() / 4 + n / (IN_CHUNK / 2) * 8;
+            if (chunk >= CHUNKS) continue;
+            const float *const here = sight.sums[n], *const next = sight.sums[n + 1];
+            float* const to = sums + chunk * IN_CHUNK + n % (IN_CHUNK / 2) * 2;
+            *(float4*)to = float4{here[h], here[h + 2], next[h], next[h + 2]};
+        }
+    }
+    UNROLL
+    for (int mask = 1; mask < 4; mask *= 2) sight.total += shuffle_xor(sight.total, mask);
+    const int member = lane() / 4;
+    if (lane() % 4 != 0 || member >= GROUP) return;
+    parts.tops[member * N_PLAYERS + warp()] = sight.top;
+    parts.totals[member * N_PLAYERS + warp()] = sight.total;
+}
+
+// The warps' parts of an item, in their order, to whoever merges.
+DEVICE void hand_on_part(const Looking& p, const Item& item, int i) {
+    const WarpParts parts = parts_here(i);
+    NOT_UNROLLED
+    for (int at = thread(); at < GROUP * HEAD_WIDTH; at += N_PLAYER_THREADS) {
+        const int member = at / HEAD_WIDTH, column = at % HEAD_WIDTH;
+        const float* const sums = parts.sums + member * PART_STRIDE + column;
+        float shares[N_PLAYERS], top = UNSEEN, sum = 0.0f, total = 0.0f;
+        UNROLL
+        for (int warp = 0; warp < N_PLAYERS; warp++) {
+            shares[warp] = parts.tops[member * N_PLAYERS + warp];
+            top = larger(top, shares[warp]);
+        }
+        UNROLL
+        for (int warp = 0; warp < N_PLAYERS; warp++) {
+            shares[warp] = exp2_fast(shares[warp] - top);
+            sum += sums[warp * GROUP * PART_STRIDE] * shares[warp];
+        }
+        const int head = item.row * N_HEADS + item.head * GROUP + member;
+        u64* const to = p.parts + (head * SPLITS + item.split) * PART_WORDS;
+        put(to + column, bits_of(sum), p.beat);
+        if (column > 0) continue;
+        UNROLL
+        for (int warp = 0; warp < N_PLAYERS; warp++) total += parts.totals[member * N_PLAYERS + warp] * shares[warp];
+        put(to + HEAD_WIDTH, bits_of(top), p.beat);
+        put(to + HEAD_WIDTH + 1, bits_of(total), p.beat);
+    }
+}
+
+// A tile; the one to come is asked for as soon as the registers for it are free. After the last of an item, its part.
+DEVICE void look_at_tile(const Looking& p, const Agenda& agenda, Spot& here, Spot& coming, Held& held, Sight& sight) {
+    const Cache& cache = agenda.caches[p.layer];
+    const Item& item = agenda.items[here.i];
+    const int i = here.i, n_seen = item.end - (here.base + warp() * TILE);  // of the tile, or less than none
+    const int own = item.is_last ? n_seen - 1 : TILE;
+    const u32 line = held.line;
+    const bool follows = coming.is_one(agenda);
+    float scores[4];
+    score(cache.keys, i, own, line, held, scores);
+    if (follows) held.line = find_line(agenda, coming);
+    ask_keys(cache.keys, follows, held);
+    weigh(n_seen, here.base == item.begin, scores, sight);
+    mix(cache.values, i, own, line, held, scores, sight);
+    ask_values(cache.values, follows, held);
+    coming.go_on(agenda);
+    here.go_on(agenda);
+    if (here.i == i) return;
+    leave_part(i, sight);
+    sync_players();
+    hand_on_part(p, item, i);
+    if (PART_BUFFERS == 1 && ITEMS_AT_ONCE > 1) sync_players();  // before the next item's parts
+}
+
+// The items of the agenda, tile by tile.
+APART void look_at_items(Looking p) {
+    const Agenda& agenda = agenda_here();
+    Spot here = {0, agenda.items[0].begin}, coming = here;
+    Held held[DEPTH];
+    UNROLL
+    for (int d = 0; d < DEPTH; d++) {
+        const bool is_one = d == 0 || coming.is_one(agenda);
+        held[d].line = is_one ? find_line(agenda, coming) : 0;
+        ask_keys(agenda.caches[p.layer].keys, is_one, held[d]);
+        ask_values(agenda.caches[p.layer].values, is_one, held[d]);
+        coming.go_on(agenda);
+    }
+    receive_lines(p, agenda);
+    sync_players();
+    Sight sight;
+    begin_sight(sight);
+    NOT_UNROLLED
+    for (;;) {
+        UNROLL
+        for (int d = 0; d < DEPTH; d++) {
+            look_at_tile(p, agenda, here, coming, held[d], sight);
+            if (!here.is_one(agenda)) return;
+        }
+    }
+}
+
+// --- merging the splits of a head, 32 pairs of columns a warp ---
+
+constexpr int MERGES = (HEAD_WIDTH / 2 + 31) / 32;  // of a head
+constexpr int SPLITS_AT_ONCE = SPLITS < 8 ? SPLITS : 8;
+static_assert(SPLITS <= 32, "a lane has the top and the total of a split");
+
+// By how much each split counts, in the lane of its number. `words`: its top and its total.
+DEVICE float share_of_split(int n_splits, const u64 words[2]) {
+    const bool is_one = lane() < n_splits;
+    const float own = is_one ? float_of((u32)words[0]) : UNSEEN;
+    float top = own;
+    UNROLL
+    for (int mask = 1; mask < SPLITS; mask *= 2) top = larger(top, shuffle_xor(top, mask));
+    const float share = exp2_fast(own - top);
+    float total = is_one ? float_of((u32)words[1]) * share : 0.0f;
+    UNROLL
+    for (int mask = 1; mask < SPLITS; mask *= 2) total += shuffle_xor(total, mask);
+    return is_one ? share / total : 0.0f;
+}
+
+// What a lane wants of a head: of some splits its two columns, of the split of its own number top and total.
+struct Merging {
+    const u64 *columns, *ends;
+    int n_splits, n_wanted;
+    u64 words[SPLITS_AT_ONCE][2], end[2];
+};
+
+// Looks at what has not come of the splits from `first` on; whether something is still missing.
+DEVICE bool look_at_parts(const Looking& p, int first, Merging& m) {
+    if (lane() < m.n_splits && !have_come(m.end, p.beat)) look_two(m.ends, m.end);
+    UNROLL
+    for (int k = 0; k < SPLITS_AT_ONCE; k++) {
+        if (first + k >= m.n_wanted || have_come(m.words[k], p.beat)) continue;
+        look_two(m.columns + (first + k) * PART_WORDS, m.words[k]);
+    }
+    bool misses = lane() < m.n_splits && !have_come(m.end, p.beat);
+    UNROLL
+    for (int k = 0; k < SPLITS_AT_ONCE; k++) misses |= first + k < m.n_wanted && !have_come(m.words[k], p.beat);
+    return misses;
+}
+
+DEVICE void merge(const Looking& p, int number, int n_splits) {
+    const int head = number / MERGES, pair = number % MERGES * 32 + lane();  // of all rows
+    const u64* const parts = p.parts + (u64)head * SPLITS * PART_WORDS;
+    Merging m = {parts + 2 * pair, parts + lane() * PART_WORDS + HEAD_WIDTH, n_splits, 0, {}, {}};
+    if (pair < HEAD_WIDTH / 2) m.n_wanted = n_splits;
+    float share = 0.0f, low = 0.0f, high = 0.0f;
+    NOT_UNROLLED
+    for (int first = 0; first < n_splits; first += SPLITS_AT_ONCE) {
+        UNROLL
+        for (int k = 0; k < SPLITS_AT_ONCE; k++) m.words[k][0] = m.words[k][1] = 0;
+        for (Waiting waiting(p.state); look_at_parts(p, first, m) && waiting.goes_on();) {
+        }
+        if (first == 0) share = share_of_split(n_splits, m.end);
+        UNROLL
+        for (int k = 0; k < SPLITS_AT_ONCE; k++) {  // what has not been asked for is 0, as is its share
+            const float its = shuffle(share, first + k);
+            low += float_of((u32)m.words[k][0]) * its;
+            high += float_of((u32)m.words[k][1]) * its;
+        }
+    }
+    if (m.n_wanted > 0) put(p.seen + head * (HEAD_WIDTH / 2) + pair, pair_of(low, high), p.beat);
+}
+
+APART void merge_heads(Looking p, int n_rows) {
+    constexpr int A_ROW = N_HEADS * MERGES;
+    NOT_UNROLLED
+    for (int i = block() + warp() * N_BLOCKS; i < n_rows * A_ROW; i += N_PLAYERS * N_BLOCKS) {
+        merge(p, i, agenda_here().n_splits[i / A_ROW]);
+    }
+}
+
+// From tape.qkv to tape.seen, for all rows of the step. No player may be reading activations; after it all may write.
+DEVICE void attention(Player& p, const Tape& tape, int layer, int n_rows) {
+    const Agenda& agenda = agenda_here();
+    const Looking looking = looking_at(p, tape, layer);
+    bool is_old = layer == 0 || layer == agenda.until;
+    NOT_UNROLLED
+    for (int first = block(); n_rows > 0 && (is_old || first < agenda.n_all); first += ITEMS_AT_ONCE * N_BLOCKS) {
+        if (is_old) note_agenda(p, tape, layer, n_rows, first);
+        if (agenda.n_items > 0) look_at_items(looking);
+        is_old = first + ITEMS_AT_ONCE * N_BLOCKS < agenda.n_all;
+    }
+    merge_heads(looking, n_rows);
+    sync_players();
+}

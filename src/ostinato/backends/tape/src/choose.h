@@ -1,0 +1,894 @@
+// From logits to tokens: what backends/torch/ops/sample_step.py defines, by all blocks together, then by one block for each row.
+//
+// `summarise`: every block shapes the logits of its own head tiles (penalties, bias, bans) and tells of each row its
+// largest, the sum of exponentials, and for a row that draws the weight of it all. `choose`: a greedy row is decided by
+// these summaries alone, one hop after the head. A row that draws is ranked by its own block, no further than the draw
+// can reach: a first pass over `scaled` lists the ids from a floor up that the blocks' largest give, which is enough
+// for most settings; else the row is counted into buckets by value, and only the bucket where a filter cuts and the one
+// where the draw falls are listed. Too many for a list: that bucket is cut into buckets again, by value and then by id.
+//
+// Greedy tokens are the twin's. Draws go by rank as the twin's do. Weights are whole numbers, e^(x - largest) in units
+// of 2^-WEIGHT_BITS, so that their sums have the same bits in any order. The twin adds up float64: its sums lie some
+// 1e-12 of the largest weight away, and a draw differs only where a limit falls between the two, which may happen to a
+// few draws in ten million from 128,000 ids, and much less often where few have weight. Log-probabilities are added up
+// in float32 within a block and in float64 across blocks.
+//
+// Bound by reading 4 bytes an id from L2 for each pass, by one block; for a flat row also by one float64 exp an id.
+#pragma once
+#include "parts.h"
+
+#if !defined(LISTED)
+#define LISTED 1024     // ids that are ranked at once; a power of two
+#define N_BUCKETS 1024
+#endif
+#define REACH 32.0f     // below the largest; what lies lower weighs nothing
+#define QUADS 8         // loads of 16 bytes that a thread has in flight
+#define LOWEST (-3.4028234663852886e38f)
+#define NO_ID (-1)
+
+constexpr int WEIGHT_BITS = VOCAB(any) <= 1 << 17 ? 45 : 42;  // the whole vocabulary weighs less than 2^63
+static_assert(LISTED >= MAX_TOP, "the most likely are listed");
+static_assert(VOCAB(any) <= 1 << 20, "the weights of so many ids may not fit 64 bits");
+static_assert(MAX_ROWS <= 32 && N_PLAYERS <= 32, "rows are told by the bits of a word, players by the lanes of a warp");
+
+// --- ranks: a value and its id as one number, the larger before the smaller ---
+
+// The lowest id of equals comes first, what is no number comes before all, as in the twin; 0 is nobody.
+typedef u64 Ranked;
+
+DEVICE u32 order_of(float value) {
+    if (value != value) return 0xFFFFFFFFu;
+    const u32 bits = bits_of(value + 0.0f);  // -0 becomes 0: the two are equals
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+DEVICE float value_of(u32 order) { return float_of(order >> 31 ? order ^ 0x80000000u : ~order); }
+
+DEVICE Ranked ranked(float value, int id) { return (u64)order_of(value) << 32 | ~(u32)id; }
+DEVICE float value_of(Ranked item) { return value_of((u32)(item >> 32)); }
+DEVICE int id_of(Ranked item) { return (int)~(u32)item; }
+
+DEVICE bool is_finite(float value) { return value >= LOWEST && value <= -LOWEST; }
+
+// --- weights: e^(value - most), whole numbers, whose sums know no order ---
+
+DEVICE u64 weight_of(float value, float most) {
+    return (u64)(exp_exact((double)value - (double)most) * (double)(1ull << WEIGHT_BITS) + 0.5);
+}
+
+DEVICE float exp_of(float value) { return exp2_fast(value * 1.4426950408889634f); }
+
+// --- what a row's slot asks for ---
+
+struct Wish {
+    int slot, n_top, top_k, n_bias, n_stop;
+    bool draws, penalised, waits, constrained;
+    float warmth, repetition, presence, frequency;
+};
+
+// Everything is loaded before anything is asked, so that the waits are one.
+DEVICE Wish wish_of(const Tape& tape, int row) {
+    const View& view = tape.view;
+    const int slot = load_fresh(TABLE_row_slot(view) + row);
+    const float temperature = load_fresh(TABLE_temperature(view) + slot);
+    const int n_logprobs = load_fresh(TABLE_n_logprobs(view) + slot), top_k = load_fresh(TABLE_top_k(view) + slot);
+    const int n_bias = load_fresh(TABLE_n_bias(view) + slot), n_stop = load_fresh(TABLE_n_stop(view) + slot);
+    const int penalised = load_fresh(TABLE_penalised(view) + slot);
+    const int constrained = load_fresh(TABLE_constrained(view) + slot);
+    const int made = load_fresh(TABLE_made(view) + slot), min_tokens = load_fresh(TABLE_min_tokens(view) + slot);
+    Wish wish;
+    wish.repetition = load_fresh(TABLE_repetition(view) + slot);
+    wish.presence = load_fresh(TABLE_presence(view) + slot);
+    wish.frequency = load_fresh(TABLE_frequency(view) + slot);
+    wish.slot = slot;
+    wish.n_top = n_logprobs < MAX_TOP ? n_logprobs : MAX_TOP;
+    if (wish.n_top > VOCAB(view)) wish.n_top = VOCAB(view);
+    wish.top_k = top_k < N_TOKENS ? top_k : 0;
+    wish.n_bias = n_bias < MAX_LOGIT_BIAS ? n_bias : MAX_LOGIT_BIAS;
+    wish.n_stop = n_stop < MAX_STOP_IDS ? n_stop : MAX_STOP_IDS;
+    wish.draws = temperature > 0.0f;
+    wish.penalised = penalised != 0;
+    wish.waits = made < min_tokens;
+    wish.constrained = constrained != 0;
+    wish.warmth = temperature > 1e-6f ? temperature : 1e-6f;
+    return wish;
+}
+
+// What another lane has loaded.
+DEVICE Wish wish_at(const Wish& own, int lane) {
+    Wish wish;
+    wish.slot = shuffle(own.slot, lane);
+    wish.n_top = shuffle(own.n_top, lane);
+    wish.top_k = shuffle(own.top_k, lane);
+    wish.n_bias = shuffle(own.n_bias, lane);
+    wish.n_stop = shuffle(own.n_stop, lane);
+    const int flags = shuffle(own.draws | own.penalised << 1 | own.waits << 2 | own.constrained << 3, lane);
+    wish.draws = flags & 1;
+    wish.penalised = flags & 2;
+    wish.waits = flags & 4;
+    wish.constrained = flags & 8;
+    wish.warmth = shuffle(own.warmth, lane);
+    wish.repetition = shuffle(own.repetition, lane);
+    wish.presence = shuffle(own.presence, lane);
+    wish.frequency = shuffle(own.frequency, lane);
+    return wish;
+}
+
+// Whether the row's block needs more than the summaries.
+DEVICE bool listens(const Wish& wish) { return wish.draws || wish.n_top > 0; }
+
+// --- shape: penalties, bias and bans, each the same float32 operations as the twin's ---
+
+DEVICE bool has_bit(const int* words, int id) { return load_fresh((const u32*)words + id / 32) >> id % 32 & 1; }
+
+DEVICE float penalised(const Tape& tape, const Wish& wish, int id, float x) {
+    const int made = load_fresh(TABLE_counts(tape.view) + (u64)wish.slot * VOCAB(tape.view) + id);
+    const bool in_prompt = has_bit(TABLE_prompt_bits(tape.view) + wish.slot * MASK_WORDS(tape.view), id);
+    const float factor = in_prompt || made > 0 ? wish.repetition : 1.0f;
+    x = x > 0.0f ? rounded_quotient(x, factor) : rounded_product(x, factor);
+    x = rounded_sum(x, made > 0 ? -wish.presence : -0.0f);
+    return rounded_sum(x, -rounded_product(wish.frequency, (float)made));
+}
+
+// All lanes of a warp together: each looks at one pair in turn, and a pair for an id of theirs is handed around. Its
+// 32 ids are two tiles.
+DEVICE float bias_of(const Player& p, const Tape& tape, const Wish& wish, int id) {
+    const int* const ids = TABLE_bias_ids(tape.view) + wish.slot * MAX_LOGIT_BIAS;
+    const float* const values = TABLE_bias_values(tape.view) + wish.slot * MAX_LOGIT_BIAS;
+    const int first = shuffle(id, 0) / 16, second = shuffle(id, 16) / 16;
+    float bias = 0.0f;
+    NOT_UNROLLED
+    for (int begin = 0; begin < wish.n_bias; begin += 32) {
+        const int at = begin + p.lane < wish.n_bias ? begin + p.lane : begin;
+        const int named = load_fresh(ids + at), tile = named / 16;
+        const float value = load_fresh(values + at);
+        u32 hits = votes(begin + p.lane < wish.n_bias && (tile == first || tile == second));
+        NOT_UNROLLED
+        for (; hits; hits &= hits - 1) {
+            const int from = lowest_bit(hits), hit = shuffle(named, from);
+            const float more = shuffle(value, from);
+            if (hit == id) bias = rounded_sum(bias, more);
+        }
+    }
+    return bias;
+}
+
+// A logit as it is chosen from; called by all lanes of a warp, whose ids are those of two tiles.
+DEVICE float shaped(const Player& p, const Tape& tape, const Wish& wish, int id, float x) {
+    if (wish.penalised) x = penalised(tape, wish, id, x);
+    if (wish.n_bias > 0) x = rounded_sum(x, bias_of(p, tape, wish, id));
+    bool banned = false;
+    NOT_UNROLLED
+    for (int i = 0; wish.waits && i < wish.n_stop; ++i) {
+        banned |= load_fresh(TABLE_stop_ids(tape.view) + wish.slot * MAX_STOP_IDS + i) == id;
+    }
+    if (wish.constrained) banned |= !has_bit(TABLE_mask_bits(tape.view) + wish.slot * MASK_WORDS(tape.view), id);
+    return banned ? float_of(0xFF800000u) : x;
+}
+
+// --- summaries: what a block says of the logits of its own tiles ---
+
+// Words of a summary; all have the beat as their tag. The last two only of a row that draws.
+enum { SUMMARY_ORDER, SUMMARY_ID, SUMMARY_PEAK, SUMMARY_SUM, SUMMARY_RAW, SUMMARY_SPARE, SUMMARY_LOW, SUMMARY_HIGH };
+
+DEVICE u64* summary_of(const Tape& tape, int row, int block) {
+    return tape.summaries + ((u64)row * N_BLOCKS + block) * SUMMARY_WORDS;
+}
+
+// Of some of a row's ids.
+struct Part {
+    Ranked best;  // as they are chosen from
+    float peak;   // the largest raw logit, LOWEST if there is none
+    float sum;    // of e^(raw - peak)
+};
+
+DEVICE void join(Part& part, const Part& other) {
+    const float peak = other.peak > part.peak ? other.peak : part.peak;
+    part.sum = part.sum * exp_of(part.peak - peak) + other.sum * exp_of(other.peak - peak);
+    part.peak = peak;
+    if (other.best > part.best) part.best = other.best;
+}
+
+// Lane 0 then has the whole: by a fixed tree.
+DEVICE void join_lanes(Part& part) {
+    for (int apart = 16; apart > 0; apart /= 2) {
+        const Part other = {shuffle_xor(part.best, apart), shuffle_xor(part.peak, apart), shuffle_xor(part.sum, apart)};
+        join(part, other);
+    }
+}
+
+// What the players of a block bring together, in the activations' memory.
+struct Summing {
+    Part parts[MAX_ROWS][N_PLAYERS];
+    u64 weights[MAX_ROWS][N_PLAYERS];
+};
+static_assert(sizeof(Summing) <= ACTIVATION_BYTES, "no room for the parts of a summary");
+
+// Calls each(id, value, inside) for the ids of the block's own tiles, with all lanes of a warp at once.
+template <class Each>
+DEVICE void for_own_ids(const Player& p, const Segment& head, const float* values, Each each) {
+    const int first = (block() - head.first + N_BLOCKS) % N_BLOCKS;
+    const int n_own = first < head.n_tiles ? (head.n_tiles - first + N_BLOCKS - 1) / N_BLOCKS * 16 : 0;
+    const auto id_at = [&](int at) {
+        const int id = (first + at / 16 * N_BLOCKS) * 16 + at % 16;
+        return at < n_own && id < VOCAB(any) ? id : NO_ID;
+    };
+    NOT_UNROLLED
+    for (int begin = p.warp * 32; begin < n_own; begin += 4 * N_PLAYER_THREADS) {
+        float some[4];  // loaded together, so that the waits are one
+        UNROLL
+        for (int k = 0; k < 4; ++k) some[k] = values[max(id_at(begin + k * N_PLAYER_THREADS + p.lane), 0)];
+        NOT_UNROLLED
+        for (int k = 0; k < 4 && begin + k * N_PLAYER_THREADS < n_own; ++k) {
+            const int id = id_at(begin + k * N_PLAYER_THREADS + p.lane);
+            each(max(id, 0), k == 0 ? some[0] : k == 1 ? some[1] : k == 2 ? some[2] : some[3], id != NO_ID);
+        }
+    }
+}
+
+// The thread's part of a row; what a row that draws is drawn from is left in `scaled`.
+DEVICE Part own_part(const Player& p, const Tape& tape, const Segment& head, int row, const Wish& wish) {
+    float* const scaled = tape.scaled + (u64)row * VOCAB(tape.view);
+    Part part = {0, LOWEST, 0.0f};
+    for_own_ids(p, head, tape.logits + (u64)row * VOCAB(tape.view), [&](int id, float raw, bool inside) {
+        float value = shaped(p, tape, wish, id, raw);
+        if (!inside) return;
+        const float peak = raw > part.peak ? raw : part.peak;
+        part.sum = part.sum * exp_of(part.peak - peak) + exp_of(raw - peak);
+        part.peak = peak;
+        if (id >= N_TOKENS) return;
+        if (wish.draws) scaled[id] = value = rounded_quotient(value, wish.warmth) + 0.0f;
+        const Ranked item = ranked(value, id);
+        if (item > part.best) part.best = item;
+    });
+    return part;
+}
+
+// By one warp: the players' parts as one, told to the row's block.
+DEVICE void tell_summary(const Player& p, const Tape& tape, const Summing& summing, int row) {
+    Part part = {0, LOWEST, 0.0f};
+    if (p.lane < N_PLAYERS) part = summing.parts[row][p.lane];
+    join_lanes(part);
+    const Ranked best = shuffle(part.best, 0);
+    const float raw = best ? tape.logits[(u64)row * VOCAB(tape.view) + id_of(best)] : 0.0f;
+    const u32 peak = bits_of(shuffle(part.peak, 0)), sum = bits_of(shuffle(part.sum, 0));
+    const u32 words[] = {(u32)(best >> 32), (u32)id_of(best), peak, sum, bits_of(raw), 0};
+    u32 word = 0;
+    UNROLL
+    for (int i = 0; i <= SUMMARY_SPARE; ++i) {
+        if (p.lane == i) word = words[i];
+    }
+    if (p.lane <= SUMMARY_SPARE) put(summary_of(tape, row, block()) + p.lane, word, p.beat);
+}
+
+// The lane's sum over all lanes; of whole numbers, so that every lane has the same.
+DEVICE u64 sum_over_lanes(u64 value) {
+    for (int apart = 16; apart > 0; apart /= 2) value += shuffle_xor(value, apart);
+    return value;
+}
+
+// The warp's weight of a row, beside the largest value of the block.
+DEVICE u64 warp_weight(const Player& p, const Tape& tape, const Segment& head, const Summing& summing, int row) {
+    Ranked best = 0;
+    for (int player = 0; player < N_PLAYERS; ++player) {
+        const Ranked theirs = summing.parts[row][player].best;
+        if (theirs > best) best = theirs;
+    }
+    const float* const scaled = tape.scaled + (u64)row * VOCAB(tape.view);
+    const float most = value_of(best);
+    u64 weight = 0;
+    if (best && is_finite(most)) {
+        for_own_ids(p, head, scaled, [&](int id, float value, bool inside) {
+            if (inside && id < N_TOKENS) weight += weight_of(value, most);
+        });
+    }
+    return sum_over_lanes(weight);
+}
+
+// Every block, once its logits are written: what it has to say of each row, and its mark, by which everything that it
+// wrote in this step is seen. Uses the activations' memory.
+APART void summarise(Player p, const Tape& tape, const Segment& head, int n_rows) {
+    Summing& summing = *(Summing*)p.activations;
+    const Wish own = wish_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
+    sync_players();  // the logits are written, and the activations are read
+    u32 drawing = 0;
+    bool heard = false;
+    NOT_UNROLLED
+    for (int row = 0; row < n_rows; ++row) {
+        const Wish wish = wish_at(own, row);
+        drawing |= (u32)wish.draws << row;
+        heard |= listens(wish);
+        Part part = own_part(p, tape, head, row, wish);
+        join_lanes(part);
+        if (p.lane == 0) summing.parts[row][p.warp] = part;
+    }
+    sync_players();
+    NOT_UNROLLED
+    for (int row = p.warp; row < n_rows; row += N_PLAYERS) tell_summary(p, tape, summing, row);
+    // By the last warp, since the first may have a row to choose; and `scaled` of rows that draw is written before.
+    const bool raises = p.thread == N_PLAYER_THREADS - 32;
+    if (!heard) {
+        if (raises) raise(tape.marks + block(), (u64)p.beat << 32);
+        return;
+    }
+
+    NOT_UNROLLED
+    for (u32 rows = drawing; rows; rows &= rows - 1) {
+        const int row = lowest_bit(rows);
+        const u64 weight = warp_weight(p, tape, head, summing, row);
+        if (p.lane == 0) summing.weights[row][p.warp] = weight;
+    }
+    sync_players();
+    if (raises) raise(tape.marks + block(), (u64)p.beat << 32);
+    NOT_UNROLLED
+    for (int row = p.warp; row < n_rows; row += N_PLAYERS) {
+        if (!(drawing >> row & 1)) continue;
+        const u64 weight = sum_over_lanes(p.lane < N_PLAYERS ? summing.weights[row][p.lane] : 0);
+        u64* const to = summary_of(tape, row, block()) + SUMMARY_LOW;
+        if (p.lane < 2) put(to + p.lane, (u32)(weight >> 32 * p.lane), p.beat);
+    }
+}
+
+// --- what the row's block hears ---
+
+struct Heard {
+    Ranked best;
+    float raw, peak;   // the logit of the best, unless the row draws; the largest logit
+    double log_total;  // of e^(logit - peak)
+    u64 total;         // weight of a row that draws
+};
+
+// What a row's block works in: the activations' memory.
+struct Choosing {
+    Ranked list[LISTED];      // ranked
+    u64 through[LISTED];      // the weight of the list up to and with each of them
+    u64 sums[N_BUCKETS];      // the same of buckets
+    u32 counts[N_BUCKETS];    // ids up to and with each bucket
+    u32 tops[N_BLOCKS], peaks[N_BLOCKS];  // the blocks' largest, by order
+    u64 of_warp[N_PLAYERS];
+    Heard heard;
+    u32 n_found, floor;
+};
+static_assert(sizeof(Choosing) <= ACTIVATION_BYTES, "no room to choose in");
+
+#define BLOCKS_A_LANE ((N_BLOCKS + 31) / 32)
+
+// By one warp: the summaries of all blocks as one. `tops` and `peaks` [N_BLOCKS], or null.
+DEVICE Heard hear(const Player& p, const Tape& tape, int row, bool draws, u32* tops, u32* peaks) {
+    u64 words[BLOCKS_A_LANE][6];
+    bool all;
+    Waiting waiting(tape.state);
+    do {
+        all = true;
+        UNROLL
+        for (int i = 0; i < BLOCKS_A_LANE; ++i) {
+            const int block = p.lane + 32 * i < N_BLOCKS ? p.lane + 32 * i : N_BLOCKS - 1;
+            const u64* const summary = summary_of(tape, row, block);
+            look_two(summary + SUMMARY_ORDER, words[i]);
+            look_two(summary + SUMMARY_PEAK, words[i] + 2);
+            look_two(summary + (draws ? SUMMARY_LOW : SUMMARY_RAW), words[i] + 4);
+        }
+        UNROLL
+        for (int i = 0; i < 6 * BLOCKS_A_LANE; ++i) all &= (u32)(words[i / 6][i % 6] >> 32) == p.beat;
+    } while (!all && waiting.goes_on());
+
+    Ranked best = 0;
+    float peak = LOWEST, raw = 0.0f;
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_LANE; ++i) {  // a lane beyond the last block has that block again: nothing changes
+        const Ranked item = (u64)(u32)words[i][0] << 32 | ~(u32)words[i][1];
+        const float theirs = float_of((u32)words[i][2]);
+        if (item >= best) raw = float_of((u32)words[i][4]);
+        if (item > best) best = item;
+        if (theirs > peak) peak = theirs;
+        if (tops && p.lane + 32 * i < N_BLOCKS) {
+            tops[p.lane + 32 * i] = (u32)(item >> 32);
+            peaks[p.lane + 32 * i] = order_of(theirs);
+        }
+    }
+    const Ranked own = best;
+    for (int apart = 16; apart > 0; apart /= 2) {
+        const Ranked other = shuffle_xor(best, apart);
+        const float theirs = shuffle_xor(peak, apart);
+        if (other > best) best = other;
+        if (theirs > peak) peak = theirs;
+    }
+    raw = shuffle(raw, lowest_bit(votes(own == best)));
+
+    const float most = value_of(best);
+    const bool weighs = draws && is_finite(most);
+    double sum = 0, weight = 0;
+    UNROLL
+    for (int i = 0; i < BLOCKS_A_LANE; ++i) {
+        if (p.lane + 32 * i >= N_BLOCKS) continue;
+        sum += (double)(float_of((u32)words[i][3]) * exp_of(float_of((u32)words[i][2]) - peak));
+        if (!weighs) continue;
+        const u64 theirs = (u64)(u32)words[i][5] << 32 | (u32)words[i][4];
+        if (theirs) weight += (double)theirs * exp_exact((double)value_of((u32)words[i][0]) - (double)most);
+    }
+    for (int apart = 16; apart > 0; apart /= 2) {
+        sum += shuffle_xor(sum, apart);
+        weight += shuffle_xor(weight, apart);
+    }
+    return {best, raw, peak, log_exact(shuffle(sum, 0)), (u64)(shuffle(weight, 0) + 0.5)};
+}
+
+DEVICE float logprob_of(const Heard& heard, float raw) {
+    return (float)((double)raw - (double)heard.peak - heard.log_total);
+}
+
+// All players: until the logits of every block lie in memory. They are there for all after the next sync.
+DEVICE void await_logits(const Player& p, const Tape& tape) {
+    NOT_UNROLLED
+    for (int i = p.thread; i < N_BLOCKS; i += N_PLAYER_THREADS) {
+        for (Waiting waiting(tape.state); (u32)(seen_at(tape.marks + i) >> 32) != p.beat && waiting.goes_on();) {
+        }
+    }
+}
+
+// --- passes over a row ---
+
+DEVICE u32 word_of(const uint4& quad, int i) { return i == 0 ? quad.x : i == 1 ? quad.y : i == 2 ? quad.z : quad.w; }
+
+// One of the words that a thread holds, by halves: no register can be asked for by number.
+DEVICE u32 word_of(const uint4 (&quads)[QUADS], int i) {
+    u32 words[QUADS];
+    UNROLL
+    for (int k = 0; k < QUADS; ++k) words[k] = word_of(quads[k], i & 3);
+    UNROLL
+    for (int k = 0; k < 4; ++k) words[k] = i & 16 ? words[k + 4] : words[k];
+    UNROLL
+    for (int k = 0; k < 2; ++k) words[k] = i & 8 ? words[k + 2] : words[k];
+    return i & 4 ? words[1] : words[0];
+}
+static_assert(QUADS == 8, "word_of halves eight of them");
+
+// Calls take(value, id) for each of the n values that is not below `least`; a row may begin at any multiple of 4 bytes.
+template <class Take>
+DEVICE void for_each_from(const Player& p, const float* values, int n, float least, Take take) {
+    const int n_ahead = min(n, (int)(-(u64)values >> 2 & 3)), n_quads = (n - n_ahead) / 4;
+    const uint4* const quads = (const uint4*)(values + n_ahead);
+    const int alone = p.thread < n_ahead ? p.thread : 4 * n_quads + p.thread;  // ahead of the quads or behind them
+    NOT_UNROLLED
+    for (int begin = p.thread;; begin += N_PLAYER_THREADS * QUADS) {
+        uint4 some[QUADS];
+        u32 taken = 0;
+        const bool ends = begin >= n_quads;
+        if (ends) {
+            some[0].x = bits_of(load_fresh(values + (alone < n ? alone : 0)));
+            taken = alone < n && !(float_of(some[0].x) < least);
+        } else {
+            UNROLL
+            for (int k = 0; k < QUADS; ++k) {
+                some[k] = load_fresh(quads + min(begin + k * N_PLAYER_THREADS, n_quads - 1));
+            }
+            UNROLL
+            for (int k = 0; k < 4 * QUADS; ++k) {
+                const bool there = begin + k / 4 * N_PLAYER_THREADS < n_quads;
+                taken |= (u32)(there && !(float_of(word_of(some[k / 4], k % 4)) < least)) << k;
+            }
+        }
+        NOT_UNROLLED
+        for (; taken; taken &= taken - 1) {
+            const int k = lowest_bit(taken);
+            const int id = ends ? alone : n_ahead + 4 * (begin + k / 4 * N_PLAYER_THREADS) + k % 4;
+            take(float_of(word_of(some, k)), id);
+        }
+        if (ends) return;
+    }
+}
+
+// The largest of all players' items.
+DEVICE Ranked first_of_block(const Player& p, Choosing& c, Ranked item) {
+    for (int apart = 16; apart > 0; apart /= 2) {
+        const Ranked other = shuffle_xor(item, apart);
+        if (other > item) item = other;
+    }
+    sync_players();
+    if (p.lane == 0) c.of_warp[p.warp] = item;
+    sync_players();
+    for (int i = 0; i < N_PLAYERS; ++i) {
+        if (c.of_warp[i] > item) item = c.of_warp[i];
+    }
+    return item;
+}
+
+// Each of n items becomes the sum of those up to and with it. Everybody has to have written them, and may read them.
+template <class T>
+DEVICE void accumulate(const Player& p, Choosing& c, T* items, int n) {
+    const int each = (n + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS;
+    const int begin = min(n, p.thread * each), end = min(n, begin + each);
+    T sum = 0;
+    NOT_UNROLLED
+    for (int i = begin; i < end; ++i) sum += items[i];
+    T with = sum;
+    for (int apart = 1; apart < 32; apart *= 2) {
+        const T lower = shuffle(with, (p.lane - apart) & 31);
+        if (p.lane >= apart) with += lower;
+    }
+    if (p.lane == 31) c.of_warp[p.warp] = with;
+    sync_players();
+    T before = with - sum;
+    for (int i = 0; i < p.warp; ++i) before += (T)c.of_warp[i];
+    NOT_UNROLLED
+    for (int i = begin; i < end; ++i) items[i] = before += items[i];
+    sync_players();
+}
+
+// The first of n rising items that reaches the goal, or n.
+template <class T>
+DEVICE int first_to_reach(const T* items, int n, T goal) {
+    int low = 0, high = n;
+    NOT_UNROLLED
+    while (low < high) {
+        const int middle = (low + high) / 2;
+        if (items[middle] >= goal) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+// --- the list: some ids that follow each other in rank ---
+
+// Largest first, by a bitonic network. Pairs no more than 32 apart: a warp's are 64 items that no other warp touches.
+DEVICE void sort(const Player& p, Ranked* items, int n) {
+    int size = 2;
+    while (size < n) size *= 2;
+    for (int i = n + p.thread; i < size; i += N_PLAYER_THREADS) items[i] = 0;
+    sync_players();
+    NOT_UNROLLED
+    for (int run = 2; run <= size; run *= 2) {
+        NOT_UNROLLED
+        for (int apart = run / 2; apart > 0; apart /= 2) {
+            NOT_UNROLLED
+            for (int pair = p.thread; pair < size / 2; pair += N_PLAYER_THREADS) {
+                const int at = (pair & ~(apart - 1)) * 2 + (pair & (apart - 1));
+                const Ranked first = items[at], second = items[at + apart];
+                if ((first < second) == ((at & run) == 0)) {
+                    items[at] = second;
+                    items[at + apart] = first;
+                }
+            }
+            if (apart > 32 || (apart == 1 && run > 32)) sync_players();
+            else sync_warp();
+        }
+    }
+    sync_players();
+}
+
+// Everybody from `least` on who belongs, ranked; returns how many there are. More than LISTED are not ranked.
+template <class Belongs>
+DEVICE int make_list(const Player& p, Choosing& c, const float* values, int n, float least, Belongs belongs) {
+    sync_players();
+    if (p.thread == 0) c.n_found = 0;
+    sync_players();
+    for_each_from(p, values, n, least, [&](float value, int id) {
+        const Ranked item = ranked(value, id);
+        if (!belongs(value, item)) return;
+        const u32 place = atomic_add_shared(&c.n_found, 1u);
+        if (place < LISTED) c.list[place] = item;
+    });
+    sync_players();
+    const int n_found = (int)c.n_found;
+    if (n_found <= LISTED) sort(p, c.list, n_found);
+    return n_found;
+}
+
+// The n-th largest of what the blocks said, by order: no fewer than n ids reach it. 0: there are not so many blocks.
+DEVICE u32 floor_of(const Player& p, Choosing& c, const u32* said, int n) {
+    sync_players();
+    if (p.thread == 0) c.floor = 0;
+    sync_players();
+    NOT_UNROLLED
+    for (int i = p.thread; i < N_BLOCKS; i += N_PLAYER_THREADS) {
+        const u32 own = said[i];
+        int n_before = 0;
+        for (int k = 0; k < N_BLOCKS; ++k) n_before += said[k] > own || (said[k] == own && k < i);
+        if (n_before == n - 1) c.floor = own;
+    }
+    sync_players();
+    return c.floor;
+}
+
+// --- a draw ---
+
+// What all players know alike of the draw that they make together.
+struct Draw {
+    const float* values;  // [N_TOKENS]
+    float most, least;    // the largest of them, finite; who is below `least` weighs nothing
+    int n_listed;
+    u32 n_before;         // who comes before the list, and their weight
+    u64 before;
+    float down_to;        // the list has everybody from here up
+    bool counted;         // the buckets are those of the whole reach
+};
+
+// Who is counted, and into which bucket: by value through the whole reach, or by rank from `high` down to `low`.
+struct Scope {
+    bool by_value;
+    Ranked high, low;
+    int shift;
+};
+
+DEVICE int bucket_of(const Draw& draw, const Scope& scope, float value, Ranked item) {
+    if (!scope.by_value) return item > scope.high || item < scope.low ? -1 : (int)((scope.high - item) >> scope.shift);
+    const float below = (draw.most - value) * (N_BUCKETS / REACH);
+    return below < (float)N_BUCKETS ? (int)below : N_BUCKETS - 1;
+}
+
+DEVICE Scope scope_between(Ranked high, Ranked low) {
+    int shift = 0;
+    NOT_UNROLLED
+    while ((high - low) >> shift >= N_BUCKETS) ++shift;
+    return {false, high, low, shift};
+}
+
+// Two words, as shared memory adds up no wider ones at once. Any order gives the same sum.
+DEVICE void add_shared(u64* place, u64 value) {
+    u32* const halves = (u32*)place;
+    const u32 low = (u32)value, before = atomic_add_shared(halves, low);
+    const u32 high = (u32)(value >> 32) + (before + low < before);
+    if (high) atomic_add_shared(halves + 1, high);
+}
+
+DEVICE void count(const Player& p, Choosing& c, const Draw& draw, const Scope& scope) {
+    sync_players();
+    for (int i = p.thread; i < N_BUCKETS; i += N_PLAYER_THREADS) c.sums[i] = c.counts[i] = 0;
+    sync_players();
+    for_each_from(p, draw.values, N_TOKENS, draw.least, [&](float value, int id) {
+        const int bucket = bucket_of(draw, scope, value, ranked(value, id));
+        if (bucket < 0) return;
+        atomic_add_shared(&c.counts[bucket], 1u);
+        add_shared(&c.sums[bucket], weight_of(value, draw.most));
+    });
+    sync_players();
+    accumulate(p, c, c.counts, N_BUCKETS);
+    accumulate(p, c, c.sums, N_BUCKETS);
+}
+
+// The first and the last rank in a bucket.
+DEVICE Scope scope_of_bucket(const Player& p, Choosing& c, const Draw& draw, const Scope& scope, int bucket) {
+    if (!scope.by_value) {
+        const u64 width = 1ull << scope.shift;
+        const Ranked high = scope.high - (u64)bucket * width, room = high - scope.low;
+        return scope_between(high, room < width ? scope.low : high - width + 1);
+    }
+    Ranked high = 0, low = 0;  // the low one's complement, so that both are largest
+    for_each_from(p, draw.values, N_TOKENS, draw.least, [&](float value, int id) {
+        const Ranked item = ranked(value, id);
+        if (bucket_of(draw, scope, value, item) != bucket) return;
+        if (item > high) high = item;
+        if (~item > low) low = ~item;
+    });
+    high = first_of_block(p, c, high);
+    low = ~first_of_block(p, c, low);
+    return scope_between(high, low < high ? low : high);
+}
+
+DEVICE void weigh_list(const Player& p, Choosing& c, Draw& draw, int n_found) {
+    draw.n_listed = n_found <= LISTED ? n_found : 0;
+    NOT_UNROLLED
+    for (int i = p.thread; i < draw.n_listed; i += N_PLAYER_THREADS) {
+        c.through[i] = weight_of(value_of(c.list[i]), draw.most);
+    }
+    sync_players();
+    accumulate(p, c, c.through, draw.n_listed);
+}
+
+DEVICE void list_from_top(const Player& p, Choosing& c, Draw& draw, float down_to) {
+    const int n_found = make_list(p, c, draw.values, N_TOKENS, down_to, [](float, Ranked) { return true; });
+    weigh_list(p, c, draw, n_found);
+    draw.n_before = 0;
+    draw.before = 0;
+    draw.down_to = n_found <= LISTED ? down_to : -LOWEST;
+}
+
+// The place in the list of the first in rank with whom so many, or so much weight, are reached; or none.
+#define NO_PLACE (-1)
+DEVICE int place_in_list(const Choosing& c, const Draw& draw, u64 goal, bool counting) {
+    const u64 before = counting ? draw.n_before : draw.before;
+    if (goal <= before) return NO_PLACE;
+    const u64 wanted = goal - before;
+    if (counting) return wanted <= (u64)draw.n_listed ? (int)wanted - 1 : NO_PLACE;
+    const int place = first_to_reach(c.through, draw.n_listed, wanted);
+    return place < draw.n_listed ? place : NO_PLACE;
+}
+
+// The same of the whole row. If the list does not have it, one is made that does: bucket by bucket, ever narrower.
+DEVICE int place_of(const Player& p, Choosing& c, Draw& draw, u64 goal, bool counting) {
+    const int place = place_in_list(c, draw, goal, counting);
+    if (place != NO_PLACE) return place;
+    Scope scope = {true, 0, 0, 0};
+    u32 n_before = 0;
+    u64 before = 0;
+    NOT_UNROLLED
+    for (int round = 0; round < 64; ++round) {
+        if (!scope.by_value || !draw.counted) count(p, c, draw, scope);
+        draw.counted = scope.by_value;
+        const u64 wanted = goal - (counting ? n_before : before);
+        const int bucket = counting ? first_to_reach(c.counts, N_BUCKETS, (u32)wanted)
+                                    : first_to_reach(c.sums, N_BUCKETS, wanted);
+        if (bucket >= N_BUCKETS) return NO_PLACE;
+        const bool from_top = scope.by_value && c.counts[bucket] <= LISTED;
+        const u32 n_above = bucket > 0 ? c.counts[bucket - 1] : 0, n_here = c.counts[bucket] - n_above;
+        if (!from_top && bucket > 0) {
+            n_before += n_above;
+            before += c.sums[bucket - 1];
+        }
+        if (from_top || n_here <= LISTED) {
+            const int n_found = make_list(p, c, draw.values, N_TOKENS, draw.least, [&](float value, Ranked item) {
+                const int theirs = bucket_of(draw, scope, value, item);
+                return theirs == bucket || (from_top && theirs < bucket);
+            });
+            weigh_list(p, c, draw, n_found);
+            draw.n_before = n_before;
+            draw.before = before;
+            draw.down_to = -LOWEST;
+            return place_in_list(c, draw, goal, counting);
+        }
+        scope = scope_of_bucket(p, c, draw, scope, bucket);
+    }
+    return NO_PLACE;
+}
+
+// The weight of everybody who weighs at least so much.
+DEVICE u64 weight_from(const Player& p, Choosing& c, const Draw& draw, double least) {
+    const auto weighs = [&](int place) { return c.through[place] - (place > 0 ? c.through[place - 1] : 0); };
+    const int n = draw.n_listed;
+    const bool known = (double)weight_of(draw.down_to < draw.most ? draw.down_to : draw.most, draw.most) < least;
+    if (n > 0 && draw.n_before == 0 && (known || (double)weighs(n - 1) < least)) {
+        int low = 1, high = n;  // how many are kept: the first always is
+        NOT_UNROLLED
+        while (low < high) {
+            const int middle = (low + high) / 2;
+            if ((double)weighs(middle) < least) high = middle;
+            else low = middle + 1;
+        }
+        return c.through[low - 1];
+    }
+    u64 weight = 0;
+    for_each_from(p, draw.values, N_TOKENS, draw.least, [&](float value, int) {
+        const u64 theirs = weight_of(value, draw.most);
+        if ((double)theirs >= least) weight += theirs;
+    });
+    weight = sum_over_lanes(weight);
+    sync_players();
+    if (p.lane == 0) c.of_warp[p.warp] = weight;
+    sync_players();
+    weight = 0;
+    for (int i = 0; i < N_PLAYERS; ++i) weight += c.of_warp[i];
+    return weight;
+}
+
+// Philox 4x32 with ten rounds, as backends/torch/ops/philox.py: a number of 24 bits from (seed, position).
+DEVICE u32 random_24(u64 seed, u64 position) {
+    u32 c0 = (u32)position, c1 = (u32)(position >> 32), c2 = 0, c3 = 0, k0 = (u32)seed, k1 = (u32)(seed >> 32);
+    NOT_UNROLLED
+    for (int round = 0; round < 10; ++round) {
+        const u64 first = (u64)c0 * 0xD2511F53u, second = (u64)c2 * 0xCD9E8D57u;
+        const u32 upper = (u32)(second >> 32) ^ c1 ^ k0, lower = (u32)(first >> 32) ^ c3 ^ k1;
+        c0 = upper;
+        c1 = (u32)second;
+        c2 = lower;
+        c3 = (u32)first;
+        k0 += 0x9E3779B9u;
+        k1 += 0xBB67AE85u;
+    }
+    return c0 >> 8;
+}
+
+// The limits that are looked for in the ranks, each within the one before; min-p is one of value.
+enum { TOP_K, TOP_P, THE_DRAW };
+
+// One draw from `scaled`; the largest of it is finite.
+DEVICE int drawn(const Player& p, const Tape& tape, Choosing& c, int row, const Wish& wish, const Heard& heard) {
+    const double top_p = load_fresh(TABLE_top_p(tape.view) + wish.slot), one = (double)(1ull << WEIGHT_BITS);
+    const double min_p = load_fresh(TABLE_min_p(tape.view) + wish.slot);
+    const u64 seed = load_fresh((const u64*)TABLE_seed(tape.view) + wish.slot);
+    const long long position = (long long)load_fresh(TABLE_position(tape.view) + wish.slot) + 1;
+    const double number = (double)random_24(seed, (u64)position) * 0x1p-24;
+    Draw draw = {tape.scaled + (u64)row * VOCAB(tape.view), value_of(heard.best), 0.0f, 0, 0, 0, -LOWEST, false};
+    draw.least = draw.most - REACH > LOWEST ? draw.most - REACH : LOWEST;
+
+    // The first list: as far down as the blocks' largest, or min-p, make likely that it is enough.
+    const int n_wanted = wish.top_k > 0 && wish.top_k < N_BLOCKS ? wish.top_k : N_BLOCKS - N_BLOCKS / 4;
+    float down_to = LOWEST;
+    if (wish.top_k > 0 || top_p < 1 || min_p == 0) {
+        const float floor = value_of(floor_of(p, c, c.tops, n_wanted));
+        if (floor > down_to) down_to = floor;
+    }
+    if (wish.top_k == 0 && min_p > 0) {
+        const float bound = draw.most + (float)log_exact(min_p) - 0.01f;  // a little lower, as it is rounded
+        if (bound > down_to) down_to = bound;
+    }
+    list_from_top(p, c, draw, down_to);
+
+    u64 kept = heard.total;
+    int place = NO_PLACE;
+    NOT_UNROLLED
+    for (int limit = TOP_K; limit <= THE_DRAW; ++limit) {  // a loop, so that the search is there once
+        u64 goal = (u64)wish.top_k;
+        if (limit == TOP_K && wish.top_k == 0) continue;
+        if (limit == TOP_P) {
+            const double wanted = top_p * (double)kept;
+            if (min_p > 0) kept = min(kept, weight_from(p, c, draw, min_p * one));
+            if (top_p >= 1 || wanted >= (double)kept) continue;
+            goal = (u64)wanted;  // kept is whoever has less than is wanted before him, and the first
+            if ((double)goal < wanted || goal == 0) ++goal;
+        }
+        if (limit == THE_DRAW) goal = 1 + (u64)((double)kept * number);
+        place = place_of(p, c, draw, goal, limit == TOP_K);
+        if (place != NO_PLACE) kept = min(kept, draw.before + c.through[place]);
+    }
+    return id_of(place != NO_PLACE ? c.list[place] : heard.best);
+}
+
+// --- the most likely, for whoever asked ---
+
+DEVICE void write_likely(const Player& p, const Tape& tape, Choosing& c, int row, int n_top, const Heard& heard) {
+    const float* const logits = tape.logits + (u64)row * VOCAB(tape.view);
+    int* const ids = TABLE_top_ids(tape.view) + row * MAX_TOP;
+    float* const logprobs = TABLE_top_logprobs(tape.view) + row * MAX_TOP;
+    const float floor = value_of(floor_of(p, c, c.peaks, n_top));
+    const float down_to = floor > LOWEST ? floor : float_of(0xFF800000u);
+    const int n_found = make_list(p, c, logits, VOCAB(tape.view), down_to, [](float, Ranked) { return true; });
+    const bool listed = n_found <= LISTED && n_found >= n_top;
+    Ranked last = ~0ull;
+    NOT_UNROLLED
+    for (int i = 0; !listed && i < n_top; ++i) {  // so many equals that no list holds them: one pass for each
+        Ranked next = 0;
+        for_each_from(p, logits, VOCAB(tape.view), float_of(0xFF800000u), [&](float value, int id) {
+            const Ranked item = ranked(value, id);
+            if (item < last && item > next) next = item;
+        });
+        last = first_of_block(p, c, next);
+        if (p.thread == 0) c.list[i] = last;
+    }
+    sync_players();
+    if (p.thread >= n_top) return;
+    ids[p.thread] = id_of(c.list[p.thread]);
+    logprobs[p.thread] = logprob_of(heard, value_of(c.list[p.thread]));
+}
+
+// --- the whole, by the row's block ---
+
+DEVICE void write_chosen(const Tape& tape, int row, int token, float logprob) {
+    TABLE_chosen(tape.view)[row] = token < 0 ? 0 : token < N_TOKENS ? token : N_TOKENS - 1;  // whatever was heard
+    TABLE_chosen_logprob(tape.view)[row] = logprob;
+}
+
+// The token of a row, its log-probability and the most likely ones, into the table; then the row's mark. All players of
+// the row's block, after summarise. Uses the activations' memory.
+APART void choose(Player p, const Tape& tape, int row) {
+    const Wish wish = wish_of(tape, row);
+    // Before the row's mark can be raised: behind it the border may change what the slot asks for. And what summarise
+    // has left is read.
+    sync_players();
+    u64* const mark = tape.marks + N_BLOCKS + row;
+    if (!listens(wish)) {
+        if (p.warp != 0) return;
+        const Heard heard = hear(p, tape, row, false, nullptr, nullptr);
+        if (p.lane == 0) {
+            write_chosen(tape, row, id_of(heard.best), logprob_of(heard, heard.raw));
+            raise(mark, (u64)p.beat << 32);
+        }
+        return;
+    }
+    Choosing& c = *(Choosing*)p.activations;
+    if (p.warp == 0) {
+        const Heard heard = hear(p, tape, row, wish.draws, c.tops, c.peaks);
+        if (p.lane == 0) c.heard = heard;
+    }
+    await_logits(p, tape);
+    sync_players();
+    const Heard heard = c.heard;
+    int token = id_of(heard.best);
+    float raw = heard.raw;
+    if (wish.draws) {
+        if (is_finite(value_of(heard.best))) token = drawn(p, tape, c, row, wish, heard);
+        raw = load_fresh(tape.logits + (u64)row * VOCAB(tape.view) + ((u32)token < N_TOKENS ? token : 0));
+    }
+    if (p.thread == 0) write_chosen(tape, row, token, logprob_of(heard, raw));
+    if (wish.n_top > 0) write_likely(p, tape, c, row, wish.n_top, heard);
+    sync_players();
+    if (p.thread == 0) raise(mark, (u64)p.beat << 32);
+}

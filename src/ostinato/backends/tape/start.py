@@ -1,0 +1,157 @@
+"""`persistent` on CUDA: one cooperative kernel, a block on every multiprocessor, that plays until nobody lives.
+
+It is compiled for one model and one card (`src/`), and kept on disk. A launch is one call with one struct. It
+fills the card, so that nothing runs beside it: a job goes onto its own stream, behind it, and whoever asks for one sets
+YIELD, so that the kernel leaves at the next border; the next trigger goes on where it left (docs/tape.md). So `auto`
+gives it to one engine of a process.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from ctypes import addressof, c_void_p
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final, Literal
+
+import torch
+
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.start import DevicePaced, EventWork
+from ostinato.backends.tape.plan import Argument, TapeStep
+from ostinato.build import cubin
+from ostinato.errors import HardwareCannot
+from ostinato.loop.guard import Guard
+from ostinato.loop.layout import Tables
+from ostinato.loop.plan import Plan
+from ostinato.loop.sources import source
+from ostinato.loop.start import next_executable
+
+SOURCES: Final = Path(__file__).parent / "src"
+
+_open: Final[Counter[torch.device]] = Counter()
+
+
+def is_taken(device: torch.device) -> bool:
+    """Whether an engine of this process has the persistent kernel there: while it runs, nobody else's does."""
+    return _open[device] > 0
+
+
+def tape_headers(step: TapeStep, tables: Tables, page_tokens: int) -> dict[str, str]:
+    """What `tape.cu` includes, by name."""
+    own = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.h"))}
+    return own | {
+        "border.h": source("border.h"),
+        "layout.h": tables.layout.header(page_tokens),
+        "shape.h": step.header,
+    }
+
+
+def tape_source() -> str:
+    return (SOURCES / "tape.cu").read_text("utf-8")
+
+
+def tape_binary(headers: Mapping[str, str], chip: Chip, defines: Mapping[str, int]) -> bytes:
+    """The kernel, compiled. Nothing is fused by the compiler's choice: a row's bits must not depend on which of several
+    loops it goes through, nor on the number of slots that the kernel was compiled for (KV-12)."""
+    arch = chip.exact_arch
+    return cubin(tape_source(), "tape.cu", headers=headers, arch=arch, defines=defines, fused=False)
+
+
+class TapeLoop(DevicePaced):
+    """The whole loop as one kernel; the host launches it once per trigger."""
+
+    name = "persistent"
+    alone = True
+    comparison: Literal["bits", "tolerance"] = "tolerance"  # sums of its own order
+    defines: Mapping[str, int] = MappingProxyType({})  # for tools that watch it; see ring.h
+
+    def __init__(
+        self, plan: Plan, step: TapeStep, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None
+    ) -> None:
+        super().__init__(plan, tables, guard, bell)
+        self._step = step
+        self._counts = True
+        _open[plan.device] += 1
+
+    def build(self) -> None:
+        self._guard.allow("I-1", "building the step again")
+        self.executable = next_executable()
+        self._kernel = self._loaded()
+        self._step.built(self._plan.hash, self.executable)
+        self.n_instantiations += 1
+
+    def launch(self) -> None:
+        self.n_launches += 1
+        self._play(single=False)
+        self._passed.record(self.stream)
+
+    def step(self) -> None:
+        self._guard.allow("I-2", "submitting a single step from the host")
+        self._play(single=True)
+        self._await_device()
+
+    def beside(self, job: Callable[[], None]) -> EventWork:
+        return self._on(self.stream, job)
+
+    def note_times(self) -> None:
+        """From the next launch on, blocks note in the plan's `clock` when they begin what."""
+        self._step.note_times()
+
+    def close(self) -> None:
+        super().close()
+        self._kernel = None
+        if self._counts:
+            self._counts = False
+            _open[self._plan.device] -= 1
+
+    def _loaded(self) -> Any:
+        """The kernel, compiled for this card; HardwareCannot where its blocks would not all be there at once (E-83)."""
+        from cuda.bindings import driver
+        from cuda.core import Device, ObjectCode
+
+        device = Device(self._plan.device.index or 0)
+        device.set_current()
+        sizes, chip = self._step.sizes, Chip.of(self._plan.device)
+        headers = tape_headers(self._step, self._tables, self._plan.page_tokens)
+        binary = tape_binary(headers, chip, self.defines)
+        self._module = ObjectCode.from_cubin(binary)
+        kernel = driver.CUkernel(int(self._module.get_kernel("tape").handle))
+        most_shared = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _ok(
+            driver.cuKernelSetAttribute(most_shared, sizes.shared_bytes, kernel, device.device_id), "give it its memory"
+        )
+        function = _ok(driver.cuKernelGetFunction(kernel), "load it")
+        asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, sizes.n_threads, sizes.shared_bytes)
+        fit = _ok(asked, "ask how many blocks fit") * chip.n_multiprocessors
+        if fit < sizes.grid.n_blocks:
+            raise HardwareCannot(
+                f"the persistent kernel has {sizes.grid.n_blocks} blocks that wait for each other, and {fit} fit on "
+                "this card at once; use --mode loop"
+            )
+        return function
+
+    def _play(self, *, single: bool) -> None:
+        from cuda.bindings import driver
+        from cuda.core import Device
+
+        Device(self._plan.device.index or 0).set_current()  # of this thread, which need not be the one that built
+        argument = Argument.from_buffer_copy(self._step.argument)
+        argument.single = single
+        places = (c_void_p * 1)(addressof(argument))
+        sizes, stream = self._step.sizes, driver.CUstream(self.stream.cuda_stream)
+        grid, threads = (sizes.grid.n_blocks, 1, 1), (sizes.n_threads, 1, 1)
+        _ok(
+            driver.cuLaunchCooperativeKernel(
+                self._kernel, *grid, *threads, sizes.shared_bytes, stream, addressof(places)
+            ),
+            "launch it",
+        )
+
+
+def _ok(answer: Any, what: str) -> Any:
+    error, *values = answer
+    if int(error) != 0:
+        raise HardwareCannot(f"the driver could not {what}: the persistent kernel ended with {error}; use --mode loop")
+    return values[0] if values else None

@@ -1,0 +1,1 @@
+"""The reference backend: every operation in plain torch, `eager`, encoders and recurrent families."""

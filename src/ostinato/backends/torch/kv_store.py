@@ -1,0 +1,162 @@
+"""The tensors of memory: keys and values by cell, recurrent states by row. Which cell is whose is told elsewhere.
+
+K and V of a layer are [streams, cells, kv_heads, head_width] in one of four types; Q8_0 keeps signed bytes and a
+float16 scale for every 32 of them, and is widened when read. Memory is zeroed: attention looks at padding too, and
+what is masked must still be a number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
+from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.cache.sequences import Ints
+from ostinato.decoder.memory.recurrent_state import Run
+from ostinato.errors import BadOption
+from ostinato.models.rope import Rope
+from ostinato.options import KVType
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import RecurrentShape, Shape
+
+_DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
+
+
+def cell_bytes(shape: Shape, kv_type: KVType) -> int:
+    """Bytes of one cell in one layer: a key and a value."""
+    width = shape.head_width
+    per_head = width + 2 * (width // BLOCK) if kv_type == "q8_0" else width * _DTYPES[kv_type].itemsize
+    return 2 * shape.n_kv_heads * per_head
+
+
+class Half:
+    """K or V of one layer."""
+
+    def __init__(self, streams: int, cells: int, heads: int, width: int, kv_type: KVType, device: torch.device) -> None:
+        self.values = zeros((streams, cells, heads, width), _DTYPES[kv_type], device)
+        scales = (streams, cells, heads, width // BLOCK)
+        self.scales = zeros(scales, torch.float16, device) if kv_type == "q8_0" else None
+
+    @property
+    def parts(self) -> list[Tensor]:
+        """Everything that is kept, each [streams, cells, ...]."""
+        return [self.values] if self.scales is None else [self.values, self.scales]
+
+    def write(self, stream: int, cells: Tensor, rows: Tensor) -> None:
+        """Put rows [n, kv_heads, head_width] into cells [n]."""
+        if self.scales is None:
+            self.values[stream].index_copy_(0, cells, rows.to(self.values.dtype))
+        else:
+            quants, scales = quantize_q8_0_torch(rows)
+            self.values[stream].index_copy_(0, cells, quants)
+            self.scales[stream].index_copy_(0, cells, scales)
+
+    def read(self, stream: int, cells: slice | Tensor, dtype: torch.dtype) -> Tensor:
+        """Cells [n, kv_heads, head_width] as dtype: a view where they are a slice and kept in it."""
+        values = self.values[stream, cells]
+        if self.scales is None:
+            return values.to(dtype)
+        return dequantize_q8_0_torch(values, self.scales[stream, cells], dtype)
+
+
+class KVStore:
+    """K and V of some layers of a model, for a number of streams of cells."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        layers: Sequence[int],
+        kv_type: KVType,
+        *,
+        streams: int,
+        cells: int,
+        device: torch.device,
+        frequencies: Mapping[Rope, Tensor],
+    ) -> None:
+        if kv_type == "q8_0" and shape.head_width % BLOCK:
+            raise BadOption(
+                f"kv_type q8_0 needs heads whose width is a multiple of {BLOCK}, and this model's is "
+                f"{shape.head_width}; use f16 or bf16"
+            )
+        self.kv_type = kv_type
+        self._shape, self._frequencies = shape, frequencies
+        size = (streams, cells, shape.n_kv_heads, shape.head_width)
+        self.keys = {layer: Half(*size, kv_type, device) for layer in layers}
+        self.values = {layer: Half(*size, kv_type, device) for layer in layers}
+
+    @property
+    def halves(self) -> list[Half]:
+        """Keys of every layer, then values of every layer."""
+        return [*self.keys.values(), *self.values.values()]
+
+    def copy_stream(self, source: int, target: int) -> None:
+        """Copy all keys and values of a stream (SQ-8)."""
+        for half in self.halves:
+            for part in half.parts:
+                part[target] = part[source]
+
+    def zero(self) -> None:
+        """Forget all keys and values."""
+        for half in self.halves:
+            for part in half.parts:
+                part.zero_()
+
+    def shift_keys(self, stream: int, shifts: Ints) -> None:
+        """Turn the keys of a stream, cell by cell, as far as their positions moved; values never turn (UP-3, UP-6)."""
+        moved = torch.from_numpy(shifts).nonzero().squeeze(-1)
+        turned = []  # all of it before any is written: a failure leaves every layer as it was
+        for layer, keys in self.keys.items():
+            rope = self._shape.ropes[layer]
+            if rope is None or not len(moved):
+                continue  # no rotary positions, nothing to turn (UP-4)
+            cells = moved.to(keys.values.device)
+            angles = torch.from_numpy(shifts)[moved].to(cells.device).float().unsqueeze(-1) * self._frequencies[rope]
+            rows = keys.read(stream, cells, torch.float32)
+            turned.append((keys, cells, rope_torch(rows, angles.cos(), angles.sin(), rope.pairing)))
+        for keys, cells, rows in turned:
+            keys.write(stream, cells, rows)
+
+
+class StateStore:
+    """The states of recurrent layers: [rows, planes, ...] each, float32; plane r is the state r tokens earlier."""
+
+    def __init__(
+        self, recurrent: RecurrentShape, layers: Sequence[int], *, rows: int, planes: int, device: torch.device
+    ) -> None:
+        self.planes = planes
+        self.layers = {
+            layer: tuple(zeros((rows, planes, *size), torch.float32, device) for size in recurrent.states)
+            for layer in layers
+        }
+
+    def zero(self) -> None:
+        """Forget all states."""
+        for states in self.layers.values():
+            for state in states:
+                state.zero_()
+
+    def starts(self, layer: int, run: Run) -> tuple[Tensor, ...]:
+        """What the sets of a run begin with, each [sets, ...]; zeros for a new sequence."""
+        return tuple(
+            torch.stack([torch.zeros_like(state[0, 0]) if at is None else state[at.row, at.plane] for at in run.starts])
+            for state in self.layers[layer]
+        )
+
+    def commit(self, run: Run, kept: Mapping[int, tuple[Tensor, ...]]) -> None:
+        """Write what a run left behind, each [sets, planes, ...], once it has succeeded as a whole (RM-19).
+
+        Wholly or not at all: everything that is read or made anew comes before the first write.
+        """
+        writes: list[tuple[Tensor, Tensor]] = []
+        for layer, states in self.layers.items():
+            for state, new in zip(states, kept[layer], strict=True):
+                writes.append((state[run.head : run.head + new.shape[0], : new.shape[1]], new))
+                writes += [(state[move.target], state[move.source].clone()) for move in run.moves]
+        for place, value in writes:
+            place.copy_(value)

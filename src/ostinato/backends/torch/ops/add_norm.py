@@ -1,0 +1,33 @@
+"""The norm after a block, and the sum it goes into: x += y / rms(y) * weight.
+
+y and x are float32 [n_slots, hidden]; x and its partial sums `stats` are written for live rows, and the mean of y^2
+comes from the partial sums that y's writer left. The fast kernel is `triton/add_norm.py`, bound by its latency.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.ops.attend import Rows
+from ostinato.backends.torch.ops.matmul import Prepared, stats_torch
+
+
+def add_norm_torch(
+    x: Tensor,
+    y: Tensor,
+    y_stats: Tensor,
+    weight: Tensor,
+    eps: float,
+    stats: Tensor,
+    rows: Rows,
+    *,
+    prepared: Prepared | None = None,
+) -> None:
+    """y_stats and stats float32 [n_slots, n_stats, 2]: sum and sum of squares of each 16 columns; weight [hidden]."""
+    for row in range(int(rows.n_rows)):
+        root = torch.rsqrt(y_stats[row, :, 1].sum() / x.shape[1] + eps)
+        x[row] += y[row] * root * weight.float()
+        stats[row] = stats_torch(x[row : row + 1])[0]
+        if prepared is not None:
+            prepared.out[row] = (x[row] * prepared.weight.float()).to(prepared.out.dtype)

@@ -1,0 +1,159 @@
+"""One decode step's attention of a layer, as it should be: softmax(scale * q k^T) v over each row's own pages.
+
+Every live row norms and turns its q and k, appends k and v at its position and attends to what it may see, itself
+included, as stored. Everything is computed in float32; K and V are written in place in the type of their store, and q
+is scaled and rounded to what the fast kernel multiplies: `triton/attend.py`, which is bound by reading K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
+from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
+from ostinato.backends.torch.ops.rope import Pairing, rope_torch
+from ostinato.errors import BadOption
+
+# What q and K, and the weights and V, are multiplied in, by the type of the store. Sums are float32 always.
+PRODUCT: Final = {
+    torch.bfloat16: torch.bfloat16,
+    torch.int8: torch.bfloat16,
+    torch.float16: torch.float16,
+    torch.float32: torch.float32,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """How a layer attends: sizes, scale, caps, rotary positions and QK norm; frequencies are float32."""
+
+    n_heads: int
+    n_kv_heads: int
+    head_width: int
+    scale: float
+    softcap: float | None = None
+    window: int | None = None  # a row at position p sees positions above p - window
+    frequencies: Tensor | None = None  # [turning / 2], the angle of each pair per position; None: no rotary positions
+    amplitude: float = 1.0
+    pairing: Pairing = "halves"
+    q_norm: Tensor | None = None  # [head_width], with k_norm or not at all
+    k_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise BadOption(f"{self.n_heads} heads cannot share {self.n_kv_heads} key and value heads evenly")
+        if (self.q_norm is None) != (self.k_norm is None):
+            raise BadOption("queries and keys are normed both or neither: give q_norm and k_norm together")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a key and value head."""
+        return self.n_heads // self.n_kv_heads
+
+    @property
+    def n_columns(self) -> int:
+        """Width of a row of q, k and v side by side."""
+        return (self.n_heads + 2 * self.n_kv_heads) * self.head_width
+
+
+@dataclass(frozen=True, slots=True)
+class PagedKV:
+    """K and V of one layer, [cells, kv_heads, head_width] each; int8 has scales float16, one for every 32."""
+
+    keys: Tensor
+    values: Tensor
+    page_tokens: int
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        width = self.keys.shape[-1]
+        if self.keys.dtype not in PRODUCT or self.keys.dtype != self.values.dtype:
+            raise BadOption(
+                f"keys are {self.keys.dtype} and values {self.values.dtype}; both must be one of {[*PRODUCT]}"
+            )
+        if self.keys.dtype == torch.int8 and (self.key_scales is None or self.value_scales is None or width % BLOCK):
+            raise BadOption(f"int8 keys and values need scales and a width that is a multiple of {BLOCK}, not {width}")
+
+    def cells(self, pages: Tensor, positions: Tensor) -> Tensor:
+        """Where positions [n] of the sequence with this row of the page table lie, int64 [n]."""
+        return pages[positions // self.page_tokens].long() * self.page_tokens + positions % self.page_tokens
+
+    def append(self, cells: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write k and v [n, kv_heads, head_width] to cells [n], rounded to the store's type."""
+        for rows, store, scales in ((k, self.keys, self.key_scales), (v, self.values, self.value_scales)):
+            if scales is None:
+                store[cells] = rows.to(store.dtype)
+            else:
+                store[cells], scales[cells] = quantize_q8_0_torch(rows)
+
+    def read(self, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V of cells [n] as they are multiplied, float32 [n, kv_heads, head_width]."""
+        if self.key_scales is None or self.value_scales is None:
+            return self.keys[cells].float(), self.values[cells].float()
+        product = PRODUCT[self.keys.dtype]
+        keys = dequantize_q8_0_torch(self.keys[cells], self.key_scales[cells], product)
+        return keys.float(), dequantize_q8_0_torch(self.values[cells], self.value_scales[cells], product).float()
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Who is in the step: views of the slot table, all int32."""
+
+    n_rows: Tensor  # [1]
+    row_slot: Tensor  # [n_slots]
+    position: Tensor  # [n_slots], by slot
+    pages: Tensor  # [n_slots, max_pages], by slot
+
+    @property
+    def n_slots(self) -> int:
+        return self.row_slot.shape[0]
+
+
+def attend_torch(qkv: Tensor, seen: Tensor, kv: PagedKV, rows: Rows, heads: Heads) -> None:
+    """qkv float32 [n_slots, (heads + 2 kv_heads) * width] by row to seen float32 [n_slots, heads * width].
+
+    Writes `seen` of live rows and appends to `kv`; nothing else is touched.
+    """
+    for row in range(int(rows.n_rows)):
+        slot = int(rows.row_slot[row])
+        position = rows.position[slot : slot + 1].long()
+        q, k, v = turned_torch(qkv[row : row + 1], position, heads)
+        pages = rows.pages[slot]
+        kv.append(kv.cells(pages, position), k, v)
+        keys, values = kv.read(kv.cells(pages, visible(int(position), heads.window, qkv.device)))
+        q = (q * heads.scale).to(PRODUCT[kv.keys.dtype]).float()
+        seen[row] = look_torch(q[0], keys, values, heads).flatten()
+
+
+def turned_torch(qkv: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed and turned."""
+    parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
+    n = heads.n_heads + heads.n_kv_heads
+    q, k, v = parts[:, : heads.n_heads], parts[:, heads.n_heads : n], parts[:, n:]
+    if heads.q_norm is not None and heads.k_norm is not None:
+        q, k = (rms_norm_torch(x, w, heads.norm_eps) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
+    if heads.frequencies is not None:
+        angles = positions.float().unsqueeze(-1) * heads.frequencies
+        cos, sin = angles.cos() * heads.amplitude, angles.sin() * heads.amplitude
+        q, k = (rope_torch(x, cos, sin, heads.pairing) for x in (q, k))
+    return q, k, v
+
+
+def visible(position: int, window: int | None, device: torch.device) -> Tensor:
+    """The positions that a row at this one sees."""
+    return torch.arange(0 if window is None else max(0, position - window + 1), position + 1, device=device)
+
+
+def look_torch(q: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
+    """One row's q [heads, width], scaled already, over the keys and values [n, kv_heads, width] that it sees."""
+    keys, values = (x.repeat_interleave(heads.group, 1) for x in (keys, values))
+    scores = torch.einsum("hw,nhw->hn", q, keys)
+    if heads.softcap is not None:
+        scores = torch.tanh(scores / heads.softcap) * heads.softcap
+    return torch.einsum("hn,nhw->hw", scores.softmax(-1), values)

@@ -1,0 +1,45 @@
+"""What a step takes in: x[row] = table[token of its slot] * scale (+ positions[position of its slot]).
+
+x float32 [n_slots, hidden] and its partial sums `stats` are written for live rows. The product with the scale is
+rounded to the table's type, as the models that have one were trained. The fast kernel is `triton/embed.py`, bound by
+the latency of three loads that follow from each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed import rows as packed_rows
+from ostinato.backends.torch.ops.attend import Rows
+from ostinato.backends.torch.ops.matmul import Prepared, stats_torch
+
+
+def embed_torch(
+    table: Tensor | Packed,
+    x: Tensor,
+    stats: Tensor,
+    rows: Rows,
+    tokens: Tensor,
+    *,
+    scale: float | None = None,
+    positions: Tensor | None = None,
+    prepared: Prepared | None = None,
+) -> None:
+    """table [vocab, hidden] dense or packed; tokens int32 [n_slots] by slot; positions [length, hidden] or none.
+
+    A packed table's values are float32, and nothing of them is rounded.
+    """
+    for row in range(int(rows.n_rows)):
+        slot = int(rows.row_slot[row])
+        token = tokens[slot : slot + 1].long()
+        taken = table[token][0] if isinstance(table, Tensor) else packed_rows(table, token)[0]
+        if scale is not None:
+            taken = taken * torch.tensor(scale, dtype=taken.dtype, device=taken.device)
+        x[row] = taken.float()
+        if positions is not None:
+            x[row] += positions[int(rows.position[slot])].float()
+        stats[row] = stats_torch(x[row : row + 1])[0]
+        if prepared is not None:
+            prepared.out[row] = (x[row] * prepared.weight.float()).to(prepared.out.dtype)

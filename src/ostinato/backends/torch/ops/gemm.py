@@ -1,0 +1,16 @@
+"""The products of a prompt's chunk: y = x W^T + b, scaled, as it should be. The kernel: `triton/gemm.py`."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ostinato.backends.cuda.packed import Weight
+from ostinato.backends.torch.weight import dense_of
+
+
+def gemm_torch(
+    x: Tensor, weight: Weight, out: Tensor, *, bias: Tensor | None = None, scale: Tensor | float | None = None
+) -> None:
+    """x [rows, in] in bfloat16 or float32, out [rows, out] in either, written; any weight."""
+    y = F.linear(x, dense_of(weight, x.dtype)).float()
+    y = y if bias is None else y + bias.float()
+    out.copy_(y if scale is None else y * scale)

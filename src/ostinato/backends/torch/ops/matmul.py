@@ -1,0 +1,214 @@
+"""The products of a decode step, in torch: y = epilogue(norm(x) W^T) for the first n_rows rows; the twin of
+`triton/matmul.py` and `triton/experts.py`.
+
+x is float32 (or bfloat16) [n_slots, in], W a dense tensor or packed blocks [out, in], sums are float32. Activations
+are rounded to bfloat16 before the product with bfloat16 or packed weights and stay float32 otherwise; packed weights
+are not rounded. Rows from n_rows on are neither read nor written. Bound by reading W.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.packed import Packed, Stack, Weight, dense
+from ostinato.backends.torch.ops.activation import Activation, activate_torch
+from ostinato.backends.torch.ops.experts import expert_of, route_torch
+from ostinato.backends.torch.weight import for_a_gpu
+
+STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
+
+Epilogue = Literal["store", "add", "gated", "act", "multiply"]
+
+
+@dataclass(frozen=True, slots=True)
+class InputNorm:
+    """The norm of a product's input, made from what the writer of x left in `stats`.
+
+    RMS norm, or layer norm where there is a bias. weight None says that x is bfloat16 and was multiplied by the norm's
+    weight already (`Prepared`); only the root is left to divide by.
+    """
+
+    stats: Tensor  # float32 [n_slots, n_stats, 2]: sum and sum of squares of each STATS_BLOCK columns of x
+    weight: Tensor | None  # [in]
+    bias: Tensor | None
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What "add" also leaves for the next product: out = bfloat16(x * weight), so that it need not multiply again."""
+
+    out: Tensor  # bfloat16 [n_slots, hidden]
+    weight: Tensor  # [hidden], of the next RMS norm
+
+
+def n_stats(width: int) -> int:
+    """How many pairs of partial sums a row of `width` columns has.
+
+    >>> n_stats(2048), n_stats(100)
+    (128, 7)
+    """
+    return -(-width // STATS_BLOCK)
+
+
+def stats_torch(x: Tensor) -> Tensor:
+    """The partial sums of x, float32 [rows, width]: [rows, n_stats, 2]."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % STATS_BLOCK))
+    blocks = padded.view(len(x), n_stats(x.shape[1]), STATS_BLOCK)
+    return torch.stack((blocks.sum(-1), blocks.square().sum(-1)), -1)
+
+
+def matmul_torch(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    n_rows: Tensor,
+    *,
+    epilogue: Epilogue = "store",
+    norm: InputNorm | None = None,
+    bias: Tensor | None = None,
+    scale: Tensor | float | None = None,
+    softcap: float | None = None,
+    activation: Activation | None = None,
+    stats: Tensor | None = None,
+    prepared: Prepared | None = None,
+) -> None:
+    """v = (norm(x) W^T + bias) * scale, soft-capped, then into out[:n_rows] by the epilogue:
+
+    store: out = v. add: out += v. act: out = act(v). multiply: out *= v. gated: out = act(v[:, :half]) * v[:, half:].
+    stats [n_slots, n_stats, 2] gains the partial sums of what out holds then, `prepared` that times a norm's weight.
+    """
+    rows = int(n_rows)
+    v = product_torch(x[:rows], weight, None if norm is None else _first(norm, rows))
+    v = v if bias is None else v + bias.float()
+    v = v if scale is None else v * scale
+    v = v if softcap is None else torch.tanh(v / softcap) * softcap
+    if epilogue == "add":
+        v = out[:rows].float() + v
+    elif epilogue in ("act", "gated"):
+        assert activation is not None, "this epilogue needs an activation"
+        gate, up = v.chunk(2, -1) if epilogue == "gated" else (v, torch.ones_like(v))
+        v = activate_torch(gate, activation) * up
+    elif epilogue == "multiply":
+        v = out[:rows].float() * v
+    out[:rows] = v.to(out.dtype)
+    if stats is not None:
+        stats[:rows] = stats_torch(v)
+    if prepared is not None:
+        prepared.out[:rows] = (v * prepared.weight.float()).bfloat16()
+
+
+def product_torch(x: Tensor, weight: Weight, norm: InputNorm | None) -> Tensor:
+    """norm(x) W^T of x [rows, in], in float32."""
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    columns = []
+    for part in map(for_a_gpu, parts):
+        wide = dense(part, torch.float32) if isinstance(part, Packed) else part.float()
+        columns.append(_product(x, part, wide, norm))
+    return torch.cat(columns, 1)
+
+
+def _product(x: Tensor, weight: Tensor | Packed, wide: Tensor, norm: InputNorm | None) -> Tensor:
+    """norm(x) times some rows of a weight, `wide` in float32."""
+    narrow = isinstance(weight, Packed) or weight.dtype == torch.bfloat16
+    inside, after = _normed(x, norm)
+    inside = inside.bfloat16().float() if narrow else inside
+    return (inside @ wide.T) * after
+
+
+def _first(norm: InputNorm, rows: int) -> InputNorm:
+    return InputNorm(norm.stats[:rows], norm.weight, norm.bias, norm.eps)
+
+
+def _normed(x: Tensor, norm: InputNorm | None) -> tuple[Tensor, Tensor | float]:
+    """What goes into the product, and what it is multiplied by afterwards: the RMS norm's root waits until then."""
+    wide = x.float()
+    if norm is None:
+        return wide, 1.0
+    width = x.shape[1]
+    total, squares = norm.stats.sum(1).unbind(-1)
+    if norm.bias is None:
+        root = torch.rsqrt(squares / width + norm.eps)[:, None]
+        return (wide if norm.weight is None else wide * norm.weight.float()), root
+    assert norm.weight is not None, "layer norm has a weight"
+    mean = (total / width)[:, None]
+    root = torch.rsqrt((squares / width)[:, None] - mean * mean + norm.eps)
+    return (wide - mean) * root * norm.weight.float() + norm.bias.float(), 1.0
+
+
+def route_rows_torch(
+    scores: Tensor, experts: Tensor, weights: Tensor, n_rows: Tensor, *, n_used: int, renormalise: bool
+) -> None:
+    """The experts that each row of scores [n_slots, n_experts] goes to: ids int32, weights float32 [n_slots, n_used].
+
+    In the order of their ids, which is the order in which their outputs are added.
+    """
+    rows = int(n_rows)
+    strength, chosen = route_torch(scores[:rows], n_used, renormalise)
+    order = chosen.argsort(-1)
+    experts[:rows] = chosen.gather(-1, order).int()
+    weights[:rows] = strength.gather(-1, order)
+
+
+def experts_gate_up_torch(
+    x: Tensor,
+    weight: Weight,
+    out: Tensor,
+    experts: Tensor,
+    n_rows: Tensor,
+    *,
+    norm: InputNorm | None = None,
+    activation: Activation,
+) -> None:
+    """out[row, j] = act(gate_e norm(x)) * (up_e norm(x)) for e = experts[row, j].
+
+    weight [n_experts * 2 * ff, in] holds for each expert its gate, then its up; a `Stack` is (gate, up) of all experts,
+    each [n_experts * ff, in]. out is [n_slots, n_used, ff].
+    """
+    width = 2 * out.shape[-1]
+    for row in range(int(n_rows)):
+        own = None if norm is None else InputNorm(norm.stats[row : row + 1], norm.weight, norm.bias, norm.eps)
+        for place, expert in enumerate(experts[row].tolist()):
+            gate, up = _of_expert(x[row : row + 1], weight, expert, width, own).chunk(2, 1)
+            out[row, place] = (activate_torch(gate, activation) * up)[0].to(out.dtype)
+
+
+def _of_expert(x: Tensor, weight: Weight, expert: int, n_rows: int, norm: InputNorm | None) -> Tensor:
+    """norm(x) through one expert's rows, [1, n_rows]; of a `Stack`, through its share of every part."""
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    share = n_rows // len(parts)
+    products = [_product(x, p, expert_of(p, expert, share, torch.float32), norm) for p in map(for_a_gpu, parts)]
+    return torch.cat(products, 1)
+
+
+def experts_down_torch(
+    x: Tensor,
+    weight: Tensor | Packed,
+    out: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    n_rows: Tensor,
+    *,
+    epilogue: Literal["store", "add"] = "add",
+    stats: Tensor | None = None,
+    prepared: Prepared | None = None,
+) -> None:
+    """out[row] = or += sum over j of weights[row, j] * down_e x[row, j] for e = experts[row, j], in the order of j.
+
+    x is [n_slots, n_used, ff], weight [n_experts * hidden, ff], out [n_slots, hidden]; stats as in `matmul_torch`.
+    """
+    for row in range(int(n_rows)):
+        total = torch.zeros_like(out[row], dtype=torch.float32)
+        for place, expert in enumerate(experts[row].tolist()):
+            y = _of_expert(x[row, place : place + 1], weight, expert, out.shape[1], None)[0]
+            total += y * weights[row, place]
+        v = out[row].float() + total if epilogue == "add" else total
+        out[row] = v.to(out.dtype)
+        if stats is not None:
+            stats[row] = stats_torch(v[None])[0]
+        if prepared is not None:
+            prepared.out[row] = (v * prepared.weight.float()).bfloat16()

@@ -1,0 +1,78 @@
+"""From logits to a token: penalties and bias, then temperature, top-k, top-p and min-p, then one draw.
+
+The order is: repetition, presence and frequency penalties, logit bias, banned ids; a row of temperature 0 takes
+the largest (the lowest id of equals); any other row divides by its temperature, keeps its top-k, of these the
+smallest set that reaches top-p, of these what reaches min-p times the largest, and draws by `philox.uniform_torch`.
+Log-probabilities are the model's own: taken before any of it.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.ops.philox import uniform_torch
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRows:
+    """What a draw needs to know of each row; [rows] unless said. Values are already settled, nothing is None."""
+
+    temperature: Tensor
+    top_k: Tensor  # int64; 0 keeps all
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    seed: Tensor  # int64
+    position: Tensor  # int64, of the token that is being chosen
+    in_prompt: Tensor  # bool [rows, vocab]
+    made: Tensor  # int32 [rows, vocab], how often each token was generated
+    bias: Tensor  # float32 [rows, vocab]; -inf bans
+
+
+class Chosen(NamedTuple):
+    """The token of each row, int64 [rows], and its float32 log-probability under the model."""
+
+    token: Tensor
+    logprob: Tensor
+
+
+def sample_torch(logits: Tensor, rows: SampleRows) -> Chosen:
+    """Choose one token per row of logits [rows, vocab]."""
+    logits = logits.float()
+    shaped = penalise_torch(logits, rows)
+    token = shaped.argmax(-1)
+    if bool((rows.temperature > 0).any()):
+        token = torch.where(rows.temperature > 0, draw_torch(shaped, rows), token)
+    logprob = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
+    return Chosen(token, logprob)
+
+
+def penalise_torch(logits: Tensor, rows: SampleRows) -> Tensor:
+    """Repetition divides (or multiplies a negative logit) once for any token seen; the others subtract by count."""
+    seen = rows.in_prompt | (rows.made > 0)
+    factor = torch.where(seen, rows.repetition.unsqueeze(-1), torch.ones_like(logits))
+    out = torch.where(logits > 0, logits / factor, logits * factor)
+    out = out - rows.presence.unsqueeze(-1) * (rows.made > 0) - rows.frequency.unsqueeze(-1) * rows.made
+    return out + rows.bias
+
+
+def draw_torch(logits: Tensor, rows: SampleRows) -> Tensor:
+    """One draw per row of logits [rows, vocab] from what its filters keep; int64 [rows]."""
+    warmth = rows.temperature.clamp(min=1e-6).unsqueeze(-1)
+    ranked, order = (logits / warmth).sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(logits.shape[-1], device=logits.device)
+    top_k = torch.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).unsqueeze(-1)
+    # float64 from here: the running sum then places a draw alike on every device, whatever its order of adding.
+    share = ranked.double().masked_fill(rank >= top_k, float("-inf")).softmax(-1)
+    before = share.cumsum(-1) - share
+    kept = (before < rows.top_p.unsqueeze(-1)) & (share >= rows.min_p.unsqueeze(-1) * share[:, :1]) & (share > 0)
+    kept[:, 0] = True
+    cumulative = (share * kept).cumsum(-1)
+    target = uniform_torch(rows.seed, rows.position).double().unsqueeze(-1) * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, target, right=True)
+    last_kept = (kept * rank).amax(-1, keepdim=True)
+    return order.gather(-1, torch.minimum(place, last_kept)).squeeze(-1)

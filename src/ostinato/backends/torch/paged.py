@@ -1,0 +1,157 @@
+"""Memory of sequences that live in slots: keys and values in whole pages, recurrent states by slot.
+
+`RowMemory` is what one row of a decode step sees, `ChunkMemory` what a chunk of a prompt does. A row's bits depend on
+its own sequence alone: a step takes one row at a time, and a chunk has a fixed number of rows and walks the past in
+blocks that begin at fixed positions, so it does not matter where a prompt was cut. Which pages are whose is told by
+`pages.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
+from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
+from ostinato.cache.sequences import Ints
+from ostinato.models.blocks import Model
+from ostinato.models.shape import Shape
+from ostinato.options import KVType
+
+# Positions of a page: what a GPU reads at once, and a finer grain where memory is dear.
+PAGE_TOKENS: Final = {"cuda": 64, "cpu": 16}
+
+
+@dataclass(frozen=True, slots=True)
+class PagedMemory:
+    """The tensors: a KV store of whole pages where the model attends, and states of each slot where it recurs."""
+
+    page_tokens: int
+    n_pages: int
+    kv: KVStore | None
+    states: StateStore | None
+
+    @staticmethod
+    def of(model: Model, *, n_slots: int, n_pages: int, kv_type: KVType, page_tokens: int) -> PagedMemory:
+        shape, device = model.shape, model.device
+        every = range(shape.n_layers)
+        kv = None
+        if shape.attention:
+            kv = KVStore(
+                shape,
+                every,
+                kv_type,
+                streams=1,
+                cells=n_pages * page_tokens,
+                device=device,
+                frequencies=model.frequencies,
+            )
+        states = None
+        if shape.recurrent is not None:
+            states = StateStore(shape.recurrent, every, rows=n_slots, planes=1, device=device)
+        return PagedMemory(page_tokens, n_pages, kv, states)
+
+    def cells(self, pages: Ints, first: int, stop: int) -> Ints:
+        """The cells of positions [first, stop) of a sequence with these pages."""
+        positions = np.arange(first, stop)
+        return np.asarray(pages)[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
+
+
+def page_bytes(shape: Shape, kv_type: KVType, page_tokens: int) -> int:
+    """Bytes of one page in all layers."""
+    return cell_bytes(shape, kv_type) * page_tokens * shape.n_layers if shape.attention else 0
+
+
+@dataclass(slots=True)
+class RowMemory:
+    """What one row of a step sees: its sequence up to and with itself. Mutable: it remembers which cells it found."""
+
+    memory: PagedMemory
+    model: Model
+    slot: int
+    position: int
+    pages: Ints
+    n_seqs: int = 1
+    n_planes: int = 1
+    _seen: dict[int | None, slice | Tensor] = field(default_factory=dict)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        kv = self.memory.kv
+        assert kv is not None
+        keys, values = kv.keys[layer], kv.values[layer]
+        here = int(self.pages[self.position // self.memory.page_tokens]) * self.memory.page_tokens
+        cell = torch.tensor([here + self.position % self.memory.page_tokens])
+        keys.write(0, cell, k)
+        values.write(0, cell, v)
+        seen = self._cells_of(self.model.shape.windows[layer])
+        all_keys, all_values = keys.read(0, seen, q.dtype), values.read(0, seen, q.dtype)
+        return self.model.ops.attention(q, all_keys, all_values, None, scale=scale, softcap=softcap)
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        assert self.memory.states is not None
+        return tuple(state[self.slot, :1] for state in self.memory.states.layers[layer])
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        assert self.memory.states is not None
+        for kept, new in zip(self.memory.states.layers[layer], states, strict=True):
+            kept[self.slot, 0] = new[0, 0]
+
+    def _cells_of(self, window: int | None) -> slice | Tensor:
+        if window not in self._seen:
+            first = 0 if window is None else max(0, self.position + 1 - window)
+            cells = self.memory.cells(self.pages, first, self.position + 1)
+            whole = int(cells[-1]) - int(cells[0]) == len(cells) - 1 and bool((np.diff(cells) == 1).all())
+            # One piece of memory is read where it lies.
+            self._seen[window] = slice(int(cells[0]), int(cells[-1]) + 1) if whole else torch.from_numpy(cells)
+        return self._seen[window]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMemory:
+    """What a chunk of one prompt sees: positions [start, start + n), in the first n rows of what the model is given."""
+
+    memory: PagedMemory
+    model: Model
+    slot: int
+    start: int
+    n: int
+    pages: Ints
+    n_seqs: int = 1
+    n_planes: int = 1
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        kv = self.memory.kv
+        assert kv is not None
+        keys, values = kv.keys[layer], kv.values[layer]
+        cells = torch.from_numpy(self.memory.cells(self.pages, self.start, self.start + self.n)).to(q.device)
+        keys.write(0, cells, k[: self.n])
+        values.write(0, cells, v[: self.n])
+        seen = torch.from_numpy(self.memory.cells(self.pages, 0, self.start + self.n)).to(q.device)
+
+        def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
+            return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)
+
+        return blocked_attention_torch(
+            q,
+            past,
+            len(seen),
+            k.shape[1],
+            start=self.start,
+            scale=scale,
+            softcap=softcap,
+            window=self.model.shape.windows[layer],
+        )
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        assert self.memory.states is not None
+        kept = self.memory.states.layers[layer]
+        return tuple(torch.zeros_like(s[0, :1]) if self.start == 0 else s[self.slot, :1] for s in kept)
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        assert self.memory.states is not None
+        for kept, new in zip(self.memory.states.layers[layer], states, strict=True):
+            kept[self.slot, 0] = new[0, 0]

@@ -1,0 +1,53 @@
+"""The one table of ops: which function serves which device.
+
+Models are built with an `Ops` and call nothing else, so that a device gains a faster kernel by one line here, and
+what runs can be seen by printing the table. The CPU's column is the twins.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.packed import Weight
+from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
+from ostinato.backends.torch.ops.attention import attention_torch
+from ostinato.backends.torch.ops.causal_conv import causal_conv_torch
+from ostinato.backends.torch.ops.experts import experts_torch, route_torch
+from ostinato.backends.torch.ops.gated_norm import gated_norm_torch
+from ostinato.backends.torch.ops.layer_norm import layer_norm_torch
+from ostinato.backends.torch.ops.linear import linear_torch
+from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
+from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.backends.torch.ops.sample import Chosen, SampleRows, sample_torch
+from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
+from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
+
+
+@dataclass(frozen=True, slots=True)
+class Ops:
+    """Every op a model or the sampler may call."""
+
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm_torch
+    layer_norm: Callable[[Tensor, Tensor, Tensor, float], Tensor] = layer_norm_torch
+    linear: Callable[[Tensor, Weight, Tensor | None], Tensor] = linear_torch
+    rope: Callable[..., Tensor] = rope_torch
+    attention: Callable[..., Tensor] = attention_torch
+    activate: Callable[..., Tensor] = activate_torch
+    gated: Callable[..., Tensor] = gated_torch
+    route: Callable[[Tensor, int, bool], tuple[Tensor, Tensor]] = route_torch
+    experts: Callable[..., Tensor] = experts_torch
+    causal_conv: Callable[[Tensor, Tensor, Tensor, Tensor | None, int], tuple[Tensor, Tensor]] = causal_conv_torch
+    selective_scan: Callable[..., tuple[Tensor, Tensor]] = selective_scan_torch
+    ssd_scan: Callable[..., tuple[Tensor, Tensor]] = ssd_scan_torch
+    gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] = gated_norm_torch
+    sample: Callable[[Tensor, SampleRows], Chosen] = sample_torch
+
+
+TWINS = Ops()
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The ops that serve a device. CUDA runs the twins too, until a kernel of its own is entered here."""
+    return TWINS

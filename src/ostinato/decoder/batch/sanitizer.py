@@ -1,0 +1,263 @@
+"""Judge a batch and fill in what the caller left out (rules S-1 to S-20); decoder and encoder both start here.
+
+The checks run in the written order and the first that fails decides (G-7); those about positions are in
+`continuity.py`. Nothing outside is touched, whatever the outcome: the caller's arrays are only read, and so is
+memory, through the two questions of `MemoryView`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.decoder.batch.batch import Batch, as_array, length, listed_ids, misshapen, whole_numbers
+from ostinato.decoder.batch.clean import CleanBatch
+from ostinato.decoder.batch.continuity import Remembered, Spans, check_coupling, check_jumps, check_steps, check_walk
+from ostinato.decoder.batch.entries import Entries, Sets
+from ostinato.errors import InvalidBatch
+
+__all__ = ["CleanBatch", "MemoryView", "sanitize"]
+
+
+class MemoryView(Protocol):
+    """What the sanitizer may ask of memory: the first and last position of a sequence, None when it has none."""
+
+    def pos_min(self, s: int, /) -> int | None: ...
+
+    def pos_max(self, s: int, /) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Fields:
+    """The caller's fields as arrays of the right shapes; None where absent."""
+
+    n_tokens: int
+    token: Ints | None
+    embd: NDArray[Any] | None
+    ids: tuple[Ints, Ints] | None  # flat ids, counts
+    pos: Ints | None  # [dimensions, n]
+    output: NDArray[np.bool_] | None
+    segment: Ints | None
+
+
+def sanitize(
+    batch: Batch,
+    *,
+    n_vocab: int,
+    n_seq_limit: int,
+    output_all: bool = False,
+    n_pos_per_embd: int = 1,
+    memory: MemoryView | None = None,
+) -> CleanBatch:
+    """The batch with every field present; InvalidBatch where a rule is broken.
+
+    `n_seq_limit`: sequence ids are below it (C-4). `output_all`: every token is an output (S-20).
+    `n_pos_per_embd`: position dimensions of the model. `memory`: what has been decoded before.
+    """
+    fields = _fields(batch, n_vocab, n_seq_limit, n_pos_per_embd)
+    if fields.ids is not None:
+        _check_ids(*fields.ids, n_seq_limit)
+    if fields.pos is not None:
+        _check_not_negative(fields.pos[0])
+    n_tokens = fields.n_tokens
+    entries = Entries.of(*(fields.ids or (np.zeros(n_tokens, np.int64), np.ones(n_tokens, np.int64))))  # S-8
+    sets = entries.sets()
+    remembered = _remembered(entries, memory)
+    pos = _generated(entries, sets, remembered.next_pos)[None] if fields.pos is None else fields.pos
+    spans = Spans.of(entries, pos[0])
+    if n_pos_per_embd > 1:
+        check_jumps(entries, spans, remembered, repeats=fields.token is None)
+    else:
+        check_steps(entries, spans, remembered)
+    check_coupling(entries, remembered)
+    check_walk(entries, sets, spans)
+    return CleanBatch(
+        token=fields.token,
+        embd=fields.embd,
+        pos=pos[0] if n_pos_per_embd == 1 else np.broadcast_to(pos, (n_pos_per_embd, n_tokens)).copy(),
+        seq_id=entries.ids,
+        seq_start=entries.start,
+        set_of=sets.of,
+        sets=sets.masks,
+        output=_outputs(fields.output, n_tokens, output_all),
+        spans=spans.by_id(entries),
+        segment=fields.segment,
+    )
+
+
+def _fields(batch: Batch, n_vocab: int, n_seq_limit: int, n_pos_per_embd: int) -> _Fields:
+    """S-2 to S-5, in that order."""
+    n_tokens = _count(batch)
+    if n_seq_limit > MAX_SEQ:
+        raise InvalidBatch(f"a limit of {n_seq_limit} sequences is above {MAX_SEQ} (S-3)", reason="n_seq_max")
+    token = None if batch.token is None else _tokens(batch.token, n_vocab)
+    if token is not None and token.shape != (n_tokens,):
+        raise misshapen(f"token has the shape {token.shape}, not ({n_tokens},)")
+    return _Fields(
+        n_tokens=n_tokens,
+        token=token,
+        embd=_rows(batch, n_tokens),
+        ids=_ids(batch, n_tokens),
+        pos=_positions(batch, n_tokens, 1 if token is not None else n_pos_per_embd),
+        output=_flags(batch, n_tokens),
+        segment=_segments(batch, n_tokens),
+    )
+
+
+def _count(batch: Batch) -> int:
+    """S-2: how many tokens there are; at least one."""
+    given = batch.token if batch.token is not None else batch.embd
+    if given is None:
+        raise InvalidBatch("the batch has neither tokens nor embeddings (S-2)", reason="empty")
+    n_tokens = length("token" if batch.embd is None else "embd", given) if batch.n_tokens is None else batch.n_tokens
+    if n_tokens < 1:
+        raise InvalidBatch("the batch has no tokens (S-2)", reason="empty")
+    return n_tokens
+
+
+def _tokens(given: ArrayLike, n_vocab: int) -> Ints:
+    """S-4: token ids of the vocabulary."""
+    token = whole_numbers("token", given)
+    if token.size and (token.min() < 0 or token.max() >= n_vocab):
+        index = int(((token < 0) | (token >= n_vocab)).argmax())
+        raise InvalidBatch(
+            f"token {index}: id {token.flat[index]} is outside the vocabulary of {n_vocab} (S-4)",
+            reason="token_range",
+            index=index,
+        )
+    return token
+
+
+def _rows(batch: Batch, n_tokens: int) -> NDArray[Any] | None:
+    if batch.embd is None:
+        return None
+    embd = as_array("embd", batch.embd)
+    if embd.ndim != 2 or len(embd) != n_tokens:
+        raise misshapen(f"embd has the shape {embd.shape}, not ({n_tokens}, width)")
+    return embd
+
+
+def _ids(batch: Batch, n_tokens: int) -> tuple[Ints, Ints] | None:
+    if batch.seq_id is None:
+        if batch.n_seq_id is not None:
+            raise misshapen("n_seq_id is given without seq_id")
+        return None
+    ids, counts = listed_ids(batch.seq_id, batch.n_seq_id)
+    if len(counts) != n_tokens:
+        raise misshapen(f"seq_id lists the sequences of {len(counts)} tokens, not of {n_tokens}")
+    return ids, counts
+
+
+def _positions(batch: Batch, n_tokens: int, n_dims: int) -> Ints | None:
+    """Positions by dimension, [n_dims, n]; flat input is dimension-major."""
+    if batch.pos is None:
+        return None
+    pos = whole_numbers("pos", batch.pos)
+    if pos.shape not in ((n_dims * n_tokens,), (n_dims, n_tokens)):
+        raise misshapen(f"pos has the shape {pos.shape}, not ({n_dims * n_tokens},)")
+    return pos.reshape(n_dims, n_tokens)
+
+
+def _flags(batch: Batch, n_tokens: int) -> NDArray[np.bool_] | None:
+    if batch.output is None:
+        return None
+    flags = as_array("output", batch.output)
+    if flags.shape != (n_tokens,):
+        raise misshapen(f"output has the shape {flags.shape}, not ({n_tokens},)")
+    return flags.astype(bool)  # any non-zero value means output (S-11)
+
+
+def _segments(batch: Batch, n_tokens: int) -> Ints | None:
+    if batch.segment is None:
+        return None
+    segment = whole_numbers("segment", batch.segment)
+    if segment.shape != (n_tokens,):
+        raise misshapen(f"segment has the shape {segment.shape}, not ({n_tokens},)")
+    return segment
+
+
+def _check_ids(ids: Ints, counts: Ints, limit: int) -> None:
+    """S-6: every token has ids, all in range, none twice; the first token that fails decides, by its first failure."""
+    if counts.min() == counts.max() == 1 and ids.min() >= 0 and ids.max() < limit:
+        return
+    owner = np.repeat(np.arange(len(counts)), counts)
+    legal = (ids >= 0) & (ids < limit)
+    keys = np.sort((owner * MAX_SEQ + ids)[legal])
+    # In the order of the rule, so that the earliest check wins where one token fails several.
+    failures = (
+        ("seq_empty", np.flatnonzero(counts == 0)),
+        ("seq_range", owner[~legal]),
+        ("seq_duplicate", keys[1:][keys[1:] == keys[:-1]] // MAX_SEQ),
+    )
+    found = [(int(tokens[0]), reason) for reason, tokens in failures if len(tokens)]
+    if not found:
+        return
+    index, reason = min(found, key=lambda failure: failure[0])
+    listed = ids[owner == index].tolist()
+    told = {
+        "seq_empty": "belongs to no sequence",
+        "seq_range": f"sequence ids {listed} must be from 0 to {limit - 1}",
+        "seq_duplicate": f"sequence ids {listed} repeat",
+    }
+    raise InvalidBatch(f"token {index}: {told[reason]} (S-6)", reason=reason, index=index)
+
+
+def _check_not_negative(pos: Ints) -> None:
+    if pos.min() < 0:
+        index = int((pos < 0).argmax())
+        raise InvalidBatch(
+            f"token {index}: position {pos[index]} is negative (S-7)", reason="pos_negative", index=index
+        )
+
+
+def _remembered(entries: Entries, memory: MemoryView | None) -> Remembered:
+    """What memory holds of the participating sequences; no view is the view of an empty memory."""
+    return Remembered.of([None if memory is None else _extremes(memory, s) for s in entries.unique.tolist()])
+
+
+def _extremes(memory: MemoryView, s: int) -> tuple[int, int] | None:
+    # Without a last position the sequence counts as empty, even where a part of memory knows a first one (HY-6).
+    last = memory.pos_max(s)
+    first = None if last is None else memory.pos_min(s)
+    return None if last is None or first is None else (first, last)
+
+
+def _generated(entries: Entries, sets: Sets, next_pos: Ints) -> Ints:
+    """S-9: each sequence counts on from `next_pos`, [sequences]."""
+    if entries.has_coupling:
+        return _walked(entries, sets, next_pos)
+    pos = np.empty(entries.n_tokens, np.int64)
+    pos[entries.tokens] = np.arange(len(pos)) + np.repeat(next_pos - entries.first, entries.size)
+    return pos
+
+
+def _walked(entries: Entries, sets: Sets, next_pos: Ints) -> Ints:
+    """S-9 where tokens are shared: a token counts by its first id, and every id of it goes on from there.
+
+    A shared token can move a counter to any value, so what follows depends on all before it: a walk, run by run of
+    tokens with the same set, whose counters agree after the first token.
+    """
+    counter = dict(zip(entries.unique.tolist(), next_pos.tolist(), strict=True))
+    begins = np.flatnonzero(np.diff(sets.of, prepend=-1))
+    lengths = np.diff(begins, append=entries.n_tokens)
+    bases: list[int] = []
+    for token, n_run in zip(begins.tolist(), lengths.tolist(), strict=True):
+        ids = entries.ids_of(token)
+        bases.append(counter[ids[0]])
+        counter.update(dict.fromkeys(ids, bases[-1] + n_run))
+    return np.repeat(np.array(bases) - begins, lengths) + np.arange(entries.n_tokens)
+
+
+def _outputs(flags: NDArray[np.bool_] | None, n_tokens: int, output_all: bool) -> NDArray[np.bool_]:
+    """S-10 and S-11: the given flags; without any, only the last token of the whole batch; or every token."""
+    if output_all:
+        return np.ones(n_tokens, bool)
+    if flags is not None:
+        return flags
+    last = np.zeros(n_tokens, bool)
+    last[-1] = True
+    return last

@@ -1,0 +1,44 @@
+"""Memory of one KV cache, shared by all sequences or with a stream for each."""
+
+from __future__ import annotations
+
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.memory.coordinator.cursor import KVPlace, PreparedBatch, Step, WorstCase, failed
+from ostinato.decoder.memory.coordinator.interface import Cursor, Update
+from ostinato.decoder.memory.coordinator.splits import split_equal, split_simple
+from ostinato.decoder.memory.kv_cache import KVCache
+
+
+class KVCoordinator:
+    """Attention only: what is asked of a sequence is the cache's, and the split is what its streams need (SP-15)."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.seq_rm = cache.seq_rm
+        self.seq_cp = cache.seq_cp
+        self.seq_keep = cache.seq_keep
+        self.seq_add = cache.seq_add
+        self.seq_div = cache.seq_div
+        self.clear = cache.clear
+        self.pos_min = cache.pos_min
+        self.pos_max = cache.pos_max
+
+    @property
+    def can_shift(self) -> bool:
+        return self.cache.can_shift
+
+    def prepare_update(self, optimise: bool) -> Update:
+        return Update(self.cache.prepare_update(optimise), self.cache.apply_update)
+
+    def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Cursor:
+        if self.cache.unified:
+            ubatches = split_simple(splitter, n_ubatch)
+        else:
+            ubatches = split_equal(splitter, n_ubatch, sequential=True)
+        if ubatches is None or (slots := self.cache.prepare(ubatches)) is None:
+            return failed()
+        pairs = zip(ubatches, slots, strict=True)
+        return PreparedBatch([Step(ubatch, attention=KVPlace(self.cache, ubatch, slot)) for ubatch, slot in pairs])
+
+    def prepare_full(self) -> Cursor:
+        return WorstCase([self.cache])

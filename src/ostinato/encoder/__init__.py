@@ -1,1 +1,0 @@
-"""Tokens through a model without memory: everything attends to everything, in one ubatch (EN rules)."""

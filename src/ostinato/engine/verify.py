@@ -1,0 +1,613 @@
+"""Do the modes agree on this machine? The same sequences through each, compared buffer by buffer.
+
+Modes that share kernels must agree to the bit; one with arithmetic of its own (`Start.comparison`), as the CPU's native
+loop has, in its greedy tokens, ties apart, and in its logits within a tolerance. Beside that: the weights on the device
+are those of the file, and one token comes out as the slow torch twins have it. Nothing here prints; the first
+difference of each check is a record with the names of its node and buffer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.flow import DecodeFlow
+from ostinato.decoder.memories import memory_for
+from ostinato.decoder.settings import settle
+from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.open import MODES, Loop, LoopOptions, why_not
+from ostinato.errors import EngineDead, HardwareCannot, InternalError
+from ostinato.loop.host import OutEntry
+from ostinato.loop.layout import Word
+from ostinato.loop.plan import Buffer, Plan
+from ostinato.models.blocks import AnyLayer, Experts, Layer, Model
+from ostinato.options import Activations, KVType, Sampling
+
+Comparison = Literal["bits", "tolerance"]
+
+BASE: Final = "eager"  # what the others are compared with
+N_SLOTS: Final = 5
+N_TOKENS: Final = 12  # of the longest answer
+TOLD: Final = 5  # most likely tokens that a comparison within a tolerance asks for
+# Relative distance of logits that two ways of adding may have, by what the model computes in.
+TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# The same between tiles, wide or not, whose activations are rounded in every product, and weights that are dense.
+OF_ROUNDED: Final = {True: 5e-3, False: 2e-1}
+LEAST_COSINE: Final = 0.99
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# What differs between two runs of the same thing: when it was, and which executable it was.
+_OF_THE_RUN: Final = frozenset({"epoch", "step_ns"})
+_BY_SAMPLER: Final = frozenset({"chosen", "chosen_logprob", "top_ids", "top_logprobs"})
+_WORDS: Final = (Word.STEPS, Word.LIVE, Word.GO, Word.WHY, Word.ENDS, Word.INBOX_TAIL, Word.OUTBOX_HEAD)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first thing that differs: where it was found, and what was expected there."""
+
+    node: str  # who wrote it last
+    buffer: str
+    place: tuple[int, ...]
+    expected: str
+    found: str
+    step: int | None = None  # None: after the last one
+    n_elements: int = 1  # of this buffer that differ
+
+    @property
+    def text(self) -> str:
+        at = f"{list(self.place)}" if self.place else ""
+        when = "" if self.step is None else f" after step {self.step}"
+        more = f" ({self.n_elements} of its elements differ)" if self.n_elements > 1 else ""
+        return f"{self.node}: {self.buffer}{at} is {self.found} and should be {self.expected}{when}{more}"
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One comparison: of what with what, how, and how it ended. `figures` say how near a tolerance it came."""
+
+    name: str
+    against: str
+    comparison: Comparison
+    n_compared: int
+    seconds: float
+    difference: Difference | None
+    figures: Mapping[str, float]
+
+    @property
+    def passed(self) -> bool:
+        return self.difference is None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All checks, and the modes that could not run here, with the reason."""
+
+    checks: tuple[Check, ...]
+    not_run: Mapping[str, str]
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a comparison came to, before it is a check."""
+
+    n_compared: int
+    difference: Difference | None = None
+    figures: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is run: a sequence and the slot it sits in."""
+
+    slot: int
+    prompt: Sequence[int]
+    most: int
+    sampling: Sampling
+
+
+@dataclass(frozen=True, slots=True)
+class Verifier:
+    """One model and how its loops are opened. `open` makes a loop; a test may put something broken there."""
+
+    model: Model
+    kv_type: KVType
+    n_tokens: int  # ids that the tokenizer knows
+    open: Callable[[Model, LoopOptions], Loop] = Loop
+    activations: Activations = "wide"  # of weights in tiles
+    threads: int | None = None  # of the native loop
+    modes: tuple[str, ...] | None = None  # that are compared with `eager`; None: all that run unasked
+
+    def verify(
+        self,
+        again: Callable[[], Model] | None,
+        tell: Callable[[str], None] = lambda _: None,
+        *,
+        dense: Callable[[], Model] | None = None,
+    ) -> Report:
+        """Every check that can be made here; `again` makes the same model once more, on the CPU, from its source, and
+        `dense`, where that one is packed, with plain weights for the twins."""
+        reasons = {mode: why_not(mode, self.model) for mode in (BASE, *(self.modes or MODES[1:]))}
+        if reasons[BASE] is not None:
+            raise HardwareCannot(f"mode {BASE}, with which the others are compared, cannot run here: {reasons[BASE]}")
+        for mode in self.modes or ():
+            if reasons[mode] is not None:
+                raise HardwareCannot(f"mode {mode!r} cannot run here: {reasons[mode]}")
+        modes = [mode for mode, reason in reasons.items() if reason is None and mode != BASE]
+        checks = []
+        if again is not None:
+            tell("making the model once more, on the CPU")
+            fresh = again()
+            checks.append(_timed("weights", "the file", "bits", lambda: same_weights(self.model, fresh)))
+            tell("one token through the twins")
+            plain = fresh if dense is None else dense()
+            checks.append(_timed(BASE, "the twins", "tolerance", lambda: self.near_twins(plain)))
+            del fresh, plain
+        before = checksums(self.model)
+        for mode in modes:
+            tell(f"{mode} beside {BASE}")
+            checks.append(self.compare(mode))
+        checks.append(_timed("weights", "before the runs", "bits", lambda: same_checksums(self.model, before)))
+        return Report(tuple(checks), {mode: reason for mode, reason in reasons.items() if reason is not None})
+
+    # One token against the twins (E-28)
+
+    def near_twins(self, fresh: Model) -> _Found:
+        """The first step of `eager` against the decoder's own flow over another copy of the weights.
+
+        Where kernels chose experts, the twins go through the same ones, and judge whether those could be chosen.
+        """
+        case = self.cases()[0]
+        with closing(self._opened(BASE)) as hand:
+            of_prompt: list[Tensor | None] = []
+            self._seat(hand, seated=lambda: of_prompt.append(prompt_routes(hand.loop, len(case.prompt))))
+            hand.step()
+            hand.step()
+            first = next(entry for entry in hand.entries if entry.slot == case.slot)
+            found = hand.loop.plan.buffer("logits").tensor[0].float().cpu()
+            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(hand.loop)), 1)
+        assert first.token is not None
+        tolerance = tolerance_of(self.model)
+        if isinstance(self.model.embedding, TileMatrix) and not isinstance(fresh.embedding, TileMatrix):
+            tolerance = OF_ROUNDED[self.model.embedding.wide]
+        judge = None if routes is None else RouteJudge(routes, tolerance)
+        twins = fresh if judge is None else judge.routed(fresh)
+        expected = twin_logits(twins, [*case.prompt, first.token], self.kv_type)
+        apart = abs(first.logprob - float(expected[0].log_softmax(-1)[first.token]))
+        figures = {**_nearness(found, expected[1]), "prefill_logprob": apart, "tolerance": tolerance}
+        if judge is not None:
+            figures |= judge.figures
+            if judge.difference is not None:
+                return _Found(2, judge.difference, figures)
+        if not apart <= 10 * tolerance:  # a logprob is of the order of 10
+            wanted = f"within {10 * tolerance:g} of the twins'"
+            return _Found(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
+        return _Found(2, _too_far(figures, tolerance, "head"), figures)
+
+    # Mode against mode
+
+    def compare(self, mode: str) -> Check:
+        """A mode beside `eager`, both over these weights: step by step where the host paces, else at the end."""
+        started = time.perf_counter()
+        with self._both(mode) as (base, other):
+            comparison = comparison_of(other.loop)
+            found = _survived(lambda: self._beside(base, other, comparison))
+        if comparison == "bits" and found.n_compared and found.difference is not None and found.difference.step is None:
+            found = self._earliest(mode, found)
+        seconds = time.perf_counter() - started
+        figures = found.figures or {}
+        return Check(mode, BASE, comparison, found.n_compared, seconds, found.difference, figures)
+
+    def _beside(self, base: ByHand, other: ByHand, comparison: Comparison) -> _Found:
+        if comparison == "tolerance":
+            return self._near(base, other)
+        stale = _other_plan(base.loop.plan, other.loop.plan)
+        if stale is not None:
+            return _Found(0, stale)
+        same = self._same_at_end if other.loop.start.device_paced else self._same_at_every_step
+        return same(base, other)
+
+    def _same_at_every_step(self, base: ByHand, other: ByHand) -> _Found:
+        """Equal to the bit, after each step of both."""
+        for hand in (base, other):
+            self._seat(hand)
+        n_compared = 0
+        for step in count():  # step 0 only admits
+            goes_on = base.step()
+            other.step()
+            found = compare_state(base, other, step)
+            n_compared += found.n_compared
+            if found.difference is not None or not goes_on:
+                break
+        return replace(found, n_compared=n_compared)
+
+    def _same_at_end(self, base: ByHand, other: ByHand, n_steps: int = N_TOKENS) -> _Found:
+        """Equal to the bit when the device has run so many steps by itself."""
+        for hand in (base, other):
+            self._seat(hand, most=n_steps + 1)
+        other.run()
+        while base.step():
+            pass
+        return compare_state(base, other, None)
+
+    def _earliest(self, mode: str, found: _Found) -> _Found:
+        """The difference of the shortest run that has one: what comes after a first difference all differs."""
+        for n_steps in range(1, N_TOKENS):
+            with self._both(mode) as (base, other):
+                shorter = self._same_at_end(base, other, n_steps)
+            if shorter.difference is not None:
+                return replace(found, difference=replace(shorter.difference, step=n_steps))
+        return found
+
+    @contextmanager
+    def _both(self, mode: str) -> Iterator[tuple[ByHand, ByHand]]:
+        with closing(self._opened(BASE)) as base, closing(self._opened(mode)) as other:
+            yield base, other
+
+    def _near(self, base: ByHand, other: ByHand) -> _Found:
+        """Equal greedy tokens, and logits of the last step that are near enough.
+
+        Where two tokens were as good as equal, either may be chosen: the answer is compared up to there, and the tie is
+        counted. Logits are compared where every answer is the same to its end.
+        """
+        for hand in (base, other):
+            self._seat(hand, logprobs=TOLD)  # a tie is found by them
+            hand.run()
+        tolerance = tolerance_of(self.model)
+        n_compared, ties = 0, 0
+        for slot in sorted(case.slot for case in self.cases() if case.sampling.temperature == 0):
+            expected, found = ([e for e in hand.entries if e.slot == slot] for hand in (base, other))
+            for one, two in zip(expected, found, strict=False):
+                n_compared += 1
+                if (one.position, one.token) == (two.position, two.token):
+                    continue
+                if not _tied(one, two, tolerance):
+                    place = (one.slot, one.position)
+                    return _Found(n_compared, Difference("sample", "token", place, str(one.token), str(two.token)))
+                ties += 1
+                break
+            else:
+                if len(expected) != len(found):
+                    return _Found(1, Difference("sample", "tokens", (), str(len(expected)), str(len(found))))
+        figures = {"ties": float(ties), "tolerance": tolerance}
+        if ties:
+            return _Found(n_compared, None, figures)
+        rows = [hand.loop.plan.buffer("logits").tensor[:1].float().cpu() for hand in (base, other)]
+        figures |= _nearness(rows[1][0], rows[0][0])
+        return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
+
+    # What is run
+
+    def cases(self) -> list[Case]:
+        """Short and long, greedy and drawn, penalised; two cross a page while they decode, and they end one by one.
+
+        A slot in the middle stays free: rows are not slots.
+        """
+        page, limit = self._page, self.model.shape.context
+        warm = replace(GREEDY, temperature=0.8, top_k=40, top_p=0.95, seed=7)
+        strict = replace(warm, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.1, logprobs=3, seed=8)
+        wanted = [
+            (0, 5, N_TOKENS, GREEDY),
+            (1, page - 3, 10, warm),
+            (3, 2 * page - 2, 8, GREEDY),
+            (4, 1, 6, strict),
+        ]
+        cases = []
+        for slot, length, most, sampling in wanted:
+            most = max(1, min(most, limit - 1))
+            length = max(1, min(length, limit - most))
+            prompt = [(7919 * (i + 1) + 31 * slot) % self.n_tokens for i in range(length)]
+            cases.append(Case(slot, prompt, most, sampling))
+        return cases
+
+    @property
+    def _page(self) -> int:
+        return PAGE_TOKENS[self.model.device.type]
+
+    def _opened(self, mode: str) -> ByHand:
+        cases = self.cases()
+        longest = max(len(case.prompt) + case.most for case in cases)
+        n_pages = sum(-(-(len(case.prompt) + case.most) // self._page) for case in cases)
+        sizes = (mode, N_SLOTS, longest, n_pages, self.kv_type, self.n_tokens)
+        options = LoopOptions(*sizes, activations=self.activations, threads=self.threads)
+        return ByHand(self.open(self.model, options))
+
+    def _seat(
+        self,
+        hand: ByHand,
+        *,
+        most: int = N_TOKENS,
+        logprobs: int | None = None,
+        seated: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Seat every case for at most so many tokens, after making equal what no step may ever have written; `seated`
+        is called behind each."""
+        written = {name for node in hand.loop.plan.nodes for name in node.writes} - {"table"}
+        with torch.inference_mode():
+            for name in written:
+                hand.loop.plan.buffer(name).tensor.zero_()
+        hand.synchronize()
+        for case in self.cases():
+            sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
+            hand.seat(case.slot, case.prompt, most=min(case.most, most), sampling=sampling)
+            hand.synchronize()
+            seated()
+
+
+def tolerance_of(model: Model) -> float:
+    """How far logits may be apart: by what products round the rows they are given to. A GPU's products with packed
+    weights round them to bfloat16; the CPU's, in tiles, to about 15 bits, or to 8."""
+    if isinstance(model.embedding, TileMatrix):
+        return TOLERANCE[torch.float32 if model.embedding.wide else torch.bfloat16]
+    packed = any(tensor.dtype == torch.uint8 for _, tensor in tensors_of(model, ""))
+    return TOLERANCE[torch.bfloat16 if packed else model.dtype]
+
+
+def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
+    """Whether the tokens of two entries for one place were as good as equally likely, by what the first one says."""
+    told = dict(one.top)
+    if one.position != two.position or two.token not in told:
+        return False
+    return max(told.values()) - told[two.token] <= 10 * tolerance  # a log-probability is of the order of 10
+
+
+def comparison_of(loop: Loop) -> Comparison:
+    """How a start is compared with `eager`: it has the same kernels, unless it says otherwise."""
+    comparison: Comparison = getattr(loop.start, "comparison", "bits")
+    return comparison
+
+
+# Weights
+
+
+def same_weights(model: Model, fresh: Model) -> _Found:
+    """The bits of every weight against another copy of the model, one tensor at a time."""
+    expected = dict(tensors_of(fresh, "model"))
+    n = 0
+    for n, (name, tensor) in enumerate(tensors_of(model, "model"), start=1):
+        difference = first_difference("load", name, expected[name], tensor.to(expected[name].device))
+        if difference is not None:
+            return _Found(n, difference)
+    return _Found(n)
+
+
+def checksums(model: Model) -> dict[str, int]:
+    """A sum over the bits of every weight: one flipped bit changes it."""
+    return {name: int(_bits(tensor).sum(dtype=torch.int64)) for name, tensor in tensors_of(model, "model")}
+
+
+def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
+    """Whether nothing wrote into the weights since."""
+    for name, now in checksums(model).items():
+        if now != before[name]:
+            return _Found(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
+    return _Found(len(before))
+
+
+# State
+
+
+def compare_state(base: ByHand, other: ByHand, step: int | None) -> _Found:
+    """What the nodes wrote, in the order of the plan; then the table, the control words and the entries so far."""
+    n = 0
+    for n, (node, name, expected, found) in enumerate(_pairs(base.loop, other.loop), start=1):
+        difference = first_difference(node, name, expected, found)
+        if difference is not None:
+            return _Found(n, replace(difference, step=step))
+    difference = _compare_words(base, other) or _compare_entries(base.entries, other.entries)
+    return _Found(n + 2, None if difference is None else replace(difference, step=step))
+
+
+def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """(node, name, expected, found) of everything that a step leaves, each thing with the last that wrote it."""
+    last = {name: node.name for node in base.plan.nodes for name in node.writes}
+    for node in base.plan.nodes:
+        for name in node.writes:
+            if last[name] == node.name and name != "table" and not _is_scratch(name):
+                expected, found = base.plan.buffer(name).tensor, other.plan.buffer(name).tensor
+                if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
+                    expected, found = expected[: base.options.n_slots], found[: base.options.n_slots]
+                yield node.name, name, expected, found
+    # What the sampler chose comes before what the border made of it.
+    for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
+        if name not in _OF_THE_RUN:
+            writer = last.get("table", "sample") if name in _BY_SAMPLER else "border"
+            yield writer, f"table.{name}", base.tables.table[name], other.tables.table[name]
+
+
+def _is_scratch(name: str) -> bool:
+    """What kernels keep between their own parts, in any order: only what they make of it counts."""
+    return ".workspace" in name
+
+
+def _compare_words(base: ByHand, other: ByHand) -> Difference | None:
+    for word in _WORDS:
+        expected, found = base.loop.host.word(word), other.loop.host.word(word)
+        if expected != found:
+            return Difference("border", f"words.{word.name.lower()}", (), str(expected), str(found))
+    return None
+
+
+def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Difference | None:
+    """Entries of the outbox, times aside."""
+    for number, (one, two) in enumerate(zip(expected, found, strict=False)):
+        for field in OutEntry._fields:
+            if field != "time_ns" and getattr(one, field) != getattr(two, field):
+                return Difference(
+                    "border", f"outbox.{field}", (number,), str(getattr(one, field)), str(getattr(two, field))
+                )
+    if len(expected) != len(found):
+        return Difference("border", "outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
+    return None
+
+
+def _other_plan(base: Plan, other: Plan) -> Difference | None:
+    """The first line by which two plans differ."""
+    one, two = base.text.splitlines(), other.text.splitlines()
+    for number in range(max(len(one), len(two))):
+        expected, found = (lines[number] if number < len(lines) else "nothing" for lines in (one, two))
+        if expected != found:
+            return Difference("plan", "line", (number,), expected, found)
+    return None
+
+
+# Elements
+
+
+def first_difference(node: str, name: str, expected: Tensor, found: Tensor) -> Difference | None:
+    """The first element, in memory order, whose bits differ."""
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return Difference(node, name, (), _size(expected), _size(found))
+    if expected.data_ptr() == found.data_ptr() and expected.device == found.device:
+        return None
+    differs = _bits(expected) != _bits(found)
+    if not bool(differs.any()):
+        return None
+    place = tuple(differs.nonzero()[0].tolist())
+    one, two = (_value(tensor[place]) for tensor in (expected, found))
+    if one == two:
+        one, two = (f"{value} (bits {int(_bits(t)[place]):#x})" for value, t in ((one, expected), (two, found)))
+    return Difference(node, name, place, one, two, n_elements=int(differs.sum()))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _value(element: Tensor) -> str:
+    value: Any = element.item()
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _size(tensor: Tensor) -> str:
+    return Buffer.of("", tensor).text.strip()
+
+
+# Tolerance
+
+
+def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Tensor:
+    """Float32 logits [2, vocab] after all ids but the last, and after all, by the decoder's own flow."""
+    n_ctx = max(len(ids), 2)
+    settings = settle(n_ctx=n_ctx, n_batch=n_ctx, n_ubatch=n_ctx, unified=True)
+    flow = DecodeFlow(model, settings, memory_for(model, settings, kv_type))
+    flow.decode(Batch(token=ids, output=[int(i >= len(ids) - 2) for i in range(len(ids))]))
+    rows = flow.outputs.all_logits().value
+    if rows is None:
+        raise InternalError("the twins gave no logits")
+    return rows.float().cpu()
+
+
+# Experts
+
+
+def prompt_routes(loop: Loop, n_prompt: int) -> Tensor | None:
+    """The experts that a prompt just computed went to, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
+    routes: Tensor | None = getattr(loop.prefill, "routes", None)
+    return None if routes is None else routes[:, :n_prompt].long().cpu()
+
+
+def step_routes(loop: Loop) -> Tensor:
+    """The same of the first row of the last step, [n_layers, 1, n_used]."""
+    return loop.plan.buffer("experts").tensor[:, :1].long().cpu()
+
+
+@dataclass(slots=True)
+class RouteJudge:
+    """Routes that kernels chose, given to the twins in place of their own, and whether the twins' scores allow them.
+
+    Two experts may score so nearly alike that rounding chooses between them, and behind another expert everything is
+    another: logits of different routes cannot be compared. So the twins take the same routes, with shares of their
+    own. A route is allowed if nobody who was left out scores more above somebody chosen than rounding can move two
+    scores: each by the tolerance, of the row's root mean square. `widest` is the worst seen, in those units.
+    """
+
+    routes: Tensor  # int64 [n_layers, positions, n_used]
+    tolerance: float
+    difference: Difference | None = None
+    widest: float = 0.0
+    n_ties: int = 0  # where the twins would have chosen otherwise
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"route_ties": self.n_ties, "route_widest": self.widest}
+
+    def routed(self, model: Model) -> Model:
+        """The model with these routes; it goes through all positions at once."""
+        layers = [self._with_routes(number, layer) for number, layer in enumerate(model.layers)]
+        return replace(model, layers=layers)
+
+    def _with_routes(self, number: int, layer: AnyLayer) -> AnyLayer:
+        if not isinstance(layer, Layer) or not isinstance(layer.mlp, Experts):
+            return layer
+
+        def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+            asked = self.routes[number].to(scores.device)
+            chosen = asked.clamp(0, scores.shape[-1] - 1)  # what is no expert is told below, and stops nothing here
+            self._judge(number, scores.float(), asked, chosen, n_used)
+            shares = scores.float().softmax(-1).gather(-1, chosen)
+            return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
+
+        return replace(layer, mlp=replace(layer.mlp, ops=replace(layer.mlp.ops, route=route)))
+
+    def _judge(self, number: int, scores: Tensor, asked: Tensor, chosen: Tensor, n_used: int) -> None:
+        if len(scores) != len(chosen):
+            raise InternalError(f"routes of {len(chosen)} positions, and the twins go through {len(scores)}")
+        taken = torch.zeros_like(scores).scatter_(-1, chosen, 1.0) > 0
+        least = scores.masked_fill(~taken, torch.inf).amin(-1)
+        most = scores.masked_fill(taken, -torch.inf).amax(-1)
+        behind = ((most - least) / scores.square().mean(-1).sqrt().clamp(min=1e-30)).clamp(min=0.0)
+        self.n_ties += int((behind > 0).sum())
+        self.widest = max(self.widest, float(behind.max()))
+        unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # no expert, or one of them twice
+        wrong = ~(behind <= 2 * self.tolerance) | unheard
+        if self.difference is None and bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            best = scores[place].topk(n_used).indices.sort().values.tolist()
+            found = f"{asked[place].tolist()}, {float(behind[place]):.3g} of the scores' size behind"
+            self.difference = Difference(f"layer.{number}.route", "experts", (place,), str(best), found)
+
+
+def _nearness(found: Tensor, expected: Tensor) -> dict[str, float]:
+    """Cosine, and the length of the difference by that of what was expected."""
+    cosine = float(cosine_similarity(found.double(), expected.double(), 0))
+    relative = float((found.double() - expected.double()).norm() / expected.double().norm())
+    return {"cosine": cosine, "relative": relative}
+
+
+def _too_far(figures: Mapping[str, float], tolerance: float, node: str) -> Difference | None:
+    cosine, relative = figures["cosine"], figures["relative"]
+    if cosine >= LEAST_COSINE and relative <= tolerance:  # false for what is not a number
+        return None
+    wanted = f"cosine at least {LEAST_COSINE} and relative error at most {tolerance:g}"
+    return Difference(node, "logits", (), wanted, f"cosine {cosine:.6f}, relative error {relative:.3g}")
+
+
+def _timed(name: str, against: str, comparison: Comparison, run: Callable[[], _Found]) -> Check:
+    started = time.perf_counter()
+    found = _survived(run)
+    seconds = time.perf_counter() - started
+    return Check(name, against, comparison, found.n_compared, seconds, found.difference, found.figures or {})
+
+
+def _survived(run: Callable[[], _Found]) -> _Found:
+    """What a comparison found; a loop that dies in it is a difference too."""
+    try:
+        return run()
+    except EngineDead as error:
+        return _Found(0, Difference("a step", "loop", (), "alive until its end", f"dead ({error})"))

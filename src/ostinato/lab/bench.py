@@ -1,0 +1,434 @@
+"""How fast a model decodes here, beside what the memory of this machine allows; measuring only, nothing is printed.
+
+Every figure comes through an `Engine`, as any caller would use it: prompts of random ids, greedy tokens, the device's
+own times. In the terms of llama-bench: *pp* is a prompt of so many tokens, *tg* so many generated tokens, *depth* how
+many positions are in memory before. The limit beside a figure is what a step must read (every weight once, and keys
+and values of the live sequences) over the read bandwidth, which is measured too.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, Final, Literal
+
+import torch
+
+from ostinato.backends.cuda.stamps import Stamps
+from ostinato.backends.torch.kv_store import cell_bytes
+from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.engine import Engine
+from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.placement import Placement, free_bytes
+from ostinato.engine.request import Request, Token
+from ostinato.errors import BadOption, HardwareCannot, InternalError
+from ostinato.lab.readloop import cpu_bandwidth
+from ostinato.loop.plan import Node
+from ostinato.models.blocks import Model
+from ostinato.models.shape import Shape
+from ostinato.options import Activations, KVType
+
+# Far more than any cache holds, little enough for a laptop.
+READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 4 << 30}
+# Tokens that the first of several sequences may make while the prompts of the others are run.
+HEAD_START: Final = 64
+# How long a profiled step waits on a GPU, in cycles, so that the host has queued all of it before it begins.
+HOLD_CYCLES: Final = 20_000_000
+PROFILED_STEPS: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One line of the table: what is measured."""
+
+    kind: Literal["pp", "tg"]
+    n_tokens: int
+    depth: int
+    batch: int
+    mode: str
+
+    @property
+    def name(self) -> str:
+        """As llama-bench calls it.
+
+        >>> Task("tg", 128, 500, 1, "eager").name
+        'tg128 @ d500'
+        """
+        return f"{self.kind}{self.n_tokens}" + (f" @ d{self.depth}" if self.depth else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One repeat: tokens of all sequences together, and their seconds by the device's clock and by the host's."""
+
+    n_tokens: int
+    device_s: float
+    host_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """What a task came to. `bytes_per_token`: what must be read for one token at least."""
+
+    task: Task
+    runs: tuple[Run, ...]
+    bytes_per_token: float
+    bandwidth: float  # bytes per second
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Tokens per second of each repeat, by the device's clock."""
+        return tuple(run.n_tokens / run.device_s for run in self.runs)
+
+    @property
+    def tok_s(self) -> float:
+        return statistics.median(self.rates)
+
+    @property
+    def host_tok_s(self) -> float:
+        return statistics.median(run.n_tokens / run.host_s for run in self.runs)
+
+    @property
+    def limit_tok_s(self) -> float:
+        """Tokens per second if reading were all there is to do."""
+        return self.bandwidth / self.bytes_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class KindTime:
+    """Nodes of one kind in a step: how many, their time together, and what they read of the weights."""
+
+    kind: str
+    n_nodes: int
+    microseconds: float
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Where the time of a step goes, the mean of several, in the order of the plan; without the border.
+
+    `between_us`: from the last node of a step to the first of the next, where the device itself has told.
+    """
+
+    batch: int
+    depth: int
+    kinds: tuple[KindTime, ...]
+    mode: str = "eager"
+    between_us: float | None = None
+
+    @property
+    def microseconds(self) -> float:
+        return sum(kind.microseconds for kind in self.kinds)
+
+
+def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+    """Bytes per second that a plain read of much memory reaches: the best of several passes over it."""
+    n_bytes = min(READ_BYTES[device.type], free_bytes(device) // 4)
+    if device.type == "cpu":
+        return cpu_bandwidth(n_bytes, torch.get_num_threads(), repeats)
+    data = torch.ones(n_bytes // 4, dtype=torch.float32, device=device)
+    data.sum()
+    return n_bytes / min(_seconds(lambda: data.sum(), device) for _ in range(repeats))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    with torch.cuda.device(device):
+        began, ended = _event(), _event()
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
+    return float(began.elapsed_time(ended)) / 1e3
+
+
+def _event() -> Any:
+    """A mark in a stream that knows when it was passed; torch leaves its events untyped."""
+    kind: Any = torch.cuda.Event
+    return kind(enable_timing=True)
+
+
+def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
+    """What the step that takes in a token at this position reads of its sequence: keys and values, or states."""
+    n_bytes = 0
+    if shape.attention:
+        seen = (position + 1 if window is None else min(position + 1, window) for window in shape.windows)
+        n_bytes += sum(seen) * cell_bytes(shape, kv_type)
+    if shape.recurrent is not None:
+        n_bytes += 4 * shape.n_layers * sum(_product(state) for state in shape.recurrent.states)
+    return n_bytes
+
+
+def _product(sizes: Iterable[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One model to be measured, and how."""
+
+    model: Model
+    kv_type: KVType
+    bandwidth: float
+    repeats: int = 5
+    tiles: Activations | None = None  # as in `Placement`
+    threads: int | None = None
+
+    def figures(
+        self,
+        *,
+        modes: Sequence[str],
+        batches: Sequence[int],
+        n_prompts: Sequence[int],
+        n_gens: Sequence[int],
+        depths: Sequence[int],
+    ) -> Iterator[Figure]:
+        """All combinations, each as soon as it is measured. A prompt is one sequence's: pp is measured once a mode."""
+        longest = max((*n_prompts, *(n + HEAD_START * max(batches) for n in n_gens)), default=0)
+        self._check_room(max((*n_prompts, *n_gens), default=0), max(depths, default=0))
+        context = min(self.model.shape.context, max(depths, default=0) + longest + 2)
+        for mode in modes:
+            for batch in batches:
+                with self.engine(mode, batch, context) as engine:
+                    for depth in depths:
+                        if batch == batches[0]:
+                            for n in filter(None, n_prompts):
+                                yield self.prompt(engine, Task("pp", n, depth, 1, mode))
+                        for n in filter(None, n_gens):
+                            yield self.generated(engine, Task("tg", n, depth, batch, mode))
+
+    def prompt(self, engine: Engine, task: Task) -> Figure:
+        """How fast a prompt is taken in after `depth` positions that are in memory already, in whole pages."""
+        page = engine.loop.page_tokens
+        before = self._ids(task.depth // page * page, "before")
+        sampling = replace(GREEDY, max_tokens=1, ignore_eos=True)
+        if before:
+            _read(engine.submit(before, sampling))
+        runs = []
+        for number in range(self.repeats + 1):
+            request = engine.submit([*before, *self._ids(task.n_tokens, task.name, number)], sampling)
+            _read(request)
+            n = len(request.ask.prompt) - request.cached_tokens
+            runs.append(Run(n, request.prefill_s, request.prefill_s))
+        weights, rows = engine.loop.plan.weight_bytes, engine.loop.prefill.rows
+        starts = range(len(before), len(before) + task.n_tokens, rows)
+        kept = sum(kv_read_bytes(self.model.shape, self.kv_type, start + rows - 1) for start in starts)
+        return Figure(task, tuple(runs[1:]), (len(starts) * weights + kept) / task.n_tokens, self.bandwidth)
+
+    def generated(self, engine: Engine, task: Task) -> Figure:
+        """How fast all sequences of a batch go on, from the moment that the last of them has begun."""
+        prompts = [self._ids(max(1, task.depth), "sequence", number) for number in range(task.batch)]
+        # The first run is not counted: it warms, and leaves the prompts in memory for those after it.
+        _watch(engine, prompts, task.n_tokens)
+        windows: list[_Window] = []
+        for spare in range(2 * self.repeats, -1, -1):
+            window = _watch(engine, prompts, task.n_tokens)
+            # One in which a sequence came to its end is not what was asked for; taken only for want of a better.
+            if len(window.tokens) == task.batch * task.n_tokens or spare < self.repeats - len(windows):
+                windows.append(window)
+            if len(windows) == self.repeats:
+                break
+        runs = tuple(Run(len(window.tokens), window.device_s, window.host_s) for window in windows)
+        positions = [token.position for window in windows for token in window.tokens]
+        weights = engine.loop.plan.weight_bytes
+        # A token at position p came of a step that took in the one before it.
+        kept = statistics.fmean(kv_read_bytes(self.model.shape, self.kv_type, position - 1) for position in positions)
+        return Figure(task, runs, weights / task.batch + kept, self.bandwidth)
+
+    def profile(self, *, batch: int, depth: int, n_steps: int = PROFILED_STEPS, mode: str = "eager") -> Profile:
+        """The time of each kind of node: in `eager` by a host that looks at the clock around every node; in a GPU's
+        other modes, where no host looks, by marks of the device between the nodes. Refused where there are none."""
+        if (reason := why_not_profiled(mode, self.model.device)) is not None:
+            raise HardwareCannot(f"mode {mode!r} cannot be profiled here: {reason}")
+        n_prompt, most = max(1, depth), n_steps + 2
+        page = PAGE_TOKENS[self.model.device.type]
+        n_pages = batch * -(-(n_prompt + most) // page)
+        options = LoopOptions(mode, batch, n_prompt + most, n_pages, self.kv_type, self.model.shape.vocab)
+        with closing(ByHand(Loop(self.model, options))) as hand:
+            timer = _timed_nodes(hand.loop)
+            if mode == "eager":
+                self._play_steps(hand, timer, batch, n_prompt, n_steps)
+            else:
+                self._play_loop(hand, timer, batch, n_prompt, n_steps)
+            spent, nodes = timer.microseconds(), hand.loop.plan.nodes
+            between = timer.between(n_steps) if isinstance(timer, Stamps) else None
+        kinds = dict.fromkeys(node.kind for node in nodes)
+        times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
+        return Profile(batch, depth, times, mode, between)
+
+    def _play_steps(self, hand: ByHand, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+        """Steps by the host's hand."""
+        for slot in range(batch):
+            hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 2)
+        hand.step()  # admits
+        hand.step()  # warms
+        timer.forget()
+        for _ in range(n_steps):
+            hand.step()
+
+    def _play_loop(self, hand: ByHand, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+        """Two runs to their end, of which the first warms; the first token of each is its prompt's."""
+        for _ in range(2):
+            hand.forget()
+            for slot in range(batch):
+                hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 1)
+            timer.forget()
+            hand.run()
+
+    def engine(self, mode: str, batch: int, context: int) -> Engine:
+        """An engine of so many slots, to be closed by the caller."""
+        device = self.model.device
+        # One more than are live: what earlier runs left in memory must not be in the way.
+        n_pages = (batch + 1) * -(-context // PAGE_TOKENS[device.type])
+        settled = (device, self.model.dtype, self.kv_type, context, mode, batch, n_pages)
+        placement = Placement(*settled, tiles=self.tiles, threads=self.threads)
+        return Engine(self.model, placement)
+
+    def _check_room(self, n_tokens: int, depth: int) -> None:
+        context = self.model.shape.context
+        if depth + n_tokens + 2 > context:
+            raise BadOption(
+                f"{n_tokens} tokens after a depth of {depth} do not fit the model's context of {context}; lower "
+                "--depth, --n-prompt or --n-gen"
+            )
+
+    def _ids(self, n: int, *salt: object) -> list[int]:
+        """Random ids: the same for the same salt, and nothing in common for two."""
+        chance = random.Random(repr(salt))
+        return [chance.randrange(self.model.shape.vocab) for _ in range(n)]
+
+
+# Generating
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """A stretch in which all sequences lived: its tokens, and how long it was by either clock."""
+
+    tokens: tuple[Token, ...]
+    device_s: float
+    host_s: float
+
+
+def _watch(engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _Window:
+    """Ask for all prompts at once; watch from the last one's first token for `n_tokens` more of it, then cancel."""
+    everything = replace(GREEDY, ignore_eos=True)
+    requests = [engine.submit(prompt, everything, wait=True) for prompt in prompts]
+    last, heard = requests[-1], []
+    came = [0.0, 0.0]
+    for token in last:
+        heard.append(token)
+        came[len(heard) > 1] = time.perf_counter()
+        if len(heard) == n_tokens + 1:
+            break
+    for request in requests:
+        request.cancel()
+    _read(last)
+    begin, end = heard[0].time_ns, heard[-1].time_ns
+    of_all = [token for request in requests[:-1] for token in _read(request)] + heard
+    within = tuple(token for token in of_all if begin < token.time_ns <= end)
+    if not within or end <= begin:
+        raise InternalError("no token was made between the first and the last: the device's clock stands still")
+    return _Window(within, (end - begin) / 1e9, came[1] - came[0])
+
+
+def _read(request: Request) -> list[Token]:
+    return list(request)
+
+
+# Profiling
+
+
+def why_not_profiled(mode: str, device: torch.device) -> str | None:
+    """Why the nodes of a mode cannot be timed on this device; None where they can."""
+    if mode == "loop" and device.type == "cpu":
+        return "the native loop is one call: its nodes are not timed; eager's are"
+    return None
+
+
+class _CpuTimer:
+    """Wraps nodes so that each adds up its own time."""
+
+    def __init__(self) -> None:
+        self._spent: dict[str, float] = {}
+
+    def timed(self, node: Node) -> Node:
+        def run() -> None:
+            started = time.perf_counter()
+            node.run()
+            self._spent[node.name] = self._spent.get(node.name, 0.0) + time.perf_counter() - started
+
+        return replace(node, run=run)
+
+    def forget(self) -> None:
+        self._spent = {}
+
+    def microseconds(self) -> dict[str, float]:
+        """By the node's name, all steps together."""
+        return {name: seconds * 1e6 for name, seconds in self._spent.items()}
+
+
+class _CudaTimer:
+    """The same by events. Before a step's first node the device waits, so that nothing waits for the host after it."""
+
+    def __init__(self, first: str, device: torch.device) -> None:
+        self._first, self._device = first, device
+        self._events: list[tuple[str, Any, Any]] = []
+        self._hold: Callable[[int], None] = getattr(torch.cuda, "_sleep", lambda cycles: None)
+
+    def timed(self, node: Node) -> Node:
+        def run() -> None:
+            if node.name == self._first:
+                self._hold(HOLD_CYCLES)
+            began, ended = _event(), _event()
+            began.record()
+            node.run()
+            ended.record()
+            self._events.append((node.name, began, ended))
+
+        return replace(node, run=run)
+
+    def forget(self) -> None:
+        self._events = []
+
+    def microseconds(self) -> dict[str, float]:
+        torch.cuda.synchronize(self._device)
+        spent: dict[str, float] = {}
+        for name, began, ended in self._events:
+            spent[name] = spent.get(name, 0.0) + began.elapsed_time(ended) * 1e3
+        return spent
+
+
+_Timer = _CpuTimer | _CudaTimer | Stamps
+
+
+def _timed_nodes(loop: Loop) -> _Timer:
+    """Put clocks around the nodes of a loop that has not begun."""
+    timer = _timer_for(loop)
+    plan = replace(loop.plan, nodes=tuple(timer.timed(node) for node in loop.plan.nodes))
+    kind: Any = type(loop.start)
+    start = kind(plan, loop.tables, loop.guard, loop.changed.set)
+    loop.mode.replace(plan, start)
+    loop.plan, loop.start = plan, start
+    return timer
+
+
+def _timer_for(loop: Loop) -> _Timer:
+    device, nodes = loop.model.device, loop.plan.nodes
+    if device.type == "cpu":
+        return _CpuTimer()
+    return _CudaTimer(nodes[0].name, device) if loop.mode_name == "eager" else Stamps(nodes, device)
+
+
+def _kind_time(kind: str, nodes: Sequence[Node], spent: dict[str, float], n_steps: int) -> KindTime:
+    mine = [node for node in nodes if node.kind == kind]
+    microseconds = sum(spent.get(node.name, 0.0) for node in mine) / n_steps
+    return KindTime(kind, len(mine), microseconds, sum(node.weight_bytes for node in mine))

@@ -1,0 +1,124 @@
+"""The fused step against the model's own blocks, for every family with attention: with the twins, and interpreted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan, why_not_fused
+from ostinato.backends.cuda.prefill import FusedPrefill
+from ostinato.backends.cuda.step import StepKernels, triton_kernels, twin_kernels, twin_prompts
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.start import CpuLoop
+from ostinato.loop.mode import DecodeMode
+from ostinato.loop.plan import Plan
+from ostinato.models.blocks import Model
+from tests.backends.families import FAMILIES, family_model
+from tests.engine.rig import Driver, open_loop
+from tests.random_model import random_model
+
+PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
+
+
+def fused_driver(
+    model: Model,
+    kernels: StepKernels,
+    *,
+    n_slots: int = 3,
+    kv_type: str = "f32",
+    fusions: Fusions = ALL_FUSIONS,
+) -> Driver:
+    """A driver whose step is the fused plan; prompts still go through the model's blocks."""
+    driver = open_loop(model=model, mode="twin", n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
+    loop = driver.loop
+    loop.start.close()
+    loop.plan = fused_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels, fusions)
+    loop.start = CpuLoop(loop.plan, loop.tables, loop.guard)
+    loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
+    return driver
+
+
+def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]:
+    generations = [driver.seat(slot, prompt, most=most) for slot, prompt in enumerate(PROMPTS)]
+    driver.run()
+    driver.loop.close()
+    return [driver.tokens(g) for g in generations], driver.loop.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_step_of_twins_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
+    model = family_model(family)
+    tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 6)
+    fused_tokens, fused_logits = logits_of(fused_driver(model, twin_kernels()), 6)
+    assert fused_tokens == tokens
+    torch.testing.assert_close(fused_logits, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_blocks(family: str) -> None:
+    model = family_model(family)
+    tokens, logits = logits_of(open_loop(model=model, mode="twin", n_slots=3), 2)
+    fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels()), 2)
+    assert fused_tokens == tokens
+    torch.testing.assert_close(fused_logits, logits, rtol=2e-3, atol=2e-3)
+
+
+def first_tokens(driver: Driver) -> list[int]:
+    for slot, prompt in enumerate(PROMPTS):
+        driver.seat(slot, prompt, most=1)
+    driver.run()
+    driver.loop.close()
+    return [entry.token for entry in driver.entries if entry.token is not None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family: str) -> None:
+    model = family_model(family)
+    plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
+    loop = fused.loop
+    loop.prefill = FusedPrefill(
+        model, loop.memory, loop.tables, model.shape.vocab, twin_kernels(), twin_prompts(), buckets=(16, 32)
+    )
+    assert first_tokens(fused) == first_tokens(plain)
+    assert plain.loop.memory.kv is not None
+    assert loop.memory.kv is not None
+    for half, twin in zip(loop.memory.kv.halves, plain.loop.memory.kv.halves, strict=True):
+        torch.testing.assert_close(half.values, twin.values, rtol=1e-4, atol=1e-4)
+
+
+def nodes_a_layer(plan: Plan) -> int:
+    return sum(node.name.startswith("layer.0.") for node in plan.nodes)
+
+
+@pytest.mark.parametrize(("family", "most"), [("llama", 5), ("qwen2", 5), ("qwen3", 5), ("phi3", 5), ("gemma2", 7)])
+def test_a_layer_has_few_nodes(family: str, most: int) -> None:
+    driver = fused_driver(family_model(family), twin_kernels())
+    assert nodes_a_layer(driver.loop.plan) == most
+    driver.loop.close()
+
+
+def test_what_has_no_kernels_is_told_by_name() -> None:
+    assert "recurrent" in (why_not_fused(random_model("hybrid")) or "")
+    assert why_not_fused(random_model("kv")) is None
+
+
+def test_rows_beyond_the_living_are_not_touched() -> None:
+    driver = fused_driver(family_model("llama"), twin_kernels())
+    for name in ("x", "qkv", "seen", "act", "logits"):
+        driver.loop.plan.buffer(name).tensor[1:] = float("nan")
+    generation = driver.seat(0, PROMPTS[0], most=4)
+    driver.run()
+    assert len(driver.tokens(generation)) == 4
+    assert all(bool(driver.loop.plan.buffer(n).tensor[1:].isnan().all()) for n in ("x", "qkv", "seen", "act", "logits"))
+    driver.loop.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
+def test_a_plan_lists_everything_that_its_launches_use(family: str) -> None:
+    """So that whatever is moved is found (I-6, E-31)."""
+    driver = fused_driver(family_model(family), twin_kernels())
+    plan, model = driver.loop.plan, driver.loop.model
+    listed = {buffer.address for buffer in plan.buffers}
+    assert all(tensor.data_ptr() in listed for _, tensor in tensors_of(model, "model"))
+    driver.loop.close()

@@ -1,0 +1,168 @@
+"""A prompt's chunk as kernels: what it launches allocates nothing, and packed experts are multiplied as they are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ostinato.backends.cuda.packed import Packed, Stack
+from ostinato.backends.cuda.prefill import FusedPrefill
+from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.table import TWINS
+from ostinato.models.blocks import Experts, Layer, Model
+from ostinato.models.builder import Builder
+from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.qwen3 import QWEN3_MOE
+from ostinato.models.random import RandomWeights, random_model
+from ostinato.models.shape import ExpertShape
+from tests.backends.cuda.test_plan import PROMPTS, fused_driver, logits_of
+from tests.backends.families import FAMILIES, family_model
+from tests.engine.rig import Driver, open_loop
+
+CPU = torch.device("cpu")
+
+
+class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base is untyped
+    """Notes every op of torch that gives back memory which was none of its inputs'."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        if any(leaf.untyped_storage().data_ptr() not in given for leaf in made):
+            self.seen.append(str(func))
+        return out
+
+
+def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedPrefill:
+    loop = driver.loop
+    kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
+    loop.prefill = FusedPrefill(
+        loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts, buckets=buckets
+    )
+    return loop.prefill
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches of Triton are noted and not run: what is left is torch's."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: list[str] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *args, **words: launched.append(kernel.__name__))
+    return launched
+
+
+PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_k"))
+
+
+@pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES), *PACKED])
+def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a captured chunk allocates would stay with its graph, once for every bucket."""
+    model = family_model(name) if mix is None else random_model(name, torch.bfloat16, CPU, mix=mix)
+    driver = open_loop(mode="twin", model=model, n_slots=2)
+    prefill = prefill_of(driver, triton=True)
+    launched = without_kernels(monkeypatch)
+    for launches in prefill._launches.values():
+        with Allocations() as watch:
+            for launch in launches:
+                launch()
+        assert watch.seen == []
+    assert len(launched) > 2 * len(model.layers) * 5
+    driver.loop.close()
+
+
+def test_memory_that_is_allocated_in_a_launch_is_noticed() -> None:
+    x = torch.zeros(4)
+    with Allocations() as watch:
+        x.add_(1)
+        x.view(2, 2)[0].copy_(torch.ones(2))
+        x + 1
+    assert watch.seen == ["aten.ones.default", "aten.add.Tensor"]
+
+
+def test_all_buckets_share_the_memory_of_the_largest() -> None:
+    driver = open_loop(mode="twin", model=random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_0"), n_slots=2)
+    one, four = (prefill_of(driver, triton=False, buckets=sizes) for sizes in ((64,), (8, 16, 32, 64)))
+
+    def held(prefill: FusedPrefill) -> int:
+        own = [tensor for _, tensor in tensors_of([vars(prefill)[name] for name in sorted(vars(prefill))], "")]
+        model = {tensor.data_ptr() for _, tensor in tensors_of(driver.loop.model, "")}
+        return sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in model)
+
+    assert held(one) == held(four)
+    driver.loop.close()
+
+
+# Packed experts
+
+
+def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
+    """A model of odd widths with experts in that mix."""
+    plain = family_model("mixtral").shape
+    one_layer = replace(plain, n_layers=1, ropes=plain.ropes[:1], windows=plain.windows[:1])
+    shape = replace(one_layer, family=family, experts=ExpertShape(5, 2, 64, renormalise=True))
+    made = MIXTRAL if family == "mixtral" else QWEN3_MOE
+    return made.build(Builder(shape, RandomWeights(shape, dtype, CPU, 3, mix), TWINS, shape.context), made.layer)
+
+
+def with_two_types(model: Model) -> Model:
+    """Gate and up of every layer in two types: the up matrices dequantised, in float16."""
+    layers, chance = [], torch.Generator().manual_seed(4)
+    for layer in model.layers:
+        assert isinstance(layer, Layer)
+        assert isinstance(layer.mlp, Experts)
+        n, ff, hidden = layer.mlp.experts.n_experts, layer.mlp.experts.ff_width, model.shape.hidden
+        weights = RandomWeights(model.shape, model.dtype, CPU, 4, "q5_1")
+        gate = weights.take_experts([["gate_exps.weight"]], n, (ff, hidden))
+        assert isinstance(gate, Packed)
+        up = (torch.randn(n * ff, hidden, generator=chance) * hidden**-0.5).half()
+        layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=Stack((gate, up)))))
+    return replace(model, layers=layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mix"), [("mixtral", "q4_0"), ("qwen3moe", "q8_0")])
+def test_a_step_of_kernels_multiplies_packed_experts_as_the_twins_do(family: str, mix: str) -> None:
+    plain = small_experts(family, mix, torch.float32)
+    for model in (plain, with_two_types(plain)):
+        tokens, logits = logits_of(fused_driver(model, twin_kernels()), 2)
+        fused_tokens, fused_logits = logits_of(fused_driver(model, triton_kernels()), 2)
+        assert fused_tokens == tokens
+        torch.testing.assert_close(fused_logits, logits, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mix"), [("mixtral", "q5_0"), ("qwen3moe", "q4_1")])
+def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(family: str, mix: str) -> None:
+    model = small_experts(family, mix, torch.bfloat16)
+    left = []
+    for triton in (False, True):
+        driver = open_loop(mode="twin", model=model, n_slots=3)
+        prefill = prefill_of(driver, triton=triton, buckets=(8,))
+        driver.seat(0, PROMPTS[0], most=1)
+        driver.run()
+        left.append(prefill._x[: len(PROMPTS[0])].clone())
+        driver.loop.close()
+    torch.testing.assert_close(left[1], left[0], rtol=3e-2, atol=3e-2 * float(left[0].abs().max()))
+
+
+@pytest.mark.parametrize("mix", ["q4_k_m", "q6_k", "q5_k", "q8_0"])
+@pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3moe"])
+def test_a_fused_step_of_twins_gives_nearly_the_logits_of_the_models_own_blocks(name: str, mix: str) -> None:
+    """Nearly: before a product with packed weights, kernels round to bfloat16."""
+    model = random_model(name, torch.float32, CPU, mix=mix)
+    _, logits = logits_of(open_loop(mode="twin", model=model, n_slots=3), 2)
+    _, fused_logits = logits_of(fused_driver(model, twin_kernels()), 2)
+    assert bool(logits.any(-1).all())
+    torch.testing.assert_close(fused_logits, logits, rtol=5e-2, atol=5e-2)

@@ -1,0 +1,215 @@
+"""A prompt's attention against its twin, and its bits against every way to cut the prompt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.triton import chunk_attention
+from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
+from ostinato.backends.torch.ops.attend import Heads, PagedKV
+from ostinato.backends.torch.ops.chunk_attention import Chunk, append_chunk_torch, chunk_attention_torch
+from ostinato.backends.torch.ops.rope import Pairing
+from tests.backends.cuda.triton.test_attend import (
+    STORES,
+    Case,
+    bits,
+    compile_in_child,
+    compile_launch,
+    copied,
+    parts,
+    poisoned,
+    same_store,
+)
+
+# Of the largest output, by the type of q and by the store: what is rounded to them.
+ROUNDED = {torch.float32: 3e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+TOLERANCE = {"f32": 3e-6, "bf16": 5e-3, "f16": 5e-4, "q8_0": 5e-3}
+
+
+def heads_of(
+    n_heads: int,
+    width: int,
+    *,
+    normed: bool = False,
+    turning: int | None = None,
+    pairing: Pairing = "halves",
+    softcap: float | None = None,
+    window: int | None = None,
+) -> Heads:
+    g = torch.Generator().manual_seed(9)
+    turning = width if turning is None else turning
+    return Heads(
+        n_heads,
+        1,
+        width,
+        scale=width**-0.5,
+        softcap=softcap,
+        window=window,
+        frequencies=1 / 10_000 ** (torch.arange(0, turning, 2).float() / turning),
+        pairing=pairing,
+        q_norm=torch.rand(width, generator=g) + 0.5 if normed else None,
+        k_norm=torch.rand(width, generator=g) + 0.5 if normed else None,
+    )
+
+
+def store_of(store: str, width: int, n_pages: int, page_tokens: int = 64) -> tuple[PagedKV, Tensor]:
+    """A store where nobody wrote yet, NaN everywhere, and a sequence's pages in it."""
+    pages = torch.randperm(n_pages + 3, generator=torch.Generator().manual_seed(1))[:n_pages].int()
+    kv = poisoned(
+        (n_pages + 3) * page_tokens, Case((0,), n_kv_heads=1, width=width, store=store, page_tokens=page_tokens)
+    )
+    return kv, pages
+
+
+def chunk_of(start: int, n: int, pages: Tensor) -> Chunk:
+    return Chunk(torch.tensor([start], dtype=torch.int32), torch.tensor([n], dtype=torch.int32), pages)
+
+
+def prefilled(
+    qkv: Tensor, cuts: list[int], rows: int, kv: PagedKV, pages: Tensor, heads: Heads
+) -> tuple[Tensor, PagedKV]:
+    """Run a whole prompt in chunks of these lengths, each padded to `rows`, by the kernels."""
+    kv = copied(kv)
+    q = torch.full((rows, heads.n_heads, heads.head_width), math.nan, dtype=qkv.dtype)
+    seen = torch.full((rows, heads.n_heads * heads.head_width), math.nan, dtype=qkv.dtype)
+    padded = torch.full((rows, qkv.shape[1]), math.nan, dtype=qkv.dtype)
+    out, start = [], 0
+    for n in cuts:
+        chunk = chunk_of(start, n, pages)
+        padded.fill_(math.nan)
+        padded[:n] = qkv[start : start + n]
+        bind_append_chunk(padded, q.fill_(math.nan), kv, chunk, heads)()
+        bind_chunk_attention(q, seen.fill_(math.nan), kv, chunk, heads)()
+        assert torch.isnan(q[n:]).all()
+        assert torch.isnan(seen[n:]).all()
+        out.append(seen[:n].clone())
+        start += n
+    return torch.cat(out), kv
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_appending_equals_the_twin_and_touches_nobody_else(store: str, dtype: torch.dtype) -> None:
+    heads = heads_of(3, 96, normed=True, turning=64, pairing="neighbours")
+    kv, pages = store_of(store, 96, 5, page_tokens=16)
+    chunk = chunk_of(13, 22, pages)
+    qkv = torch.full((48, heads.n_columns), math.nan, dtype=dtype)
+    qkv[:22] = torch.randn(22, heads.n_columns, generator=torch.Generator().manual_seed(2)).to(dtype)
+    q, twin_q = torch.full((2, 48, 3, 96), math.nan, dtype=dtype)
+    twin_kv = copied(kv)
+    bind_append_chunk(qkv, q, kv, chunk, heads)()
+    append_chunk_torch(qkv, twin_q, twin_kv, chunk, heads)
+    assert torch.isnan(q[22:]).all()
+    assert (q[:22] - twin_q[:22]).abs().max() <= ROUNDED[dtype] * twin_q[:22].abs().max()
+    own = kv.cells(pages, torch.arange(13, 35))
+    for got, want in zip(kv.read(own), twin_kv.read(own), strict=True):
+        assert (got - want).abs().max() <= (1e-6 if store == "f32" else 2e-2) * want.abs().max()
+    for part in (*parts(kv), *parts(twin_kv)):
+        part[own] = 0
+    assert same_store(kv, twin_kv)
+
+
+@pytest.mark.parametrize(
+    ("store", "dtype", "group", "width"),
+    [
+        ("f32", torch.float32, 2, 16),
+        ("bf16", torch.bfloat16, 4, 64),
+        ("f16", torch.float16, 1, 96),
+        ("q8_0", torch.bfloat16, 2, 32),
+        ("bf16", torch.float32, 1, 256),
+    ],
+)
+def test_every_row_of_a_chunk_equals_the_twin(store: str, dtype: torch.dtype, group: int, width: int) -> None:
+    heads = heads_of(group, width)
+    for start, n in ((0, 3), (61, 70)):
+        kv, pages = store_of(store, width, 4)
+        g = torch.Generator().manual_seed(start)
+        kv.append(kv.cells(pages, torch.arange(start + n)), *torch.randn(2, start + n, 1, width, generator=g))
+        q = torch.full((128, group, width), math.nan, dtype=dtype)
+        q[:n] = torch.randn(n, group, width, generator=g).to(dtype)
+        seen, twin = torch.full((2, 128, group * width), math.nan, dtype=dtype)
+        bind_chunk_attention(q, seen, kv, chunk_of(start, n, pages), heads)()
+        chunk_attention_torch(q, twin, kv, chunk_of(start, n, pages), heads)
+        assert torch.isnan(seen[n:]).all()
+        error = (seen[:n].float() - twin[:n].float()).abs().max()
+        assert error <= (TOLERANCE[store] + ROUNDED[dtype]) * twin[:n].float().abs().max()
+
+
+@pytest.mark.parametrize("window", [None, 1, 50, 64, 65])
+def test_windows_and_caps_equal_float64(window: int | None) -> None:
+    heads = heads_of(1, 16, softcap=3.0, window=window)
+    kv, pages = store_of("f32", 16, 3)
+    g = torch.Generator().manual_seed(4)
+    k, v, q = torch.randn(3, 150, 1, 16, generator=g)
+    first = 0 if window is None else 90 - window + 1  # what nobody sees stays NaN
+    kv.append(kv.cells(pages, torch.arange(first, 150)), k[first:], v[first:])
+    seen = torch.empty(64, 16)
+    bind_chunk_attention(q[90:].contiguous(), seen, kv, chunk_of(90, 60, pages), heads)()
+    scores = torch.tanh(q[90:, 0].double() @ k[:, 0].double().T * heads.scale / 3) * 3
+    there, at = torch.arange(150), torch.arange(90, 150).unsqueeze(-1)
+    allowed = (there <= at) & (there > at - (window or 1000))
+    expected = scores.masked_fill(~allowed, -math.inf).softmax(-1) @ v[:, 0].double()
+    assert (seen[:60] - expected).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("store", "dtype", "window"),
+    [
+        ("f32", torch.float32, None),
+        pytest.param("bf16", torch.bfloat16, 40, marks=pytest.mark.slow),
+        pytest.param("q8_0", torch.bfloat16, None, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rows_bits_do_not_depend_on_how_the_prompt_is_cut(store: str, dtype: torch.dtype, window: int | None) -> None:
+    heads = heads_of(2, 32, normed=True, window=window)
+    kv, pages = store_of(store, 32, 4)
+    qkv = torch.randn(150, heads.n_columns, generator=torch.Generator().manual_seed(3)).to(dtype)
+    expected, expected_kv = prefilled(qkv, [150], 192, kv, pages, heads)
+    assert torch.isfinite(expected).all()
+    for cuts, rows in (([64, 64, 22], 64), ([1, 62, 2, 85], 128)):
+        seen, filled = prefilled(qkv, cuts, rows, kv, pages, heads)
+        assert torch.equal(bits(seen), bits(expected))
+        assert same_store(filled, expected_kv)
+
+
+def test_an_empty_chunk_writes_nothing() -> None:
+    heads = heads_of(1, 16)
+    kv, pages = store_of("f32", 16, 2)
+    before = copied(kv)
+    qkv = torch.zeros(64, heads.n_columns)
+    q, seen = torch.full((64, 1, 16), math.nan), torch.full((64, 16), math.nan)
+    bind_append_chunk(qkv, q, kv, chunk_of(5, 0, pages), heads)()
+    bind_chunk_attention(q, seen, kv, chunk_of(5, 0, pages), heads)()
+    assert torch.isnan(q).all()
+    assert torch.isnan(seen).all()
+    assert same_store(kv, before)
+
+
+def compile_all() -> None:
+    for n_heads, width, store, dtype, amd in (
+        (4, 64, "bf16", torch.bfloat16, True),
+        (2, 128, "q8_0", torch.bfloat16, False),
+        (2, 256, "bf16", torch.bfloat16, False),
+        (2, 128, "f32", torch.float32, False),
+    ):
+        heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024)
+        kv, pages = store_of(store, width, 4)
+        chunk = chunk_of(0, 1, pages)
+        qkv = torch.zeros(64, heads.n_columns, dtype=dtype)
+        q, seen = torch.zeros(64, n_heads, width, dtype=dtype), torch.zeros(64, n_heads * width, dtype=dtype)
+        append = partial(bind_append_chunk, qkv, q, kv, chunk, heads)
+        compile_launch(chunk_attention, "append_chunk_kernel", append, amd=amd)
+        attend = partial(bind_chunk_attention, q, seen, kv, chunk, heads)
+        compile_launch(chunk_attention, "chunk_attention_kernel", attend, amd=amd)
+
+
+@pytest.mark.slow
+def test_it_compiles_for_hopper_and_for_amd(tmp_path: Path) -> None:
+    compile_in_child("tests.backends.cuda.triton.test_chunk_attention", tmp_path)

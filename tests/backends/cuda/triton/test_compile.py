@@ -1,0 +1,219 @@
+"""Kernels compile ahead of time, without a GPU, for Hopper and for AMD's CDNA 3, and use the tensor cores.
+
+The compiler must not be the interpreter, which this process has switched on: a child process compiles, and says what it
+made in lines of JSON. A kernel joins by a `Case` in a list CASES of its own test module, which is found by its name
+here; `case_of` makes one from a bound launch.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.counts import soaking
+
+MODULES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]
+TARGETS = {"hopper": ("cuda", 90, 32), "cdna3": ("hip", "gfx942", 64)}
+# Slow to compile where they are converted number by number, and nothing that others have not.
+ONLY_HOPPER = {f"matmul {name}" for name in ("Q5_1 store", "Q8_0 add", "Q6_K store")} | {"gemm Q6_K"}
+ONLY_HOPPER |= {f"experts {name}" for name in ("gate_up Q6_K", "down Q5_K", "down Q6_K", "gate Q5_0")}
+ONLY_HOPPER |= set() if soaking() else {"experts gate_up Q4_K"}
+POINTERS = {
+    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
+    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
+}  # fmt: skip
+
+
+class Case(NamedTuple):
+    """One kernel to compile: the type of each argument by name, the constants, and options such as num_warps."""
+
+    name: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, Any]
+
+
+def case_of(name: str, launch: Any) -> Case:
+    """The case of a bound launch: what would be compiled when it is first called."""
+    names = launch.kernel.arg_names
+    signature: dict[str, str] = {}
+    constexprs = {key: value for key, value in launch.constants.items() if key in names}
+    for key, value in zip(names, launch.args, strict=False):
+        if isinstance(value, Tensor):
+            signature[key] = POINTERS[value.dtype]
+        elif value is None:
+            constexprs[key] = None
+        else:
+            signature[key] = "fp32" if isinstance(value, float) else "i32"
+    return Case(
+        name, launch.kernel, signature, constexprs, {k: v for k, v in launch.constants.items() if k not in names}
+    )
+
+
+def weights(type: str, n: int, k: int) -> Any:
+    from ostinato.backends.cuda.packed import pack
+    from ostinato.files.quants import BLOCKS
+
+    if type in ("F32", "F16", "BF16"):
+        return torch.zeros(n, k, dtype={"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type])
+    row_bytes = k // BLOCKS[type].elements * BLOCKS[type].n_bytes
+    return pack(type, torch.zeros(n, row_bytes, dtype=torch.uint8), n, k)
+
+
+def matmul_case(type: str, epilogue: Any = "store", *, norm: str | None = None, **more: Any) -> Case:
+    from ostinato.backends.cuda.triton.matmul import bind_matmul
+    from ostinato.backends.torch.ops.matmul import InputNorm, n_stats
+
+    n, k = more.pop("shape", (2048, 1024))
+    narrow = norm == "root"
+    x = torch.zeros(32, k, dtype=torch.bfloat16 if narrow else torch.float32)
+    out = torch.zeros(32, n // 2 if epilogue == "gated" else n)
+    given = None
+    if norm is not None:
+        given = InputNorm(torch.zeros(32, n_stats(k), 2), None if narrow else torch.zeros(k), None, 1e-5)
+    if epilogue == "add":
+        more["stats"] = torch.zeros(32, n_stats(n), 2)
+    live = torch.ones(1, dtype=torch.int32)
+    launch = bind_matmul(x, weights(type, n, k), out, live, epilogue=epilogue, norm=given, **more)
+    return case_of(f"matmul {type} {epilogue}", launch)
+
+
+def gemm_case(type: str) -> Case:
+    from ostinato.backends.cuda.triton.gemm import bind_gemm
+
+    x = torch.zeros(512, 1024, dtype=torch.float32 if type in ("F32", "F16") else torch.bfloat16)
+    return case_of(f"gemm {type}", bind_gemm(x, weights(type, 2048, 1024), torch.zeros(512, 2048)))
+
+
+def expert_cases() -> list[Case]:
+    from ostinato.backends.cuda.packed import Stack
+    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+
+    x, act = torch.zeros(8, 1024), torch.zeros(8, 2, 512)
+    live, chosen = torch.ones(1, dtype=torch.int32), torch.zeros(8, 2, dtype=torch.int32)
+    shares = torch.zeros(8, 2)
+    cases = [case_of("route", bind_route(torch.zeros(8, 60), chosen, shares, live, n_used=2, renormalise=True))]
+    # Q6_K takes the compiler longer here than all others together; its decoding is compiled below every day.
+    for type in ("Q4_0", "Q8_0", "Q4_K", *(("Q6_K",) if soaking() else ())):
+        launch = bind_experts_gate_up(x, weights(type, 2048, 1024), act, chosen, live, activation="silu")
+        cases.append(case_of(f"experts gate_up {type}", launch))
+    for type in ("BF16", "Q5_1", "Q5_K", "Q6_K"):
+        launch = bind_experts_down(act, weights(type, 2048, 512), x, chosen, shares, live)
+        cases.append(case_of(f"experts down {type}", launch))
+    apart = Stack((weights("Q5_0", 1024, 1024), weights("Q4_1", 1024, 1024)))
+    pair: Any = bind_experts_gate_up(x, apart, act, chosen, live, activation="silu")
+    return [*cases, case_of("experts gate Q5_0", pair.parts[0]), case_of("experts up Q4_1", pair.parts[1])]
+
+
+def activation_case() -> Case:
+    from ostinato.backends.cuda.triton.activation import bind_gated
+
+    inner, act = torch.zeros(512, 2048, dtype=torch.bfloat16), torch.zeros(512, 1024, dtype=torch.bfloat16)
+    return case_of("gated", bind_gated(inner, act, "silu"))
+
+
+def own_cases() -> list[Case]:
+    from ostinato.backends.cuda.triton.tiles import Tile
+
+    return [
+        matmul_case("BF16", "gated", norm="rms", activation="silu"),
+        matmul_case("BF16", "add", tile=Tile(16, 256, slices=4, split_k=2), pdl=True),
+        matmul_case("F16", norm="rms"),
+        matmul_case("F32", norm="rms"),
+        matmul_case("Q4_0", norm="root", tile=Tile(32, 256, slices=4)),
+        matmul_case("Q5_1", norm="root", tile=Tile(32, 256, slices=4, few=False)),
+        matmul_case("Q8_0", "add", tile=Tile(32, 256, slices=4, few=False)),
+        matmul_case("Q4_K", norm="root", tile=Tile(32, 256, num_warps=2, few=False)),
+        matmul_case("Q6_K", norm="root", tile=Tile(64, 64, num_warps=1, few=False)),
+        *expert_cases(),
+        activation_case(),
+        gemm_case("BF16"),
+        gemm_case("F32"),
+        gemm_case("Q4_K"),
+        gemm_case("Q6_K"),
+    ]
+
+
+CASES: list[Case] | Callable[[], list[Case]] = own_cases
+
+
+def compile_all(target: str) -> Iterator[dict[str, Any]]:
+    """In the child: compile every case of every module."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    backend, arch, lanes = TARGETS[target]
+    for module in MODULES:
+        listed = importlib.import_module(module).CASES
+        for case in listed() if callable(listed) else listed:
+            if backend == "hip" and case.name in ONLY_HOPPER:
+                continue
+            constexprs = dict(case.constexprs)
+            options = dict(case.options)
+            if backend == "hip":  # what binding on such a device would have chosen
+                constexprs |= {key: False for key in ("ASM", "PDL") if key in constexprs}
+                constexprs |= {"PRECISION": "ieee"} if constexprs.get("PRECISION") == "tf32x3" else {}
+                options = {"num_warps": options["num_warps"], "num_stages": 2}
+            names = case.kernel.arg_names
+            types = {name: case.signature.get(name, "constexpr") for name in names}
+            aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+            fixed = {(names.index(name),): value for name, value in constexprs.items()}
+            made = triton.compile(
+                ASTSource(case.kernel, types, fixed, aligned), target=GPUTarget(backend, arch, lanes), options=options
+            )
+            text = made.asm["ptx" if backend == "cuda" else "amdgcn"]
+            found = [word for word in ("mma.sync", "wgmma.mma_async", "v_mfma", "griddepcontrol") if word in text]
+            # A tile that goes back to shared memory after it was loaded: a detour on the way to the tensor cores.
+            detours = sum("ttg.local_alloc %" in line for line in made.asm["ttgir"].splitlines())
+            yield {"name": case.name, "found": found, "detours": detours}
+
+
+def compiled(target: str, cache: Path) -> dict[str, Any]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.backends.cuda.triton.test_compile", target],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=Path(__file__).parents[4],
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    rows = [json.loads(line) for line in child.stdout.splitlines()]
+    return {row["name"]: row for row in rows}
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_kernels_compile_for_hopper_and_multiply_on_its_tensor_cores(tmp_path: Path) -> None:
+    made = compiled("hopper", tmp_path)
+    for name, row in made.items():
+        if name.startswith("gemm"):
+            assert "wgmma.mma_async" in row["found"], name
+        elif name.startswith(("matmul", "experts")) and "F32" not in name:
+            assert "mma.sync" in row["found"], name
+            assert row["detours"] == 0, name
+    assert "griddepcontrol" in made["matmul BF16 add"]["found"]
+
+
+@pytest.mark.slow
+@pytest.mark.soak
+def test_kernels_compile_for_amd_and_multiply_on_its_matrix_cores(tmp_path: Path) -> None:
+    made = compiled("cdna3", tmp_path)
+    assert {name for name in made if "v_mfma" in made[name]["found"]} >= {"matmul BF16 gated", "gemm BF16"}
+
+
+if __name__ == "__main__":
+    for row in compile_all(sys.argv[1]):
+        print(json.dumps(row), flush=True)

@@ -1,0 +1,42 @@
+"""The norms of a prompt, interpreted, against their twin."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ostinato.backends.cuda.triton.norm import bind_norm
+from ostinato.backends.torch.ops.norm import norm_rows_torch
+from ostinato.errors import BadPointer
+
+
+@pytest.mark.parametrize("width", [64, 96, 130])
+@pytest.mark.parametrize("biased", [False, True])
+def test_rows_of_any_width_are_normed_as_the_twin_does(width: int, biased: bool) -> None:
+    x = torch.randn(5, width) * 3 + 1
+    weight, bias = torch.rand(width) + 0.5, torch.randn(width) if biased else None
+    y, expected = torch.full((5, width), float("nan")), torch.zeros(5, width)
+    bind_norm(x, y, weight, bias, 1e-5)()
+    norm_rows_torch(x, expected, weight, bias, 1e-5)
+    torch.testing.assert_close(y, expected)
+
+
+def test_a_row_has_the_same_bits_in_any_company() -> None:
+    x, weight = torch.randn(7, 96), torch.rand(96)
+    together, alone = torch.zeros(7, 96), torch.zeros(1, 96)
+    bind_norm(x, together, weight, None, 1e-6)()
+    bind_norm(x[3:4].clone(), alone, weight, None, 1e-6)()
+    assert torch.equal(together[3], alone[0])
+
+
+def test_a_norm_in_place_is_the_norm() -> None:
+    x, weight = torch.randn(3, 64), torch.rand(64)
+    expected = torch.zeros(3, 64)
+    norm_rows_torch(x, expected, weight, None, 1e-6)
+    bind_norm(x, x, weight, None, 1e-6)()
+    torch.testing.assert_close(x, expected)
+
+
+def test_memory_that_is_not_there_is_refused_by_name() -> None:
+    with pytest.raises(BadPointer, match="weight"):
+        bind_norm(torch.randn(2, 8), torch.zeros(2, 8), torch.empty(0), None, 1e-6)

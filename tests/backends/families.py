@@ -1,0 +1,75 @@
+"""A small random model of every family with attention only: odd widths, groups, windows, caps, experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ostinato.backends.torch.table import TWINS
+from ostinato.models.blocks import Model
+from ostinato.models.builder import Builder
+from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
+from ostinato.models.gpt2 import GPT2
+from ostinato.models.llama import LLAMA
+from ostinato.models.mixtral import MIXTRAL
+from ostinato.models.phi3 import PHI3
+from ostinato.models.qwen2 import QWEN2
+from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
+from ostinato.models.rope import Rope
+from ostinato.models.shape import ExpertShape, Shape
+from tests.random_model import RandomWeights
+
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "gpt2")
+HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
+
+
+class FamilyWeights(RandomWeights):
+    """Every tensor is there, those of fused families too; experts one by one."""
+
+    def has(self, name: str) -> bool:
+        return not name.endswith("_exps.weight") and name != "output.bias"
+
+    def check(self, names: object, shapes: object) -> None:
+        return
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape)
+
+    def take_into(self, name: str, out: torch.Tensor) -> None:
+        out.copy_(self.take(name, out.shape))
+
+
+def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
+    """A model of the family, of its own shape unless told."""
+    rope = Rope(10_000.0, 32, "neighbours" if name == "llama" else "halves")
+    plain = Shape(
+        family=name,
+        n_layers=N_LAYERS,
+        hidden=HIDDEN,
+        n_heads=6,
+        n_kv_heads=2,
+        head_width=32,
+        ff_width=80,
+        vocab=VOCAB,
+        context=CONTEXT,
+        norm_eps=1e-5,
+        ropes=(rope, rope),
+        windows=(None, None),
+        query_scale=32**-0.5,
+    )
+    gemma = replace(plain, activation="gelu_tanh", embedding_scale=HIDDEN**0.5, windows=(20, None))
+    experts = ExpertShape(5, 2, 48, renormalise=True)
+    gpt2 = replace(plain, n_kv_heads=6, ropes=(None, None), activation="gelu_tanh", attention_bias=True, mlp_bias=True)
+    family, own = {
+        "llama": (LLAMA, plain),
+        "qwen2": (QWEN2, replace(plain, attention_bias=True)),
+        "qwen3": (QWEN3, plain),
+        "qwen3moe": (QWEN3_MOE, replace(plain, experts=replace(experts, renormalise=False))),
+        "mixtral": (MIXTRAL, replace(plain, experts=experts)),
+        "gemma2": (GEMMA2, replace(gemma, attention_softcap=20.0, logit_softcap=15.0)),
+        "gemma3": (GEMMA3, two_ropes(gemma, rope, 5_000.0)),
+        "phi3": (PHI3, replace(plain, ropes=(replace(rope, width=24), replace(rope, width=24)))),
+        "gpt2": (GPT2, gpt2),
+    }[name]
+    return family.build(Builder(shape or own, FamilyWeights(seed), TWINS, CONTEXT), family.layer)

@@ -1,0 +1,70 @@
+"""The border in the object that serves any engine: with its layout in words, it does what the twin does."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.backends.native.library import cpu_library
+from ostinato.errors import HardwareCannot
+from ostinato.loop.layout import Layout, Tables, Word
+from tests.loop.test_border import EPOCH, LAYOUTS, PAGE_TOKENS, PLAN_HASH, ROOMY, Act, Native, Table, acts, compare
+
+
+class View(ctypes.Structure):
+    """`struct View` of loop/layout.h."""
+
+    _fields_ = (
+        ("table", ctypes.c_void_p),
+        ("seats", ctypes.c_void_p),
+        ("rings", ctypes.c_void_p),
+        ("layout", ctypes.c_void_p),
+    )
+
+
+def in_object(layout: Layout) -> Native:
+    """`ostinato_border` of the CPU library."""
+    try:
+        library = cpu_library()
+    except HardwareCannot as error:
+        pytest.skip(f"the border of the CPU library was not tested: {error}")
+    words = layout.words(PAGE_TOKENS)
+
+    def run(tables: Tables, now_ns: int, order: int) -> int:
+        arenas = (tables.table, tables.seats, tables.rings)
+        view = View(*(arena.memory.data_ptr() for arena in arenas), words.ctypes.data)
+        rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns))
+        return int(library.ostinato_border(ctypes.byref(view), *rest))
+
+    return run
+
+
+@pytest.mark.slow
+@settings(max_examples=150, deadline=None)
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    script=acts(wild=True),
+    drifts=st.sampled_from([None, None, None, None, "plan_hash", "epoch"]),
+)
+def test_the_object_does_to_every_byte_what_the_twin_does(
+    layout: Layout, script: list[Act], drifts: str | None
+) -> None:
+    compare(in_object(layout), layout, script, drifts)
+
+
+@pytest.mark.slow
+def test_one_object_serves_layouts_of_any_size_in_turn() -> None:
+    full = Layout(n_slots=64, max_pages=3, vocab=1000, inbox_entries=128, outbox_entries=256)
+    tables = [Table(layout, in_object(layout)) for layout in (full, ROOMY, full)]
+    for table in tables:
+        for slot in range(table.layout.n_slots):
+            table.admit(slot, generation=slot + 1, first_token=slot)
+    for table in tables:
+        table.run()
+        n_slots = table.layout.n_slots
+        assert table.word(Word.LIVE) == n_slots
+        assert table.of("row_slot").tolist() == list(range(n_slots))
+        assert [entry.token for entry in table.drain()] == list(range(n_slots))

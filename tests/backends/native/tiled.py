@@ -1,0 +1,110 @@
+"""A model of ours with its matrices in tiles, as the CPU's native loop takes them, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.packed import Stack, Weight
+from ostinato.backends.native.tiles import TileMatrix, pack_tiles
+from ostinato.backends.torch.weight import dense_of
+from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model
+from ostinato.models.random import random_blocks
+
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Pack = Callable[[Tensor], TileMatrix]
+
+
+def plain_tiles(type: str = "F32", *, wide: bool = True) -> Pack:
+    """Packs a matrix as numbers of one of the plain types."""
+
+    def pack(weight: Tensor) -> TileMatrix:
+        raw = weight.to(_PLAIN[type]).contiguous().view(torch.uint8).view(len(weight), -1)
+        return pack_tiles(type, raw, wide=wide)
+
+    return pack
+
+
+def packed_blocks(type: str, *, wide: bool) -> Pack:
+    """Random blocks of a type in place of each matrix that it is asked for."""
+    chance = torch.Generator().manual_seed(3)
+
+    def pack(weight: Tensor) -> TileMatrix:
+        if type in ("F32", "F16", "BF16"):
+            return plain_tiles(type, wide=wide)(weight)
+        rows, cols = weight.shape
+        return pack_tiles(type, random_blocks(type, rows, cols, chance), wide=wide)
+
+    return pack
+
+
+def tiled(model: Model, pack: Pack | None = None) -> Model:
+    """The model with every matrix in tiles: q, k and v apart, gate and up too, each expert by itself."""
+    pack = pack or plain_tiles()
+    shape = model.shape
+    assert isinstance(model.embedding, Tensor)
+    assert model.head is not None
+    heads = [n * shape.head_width for n in (shape.n_heads, shape.n_kv_heads, shape.n_kv_heads)]
+
+    def halves(gate_up: Tensor) -> Stack:
+        return Stack(tuple(pack(half) for half in gate_up.chunk(2)))
+
+    def one(linear: Linear) -> Linear:
+        assert isinstance(linear.weight, Tensor)
+        return replace(linear, weight=pack(linear.weight))
+
+    def attention(block: Attention) -> Attention:
+        assert isinstance(block.qkv.weight, Tensor)
+        parts = Stack(tuple(pack(part) for part in torch.split(block.qkv.weight, heads)))
+        return replace(block, qkv=replace(block.qkv, weight=parts), out=one(block.out))
+
+    def mlp(block: object) -> GatedMLP | Experts:
+        if isinstance(block, Experts):
+            assert isinstance(block.gate_up, Tensor)
+            assert isinstance(block.down, Tensor)
+            gate_ups, downs = tuple(map(halves, block.gate_up)), tuple(map(pack, block.down))
+            return replace(block, router=one(block.router), gate_up=gate_ups, down=downs)
+        assert isinstance(block, GatedMLP)
+        assert isinstance(block.gate_up.weight, Tensor)
+        return replace(block, gate_up=replace(block.gate_up, weight=halves(block.gate_up.weight)), down=one(block.down))
+
+    def layer(block: object) -> Layer:
+        assert isinstance(block, Layer)
+        return replace(block, attention=attention(block.attention), mlp=mlp(block.mlp))
+
+    embedding = pack(model.embedding)
+    tied = model.head.weight is model.embedding
+    head = replace(model.head, weight=embedding) if tied else one(model.head)
+    return replace(model, embedding=embedding, layers=[layer(block) for block in model.layers], head=head)
+
+
+def dense(model: Model) -> Model:
+    """The other way: the numbers that the tiles hold, as torch's own blocks multiply them."""
+
+    def of(weight: Weight) -> Tensor:
+        return dense_of(weight, torch.float32)
+
+    def one(linear: Linear) -> Linear:
+        return replace(linear, weight=of(linear.weight))
+
+    def layer(block: object) -> Layer:
+        assert isinstance(block, Layer)
+        mlp = block.mlp
+        if isinstance(mlp, Experts):
+            assert isinstance(mlp.gate_up, tuple)
+            assert isinstance(mlp.down, tuple)
+            ups, downs = torch.stack([of(w) for w in mlp.gate_up]), torch.stack([of(w) for w in mlp.down])
+            mlp = replace(mlp, router=one(mlp.router), gate_up=ups, down=downs)
+        else:
+            assert isinstance(mlp, GatedMLP)
+            mlp = replace(mlp, gate_up=one(mlp.gate_up), down=one(mlp.down))
+        attention = replace(block.attention, qkv=one(block.attention.qkv), out=one(block.attention.out))
+        return replace(block, attention=attention, mlp=mlp)
+
+    assert model.head is not None
+    layers = [layer(block) for block in model.layers]
+    return replace(model, embedding=of(model.embedding), layers=layers, head=one(model.head))

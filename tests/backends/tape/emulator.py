@@ -1,0 +1,142 @@
+"""The tape's own source on the CPU: compiled with `machine_cpu.h` in place of the card, and run with ctypes.
+
+Whoever tests a part of the tape writes a source that includes its headers and ends in a KERNEL; `compiled` makes a
+library of it, and `Program.run` runs the whole grid in fibers, in an order that follows from a seed. Nothing here
+needs a GPU, and ctypes lets go of the interpreter while the grid runs, so that another thread can play the host.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Final
+
+import numpy as np
+import pytest
+
+from ostinato import build
+from ostinato.backends.tape.start import SOURCES
+from ostinato.errors import HardwareCannot
+from ostinato.loop import sources
+
+HERE: Final = Path(__file__).parent
+FOLDERS: Final = (SOURCES, sources.FOLDER, HERE)
+
+# A kernel reads its memory as whatever type it likes, as on the card; but what the card would not do, or would do
+# otherwise, is trapped: words that are not aligned, shifts by more than a word, places out of an array.
+FLAGS: Final = (
+    *("-std=c++17", "-Og", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing"),
+    *("-fsanitize=alignment,bounds,shift-exponent", "-fsanitize-undefined-trap-on-error"),
+)
+
+_NONE: Final[Mapping[str, str]] = MappingProxyType({})
+_INCLUDE: Final = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
+_ENDS: Final = {1: "deadlock", 2: "took too long", 3: "misused the machine"}
+
+
+class DidNotEnd(Exception):
+    """A run that came to no good end; the text says who waits where."""
+
+
+def constants(**values: int | float | str) -> str:
+    """A `shape.h` of these constants; what every part of the tape needs has defaults here."""
+    given = {"N_PLAYERS": 8, "DEADLINE_NS": "10000000000LL", "AGENDA_BYTES": 8, **values}
+    return "#pragma once\n" + "".join(f"#define {name} {value}\n" for name, value in given.items())
+
+
+def words(*values: int | np.ndarray) -> ctypes.Array[ctypes.c_uint64]:
+    """A kernel's struct of 8-byte words: an array as a pointer to it, an int as itself."""
+    numbers = [value.ctypes.data if isinstance(value, np.ndarray) else value for value in values]
+    made = (ctypes.c_uint64 * len(numbers))(*numbers)
+    made.arrays = values  # type: ignore[attr-defined]  # kept as long as somebody may follow the pointers
+    return made
+
+
+def headers_of(source: str, given: Mapping[str, str]) -> dict[str, str]:
+    """What a source includes, and what that includes: from `given` first, else from the tape's folders and ours."""
+    found: dict[str, str] = {}
+    unread = [source]
+    while unread:
+        for name in _INCLUDE.findall(unread.pop()):
+            if name in found:
+                continue
+            text = given.get(name)
+            for folder in FOLDERS:
+                if text is None and (folder / name).is_file():
+                    text = (folder / name).read_text("utf-8")
+            if text is not None:  # else the compiler says so, in its own words
+                found[name] = text
+                unread.append(text)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A compiled source; its kernels by name."""
+
+    library: ctypes.CDLL
+
+    def run(
+        self,
+        kernel: str,
+        argument: Any,
+        *,
+        n_blocks: int = 1,
+        shared_bytes: int = 0,
+        seed: int = 0,
+        limit_s: float = 60,
+    ) -> None:
+        """Run the whole grid; `argument` is the kernel's struct, as `words`, a ctypes.Structure or bytes.
+
+        Raises DidNotEnd when nobody can go on, when `limit_s` has passed, or when the machine was misused.
+        """
+        if isinstance(argument, bytes | bytearray):
+            argument = (ctypes.c_char * len(argument)).from_buffer_copy(argument)
+        function = getattr(self.library, f"{kernel}_on_cpu")
+        function.restype = ctypes.c_int
+        self.library.emulator_report.restype = ctypes.c_char_p
+        self.library.emulator_limit(ctypes.c_double(limit_s))
+        ended = function(ctypes.byref(argument), n_blocks, shared_bytes, ctypes.c_uint64(seed))
+        if ended != 0:
+            report = self.library.emulator_report().decode("utf-8", "replace")
+            raise DidNotEnd(f"{kernel}, seed {seed}: {_ENDS.get(ended, ended)}: {self._with_lines(report)}")
+
+    def _with_lines(self, report: str) -> str:
+        """Code that faulted, by file and line, where there is a tool that knows."""
+        code = re.search(r"code \+(0x[0-9a-f]+)", report)
+        tool = shutil.which("addr2line")
+        if code is None or tool is None:
+            return report
+        asked = [tool, "-e", self.library._name, "-i", "-f", "-C", "-s", code[1]]
+        lines = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+        places = [f"  in {name} ({place})" for name, place in zip(lines[::2], lines[1::2], strict=False)]
+        return "\n".join([report, *places])
+
+
+def compiled(source: str, name: str = "test.cpp", *, headers: Mapping[str, str] = _NONE) -> Program:
+    """A source that includes the tape's headers, for the CPU; `headers` are the generated ones, such as shape.h.
+
+    The test that asks is skipped where there is no compiler.
+    """
+    if "shape.h" not in headers:
+        headers = {**headers, "shape.h": constants()}
+    return _compiled(source, name, tuple(sorted(headers_of(source, headers).items())))
+
+
+@cache
+def _compiled(source: str, name: str, headers: tuple[tuple[str, str], ...]) -> Program:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("the tape was not emulated: its fibers are made as Linux does")
+    try:
+        path = build.shared_object(source, name, headers=dict(headers), flags=FLAGS)
+    except HardwareCannot as error:
+        pytest.skip(f"the tape was not emulated: {error}")
+    return Program(ctypes.CDLL(str(path)))

@@ -1,0 +1,156 @@
+"""The whole tape on the CPU: a `Loop` whose start runs the kernel's own source in the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.base import Prefill
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.packed import Packed, Stack, dequantize_torch, unpack
+from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_tape
+from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.backends.torch.prefill import TorchPrefill
+from ostinato.backends.torch.start import CpuDevice
+from ostinato.engine.open import TWIN, Loop, LoopOptions
+from ostinato.loop.guard import Guard
+from ostinato.loop.plan import Plan
+from ostinato.loop.start import STEP_DEADLINE_S, Launched, Start, next_executable
+from ostinato.models import blocks
+from ostinato.models.blocks import Model
+from ostinato.options import Activations, KVType
+from tests.backends.tape.emulator import Program, compiled
+from tests.engine.rig import Driver
+
+CONTEXT, N_PAGES, OUTBOX = 256, 64, 64
+
+
+class EmulatedTape(Launched):
+    """`TapeLoop` on the CPU: one thread plays the kernel, and jobs go behind it, as on a stream."""
+
+    name = "persistent"
+    device_paced = True
+    alone = True
+    comparison: Literal["bits", "tolerance"] = "tolerance"
+    helper: None = None
+
+    def __init__(self, plan: Plan, step: TapeStep, program: Program, guard: Guard, seed: int) -> None:
+        self._plan, self._step, self._program, self._guard, self._seed = plan, step, program, guard, seed
+        self._card = CpuDevice("emulated-tape")
+        self.executable = self.n_launches = self.n_instantiations = 0
+
+    def build(self) -> None:
+        self._guard.allow("I-1", "building the step again")
+        self.executable = next_executable()
+        self.n_instantiations += 1
+        self._step.built(self._plan.hash, self.executable)
+
+    def launch(self) -> None:
+        self.n_launches += 1
+        self._launched = self._card.submit(lambda: self._play(single=False))
+
+    def step(self) -> None:
+        self._guard.allow("I-2", "submitting a single step from the host")
+        self._card.submit(lambda: self._play(single=True)).result(STEP_DEADLINE_S)
+
+    def beside(self, job: Callable[[], None]) -> Future[None]:
+        return self._card.submit(job)
+
+    def health(self) -> None:
+        """The emulator is as well as this process."""
+
+    def close(self) -> None:
+        self._guard.allow("I-3", "destroying the executable")
+        self._card.close()
+
+    def _play(self, *, single: bool) -> None:
+        argument = Argument.from_buffer_copy(self._step.argument)
+        argument.single = single
+        self._seed += 1
+        sizes = self._step.sizes
+        self._program.run(
+            "tape",
+            argument,
+            n_blocks=sizes.grid.n_blocks,
+            shared_bytes=sizes.shared_bytes,
+            seed=self._seed,
+            limit_s=300,
+        )
+
+
+class EmulatedLoop(Loop):
+    """A loop over a model as a card has it; torch, for prompts, has the same numbers as float32."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: LoopOptions,
+        *,
+        seed: int = 0,
+        n_players: int = 2,
+        n_blocks: int = 3,
+        deadline_ns: int | None = None,
+        outbox_entries: int | None = None,
+    ) -> None:
+        self._on_card, self._seed, self._n_players, self._n_blocks = model, seed, n_players, n_blocks
+        self._deadline_ns = deadline_ns
+        super().__init__(widened(model), options, outbox_entries=outbox_entries)
+
+    def _made(self) -> tuple[Plan, Start, Prefill]:
+        model, options = self._on_card, self.options
+        reason = why_not_tape(model, options.n_slots, options.kv_type)
+        assert reason is None, reason
+        self.step = TapeStep(
+            model,
+            self.memory,
+            self.tables,
+            options.n_tokens,
+            Chip((9, 0), self._n_blocks, 227 << 10, 0),
+            kv_type=options.kv_type,
+            activations=options.activations,
+            n_players=self._n_players,
+        )
+        plan = tape_plan(model, self.memory, self.tables, self.step)
+        headers = tape_headers(self.step, self.tables, self.page_tokens)
+        if self._deadline_ns is not None:
+            headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
+        program = compiled(tape_source(), "tape.cpp", headers=headers)
+        prefill = TorchPrefill(self.model, self.memory, self.tables, options.n_tokens)
+        return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
+
+
+def tape_driver(
+    model: Model,
+    *,
+    n_slots: int = 4,
+    kv_type: KVType = "f32",
+    activations: Activations = "wide",
+    n_tokens: int | None = None,
+    **more: Any,
+) -> Driver:
+    """A driver of the tape over a small model. Sizes are the same unless they must differ: every layout is compiled."""
+    options = LoopOptions(TWIN, n_slots, CONTEXT, N_PAGES, kv_type, n_tokens or model.shape.vocab, activations)
+    return Driver(EmulatedLoop(model, options, outbox_entries=OUTBOX, **more))
+
+
+def widened(part: Any) -> Any:
+    """The same blocks with every weight as float32."""
+    if isinstance(part, Tensor):
+        return part.float()
+    if isinstance(part, Packed):
+        return dequantize_torch(unpack(part), part.type)
+    if isinstance(part, Stack):
+        return torch.cat([widened(one) for one in part.parts])
+    if isinstance(part, list | tuple):
+        return [widened(one) for one in part]
+    if isinstance(part, Model):
+        changed = {name: widened(getattr(part, name)) for name in ("embedding", "layers", "norm", "head")}
+        return replace(part, dtype=torch.float32, **changed)
+    if is_dataclass(part) and not isinstance(part, type) and part.__class__.__module__ == blocks.__name__:
+        return replace(part, **{f.name: widened(getattr(part, f.name)) for f in fields(part)})
+    return part

@@ -1,0 +1,54 @@
+"""Small random models as a card has them: matrices in bfloat16 or float16, or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from ostinato.backends.torch.table import TWINS
+from ostinato.models.blocks import Model
+from ostinato.models.builder import Builder
+from ostinato.models.llama import LLAMA
+from ostinato.models.qwen2 import QWEN2
+from ostinato.models.qwen3 import QWEN3
+from ostinato.models.random import RandomWeights
+from ostinato.models.rope import Rope
+from ostinato.models.shape import Shape
+
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+
+
+def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, None), **sizes: Any) -> Shape:
+    """Two layers, 128 wide, two heads for one of keys; other sizes where they are given."""
+    width = sizes.get("head_width", 64)
+    rope = Rope(10_000.0, width, "neighbours" if family == "llama" else "halves")
+    plain = Shape(
+        family=family,
+        n_layers=2,
+        hidden=128,
+        n_heads=4,
+        n_kv_heads=2,
+        head_width=width,
+        ff_width=192,
+        vocab=203,
+        context=256,
+        norm_eps=1e-5,
+        ropes=(rope, rope),
+        windows=tuple(windows),
+        query_scale=width**-0.5,
+        attention_bias=family == "qwen2",
+    )
+    return replace(plain, **sizes)
+
+
+@cache
+def small(shape: Shape, *, dtype: torch.dtype = torch.bfloat16, mix: str | None = None, seed: int = 0) -> Model:
+    """A model of that shape; `mix`: packed as a file of that kind."""
+    family = FAMILIES[shape.family]
+    weights = RandomWeights(shape, dtype, torch.device("cpu"), seed, mix)
+    with torch.inference_mode(False):
+        return family.build(Builder(shape, weights, TWINS, shape.context), family.layer)

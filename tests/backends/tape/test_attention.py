@@ -1,0 +1,335 @@
+"""The tape's attention in the emulator against `attend_torch`: every grouping, width, store, length and habit.
+
+Cells that a row must not read are NaN; a row's bits are compared alone and among neighbours, on other blocks and under
+other orders of events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows, attend_torch
+from ostinato.backends.torch.ops.rope import Pairing
+from ostinato.build import cubin
+from ostinato.loop.layout import Arena, Layout, Tables
+from tests.backends.tape import stage
+from tests.backends.tape.emulator import headers_of
+from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, words
+
+BEAT = 40
+N_LAYERS = 2
+MAX_ROWS = 8
+TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+# Of the largest output. It is handed on as float16, and q, k and v may be rounded to the other neighbour where a sine
+# or a sum ends in another last bit.
+TOLERANCE = {"f32": 7e-4, "f16": 1e-3, "bf16": 4e-3}
+
+# Every block puts its share of each layer's q, k and v, attends, and receives what all have seen.
+SOURCE = (
+    '#include "attention.h"\n'
+    + PLAYER
+    + """
+struct Given {
+    char* table;
+    const u64* words;    // [N_LAYERS][MAX_ROWS][QKV_COLUMNS], put into the hop layer by layer
+    u64 *qkv, *parts, *seen;
+    const float *qk_norms, *frequencies;
+    const Cache* caches;
+    const int* windows;
+    u16* out;            // [N_LAYERS][blocks][MAX_ROWS][columns]
+    State* state;
+    int n_rows, beat, n_blocks;
+};
+KERNEL(attend, Given, given, N_PLAYER_THREADS) {
+    Player p = player(given.beat);
+    Tape tape = {};
+    tape.view.table = given.table;
+    tape.qkv = given.qkv;
+    tape.parts = given.parts;
+    tape.seen = given.seen;
+    tape.qk_norms = given.qk_norms;
+    tape.frequencies = given.frequencies;
+    tape.caches = given.caches;
+    tape.windows = given.windows;
+    tape.state = given.state;
+    constexpr int ROW = MAX_ROWS * QKV_COLUMNS, COLUMNS = (QUERY_COLUMNS + 31) / 32 * 32;
+    learn_rows(p, tape, given.n_rows);
+    sync_players();
+    for (int layer = 0; layer < N_LAYERS; layer++, p.beat++) {
+        const int n_words = given.n_rows * QKV_COLUMNS;
+        for (int i = block() + N_BLOCKS * p.thread; i < n_words; i += N_BLOCKS * N_PLAYER_THREADS) {
+            put(tape.qkv + (layer & 1) * ROW + i, (u32)given.words[layer * ROW + i], p.beat);
+        }
+        attention(p, tape, layer, given.n_rows);
+        const u64* const hop = tape.seen + (layer & 1) * MAX_ROWS * (QUERY_COLUMNS / 2);
+        ManyRows ahead;
+        forget(ahead);
+        receive_pairs(p, tape, {hop, QUERY_COLUMNS / 2, given.n_rows, 0, COLUMNS}, ahead);
+        for (int i = p.thread; i < given.n_rows * COLUMNS; i += N_PLAYER_THREADS) {
+            const int row = i / COLUMNS, column = i % COLUMNS;
+            u16* const out = given.out + ((layer * N_BLOCKS + block()) * MAX_ROWS + row) * COLUMNS;
+            out[column] = p.activations[row * (COLUMNS + ROW_PADDING) + column];
+        }
+        sync_players();
+    }
+}
+"""
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A step of some layers: one sequence for each position, in slots and pages dealt at random."""
+
+    positions: tuple[int, ...]
+    group: int = 2
+    n_kv_heads: int = 1
+    width: int = 64
+    store: str = "bf16"
+    page_tokens: int = 16
+    normed: bool = False
+    rope_half: int | None = None  # None: all of a head turns
+    pairing: Pairing = "halves"
+    amplitude: float = 1.0
+    windows: tuple[int, int] = (0, 0)
+    n_blocks: int = 3
+    n_players: int = 2
+    splits: int = 4
+    data: int = 0
+
+    @property
+    def n_heads(self) -> int:
+        return self.group * self.n_kv_heads
+
+    @property
+    def half(self) -> int:
+        return self.width // 2 if self.rope_half is None else self.rope_half
+
+    @property
+    def layout(self) -> Layout:
+        longest = 4096 if max(self.positions) >= 1024 else 1024
+        return Layout(MAX_ROWS, longest // self.page_tokens, 64, inbox_entries=4, outbox_entries=4)
+
+    @property
+    def shape(self) -> dict[str, int | str]:
+        return {
+            "N_BLOCKS": self.n_blocks,
+            "N_PLAYERS": self.n_players,
+            "N_LAYERS": N_LAYERS,
+            "N_HEADS": self.n_heads,
+            "N_KV_HEADS": self.n_kv_heads,
+            "HEAD_WIDTH": self.width,
+            "QUERY_SCALE": f"{self.width**-0.5}f",
+            "ROPE_HALF": self.half,
+            "ROPE_NEIGHBOURS": int(self.pairing == "neighbours"),
+            "ROPE_AMPLITUDE": f"{float(self.amplitude)}f",
+            "SPLITS": self.splits,
+            "ACTIVATION_BF16": 0,
+            "KEPT": TYPES[self.store],
+            "HAS_QK_NORM": int(self.normed),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a case starts from."""
+
+    qkv: Tensor  # [layers, rows, columns]
+    kv: list[PagedKV]
+    heads: list[Heads]
+    rows: Rows
+    table: Arena
+
+
+def made(case: Case) -> Step:
+    """Past keys and values random, whatever nobody may look at NaN. Each row has its own source of chance."""
+    layout, dtype = case.layout, TORCH[case.store]
+    tables = Tables.on(layout, torch.device("cpu"))
+    g = torch.Generator().manual_seed(case.data)
+    slots = torch.randperm(MAX_ROWS, generator=g)[: len(case.positions)]
+    pages = torch.randperm(MAX_ROWS * layout.max_pages, generator=g).view(MAX_ROWS, layout.max_pages).int()
+    tables.table["pages"].copy_(pages)
+    tables.table["position"].fill_(12_345_678)
+    tables.table["row_slot"].fill_(77_777_777)
+    tables.table["row_slot"][: len(slots)] = slots.int()
+    tables.table["position"][slots] = torch.tensor(case.positions, dtype=torch.int32)
+    tables.table["n_rows"].fill_(len(slots))
+    norms = torch.rand(N_LAYERS, 2, case.width, generator=torch.Generator().manual_seed(4)) + 0.5
+    frequencies = 10_000.0 ** (-torch.arange(case.half) / max(case.half, 1))
+    heads = [
+        Heads(
+            case.n_heads,
+            case.n_kv_heads,
+            case.width,
+            case.width**-0.5,
+            window=case.windows[layer] or None,
+            frequencies=frequencies if case.half else None,
+            amplitude=case.amplitude,
+            pairing=case.pairing,
+            q_norm=norms[layer, 0] if case.normed else None,
+            k_norm=norms[layer, 1] if case.normed else None,
+        )
+        for layer in range(N_LAYERS)
+    ]
+    cells = (MAX_ROWS * layout.max_pages * case.page_tokens, case.n_kv_heads, case.width)
+    empty = torch.full(cells, torch.nan, dtype=dtype)
+    kv = [PagedKV(empty.clone(), empty.clone(), case.page_tokens) for _ in range(N_LAYERS)]
+    rows = Rows(*(tables.table[name] for name in ("n_rows", "row_slot", "position", "pages")))
+    qkv = torch.zeros(N_LAYERS, len(slots), heads[0].n_columns)
+    for row, (slot, position) in enumerate(zip(slots, case.positions, strict=True)):
+        for layer in range(N_LAYERS):
+            own = torch.Generator().manual_seed(1000 * position + layer)
+            qkv[layer, row] = torch.randn(heads[0].n_columns, generator=own) * 2
+            window = case.windows[layer] or position + 1
+            seen = torch.arange(max(0, position - window + 1), position)
+            past = torch.randn(2, len(seen), *cells[1:], generator=own)
+            where = kv[layer].cells(pages[slot], seen)
+            kv[layer].keys[where], kv[layer].values[where] = past.to(dtype)
+    return Step(qkv, kv, heads, rows, tables.table)
+
+
+def played(case: Case, step: Step, seed: int) -> Tensor:
+    """Run the kernel on a step, whose keys and values it appends to: float16 [layers, rows, columns]."""
+    program = stage.program(SOURCE, case.layout, case.page_tokens, **case.shape)
+    n_rows, columns = len(case.positions), case.n_heads * case.width
+    padded = -(-columns // 32) * 32
+    n_columns = step.heads[0].n_columns
+    sent = np.zeros((N_LAYERS, MAX_ROWS * n_columns), dtype=np.uint64)
+    for layer in range(N_LAYERS):
+        sent[layer, : n_rows * n_columns] = words(step.qkv[layer].numpy(), 0).ravel()
+    caches = np.array([[kv.keys.data_ptr(), kv.values.data_ptr()] for kv in step.kv], dtype=np.uint64)
+    hops = {
+        "qkv": 2 * MAX_ROWS * n_columns,
+        "parts": 2 * MAX_ROWS * case.n_heads * case.splits * (case.width + 2),
+        "seen": 2 * MAX_ROWS * columns // 2,
+    }
+    nan = np.float32(np.nan)
+    out = np.zeros((N_LAYERS, case.n_blocks, MAX_ROWS, padded), dtype=np.uint16)
+    normed, turning = step.heads[0].q_norm is not None, step.heads[0].frequencies
+    norms = (
+        torch.stack([w for h in step.heads for w in (h.q_norm, h.k_norm) if w is not None])
+        if normed
+        else torch.zeros(4)
+    )
+    argument = stage.given(
+        table=step.table.memory,
+        words=sent,
+        # Two beats ago somebody else's values lay there.
+        **{name: words(np.full(n, nan, dtype=np.float32), BEAT - 2) for name, n in hops.items()},
+        qk_norms=norms,
+        frequencies=torch.zeros(4) if turning is None else turning,
+        caches=caches,
+        windows=np.array(case.windows, dtype=np.int32),
+        out=out,
+        state=np.zeros(4, dtype=np.uint32),
+        n_rows=n_rows,
+        beat=BEAT,
+        n_blocks=case.n_blocks,
+    )
+    program.run("attend", argument, n_blocks=case.n_blocks, shared_bytes=SHARED_BYTES, seed=seed)
+    seen = torch.from_numpy(out).view(torch.float16)[:, :, :n_rows, :columns]
+    assert all(torch.equal(seen[:, 0], seen[:, block]) for block in range(case.n_blocks))
+    return seen[:, 0]
+
+
+def check(case: Case, seed: int = 0) -> Tensor:
+    """Play a case, and compare what was seen and what was appended with the twin."""
+    step, wanted = made(case), made(case)
+    got = played(case, step, seed)
+    for layer in range(N_LAYERS):
+        seen = torch.zeros(len(case.positions), case.n_heads * case.width)
+        attend_torch(wanted.qkv[layer], seen, wanted.kv[layer], wanted.rows, wanted.heads[layer])
+        assert not seen.isnan().any()
+        worst = float((got[layer].float() - seen).abs().max() / seen.abs().max())
+        assert worst < TOLERANCE[case.store], f"layer {layer}: {worst}"
+        for ours, twins in (
+            (step.kv[layer].keys, wanted.kv[layer].keys),
+            (step.kv[layer].values, wanted.kv[layer].values),
+        ):
+            assert torch.equal(ours.isnan(), twins.isnan())  # nothing else was written
+            torch.testing.assert_close(
+                ours, twins, rtol=8e-3 if case.store == "bf16" else 1e-3, atol=1e-5, equal_nan=True
+            )
+    return got
+
+
+MANY = (0, 1, 15, 16, 31, 33, 100, 257)
+CASES = {
+    "alone at the first position": Case((0,), group=4, n_kv_heads=2, store="f32"),
+    "eight rows, more items than blocks": Case(MANY, group=4, n_kv_heads=2),
+    "fewer items than blocks": Case((5,), group=1, n_kv_heads=2, n_blocks=7, store="f16"),
+    "group 3, normed": Case((63, 64, 65), group=3, normed=True, store="f16"),
+    "group 5, in two halves": Case((40, 300), group=5, n_kv_heads=2, width=64, normed=True),
+    "group 6": Case((90,), group=6, n_blocks=2),
+    "group 7, wide": Case((130, 17), group=7, width=128),
+    "group 8": Case((31, 32), group=8, n_kv_heads=2, store="f32"),
+    "width 96": Case((47, 48, 200), group=1, n_kv_heads=3, width=96),
+    "width 96 in float32": Case((47, 129), group=2, width=96, store="f32", normed=True),
+    "width 128, neighbours": Case((77, 500), width=128, pairing="neighbours", store="f16"),
+    "width 256": Case((150,), width=256, n_kv_heads=2),
+    "width 256 in float32": Case((70, 33), width=256, store="f32", n_players=4),
+    "a part of the head turns": Case((35, 99), width=64, rope_half=16, amplitude=1.25, store="f32"),
+    "a part of the head turns, neighbours": Case((35, 99), width=96, rope_half=20, pairing="neighbours"),
+    "nothing turns": Case((50,), rope_half=0),
+    "windows": Case((10, 33, 64, 200, 700), windows=(33, 0), group=4),
+    "windows of every layer": Case((95, 96, 97, 511), windows=(64, 20), store="f32"),
+    "long": Case((3000, 1025), n_kv_heads=2, splits=16, n_blocks=8, page_tokens=64),
+    "long, odd pages, many splits": Case((2500,), page_tokens=24, splits=32, store="f16", n_players=4),
+    "eight warps": Case((20, 600), group=4, n_kv_heads=2, n_players=8, n_blocks=4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_attention_is_the_twins(name: str) -> None:
+    check(CASES[name], seed=len(name))
+
+
+@cache
+def bits_alone(position: int, case: Case) -> Tensor:
+    return check(replace(case, positions=(position,), data=position + 1), seed=position)
+
+
+@pytest.mark.slow
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    positions=st.lists(
+        st.sampled_from([0, 1, 30, 31, 32, 63, 64, 127, 128, 129, 255, 256, 400]), min_size=1, max_size=8, unique=True
+    ),
+    seed=st.integers(0, 2**32),
+)
+def test_a_rows_bits_do_not_depend_on_who_is_beside_it(positions: list[int], seed: int) -> None:
+    case = Case((0,), group=4, n_kv_heads=2, windows=(0, 48))
+    among = check(replace(case, positions=tuple(positions), data=seed % 1000), seed=seed)
+    for row, position in enumerate(positions):
+        assert torch.equal(among[:, row], bits_alone(position, case)[:, 0]), position
+
+
+@pytest.mark.slow
+def test_a_rows_bits_do_not_depend_on_how_many_blocks_there_are() -> None:
+    case = Case((300, 31, 64), group=8, n_kv_heads=2)
+    assert torch.equal(check(replace(case, n_blocks=1)), check(replace(case, n_blocks=11), seed=3))
+
+
+@pytest.mark.slow
+def test_any_order_of_events_gives_the_same() -> None:
+    case = Case((100, 5), group=2, n_kv_heads=2, n_blocks=5)
+    first = played(case, made(case), 0)
+    for seed in range(1, 30):
+        assert torch.equal(played(case, made(case), seed), first), seed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("store", "group", "width"), [("bf16", 4, 64), ("f16", 8, 128), ("f32", 7, 256)])
+def test_attention_compiles_for_a_card(store: str, group: int, width: int) -> None:
+    case = Case((0,), group=group, n_kv_heads=8, width=width, store=store, n_blocks=132, n_players=8, splits=16)
+    made = stage.headers(Layout(MAX_ROWS, 2048, 64), 64, **case.shape)
+    assert cubin(SOURCE, "attention.cu", arch="sm_90", headers=headers_of(SOURCE, made))

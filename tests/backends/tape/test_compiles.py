@@ -1,0 +1,74 @@
+"""The whole kernel compiles for the card it is written for: a few models that together have every kind of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import empty
+from ostinato.backends.tape.plan import TapeSizes, why_not_tape
+from ostinato.backends.tape.start import tape_binary
+from ostinato.backends.torch.table import TWINS
+from ostinato.errors import HardwareCannot
+from ostinato.loop.layout import Layout
+from ostinato.models.blocks import Model
+from ostinato.models.builder import Builder
+from ostinato.models.random import RandomWeights
+from ostinato.models.shape import Shape
+from ostinato.options import Activations
+from tests.backends.tape.models import FAMILIES, shape_of
+from tests.backends.tape.test_plan import H200, headers_for, matrices_of
+
+# The widths of a model of a billion weights; one layer and few tokens, on which no code depends.
+BILLION = {"hidden": 2048, "n_heads": 32, "n_kv_heads": 8, "ff_width": 8192, "vocab": 4096}
+
+
+class Unfilled(RandomWeights):
+    """Plain weights that nobody multiplies."""
+
+    def take_stacked(
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype or self.dtype, self.device)
+
+
+def one_layer(family: str) -> Shape:
+    shape = shape_of(family, windows=(None,), n_layers=1, **BILLION)
+    return shape_of(family, windows=(None,), n_layers=1, ropes=shape.ropes[:1], **BILLION)
+
+
+def unfilled(family: str, dtype: torch.dtype, mix: str | None) -> Model:
+    shape, kind = one_layer(family), FAMILIES[family]
+    weights = Unfilled(shape, dtype, torch.device("cpu"), 0, mix)
+    return kind.build(Builder(shape, weights, TWINS, shape.context), kind.layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "dtype", "mix", "activations"),
+    [
+        ("llama", torch.bfloat16, None, "wide"),
+        ("qwen3", torch.bfloat16, "q4_k_m", "wide"),
+        ("llama", torch.float16, "q4_k_m", "int8"),
+    ],
+    ids=["bfloat16", "packed, with norms of q and k", "float16, packed, 8 bits of activations"],
+)
+def test_the_whole_kernel_compiles_for_the_card(
+    family: str, dtype: torch.dtype, mix: str | None, activations: Activations
+) -> None:
+    model, layout = unfilled(family, dtype, mix), Layout(8, 64, BILLION["vocab"])
+    assert why_not_tape(model, 8, "bf16") is None
+    sizes = TapeSizes.of(
+        model.shape, matrices_of(model), 8, H200, kv_type="bf16", page_tokens=64, max_pages=layout.max_pages
+    )
+    assert sizes.grid.n_blocks == H200.n_multiprocessors
+    headers = headers_for(model, sizes, layout, "bf16", activations)
+    try:
+        binary = tape_binary(headers, H200, {})
+    except HardwareCannot as error:
+        pytest.skip(f"the tape was not compiled for {H200.exact_arch}: {error}")
+    assert binary.startswith(b"\x7fELF")
+    assert b".text.tape" in binary

@@ -1,0 +1,579 @@
+"""What the tape says that it cannot play, how it shares out a card, and that its numbers are those of its headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from ctypes import c_int, c_uint64, c_void_p, sizeof
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.packed import Packed, Stack, pack
+from ostinato.backends.tape.deal import Grid, Kind, Matrix, Segment, padded_columns
+from ostinato.backends.tape.plan import (
+    GATES_BYTES,
+    HEAD_WIDTHS,
+    IN_FLIGHT_BYTES,
+    ITEM_BYTES,
+    ITEMS_AT_ONCE,
+    LEAST_SPLIT,
+    LEAST_STAGES,
+    QKV_SEGMENTS,
+    ROW_PADDING,
+    SLAB_COLUMNS,
+    SPLITS,
+    STATIC_BYTES,
+    SUMMARY_WORDS,
+    Argument,
+    TapeSizes,
+    TapeStep,
+    attention_bytes,
+    shape_header,
+    sources_of,
+    tape_plan,
+    why_no_tape_on,
+    why_not_shape,
+    why_not_tape,
+    why_not_weights,
+)
+from ostinato.backends.tape.start import SOURCES, tape_headers, tape_source
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.errors import HardwareCannot, InternalError
+from ostinato.loop.layout import Layout, Tables
+from ostinato.models.blocks import Linear, Model, PlainMLP
+from ostinato.models.random import random_blocks
+from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
+from ostinato.options import Activations, KVType
+from tests.backends.tape.emulator import Program, compiled
+from tests.backends.tape.models import shape_of, small
+
+CPU = torch.device("cpu")
+H200 = Chip((9, 0), 132, 227 << 10, 50 << 20)
+LLAMA = shape_of()
+PACKABLE = shape_of(hidden=256, ff_width=256)
+
+
+# --- what it cannot play, a sentence for each thing ---
+
+SHAPES: dict[str, tuple[Shape, str]] = {
+    "family": (replace(LLAMA, family="gemma2"), "the family gemma2: it plays llama, qwen2, qwen3"),
+    "experts": (replace(LLAMA, experts=ExpertShape(8, 2, 64, renormalise=True)), "experts"),
+    "recurrent": (replace(LLAMA, recurrent=RecurrentShape(((1,),))), "layers that are not causal attention"),
+    "no attention": (replace(LLAMA, attention=False), "layers that are not causal attention"),
+    "encoder": (replace(LLAMA, causal=False), "layers that are not causal attention"),
+    "multipliers": (replace(LLAMA, multipliers=Multipliers(head=0.5)), "multipliers"),
+    "embedding": (replace(LLAMA, embedding_scale=11.0), "multipliers"),
+    "cap of scores": (replace(LLAMA, attention_softcap=50.0), "soft caps"),
+    "cap of logits": (replace(LLAMA, logit_softcap=30.0), "soft caps"),
+    "activation": (replace(LLAMA, activation="gelu"), "the activation gelu: it has silu"),
+    "bias": (replace(LLAMA, mlp_bias=True), "a bias in the feed-forward block"),
+    "width": (shape_of(head_width=80), "heads of width 80: it has 64, 96, 128, 256"),
+    "group": (replace(LLAMA, n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
+    "hidden": (replace(LLAMA, hidden=96), "a hidden size of 96: it wants a multiple of 64"),
+    "feed-forward": (replace(LLAMA, ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
+    "no rope": (replace(LLAMA, ropes=(None, None)), "layers with different rotary positions"),
+    "ropes": (replace(LLAMA, ropes=(LLAMA.ropes[0], None)), "layers with different rotary positions"),
+}
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_a_shape_that_it_cannot_express_is_named(what: str) -> None:
+    shape, words = SHAPES[what]
+    assert why_not_shape(shape) == f"the tape does not know {words}"
+    assert why_not_tape(replace(small(LLAMA), shape=shape), 1, "bf16") == why_not_shape(shape)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("width", HEAD_WIDTHS)
+def test_shapes_of_its_families_have_no_reason(family: str, width: int) -> None:
+    assert why_not_shape(shape_of(family, head_width=width)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("mix", [None, "q4_k_m", "q5_0", "q6_k", "q8_0"])
+def test_models_that_it_plays_have_none(dtype: torch.dtype, mix: str | None) -> None:
+    model = small(PACKABLE, dtype=dtype, mix=mix)
+    assert all(why_not_tape(model, n_slots, kv) is None for n_slots in (1, 8) for kv in ("f32", "f16", "bf16"))
+
+
+def changed_layer(model: Model, **parts: Any) -> Model:
+    """The model with another second layer."""
+    return replace(model, layers=[model.layers[0], replace(model.layers[1], **parts)])  # type: ignore[type-var]
+
+
+def with_mlp(model: Model, **parts: Any) -> Model:
+    return changed_layer(model, mlp=replace(model.layers[1].mlp, **parts))  # type: ignore[attr-defined]
+
+
+def with_weight(model: Model, weight: Packed | Tensor | Stack) -> Model:
+    return with_mlp(model, gate_up=replace(gate_up(model), weight=weight))
+
+
+def gate_up(model: Model) -> Linear:
+    found = model.layers[1].mlp.gate_up  # type: ignore[attr-defined]
+    assert isinstance(found, Linear)
+    return found
+
+
+def packed(mix: str) -> Packed:
+    weight = gate_up(small(PACKABLE, mix=mix)).weight
+    assert isinstance(weight, Packed)
+    return weight
+
+
+def with_plain_mlp(model: Model) -> Model:
+    mlp: Any = model.layers[1].mlp  # type: ignore[attr-defined]
+    return changed_layer(model, mlp=PlainMLP(model.ops, mlp.gate_up, mlp.down, "silu"))
+
+
+def with_head(model: Model, **parts: Any) -> Model:
+    assert model.head is not None
+    return replace(model, head=replace(model.head, **parts))
+
+
+def wide_weight(model: Model) -> Tensor:
+    weight = gate_up(model).weight
+    assert isinstance(weight, Tensor)
+    return weight.float() + 1e-6
+
+
+MODELS: dict[str, tuple[Callable[[Model], Model], str]] = {
+    "another layer": (with_plain_mlp, "layer 1 is of a kind that the tape does not know"),
+    "after attention": (lambda m: changed_layer(m, after_attention=m.norm), "the tape has no norms after a block"),
+    "after the mlp": (lambda m: changed_layer(m, after_mlp=m.norm), "the tape has no norms after a block"),
+    "no head": (lambda m: replace(m, head=None), "the tape wants a head, a last norm and rotary positions"),
+    "no norm": (lambda m: replace(m, norm=None), "the tape wants a head, a last norm and rotary positions"),
+    "learned positions": (
+        lambda m: replace(m, position_embedding=torch.zeros(8, m.shape.hidden)),
+        "the tape wants a head, a last norm and rotary positions",
+    ),
+    "bias": (lambda m: with_head(m, bias=torch.zeros(m.shape.vocab)), "the tape has no bias or scale of head"),
+    "scale": (lambda m: with_head(m, scale=0.5), "the tape has no bias or scale of head"),
+    "two kinds": (
+        lambda m: with_weight(m, Stack((packed("q4_k"), packed("q6_k")))),
+        "layer.1.gate_up: a matrix of Q4_K and Q6_K cannot be laid out on the tape: gate and up share their tiles",
+    ),
+    "unknown type": (
+        lambda m: with_weight(m, replace(packed("q4_k"), type="IQ4_XS")),
+        "layer.1.gate_up: IQ4_XS weights have no place on the tape; those that have are Q4_0, ",
+    ),
+    "integers": (
+        lambda m: with_weight(m, torch.zeros((512, 256), dtype=torch.int8)),
+        "layer.1.gate_up: int8 weights have no place on the tape",
+    ),
+    "lost values": (
+        lambda m: with_weight(m, wide_weight(m)),
+        "layer.1.gate_up: the tape keeps these float32 weights as bfloat16, which cannot hold their values",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", MODELS)
+def test_weights_that_it_cannot_lay_out_are_named(what: str) -> None:
+    change, words = MODELS[what]
+    model = change(small(PACKABLE))
+    reason = why_not_weights(model)
+    assert reason is not None
+    assert reason.startswith(words)
+    assert why_not_tape(model, 1, "bf16") == reason
+
+
+def test_float32_weights_that_bfloat16_holds_are_taken() -> None:
+    model = small(PACKABLE)
+    weight = gate_up(model).weight
+    assert isinstance(weight, Tensor)
+    assert why_not_tape(with_weight(model, weight.float()), 1, "bf16") is None
+
+
+def test_slots_and_types_that_it_has_not_are_named() -> None:
+    model = small(LLAMA)
+    assert why_not_tape(model, 9, "bf16") == "the tape has up to 8 slots, and 9 are asked for"
+    assert why_not_tape(model, 8, "q8_0") == "the tape keeps keys and values as f32, f16, bf16, not q8_0"
+    wide = replace(model, dtype=torch.float32)
+    assert why_not_tape(wide, 1, "f32") == "the tape multiplies bfloat16 or float16, and this model's rows are float32"
+
+
+@pytest.mark.parametrize(
+    ("capability", "can"), [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 1), True)]
+)
+def test_a_card_must_have_bulk_copies(capability: tuple[int, int], can: bool) -> None:
+    reason = why_no_tape_on(capability)
+    assert (reason is None) == can
+    dotted = ".".join(map(str, capability))
+    assert can or reason == (
+        f"the tape is streamed by bulk copies, which cards have since capability 9.0; this one has {dotted}"
+    )
+
+
+# --- the numbers of its headers ---
+
+
+def header(name: str) -> str:
+    return (SOURCES / name).read_text("utf-8")
+
+
+def test_the_argument_has_the_fields_of_the_header_in_its_order() -> None:
+    body = re.search(r"struct Tape \{(.*?)\n\};", header("parts.h"), re.DOTALL)
+    assert body is not None
+    fields: list[tuple[str, str]] = []
+    for line in re.sub(r"//.*", "", body[1]).split(";"):
+        found = re.fullmatch(r"\s*(?:const )?(\w+)(\*?) (.*)", line, re.DOTALL)
+        if found is None:
+            assert not line.strip(), line
+            continue
+        kind = "pointer" if found[2] else found[1]
+        fields += [(name.strip(), kind) for name in found[3].split(",")]
+    kinds = {c_void_p: "pointer", c_uint64: "u64", c_int: "int"}
+    assert [(name, kinds.get(kind, "View")) for name, kind, *_ in Argument._fields_] == fields
+
+
+class Compiled:
+    """What one shape's headers say of themselves, as the compiler has it."""
+
+    NAMES = (
+        *("sizeof(Tape)", "RING_AT", "ATTENTION_BYTES", "sizeof(Summing)", "sizeof(Choosing)", "SLAB_COLUMNS"),
+        *("SUMMARY_WORDS", "ROW_PADDING", "sizeof(Item)", "sizeof(Agenda)", "ITEMS_AT_ONCE"),
+    )
+
+    def __init__(self, headers: dict[str, str]) -> None:
+        told = "".join(f'extern "C" int told_{i}() {{ return (int)({name}); }}\n' for i, name in enumerate(self.NAMES))
+        # Without the kernel nobody calls the functions, and nothing but these numbers is compiled.
+        quiet = '#pragma GCC diagnostic ignored "-Wunused-function"\n'
+        source = tape_source().partition("KERNEL(")[0]
+        self._library = compiled(f"{quiet}{source}{told}", "sizes.cpp", headers=headers).library
+
+    def __getitem__(self, name: str) -> int:
+        return int(getattr(self._library, f"told_{self.NAMES.index(name)}")())
+
+
+def headers_for(
+    model: Model, sizes: TapeSizes, layout: Layout, kv_type: KVType, activations: Activations = "wide"
+) -> dict[str, str]:
+    """As a step has them, without laying out a weight."""
+    kinds = {source.matrix.kind for _, source in sources_of(model)}
+    step: Any = type("Step", (), {"header": shape_header(model, sizes, layout.vocab, kv_type, kinds, activations)})
+    tables: Any = type("OfTables", (), {"layout": layout})
+    return tape_headers(step, tables, 64)
+
+
+def matrices_of(model: Model) -> list[Matrix]:
+    return [source.matrix for _, source in sources_of(model)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "n_slots", "kv_type", "n_players", "mix"),
+    [
+        (shape_of(), 4, "f32", 2, None),
+        (shape_of(hidden=192, n_heads=16, n_kv_heads=2, head_width=128, ff_width=320, vocab=5000), 8, "bf16", 8, None),
+        (shape_of("qwen3", hidden=256, n_heads=2, n_kv_heads=1, head_width=256, ff_width=256), 5, "f16", 8, "q4_k_m"),
+    ],
+    ids=["small", "wide groups", "packed"],
+)
+def test_sizes_are_those_of_the_compiled_source(
+    shape: Shape, n_slots: int, kv_type: KVType, n_players: int, mix: str | None
+) -> None:
+    model, layout = small(shape, mix=mix), Layout(n_slots, 40, shape.vocab)
+    sizes = TapeSizes.of(
+        shape, matrices_of(model), n_slots, H200, n_players, kv_type=kv_type, page_tokens=64, max_pages=40
+    )
+    found = Compiled(headers_for(model, sizes, layout, kv_type))
+    assert found["sizeof(Tape)"] == sizeof(Argument)
+    assert found["RING_AT"] == sizes.own_bytes
+    kept = 4 if kv_type == "f32" else 2
+    assert found["ATTENTION_BYTES"] == attention_bytes(shape, sizes.grid, n_slots, kept)
+    assert found["sizeof(Agenda)"] == sizes.agenda_bytes
+    assert found["ITEMS_AT_ONCE"] <= ITEMS_AT_ONCE
+    assert found["sizeof(Summing)"] == summing_bytes(n_slots, n_players)
+    assert found["sizeof(Choosing)"] == choosing_bytes(sizes.grid)
+    assert found["SLAB_COLUMNS"] == slab_columns(sizes)
+    constants = found["SUMMARY_WORDS"], found["ROW_PADDING"], found["sizeof(Item)"]
+    assert constants == (SUMMARY_WORDS, ROW_PADDING, ITEM_BYTES)
+
+
+def summing_bytes(n_slots: int, n_players: int) -> int:
+    """Of each row and player: the best, the largest and the sum of a part, and its weight."""
+    return n_slots * n_players * (16 + 8)
+
+
+def choosing_bytes(grid: Grid) -> int:
+    """Lists and buckets of 1024, two words of each block, a sum of each player, and what was heard."""
+    heard = 8 + 2 * 4 + 8 + 8
+    return 1024 * (8 + 8 + 8 + 4) + 8 * grid.n_blocks + 8 * grid.n_players + heard + 8
+
+
+def slab_columns(sizes: TapeSizes) -> int:
+    unit = SLAB_COLUMNS * sizes.grid.n_players
+    return (sizes.activation_bytes // (2 * sizes.n_slots) - ROW_PADDING) // unit * unit
+
+
+# The header's own lines as a function of what they are compiled with: thousands of shapes for one compilation.
+SIZED_BY = (
+    *("N_HEADS", "N_KV_HEADS", "HEAD_WIDTH", "N_BLOCKS", "N_PLAYERS", "MAX_ROWS"),
+    *("KEPT", "PAGE_TOKENS_", "MAX_PAGES_", "SPLITS", "LEAST_SPLIT", "ROPE_HALF"),
+)
+
+
+@cache
+def attention_header() -> Program:
+    text = re.sub(r"//.*", "", header("agenda.h") + header("attention.h")).partition("#define ATTENTION_BYTES")
+    lines = re.findall(r"constexpr int \w+\s*=[^;]*;", text[0])
+    assert len(lines) > 20
+    body = "\n".join(lines).replace("constexpr int", "const int")
+    total = text[2].partition("\n")[0]
+    macros = {"PAGE_TOKENS(_)": "PAGE_TOKENS_", "MAX_PAGES(_)": "MAX_PAGES_", "GROUP": "(N_HEADS / N_KV_HEADS)"}
+    macros |= {"TYPE_F32": "0", "TYPE_F16": "1", "TYPE_BF16": "2"}
+    defines = "".join(f"#define {name} {value}\n" for name, value in macros.items())
+    given = ", ".join(f"int {name}" for name in SIZED_BY)
+    quiet = '#pragma GCC diagnostic ignored "-Wunused-variable"\n'
+    return compiled(f'{quiet}{defines}extern "C" int sized({given}) {{\n{body}\nreturn {total};\n}}\n', "sized.cpp")
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    group=st.integers(1, 8),
+    n_kv_heads=st.integers(1, 16),
+    width=st.sampled_from(HEAD_WIDTHS),
+    n_blocks=st.integers(1, 200),
+    n_players=st.sampled_from([1, 2, 4, 8]),
+    n_slots=st.integers(1, 8),
+    kept=st.sampled_from([0, 1, 2]),
+    page_tokens=st.sampled_from([16, 64]),
+    max_pages=st.integers(1, 8192),
+)
+def test_what_attention_works_in_is_counted_as_its_header_does(
+    group: int,
+    n_kv_heads: int,
+    width: int,
+    n_blocks: int,
+    n_players: int,
+    n_slots: int,
+    kept: int,
+    page_tokens: int,
+    max_pages: int,
+) -> None:
+    n_heads = group * n_kv_heads
+    expected = attention_header().library.sized(
+        *(n_heads, n_kv_heads, width, n_blocks, n_players, n_slots),
+        *(kept, page_tokens, max_pages, SPLITS, LEAST_SPLIT, width // 2),
+    )
+    shape = shape_of(n_heads=n_heads, n_kv_heads=n_kv_heads, head_width=width)
+    grid = Grid(n_blocks, n_players)
+    kept_bytes = 4 if kept == 0 else 2
+    assert attention_bytes(shape, grid, n_slots, kept_bytes) == expected
+
+
+# --- how a card is shared out ---
+
+widths = st.integers(1, 256).map(lambda n: 64 * n)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    hidden=widths,
+    ff_width=widths,
+    group=st.integers(1, 8),
+    n_kv_heads=st.integers(1, 8),
+    width=st.sampled_from(HEAD_WIDTHS),
+    vocab=st.integers(1, 200_000),
+    kinds=st.lists(st.sampled_from(list(Kind)), min_size=5, max_size=5),
+    n_slots=st.integers(1, 8),
+    n_players=st.sampled_from([2, 4, 8]),
+    kv_type=st.sampled_from(["f32", "f16", "bf16"]),
+    max_pages=st.integers(1, 4096),
+    n_multiprocessors=st.integers(1, 264),
+    shared_kb=st.sampled_from([48, 99, 163, 227]),
+)
+@example(2176, 8192, 4, 8, 64, 128_256, [Kind.HALF] * 5, 8, 8, "bf16", 64, 132, 227)
+def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
+    hidden: int,
+    ff_width: int,
+    group: int,
+    n_kv_heads: int,
+    width: int,
+    vocab: int,
+    kinds: Sequence[Kind],
+    n_slots: int,
+    n_players: int,
+    kv_type: KVType,
+    max_pages: int,
+    n_multiprocessors: int,
+    shared_kb: int,
+) -> None:
+    heads = group * n_kv_heads
+    shape = shape_of(
+        hidden=hidden, ff_width=ff_width, n_heads=heads, n_kv_heads=n_kv_heads, head_width=width, vocab=vocab
+    )
+    rows = ((heads + 2 * n_kv_heads) * width, hidden, 2 * ff_width, hidden, vocab)
+    columns = (hidden, heads * width, hidden, ff_width, hidden)
+    matrices = [Matrix(k, r, c, i == 2) for i, (k, r, c) in enumerate(zip(kinds, rows, columns, strict=True))]
+    chip = Chip((9, 0), n_multiprocessors, shared_kb << 10, 0)
+    paged: dict[str, Any] = {"kv_type": kv_type, "page_tokens": 64, "max_pages": max_pages}
+    try:
+        sizes = TapeSizes.of(shape, matrices, n_slots, chip, n_players, **paged)
+    except HardwareCannot:
+        return
+    assert sizes.shared_bytes + STATIC_BYTES <= chip.shared_bytes
+    assert sizes.n_stages >= LEAST_STAGES
+    # One more would be too many, but for what the gates and the roundings take.
+    assert sizes.shared_bytes + STATIC_BYTES + sizes.stage_bytes + GATES_BYTES + 256 > chip.shared_bytes
+    assert 2 <= sizes.in_flight < sizes.n_stages
+    assert sizes.in_flight == 2 or sizes.in_flight * sizes.stage_bytes <= IN_FLIGHT_BYTES
+    # What places of the source assert: the stages and the activations behind them are aligned for whatever lies there.
+    assert sizes.own_bytes % 128 == sizes.stage_bytes % 128 == sizes.activation_bytes % 128 == 0
+    grid, kept = sizes.grid, 4 if kv_type == "f32" else 2
+    looking = attention_bytes(shape, grid, n_slots, kept)
+    normed = padded_columns(Kind.FOUR, hidden, n_players)
+    needs = (looking, summing_bytes(n_slots, n_players), choosing_bytes(grid), 2 * n_slots * (normed + ROW_PADDING))
+    assert sizes.activation_bytes >= max(needs)
+    assert slab_columns(sizes) > 0
+    # Every block has a tile of the head and one of gate and up.
+    assert 1 <= grid.n_blocks <= min(n_multiprocessors, -(-vocab // 16), ff_width // 8)
+
+
+def test_a_card_with_little_shared_memory_is_told_what_was_asked() -> None:
+    model = small(shape_of(hidden=2048, ff_width=2048))
+    with pytest.raises(HardwareCannot, match=r"has 48 kB .* 3 stages of 16384 bytes and 32 kB .*; use --mode loop"):
+        TapeSizes.of(model.shape, matrices_of(model), 1, replace(H200, shared_bytes=48 << 10), **PAGED)
+
+
+PAGED: dict[str, Any] = {"kv_type": "bf16", "page_tokens": 64, "max_pages": 4}
+
+
+# --- the step and its plan ---
+
+
+class Laid:
+    """A model on the tape, with the memory and the tables around it."""
+
+    def __init__(
+        self, model: Model, n_slots: int = 3, kv_type: KVType = "f32", n_players: int = 2, *, on_tape: bool = False
+    ) -> None:
+        self.memory = PagedMemory.of(model, n_slots=n_slots, n_pages=6, kv_type=kv_type, page_tokens=16)
+        self.tables = Tables.on(Layout(n_slots, 4, model.shape.vocab), CPU)
+        chip = Chip((9, 0), 3, 227 << 10, 0)
+        n_tokens = model.shape.vocab
+        words: dict[str, Any] = {"kv_type": kv_type, "n_players": n_players, "on_tape": on_tape}
+        self.step = TapeStep(model, self.memory, self.tables, n_tokens, chip, **words)
+        self.plan = tape_plan(self.step.model, self.memory, self.tables, self.step)
+
+
+@pytest.mark.parametrize(
+    ("family", "mix", "optional"),
+    [("llama", None, ()), ("qwen2", None, ("qkv_bias",)), ("qwen3", None, ("qk_norms",)), ("llama", "q4_k_m", ())],
+)
+def test_the_plan_holds_everything_that_the_argument_points_at(
+    family: str, mix: str | None, optional: Sequence[str]
+) -> None:
+    laid = Laid(small(shape_of(family, hidden=256, ff_width=256), mix=mix))
+    known = {buffer.address: buffer for buffer in laid.plan.buffers}
+    argument = laid.step.argument
+    assert argument.clock is None  # nobody pays for marks that nobody asked for
+    laid.step.note_times()
+    places = {name: getattr(argument.view, name) for name, *_ in type(argument.view)._fields_}
+    places |= {name: getattr(argument, name) for name, kind, *_ in Argument._fields_ if kind is c_void_p}
+    absent = {"qkv_bias", "qk_norms"} - set(optional)
+    assert {name for name, place in places.items() if not place} == absent
+    for name, place in places.items():
+        assert name in absent or known[place].n_bytes > 0
+    caches = laid.step.buffers["caches"].tolist()
+    assert len(caches) == 2 * 2
+    assert all(place in known for place in caches)
+    (node,) = laid.plan.nodes
+    written = {name for name, *_ in Argument._fields_} & set(node.writes)
+    assert {"x", "qkv", "parts", "seen", "inside", "summaries", "marks", "logits", "scaled", "state"} <= written
+    assert not {"tape", "segments", "norms", "embedding"} & set(node.writes)
+    with pytest.raises(InternalError, match="played by its kernel alone"):
+        node.run()
+
+
+def test_the_plans_text_states_both_copies_of_the_weights() -> None:
+    model = small(PACKABLE, mix="q4_k_m")
+    laid = Laid(model)
+    tape = laid.step.buffers["tape"]
+    assert tape.numel() == laid.step.n_bytes == laid.plan.weight_bytes
+    assert f"tape of {tape.numel()} bytes for 3 blocks" in laid.plan.text
+    assert f"a plain copy of {laid.step.n_plain_bytes} bytes for prompts" in laid.plan.text
+    weights = [part.n_bytes for linear in linears(model) for part in packed_parts(linear)]
+    assert laid.step.n_plain_bytes >= sum(weights)
+
+
+def linears(model: Model) -> list[Linear]:
+    found: list[Linear] = []
+    for layer in model.layers:
+        part: Any = layer
+        found += [part.attention.qkv, part.attention.out, part.mlp.gate_up, part.mlp.down]
+    return found
+
+
+def packed_parts(linear: Linear) -> list[Packed]:
+    parts = linear.weight.parts if isinstance(linear.weight, Stack) else (linear.weight,)
+    return [part for part in parts if isinstance(part, Packed)]
+
+
+def test_plans_of_other_kernels_have_other_hashes() -> None:
+    model = small(LLAMA)
+    assert Laid(model).plan.hash == Laid(model).plan.hash
+    others = (Laid(model), Laid(model, n_slots=2), Laid(model, kv_type="f16"), Laid(model, n_players=4))
+    assert len({laid.plan.hash for laid in others}) == len(others)
+
+
+@pytest.mark.parametrize("n_parts", [1, 2, 3])
+def test_q_k_and_v_are_three_segments_of_which_those_after_the_last_part_are_empty(n_parts: int) -> None:
+    model = small(PACKABLE)
+    whole: Any = model.layers[0].attention.qkv  # type: ignore[attr-defined]
+    n_q, n_kv = 4 * 64, 2 * 64
+    rows = {1: [n_q + 2 * n_kv], 2: [n_q + n_kv, n_kv], 3: [n_q, n_kv, n_kv]}[n_parts]
+    mixes = ("q4_k", "q6_k", "q8_0")
+    parts = tuple(quantised(mix, n) for mix, n in zip(mixes, rows, strict=False))
+    weight = parts[0] if n_parts == 1 else Stack(parts)
+    layers = [
+        replace(layer, attention=replace(layer.attention, qkv=replace(whole, weight=weight)))  # type: ignore[type-var,attr-defined]
+        for layer in model.layers
+    ]
+    changed = replace(model, layers=layers)
+    assert why_not_tape(changed, 1, "f32") is None
+    laid = Laid(changed)
+    segments = [Segment(Kind(row[0]), *row[1:]) for row in laid.step.buffers["segments"].tolist()]
+    a_layer = QKV_SEGMENTS + 3
+    assert len(segments) == a_layer * 2 + 1
+    kinds = [Kind.FOUR, Kind.SIX, Kind.EIGHT][:n_parts]
+    before = 0
+    for layer in range(2):
+        own = segments[layer * a_layer : (layer + 1) * a_layer]
+        assert [s.n_tiles for s in own[:3]] == [*(n // 16 for n in rows), *[0] * (3 - n_parts)]
+        assert [s.kind for s in own[:n_parts]] == kinds
+        assert [s.n_tiles for s in own[3:]] == [256 // 16, 2 * 256 // 16, 256 // 16]
+        for segment in own:
+            if segment.n_tiles:  # dealt on from where the one before ended
+                assert segment.first == before % 3
+            before += segment.n_tiles
+    assert segments[-1].n_tiles == -(-model.shape.vocab // 16)
+    assert [s for s in segments if s.n_tiles] == list(laid.step.deal.segments)
+
+
+def quantised(mix: str, n_rows: int) -> Packed:
+    """So many rows of a packed matrix over 256 columns."""
+    raw = random_blocks(mix.upper(), n_rows, 256, torch.Generator().manual_seed(1))
+    return pack(mix.upper(), raw, n_rows, 256)
+
+
+def test_a_packed_embedding_is_widened_once_for_the_rows_that_are_taken_in() -> None:
+    model = small(PACKABLE, mix="q8_0")
+    assert isinstance(model.embedding, Packed)
+    embedding = Laid(model).step.buffers["embedding"]
+    assert (embedding.dtype, list(embedding.shape)) == (torch.bfloat16, [203, 256])
+
+
+def test_what_is_built_is_what_the_border_compares() -> None:
+    laid = Laid(small(LLAMA))
+    laid.step.built(laid.plan.hash, 7)
+    assert (laid.step.argument.plan_hash, laid.step.argument.epoch) == (laid.plan.hash, 7)

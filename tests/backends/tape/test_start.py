@@ -1,0 +1,248 @@
+"""How the host starts the tape: what is asked of the driver, in which order, on which stream. No card is needed."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from ctypes import c_void_p
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan
+from ostinato.backends.tape.start import TapeLoop, is_taken
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.errors import DecodeInvariantError, HardwareCannot
+from ostinato.loop.guard import Guard
+from ostinato.loop.layout import Layout, Tables
+from tests.backends.tape.models import shape_of, small
+from tests.engine.test_executor import StandIn
+
+CPU = torch.device("cpu")
+CHIP = Chip((9, 0), 3, 227 << 10, 0)
+FUNCTION = 77
+
+
+class Launch:
+    """One launch, as the driver was asked for it; the argument is copied, as the driver does."""
+
+    def __init__(self, function: int, *words: Any) -> None:
+        self.function, self.grid, self.threads = function, words[:3], words[3:6]
+        self.shared_bytes, self.stream = words[6:8]
+        self.argument = Argument.from_buffer_copy(Argument.from_address(c_void_p.from_address(words[8]).value or 0))
+
+
+class Card(StandIn):
+    """A driver that notes what it is asked; `answers` are errors by the name of a call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__(monkeypatch)
+        self.launches: list[Launch] = []
+        self.answers: dict[str, int] = {}
+        self.blocks_each = 1
+        self.shared_bytes = 0
+        self.compiled_for: list[str] = []
+        self.current_in: list[int] = []  # threads that were told which card is theirs
+        attribute = SimpleNamespace(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8)
+        driver = SimpleNamespace(
+            CUkernel=int,
+            CUstream=int,
+            CUfunction_attribute=attribute,
+            cuKernelSetAttribute=self._answering("attribute", self._set),
+            cuKernelGetFunction=self._answering("function", lambda kernel: FUNCTION),
+            cuOccupancyMaxActiveBlocksPerMultiprocessor=self._answering("occupancy", lambda *_: self.blocks_each),
+            cuLaunchCooperativeKernel=self._answering("launch", self._launch),
+        )
+        module = SimpleNamespace(get_kernel=lambda name: SimpleNamespace(handle=5 if name == "tape" else 0))
+        core = SimpleNamespace(
+            Device=lambda index: SimpleNamespace(set_current=self._set_current, device_id=index),
+            ObjectCode=SimpleNamespace(from_cubin=lambda binary: module),
+        )
+        monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
+        monkeypatch.setitem(sys.modules, "cuda.core", core)
+        monkeypatch.setattr("ostinato.backends.tape.start.cubin", self._cubin)
+        monkeypatch.setattr(Chip, "of", staticmethod(lambda device: CHIP))
+
+    def _answering(self, name: str, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
+        def answer(*words: Any) -> tuple[Any, ...]:
+            return (self.answers[name], None) if name in self.answers else (0, call(*words))
+
+        return answer
+
+    def _set_current(self) -> None:
+        self.current_in.append(threading.get_ident())
+
+    def _set(self, attribute: int, value: int, kernel: int, device: int) -> None:
+        assert (attribute, kernel, device) == (8, 5, 0)
+        self.shared_bytes = value
+
+    def _launch(self, *words: Any) -> None:
+        assert threading.get_ident() in self.current_in  # a driver's call needs its context in the very thread
+        self.note("kernel")
+        self.launches.append(Launch(*words))
+
+    def _cubin(self, source: str, name: str, *, headers: dict[str, str], arch: str, **options: object) -> bytes:
+        assert "KERNEL(tape, Tape" in source
+        assert {"parts.h", "machine.h", "border.h", "layout.h", "shape.h"} <= set(headers)
+        self.compiled_for.append(f"{name} {arch}")
+        return b"cubin"
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Card:
+    return Card(monkeypatch)
+
+
+def start_on(card: Card) -> TapeLoop:
+    model = small(shape_of())
+    memory = PagedMemory.of(model, n_slots=3, n_pages=6, kv_type="f32", page_tokens=16)
+    tables = Tables.on(Layout(3, 4, model.shape.vocab), CPU)
+    step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_players=2)
+    return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("bell"))
+
+
+def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None:
+    start = start_on(card)
+    start.build()
+    sizes = start._step.sizes
+    assert card.compiled_for == ["tape.cu sm_90a"]
+    assert card.shared_bytes == sizes.shared_bytes
+    assert (start.n_instantiations, start.n_launches, card.launches) == (1, 0, [])
+    start.launch()
+    assert card.noted == [("kernel", "default"), ("event on loop", "default")]
+    (launch,) = card.launches
+    assert (launch.function, launch.grid, launch.threads) == (FUNCTION, (3, 1, 1), (sizes.n_threads, 1, 1))
+    assert (launch.shared_bytes, launch.stream) == (sizes.shared_bytes, start.stream.cuda_stream)
+    assert bytes(launch.argument) == bytes(start._step.argument)
+    assert (launch.argument.plan_hash, launch.argument.epoch) == (start._plan.hash, start.executable)
+    assert start.n_launches == 1
+    assert start.device_paced
+    assert not start.running
+    assert start.wait(1.0)
+    start.close()
+
+
+def test_a_card_is_taken_until_its_start_is_closed(card: Card) -> None:
+    assert not is_taken(CPU)
+    start, other = start_on(card), start_on(card)
+    start.close()
+    start.close()
+    assert is_taken(CPU)
+    other.close()
+    assert not is_taken(CPU)
+
+
+def test_whichever_thread_launches_has_the_card_as_its_own(card: Card) -> None:
+    start = start_on(card)
+    start.build()
+    other = threading.Thread(target=start.launch)
+    other.start()
+    other.join()
+    assert len(card.launches) == 1
+    start.close()
+
+
+def test_only_a_step_of_the_hosts_is_single_and_it_is_waited_for(card: Card) -> None:
+    start = start_on(card)
+    start.build()
+    start.launch()
+    card.noted.clear()
+    start.step()
+    assert card.noted == [("kernel", "default"), ("event on loop", "default"), ("bell", "default")]
+    start.launch()
+    assert [launch.argument.single for launch in card.launches] == [0, 1, 0]
+    assert start._step.argument.single == 0
+    assert start.n_launches == 2  # of decoding; a step is for comparisons
+    start.close()
+
+
+def test_every_build_is_an_executable_of_its_own(card: Card) -> None:
+    start = start_on(card)
+    start.build()
+    first = start.executable
+    start.build()
+    assert first != start.executable == start._step.argument.epoch
+    assert start.n_instantiations == 2
+    start.close()
+
+
+def test_decode_mode_refuses_to_build_to_step_and_to_close_but_not_to_launch(card: Card) -> None:
+    """I-1, I-2, I-3."""
+    start = start_on(card)
+    start.build()
+    before = start.executable
+    start._guard.lock()
+    calls: tuple[tuple[str, Callable[[], object]], ...] = (
+        ("I-1", start.build),
+        ("I-2", start.step),
+        ("I-3", start.close),
+    )
+    for invariant, call in calls:
+        with pytest.raises(DecodeInvariantError, match=invariant):
+            call()
+    assert (start.executable, start.n_instantiations, card.launches) == (before, 1, [])
+    start.launch()
+    assert len(card.launches) == 1
+    start._guard.unlock()
+    start.close()
+    assert start._kernel is None
+
+
+def test_a_grid_that_does_not_fit_is_refused(card: Card) -> None:
+    """E-83: they wait for each other, and those that are not there would never come."""
+    card.blocks_each = 0
+    start = start_on(card)
+    with pytest.raises(HardwareCannot, match="has 3 blocks that wait for each other, and 0 fit on this card at once"):
+        start.build()
+    assert start.n_instantiations == 0
+    start.close()
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("attribute", "could not give it its memory"),
+        ("function", "could not load it"),
+        ("occupancy", "could not ask how many blocks fit"),
+        ("launch", "could not launch it"),
+    ],
+)
+def test_an_error_of_the_driver_is_a_matter_of_hardware_with_a_way_out(card: Card, call: str, words: str) -> None:
+    start = start_on(card)
+    card.answers[call] = 701
+
+    def built_and_launched() -> None:
+        start.build()
+        start.launch()
+
+    with pytest.raises(HardwareCannot, match=rf"{words}: the persistent kernel ended with 701; use --mode loop"):
+        built_and_launched()
+    assert card.launches == []
+    start.close()
+
+
+def test_a_job_goes_behind_the_loop_on_its_own_stream(card: Card) -> None:
+    """It fills the card: beside it a job would wait for ever, and on another stream nobody knows when it is over."""
+    start = start_on(card)
+    assert start.alone
+    start.build()
+    start.launch()
+    card.noted.clear()
+    work = start.beside(lambda: card.note("prompt"))
+    assert card.noted == [("prompt", "loop"), ("event on loop", "loop")]
+    assert work.done()
+    start.close()
+
+
+def test_a_device_that_is_gone_is_told_and_nobody_waits_for_it(card: Card) -> None:
+    start = start_on(card)
+    start.build()
+    start.launch()
+    card.sick = True
+    assert not start.running
+    assert "illegal memory access" in str(start.failure())
+    start.close()

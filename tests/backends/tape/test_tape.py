@@ -1,0 +1,326 @@
+"""The whole kernel, played by the emulator: the logits of torch, bits of its own, and the manners of every loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ostinato.backends.tape.plan import TapeStep
+from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.engine.engine import Engine
+from ostinato.engine.open import TWIN
+from ostinato.engine.placement import Placement
+from ostinato.errors import EngineDead
+from ostinato.loop.host import Seat, bits_of
+from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
+from ostinato.models.blocks import Model
+from ostinato.options import Sampling
+from tests.backends.tape.emulator import compiled
+from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
+from tests.backends.tape.models import shape_of, small
+from tests.engine.rig import GREEDY, Driver
+from tests.models.plain_memory import logits as forward
+
+pytestmark = pytest.mark.slow
+
+# Activations are bfloat16 between products, 8 bits of mantissa: a few roundings of one part in 256 in each layer.
+TOLERANCE = 0.02
+WARM = Sampling(temperature=0.9, top_k=30, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=5)
+LLAMA = shape_of()
+
+
+def finish(driver: Driver) -> None:
+    """To the end, through every pause for a full outbox."""
+    driver.run()
+    while driver.word(Word.WHY) == End.OUTBOX_FULL:
+        driver.run()
+
+
+def alone(model: Model, prompt: Sequence[int], most: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[int]:
+    with closing(tape_driver(model, seed=seed)) as driver:
+        generation = driver.seat(0, prompt, most=most, sampling=sampling)
+        finish(driver)
+        return driver.tokens(generation)
+
+
+def by_steps(driver: Driver, prompt: Sequence[int], most: int) -> tuple[list[int], Tensor]:
+    """Greedy tokens, and the logits that the steps chose them from."""
+    generation = driver.seat(0, prompt, most=most)
+    logits = []
+    while driver.step():
+        logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+    logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+    return driver.tokens(generation), torch.stack(logits[1:])  # in the first step was nobody
+
+
+def check_near_torch(model: Model, *, most: int = 12, tolerance: float = TOLERANCE, **how: Any) -> None:
+    """Step by step the logits of one forward by torch over the same tokens; and its arg-max, unless its first two are
+    closer than the tolerance."""
+    prompt = [5, 9, 33, 7, 8, 120]
+    with closing(tape_driver(model, **how)) as tape:
+        tokens, logits = by_steps(tape, prompt, most)
+    expected = forward(widened(model), [*prompt, *tokens[:-1]])[len(prompt) :]
+    assert len(logits) == len(expected) == most - 1
+    errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(errors.max()) < tolerance
+    first, second = expected.topk(2).values.unbind(1)
+    clear = first - second > tolerance * expected.abs().amax(1)
+    assert torch.equal(logits.argmax(1)[clear], expected.argmax(1)[clear])
+    assert clear.any()
+
+
+# --- what it computes ---
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_every_family_has_the_logits_of_torch(family: str) -> None:
+    check_near_torch(small(shape_of(family)))
+
+
+def test_windows_of_a_mistral_are_seen() -> None:
+    model = small(shape_of(windows=(5, None)))
+    check_near_torch(model)
+    with closing(tape_driver(small(LLAMA))) as other:
+        assert by_steps(other, [5, 9, 33, 7, 8, 120], 12)[0] != alone(model, [5, 9, 33, 7, 8, 120], 12)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        # Nine heads in groups of three over 192 columns: SmolLM2 in small, and as many players as a card has.
+        {"hidden": 192, "n_heads": 9, "n_kv_heads": 3, "ff_width": 320, "vocab": 177, "tied_head": True},
+        {"hidden": 64, "n_heads": 8, "n_kv_heads": 1, "ff_width": 128, "vocab": 140},
+        {"hidden": 128, "n_heads": 2, "n_kv_heads": 2, "head_width": 96, "ff_width": 192},
+        {"hidden": 256, "n_heads": 2, "n_kv_heads": 1, "head_width": 256, "ff_width": 256},
+    ],
+    ids=["smollm", "groups of eight", "width 96", "width 256"],
+)
+def test_odd_shapes_have_the_logits_of_torch(sizes: dict[str, Any]) -> None:
+    check_near_torch(small(shape_of("llama", **sizes)), most=6, n_players=8 if sizes["hidden"] == 192 else 2)
+
+
+@pytest.mark.parametrize("mix", ["q4_k_m", "q5_k", "q8_0"])  # every kind; each type: test_pack.py, test_product.py
+def test_packed_weights_have_the_logits_of_the_same_numbers(mix: str) -> None:
+    shape = shape_of(hidden=256, ff_width=256, n_heads=4, n_kv_heads=2)
+    check_near_torch(small(shape, mix=mix), most=6)
+
+
+@pytest.mark.parametrize("mix", [None, "q4_k_m"])
+def test_int8_activations_are_near_too_and_other_bits(mix: str | None) -> None:
+    model = small(shape_of(hidden=256, ff_width=256), mix=mix)
+    check_near_torch(model, most=6, tolerance=0.06, activations="int8")
+
+
+def test_float16_weights_are_multiplied_as_float16() -> None:
+    check_near_torch(small(LLAMA, dtype=torch.float16), tolerance=0.003)
+
+
+def test_narrow_keys_and_values_are_near() -> None:
+    check_near_torch(small(LLAMA), kv_type="bf16")
+
+
+# --- bits ---
+
+
+def test_a_request_decodes_the_same_in_any_slot_company_and_order_of_events() -> None:
+    model, chance = small(LLAMA), random.Random(7)
+    prompts = [[chance.randrange(203) for _ in range(chance.randrange(1, 40))] for _ in range(4)]
+    expected = [alone(model, prompt, 8 + n, WARM) for n, prompt in enumerate(prompts)]
+    for seed in (100, 200):
+        slots = chance.sample(range(4), 4)
+        with closing(tape_driver(model, seed=seed)) as driver:
+            asked = [
+                driver.seat(s, p, most=8 + n, sampling=WARM)
+                for n, (s, p) in enumerate(zip(slots, prompts, strict=True))
+            ]
+            finish(driver)
+            assert [driver.tokens(generation) for generation in asked] == expected
+
+
+def test_logits_have_the_same_bits_alone_and_among_neighbours() -> None:
+    model = small(LLAMA)
+    with closing(tape_driver(model, seed=1)) as driver:
+        _, expected = by_steps(driver, [1, 2, 3, 4], 6)
+    with closing(tape_driver(model, seed=2)) as driver:
+        for slot in (1, 2, 3):
+            driver.seat(slot, [slot] * 20, most=6)
+        assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)
+
+
+def test_the_number_of_slots_that_a_kernel_is_compiled_for_changes_no_bit() -> None:
+    model = small(LLAMA)
+    with closing(tape_driver(model)) as driver:
+        _, expected = by_steps(driver, [1, 2, 3, 4], 6)
+    with closing(tape_driver(model, n_slots=1)) as driver:
+        assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)
+
+
+# --- manners: those of every loop ---
+
+
+def test_it_ends_when_nobody_lives_after_one_launch() -> None:
+    with closing(tape_driver(small(LLAMA))) as driver:
+        driver.seat(0, [1, 2], most=9)
+        driver.run()
+        assert not driver.loop.start.running
+        assert (driver.word(Word.STEPS), driver.word(Word.WHY)) == (8, End.IDLE)
+        assert driver.loop.start.n_launches == 1
+        driver.seat(1, [7, 2, 9], most=3)  # and goes on counting beats where it ended
+        driver.run()
+        assert driver.word(Word.STEPS) == 10
+
+
+def test_a_sequence_that_is_cancelled_ends_with_one_entry_and_leaves_the_others() -> None:
+    model = small(LLAMA)
+    with closing(tape_driver(model)) as driver:
+        doomed = driver.seat(0, [1, 2, 3], most=200)
+        other = driver.seat(1, [4, 5], most=10)
+        driver.loop.host.cancel(0, doomed)
+        finish(driver)
+        ends = [e.finish for e in driver.entries if e.generation == doomed and e.finish is not Finish.NONE]
+        assert ends == [Finish.CANCELLED]
+        assert driver.tokens(other) == alone(model, [4, 5], 10)
+
+
+def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None:
+    model, prompt = small(LLAMA), [1, 2, 3]
+    with closing(tape_driver(model)) as driver:
+        generation = driver.seat(0, prompt, most=40, granted=16, pages=[0])
+        driver.run()
+        assert driver.loop.tables.table["state"][0] == SlotState.PAUSED
+        assert len(driver.tokens(generation)) == 16 - len(prompt) + 1
+        assert driver.loop.host.grant(0, generation, 1, [5, 3]) == 2
+        finish(driver)
+        assert driver.tokens(generation) == alone(model, prompt, 40)
+
+
+def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
+    model = small(LLAMA)
+    with closing(tape_driver(model)) as driver:
+        asked = [driver.seat(slot, [slot + 1, 2], most=30) for slot in range(3)]
+        driver.run()
+        assert driver.word(Word.WHY) == End.OUTBOX_FULL
+        finish(driver)
+        for slot, generation in enumerate(asked):
+            assert driver.tokens(generation) == alone(model, [slot + 1, 2], 30)
+
+
+def test_a_yield_ends_the_loop_at_a_border_and_a_trigger_resumes_it() -> None:
+    model = small(LLAMA)
+    with closing(tape_driver(model)) as driver:
+        generation = driver.seat(0, [1, 2, 3], most=20)
+        driver.loop.host.set_yield(True)
+        driver.run()
+        assert driver.word(Word.WHY) == End.YIELD
+        assert len(driver.tokens(generation)) == 1
+        driver.loop.host.set_yield(False)
+        driver.run()
+        assert driver.tokens(generation) == alone(model, [1, 2, 3], 20)
+
+
+def test_a_stop_id_ends_a_sequence_and_is_its_last_token() -> None:
+    model = small(LLAMA)
+    free = alone(model, [1, 2, 3], 12)
+    with closing(tape_driver(model)) as driver:
+        generation = driver.seat(0, [1, 2, 3], most=12, stop_ids=[free[5]])
+        driver.run()
+        assert driver.tokens(generation) == free[: free.index(free[5]) + 1]
+        assert driver.entries[-1].finish is Finish.STOP
+
+
+def test_a_masked_slot_waits_for_each_mask_and_chooses_within_it() -> None:
+    model = small(LLAMA)
+    allowed = [3, 77, 150, 202]
+    bits = bits_of(allowed, -(-model.shape.vocab // 32))
+    with closing(tape_driver(model)) as driver:
+        other = driver.seat(1, [9, 9], most=6)
+        generation = driver.seat(0, [1, 2, 3], most=4, pages=[20], granted=16, admit=False)
+        driver.loop.host.stage(0, Seat(generation, [1, 2, 3], 4, [20], 16, GREEDY, stop_ids=(), mask=bits))
+        driver.loop.beside(lambda: driver.loop.prefill.first(0)).result(60)
+        assert driver.loop.host.admit(0, generation)
+        driver.run()
+        while driver.loop.tables.table["state"][0] == SlotState.PAUSED:
+            assert driver.loop.host.mask(0, generation, bits)
+            driver.run()
+        assert len(driver.tokens(generation)) == 4
+        assert set(driver.tokens(generation)) <= set(allowed)
+        assert driver.tokens(other) == alone(model, [9, 9], 6)
+
+
+def test_a_plan_that_drifted_is_fatal_and_nothing_of_the_step_is_told() -> None:
+    with closing(tape_driver(small(LLAMA))) as driver:
+        generation = driver.seat(0, [1, 2, 3], most=5)
+        driver.loop.mode.enter()
+        driver.loop.tables.table["epoch"][0] += 1
+        driver.loop.mode.trigger()
+        with pytest.raises(EngineDead, match="epoch"):
+            driver.wait()
+        assert driver.tokens(generation) == []
+
+
+def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs() -> None:
+    with closing(tape_driver(small(LLAMA), deadline_ns=200_000_000)) as driver:
+        generation = driver.seat(0, [1, 2, 3], most=5)
+        step = driver.loop.step  # type: ignore[attr-defined]
+        assert isinstance(step, TapeStep)
+        # The reader is told of fewer tiles than there are: somebody's values will never come.
+        step.buffers["segments"][4, 1] -= 3
+        with pytest.raises(EngineDead, match="stuck"):
+            driver.run()
+        assert driver.word(Word.FAULT) == Fault.STUCK
+        assert len(driver.tokens(generation)) <= 1
+
+
+# The border alone, of a step whose marks somebody has laid out.
+BORDER = (
+    tape_source().partition("KERNEL(")[0]
+    + r"""
+KERNEL(border_alone, Tape, given, N_PLAYER_THREADS) {
+    Player p = {};
+    p.thread = thread();
+    p.beat = 7;
+    go_on(p, given, 2);
+}
+"""
+)
+
+
+def test_a_choice_that_never_comes_is_a_fault_though_all_others_came() -> None:
+    with closing(tape_driver(small(LLAMA))) as driver:
+        loop, step = driver.loop, driver.loop.step  # type: ignore[attr-defined]
+        step.buffers["marks"][:-1] = 7 << 32
+        step.buffers["marks"][step.sizes.grid.n_blocks + 1] = 6 << 32  # of the second row
+        loop.tables.table["n_rows"][0] = 2
+        loop.tables.table["row_slot"][:2] = torch.arange(2)
+        headers = tape_headers(step, loop.tables, loop.page_tokens)
+        headers["shape.h"] += "#undef DEADLINE_NS\n#define DEADLINE_NS 50000000LL\n"
+        program = compiled(BORDER, "border_alone.cpp", headers=headers)
+        program.run("border_alone", step.argument, n_blocks=1, shared_bytes=step.sizes.shared_bytes)
+        assert (driver.word(Word.FAULT), driver.word(Word.OUTBOX_HEAD)) == (Fault.STUCK, 0)
+
+
+# --- the engine over it ---
+
+
+def open_engine(monkeypatch: pytest.MonkeyPatch, model: Model) -> Engine:
+    monkeypatch.setattr("ostinato.engine.engine.Loop", EmulatedLoop)
+    placement = Placement(torch.device("cpu"), torch.float32, "f32", CONTEXT, TWIN, 4, N_PAGES)
+    return Engine(model, placement, outbox_entries=OUTBOX)
+
+
+def test_prompts_are_taken_in_while_others_run_and_answers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small(LLAMA)
+    sampling = replace(WARM, max_tokens=25, ignore_eos=True)
+    prompts = [[n * 31 % 203, *range(n, n + 30)] for n in range(1, 9)]
+    expected = [alone(model, prompt, 25, WARM) for prompt in prompts]
+    with open_engine(monkeypatch, model) as engine:
+        requests = [engine.submit(prompt, sampling) for prompt in prompts]  # twice as many as there are slots
+        assert [[token.token for token in request] for request in requests] == expected
+        assert engine.stats().launches > 1  # it left for the prompts, and came back

@@ -1,0 +1,140 @@
+"""Pages are given only where everybody can still finish, shared where prompts begin alike, and never lost."""
+
+from __future__ import annotations
+
+import random
+from itertools import permutations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ostinato.cache.reserve import Holding, Lease, Reserve, everyone_can_finish
+
+PAGE = 4
+
+
+def holdings() -> st.SearchStrategy[list[Holding]]:
+    shared = st.sets(st.integers(0, 3)).map(lambda pages: tuple(sorted(pages)))
+    return st.lists(st.builds(Holding, st.integers(0, 6), shared, st.integers(0, 12)), max_size=5)
+
+
+def by_trying_every_order(free: int, held: list[Holding]) -> bool:
+    for order in permutations(held):
+        left, open_still = free, list(order)
+        while open_still and open_still[0].needs <= left:
+            done = open_still.pop(0)
+            still_held = {page for other in open_still for page in other.shared}
+            left += done.alone + len(set(done.shared) - still_held)
+        if not open_still:
+            return True
+    return False
+
+
+@given(st.integers(0, 12), holdings())
+@settings(max_examples=300, derandomize=True, deadline=None)
+def test_the_bankers_rule_finds_an_order_exactly_where_there_is_one(free: int, held: list[Holding]) -> None:
+    assert everyone_can_finish(free, held) == by_trying_every_order(free, held)
+
+
+@given(st.integers(0, 2**32), st.integers(4, 20), st.booleans())
+@settings(max_examples=150, derandomize=True, deadline=None)
+def test_whoever_is_seated_finishes_and_no_page_is_lost(seed: int, n_pages: int, reuse: bool) -> None:
+    """Sequences arrive, grow and end at random; whatever happens, somebody can always go on."""
+    chance = random.Random(seed)
+    reserve = Reserve(n_pages, PAGE, reuse=reuse)
+    # Of 2 letters, so that prompts begin alike.
+    waiting = [
+        ([chance.randrange(2)] * chance.randrange(1, n_pages * PAGE), chance.randrange(1, 30)) for _ in range(12)
+    ]
+    seated: list[tuple[Lease, int]] = []
+    while waiting or seated:
+        moved = False
+        if waiting:
+            prompt, most = waiting[0]
+            n_positions = min(len(prompt) + most - 1, n_pages * PAGE)
+            lease = reserve.open(prompt, n_positions, all_now=chance.random() < 0.3)
+            if lease is not None:
+                waiting.pop(0)
+                assert reserve.share(lease, prompt) < len(prompt)
+                if chance.random() < 0.8:
+                    reserve.remember(lease, prompt, len(prompt))
+                seated.append((lease, n_positions))
+                moved = True
+        for lease, n_positions in list(seated):
+            if lease.short and chance.random() < 0.7:
+                moved |= bool(reserve.extend(lease, chance.randrange(1, 4)))
+            assert len(set(lease.pages)) == len(lease.pages)
+            if not lease.short and (chance.random() < 0.5 or not moved):
+                assert len(lease.pages) == -(-n_positions // PAGE)
+                reserve.close(lease)
+                seated.remove((lease, n_positions))
+                moved = True
+        if not moved:  # by bad luck, or for good? somebody must be able to have more
+            assert any(reserve.extend(lease, 1) or not lease.short for lease, _ in seated)
+    assert reserve.n_available == n_pages
+    assert reserve.open([9] * (n_pages * PAGE), n_pages * PAGE, all_now=True) is not None
+
+
+def test_pages_of_a_prompt_that_others_read_are_not_given_away() -> None:
+    reserve = Reserve(6, PAGE, reuse=True)
+    prompt = list(range(9))  # two whole pages and one token
+    first = reserve.open(prompt, 12, all_now=True)
+    assert first is not None
+    reserve.remember(first, prompt, 9)
+    second = reserve.open(prompt, 12, all_now=True)
+    assert second is not None
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2]
+    reserve.close(first)
+    assert reserve.n_available == 3
+    assert reserve.open([50] * 16, 16, all_now=True) is None
+    third = reserve.open([50] * 12, 12, all_now=True)
+    assert third is not None
+    assert not set(third.pages) & set(second.pages)
+
+
+def test_the_least_recently_used_prefix_goes_first_and_its_last_page_before_its_first() -> None:
+    reserve = Reserve(6, PAGE, reuse=True)
+
+    def ask(letter: int) -> int:
+        """Run a prompt of two whole pages and a token; how much of it was there."""
+        prompt = [letter] * 9
+        lease = reserve.open(prompt, 9, all_now=True)
+        assert lease is not None
+        cached = reserve.share(lease, prompt)
+        reserve.remember(lease, prompt, 9)
+        reserve.close(lease)
+        return cached
+
+    assert [ask(1), ask(2)] == [0, 0]
+    assert ask(1) == 8  # and is now the one used last
+    assert reserve.n_cached == 4
+    ask(3)  # three pages where two are free
+    assert reserve.n_cached == 5
+    assert ask(1) == 8
+    assert ask(2) == 4  # its first page was left, its last was not
+
+
+def test_a_sequence_seated_early_shares_what_was_computed_meanwhile() -> None:
+    reserve = Reserve(8, PAGE, reuse=True)
+    prompt = list(range(10))
+    first, second = (reserve.open(prompt, 10, all_now=True) for _ in range(2))
+    assert first is not None
+    assert second is not None
+    assert reserve.n_available == 2
+    reserve.remember(first, prompt, 10)
+    assert reserve.share(second, prompt) == 8
+    assert second.pages[:2] == first.pages[:2]
+    assert reserve.n_available == 4
+    reserve.close(first)
+    reserve.close(second)
+    assert reserve.n_available == 8
+
+
+def test_without_reuse_nothing_is_kept() -> None:
+    reserve = Reserve(4, PAGE, reuse=False)
+    lease = reserve.open([1] * 9, 9, all_now=True)
+    assert lease is not None
+    reserve.remember(lease, [1] * 9, 9)
+    assert reserve.share(lease, [1] * 9) == 0
+    assert reserve.n_cached == 0

@@ -1,0 +1,71 @@
+"""A loop over a tiny random model, driven by hand, and what tests ask of it.
+
+`loop` is the native one, over weights in tiles, where it runs the model's family, and elsewhere its twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ostinato.backends.native.plan import why_not_native
+from ostinato.engine.by_hand import GREEDY as GREEDY
+from ostinato.engine.by_hand import ByHand
+from ostinato.engine.open import TWIN, Loop, LoopOptions
+from ostinato.loop.layout import Word
+from ostinato.models.blocks import Model
+from ostinato.options import KVType, Sampling
+from tests.backends.native.tiled import tiled
+from tests.random_model import MemoryKind, random_model
+
+DEADLINE_S = 60.0
+
+
+class Driver(ByHand):
+    """Seats sequences and collects their tokens. Pages are dealt in order and never given back."""
+
+    def seat(
+        self,
+        slot: int,
+        prompt: Sequence[int],
+        *,
+        most: int = 8,
+        sampling: Sampling = GREEDY,
+        stop_ids: Sequence[int] = (),
+        pages: Sequence[int] | None = None,
+        granted: int | None = None,
+        admit: bool = True,
+    ) -> int:
+        return super().seat(
+            slot, prompt, most=most, sampling=sampling, stop_ids=stop_ids, pages=pages, granted=granted, admit=admit
+        )
+
+    def tokens(self, generation: int) -> list[int]:
+        return [e.token for e in self.entries if e.generation == generation and e.token is not None]
+
+    def word(self, word: Word) -> int:
+        return self.loop.host.word(word)
+
+
+def open_loop(
+    kind: MemoryKind = "kv",
+    *,
+    model: Model | None = None,
+    mode: str = "loop",
+    n_slots: int = 4,
+    context: int = 128,
+    n_pages: int = 64,
+    kv_type: KVType = "f32",
+    outbox_entries: int | None = None,
+    threads: int = 2,
+) -> Driver:
+    """A driver of a new loop; close it with `driver.loop.close()`."""
+    model = model or random_model(kind)
+    if mode in ("loop", "auto") and isinstance(model.embedding, Tensor):
+        if why_not_native(model.shape) is None:
+            model = tiled(model)
+        else:
+            mode = TWIN
+    options = LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, threads=threads)
+    return Driver(Loop(model, options, outbox_entries=outbox_entries))

@@ -1,0 +1,159 @@
+"""Decode mode and its ten invariants: each is attacked, the attack is refused, and those who run finish as if alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import FrozenInstanceError, replace
+
+import pytest
+import torch
+
+from ostinato.backends.native.start import NativeLoop
+from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
+from ostinato.loop.layout import End, Fault, Finish, Word
+from tests.engine.rig import DEADLINE_S, Driver, open_loop
+
+PROMPT = [5, 9, 2, 77, 31]
+
+
+@pytest.fixture
+def driver() -> Iterator[Driver]:
+    made = open_loop()
+    yield made
+    made.loop.guard.unlock()
+    made.loop.start.wait(DEADLINE_S)
+    made.loop.start.close()
+
+
+def undisturbed() -> list[int]:
+    alone = open_loop()
+    generation = alone.seat(0, PROMPT, most=24)
+    alone.run()
+    alone.loop.close()
+    return alone.tokens(generation)
+
+
+ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
+    "the step is built again": ("I-1", lambda d: d.loop.mode.rebuild()),
+    "the start is built again": ("I-1", lambda d: d.loop.start.build()),
+    "a token is submitted by a second trigger": ("I-2", lambda d: d.loop.mode.trigger()),
+    "a step is submitted to the start": ("I-2", lambda d: d.loop.start.step()),
+    "the executable is destroyed": ("I-3", lambda d: d.loop.mode.teardown()),
+    "the start is closed": ("I-3", lambda d: d.loop.start.close()),
+    "the host sets a position": ("I-4", lambda d: d.loop.mode.write_slot("position", 0, 3)),
+    "the host sets a token": ("I-4", lambda d: d.loop.mode.write_slot("token", 0, 3)),
+    "the host patches a parameter": ("I-5", lambda d: d.loop.mode.write_slot("temperature", 0, 1.0)),
+    "the host advances a counter": ("I-5", lambda d: d.loop.mode.write_slot("made", 0, 1)),
+    "a buffer is moved": ("I-6", lambda d: d.loop.mode.move("logits", torch.zeros(4, 128))),
+    "placement is evaluated again": ("I-7", lambda d: d.loop.mode.replace(d.loop.plan, d.loop.start)),
+    "the host takes part in a step": ("I-8", lambda d: d.loop.mode.step()),
+    "decode mode is entered twice": ("I-9", lambda d: d.loop.mode.enter()),
+}
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alone(driver: Driver, attack: str) -> None:
+    invariant, strike = ATTACKS[attack]
+    generation = driver.seat(0, PROMPT, most=24)
+    driver.loop.mode.enter()
+    before = driver.loop.plan.hash, driver.loop.start.executable
+
+    assert isinstance(driver.loop.start, NativeLoop)
+    with driver.loop.start.turn():  # the loop waits at its first border: it surely runs while the attack is made
+        driver.loop.mode.trigger()
+        with pytest.raises(DecodeInvariantError) as refused:
+            strike(driver)
+        assert refused.value.invariant == invariant
+    driver.wait()
+    driver.loop.mode.exit()
+    assert (driver.loop.plan.hash, driver.loop.start.executable) == before
+    assert driver.tokens(generation) == undisturbed()
+
+
+def test_a_plan_cannot_be_edited(driver: Driver) -> None:
+    with pytest.raises(FrozenInstanceError):
+        driver.loop.plan.nodes = ()  # type: ignore[misc]
+
+
+def test_one_build_serves_every_trigger_and_entry(driver: Driver) -> None:
+    for round_number in range(3):
+        generation = driver.seat(0, PROMPT, most=4)
+        driver.run()
+        assert len(driver.tokens(generation)) == 4
+        if round_number == 0:
+            built = driver.loop.start.executable
+        driver.loop.mode.exit()
+    assert driver.loop.start.executable == built
+
+
+def test_a_trigger_needs_decode_mode(driver: Driver) -> None:
+    with pytest.raises(DecodeInvariantError, match="I-9"):
+        driver.loop.mode.trigger()
+
+
+def test_outside_decode_mode_everything_may_be_changed(driver: Driver) -> None:
+    driver.loop.mode.enter()
+    driver.loop.mode.exit()
+    driver.loop.mode.rebuild()
+    driver.loop.mode.write_slot("position", 0, 3)
+    moved = driver.loop.mode.move("logits", torch.zeros(4, 128))
+    assert moved.buffer("logits").address != driver.loop.plan.buffer("logits").address
+
+
+def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
+    driver.seat(0, PROMPT)
+    driver.loop.mode.enter()
+    logits = driver.loop.plan.buffer("logits").tensor
+    logits.set_(torch.zeros_like(logits).untyped_storage())
+    with pytest.raises(PlanStale, match="logits"):
+        driver.loop.mode.trigger()
+    with pytest.raises(EngineDead, match="restarted"):
+        driver.loop.mode.trigger()
+
+
+def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: Driver) -> None:
+    driver.loop.mode.enter()
+    driver.loop.start.executable += 1
+    with pytest.raises(PlanStale, match="I-10"):
+        driver.loop.mode.exit()
+    with pytest.raises(EngineDead):
+        driver.loop.mode.enter()
+
+
+@pytest.mark.parametrize(("word", "fault"), [("plan_hash", Fault.PLAN), ("epoch", Fault.EPOCH)])
+def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Driver, word: str, fault: Fault) -> None:
+    driver.seat(0, PROMPT, most=100, granted=128)
+    driver.loop.mode.enter()
+    assert isinstance(driver.loop.start, NativeLoop)
+    with driver.loop.start.turn():  # as above
+        driver.loop.mode.trigger()
+        driver.loop.tables.table[word][0] += 1
+    assert driver.loop.start.wait(DEADLINE_S)
+    assert driver.word(Word.FAULT) == fault
+    assert driver.word(Word.WHY) == End.FAULT
+    assert driver.loop.mode.fault() is not None
+    driver.entries += driver.loop.host.drain()
+    assert all(entry.finish is Finish.NONE for entry in driver.entries), "a drifted loop finishes nobody"
+    with pytest.raises(EngineDead):
+        driver.loop.mode.trigger()
+
+
+def test_the_hash_of_a_plan_is_the_same_in_every_process_and_another_for_another_plan() -> None:
+    one, same, other = open_loop(), open_loop(), open_loop(n_slots=5)
+    assert one.loop.plan.hash == same.loop.plan.hash != other.loop.plan.hash
+    assert replace(one.loop.plan, nodes=one.loop.plan.nodes[:-1]).hash != one.loop.plan.hash
+    for driver in (one, same, other):
+        driver.loop.close()
+
+
+@pytest.mark.parametrize("mode", ["graph", "persistent"])
+def test_a_mode_that_cannot_run_here_is_refused_with_the_reason(mode: str) -> None:
+    with pytest.raises(HardwareCannot, match=mode):
+        open_loop(mode=mode)
+
+
+def test_auto_takes_the_highest_mode_that_can_run_and_says_why_not_a_higher_one() -> None:
+    driver = open_loop(mode="auto")
+    assert driver.loop.mode_name == "loop"
+    assert any(reason.startswith("persistent: ") for reason in driver.loop.why_not)
+    driver.loop.close()

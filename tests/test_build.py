@@ -1,0 +1,219 @@
+"""Compiling at run time: once for each source, kept whole on disk, and a broken source is tried once."""
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ostinato import build
+from ostinato.backends.cuda.start import source
+from ostinato.errors import HardwareCannot, InternalError
+from ostinato.loop.border import native_headers
+from ostinato.loop.layout import Layout
+
+KERNEL = '#include "two.h"\nextern "C" __global__ void add(int* x) { x[0] += TWO + MORE; }\n'
+HEADERS = {"two.h": "#define TWO 2\n"}
+LIBRARY = '#include "two.h"\nextern "C" int two() { return TWO; }\n'
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and a process that has compiled nothing."""
+    monkeypatch.setenv("OSTINATO_HOME", str(tmp_path))
+    forget()
+    return tmp_path
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _leave_nothing() -> Iterator[None]:
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Be like a new process."""
+    build._cubins.clear()
+    build._failed.clear()
+
+
+def counted(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of what goes to a compiler from here on."""
+    names: list[str] = []
+    run: Callable[..., bytes] = getattr(build, name)
+    place = 1 if name == "_run_cxx" else 0
+
+    def listed(*args: Any) -> bytes:
+        names.append(args[place + 1])
+        return run(*args)
+
+    monkeypatch.setattr(build, name, listed)
+    return names
+
+
+@pytest.fixture
+def by_nvrtc(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    try:
+        build._nvrtc_version()
+    except HardwareCannot as error:
+        pytest.skip(f"nothing was compiled for CUDA: {error}")
+    return counted("_run_nvrtc", monkeypatch)
+
+
+@pytest.fixture
+def by_cxx(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    try:
+        build.cxx()
+    except HardwareCannot as error:
+        pytest.skip(f"nothing was compiled for the CPU: {error}")
+    return counted("_run_cxx", monkeypatch)
+
+
+def add(more: int = 1, arch: str = "sm_90", source: str = KERNEL) -> bytes:
+    return build.cubin(source, "add.cu", arch=arch, headers=HEADERS, defines={"MORE": more})
+
+
+# --- CUDA ---
+
+
+def test_the_border_compiles_for_hopper_without_a_gpu(by_nvrtc: list[str]) -> None:
+    headers = native_headers(Layout(n_slots=8, max_pages=512, vocab=49_152), page_tokens=16)
+    binary = build.cubin(source("border.cu"), "border.cu", arch="sm_90", headers=headers)
+    assert binary[:4] == b"\x7fELF"
+    assert b".text.border\0" in binary
+    assert b".text.border_loop\0" in binary
+
+
+def test_a_kernel_is_compiled_once_and_a_second_process_compiles_nothing(by_nvrtc: list[str], home: Path) -> None:
+    first = add()
+    assert add() == first
+    forget()
+    assert add() == first
+    assert by_nvrtc == ["add.cu"]
+    assert len(list((home / "kernels").iterdir())) == 1
+
+
+def test_source_headers_options_and_arch_each_make_another_kernel(by_nvrtc: list[str]) -> None:
+    add()
+    add(more=2)
+    add(arch="sm_80")
+    add(source=KERNEL + "\n")
+    build.cubin(KERNEL, "add.cu", arch="sm_90", headers={"two.h": "#define TWO 3\n"}, defines={"MORE": 1})
+    assert len(by_nvrtc) == 5
+
+
+def test_another_compiler_makes_its_own(by_nvrtc: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    add()
+    forget()
+    monkeypatch.setattr(build, "_nvrtc_version", lambda: "nvrtc 99.0")
+    add()
+    assert len(by_nvrtc) == 2
+
+
+def test_a_broken_kernel_is_tried_once_and_says_the_same_both_times(by_nvrtc: list[str], home: Path) -> None:
+    said = []
+    for _ in range(2):
+        with pytest.raises(InternalError, match=r"add\.cu for sm_90 does not compile") as caught:
+            add(source='extern "C" __global__ void add() { nonsense; }')
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert 'identifier "nonsense" is undefined' in said[0]
+    assert by_nvrtc == ["add.cu"]
+    assert not (home / "kernels").exists()
+    assert add()[:4] == b"\x7fELF", "and the compiler is as well as before"
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x7fELF and then nonsense"])
+def test_a_damaged_file_is_compiled_again(by_nvrtc: list[str], home: Path, damage: bytes) -> None:
+    first = add()
+    (kept,) = (home / "kernels").iterdir()
+    kept.write_bytes(damage)
+    forget()
+    assert add() == first
+    assert len(by_nvrtc) == 2
+    assert [path.read_bytes() for path in (home / "kernels").iterdir()] == [first]
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_but_time(by_nvrtc: list[str], home: Path) -> None:
+    (home / "kernels").write_text("a file where the folder should be")
+    assert add() == add()
+    assert len(by_nvrtc) == 1
+
+
+def test_without_nvrtc_the_message_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    build._nvrtc_version.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(HardwareCannot, match=r"install ostinato\[gpu\]"):
+        add()
+    build._nvrtc_version.cache_clear()
+
+
+# --- C++ ---
+
+
+def test_a_library_is_compiled_once_and_can_be_called(by_cxx: list[str]) -> None:
+    path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS)
+    assert ctypes.CDLL(str(path)).two() == 2
+    forget()
+    assert build.shared_object(LIBRARY, "two.cpp", headers=HEADERS) == path
+    assert by_cxx == ["two.cpp"]
+    build.shared_object(LIBRARY, "two.cpp", headers=HEADERS, flags=("-O0",))
+    assert len(by_cxx) == 2
+
+
+def test_a_damaged_library_is_compiled_again(by_cxx: list[str]) -> None:
+    path = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS)
+    path.write_bytes(path.read_bytes()[:-1])
+    again = build.shared_object(LIBRARY, "two.cpp", headers=HEADERS)
+    assert ctypes.CDLL(str(again)).two() == 2
+    assert len(by_cxx) == 2
+
+
+def test_a_broken_library_is_tried_once_and_says_the_same_both_times(by_cxx: list[str]) -> None:
+    said = []
+    for _ in range(2):
+        with pytest.raises(InternalError, match=r"broken\.cpp with .* does not compile") as caught:
+            build.shared_object("nonsense", "broken.cpp")
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert "nonsense" in said[0].split("\n", 1)[1]
+    assert by_cxx == ["broken.cpp"]
+
+
+def test_a_library_that_cannot_be_kept_names_the_folder(by_cxx: list[str], home: Path) -> None:
+    (home / "kernels").write_text("a file where the folder should be")
+    with pytest.raises(HardwareCannot, match="OSTINATO_HOME"):
+        build.shared_object(LIBRARY, "two.cpp", headers=HEADERS)
+
+
+def test_the_variable_cxx_names_the_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = tmp_path / "my-compiler"
+    mine.write_text("#!/bin/sh\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("CXX", str(mine))
+    assert build.cxx() == str(mine)
+
+
+@pytest.mark.parametrize("variable", [None, "no-such-compiler"])
+def test_a_machine_without_a_compiler_is_told_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str | None
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    if variable:
+        monkeypatch.setenv("CXX", variable)
+    with pytest.raises(HardwareCannot, match=r"no C\+\+ compiler.*CXX"):
+        build.shared_object(LIBRARY, "two.cpp")
+
+
+@pytest.mark.slow
+def test_two_processes_at_once_leave_one_whole_file(by_cxx: list[str], home: Path) -> None:
+    program = f"from ostinato import build; print(build.shared_object({LIBRARY!r}, 'two.cpp', headers={HEADERS!r}))"
+    running = [subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in running:
+        path, _ = process.communicate(timeout=60)
+        assert ctypes.CDLL(path.strip()).two() == 2
+    assert {path.suffix for path in (home / "kernels").iterdir()} == {".so"}
