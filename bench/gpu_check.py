@@ -8,7 +8,7 @@ bits do not depend on its neighbours. `speed`: decode, prefill, first token and 
 `tape`: the same questions about the persistent kernel (`bench/gpu_tape.py`), and prompts that read its tape
 (`bench/gpu_prompts.py`). Where there is a model's file, its weights are taken for what random ones tell little of;
 without it a shape's are, or the check is skipped.
-What docs/executor.md asks beyond these is in the part that it is nearest to (`bench/gpu_executor.py`).
+Checks of single lessons (E, docs/rules.md) are in the part nearest to them (`bench/gpu_executor.py`).
 Each check prints a line as it ends, PASS, FAIL, MISS (a figure under its bar) or SKIP with the reason; then a note as
 one line of JSON, and the summary. Ends with 1 where something FAILed. `--device cpu` runs the same code over tiny
 models, to try the script itself. Needs torch, triton, numpy, tokenizers, cuda-core and cuda-bindings; transformers

@@ -1,4 +1,4 @@
-"""What docs/executor.md asks of a GPU beyond exactness, speed and sturdiness of the whole; checks say for which number.
+"""GPU checks of single lessons (E, docs/rules.md), beside those of exactness, speed and stress of the whole loop.
 
 Captures that fail (E-59) and the nodes of those that do not (E-61), compute-sanitizer (E-34), the upload of weights
 (E-33), memory of a long prompt (E-36), keys and values of 8 bits (E-47), bandwidth of attention and of packed products

@@ -275,7 +275,7 @@ def test_prompts_from_the_tape_are_held_to_bits_or_a_tolerance_and_to_what_they_
     assert [outcome.verdict for outcome in gpu_prompts.judge_prompts(setting(), [broken])] == ["FAIL"]
 
 
-# What docs/executor.md asks
+# Checks of single lessons (E, docs/rules.md)
 
 
 def verdicts(outcomes: Sequence[Outcome]) -> dict[str, str]:

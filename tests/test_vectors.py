@@ -8,19 +8,22 @@ from typing import Any
 
 import pytest
 
+from tests.rules import cited, rules
 from tests.run_vectors import Vector, main, mismatches, read
 from tests.vectors import component
 from tests.vectors.compare import compare
 
 FILE = Path(__file__).parent / "data" / "decoder_vectors.json"
 VECTORS = read(FILE)
+RULES = rules()
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=[vector.id for vector in VECTORS])
 def test_vector(vector: Vector) -> None:
     found = mismatches(vector)
     assert found is not None, f"no module tests/vectors/{vector.component}.py"
-    assert found == [], f"{vector.id} ({vector.rule}):\n" + "\n".join(str(mismatch) for mismatch in found)
+    told = [f"{code}: {RULES[code].holds}" for code in sorted(cited(vector.rule))]
+    assert found == [], "\n".join([vector.id, *told, *map(str, found)])
 
 
 def test_the_file_holds_every_vector_once() -> None:

@@ -97,7 +97,7 @@ class InvalidBatch(DecodeError):
 
 
 class NoSlot(DecodeError):
-    """Memory has no room now. Nothing was changed: retry later, with a smaller batch, or after freeing memory."""
+    """Memory has no room now. Nothing was changed: retry later, with a smaller batch, or after freeing memory (G-2)."""
 
     code = 1
     exit_code = 4
