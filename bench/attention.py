@@ -28,7 +28,7 @@ from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
 from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
 from ostinato.backends.cuda.triton.embed import bind_embed
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
-from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows, attend_torch
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
 from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_attention_torch
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.matmul import n_stats, stats_torch
@@ -78,20 +78,20 @@ def copied(kv: PagedKV) -> PagedKV:
     return PagedKV(kv.keys.clone(), kv.values.clone(), kv.page_tokens, scales[0], scales[1])
 
 
-def rows_at(contexts: Sequence[int], device: torch.device) -> Rows:
-    """A row for each context, in slots and pages dealt at random."""
+def rows_at(contexts: Sequence[int], device: torch.device) -> StepRows:
+    """A row for each context, in slots and pages partition at random."""
     max_pages = -(-max(contexts) // PAGE)
     needed = [-(-c // PAGE) for c in contexts]
-    dealt = torch.randperm(sum(needed)).int()
+    partition = torch.randperm(sum(needed)).int()
     slots = torch.randperm(N_SLOTS)[: len(contexts)].sort().values
     pages = torch.zeros(N_SLOTS, max_pages, dtype=torch.int32)
     position = torch.zeros(N_SLOTS, dtype=torch.int32)
     row_slot = torch.zeros(N_SLOTS, dtype=torch.int32)
     row_slot[: len(contexts)] = slots.int()
     for slot, context, n in zip(slots, contexts, needed, strict=True):
-        pages[slot, :n], dealt = dealt[:n], dealt[n:]
+        pages[slot, :n], partition = partition[:n], partition[n:]
         position[slot] = context - 1
-    return Rows(*(t.to(device) for t in (torch.tensor([len(contexts)]).int(), row_slot, position, pages)))
+    return StepRows(*(t.to(device) for t in (torch.tensor([len(contexts)]).int(), row_slot, position, pages)))
 
 
 def chunk_of(start: int, n: int, pages: Tensor) -> Chunk:

@@ -32,7 +32,7 @@ PROMPT_TOKENS: Final = 512
 DEEP: Final = 2048
 SHORT: Final = 16
 NEW_TOKENS, NEW_TOKENS_DEEP = 128, 64
-READ_TURNS: Final = 40
+READ_PASSES: Final = 40
 SLOTS: Final = 4
 
 Figures = dict[str, float]
@@ -50,7 +50,7 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
     """Our native loop through the engine, by the engine's own clock; and the plain read loop beside it."""
     from ostinato.cli.bare import opened_bare
     from ostinato.lab.bench import Bench, Task
-    from ostinato.lab.readloop import read_turns
+    from ostinato.lab.read_bandwidth import read_passes
     from ostinato.options import LoadOptions
 
     options = LoadOptions(device="cpu", mode="loop", threads=threads, activations=activations)
@@ -59,10 +59,10 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
         model = bare.load()
         figures = {"load_s": time.perf_counter() - started}
         bench = Bench(model, "f32", 1.0, repeats=1, tiles=bare.placement.tiles, threads=threads)
-        before = read_turns(model, threads, READ_TURNS)
+        before = read_passes(model, threads, READ_PASSES)
         with bench.engine("loop", 1, DEEP + NEW_TOKENS_DEEP + PROMPT_TOKENS) as engine:
             figures["decode_tok_s"] = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, 1, "loop")).tok_s
-            after = read_turns(model, threads, READ_TURNS)
+            after = read_passes(model, threads, READ_PASSES)
             figures["read_tok_s"] = statistics.fmean((before, after))
             figures["prefill_tok_s"] = bench.prompt(engine, Task("pp", PROMPT_TOKENS, 0, 1, "loop")).tok_s
             deep = bench.generated(engine, Task("tg", NEW_TOKENS_DEEP, DEEP, 1, "loop"))

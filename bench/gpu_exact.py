@@ -29,7 +29,7 @@ from bench.gpu_models import (
     placement_of,
 )
 from ostinato.backends.cuda.static_plan import WHY_NO_LOOP
-from ostinato.engine.by_hand import GREEDY
+from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import why_not
 from ostinato.engine.request import Request

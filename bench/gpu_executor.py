@@ -32,7 +32,7 @@ from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Sett
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import HardwareCannot
@@ -69,10 +69,10 @@ def _engine(model: Model, type: str, *, mode: str = "loop", context: int = 2048)
 
 def _by_hand(
     model: Model, type: str, *, mode: str, context: int, n_slots: int = 8, kv_type: KVType | None = None
-) -> ByHand:
+) -> LoopDriver:
     n_pages = n_slots * -(-context // PAGE_TOKENS[model.device.type])
     kv = kv_type or kv_type_of(type)
-    return ByHand(Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv, model.shape.vocab)))
+    return LoopDriver(Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv, model.shape.vocab)))
 
 
 def _synchronize(device: str) -> None:
@@ -95,28 +95,28 @@ def captures(device: str, *, name: str, type: str, n_tokens: int, runs: int) -> 
     """The nodes of captured steps; then captures that break, in two ways, and the pace of `eager` around them."""
     model = model_on(name, type, device)
     for mode in modes_of(device)[1:]:
-        with closing(_by_hand(model, type, mode=mode, context=256)) as hand:
-            start, plan = hand.loop.start, hand.loop.plan
+        with closing(_by_hand(model, type, mode=mode, context=256)) as driver:
+            start, plan = driver.loop.start, driver.loop.plan
             n_nodes = getattr(start, "n_nodes", None)
             yield {"what": "nodes", "mode": mode, "n_nodes": n_nodes, "n_launches": plan.n_launches}
-    with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as hand:
-        before = _pace(hand, model, n_tokens, runs)
-        errors = [_broken_capture(hand.loop, how) for how in ("raises", "asks")] if device != "cpu" else []
-        after = _pace(hand, model, n_tokens, runs)
+    with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
+        before = _pace(driver, model, n_tokens, runs)
+        errors = [_broken_capture(driver.loop, how) for how in ("raises", "asks")] if device != "cpu" else []
+        after = _pace(driver, model, n_tokens, runs)
     yield {"what": "captures", "errors": errors, "before": before, "after": after}
 
 
-def _pace(hand: ByHand, model: Model, n_tokens: int, runs: int) -> list[float]:
+def _pace(driver: LoopDriver, model: Model, n_tokens: int, runs: int) -> list[float]:
     """Tokens a second of some generations, by the host's clock; the first warms."""
     rates, tokens = [], None
     for _ in range(runs + 1):
-        hand.forget()
-        hand.seat(0, _ids(model, 16), most=n_tokens)
-        hand.synchronize()
+        driver.forget()
+        driver.admit(0, _ids(model, 16), most=n_tokens)
+        driver.synchronize()
         started = time.perf_counter()
-        hand.run()
+        driver.run()
         rates.append(n_tokens / (time.perf_counter() - started))
-        heard = [entry.token for entry in hand.entries]
+        heard = [entry.token for entry in driver.entries]
         if tokens is not None and heard != tokens:
             raise RuntimeError("the same prompt gave other tokens")
         tokens = heard
@@ -155,7 +155,7 @@ def judge_captures(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
     nodes = [record for one in ended for record in one.of("nodes")]
     missing = [r["mode"] for r in nodes if setting.on_gpu and r["n_nodes"] != (r["n_launches"] or 0) + 1]
     said = ", ".join(f"{r['mode']} {r['n_nodes']} nodes for {r['n_launches']} launches" for r in nodes)
-    outcomes = [Outcome("FAIL" if missing or not nodes else "PASS", "nodes", said, "the plan's and a border")]
+    outcomes = [Outcome("FAIL" if missing or not nodes else "PASS", "nodes", said, "the plan's and a step boundary")]
     found = _first(ended, "captures")
     if found is None:
         return [*outcomes, *_broken(ended, "captures")]
@@ -404,17 +404,17 @@ def long_prompt(device: str, *, name: str, type: str, lengths: Sequence[int]) ->
     """The most that torch holds while a prompt of each length runs, without the keys and values it was opened with."""
     model = model_on(name, type, device)
     for n in lengths:
-        with closing(_by_hand(model, type, mode="eager", context=n + 64, n_slots=1)) as hand:
-            loop = hand.loop
+        with closing(_by_hand(model, type, mode="eager", context=n + 64, n_slots=1)) as driver:
+            loop = driver.loop
             n_pages = loop.options.n_pages
             kv = n_pages * page_bytes(model.shape, kv_type_of(type), loop.page_tokens)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             opened = torch.cuda.memory_allocated()
-            hand.prefill(0, _ids(model, n), list(range(n_pages)))
+            driver.prefill(0, _ids(model, n), list(range(n_pages)))
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-        del hand, loop
+        del driver, loop
         torch.cuda.empty_cache()
         yield {"what": "long_prompt", "n": n, "peak": peak, "opened": opened, "kv": kv}
 
@@ -453,24 +453,24 @@ def kv_error(device: str, *, name: str, type: str, n_tokens: int) -> Iterator[Re
 
 def drawn_text(model: Model, n_tokens: int) -> list[int]:
     """A text that the model itself has drawn, keys and values in full width."""
-    with closing(_by_hand(model, "f32", mode="eager", context=n_tokens + 16, n_slots=1, kv_type="f32")) as hand:
-        hand.seat(0, [1], most=n_tokens - 1, sampling=replace(GREEDY, temperature=1.0, seed=11))
-        hand.run()
-        return [1, *(entry.token for entry in hand.entries if entry.token is not None)]
+    with closing(_by_hand(model, "f32", mode="eager", context=n_tokens + 16, n_slots=1, kv_type="f32")) as driver:
+        driver.admit(0, [1], most=n_tokens - 1, sampling=replace(GREEDY, temperature=1.0, seed=11))
+        driver.run()
+        return [1, *(entry.token for entry in driver.entries if entry.token is not None)]
 
 
 def perplexity(model: Model, kv_type: KVType, text: Sequence[int]) -> float:
     """Of a text, from its third token on: each step takes in the text's own token, whatever it chose itself."""
     losses = []
-    with closing(_by_hand(model, "f32", mode="eager", context=len(text) + 16, n_slots=1, kv_type=kv_type)) as hand:
-        logits = hand.loop.plan.buffer("logits").tensor
-        hand.seat(0, text[:1], most=len(text) + 8)
-        hand.step()  # admits
+    with closing(_by_hand(model, "f32", mode="eager", context=len(text) + 16, n_slots=1, kv_type=kv_type)) as driver:
+        logits = driver.loop.plan.buffer("logits").tensor
+        driver.admit(0, text[:1], most=len(text) + 8)
+        driver.step()  # admits
         for taken, wanted in pairwise(text[1:]):
             with torch.inference_mode():
-                hand.loop.tables.table["token"][0] = taken
-            hand.synchronize()
-            hand.step()
+                driver.loop.tables.table["token"][0] = taken
+            driver.synchronize()
+            driver.step()
             losses.append(-float(logits[0].float().log_softmax(-1)[wanted]))
     return math.exp(statistics.fmean(losses))
 
@@ -561,8 +561,8 @@ def judge_bandwidth(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, runs: int = 7) -> Iterator[Record]:
     """A prompt's chunk from its graph, and node by node; and a recurrent step in `graph` and in `eager`."""
     model = model_on(name, type, device)
-    with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as hand:
-        loop, cuda = hand.loop, _cuda()
+    with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
+        loop, cuda = driver.loop, _cuda()
         prefill: Any = loop.prefill
         tokens, pages = _ids(model, n_tokens), list(range(loop.options.n_pages))
         side: Any = loop.start.side  # type: ignore[attr-defined]  # a start on CUDA has one
@@ -586,8 +586,8 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
     recurrent = model_on("mamba2", "f32", device)
     paces = {}
     for mode in ("eager", "graph"):
-        with closing(_by_hand(recurrent, "f32", mode=mode, context=128, n_slots=2)) as hand:
-            paces[mode] = statistics.median(_pace(hand, recurrent, 64, 3))
+        with closing(_by_hand(recurrent, "f32", mode=mode, context=128, n_slots=2)) as driver:
+            paces[mode] = statistics.median(_pace(driver, recurrent, 64, 3))
     yield {"what": "recurrent", "tok_s": paces}
 
 
@@ -711,8 +711,8 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
     kernels = twin_kernels() if device == "cpu" else triton_kernels()
     for off in (None, *(field.name for field in fields(Fusions))):
         chosen = Fusions() if off is None else replace(Fusions(), **{off: False})
-        with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as hand:
-            loop = hand.loop
+        with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
+            loop = driver.loop
             plan = fused_plan(model, loop.memory, loop.tables, loop.options.n_tokens, kernels, chosen)
             kind: Any = loop.start.__class__
             start = kind(plan, loop.tables, loop.guard, loop.changed.set)
@@ -720,10 +720,10 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
             loop.plan, loop.start = plan, start
             gaps = []
             for _ in range(runs + 1):
-                hand.forget()
-                hand.seat(0, _ids(model, depth), most=n_tokens)
-                hand.run()
-                times = [entry.time_ns for entry in hand.entries]
+                driver.forget()
+                driver.admit(0, _ids(model, depth), most=n_tokens)
+                driver.run()
+                times = [entry.time_ns for entry in driver.entries]
                 gaps.append((times[-1] - times[1]) / (len(times) - 2) / 1e3)
         yield {"what": "fusions", "off": off, "us": gaps[1:], "n_nodes": len(plan.nodes)}
 

@@ -23,7 +23,7 @@ from ostinato.backends.cuda.packed import Stack
 from ostinato.backends.tape.plan import scratch_elements
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
-from ostinato.engine.by_hand import ByHand
+from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.models.blocks import Model
 from ostinato.models.rebuilt import rebuilt
@@ -47,14 +47,14 @@ def prompts_read(device: str, *, name: str, type: str) -> Iterator[Record]:
         options = LoopOptions(
             "persistent", len(LENGTHS), context, n_pages, kv_type_of(type), model.shape.vocab, prompts_on_tape=on_tape
         )
-        with closing(ByHand(Loop(model, options))) as hand:
+        with closing(LoopDriver(Loop(model, options))) as driver:
             del model
             after = _taken(device)
-            tokens.append(_first_tokens(hand))
-            assert hand.loop.memory.kv is not None
-            kept.append([half.values.float().cpu() for half in hand.loop.memory.kv.halves])
-            rates = _rates(hand)
-            tape = hand.loop.plan.weight_bytes
+            tokens.append(_first_tokens(driver))
+            assert driver.loop.memory.kv is not None
+            kept.append([half.values.float().cpu() for half in driver.loop.memory.kv.halves])
+            rates = _rates(driver)
+            tape = driver.loop.plan.weight_bytes
         yield {
             "what": "prompts",
             "way": "tape" if on_tape else "plain",
@@ -65,7 +65,7 @@ def prompts_read(device: str, *, name: str, type: str) -> Iterator[Record]:
             "runs": [round(rate) for rate in rates],
             **sizes,
         }
-        del hand
+        del driver
     worst = max(_distance(one, other) for one, other in zip(*kept, strict=True))
     same_bits = all(torch.equal(one, other) for one, other in zip(*kept, strict=True))
     same_tokens = tokens[0] == tokens[1] and len(tokens[0]) == len(LENGTHS)
@@ -98,25 +98,25 @@ def _taken(device: str) -> int:
     return total - free
 
 
-def _first_tokens(hand: ByHand) -> list[int]:
+def _first_tokens(driver: LoopDriver) -> list[int]:
     chance = random.Random(5)
     for slot, n in enumerate(LENGTHS):
-        hand.seat(slot, [chance.randrange(hand.loop.model.shape.vocab) for _ in range(n)], most=1)
-    hand.run()
-    entries = sorted(hand.entries, key=lambda entry: entry.generation)
+        driver.admit(slot, [chance.randrange(driver.loop.model.shape.vocab) for _ in range(n)], most=1)
+    driver.run()
+    entries = sorted(driver.entries, key=lambda entry: entry.generation)
     return [entry.token for entry in entries if entry.token is not None]
 
 
-def _rates(hand: ByHand) -> list[float]:
+def _rates(driver: LoopDriver) -> list[float]:
     """Tokens of a long prompt a second, by the host's clock, the first run left out."""
     chance, rates = random.Random(6), []
-    prompt = [chance.randrange(hand.loop.model.shape.vocab) for _ in range(LONG)]
-    pages = range(-(-LONG // hand.loop.page_tokens))
+    prompt = [chance.randrange(driver.loop.model.shape.vocab) for _ in range(LONG)]
+    pages = range(-(-LONG // driver.loop.page_tokens))
     for _ in range(REPEATS + 1):
-        hand.synchronize()
+        driver.synchronize()
         began = time.perf_counter()
-        hand.prefill(0, prompt, pages)
-        hand.synchronize()
+        driver.prefill(0, prompt, pages)
+        driver.synchronize()
         rates.append(LONG / (time.perf_counter() - began))
     return rates[1:]
 

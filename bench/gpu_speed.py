@@ -21,7 +21,7 @@ import torch
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.request import Token
@@ -211,8 +211,8 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
     n_pages = -(-n_tokens // PAGE_TOKENS[model.device.type]) + 1
     options = LoopOptions("loop", SLOTS, n_tokens + 64, n_pages, kv_type_of(type), model.shape.vocab)
     tokens, times = _ids(model, n_tokens, 1), []
-    with closing(ByHand(Loop(model, options))) as hand:
-        loop, event = hand.loop, _event()
+    with closing(LoopDriver(Loop(model, options))) as driver:
+        loop, event = driver.loop, _event()
         side: Any = getattr(loop.start, "side", None)
 
         def run() -> None:
@@ -318,12 +318,12 @@ def graph_memory(device: str, *, shape: str, type: str, slots: Sequence[int] = G
         context, page = 1024, PAGE_TOKENS["cuda"]
         n_pages = -(-context // page)
         options = LoopOptions("loop", n_slots, context, n_pages, kv_type_of(type), model.shape.vocab)
-        with closing(ByHand(Loop(model, options))) as hand:
-            hand.seat(0, _ids(model, 16, 1), most=8)
+        with closing(LoopDriver(Loop(model, options))) as driver:
+            driver.admit(0, _ids(model, 16, 1), most=8)
             before = _card_bytes()
-            hand.run()  # builds, then plays
+            driver.run()  # builds, then plays
             step = _card_bytes() - before
-        del hand
+        del driver
         _tidy(device)
         if number >= len(slots):
             yield {"what": "graph_memory", "slots": n_slots, "step": step, "prompts": taken["prompts"]}

@@ -31,10 +31,10 @@ from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_chi
 from bench.gpu_models import kv_type_of, model_on, modes_of, placement_of
 from ostinato.backends.cuda.pool import pool_of
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
-from ostinato.engine.request import Ask, Request, Token
+from ostinato.engine.request import Request, RequestSpec, Token
 from ostinato.errors import EngineDead, OstinatoError
 from ostinato.loop.host import OutEntry
 from ostinato.models.blocks import Model
@@ -69,10 +69,10 @@ def _engine(
     return Engine(model, placement, **more)
 
 
-def _by_hand(model: Model, type: str, context: int) -> ByHand:
+def _by_hand(model: Model, type: str, context: int) -> LoopDriver:
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
     options = LoopOptions("loop", 8, context, n_pages, kv_type_of(type), model.shape.vocab)
-    return ByHand(Loop(model, options))
+    return LoopDriver(Loop(model, options))
 
 
 # Calls per token
@@ -84,9 +84,9 @@ def calls(device: str, *, counter: int, name: str, type: str, few: int = FEW, ma
     model = model_on(name, type, device)
     known = counters()
     called, count = known[counter] if counter < len(known) else ("Start.n_launches, the loop's own count", None)
-    with closing(_by_hand(model, type, context=min(model.shape.context, many + 48))) as hand:
-        seconds = _lap(hand, model, many)  # warms, too
-        by_tokens = {n: _calls_by_hand(hand, model, n, 1.5 * seconds + 0.2, count) for n in (few, many)}
+    with closing(_by_hand(model, type, context=min(model.shape.context, many + 48))) as driver:
+        seconds = _lap(driver, model, many)  # warms, too
+        by_tokens = {n: _calls_by_hand(driver, model, n, 1.5 * seconds + 0.2, count) for n in (few, many)}
     through: dict[int, Counter[str]] = {}
     if count is not None:
         with _engine(model, type, context=min(model.shape.context, many + 48)) as engine:
@@ -101,42 +101,42 @@ def calls(device: str, *, counter: int, name: str, type: str, few: int = FEW, ma
     }
 
 
-def _lap(hand: ByHand, model: Model, n_tokens: int) -> float:
+def _lap(driver: LoopDriver, model: Model, n_tokens: int) -> float:
     """Seconds of a generation, warm."""
     for _ in range(2):
-        hand.forget()
-        hand.seat(0, _ids(model, 16), most=n_tokens)
+        driver.forget()
+        driver.admit(0, _ids(model, 16), most=n_tokens)
         started = time.perf_counter()
-        hand.run()
+        driver.run()
     return time.perf_counter() - started
 
 
 def _calls_by_hand(
-    hand: ByHand,
+    driver: LoopDriver,
     model: Model,
     n_tokens: int,
     seconds: float,
     count: Callable[[Callable[[], None]], Counter[str]] | None,
 ) -> Counter[str]:
-    hand.forget()
-    hand.seat(0, _ids(model, 16), most=n_tokens)
-    hand.synchronize()
-    before = hand.loop.start.n_launches
+    driver.forget()
+    driver.admit(0, _ids(model, 16), most=n_tokens)
+    driver.synchronize()
+    before = driver.loop.start.n_launches
 
     def work() -> None:
-        hand.begin()
+        driver.begin()
         time.sleep(seconds)
-        if hand.loop.start.running:
+        if driver.loop.start.running:
             raise CannotCount(f"{n_tokens} tokens took more than {seconds:.1f} s")
 
     if count is None:
         work()
-        found = Counter({"launches": hand.loop.start.n_launches - before})
+        found = Counter({"launches": driver.loop.start.n_launches - before})
     else:
         found = count(work)
-    hand.wait()
-    if len(hand.entries) != n_tokens:
-        raise RuntimeError(f"{len(hand.entries)} tokens of {n_tokens} came")
+    driver.wait()
+    if len(driver.entries) != n_tokens:
+        raise RuntimeError(f"{len(driver.entries)} tokens of {n_tokens} came")
     return found
 
 
@@ -206,14 +206,14 @@ def host_time(device: str, *, name: str, type: str, n_tokens: int = MANY) -> Ite
     model = model_on(name, type, device)
     context = min(model.shape.context, n_tokens + 48)
     spent: dict[str, list[float]] = {what: [] for what in ("drain", "drain at once", "hand over", "text")}
-    with closing(_by_hand(model, type, context=context)) as hand:
-        host = hand.loop.host
+    with closing(_by_hand(model, type, context=context)) as driver:
+        host = driver.loop.host
 
         def generate() -> None:
-            hand.forget()
-            hand.seat(0, _ids(model, 16), most=n_tokens)
-            hand.begin()
-            if not hand.loop.start.wait(120.0):
+            driver.forget()
+            driver.admit(0, _ids(model, 16), most=n_tokens)
+            driver.begin()
+            if not driver.loop.start.wait(120.0):
                 raise RuntimeError("the loop did not end")
 
         for _ in range(3):
@@ -237,7 +237,7 @@ def host_time(device: str, *, name: str, type: str, n_tokens: int = MANY) -> Ite
 
 def _hand_over(entries: Sequence[OutEntry]) -> None:
     """What an engine's thread does with entries, and what their reader does."""
-    request = Request(1, Ask([1], GREEDY, (), len(entries)), lambda _: None)
+    request = Request(1, RequestSpec([1], GREEDY, (), len(entries)), lambda _: None)
     for e in entries:
         reason = "length" if e is entries[-1] else None
         request.put(Token(e.token or 0, e.logprob, e.top, e.position, e.time_ns, reason))  # type: ignore[arg-type]  # a literal

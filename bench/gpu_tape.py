@@ -28,7 +28,7 @@ from bench.gpu_speed import Meter
 from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
 from bench.gpu_yield import judge_yield, tape_yield
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.placement import Placement
@@ -71,16 +71,16 @@ def tape_argmax(device: str, *, name: str, type: str, path: str | None = None) -
     worst = 0.0
     with closing(_by_hand(model, "eager")) as plain, closing(_by_hand(model, TAPE)) as tape:
         for prompt in prompts:
-            for hand in (plain, tape):
-                hand.seat(0, prompt, most=N_POSITIONS + 2)
-                hand.step()  # admits
+            for driver in (plain, tape):
+                driver.admit(0, prompt, most=N_POSITIONS + 2)
+                driver.step()  # admits
             for _ in range(N_POSITIONS):
                 tape.loop.tables.table["token"].copy_(plain.loop.tables.table["token"])
                 tape.synchronize()
                 rows = []
-                for hand in (plain, tape):
-                    hand.step()
-                    rows.append(hand.loop.plan.buffer("logits").tensor[0].float())
+                for driver in (plain, tape):
+                    driver.step()
+                    rows.append(driver.loop.plan.buffer("logits").tensor[0].float())
                 expected, found = rows
                 first, second = expected.topk(2).values.tolist()
                 scale = float(expected.abs().max())
@@ -88,11 +88,11 @@ def tape_argmax(device: str, *, name: str, type: str, path: str | None = None) -
                 differs = int(found.argmax()) != int(expected.argmax())
                 close = first - second <= TOLERANCE * scale
                 n, n_close, n_wrong = n + 1, n_close + (differs and close), n_wrong + (differs and not close)
-            for hand in (plain, tape):
-                hand.loop.host.cancel(0, hand.entries[-1].generation)
-                while hand.step():
+            for driver in (plain, tape):
+                driver.loop.host.cancel(0, driver.entries[-1].generation)
+                while driver.step():
                     pass
-                hand.forget()
+                driver.forget()
     yield {"what": "argmax", "model": called, "n": n, "wrong": n_wrong, "ties": n_close, "worst": worst}
 
 
@@ -113,23 +113,25 @@ def tape_int8(device: str, *, path: str) -> Iterator[Record]:
     model, tokenizer = model_of_file(path, device)
     pieces = pieces_of(tokenizer, N_PIECES, N_PREDICTED + 2)
     n_tokens = min(model.shape.vocab, tokenizer.vocab_size)
-    kinds: tuple[tuple[str, str, Activations], ...]
-    kinds = (("eager", "eager", "wide"), ("wide", TAPE, "wide"), ("int8", TAPE, "int8"))
+    weight_types: tuple[tuple[str, str, Activations], ...]
+    weight_types = (("eager", "eager", "wide"), ("wide", TAPE, "wide"), ("int8", TAPE, "int8"))
     expected, figures = None, {}
-    for called, mode, activations in kinds:
-        with closing(_by_hand(model, mode, n_slots=N_PIECES, activations=activations)) as hand:
-            said = heard(hand, pieces, n_tokens)
+    for called, mode, activations in weight_types:
+        with closing(_by_hand(model, mode, n_slots=N_PIECES, activations=activations)) as driver:
+            said = heard(driver, pieces, n_tokens)
         figures[called] = of_text(said, pieces, expected)
         expected = said if expected is None else expected
     n = N_PIECES * N_PREDICTED
     yield {"what": "int8", "model": Path(path).name, "n": n, "text": digest(pieces), "figures": figures}
 
 
-def _by_hand(model: Model, mode: str, *, n_slots: int = 1, activations: Activations = "wide") -> ByHand:
+def _by_hand(model: Model, mode: str, *, n_slots: int = 1, activations: Activations = "wide") -> LoopDriver:
     context = 2 * N_POSITIONS
     n_pages = (n_slots + 1) * -(-context // PAGE_TOKENS[model.device.type])
     kv_type: KVType = "f32" if model.dtype == torch.float32 else "bf16"
-    return ByHand(Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, activations)))
+    return LoopDriver(
+        Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, activations))
+    )
 
 
 def tape_admissions(device: str, *, name: str, type: str, n: int, seconds: float) -> Iterator[Record]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu_frame import ROOT, Record
-from ostinato.engine.by_hand import ByHand
+from ostinato.engine.driver import LoopDriver
 from ostinato.errors import InternalError
 from ostinato.text.tokenizer import Tokenizer
 
@@ -40,18 +40,18 @@ def digest(pieces: Sequence[Sequence[int]]) -> str:
     return hashlib.sha256(repr([list(piece) for piece in pieces]).encode()).hexdigest()[:12]
 
 
-def heard(hand: ByHand, pieces: Sequence[Sequence[int]], n_tokens: int) -> Tensor:
+def heard(driver: LoopDriver, pieces: Sequence[Sequence[int]], n_tokens: int) -> Tensor:
     """Feed a piece to each slot, the first token as a prompt and all others but the last step by step: what is said
     of each piece from its third token on, as float32 logits of the ids that the tokenizer knows, [steps, pieces, ids].
     """
-    loop, n = hand.loop, len(pieces)
+    loop, n = driver.loop, len(pieces)
     lengths = {len(piece) for piece in pieces}
     if len(lengths) != 1 or min(lengths) < 3:
         raise InternalError(f"pieces of {sorted(lengths)} tokens cannot be fed together; they are of one length")
     token, n_steps = loop.tables.table["token"], lengths.pop() - 2
-    generations = [hand.seat(slot, piece[:1], most=n_steps + 2) for slot, piece in enumerate(pieces)]
-    hand.step()  # admits
-    hand.synchronize()
+    generations = [driver.admit(slot, piece[:1], most=n_steps + 2) for slot, piece in enumerate(pieces)]
+    driver.step()  # admits
+    driver.synchronize()
     rows = loop.tables.table["row_slot"][:n].tolist()
     if rows != list(range(n)):
         raise InternalError(f"rows {rows} serve the slots, and not each its own")
@@ -59,15 +59,15 @@ def heard(hand: ByHand, pieces: Sequence[Sequence[int]], n_tokens: int) -> Tenso
     said = []
     for step in range(1, n_steps + 1):
         token[:n].copy_(forced[:, step])
-        hand.synchronize()
-        hand.step()
+        driver.synchronize()
+        driver.step()
         said.append(loop.plan.buffer("logits").tensor[:n, :n_tokens].float().clone())
-    hand.synchronize()  # the last of them is copied on torch's own stream, and the next step overwrites what it reads
+    driver.synchronize()  # the last of them is copied on torch's own stream, and the next step overwrites what it reads
     for slot, generation in enumerate(generations):
         loop.host.cancel(slot, generation)
-    while hand.step():
+    while driver.step():
         pass
-    hand.forget()
+    driver.forget()
     return torch.stack(said)
 
 

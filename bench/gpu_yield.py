@@ -1,9 +1,9 @@
 """How long a running request waits because somebody else's prompt comes in, in the mode that leaves the card for it.
 
-Three parts of that wait are told apart. *Leaving*: from the host's word to the last border, and to the kernel's end;
-measured by hand, since an engine's thread sleeps and would be measured with it. The *chunk*: the prompt with nobody
-else there, by hand too. The *gap*: between two tokens of the running request, through an engine, by the device's own
-clock; what it has beyond a step, leaving and the chunk is the host, which must see that the kernel left.
+Three parts of that wait are told apart. *Leaving*: from the host's word to the last step boundary, and to the kernel's
+end; measured by hand, since an engine's thread sleeps and would be measured with it. The *chunk*: the prompt with
+nobody else there, by hand too. The *gap*: between two tokens of the running request, through an engine, by the device's
+own clock; what it has beyond a step, leaving and the chunk is the host, which must see that the kernel left.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Final
 
 from bench.gpu_frame import Ended, Outcome, Record, Setting, Verdict
 from bench.gpu_models import TAPE, kv_type_of, model_on, placement_of
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import InternalError
@@ -36,7 +36,8 @@ DEADLINE_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One leaving, in microseconds since the loop was asked: its last border was passed, and nothing of it runs."""
+    """One leaving, in microseconds since the loop was asked: its last step boundary was passed, and nothing of it
+    runs."""
 
     border_us: float
     left_us: float
@@ -55,9 +56,9 @@ def tape_yield(device: str, *, name: str, type: str, n_slots: int, context: int)
     model, chance = model_on(name, type, device), random.Random(4)
     at = placement_of(model, TAPE, n_slots=n_slots, context=context, kv_type=kv_type_of(type))
     options = LoopOptions(at.mode, at.n_slots, at.context, at.n_pages, at.kv_type, model.shape.vocab)
-    with closing(ByHand(Loop(model, options))) as hand:
-        left = leavings(hand, N_PROMPTS, chance)
-        alone = {n: chunk_us(hand, _ids(model, n, chance)) for n in LENGTHS}
+    with closing(LoopDriver(Loop(model, options))) as driver:
+        left = leavings(driver, N_PROMPTS, chance)
+        alone = {n: chunk_us(driver, _ids(model, n, chance)) for n in LENGTHS}
     with Engine(model, at) as engine:
         step_us, waits = gaps(engine, {n: [_ids(model, n, chance) for _ in range(N_PROMPTS)] for n in LENGTHS})
     yield {
@@ -79,40 +80,42 @@ def tape_yield(device: str, *, name: str, type: str, n_slots: int, context: int)
     }
 
 
-def leavings(hand: ByHand, n: int, chance: random.Random, pause_s: tuple[float, float] = (0.003, 0.006)) -> list[Left]:
+def leavings(
+    driver: LoopDriver, n: int, chance: random.Random, pause_s: tuple[float, float] = (0.003, 0.006)
+) -> list[Left]:
     """Let a sequence run, and ask it so often, at some moment, to leave. The host does nothing but look meanwhile."""
-    loop, host = hand.loop, hand.loop.host
-    generation = hand.seat(0, [1, 2, 3], most=loop.options.context - 4)
+    loop, host = driver.loop, driver.loop.host
+    generation = driver.admit(0, [1, 2, 3], most=loop.options.context - 4)
     found: list[Left] = []
     while True:
         ends = host.word(Word.ENDS)
-        hand.begin()
+        driver.begin()
         if len(found) == n:
             break
         time.sleep(chance.uniform(*pause_s))
         asked = time.perf_counter_ns()
         host.set_yield(True)
-        border = _when(lambda ends=ends: host.word(Word.ENDS) != ends)  # type: ignore[misc]  # a default of its own
+        step_boundary = _when(lambda ends=ends: host.word(Word.ENDS) != ends)  # type: ignore[misc]  # a default of its own
         left = _when(lambda: not loop.start.running)
-        found.append(Left((border - asked) / 1e3, (left - asked) / 1e3))
-        hand.wait()
+        found.append(Left((step_boundary - asked) / 1e3, (left - asked) / 1e3))
+        driver.wait()
         host.set_yield(False)
         if host.word(Word.WHY) != End.YIELD:
             raise InternalError(f"the loop ended by itself ({End(host.word(Word.WHY)).name}); it needs more context")
     host.cancel(0, generation)
-    hand.wait()
-    hand.forget()
+    driver.wait()
+    driver.forget()
     return found
 
 
-def chunk_us(hand: ByHand, prompt: Sequence[int], repeats: int = 10) -> float:
+def chunk_us(driver: LoopDriver, prompt: Sequence[int], repeats: int = 10) -> float:
     """A prompt and its first token with nobody else there, by the host's clock: the median."""
-    loop, times = hand.loop, []
+    loop, times = driver.loop, []
     pages = range(-(-(len(prompt) + 2) // loop.page_tokens))
-    hand.seat(0, prompt, most=2, pages=pages, admit=False)
+    driver.admit(0, prompt, most=2, pages=pages, admit=False)
     for _ in range(repeats):
         began = time.perf_counter_ns()
-        hand.prefill(0, prompt, pages)
+        driver.prefill(0, prompt, pages)
         loop.beside(lambda: loop.prefill.first(0)).result(DEADLINE_S)
         times.append((time.perf_counter_ns() - began) / 1e3)
     return median(times)
@@ -146,8 +149,8 @@ def gaps(
 def waits_of(times: Sequence[int], firsts: Sequence[int], *, since: int, step_us: float) -> list[Wait]:
     """For each prompt, by its first token's time, the gaps that began after the one before it had answered.
 
-    Its own gap began before its token was made, and may end after that: the token may be told at the very border with
-    which the loop goes on.
+    Its own gap began before its token was made, and may end after that: the token may be told at the very step boundary
+    with which the loop goes on.
     """
     found = []
     for begin, end in pairwise([since, *firsts]):
@@ -165,7 +168,7 @@ def judge_yield(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
     for one in (record for done in ended for record in done.of("yield")):
         step, left = one["step_us"], one["left_us"]
         value = (
-            f"a step {step:.0f} us; asked to leave, the last border after {one['border_us']:.0f} us, gone after "
+            f"a step {step:.0f} us; asked to leave, the last step boundary after {one['border_us']:.0f} us, gone after "
             f"{left:.0f} (longest {one['left_most_us']:.0f})"
         )
         verdict: Verdict = "PASS" if left <= STEPS_TO_LEAVE * step else "MISS"

@@ -33,7 +33,7 @@ from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.torch.ops.matmul import (
     Epilogue,
     InputNorm,
-    Prepared,
+    PreparedInput,
     experts_down_torch,
     experts_gate_up_torch,
     matmul_torch,
@@ -122,7 +122,7 @@ def product_of(weight: Tensor | Packed, n: int, k: int, epilogue: Epilogue, rows
     if epilogue == "add":
         more["stats"] = torch.zeros(N_SLOTS, n_stats(width), 2, device=DEVICE)
         more["prepared"] = (
-            Prepared(torch.zeros_like(out, dtype=torch.bfloat16), torch.randn(width, device=DEVICE))
+            PreparedInput(torch.zeros_like(out, dtype=torch.bfloat16), torch.randn(width, device=DEVICE))
             if prepared
             else None
         )
@@ -452,7 +452,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help=f"a section, or its beginning: {', '.join(known)}")
     parser.add_argument("--rows", default="1,4,16,32")
     parser.add_argument(
-        "--prepared", action="store_true", help="x comes multiplied and in bfloat16, as `Prepared` leaves it"
+        "--prepared", action="store_true", help="x comes multiplied and in bfloat16, as `PreparedInput` leaves it"
     )
     parser.add_argument("--seconds", type=float, default=85)
     given = parser.parse_args()

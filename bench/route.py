@@ -19,7 +19,7 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
-from ostinato.serve.load import Lengths, Load, Report, report, run
+from ostinato.serve.load import Lengths, Load, LoadReport, report, run
 
 _PROCESSES: Final = {"proxy": "ray::ProxyActor", "ingress": "ostinato:Ingress", "replica": "ostinato:Engine"}
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
@@ -40,7 +40,7 @@ def cpu_seconds() -> dict[str, float]:
     return found
 
 
-def measured(url: str, clients: int, n: int, tokens: int) -> tuple[Report, dict[str, float]]:
+def measured(url: str, clients: int, n: int, tokens: int) -> tuple[LoadReport, dict[str, float]]:
     """A load, and the CPU seconds it took."""
     size = Lengths(tokens, tokens)
     load = Load(url, kind="completions", n_requests=n, clients=clients, prompt=Lengths(16, 16), answer=size)
@@ -51,7 +51,7 @@ def measured(url: str, clients: int, n: int, tokens: int) -> tuple[Report, dict[
     return found, {kind: after[kind] - before[kind] for kind in after}
 
 
-def row(found: Report, cpu: dict[str, float]) -> dict[str, Any]:
+def row(found: LoadReport, cpu: dict[str, float]) -> dict[str, Any]:
     assert found.first_token_s is not None
     gap = found.gap_s
     return {

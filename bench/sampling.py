@@ -80,7 +80,7 @@ class Bench:
         memory = torch.zeros(arena_bytes(self.fields), dtype=torch.uint8, device="cuda")
         self.table = Arena(self.fields, memory)
         self.logits = logits.cuda()
-        self._seat(case)
+        self._admit(case)
         spaces = sample_workspace(n_slots, VOCAB).items()
         table = self.table
         self.launches: Launches = bind_sample(
@@ -91,7 +91,7 @@ class Bench:
             **sampled(table),
         )
 
-    def _seat(self, case: Case) -> None:
+    def _admit(self, case: Case) -> None:
         table, n = self.table, self.layout.n_slots
         for name, value in {"top_p": 1.0, "repetition": 1.0, **case.settings}.items():
             table[name].fill_(value)

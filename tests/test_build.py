@@ -12,8 +12,8 @@ import pytest
 from ostinato import build
 from ostinato.backends.cuda.start import source
 from ostinato.errors import HardwareCannot, InternalError
-from ostinato.loop.border import native_headers
 from ostinato.loop.layout import Layout
+from ostinato.loop.step_boundary import native_headers
 
 KERNEL = '#include "two.h"\nextern "C" __global__ void add(int* x) { x[0] += TWO + MORE; }\n'
 HEADERS = {"two.h": "#define TWO 2\n"}
@@ -79,12 +79,12 @@ def add(more: int = 1, arch: str = "sm_90", source: str = KERNEL) -> bytes:
 # --- CUDA ---
 
 
-def test_the_border_compiles_for_hopper_without_a_gpu(by_nvrtc: list[str]) -> None:
+def test_the_boundary_compiles_for_hopper_without_a_gpu(by_nvrtc: list[str]) -> None:
     headers = native_headers(Layout(n_slots=8, max_pages=512, vocab=49_152), page_tokens=16)
-    binary = build.cubin(source("border.cu"), "border.cu", arch="sm_90", headers=headers)
+    binary = build.cubin(source("step_boundary.cu"), "step_boundary.cu", arch="sm_90", headers=headers)
     assert binary[:4] == b"\x7fELF"
-    assert b".text.border\0" in binary
-    assert b".text.border_loop\0" in binary
+    assert b".text.step_boundary\0" in binary
+    assert b".text.boundary_loop\0" in binary
 
 
 def test_a_kernel_is_compiled_once_and_a_second_process_compiles_nothing(by_nvrtc: list[str], home: Path) -> None:

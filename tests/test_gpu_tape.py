@@ -89,17 +89,17 @@ PIECES = [[(7 * piece + 3 * at) % 90 for at in range(9)] for piece in range(4)]
 
 def test_forced_tokens_give_the_logits_of_one_forward_over_the_text() -> None:
     model = random_model("kv")
-    with closing(open_loop(model=model, mode="eager")) as hand:
+    with closing(open_loop(model=model, mode="eager")) as driver:
         for _ in range(2):  # the slots are free again afterwards
-            found = heard(hand, PIECES, model.shape.vocab - 3)
+            found = heard(driver, PIECES, model.shape.vocab - 3)
     for number, piece in enumerate(PIECES):
         expected = forward(model, piece[:-1])[1:, : model.shape.vocab - 3]
         assert torch.allclose(found[:, number], expected, atol=1e-4)
 
 
 def test_pieces_that_cannot_be_fed_together_are_refused() -> None:
-    with closing(open_loop(mode="eager")) as hand, pytest.raises(InternalError, match="of one length"):
-        heard(hand, [[1, 2, 3], [1, 2, 3, 4]], 50)
+    with closing(open_loop(mode="eager")) as driver, pytest.raises(InternalError, match="of one length"):
+        heard(driver, [[1, 2, 3], [1, 2, 3, 4]], 50)
 
 
 @pytest.mark.slow
@@ -108,8 +108,8 @@ def test_the_tape_says_nearly_the_same_of_a_text_and_with_int8_activations_a_lit
     expected = torch.stack([forward(widened(model), piece[:-1])[1:] for piece in PIECES], 1)
     figures = {}
     for activations in ("wide", "int8"):
-        with closing(tape_driver(model, activations=activations)) as hand:
-            figures[activations] = apart(expected, heard(hand, PIECES, model.shape.vocab))
+        with closing(tape_driver(model, activations=activations)) as driver:
+            figures[activations] = apart(expected, heard(driver, PIECES, model.shape.vocab))
     assert 0 < figures["wide"]["kl"] < 1e-3
     assert figures["wide"]["kl"] < figures["int8"]["kl"] < 0.05
 
@@ -120,17 +120,17 @@ def test_the_tape_says_nearly_the_same_of_a_text_and_with_int8_activations_a_lit
 @pytest.mark.parametrize("mode", [TWIN, "loop"])
 def test_a_loop_that_is_asked_to_leave_goes_on_where_it_was(mode: str) -> None:
     model = random_model("kv", context=8192)
-    with closing(open_loop(model=model, mode=mode, context=8192, n_pages=600)) as hand:
-        found = gpu_yield.leavings(hand, 3, random.Random(1), (0.0, 0.0))
+    with closing(open_loop(model=model, mode=mode, context=8192, n_pages=600)) as driver:
+        found = gpu_yield.leavings(driver, 3, random.Random(1), (0.0, 0.0))
         assert len(found) == 3
         assert all(0 <= one.border_us <= one.left_us for one in found)
-        assert gpu_yield.chunk_us(hand, [1, 2, 3, 4], repeats=2) > 0
+        assert gpu_yield.chunk_us(driver, [1, 2, 3, 4], repeats=2) > 0
 
 
 @pytest.mark.slow
 def test_the_tape_leaves_when_it_is_asked_to() -> None:
-    with closing(tape_driver(small(shape_of()))) as hand:
-        assert len(gpu_yield.leavings(hand, 2, random.Random(1), (0.0, 0.001))) == 2
+    with closing(tape_driver(small(shape_of()))) as driver:
+        assert len(gpu_yield.leavings(driver, 2, random.Random(1), (0.0, 0.001))) == 2
 
 
 def test_a_prompts_gap_is_the_longest_that_began_before_its_token_and_after_the_last_prompt() -> None:

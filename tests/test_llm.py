@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ostinato import LLM, Batch, Sampling
 from ostinato.engine.engine import Engine
-from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, LineFull, Unsupported
+from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, QueueFull, Unsupported
 from tests.models import tiny
 
 GREEDY = Sampling(max_tokens=10, temperature=0, ignore_eos=True)
@@ -335,7 +335,7 @@ def test_a_stream_is_refused_while_the_line_is_full(tiny_gguf: Path) -> None:
         for stream in streams[:2]:
             next(stream)
         next_in_line = llm._engine.submit([5], llm._settled(short))
-        with pytest.raises(LineFull):  # two sit, and one waits
+        with pytest.raises(QueueFull):  # two sit, and one waits
             next(streams[2])
         streams.clear()  # dropped, and so cancelled
         assert len(list(next_in_line)) == 4

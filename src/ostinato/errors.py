@@ -20,7 +20,7 @@
     ├── DecodeInvariantError                             an attempt to break one of I-1 to I-10; nothing was changed
     │   └── PlanStale                                    a buffer of the plan is not where the plan says; fatal
     ├── EngineDead                            HTTP 503   a device fault or drift: the process must be restarted
-    ├── LineFull                      exit 4  HTTP 429   too many requests wait already
+    ├── QueueFull                      exit 4  HTTP 429   too many requests wait already
     ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: network, disk or checksum
     └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
 
@@ -152,7 +152,7 @@ class EngineDead(OstinatoError):
     http_status = 503
 
 
-class LineFull(OstinatoError):
+class QueueFull(OstinatoError):
     """Too many requests wait already; try again later."""
 
     exit_code = 4

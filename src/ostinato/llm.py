@@ -33,7 +33,7 @@ from ostinato.engine.placement import Placement, settle, use_threads
 from ostinato.engine.request import Message, Request, Token, waited_for
 from ostinato.engine.sequential import Continuation, Sequential
 from ostinato.engine.stats import SlotView, Stats
-from ostinato.errors import BadFile, BadInput, BadOption, LineFull, Unsupported, listing
+from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import build_model, read_shape
@@ -260,7 +260,7 @@ class LLM:
         show: Collection[str] = (),
         sink: Callable[[Request, Message], None],
     ) -> Answer:
-        """Ask without waiting, for whoever serves many: LineFull when too many wait already.
+        """Ask without waiting, for whoever serves many: QueueFull when too many wait already.
 
         `sink` is told everything, on the engine's thread; the tokens it is told are pushed into what is returned, on
         any one thread. `fresh`: the answer is a text of its own, as in a conversation, not the rest of the prompt's.
@@ -499,7 +499,7 @@ class LLM:
                         request = self._engine.submit(
                             prompt, settled, wait=not answers, sink=lambda *told: heard.put(told)
                         )
-                    except LineFull:
+                    except QueueFull:
                         break
                     order.append(request.id)
                     answers[request.id] = Answer(self._origin, prompt, settled, request, fresh=fresh)

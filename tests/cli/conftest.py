@@ -25,7 +25,7 @@ class Ran:
     err: str
 
 
-Run = Callable[..., Ran]
+RunCli = Callable[..., Ran]
 
 
 class Terminal(io.TextIOWrapper):
@@ -60,7 +60,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ostinato(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def ostinato(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCli:
     """Call a verb in this process; `stdin` is what a pipe brings, `terminal` puts a person there instead."""
 
     def run(*arguments: str | Path, stdin: bytes = b"", terminal: bool = False) -> Ran:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ostinato.engine import placement
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 bench = import_module("ostinato.cli.bench")
 QUICK = ("--device", "cpu", "--n-gen", "4", "--n-prompt", "8", "--repeats", "1")
@@ -26,7 +26,7 @@ def quick_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measuring, "READ_BYTES", {"cpu": 1 << 20})
 
 
-def test_lists_cross_and_every_figure_has_its_limit(ostinato: Run) -> None:
+def test_lists_cross_and_every_figure_has_its_limit(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--mode", "eager,loop", "--batch", "1,2", "--depth", "0,20")
     assert ran.code == 0, ran.err
     lines = ran.out.splitlines()
@@ -43,7 +43,7 @@ def test_lists_cross_and_every_figure_has_its_limit(ostinato: Run) -> None:
     assert all(row[-1] == "%" for row in table)
 
 
-def test_the_last_line_is_json_with_every_run(ostinato: Run) -> None:
+def test_the_last_line_is_json_with_every_run(ostinato: RunCli) -> None:
     note = json.loads(ostinato(*TINY, "--mode", "loop", "--repeats", "2").out.splitlines()[-1])
     assert (note["model"], note["type"], note["device"], note["repeats"]) == ("tiny", "f32", "cpu", 2)
     assert note["read_bytes_s"] > 0
@@ -54,19 +54,19 @@ def test_the_last_line_is_json_with_every_run(ostinato: Run) -> None:
         assert figure["limit_tok_s"] == pytest.approx(note["read_bytes_s"] / figure["bytes_per_token"])
 
 
-def test_json_alone_is_one_object(ostinato: Run) -> None:
+def test_json_alone_is_one_object(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--n-prompt", "0", "--mode", "loop", "--json")
     assert len(ran.out.splitlines()) == 1
     assert [figure["test"] for figure in json.loads(ran.out)["figures"]] == ["tg4"]
 
 
-def test_all_modes_that_can_run_are_measured_and_the_others_named(ostinato: Run) -> None:
+def test_all_modes_that_can_run_are_measured_and_the_others_named(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--n-prompt", "0", "--json")
     assert [figure["mode"] for figure in json.loads(ran.out)["figures"]] == ["eager", "loop"]
     assert "not graph: graphs are CUDA's" in ran.err
 
 
-def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: Run) -> None:
+def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--n-prompt", "0", "--mode", "eager", "--profile")
     assert "a step of batch 1 at depth 0 in eager" in ran.out
     assert "no profile" not in ran.err
@@ -78,7 +78,7 @@ def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: Run) -> None:
 
 @pytest.mark.parametrize(("modes", "profiled"), [("eager,loop", ["eager"]), ("loop", [])])
 def test_the_native_loop_is_left_out_of_a_profile_with_the_reason(
-    ostinato: Run, modes: str, profiled: list[str]
+    ostinato: RunCli, modes: str, profiled: list[str]
 ) -> None:
     ran = ostinato(*TINY, "--n-prompt", "0", "--mode", modes, "--profile", "--json")
     assert ran.code == 0, ran.err
@@ -88,13 +88,13 @@ def test_the_native_loop_is_left_out_of_a_profile_with_the_reason(
     assert [profile["mode"] for profile in note["profiles"]] == profiled
 
 
-def test_a_file_is_measured_too(ostinato: Run, tiny: Path) -> None:
+def test_a_file_is_measured_too(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("bench", "decode", "--model", tiny, *QUICK, "--mode", "loop", "--json")
     note = json.loads(ran.out)
     assert (note["model"], note["type"], note["activations"]) == (str(tiny), "F32", "wide")
 
 
-def test_eager_has_dense_weights_and_the_native_loop_packed_ones(ostinato: Run) -> None:
+def test_eager_has_dense_weights_and_the_native_loop_packed_ones(ostinato: RunCli) -> None:
     words = ("--type", "q8_0", "--n-prompt", "0", "--activations", "int8", "--json")
     note = json.loads(ostinato(*TINY, "--mode", "eager,loop", *words).out)
     eager, loop = note["figures"]
@@ -120,31 +120,31 @@ def test_eager_has_dense_weights_and_the_native_loop_packed_ones(ostinato: Run) 
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_words_to_use(
-    ostinato: Run, words: tuple[str, ...], message: str
+    ostinato: RunCli, words: tuple[str, ...], message: str
 ) -> None:
     ran = ostinato(*TINY, "--n-gen", "100", *words)
     assert (ran.code, ran.out.count("{")) == (2, 0)
     assert message in ran.err
 
 
-def test_an_unknown_shape_lists_the_known_ones(ostinato: Run) -> None:
+def test_an_unknown_shape_lists_the_known_ones(ostinato: RunCli) -> None:
     ran = ostinato("bench", "decode", "--shape", "lama-1b")
     assert ran.code == 2
     assert "known: llama-1b (the nearest), llama-8b, " in ran.err
 
 
-def test_a_type_without_a_shape_is_refused(ostinato: Run) -> None:
+def test_a_type_without_a_shape_is_refused(ostinato: RunCli) -> None:
     assert "give --shape too" in ostinato("bench", "decode", "--type", "bf16").err
 
 
-def test_a_mode_that_cannot_run_exits_with_4_and_the_reason(ostinato: Run) -> None:
+def test_a_mode_that_cannot_run_exits_with_4_and_the_reason(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--mode", "persistent")
     assert ran.code == 4
     assert "mode 'persistent' cannot run here" in ran.err
 
 
 def test_a_shape_that_does_not_fit_exits_with_4_before_it_is_made(
-    ostinato: Run, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda device: 1 << 30)
     ran = ostinato("bench", "decode", "--shape", "llama-8b", "--type", "f32", "--device", "cpu")
@@ -154,7 +154,7 @@ def test_a_shape_that_does_not_fit_exits_with_4_before_it_is_made(
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is here")
-def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(ostinato: Run, tmp_path: Path) -> None:
+def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(ostinato: RunCli, tmp_path: Path) -> None:
     ran = ostinato(*TINY, "--plot", tmp_path / "ladder.png")
     assert (ran.code, ran.out) == (2, "")
     assert "--plot needs matplotlib" in ran.err
@@ -162,7 +162,7 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_is_measured(ost
 
 
 @pytest.mark.skipif(find_spec("matplotlib") is None, reason="needs matplotlib, the extra `lab`")
-def test_the_ladder_is_drawn(ostinato: Run, tmp_path: Path) -> None:
+def test_the_ladder_is_drawn(ostinato: RunCli, tmp_path: Path) -> None:
     ran = ostinato(*TINY, "--batch", "1,2", "--plot", tmp_path / "ladder.png")
     assert ran.code == 0, ran.err
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
@@ -170,7 +170,7 @@ def test_the_ladder_is_drawn(ostinato: Run, tmp_path: Path) -> None:
 
 def test_the_ladder_groups_by_batch_and_marks_the_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What is handed to matplotlib, with a stand-in for it."""
-    from ostinato.lab.bench import Figure, Run, Task
+    from ostinato.lab.bench import Figure, Task, TimedRun
 
     calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
@@ -187,7 +187,7 @@ def test_the_ladder_groups_by_batch_and_marks_the_limit(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(bench, "figure_kind", lambda plot: Anything)
     figures = [
-        Figure(Task("tg", 8, 0, batch, mode), (Run(8, 1.0, 1.0),), 100.0, 1e4)
+        Figure(Task("tg", 8, 0, batch, mode), (TimedRun(8, 1.0, 1.0),), 100.0, 1e4)
         for mode in ("eager", "loop")
         for batch in (1, 4)
     ]
@@ -200,7 +200,7 @@ def test_the_ladder_groups_by_batch_and_marks_the_limit(monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("type", "kv_type"), [("bf16", "f32"), ("q4_k_m", "f32"), ("q8_0", "f32")])
-def test_random_weights_of_other_types_are_measured(ostinato: Run, type: str, kv_type: str) -> None:
+def test_random_weights_of_other_types_are_measured(ostinato: RunCli, type: str, kv_type: str) -> None:
     note = json.loads(ostinato(*TINY, "--type", type, "--mode", "loop", "--json").out)
     assert (note["type"], note["kv_type"]) == (type, kv_type)
     assert note["figures"][-1]["bytes_per_token"] < 3_000_000  # float32 would be 5.8 million

@@ -19,7 +19,7 @@ import pytest
 from ostinato.cli.chat import CtrlC, Dialogue, converse
 from ostinato.errors import BadTemplate, PromptTooLong
 from ostinato.options import Sampling
-from tests.cli.conftest import Run, start
+from tests.cli.conftest import RunCli, start
 
 
 class Parrot:
@@ -121,7 +121,7 @@ def test_an_interrupted_answer_stays_as_far_as_it_came(capsys: pytest.CaptureFix
     assert "(stopped)" in capsys.readouterr().err
 
 
-def test_piped_lines_are_messages(ostinato: Run, tiny: Path) -> None:
+def test_piped_lines_are_messages(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato(
         "chat", "--model", tiny, "--max-tokens", "4", "--ignore-eos", "--seed", "1", stdin=b"hi\nagain\n/quit\nno\n"
     )
@@ -129,7 +129,7 @@ def test_piped_lines_are_messages(ostinato: Run, tiny: Path) -> None:
     assert ran.err.count("(cut after 4 tokens, see --max-tokens)") == 2
 
 
-def test_a_small_context_is_filled_and_survived(ostinato: Run, tiny: Path) -> None:
+def test_a_small_context_is_filled_and_survived(ostinato: RunCli, tiny: Path) -> None:
     lines = b"hello there\nhello there\nhello there\n/reset\nhi\n"
     ran = ostinato("chat", "--model", tiny, "--context", "60", "--ignore-eos", "--seed", "1", stdin=lines)
     assert ran.code == 0
@@ -138,13 +138,13 @@ def test_a_small_context_is_filled_and_survived(ostinato: Run, tiny: Path) -> No
     assert "(a new conversation)" in ran.err
 
 
-def test_a_line_that_is_not_utf8_is_named(ostinato: Run, tiny: Path) -> None:
+def test_a_line_that_is_not_utf8_is_named(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("chat", "--model", tiny, "--max-tokens", "1", stdin=b"hi\n\xff\n")
     assert ran.code == 2
     assert "line 2 of standard input is not UTF-8" in ran.err
 
 
-def test_a_model_without_a_template_cannot_chat(ostinato: Run, base: Path) -> None:
+def test_a_model_without_a_template_cannot_chat(ostinato: RunCli, base: Path) -> None:
     ran = ostinato("chat", "--model", base, stdin=b"hi\n")
     assert ran.code == 2
     assert "run --raw" in ran.err

@@ -15,19 +15,19 @@ from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.native.cpu_levels import LEVELS
 from ostinato.engine.open import MODES
 from ostinato.files import store
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 doctor = import_module("ostinato.cli.doctor")  # the room has the verb under this name
 
 
-def report(ostinato: Run) -> dict[str, Any]:
+def report(ostinato: RunCli) -> dict[str, Any]:
     ran = ostinato("doctor", "--json")
     assert ran.code == 0, ran.err
     found: dict[str, Any] = json.loads(ran.out)
     return found
 
 
-def test_it_says_what_can_run_and_why_not_the_rest(ostinato: Run) -> None:
+def test_it_says_what_can_run_and_why_not_the_rest(ostinato: RunCli) -> None:
     import torch
 
     found = report(ostinato)
@@ -41,7 +41,7 @@ def test_it_says_what_can_run_and_why_not_the_rest(ostinato: Run) -> None:
     assert all(mode["can_run"] or mode["reason"] for mode in found["modes"])
 
 
-def test_it_says_whether_the_native_loop_can_run_and_why_not(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_says_whether_the_native_loop_can_run_and_why_not(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     found = report(ostinato)
     native = found["native"]
     assert native["level"] in LEVELS
@@ -99,7 +99,7 @@ def test_every_choice_for_a_chip_has_its_reason_and_capabilities_are_numbers() -
     for capability, n, shared in (((7, 5), 40, 64), ((8, 9), 128, 99), ((9, 0), 132, 227), ((10, 0), 148, 227)):
         found = {one["what"]: one for one in doctor.kernel_choices(Chip(capability, n, shared << 10, 50 << 20))}
         assert all(one["choice"] and one["reason"] for one in found.values())
-        assert found["border"]["choice"] == f"compiled for sm_{capability[0]}{capability[1]}"
+        assert found["step boundary"]["choice"] == f"compiled for sm_{capability[0]}{capability[1]}"
         assert found["attention in a step"]["choice"] == f"{4 * n} programs"
         # As text "10.0" would come before "8.0".
         assert found["products of bfloat16"]["choice"] == ("float32 units" if capability[0] == 7 else "tensor cores")
@@ -107,13 +107,13 @@ def test_every_choice_for_a_chip_has_its_reason_and_capabilities_are_numbers() -
         assert ("tuned for capability 9.0" in found["tiles of products"]["choice"]) == (capability != (9, 0))
 
 
-def test_without_the_default_model_there_is_no_memory_plan(ostinato: Run) -> None:
+def test_without_the_default_model_there_is_no_memory_plan(ostinato: RunCli) -> None:
     assert report(ostinato)["plan"] is None
     assert "plan:" not in ostinato("doctor").out
 
 
 def test_the_default_models_memory_plan_is_told_where_it_is_here(
-    ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store, "installed", lambda: [store.StoredModel(store.DEFAULT, tiny, tiny.stat().st_size)])
     monkeypatch.setattr(store, "resolve", lambda name, talk: tiny)
@@ -123,7 +123,7 @@ def test_the_default_models_memory_plan_is_told_where_it_is_here(
     assert "plan: KV pages" in ostinato("doctor").out
 
 
-def test_it_knows_the_machine(ostinato: Run) -> None:
+def test_it_knows_the_machine(ostinato: RunCli) -> None:
     import torch
 
     found = report(ostinato)
@@ -133,7 +133,7 @@ def test_it_knows_the_machine(ostinato: Run) -> None:
     assert 0 < found["memory"]["free"] <= found["memory"]["total"]
 
 
-def test_it_knows_the_store(ostinato: Run, home: Path) -> None:
+def test_it_knows_the_store(ostinato: RunCli, home: Path) -> None:
     kept = report(ostinato)["store"]
     assert (kept["home"], kept["writable"], kept["models"]) == (str(home), True, [])
     assert kept["free"] > 0
@@ -141,7 +141,7 @@ def test_it_knows_the_store(ostinato: Run, home: Path) -> None:
 
 
 def test_a_store_that_cannot_be_written_is_pointed_out(
-    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("OSTINATO_HOME", str(tmp_path / "file" / "home"))
@@ -150,7 +150,7 @@ def test_a_store_that_cannot_be_written_is_pointed_out(
     assert "NOT WRITABLE: set OSTINATO_HOME" in ran.out
 
 
-def test_plain_output_fits_people(ostinato: Run) -> None:
+def test_plain_output_fits_people(ostinato: RunCli) -> None:
     ran = ostinato("doctor")
     assert ran.code == 0
     for words in ("python", "torch", "memory", "cpu eager", "can run", "cuda persistent", "store"):

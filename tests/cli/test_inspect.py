@@ -13,20 +13,20 @@ import pytest
 from ostinato.backends.native.tile_weights import tile_type
 from ostinato.engine import placement
 from tests.cli import tiny_model
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 from tests.models import tiny as tiny_models
 
 inspect = import_module("ostinato.cli.inspect")  # the room has the verb under this name
 
 
-def facts(ostinato: Run, *arguments: str | Path) -> dict[str, Any]:
+def facts(ostinato: RunCli, *arguments: str | Path) -> dict[str, Any]:
     ran = ostinato("inspect", "--json", *arguments)
     assert ran.code == 0, ran.err
     found: dict[str, Any] = json.loads(ran.out)
     return found
 
 
-def test_a_model_is_described_in_full(ostinato: Run, tiny: Path) -> None:
+def test_a_model_is_described_in_full(ostinato: RunCli, tiny: Path) -> None:
     found = facts(ostinato, tiny)
     weights = tiny_model.tensors()
     n_parameters = sum(value.numel() for value in weights.values())
@@ -52,7 +52,7 @@ def test_a_model_is_described_in_full(ostinato: Run, tiny: Path) -> None:
     assert found["missing"] == []
 
 
-def test_memory_is_weights_and_keys_and_values(ostinato: Run, tiny: Path) -> None:
+def test_memory_is_weights_and_keys_and_values(ostinato: RunCli, tiny: Path) -> None:
     found = facts(ostinato, tiny)
     memory = found["memory"]
     assert memory["weights"] == {"float32": 4 * found["parameters"], "bfloat16": 2 * found["parameters"]}
@@ -63,7 +63,7 @@ def test_memory_is_weights_and_keys_and_values(ostinato: Run, tiny: Path) -> Non
     assert "q8_0" not in memory["kv"]  # a head of 16 has no whole block of 32
 
 
-def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: Run, tiny: Path) -> None:
+def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tiny: Path) -> None:
     found = facts(ostinato, tiny)
     plan = found["plan"]
     rows = {row["name"]: row["bytes"] for row in plan["rows"]}
@@ -79,7 +79,7 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: Run, tiny: 
 
 
 def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
-    ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(placement, "free_bytes", lambda device: 20_000_000)
     ran = ostinato("inspect", tiny)
@@ -89,7 +89,7 @@ def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
     assert "1 kB are free; the weights alone are" in ostinato("inspect", tiny).out
 
 
-def test_plain_output_says_the_same_to_people(ostinato: Run, tiny: Path) -> None:
+def test_plain_output_says_the_same_to_people(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("inspect", tiny)
     assert ran.code == 0
     for words in ("architecture", "llama", "50,000", "F32: 12", "2 <|im_end|>", "chat template", "as bfloat16"):
@@ -97,7 +97,7 @@ def test_plain_output_says_the_same_to_people(ostinato: Run, tiny: Path) -> None
     assert ran.err == ""
 
 
-def test_a_vocabulary_is_inspected_and_what_is_missing_is_said(ostinato: Run, vocabulary: Path) -> None:
+def test_a_vocabulary_is_inspected_and_what_is_missing_is_said(ostinato: RunCli, vocabulary: Path) -> None:
     found = facts(ostinato, "--model", vocabulary)
     assert found["tokenizer"]["tokens"] == 300
     assert found["memory"] is None
@@ -105,7 +105,7 @@ def test_a_vocabulary_is_inspected_and_what_is_missing_is_said(ostinato: Run, vo
     assert "only a vocabulary" in ostinato("inspect", vocabulary).out
 
 
-def test_an_unknown_architecture_is_inspected_as_far_as_it_goes(ostinato: Run, tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_inspected_as_far_as_it_goes(ostinato: RunCli, tmp_path: Path) -> None:
     def rename(metadata: dict[str, Any]) -> None:
         metadata["general.architecture"].value = "novel"
         metadata["novel.block_count"] = metadata.pop("llama.block_count")
@@ -118,7 +118,7 @@ def test_an_unknown_architecture_is_inspected_as_far_as_it_goes(ostinato: Run, t
     assert "'novel' is not known" in found["missing"][0]
 
 
-def test_a_tokenizer_that_nobody_knows_does_not_hide_the_rest(ostinato: Run, tmp_path: Path) -> None:
+def test_a_tokenizer_that_nobody_knows_does_not_hide_the_rest(ostinato: RunCli, tmp_path: Path) -> None:
     def rename(metadata: dict[str, Any]) -> None:
         metadata["tokenizer.ggml.model"].value = "novel"
 
@@ -128,7 +128,7 @@ def test_a_tokenizer_that_nobody_knows_does_not_hide_the_rest(ostinato: Run, tmp
     assert "novel" in found["missing"][0]
 
 
-def test_a_safetensors_folder_is_described_alike(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_safetensors_folder_is_described_alike(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     found, same = facts(ostinato, tiny_model.write_folder(tmp_path / "model")), facts(ostinato, tiny)
     assert (found["format"], found["architecture"]) == ("safetensors", "LlamaForCausalLM")
     for part in ("parameters", "sizes", "tensors", "memory", "chat_template", "missing"):
@@ -136,7 +136,7 @@ def test_a_safetensors_folder_is_described_alike(ostinato: Run, tiny: Path, tmp_
     assert found["tokenizer"] == {**same["tokenizer"], "kind": "BPE", "pre": None}
 
 
-def test_what_becomes_of_a_type_on_the_cpu_is_said(ostinato: Run, tiny_files: Path) -> None:
+def test_what_becomes_of_a_type_on_the_cpu_is_said(ostinato: RunCli, tiny_files: Path) -> None:
     mixed = ostinato("inspect", tiny_models.gguf("llama-quantised", tiny_files)).out
     assert mixed.count("stay packed on the CPU") == 2  # Q8_0 and Q4_0; its F32 are norms
     assert "can run it on a CPU" in mixed
@@ -154,14 +154,14 @@ def test_a_type_that_tiles_lack_is_said_to_be_kept_as_another(type: str, words: 
     assert inspect._on_the_cpu(type, {**entry, "matrices": 0}, {"why_not": None}) == ""
 
 
-def test_a_template_under_any_of_its_names_is_seen(ostinato: Run, tmp_path: Path) -> None:
+def test_a_template_under_any_of_its_names_is_seen(ostinato: RunCli, tmp_path: Path) -> None:
     def rename(metadata: dict[str, Any]) -> None:
         metadata["tokenizer.chat_template.tool_use"] = metadata.pop("tokenizer.chat_template")
 
     assert facts(ostinato, tiny_model.write(tmp_path / "tools.gguf", change=rename))["chat_template"] is True
 
 
-def test_a_pipe_in_a_folder_is_said_and_does_not_block(ostinato: Run, tmp_path: Path) -> None:
+def test_a_pipe_in_a_folder_is_said_and_does_not_block(ostinato: RunCli, tmp_path: Path) -> None:
     folder = tiny_model.write_folder(tmp_path / "model")
     (folder / "tokenizer.json").unlink()
     os.mkfifo(folder / "tokenizer.json")
@@ -170,12 +170,12 @@ def test_a_pipe_in_a_folder_is_said_and_does_not_block(ostinato: Run, tmp_path: 
     assert "tokenizer.json: is not a regular file" in found["missing"][0]
 
 
-def test_a_model_given_twice_is_refused(ostinato: Run) -> None:
+def test_a_model_given_twice_is_refused(ostinato: RunCli) -> None:
     assert "given twice" in ostinato("inspect", "a", "--model", "b").err
 
 
 @pytest.mark.parametrize(("content", "words"), [(b"", "empty"), (b"GGUF", ""), (b"<html>", "web page")])
-def test_what_is_no_model_is_refused(ostinato: Run, tmp_path: Path, content: bytes, words: str) -> None:
+def test_what_is_no_model_is_refused(ostinato: RunCli, tmp_path: Path, content: bytes, words: str) -> None:
     file = tmp_path / "thing.gguf"
     file.write_bytes(content)
     ran = ostinato("inspect", file)
@@ -186,7 +186,7 @@ def test_what_is_no_model_is_refused(ostinato: Run, tmp_path: Path, content: byt
 @pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_needs_what_it_says(
-    default_model: Path, ostinato: Run, monkeypatch: pytest.MonkeyPatch
+    default_model: Path, ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = facts(ostinato, default_model)
     assert found["parameters"] == 134_515_008

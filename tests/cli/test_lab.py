@@ -9,25 +9,25 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 SMALL = ("--n", "64", "--steps", "10", "--repeats", "1", "--device", "cpu")
 
 
-def test_predicting_needs_no_gpu(ostinato: Run) -> None:
+def test_predicting_needs_no_gpu(ostinato: RunCli) -> None:
     ran = ostinato("lab", "predict", "--kernels", "150", "--launch-us", "6", "--compute-ms", "18")
     assert (ran.code, ran.err) == (0, "")
     assert "overhead 4.8 %" in ran.out
     assert "overhead 13 %" in ostinato("lab", "predict", "--kernels=150", "--launch-us=6", "--compute-ms=6").out
 
 
-def test_a_prediction_of_the_impossible_is_refused(ostinato: Run) -> None:
+def test_a_prediction_of_the_impossible_is_refused(ostinato: RunCli) -> None:
     ran = ostinato("lab", "predict", "--kernels", "0", "--launch-us", "6", "--compute-ms", "18")
     assert ran.code == 2
     assert "there must be a kernel at least" in ran.err
 
 
-def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: Run) -> None:
+def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: RunCli) -> None:
     ran = ostinato("lab", "sweep", "--over", "kernels", "--values", "1,3", *SMALL)
     assert ran.code == 0, ran.err
     assert "a CPU" in ran.out
@@ -37,7 +37,7 @@ def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: Run) -> None:
 
 
 def test_everything_leaves_a_report_and_two_of_them_are_compared(
-    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     verb = importlib.import_module("ostinato.cli.lab")
     monkeypatch.setattr(verb, "DEFAULT_SHAPE", {"cpu": "tiny", "gpu": "tiny"})
@@ -71,7 +71,7 @@ def test_everything_leaves_a_report_and_two_of_them_are_compared(
         (("profile", "--trace", "x.json", "--device", "cpu"), "--trace is of one start"),
     ],
 )
-def test_bad_words_are_refused_with_what_is_known(ostinato: Run, arguments: tuple[str, ...], words: str) -> None:
+def test_bad_words_are_refused_with_what_is_known(ostinato: RunCli, arguments: tuple[str, ...], words: str) -> None:
     ran = ostinato("lab", *arguments)
     assert ran.code == 2, ran.err
     assert words in ran.err
@@ -79,7 +79,7 @@ def test_bad_words_are_refused_with_what_is_known(ostinato: Run, arguments: tupl
 
 
 @pytest.mark.slow
-def test_a_profile_counts_and_tells_the_commands(ostinato: Run, tmp_path: Path) -> None:
+def test_a_profile_counts_and_tells_the_commands(ostinato: RunCli, tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     ran = ostinato(
         "lab", "profile", "--start", "recorded", "--n", "64", "--steps", "5", "--device", "cpu", "--trace", trace
@@ -91,19 +91,19 @@ def test_a_profile_counts_and_tells_the_commands(ostinato: Run, tmp_path: Path) 
         assert tool in ran.out
 
 
-def test_one_start_alone_is_one_line_of_json(ostinato: Run) -> None:
+def test_one_start_alone_is_one_line_of_json(ostinato: RunCli) -> None:
     ran = ostinato("lab", "one", "--start", "recorded", *SMALL)
     assert json.loads(ran.out)["max_abs_err"] < 1e-5
 
 
-def test_the_tape_of_a_machine_without_a_gpu_is_refused_before_a_model_is_made(ostinato: Run) -> None:
+def test_the_tape_of_a_machine_without_a_gpu_is_refused_before_a_model_is_made(ostinato: RunCli) -> None:
     ran = ostinato("lab", "tape", "--device", "cpu", "--shape", "llama-8b")
     assert ran.code == 4
     assert "the persistent kernel is CUDA's" in ran.err
 
 
 def test_the_tapes_marks_become_a_table_a_picture_and_one_line_of_json(
-    ostinato: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a machine that is said to have a card: its blocks begin 2 us apart."""
     one = [0, 5000, 9000, 11000, 26000, 36000, 90000, 95000]

@@ -12,7 +12,7 @@ import pytest
 
 from ostinato import cli
 from ostinato.errors import BadInput, FetchFailed, HardwareCannot, OstinatoError
-from tests.cli.conftest import Run, start
+from tests.cli.conftest import RunCli, start
 
 VERBS = ("run", "chat", "tokenize", "score", "embed", "inspect", "pull", "models", "rm", "doctor", "serve")
 HEAVY = ("torch", "numpy", "tokenizers", "huggingface_hub", "jinja2", "safetensors", "transformers")
@@ -32,20 +32,20 @@ def modules_after(*arguments: str) -> set[str]:
     return set(modules) & set(HEAVY)
 
 
-def test_help_names_every_verb(ostinato: Run) -> None:
+def test_help_names_every_verb(ostinato: RunCli) -> None:
     ran = ostinato("--help")
     assert ran.code == 0
     assert [verb for verb in VERBS if verb not in ran.out] == []
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(ostinato: Run, verb: str) -> None:
+def test_every_verb_has_help(ostinato: RunCli, verb: str) -> None:
     ran = ostinato(verb, "--help")
     assert ran.code == 0
     assert "--verbose" in ran.out
 
 
-def test_without_a_verb_the_help_is_shown(ostinato: Run) -> None:
+def test_without_a_verb_the_help_is_shown(ostinato: RunCli) -> None:
     ran = ostinato()
     assert ran.code == 0
     assert "doctor" in ran.out
@@ -77,7 +77,7 @@ def test_help_answers_in_under_0_4_seconds() -> None:
     assert min(seconds() for _ in range(8)) < 0.4
 
 
-def test_the_version_is_the_packages(ostinato: Run) -> None:
+def test_the_version_is_the_packages(ostinato: RunCli) -> None:
     from ostinato import __version__
 
     ran = ostinato("--version")
@@ -95,7 +95,7 @@ def test_the_version_is_the_packages(ostinato: Run) -> None:
         (("pull",), "Missing argument 'NAME'"),
     ],
 )
-def test_wrong_usage_exits_with_2_and_one_message(ostinato: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_wrong_usage_exits_with_2_and_one_message(ostinato: RunCli, arguments: tuple[str, ...], message: str) -> None:
     ran = ostinato(*arguments)
     assert ran.code == 2
     assert ran.out == ""
@@ -109,7 +109,7 @@ def test_wrong_usage_exits_with_2_and_one_message(ostinato: Run, arguments: tupl
     [(BadInput("x is wrong"), 2), (FetchFailed("x is gone"), 2), (HardwareCannot("x is missing"), 4)],
 )
 def test_a_refusal_is_one_line_and_its_own_exit_code(
-    ostinato: Run, monkeypatch: pytest.MonkeyPatch, error: OstinatoError, code: int
+    ostinato: RunCli, monkeypatch: pytest.MonkeyPatch, error: OstinatoError, code: int
 ) -> None:
     make_models_raise(monkeypatch, error)
     ran = ostinato("models")
@@ -118,7 +118,7 @@ def test_a_refusal_is_one_line_and_its_own_exit_code(
 
 @pytest.mark.parametrize("error", [KeyError("surprise"), OstinatoError("surprise"), AssertionError("surprise")])
 def test_a_mistake_of_ours_is_told_as_such_without_a_traceback(
-    ostinato: Run, monkeypatch: pytest.MonkeyPatch, error: Exception
+    ostinato: RunCli, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     make_models_raise(monkeypatch, error)
     ran = ostinato("models")
@@ -132,7 +132,7 @@ def test_a_mistake_of_ours_is_told_as_such_without_a_traceback(
 
 @pytest.mark.parametrize("arguments", [("models", "--verbose"), ("--verbose", "models")])
 def test_verbose_shows_the_traceback_wherever_it_stands(
-    ostinato: Run, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+    ostinato: RunCli, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
 ) -> None:
     make_models_raise(monkeypatch, KeyError("surprise"))
     ran = ostinato(*arguments)
@@ -140,12 +140,12 @@ def test_verbose_shows_the_traceback_wherever_it_stands(
     assert "Traceback" in ran.err
 
 
-def test_running_out_of_memory_is_the_machines_limit(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_running_out_of_memory_is_the_machines_limit(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     make_models_raise(monkeypatch, MemoryError())
     assert ostinato("models").code == 4
 
 
-def test_an_interrupt_exits_with_130(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_exits_with_130(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     make_models_raise(monkeypatch, KeyboardInterrupt())
     assert ostinato("models").code == 130
 

@@ -10,7 +10,7 @@ import pytest
 from ostinato.errors import FetchFailed
 from ostinato.files import store
 from ostinato.files.fetch import FetchedFile, HubSource, Source, Talk
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 NAME = "hf:owner/repo/m.gguf"
 
@@ -29,7 +29,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_pull_prints_the_path_and_talks_beside(ostinato: Run) -> None:
+def test_pull_prints_the_path_and_talks_beside(ostinato: RunCli) -> None:
     ran = ostinato("pull", NAME)
     assert ran.code == 0
     assert Path(ran.out.strip()).read_bytes() == b"GGUF1234"
@@ -39,7 +39,7 @@ def test_pull_prints_the_path_and_talks_beside(ostinato: Run) -> None:
 
 
 @pytest.mark.usefixtures("hub")
-def test_models_lists_what_is_here_and_what_can_be_pulled(ostinato: Run, home: Path) -> None:
+def test_models_lists_what_is_here_and_what_can_be_pulled(ostinato: RunCli, home: Path) -> None:
     ostinato("pull", NAME)
     ran = ostinato("models")
     assert NAME in ran.out
@@ -51,7 +51,7 @@ def test_models_lists_what_is_here_and_what_can_be_pulled(ostinato: Run, home: P
 
 
 @pytest.mark.usefixtures("hub")
-def test_rm_removes_and_says_so(ostinato: Run) -> None:
+def test_rm_removes_and_says_so(ostinato: RunCli) -> None:
     path = Path(ostinato("pull", NAME).out.strip())
     ran = ostinato("rm", NAME)
     assert (ran.code, ran.out) == (0, "")
@@ -62,14 +62,14 @@ def test_rm_removes_and_says_so(ostinato: Run) -> None:
     assert "is not installed" in gone.err
 
 
-def test_pull_of_an_unknown_name_lists_the_known_ones(ostinato: Run, home: Path) -> None:
+def test_pull_of_an_unknown_name_lists_the_known_ones(ostinato: RunCli, home: Path) -> None:
     ran = ostinato("pull", "smolm2")
     assert ran.code == 2
     assert "smollm2 (the nearest)" in ran.err
     assert not home.exists()
 
 
-def test_a_pull_that_fails_exits_with_2_and_the_way_out(ostinato: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_that_fails_exits_with_2_and_the_way_out(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(source: Source, folder: Path, talk: Talk) -> tuple[FetchedFile, ...]:
         raise FetchFailed("no network")
 

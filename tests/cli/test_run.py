@@ -12,19 +12,19 @@ from ostinato.cli.flags import parse_logit_bias
 from ostinato.cli.loading import LoadProgress
 from ostinato.errors import BadOption
 from tests.cli import tiny_model
-from tests.cli.conftest import Run, start
+from tests.cli.conftest import RunCli, start
 
 GREEDY = ("--temperature", "0", "--max-tokens", "8", "--ignore-eos")
 
 
-def answer(ostinato: Run, *arguments: str | Path, stdin: bytes = b"") -> dict[str, object]:
+def answer(ostinato: RunCli, *arguments: str | Path, stdin: bytes = b"") -> dict[str, object]:
     ran = ostinato("run", "--json", *GREEDY, *arguments, stdin=stdin)
     assert ran.code == 0, ran.err
     record: dict[str, object] = json.loads(ran.out)
     return record
 
 
-def test_json_has_everything_a_script_needs(ostinato: Run, tiny: Path) -> None:
+def test_json_has_everything_a_script_needs(ostinato: RunCli, tiny: Path) -> None:
     record = answer(ostinato, "--model", tiny, "--seed", "7", "hello")
     assert list(record) == [
         "text",
@@ -48,7 +48,7 @@ def test_json_has_everything_a_script_needs(ostinato: Run, tiny: Path) -> None:
     assert (record["model"], record["seed"]) == (str(tiny), 7)
 
 
-def test_the_plain_output_is_the_text_and_a_newline_and_timings_go_to_stderr(ostinato: Run, tiny: Path) -> None:
+def test_the_plain_output_is_the_text_and_a_newline_and_timings_go_to_stderr(ostinato: RunCli, tiny: Path) -> None:
     expected = answer(ostinato, "--model", tiny, "hello")["text"]
     ran = ostinato("run", *GREEDY, "--model", tiny, "hello")
     assert (ran.code, ran.out) == (0, f"{expected}\n")
@@ -57,7 +57,7 @@ def test_the_plain_output_is_the_text_and_a_newline_and_timings_go_to_stderr(ost
     assert "loaded in" in ran.err
 
 
-def test_a_safetensors_folder_runs_like_the_file(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_safetensors_folder_runs_like_the_file(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     folder = tiny_model.write_folder(tmp_path / "model")
     from_folder, from_file = (answer(ostinato, "--model", path, "hello") for path in (folder, tiny))
     assert from_folder["prompt_ids"] == from_file["prompt_ids"]
@@ -66,7 +66,7 @@ def test_a_safetensors_folder_runs_like_the_file(ostinato: Run, tiny: Path, tmp_
     assert ids.out == ostinato("tokenize", "--json", "--model", tiny, "hello there").out
 
 
-def test_the_same_seed_gives_the_same_text_and_digest(ostinato: Run, tiny: Path) -> None:
+def test_the_same_seed_gives_the_same_text_and_digest(ostinato: RunCli, tiny: Path) -> None:
     words = ("run", "--json", "--model", tiny, "--temperature", "1.5", "--max-tokens", "12", "--seed")
     once, again, other = (json.loads(ostinato(*words, seed, "hi").out) for seed in ("3", "3", "4"))
     assert (once["text"], once["digest"]) == (again["text"], again["digest"])
@@ -74,7 +74,7 @@ def test_the_same_seed_gives_the_same_text_and_digest(ostinato: Run, tiny: Path)
     assert once["digest"] != other["digest"]
 
 
-def test_the_prompt_may_be_an_argument_a_file_or_standard_input(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_the_prompt_may_be_an_argument_a_file_or_standard_input(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_bytes("größer\n".encode())
     from_argument = answer(ostinato, "--model", tiny, "größer")
@@ -86,7 +86,7 @@ def test_the_prompt_may_be_an_argument_a_file_or_standard_input(ostinato: Run, t
     }
 
 
-def test_an_instruct_model_gets_its_template_unless_raw(ostinato: Run, tiny: Path) -> None:
+def test_an_instruct_model_gets_its_template_unless_raw(ostinato: RunCli, tiny: Path) -> None:
     templated = answer(ostinato, "--model", tiny, "hi")
     raw = answer(ostinato, "--model", tiny, "--raw", "hi")
     with_system = answer(ostinato, "--model", tiny, "--system", "be kind", "hi")
@@ -97,13 +97,13 @@ def test_an_instruct_model_gets_its_template_unless_raw(ostinato: Run, tiny: Pat
     assert len(str(with_system["prompt_ids"])) > len(str(templated["prompt_ids"]))
 
 
-def test_text_that_looks_like_markup_comes_out_as_it_is(ostinato: Run, tiny: Path) -> None:
+def test_text_that_looks_like_markup_comes_out_as_it_is(ostinato: RunCli, tiny: Path) -> None:
     bracket = json.loads(ostinato("tokenize", "--json", "--model", tiny, "[").out)["ids"][0]
     ran = ostinato("run", *GREEDY, "--model", tiny, "--logit-bias", f"{bracket}=100", "hi")
     assert ran.out == "[" * 8 + "\n"
 
 
-def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: Run, tiny: Path) -> None:
+def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: RunCli, tiny: Path) -> None:
     letters = [json.loads(ostinato("tokenize", "--json", "--model", tiny, letter).out)["ids"][0] for letter in "["]
     words = ("--model", tiny, "--logit-bias", f"{letters[0]}=100", "--stop", "nothing", "--stop", "[[[", "hi")
     record = answer(ostinato, *words)
@@ -132,7 +132,7 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: Run, tiny: Path)
     ],
 )
 def test_bad_input_is_refused_before_a_model_is_looked_for(
-    ostinato: Run, arguments: tuple[str, ...], message: str
+    ostinato: RunCli, arguments: tuple[str, ...], message: str
 ) -> None:
     ran = ostinato("run", "--model", "/there/is/no/model.gguf", *arguments)
     assert ran.code == 2
@@ -141,18 +141,18 @@ def test_bad_input_is_refused_before_a_model_is_looked_for(
     assert ran.err.count("\n") == 1
 
 
-def test_an_empty_pipe_is_an_empty_prompt(ostinato: Run, tiny: Path) -> None:
+def test_an_empty_pipe_is_an_empty_prompt(ostinato: RunCli, tiny: Path) -> None:
     assert "the prompt is empty" in ostinato("run", "--model", tiny, stdin=b"\n").err
     assert ostinato("run", "--model", tiny, stdin=b"").code == 2
 
 
-def test_nobody_gives_a_prompt(ostinato: Run) -> None:
+def test_nobody_gives_a_prompt(ostinato: RunCli) -> None:
     ran = ostinato("run", terminal=True)
     assert ran.code == 2
     assert "the prompt is missing: give it as an argument, with --file FILE, or on standard input" in ran.err
 
 
-def test_bytes_that_are_not_utf8_are_refused_with_their_offset(ostinato: Run, tmp_path: Path) -> None:
+def test_bytes_that_are_not_utf8_are_refused_with_their_offset(ostinato: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "bad.txt"
     file.write_bytes(b"good\xc3(")
     ran = ostinato("run", "--file", file)
@@ -160,23 +160,23 @@ def test_bytes_that_are_not_utf8_are_refused_with_their_offset(ostinato: Run, tm
     assert f"{file} is not UTF-8: byte 0xc3 at offset 4" in ran.err
 
 
-def test_a_system_message_needs_a_template(ostinato: Run, base: Path) -> None:
+def test_a_system_message_needs_a_template(ostinato: RunCli, base: Path) -> None:
     ran = ostinato("run", "--model", base, "--system", "be kind", "hi")
     assert ran.code == 2
     assert "has none" in ran.err
 
 
-def test_a_model_without_a_template_takes_the_prompt_as_it_is(ostinato: Run, base: Path, tiny: Path) -> None:
+def test_a_model_without_a_template_takes_the_prompt_as_it_is(ostinato: RunCli, base: Path, tiny: Path) -> None:
     assert answer(ostinato, "--model", base, "hi")["text"] == answer(ostinato, "--model", tiny, "--raw", "hi")["text"]
 
 
-def test_a_prompt_longer_than_the_context_says_how_long(ostinato: Run, tiny: Path) -> None:
+def test_a_prompt_longer_than_the_context_says_how_long(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("run", "--model", tiny, "--context", "16", "--raw", "hello there " * 10)
     assert ran.code == 2
     assert "16" in ran.err
 
 
-def test_a_device_that_is_not_here_is_the_hardwares_limit(ostinato: Run, tiny: Path) -> None:
+def test_a_device_that_is_not_here_is_the_hardwares_limit(ostinato: RunCli, tiny: Path) -> None:
     import torch
 
     if torch.cuda.is_available():
@@ -186,7 +186,7 @@ def test_a_device_that_is_not_here_is_the_hardwares_limit(ostinato: Run, tiny: P
     assert "--device cpu" in ran.err
 
 
-def test_a_mode_may_be_chosen_and_one_that_cannot_run_says_why(ostinato: Run, tiny: Path) -> None:
+def test_a_mode_may_be_chosen_and_one_that_cannot_run_says_why(ostinato: RunCli, tiny: Path) -> None:
     eager = answer(ostinato, "--model", tiny, "--mode", "eager", "--slots", "1", "hi")
     assert eager["mode"] == "eager"
     assert eager["token_ids"] == answer(ostinato, "--model", tiny, "hi")["token_ids"]
@@ -195,7 +195,7 @@ def test_a_mode_may_be_chosen_and_one_that_cannot_run_says_why(ostinato: Run, ti
     assert "graphs are CUDA's" in ran.err
 
 
-def test_prompts_from_a_tape_that_is_not_there_are_refused(ostinato: Run, tiny: Path) -> None:
+def test_prompts_from_a_tape_that_is_not_there_are_refused(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("run", "--model", tiny, "--device", "cpu", "--prompts", "tape", "hi")
     assert ran.code == 2
     assert "--prompts tape is for --mode persistent on a GPU" in ran.err
@@ -256,7 +256,7 @@ def test_on_a_terminal_slow_loading_shows_a_bar(
 # What an answer must follow
 
 
-def test_an_answer_follows_the_schema_in_a_file(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_an_answer_follows_the_schema_in_a_file(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}')
     ran = ostinato("run", "--json", "--model", tiny, "--seed", "1", "--json-schema", schema, "hello")
@@ -267,7 +267,7 @@ def test_an_answer_follows_the_schema_in_a_file(ostinato: Run, tiny: Path, tmp_p
     assert record["timings"]["mask_s"] > 0
 
 
-def test_an_answer_follows_a_regex_a_choice_or_a_grammar(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_an_answer_follows_a_regex_a_choice_or_a_grammar(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     grammar = tmp_path / "grammar.gbnf"
     grammar.write_text('root ::= "a" ("b" | "c") "d"')
     for words, texts in (
@@ -290,13 +290,13 @@ def test_an_answer_follows_a_regex_a_choice_or_a_grammar(ostinato: Run, tiny: Pa
         (("--regex", "a", "--json-mode"), "json_mode and regex are both given"),
     ],
 )
-def test_what_cannot_be_followed_is_refused(ostinato: Run, tiny: Path, words: tuple[str, ...], why: str) -> None:
+def test_what_cannot_be_followed_is_refused(ostinato: RunCli, tiny: Path, words: tuple[str, ...], why: str) -> None:
     ran = ostinato("run", "--model", tiny, *words, "hello")
     assert (ran.code, ran.out) == (2, "")
     assert why in ran.err
 
 
-def test_a_conversation_that_goes_on_from_a_state_follows_too(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_conversation_that_goes_on_from_a_state_follows_too(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     for _ in range(2):
         ran = ostinato(
             "run", "--model", tiny, "--state", tmp_path / "talk", "--choice", "yes", "--choice", "no", "hello"

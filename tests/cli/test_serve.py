@@ -8,7 +8,7 @@ import pytest
 
 from ostinato.serve import supervisor
 from ostinato.serve.settings import ServeOptions
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeOptions]:
     return found
 
 
-def test_words_become_options(ostinato: Run, started: list[ServeOptions]) -> None:
+def test_words_become_options(ostinato: RunCli, started: list[ServeOptions]) -> None:
     assert ostinato("serve").code == 0
     assert started == [ServeOptions("smollm2")]
     ran = ostinato(
@@ -47,7 +47,7 @@ def test_words_become_options(ostinato: Run, started: list[ServeOptions]) -> Non
 
 
 def test_keys_come_from_options_the_environment_and_a_file(
-    ostinato: Run, started: list[ServeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ostinato: RunCli, started: list[ServeOptions], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "keys"
     file.write_bytes(b"# of friends\r\n  first-key-1 \r\n\n   # indented\nsecond-key\n")
@@ -74,7 +74,7 @@ def test_keys_come_from_options_the_environment_and_a_file(
     ],
 )
 def test_a_file_without_a_good_key_is_refused(
-    ostinato: Run, started: list[ServeOptions], tmp_path: Path, content: bytes | None, words: str
+    ostinato: RunCli, started: list[ServeOptions], tmp_path: Path, content: bytes | None, words: str
 ) -> None:
     file = tmp_path / "keys"
     if content is not None:
@@ -99,7 +99,7 @@ def test_a_file_without_a_good_key_is_refused(
     ],
 )
 def test_what_makes_no_sense_is_refused_before_anything_is_loaded(
-    ostinato: Run, started: list[ServeOptions], words: tuple[str, ...], said: str
+    ostinato: RunCli, started: list[ServeOptions], words: tuple[str, ...], said: str
 ) -> None:
     ran = ostinato("serve", *words)
     assert ran.code == 2

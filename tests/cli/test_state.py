@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from ostinato import LLM, Sampling
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 SHORT = ("--max-tokens", "6", "--ignore-eos", "--json")
 
 
-def said(ostinato: Run, *arguments: str | Path) -> dict[str, Any]:
+def said(ostinato: RunCli, *arguments: str | Path) -> dict[str, Any]:
     ran = ostinato("run", *SHORT, *arguments)
     assert ran.code == 0, ran.err
     record: dict[str, Any] = json.loads(ran.out)
     return record
 
 
-def test_the_second_question_knows_the_first_and_its_answer(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_the_second_question_knows_the_first_and_its_answer(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     state = tmp_path / "talk.state"
     first = said(ostinato, "--model", tiny, "--state", state, "--system", "be kind", "one")
     second = said(ostinato, "--model", tiny, "--state", state, "two")
@@ -35,7 +35,7 @@ def test_the_second_question_knows_the_first_and_its_answer(ostinato: Run, tiny:
     assert tuple(second["token_ids"]) == alone.token_ids
 
 
-def test_plain_text_goes_on_from_all_that_was_shown(ostinato: Run, base: Path, tmp_path: Path) -> None:
+def test_plain_text_goes_on_from_all_that_was_shown(ostinato: RunCli, base: Path, tmp_path: Path) -> None:
     state = tmp_path / "text.state"
     first = said(ostinato, "--model", base, "--state", state, "one")
     second = said(ostinato, "--model", base, "--state", state, "two")
@@ -46,7 +46,7 @@ def test_plain_text_goes_on_from_all_that_was_shown(ostinato: Run, base: Path, t
     assert tuple(second["token_ids"]) == alone.token_ids
 
 
-def test_a_stop_string_is_no_part_of_what_goes_on(ostinato: Run, base: Path, tmp_path: Path) -> None:
+def test_a_stop_string_is_no_part_of_what_goes_on(ostinato: RunCli, base: Path, tmp_path: Path) -> None:
     state = tmp_path / "text.state"
     shown = said(ostinato, "--model", base, "one")["text"]
     first = said(ostinato, "--model", base, "--state", state, "--stop", shown[2], "one")
@@ -56,7 +56,7 @@ def test_a_stop_string_is_no_part_of_what_goes_on(ostinato: Run, base: Path, tmp
         assert llm.detokenize(second["prompt_ids"]).startswith("one" + shown[:2])
 
 
-def test_a_state_of_other_activations_is_refused_and_stays(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_state_of_other_activations_is_refused_and_stays(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     state = tmp_path / "talk.state"
     said(ostinato, "--model", tiny, "--state", state, "one")
     before = state.read_bytes()
@@ -68,7 +68,7 @@ def test_a_state_of_other_activations_is_refused_and_stays(ostinato: Run, tiny: 
     assert state.read_bytes() == before
 
 
-def test_a_damaged_state_is_refused_by_name_and_stays(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_damaged_state_is_refused_by_name_and_stays(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     state = tmp_path / "talk.state"
     said(ostinato, "--model", tiny, "--state", state, "one")
     damaged = bytearray(state.read_bytes())
@@ -80,7 +80,9 @@ def test_a_damaged_state_is_refused_by_name_and_stays(ostinato: Run, tiny: Path,
     assert state.read_bytes() == damaged
 
 
-def test_a_state_of_another_model_or_manner_is_refused(ostinato: Run, tiny: Path, base: Path, tmp_path: Path) -> None:
+def test_a_state_of_another_model_or_manner_is_refused(
+    ostinato: RunCli, tiny: Path, base: Path, tmp_path: Path
+) -> None:
     state = tmp_path / "talk.state"
     said(ostinato, "--model", tiny, "--state", state, "one")
     other = ostinato("run", *SHORT, "--model", base, "--state", state, "two")
@@ -94,7 +96,7 @@ def test_a_state_of_another_model_or_manner_is_refused(ostinato: Run, tiny: Path
     assert "begun already" in late.err
 
 
-def test_a_folder_that_is_not_there_is_told_before_anything_runs(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_told_before_anything_runs(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     ran = ostinato("run", *SHORT, "--model", tiny, "--state", tmp_path / "no" / "talk.state", "one")
     assert (ran.code, ran.out) == (2, "")
     assert "no folder" in ran.err

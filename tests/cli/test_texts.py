@@ -13,47 +13,47 @@ import pytest
 from safetensors.torch import save_file
 
 from tests.cli import tiny_model
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 from tests.models import tiny_encoders
 
 
-def tokens(ostinato: Run, *arguments: str | Path, stdin: bytes = b"") -> dict[str, list[object]]:
+def tokens(ostinato: RunCli, *arguments: str | Path, stdin: bytes = b"") -> dict[str, list[object]]:
     ran = ostinato("tokenize", "--json", *arguments, stdin=stdin)
     assert ran.code == 0, ran.err
     found: dict[str, list[object]] = json.loads(ran.out)
     return found
 
 
-def test_tokens_have_ids_and_pieces(ostinato: Run, vocabulary: Path) -> None:
+def test_tokens_have_ids_and_pieces(ostinato: RunCli, vocabulary: Path) -> None:
     found = tokens(ostinato, "--model", vocabulary, "hi there")
     assert list(found) == ["ids", "pieces"]
     assert found["pieces"] == ["h", "i", " the", "re"]
 
 
-def test_plain_output_has_a_line_per_token(ostinato: Run, vocabulary: Path) -> None:
+def test_plain_output_has_a_line_per_token(ostinato: RunCli, vocabulary: Path) -> None:
     ran = ostinato("tokenize", "--model", vocabulary, 'a"\n')
     assert [line.split("\t")[1] for line in ran.out.splitlines()] == ['"a"', '"\\""', '"\\n"']
     assert ran.err == ""
 
 
-def test_standard_input_is_taken_byte_for_byte(ostinato: Run, vocabulary: Path) -> None:
+def test_standard_input_is_taken_byte_for_byte(ostinato: RunCli, vocabulary: Path) -> None:
     found = tokens(ostinato, "--model", vocabulary, stdin=b"a\r\nb\r\n\n")
     assert found["pieces"] == ["a", "\r", "\n", "b", "\r", "\n", "\n"]
 
 
 @pytest.mark.parametrize("words", [("",), ()])
-def test_tokenize_of_nothing_gives_an_empty_list(ostinato: Run, vocabulary: Path, words: tuple[str, ...]) -> None:
+def test_tokenize_of_nothing_gives_an_empty_list(ostinato: RunCli, vocabulary: Path, words: tuple[str, ...]) -> None:
     assert tokens(ostinato, "--model", vocabulary, *words) == {"ids": [], "pieces": []}
     assert ostinato("tokenize", "--model", vocabulary, *words).out == ""
 
 
-def test_special_tokens_are_text_unless_asked_for(ostinato: Run, vocabulary: Path) -> None:
+def test_special_tokens_are_text_unless_asked_for(ostinato: RunCli, vocabulary: Path) -> None:
     text = "<|im_end|>"
     assert tokens(ostinato, "--model", vocabulary, "--special", text)["ids"] == [2]
     assert "".join(map(str, tokens(ostinato, "--model", vocabulary, text)["pieces"])) == text
 
 
-def test_no_bos_leaves_the_first_token_out(ostinato: Run, tmp_path: Path) -> None:
+def test_no_bos_leaves_the_first_token_out(ostinato: RunCli, tmp_path: Path) -> None:
     def add_bos(metadata: dict[str, object]) -> None:
         metadata["tokenizer.ggml.add_bos_token"].value = True  # type: ignore[attr-defined]  # a field of the writer
 
@@ -63,7 +63,7 @@ def test_no_bos_leaves_the_first_token_out(ostinato: Run, tmp_path: Path) -> Non
     assert tokens(ostinato, "--model", path, "")["ids"] == []
 
 
-def test_a_wrong_byte_is_refused_with_its_offset(ostinato: Run, vocabulary: Path) -> None:
+def test_a_wrong_byte_is_refused_with_its_offset(ostinato: RunCli, vocabulary: Path) -> None:
     ran = ostinato("tokenize", "--model", vocabulary, stdin=b"ab\xe2\x82")
     assert ran.code == 2
     assert "standard input is not UTF-8: byte 0xe2 at offset 2" in ran.err
@@ -76,7 +76,7 @@ def test_an_argument_with_a_wrong_byte_is_refused_too(vocabulary: Path) -> None:
     assert b"the text is not UTF-8: byte 0xff at offset 2" in ran.stderr
 
 
-def test_a_file_that_is_no_model_is_named(ostinato: Run, tmp_path: Path) -> None:
+def test_a_file_that_is_no_model_is_named(ostinato: RunCli, tmp_path: Path) -> None:
     file = tmp_path / "notes.gguf"
     file.write_text("these are notes")
     ran = ostinato("tokenize", "--model", file, "hi")
@@ -84,7 +84,7 @@ def test_a_file_that_is_no_model_is_named(ostinato: Run, tmp_path: Path) -> None
     assert str(file) in ran.err
 
 
-def test_score_gives_tokens_likelihood_and_perplexity(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_score_gives_tokens_likelihood_and_perplexity(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "text.txt"
     file.write_text("the rain in the land")
     ran = ostinato("score", "--json", "--model", tiny, "--file", file)
@@ -102,13 +102,13 @@ def test_score_gives_tokens_likelihood_and_perplexity(ostinato: Run, tiny: Path,
     ("arguments", "message"),
     [(("--file", "/no/such"), "cannot read /no/such"), ((), "is empty")],
 )
-def test_score_refuses_a_text_it_cannot_read(ostinato: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_score_refuses_a_text_it_cannot_read(ostinato: RunCli, arguments: tuple[str, ...], message: str) -> None:
     ran = ostinato("score", *arguments)
     assert ran.code == 2
     assert message in ran.err
 
 
-def test_embed_gives_a_vector_per_text(ostinato: Run, tiny: Path, tmp_path: Path) -> None:
+def test_embed_gives_a_vector_per_text(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     ran = ostinato("embed", "--json", "--model", tiny, "one", "two")
     assert ran.code == 0, ran.err
     record = json.loads(ran.out)
@@ -120,7 +120,7 @@ def test_embed_gives_a_vector_per_text(ostinato: Run, tiny: Path, tmp_path: Path
     assert numbers == [pytest.approx(vector, abs=1e-6) for vector in record["embeddings"]]
 
 
-def test_embed_pools_as_asked(ostinato: Run, tiny: Path) -> None:
+def test_embed_pools_as_asked(ostinato: RunCli, tiny: Path) -> None:
     found = [
         json.loads(ostinato("embed", "--json", "--model", tiny, "--pooling", kind, "one two").out)["embeddings"]
         for kind in ("mean", "last", "cls")
@@ -131,7 +131,7 @@ def test_embed_pools_as_asked(ostinato: Run, tiny: Path) -> None:
     assert ostinato("embed", "--model", tiny, "--pooling", "max", "one").code == 2
 
 
-def test_embed_pools_the_models_own_way_unless_told(ostinato: Run, tmp_path: Path) -> None:
+def test_embed_pools_the_models_own_way_unless_told(ostinato: RunCli, tmp_path: Path) -> None:
     encoder = tiny_encoders.gguf("bert-cls", tmp_path)
     own, cls, mean = (
         json.loads(ostinato("embed", "--json", "--model", encoder, *words, "one two").out)
@@ -141,7 +141,7 @@ def test_embed_pools_the_models_own_way_unless_told(ostinato: Run, tmp_path: Pat
     assert own["embeddings"] != mean["embeddings"]
 
 
-def test_ranking_asks_for_a_model_that_ranks(ostinato: Run, tiny: Path) -> None:
+def test_ranking_asks_for_a_model_that_ranks(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("embed", "--model", tiny, "--pooling", "rank", "one")
     assert ran.code == 2
     assert "ranking head" in ran.err
@@ -150,7 +150,7 @@ def test_ranking_asks_for_a_model_that_ranks(ostinato: Run, tiny: Path) -> None:
 @pytest.mark.parametrize("form", [(), ("--json",)])
 @pytest.mark.parametrize("verb", ["score", "embed"])
 def test_a_model_that_computes_no_numbers_is_said_to_be_damaged(
-    ostinato: Run, tmp_path: Path, verb: str, form: tuple[str, ...]
+    ostinato: RunCli, tmp_path: Path, verb: str, form: tuple[str, ...]
 ) -> None:
     folder = tiny_model.write_folder(tmp_path / "damaged")
     weights = tiny_model.tensors()
@@ -170,7 +170,7 @@ def test_a_model_that_computes_no_numbers_is_said_to_be_damaged(
         (("a", ""), "text 2 of 2 is empty"),
     ],
 )
-def test_embed_refuses_what_has_no_vector(ostinato: Run, arguments: tuple[str, ...], message: str) -> None:
+def test_embed_refuses_what_has_no_vector(ostinato: RunCli, arguments: tuple[str, ...], message: str) -> None:
     ran = ostinato("embed", *arguments)
     assert ran.code == 2
     assert message in ran.err

@@ -13,12 +13,12 @@ import torch
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.engine.verify import Check
 from ostinato.models import registry
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 
 verify = import_module("ostinato.cli.verify")  # the room has the verb under this name
 
 
-def test_a_model_whose_modes_agree_is_said_to(ostinato: Run, tiny: Path) -> None:
+def test_a_model_whose_modes_agree_is_said_to(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("verify", "--model", tiny, "--device", "cpu")
     assert (ran.code, ran.err) == (0, "")
     assert f"{tiny} on cpu, float32, activations wide, KV f32" in ran.out
@@ -28,7 +28,7 @@ def test_a_model_whose_modes_agree_is_said_to(ostinato: Run, tiny: Path) -> None
     assert ran.out.endswith("all agree\n")
 
 
-def test_json_is_one_object_with_every_check(ostinato: Run, tiny: Path) -> None:
+def test_json_is_one_object_with_every_check(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("verify", "--model", tiny, "--device", "cpu", "--json")
     found = json.loads(ran.out)
     assert found["passed"] is True
@@ -43,7 +43,7 @@ def test_json_is_one_object_with_every_check(ostinato: Run, tiny: Path) -> None:
     assert set(found["not_run"]) == {"graph", "persistent"}
 
 
-def test_one_mode_alone_can_be_asked_for(ostinato: Run, tiny: Path) -> None:
+def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("verify", "--model", tiny, "--device", "cpu", "--mode", "persistent")
     assert ran.code == 4
     assert "mode 'persistent' cannot run here: the persistent kernel is CUDA's" in ran.err
@@ -51,7 +51,7 @@ def test_one_mode_alone_can_be_asked_for(ostinato: Run, tiny: Path) -> None:
     assert found["not_run"] == {}
 
 
-def test_a_difference_is_named_and_exits_with_3(ostinato: Run, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_difference_is_named_and_exits_with_3(ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build = registry.build_model
     built: list[object] = []
 
@@ -75,7 +75,7 @@ def test_a_difference_is_named_and_exits_with_3(ostinato: Run, tiny: Path, monke
     assert found["checks"][0]["difference"]["buffer"] == "model.layers.0.mlp.down.weight.planes.0"
 
 
-def test_a_device_that_is_not_here_exits_with_4(ostinato: Run, tiny: Path) -> None:
+def test_a_device_that_is_not_here_exits_with_4(ostinato: RunCli, tiny: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     ran = ostinato("verify", "--model", tiny, "--device", "cuda")
@@ -83,14 +83,14 @@ def test_a_device_that_is_not_here_exits_with_4(ostinato: Run, tiny: Path) -> No
     assert "use --device cpu" in ran.err
 
 
-def test_a_file_that_is_no_model_is_refused(ostinato: Run, vocabulary: Path) -> None:
+def test_a_file_that_is_no_model_is_refused(ostinato: RunCli, vocabulary: Path) -> None:
     ran = ostinato("verify", "--model", vocabulary)
     assert ran.code == 2
 
 
 @pytest.mark.slow
 @pytest.mark.model
-def test_the_default_model_verifies(default_model: Path, ostinato: Run) -> None:
+def test_the_default_model_verifies(default_model: Path, ostinato: RunCli) -> None:
     ran = ostinato("verify", "--model", default_model, "--device", "cpu")
     assert (ran.code, ran.out.splitlines()[-1]) == (0, "all agree")
 

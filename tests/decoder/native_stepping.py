@@ -53,7 +53,7 @@ class NativeStepper:
         before = self._entries()
         for slot, prompt in prompts.items():
             pages = range(slot * PAGES_EACH, (slot + 1) * PAGES_EACH)
-            self._driver.seat(slot, list(prompt), most=PAGES_EACH * PAGE - len(prompt), pages=pages)
+            self._driver.admit(slot, list(prompt), most=PAGES_EACH * PAGE - len(prompt), pages=pages)
         self.events += self._written(before)
         self._driver.step()
         self.events.append(Committed(frozenset(Place(s, p) for s, ids in prompts.items() for p in range(len(ids)))))

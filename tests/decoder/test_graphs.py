@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.graphs import GraphKey, GraphScheduler, Limits, Setup
+from ostinato.decoder.graphs import GraphKey, GraphLimits, GraphScheduler, Setup
 from ostinato.errors import Aborted, AllocationFailed, ComputeFailed, InternalError, OstinatoError
 from tests.vectors.ubatches import ubatch_of
 
-LIMITS = Limits(n_ctx=512, n_ubatch=64, n_seq_max=4, n_outputs_max=16)
+LIMITS = GraphLimits(n_ctx=512, n_ubatch=64, n_seq_max=4, n_outputs_max=16)
 PLAIN = Setup()
 SAMPLED = Setup(samplers=frozenset({0}))
 EQUAL = ubatch_of([[0], [1]], [0, 0], n_seqs=2, equal_seqs=True)

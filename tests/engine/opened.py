@@ -94,7 +94,7 @@ def until(is_true: Callable[[], bool], what: str) -> None:
 @contextmanager
 def line_held(engine: Engine) -> Iterator[None]:
     """What is submitted inside is in line before the engine looks at the first of it."""
-    with engine._line._room:
+    with engine._queue._room:
         yield
 
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ostinato.backends.native.plan import why_not_native
-from ostinato.engine.by_hand import GREEDY as GREEDY
-from ostinato.engine.by_hand import ByHand
+from ostinato.engine.driver import GREEDY as GREEDY
+from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import TWIN, Loop, LoopOptions
 from ostinato.loop.layout import Word
 from ostinato.models.blocks import Model
@@ -22,10 +22,10 @@ from tests.random_model import MemoryKind, random_model
 DEADLINE_S = 60.0
 
 
-class Driver(ByHand):
-    """Seats sequences and collects their tokens. Pages are dealt in order and never given back."""
+class Driver(LoopDriver):
+    """Admits sequences and collects their tokens. Pages are partition in order and never given back."""
 
-    def seat(
+    def admit(
         self,
         slot: int,
         prompt: Sequence[int],
@@ -37,7 +37,7 @@ class Driver(ByHand):
         granted: int | None = None,
         admit: bool = True,
     ) -> int:
-        return super().seat(
+        return super().admit(
             slot, prompt, most=most, sampling=sampling, stop_ids=stop_ids, pages=pages, granted=granted, admit=admit
         )
 

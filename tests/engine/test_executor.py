@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ostinato
 from bench.gpu_executor import perplexity
 from bench.gpu_models import moved
-from ostinato.backends.allocate import Arena
+from ostinato.backends.allocate import BumpAllocator
 from ostinato.backends.cuda.graph import CudaGraph
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, pack
 from ostinato.backends.cuda.plan import Fusions
@@ -190,19 +190,19 @@ class StandIn:
 
 
 def stand_in_start(kind: Any, cuda: StandIn, monkeypatch: pytest.MonkeyPatch, n_steps: int = 3) -> Any:
-    """A start of that kind over a plan of two nodes; the border says go for so many steps."""
+    """A start of that kind over a plan of two nodes; the step boundary says go for so many steps."""
     tables = Tables.on(Layout(n_slots=2, max_pages=1, vocab=8), CPU)
     nodes = tuple(Node(name, "test", partial(cuda.note, name), (), ("x",)) for name in ("one", "two"))
     start = kind(Plan(CPU, (Buffer.of("x", torch.zeros(4)),), nodes, 64), tables, Guard())
     words, left = tables.rings.host("words"), [n_steps]
 
-    def border() -> None:
-        cuda.note("border")
+    def step_boundary() -> None:
+        cuda.note("step boundary")
         words[Word.GO, 0] = left[0] > 0
         left[0] -= 1
 
-    monkeypatch.setattr("ostinato.backends.cuda.start.border_kernels", lambda layout, plan: (None, None))
-    monkeypatch.setattr(start, "_run_border", border)
+    monkeypatch.setattr("ostinato.backends.cuda.start.boundary_kernels", lambda layout, plan: (None, None))
+    monkeypatch.setattr(start, "_run_boundary", step_boundary)
     return start
 
 
@@ -218,8 +218,8 @@ def test_a_step_has_one_stream_a_prompt_another_and_nobody_waits_in_the_driver(m
     start.launch()
     assert start.wait(DEADLINE_S)
     assert start.failure() is None
-    one_step = [("one", "loop"), ("two", "loop"), ("border", "loop"), ("event on loop", "loop")]
-    assert cuda.noted == [("border", "loop"), ("event on loop", "loop"), *(3 * one_step)]
+    one_step = [("one", "loop"), ("two", "loop"), ("step boundary", "loop"), ("event on loop", "loop")]
+    assert cuda.noted == [("step boundary", "loop"), ("event on loop", "loop"), *(3 * one_step)]
     cuda.noted.clear()
     work = start.beside(lambda: cuda.note("prompt"))
     work.result(DEADLINE_S)
@@ -260,7 +260,7 @@ def test_a_thousand_engines_share_a_few_streams_and_events_and_a_sick_one_is_not
 def test_a_device_that_broke_in_the_loop_is_found_when_decode_mode_is_left() -> None:
     """E-2."""
     driver = open_loop()
-    driver.seat(0, PROMPT, most=3)
+    driver.admit(0, PROMPT, most=3)
     driver.run()
 
     def health() -> None:
@@ -278,7 +278,7 @@ def test_a_device_that_broke_in_the_loop_is_found_when_decode_mode_is_left() -> 
 def test_a_captured_step_with_another_number_of_nodes_than_the_plan_is_refused(
     kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """E-61: the launches of two nodes, one of two kernels, and a border."""
+    """E-61: the launches of two nodes, one of two kernels, and a step boundary."""
     cuda = StandIn(monkeypatch)
     captured = stand_in_driver(cuda, monkeypatch)
     start = stand_in_start(kind, cuda, monkeypatch)
@@ -287,7 +287,9 @@ def test_a_captured_step_with_another_number_of_nodes_than_the_plan_is_refused(
     captured.append(0)
     for n_nodes in (3, 5):
         captured[0] = n_nodes
-        with pytest.raises(HardwareCannot, match=f"has {n_nodes} nodes, and the plan has 3 launches and a border"):
+        with pytest.raises(
+            HardwareCannot, match=f"has {n_nodes} nodes, and the plan has 3 launches and a step boundary"
+        ):
             start.build()
         assert start.n_instantiations == 0
     captured[0] = 4
@@ -327,7 +329,9 @@ def stand_in_driver(cuda: StandIn, monkeypatch: pytest.MonkeyPatch) -> list[int]
         cuGraphGetNodes=lambda graph: (0, [], n_nodes()),
     )
     core = SimpleNamespace(
-        LaunchConfig=lambda **_: None, Stream=SimpleNamespace(from_handle=int), launch=lambda *_: cuda.note("border")
+        LaunchConfig=lambda **_: None,
+        Stream=SimpleNamespace(from_handle=int),
+        launch=lambda *_: cuda.note("step boundary"),
     )
     monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
     monkeypatch.setitem(sys.modules, "cuda.core", core)
@@ -356,14 +360,14 @@ def test_a_capture_is_ended_whatever_happens_inside_and_the_stream_is_used_again
     cuda.noted.clear()
     broken[0] = False
     start.build()
-    assert [what for what, _ in cuda.noted] == ["begin", "one", "border", "end"]
+    assert [what for what, _ in cuda.noted] == ["begin", "one", "step boundary", "end"]
     assert start.n_instantiations == 1
 
 
 def test_marks_between_nodes_tell_what_each_takes_without_what_they_take_themselves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """E-63: a clock by hand; every mark takes 2 us, the border 30, the nodes 100 and 7."""
+    """E-63: a clock by hand; every mark takes 2 us, the step boundary 30, the nodes 100 and 7."""
     StandIn(monkeypatch)
     clock = [1_000_000]
 
@@ -442,7 +446,7 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others_in_use(monkeypatch: 
     assert driver.loop.fallen_back == ("prompts of 16 rows are launched node by node: captured once and never again",)
     for n in range(1, 65, 3):
         for each in (plain, driver):
-            each.seat(0, [(7 * i) % 131 for i in range(n)], most=1)
+            each.admit(0, [(7 * i) % 131 for i in range(n)], most=1)
             each.run()
     assert [entry.token for entry in driver.entries] == [entry.token for entry in plain.entries]
     used = {what for what, _ in cuda.noted if what.startswith("replay")}
@@ -522,7 +526,7 @@ def test_a_rows_bits_are_the_same_in_a_batch_of_1_2_8_and_32(type: str | None) -
 
 @pytest.mark.slow
 def test_attention_is_right_at_every_length_to_66_and_at_1024() -> None:
-    """E-50; tests/backends/cuda/triton/test_attend.py has the borders of pages and splits beyond."""
+    """E-50; tests/backends/cuda/triton/test_attend.py has the step boundaries of pages and splits beyond."""
     for positions in (range(66), (1023,)):
         step = made(Case(tuple(positions), n_heads=1, width=16))
         seen, _ = run(step, programs=1)
@@ -628,7 +632,7 @@ def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_se
 def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> None:
     """E-37."""
     driver = fused_driver(family_model("llama"), triton_kernels())
-    driver.seat(1, PROMPT, most=2)
+    driver.admit(1, PROMPT, most=2)
     driver.run()
     plan = driver.loop.plan
     driver.loop.tables.table["n_rows"].fill_(1)
@@ -664,7 +668,7 @@ def test_poison_in_every_buffer_between_nodes_is_not_seen(step: str) -> None:
     for name in {name for node in driver.loop.plan.nodes for name in node.writes}:
         if name != "table" and not name.startswith("memory."):
             driver.loop.plan.buffer(name).tensor.view(torch.uint8).fill_(255)  # no number, of any width
-    generation = driver.seat(2, PROMPT, most=6)
+    generation = driver.admit(2, PROMPT, most=6)
     driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == alone(PROMPT, model=model, most=6)
@@ -677,7 +681,7 @@ def test_a_bias_of_the_head_is_added_before_a_token_is_chosen(step: str) -> None
     assert plain.head is not None
     model = replace(plain, head=replace(plain.head, bias=3 * torch.randn(plain.shape.vocab)))
     driver = open_loop(model=model) if step == "torch" else fused_driver(model, twin_kernels())
-    generation = driver.seat(0, PROMPT, most=6)
+    generation = driver.admit(0, PROMPT, most=6)
     driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == by_full_forwards(model, PROMPT, 6) != alone(PROMPT, model=plain, most=6)
@@ -698,7 +702,7 @@ def test_a_fusion_can_be_switched_off_and_the_tokens_are_the_same(fusions: Fusio
     found = []
     for chosen in (Fusions(), fusions):
         driver = fused_driver(model, twin_kernels(), fusions=chosen)
-        generation = driver.seat(0, PROMPT, most=8)
+        generation = driver.admit(0, PROMPT, most=8)
         driver.run()
         found.append((driver.tokens(generation), len(driver.loop.plan.nodes)))
         driver.loop.close()
@@ -744,10 +748,10 @@ def test_keys_and_values_of_8_bits_predict_a_text_as_well_as_those_of_16(default
 def test_tokens_leave_no_memory_behind(mode: str) -> None:
     """E-29."""
     driver = open_loop(mode=mode, context=512, n_pages=80)
-    driver.seat(0, PROMPT, most=20)
+    driver.admit(0, PROMPT, most=20)
     driver.run()
     before = n_tensors()
-    driver.seat(0, PROMPT, most=400)
+    driver.admit(0, PROMPT, most=400)
     driver.run()
     assert n_tensors() == before
     driver.loop.plan.check()
@@ -778,7 +782,7 @@ def test_a_thousand_tokens_say_nothing_and_a_plan_is_the_same_in_another_process
     code = """
 from tests.engine.rig import open_loop
 driver = open_loop(context=1024, n_pages=80)
-driver.seat(0, [1, 2, 3], most=1000)
+driver.admission(0, [1, 2, 3], most=1000)
 driver.run()
 driver.loop.close()
 print(len(driver.entries), driver.loop.plan.text)
@@ -795,7 +799,7 @@ print(len(driver.entries), driver.loop.plan.text)
 def test_one_launch_of_one_executable_makes_512_tokens() -> None:
     """E-54."""
     driver = open_loop(context=1024, n_pages=80)
-    driver.seat(0, PROMPT, most=512)
+    driver.admit(0, PROMPT, most=512)
     driver.run()
     assert len(driver.entries) == 512
     assert (driver.loop.start.n_launches, driver.loop.start.n_instantiations) == (1, 1)
@@ -815,7 +819,7 @@ def test_a_look_at_the_outbox_is_one_whoever_spoke(n_sequences: int, monkeypatch
     """E-69: two words and one piece of the ring, for any number of entries."""
     driver = open_loop(n_slots=8, n_pages=64)
     for slot in range(n_sequences):
-        driver.seat(slot, [slot, 2, 3], most=5)
+        driver.admit(slot, [slot, 2, 3], most=5)
     driver.loop.mode.enter()
     driver.loop.mode.trigger()
     assert driver.loop.start.wait(DEADLINE_S)
@@ -836,8 +840,8 @@ def test_whoever_comes_while_others_decode_is_in_within_two_steps() -> None:
     """E-72."""
     driver = open_loop(n_slots=8, context=4096, n_pages=1400)
     for slot in range(7):
-        driver.seat(slot, [slot, 2, 3], most=3000)
-    generation = driver.seat(7, [9, 8, 7], most=3, admit=False)
+        driver.admit(slot, [slot, 2, 3], most=3000)
+    generation = driver.admit(7, [9, 8, 7], most=3, admit=False)
     driver.loop.mode.enter()
     driver.loop.mode.trigger()
     asked: list[int] = []
@@ -867,12 +871,12 @@ def test_an_answer_may_fill_the_context_and_touches_nothing_beyond_it() -> None:
         mine[page * 16 : (page + 1) * 16] = True
     for half in kv.halves:
         half.values[0, ~mine] = float("nan")
-    generation = driver.seat(0, PROMPT, most=48 - len(PROMPT), pages=[7, 2, 11])
+    generation = driver.admit(0, PROMPT, most=48 - len(PROMPT), pages=[7, 2, 11])
     driver.run()
     last = driver.entries[-1]
     assert (last.position, last.finish, len(driver.tokens(generation))) == (47, Finish.LENGTH, 43)
     assert all(bool(half.values[0, ~mine].isnan().all()) for half in kv.halves)
-    following = driver.seat(0, [4, 5, 6], most=8, pages=[7, 2])
+    following = driver.admit(0, [4, 5, 6], most=8, pages=[7, 2])
     driver.run()
     driver.loop.close()
     assert driver.tokens(following) == alone([4, 5, 6], model=model)
@@ -889,7 +893,7 @@ def test_a_first_token_costs_its_prompt_and_one_head(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Model, "logits", counted)
     driver = open_loop(mode="twin")
-    driver.seat(0, list(range(100)), most=1)
+    driver.admit(0, list(range(100)), most=1)
     driver.run()
     assert (rows, len(driver.entries), driver.word(Word.STEPS)) == ([1], 1, 0)
     driver.loop.close()
@@ -958,9 +962,9 @@ def test_the_weights_of_a_file_lie_in_one_aligned_piece_of_memory(
     name: str, tmp_path: Path, tiny_files: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """E-16: as large as was planned before a byte of it was read; what is not weights (frequencies) aside."""
-    made: list[Arena] = []
+    made: list[BumpAllocator] = []
 
-    class Watched(Arena):
+    class Watched(BumpAllocator):
         def __init__(self, n_bytes: int, device: torch.device) -> None:
             super().__init__(n_bytes, device)
             made.append(self)
@@ -1005,7 +1009,7 @@ def test_no_code_of_the_host_writes_what_a_step_advances() -> None:
         path.relative_to(PACKAGE).as_posix(): names
         for room in ("loop", "engine")
         for path in (PACKAGE / room).rglob("*.py")
-        if path.name != "border.py" and (names := written_fields(path))
+        if path.name != "step_boundary.py" and (names := written_fields(path))
     }
     assert found == {
         "loop/mode.py": {"'plan_hash'", "'epoch'", "field"},

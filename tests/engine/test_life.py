@@ -127,7 +127,7 @@ def test_an_idle_engine_does_nothing_at_all(mode: str, monkeypatch: pytest.Monke
     with open_engine(mode=mode) as engine:
         assert len(ids(engine.submit(prompt(1, 20), SHORT))) == 3
         until(lambda: engine.stats().pages_leased == 0 and not engine.loop.mode.running, "it is idle")
-        looks, steps, patience = 0, engine.stats().steps, engine._usher._patience
+        looks, steps, patience = 0, engine.stats().steps, engine._scheduler._wait_s
 
         def counted() -> float | None:
             nonlocal looks
@@ -135,7 +135,7 @@ def test_an_idle_engine_does_nothing_at_all(mode: str, monkeypatch: pytest.Monke
             return patience()
 
         time.sleep(0.1)  # it may still be on its way to bed
-        monkeypatch.setattr(engine._usher, "_patience", counted)
+        monkeypatch.setattr(engine._scheduler, "_wait_s", counted)
         cpu = time.process_time()
         time.sleep(0.2)
         assert looks == 0

@@ -23,7 +23,7 @@ def alone(
     prompt: list[int], *, model: Model, most: int = 8, sampling: Sampling = GREEDY, mode: str = "loop"
 ) -> list[int]:
     driver = open_loop(model=model, mode=mode)
-    generation = driver.seat(0, prompt, most=most, sampling=sampling)
+    generation = driver.admit(0, prompt, most=most, sampling=sampling)
     driver.run()
     driver.loop.close()
     return driver.tokens(generation)
@@ -60,7 +60,7 @@ def test_eager_and_the_twin_of_the_loop_leave_the_same_bytes_everywhere() -> Non
     for mode in ("eager", "twin"):
         driver = open_loop(model=random_model("kv"), mode=mode)
         for slot, prompt in enumerate(([1, 2, 3], [40, 50], [99] * 30)):
-            driver.seat(slot, prompt, most=4 + slot)
+            driver.admit(slot, prompt, most=4 + slot)
         driver.run()
         drivers.append(driver)
     one, other = drivers
@@ -84,19 +84,19 @@ def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> No
     driver = open_loop(model=model, n_slots=12, n_pages=256)
     slots = list(range(12))
     chance.shuffle(slots)
-    generations = {n: driver.seat(slot, prompts[n], most=6 + n, sampling=warm) for n, slot in enumerate(slots)}
+    generations = {n: driver.admit(slot, prompts[n], most=6 + n, sampling=warm) for n, slot in enumerate(slots)}
     driver.run()
     driver.loop.close()
     assert {n: driver.tokens(generation) for n, generation in generations.items()} == expected
 
 
-def test_a_request_is_admitted_at_a_step_border_while_the_loop_runs() -> None:
+def test_a_request_is_admitted_at_a_step_boundary_while_the_loop_runs() -> None:
     model = random_model("kv")
     driver = open_loop(model=model, context=1024, n_pages=80)
-    first = driver.seat(0, [1, 2, 3], most=1000)
+    first = driver.admit(0, [1, 2, 3], most=1000)
     driver.loop.mode.enter()
     driver.loop.mode.trigger()
-    second = driver.seat(1, [9, 8, 7], most=5)
+    second = driver.admit(1, [9, 8, 7], most=5)
     driver.wait()
     driver.loop.close()
     assert driver.loop.mode.n_triggers == 1
@@ -107,8 +107,8 @@ def test_a_request_is_admitted_at_a_step_border_while_the_loop_runs() -> None:
 def test_cancel_ends_one_sequence_with_one_entry_and_leaves_the_others() -> None:
     model = random_model("kv")
     driver = open_loop(model=model, context=1024, n_pages=160)
-    doomed = driver.seat(0, [1, 2, 3], most=1000)
-    other = driver.seat(1, [4, 5], most=40)
+    doomed = driver.admit(0, [1, 2, 3], most=1000)
+    other = driver.admit(1, [4, 5], most=40)
     driver.loop.host.cancel(0, doomed)
     driver.run()
     driver.loop.close()
@@ -122,7 +122,7 @@ def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None
     model = random_model("kv")
     driver = open_loop(model=model)
     prompt = [1, 2, 3]
-    generation = driver.seat(0, prompt, most=40, granted=16, pages=[0])
+    generation = driver.admit(0, prompt, most=40, granted=16, pages=[0])
     driver.run()
     assert driver.word(Word.WHY) == End.IDLE
     assert driver.loop.tables.table["state"][0] == SlotState.PAUSED
@@ -137,7 +137,7 @@ def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None
 def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
     model = random_model("kv")
     driver = open_loop(model=model, outbox_entries=16)
-    generations = [driver.seat(slot, [slot + 1, 2], most=30) for slot in range(3)]
+    generations = [driver.admit(slot, [slot + 1, 2], most=30) for slot in range(3)]
     pauses = 0
     driver.run()
     while driver.word(Word.WHY) == End.OUTBOX_FULL:
@@ -149,10 +149,10 @@ def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
         assert driver.tokens(generation) == alone([slot + 1, 2], model=model, most=30)
 
 
-def test_a_yield_ends_the_loop_at_a_border_and_a_trigger_resumes_it() -> None:
+def test_a_yield_ends_the_loop_at_a_boundary_and_a_trigger_resumes_it() -> None:
     model = random_model("kv")
     driver = open_loop(model=model)
-    generation = driver.seat(0, [1, 2, 3], most=60)
+    generation = driver.admit(0, [1, 2, 3], most=60)
     driver.loop.host.set_yield(True)
     driver.run()
     assert driver.word(Word.WHY) == End.YIELD
@@ -166,7 +166,7 @@ def test_a_yield_ends_the_loop_at_a_border_and_a_trigger_resumes_it() -> None:
 def test_the_loop_ends_when_nobody_lives_and_then_nothing_runs() -> None:
     before = threading.active_count()
     driver = open_loop()
-    driver.seat(0, [1, 2], most=3)
+    driver.admit(0, [1, 2], most=3)
     driver.run()
     assert not driver.loop.start.running
     assert driver.word(Word.GO) == 0
@@ -181,7 +181,7 @@ def test_a_stop_id_ends_a_sequence_and_is_its_last_token() -> None:
     free = alone([1, 2, 3], model=model, most=12)
     stop = free[5]
     driver = open_loop(model=model)
-    generation = driver.seat(0, [1, 2, 3], most=12, stop_ids=[stop])
+    generation = driver.admit(0, [1, 2, 3], most=12, stop_ids=[stop])
     driver.run()
     driver.loop.close()
     assert driver.tokens(generation) == free[: free.index(stop) + 1]
@@ -193,7 +193,7 @@ def test_a_recycled_slot_shows_nothing_of_who_sat_there_before() -> None:
     driver = open_loop(model=model, n_slots=1, n_pages=256)
     for number in range(8):
         prompt = [number * 3 % 128, 17, number]
-        generation = driver.seat(0, prompt, most=5)
+        generation = driver.admit(0, prompt, most=5)
         driver.run()
         assert driver.tokens(generation) == alone(prompt, model=model, most=5)
     driver.loop.close()
@@ -202,7 +202,7 @@ def test_a_recycled_slot_shows_nothing_of_who_sat_there_before() -> None:
 def test_the_cells_of_other_sequences_are_neither_read_nor_written() -> None:
     model = random_model("kv")
     driver = open_loop(model=model)
-    generation = driver.seat(0, [1, 2, 3], most=20, pages=[7, 2])
+    generation = driver.admit(0, [1, 2, 3], most=20, pages=[7, 2])
     memory = driver.loop.memory
     assert memory.kv is not None
     cells = memory.n_pages * memory.page_tokens
@@ -223,7 +223,7 @@ def test_narrow_keys_and_values_decode_alike_in_both_modes(kv_type: str) -> None
     tokens = []
     for mode in ("eager", "loop"):
         driver = open_loop(model=model, mode=mode, kv_type=kv_type)  # type: ignore[arg-type]
-        generation = driver.seat(0, [1, 2, 3], most=20)
+        generation = driver.admit(0, [1, 2, 3], most=20)
         driver.run()
         tokens.append(driver.tokens(generation))
         driver.loop.close()
@@ -233,7 +233,7 @@ def test_narrow_keys_and_values_decode_alike_in_both_modes(kv_type: str) -> None
 def test_64_slots_decode_in_one_executable() -> None:
     model = random_model("kv")
     driver = open_loop(model=model, n_slots=64, n_pages=256)
-    generations = [driver.seat(slot, [slot, slot + 1], most=4) for slot in range(64)]
+    generations = [driver.admit(slot, [slot, slot + 1], most=4) for slot in range(64)]
     driver.run()
     for slot in (0, 31, 63):
         assert driver.tokens(generations[slot]) == alone([slot, slot + 1], model=model, most=4)
@@ -241,9 +241,9 @@ def test_64_slots_decode_in_one_executable() -> None:
     driver.loop.close()
 
 
-def test_jobs_beside_a_running_loop_have_their_turn_at_its_borders() -> None:
+def test_jobs_beside_a_running_loop_have_their_turn_at_its_boundaries() -> None:
     driver: Driver = open_loop(context=8192, n_pages=512)
-    driver.seat(0, [1, 2, 3], most=8000)
+    driver.admit(0, [1, 2, 3], most=8000)
     driver.loop.mode.enter()
     driver.loop.mode.trigger()
     seen = []

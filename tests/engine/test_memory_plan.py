@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from ostinato.backends.cuda.plan import Step
+from ostinato.backends.cuda.plan import StepBuffers
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.engine.memory_plan import ATTENTION_CUTS, GPU_LIBRARIES, MemoryPlan, Wanted, memory_plan, rows_of
 from ostinato.engine.open import Loop, LoopOptions
@@ -38,7 +38,7 @@ def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
     assert counted.get("KV pages", 0) == sum(kept.values()) - states
     assert counted.get("recurrent states", 0) == states
     assert counted["slot table"] == allocated["table"]
-    assert (counted["seats"], counted["rings"]) == (allocated["seats"], allocated["rings"])
+    assert (counted["admissions"], counted["rings"]) == (allocated["admissions"], allocated["rings"])
     assert counted["step buffers"] == allocated["x"] + allocated["logits"]
     assert counted["weights"] == sum(n for name, n in allocated.items() if name.startswith("model"))
 
@@ -65,11 +65,11 @@ def test_the_native_loops_workspace_is_counted_within_a_fifth(
 def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memory() -> None:
     model = random_model("kv")
     plan = memory_plan(Wanted(model.shape, 1000, CUDA, torch.bfloat16, "bf16", 3, 100), 1 << 40)
-    step = Step.of(model, 3)
-    buffers = [getattr(step, name) for name in Step.__dataclass_fields__]
+    step = StepBuffers.of(model, 3)
+    buffers = [getattr(step, name) for name in StepBuffers.__dataclass_fields__]
     allocated = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
     assert sizes(plan)["step buffers"] == allocated
-    assert [row.name for row in plan.rows if row.on_host] == ["seats", "rings"]
+    assert [row.name for row in plan.rows if row.on_host] == ["admissions", "rings"]
     assert plan.device_bytes + plan.host_bytes == sum(row.n_bytes for row in plan.rows)
 
 

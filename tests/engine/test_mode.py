@@ -27,7 +27,7 @@ def driver() -> Iterator[Driver]:
 
 def undisturbed() -> list[int]:
     alone = open_loop()
-    generation = alone.seat(0, PROMPT, most=24)
+    generation = alone.admit(0, PROMPT, most=24)
     alone.run()
     alone.loop.close()
     return alone.tokens(generation)
@@ -54,12 +54,14 @@ ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alone(driver: Driver, attack: str) -> None:
     invariant, strike = ATTACKS[attack]
-    generation = driver.seat(0, PROMPT, most=24)
+    generation = driver.admit(0, PROMPT, most=24)
     driver.loop.mode.enter()
     before = driver.loop.plan.hash, driver.loop.start.executable
 
     assert isinstance(driver.loop.start, NativeLoop)
-    with driver.loop.start.turn():  # the loop waits at its first border: it surely runs while the attack is made
+    with (
+        driver.loop.start.exclusive()
+    ):  # the loop waits at its first step boundary: it surely runs while the attack is made
         driver.loop.mode.trigger()
         with pytest.raises(DecodeInvariantError) as refused:
             strike(driver)
@@ -77,7 +79,7 @@ def test_a_plan_cannot_be_edited(driver: Driver) -> None:
 
 def test_one_build_serves_every_trigger_and_entry(driver: Driver) -> None:
     for round_number in range(3):
-        generation = driver.seat(0, PROMPT, most=4)
+        generation = driver.admit(0, PROMPT, most=4)
         driver.run()
         assert len(driver.tokens(generation)) == 4
         if round_number == 0:
@@ -101,7 +103,7 @@ def test_outside_decode_mode_everything_may_be_changed(driver: Driver) -> None:
 
 
 def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
-    driver.seat(0, PROMPT)
+    driver.admit(0, PROMPT)
     driver.loop.mode.enter()
     logits = driver.loop.plan.buffer("logits").tensor
     logits.set_(torch.zeros_like(logits).untyped_storage())
@@ -122,10 +124,10 @@ def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: 
 
 @pytest.mark.parametrize(("word", "fault"), [("plan_hash", Fault.PLAN), ("epoch", Fault.EPOCH)])
 def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Driver, word: str, fault: Fault) -> None:
-    driver.seat(0, PROMPT, most=100, granted=128)
+    driver.admit(0, PROMPT, most=100, granted=128)
     driver.loop.mode.enter()
     assert isinstance(driver.loop.start, NativeLoop)
-    with driver.loop.start.turn():  # as above
+    with driver.loop.start.exclusive():  # as above
         driver.loop.mode.trigger()
         driver.loop.tables.table[word][0] += 1
     assert driver.loop.start.wait(DEADLINE_S)

@@ -50,7 +50,7 @@ def our_threads() -> int:
 
 def tokens(mode: str, model: Model) -> list[int]:
     driver = open_loop(model=model, mode=mode)
-    generation = driver.seat(0, PROMPT, most=8)
+    generation = driver.admit(0, PROMPT, most=8)
     driver.run()
     driver.loop.close()
     return driver.tokens(generation)
@@ -70,7 +70,7 @@ def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest
     assert loop.fell_back == f"loop: {REASON} (tried once; eager runs instead)"
     assert loop.why_not[0] == loop.fell_back
     assert [reason.partition(":")[0] for reason in loop.why_not] == ["loop", "persistent"]
-    generation = driver.seat(0, PROMPT, most=8)
+    generation = driver.admit(0, PROMPT, most=8)
     driver.run()
     assert driver.tokens(generation) == expected
     loop.close()
@@ -252,7 +252,7 @@ def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, m
     loop.plan, loop.start, loop.prefill = plan, start, prefill
     assert plan.constants.endswith("static")
     assert isinstance(prefill, TorchPrefill)
-    generation = driver.seat(2, PROMPT, most=8)
+    generation = driver.admit(2, PROMPT, most=8)
     driver.run()
     assert driver.tokens(generation) == expected
     loop.close()

@@ -12,7 +12,7 @@ import torch
 from ostinato import LLM, Sampling
 from ostinato.backends.native.plan import why_not_native
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.tape.deal import RUN_ALIGNMENT, Grid, Kind, Matrix, deal
+from ostinato.backends.tape.partition import RUN_ALIGNMENT, TapeGrid, TapeMatrix, WeightType, make_partition
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
 from ostinato.engine import placement
 from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
@@ -139,11 +139,11 @@ def test_the_tape_is_counted_as_it_will_be_dealt(type: str, tied: bool) -> None:
     tensors = {name: TensorInfo(name, size, type, 0) for name, size in names.items()}
     tensors["blk.0.attn_norm.weight"] = TensorInfo("norm", (128,), "F32", 512)
     checkpoint: Any = SimpleNamespace(tensors=tensors)
-    kind = Kind.HALF if type == "BF16" else Kind.EIGHT
-    dealt = deal([Matrix(kind, *size) for size in (*sizes.values(), (203, 128))], Grid(3))
+    kind = WeightType.HALF if type == "BF16" else WeightType.EIGHT
+    partition = make_partition([TapeMatrix(kind, *size) for size in (*sizes.values(), (203, 128))], TapeGrid(3))
     counted = placement.tape_bytes(checkpoint, shape_of(tied_head=tied), torch.bfloat16, packed=True)
     widened = 203 * 128 * 2 if type == "Q8_0" else 0
-    assert 0 <= dealt.n_bytes + widened - counted < 3 * RUN_ALIGNMENT
+    assert 0 <= partition.n_bytes + widened - counted < 3 * RUN_ALIGNMENT
 
 
 def test_keys_and_values_get_what_the_weights_and_the_tape_leave(

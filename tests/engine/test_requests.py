@@ -12,7 +12,7 @@ import pytest
 
 from ostinato.engine.engine import Engine
 from ostinato.engine.request import Message, Request, Token
-from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, LineFull, PromptTooLong
+from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, PromptTooLong, QueueFull
 from ostinato.loop.layout import End, Word
 from tests.engine.opened import (
     DEADLINE_S,
@@ -99,7 +99,7 @@ def test_a_full_line_refuses_and_has_room_again_later() -> None:
     with open_engine(n_slots=1, context=LONG, queue=2) as engine:
         before = decoding(engine)
         waiting = [engine.submit(prompt(i, 5), SHORT) for i in range(2)]
-        with pytest.raises(LineFull, match="2 requests wait already") as refused:
+        with pytest.raises(QueueFull, match="2 requests wait already") as refused:
             engine.submit(prompt(7, 5), SHORT)
         assert refused.value.http_status == 429
         before.cancel()
@@ -111,7 +111,7 @@ def test_a_full_line_refuses_and_has_room_again_later() -> None:
 def test_slots_that_are_free_are_no_line() -> None:
     with open_engine(n_slots=3, queue=0) as engine, line_held(engine):
         requests = [engine.submit(prompt(i, 5), SHORT) for i in range(3)]
-        with pytest.raises(LineFull):
+        with pytest.raises(QueueFull):
             engine.submit(prompt(3, 5), SHORT)
         assert len(requests) == 3
 
@@ -424,7 +424,7 @@ def test_a_step_that_fails_is_fatal_too(mode: str) -> None:
             raise RuntimeError("a bad step")
 
         if mode == "loop":
-            engine.loop.start._native.play = fails  # type: ignore[attr-defined]  # of the native loop
+            engine.loop.start._native.run_loop = fails  # type: ignore[attr-defined]  # of the native loop
         else:
             object.__setattr__(engine.loop.plan.nodes[1], "run", fails)
         request = engine.submit(prompt(1, 5), SHORT)
@@ -458,7 +458,7 @@ def test_a_fault_of_the_engines_own_thread_leaves_nobody_waiting(monkeypatch: py
         def broken(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr(engine._usher, "_seat", broken)
+        monkeypatch.setattr(engine._scheduler, "_admit", broken)
         request = engine.submit(prompt(1, 5), SHORT)
         with pytest.raises(EngineDead, match="a bug"):
             list(request)
@@ -472,14 +472,14 @@ def test_pages_are_as_wide_as_these_tests_think() -> None:
 def test_an_engine_hears_a_loop_that_cannot_ring_and_ends_just_before_it_goes_to_sleep() -> None:
     """As on a GPU, where nobody tells the host that the loop has spoken or ended."""
     with open_engine() as engine:
-        engine.loop.start._bell = lambda: None  # type: ignore[attr-defined]  # a loop without a bell
-        patience = engine._usher._patience
+        engine.loop.start._wake = lambda: None  # type: ignore[attr-defined]  # a loop without a wake event
+        patience = engine._scheduler._wait_s
 
         def late() -> float | None:
             until(lambda: not engine.loop.mode.running, "the loop has ended")
             return patience()
 
-        engine._usher._patience = late  # type: ignore[method-assign]  # the last moment for the loop to end
+        engine._scheduler._wait_s = late  # type: ignore[method-assign]  # the last moment for the loop to end
         for turn in range(4):
             request = engine.submit(prompt(turn, 3), sampling(max_tokens=3), sink=lambda _request, _message: None)
             until(partial(getattr, request, "ended"), f"request {turn} has ended")
@@ -492,9 +492,9 @@ def test_a_loop_that_makes_no_step_any_more_is_given_up_with_one_error_each(monk
         stuck.wait(DEADLINE_S)
 
     with open_engine() as engine:
-        engine.loop.start._native.play = stand_still  # type: ignore[attr-defined]  # of the native loop
+        engine.loop.start._native.run_loop = stand_still  # type: ignore[attr-defined]  # of the native loop
         request = engine.submit(prompt(99, 4), sampling())
-        monkeypatch.setattr("ostinato.engine.usher.STALLED_S", 0.2)
+        monkeypatch.setattr("ostinato.engine.scheduler.STALLED_S", 0.2)
         until(partial(getattr, request, "ended"), "the request has ended")  # who read on would help, and stand too
         stuck.set()
         with pytest.raises(EngineDead, match="no step"):

@@ -14,7 +14,7 @@ from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import StepKernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.verify import (
     RouteJudge,
@@ -387,23 +387,23 @@ def test_a_loop_driven_by_hand_gives_the_same_by_steps_and_by_a_trigger() -> Non
     model = random_model("kv")
     tokens = []
     for steps in (True, False):
-        hand = ByHand(Loop(model, LoopOptions("eager", 2, 64, 8, "f32", model.shape.vocab)))
-        hand.seat(1, [3, 1, 4], most=5, sampling=GREEDY)
+        driver = LoopDriver(Loop(model, LoopOptions("eager", 2, 64, 8, "f32", model.shape.vocab)))
+        driver.admit(1, [3, 1, 4], most=5, sampling=GREEDY)
         if steps:
-            while hand.step():
+            while driver.step():
                 pass
         else:
-            hand.run()
-        tokens.append([entry.token for entry in hand.entries])
-        hand.close()
+            driver.run()
+        tokens.append([entry.token for entry in driver.entries])
+        driver.close()
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 5
 
 
 def test_a_plan_keeps_its_hash_when_only_what_a_node_does_changes() -> None:
     """What the tests above stand on."""
-    hand = ByHand(Loop(random_model("kv"), LoopOptions("eager", 1, 16, 1, "f32", 128)))
-    plan: Plan = hand.loop.plan
-    hand.close()
+    driver = LoopDriver(Loop(random_model("kv"), LoopOptions("eager", 1, 16, 1, "f32", 128)))
+    plan: Plan = driver.loop.plan
+    driver.close()
     assert replace(plan, nodes=tuple(map(without("head"), plan.nodes))).hash == plan.hash
     assert replace(plan, nodes=plan.nodes[1:]).hash != plan.hash

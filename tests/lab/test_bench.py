@@ -9,7 +9,7 @@ import torch
 
 from ostinato.engine.placement import Placement
 from ostinato.errors import BadOption, HardwareCannot
-from ostinato.lab.bench import Bench, Figure, Run, Task, kv_read_bytes, read_bandwidth, why_not_profiled
+from ostinato.lab.bench import Bench, Figure, Task, TimedRun, kv_read_bytes, read_bandwidth, why_not_profiled
 from ostinato.models.random import SHAPES
 from tests.backends.native.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
@@ -79,7 +79,7 @@ def test_a_window_limits_what_is_read_and_states_are_read_whole() -> None:
 
 
 def test_figures_are_medians_of_the_repeats() -> None:
-    runs = tuple(Run(100, seconds, 2 * seconds) for seconds in (1.0, 2.0, 10.0))
+    runs = tuple(TimedRun(100, seconds, 2 * seconds) for seconds in (1.0, 2.0, 10.0))
     figure = Figure(Task("tg", 100, 0, 1, "loop"), runs, 50.0, 1e4)
     assert (figure.tok_s, figure.host_tok_s, figure.limit_tok_s) == (50.0, 25.0, 200.0)
 

@@ -9,10 +9,10 @@ import pytest
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot, InternalError
 from ostinato.lab.cpu import NATIVE, OP_BY_OP, RECORDED, CpuMachine
-from ostinato.lab.experiment import FORMAT, Row, compared, measured, read_result, result, swept
-from ostinato.lab.work import BODIES, Body, Data, Timing, Work, checked
+from ostinato.lab.experiment import FORMAT, ExperimentRow, compared, measured, read_result, result, swept
+from ostinato.lab.work import BODIES, Body, Data, Timing, Workload, checked
 
-WORK = Work(n=37, steps=20, kernels=3)
+WORK = Workload(n=37, steps=20, kernels=3)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_step_left_out_is_a_wrong_result(machine: CpuMachine, monkeypatch: pyt
         machine, "_bound", lambda work, start, x, h, factors: bound(work, start, x, h, factors[:-1].copy())
     )
     with pytest.raises(InternalError, match="computed a wrong result"):
-        machine.time(Work(n=64, steps=50), RECORDED, 1)
+        machine.time(Workload(n=64, steps=50), RECORDED, 1)
 
 
 def test_what_is_not_a_number_is_a_wrong_result() -> None:
@@ -69,18 +69,18 @@ def test_what_is_not_a_number_is_a_wrong_result() -> None:
 )
 def test_impossible_sizes_name_their_limit(sizes: dict[str, object], words: str) -> None:
     with pytest.raises(BadOption, match=words):
-        Work(**sizes)  # type: ignore[arg-type]
+        Workload(**sizes)  # type: ignore[arg-type]
 
 
 def test_more_than_memory_holds_is_refused_before_it_is_taken(machine: CpuMachine) -> None:
     with pytest.raises(HardwareCannot, match="are free"):
-        machine.time(Work(n=1 << 31, steps=1), OP_BY_OP, 1)
+        machine.time(Workload(n=1 << 31, steps=1), OP_BY_OP, 1)
 
 
 def test_a_row_sets_predictions_beside_figures_and_two_results_beside_each_other(
     machine: CpuMachine,
 ) -> None:
-    rows = [row for row in swept(machine, WORK, "n", [16, 64], 2) if isinstance(row, Row)]
+    rows = [row for row in swept(machine, WORK, "n", [16, 64], 2) if isinstance(row, ExperimentRow)]
     assert [row.work.n for row in rows] == [16, 64]
     assert all(row.speedup(row.baseline) == 1.0 for row in rows)
     predicted, found = rows[0].overhead

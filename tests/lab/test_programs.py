@@ -61,7 +61,7 @@ def test_the_kernels_compile_for_a_newer_amd_card(tmp_path: Path) -> None:
     assert "persistent" in (tmp_path / "kernels.s").read_text()
 
 
-@pytest.mark.parametrize("name", ["kernels.h", "turn.h"])
+@pytest.mark.parametrize("name", ["kernels.h", "while_condition.h"])
 def test_the_kernels_compile_at_run_time(name: str) -> None:
     from ostinato.build import cubin
 

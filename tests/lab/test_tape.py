@@ -79,11 +79,11 @@ def test_every_block_leaves_its_marks_in_order_where_it_was_asked_to() -> None:
     with closing(tape_driver(small(shape_of()))) as driver:
         assert isinstance(driver.loop, EmulatedLoop)
         clock = driver.loop.plan.buffer("clock").tensor
-        driver.seat(0, [5, 9, 33], most=2)
+        driver.admit(0, [5, 9, 33], most=2)
         driver.run()
         assert not clock.any()
         driver.loop.step.note_times()
-        driver.seat(1, [5, 9, 33], most=3)
+        driver.admit(1, [5, 9, 33], most=3)
         driver.run()
         found = spans(clock.tolist())
     assert len(clock) == driver.loop.step.sizes.grid.n_blocks

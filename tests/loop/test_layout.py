@@ -37,7 +37,7 @@ PAGE_TOKENS = 16
 
 
 def arenas(layout: Layout) -> dict[str, Sequence[Field]]:
-    return {"TABLE": layout.table_fields, "SEAT": layout.seat_fields, "RING": layout.ring_fields}
+    return {"TABLE": layout.table_fields, "ADMISSION": layout.admission_fields, "RING": layout.ring_fields}
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def test_fields_are_aligned_and_do_not_overlap(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_a_seat_lies_in_the_table_where_it_lies_in_the_seats(layout: Layout) -> None:
-    # The border copies seats by these places alone.
-    assert layout.table_fields[: len(layout.seat_fields)] == layout.seat_fields
+def test_a_admission_lies_in_the_table_where_it_lies_in_the_admissions(layout: Layout) -> None:
+    # The step boundary copies admissions by these places alone.
+    assert layout.table_fields[: len(layout.admission_fields)] == layout.admission_fields
 
 
 def test_writing_one_field_changes_no_other() -> None:
     tables = Tables.on(LAYOUTS[1], CPU)
-    for arena in (tables.table, tables.seats, tables.rings):
+    for arena in (tables.table, tables.admissions, tables.rings):
         for name in arena.names:
             arena.memory.zero_()
             arena[name].view(torch.uint8).fill_(255)

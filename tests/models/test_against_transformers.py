@@ -100,7 +100,7 @@ def test_logits_are_float32_rows_of_the_vocabulary(tiny_files: Path) -> None:
 
 @pytest.mark.parametrize("form", ["gguf", "current"])
 def test_both_formats_of_a_model_read_the_same_text_alike(form: str, tiny_files: Path) -> None:
-    text = "The bell in the tower, and 12 more — naïve 東京 🙂."
+    text = "The wake event in the tower, and 12 more — naïve 東京 🙂."
     with opened(tiny.written("llama", form, tiny_files)) as llm:
         assert llm.tokenize(text) == tiny_text.tokenizer().encode(text, add_special_tokens=False).ids
         assert llm.detokenize(llm.tokenize(text)) == text

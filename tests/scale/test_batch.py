@@ -22,7 +22,7 @@ from ostinato.options import LoadOptions
 from ostinato.scale.batch import Tally, answer_all, run_here
 from ostinato.scale.batch_file import Requests, Results
 from ostinato.serve.settings import ServeOptions
-from tests.cli.conftest import Run, home, ostinato  # noqa: F401  fixtures
+from tests.cli.conftest import RunCli, home, ostinato  # noqa: F401  fixtures
 from tests.scale.conftest import line, read_lines, write_lines
 from tests.scale.running import killed_at
 from tests.serve.running import serving
@@ -32,16 +32,18 @@ N = 500
 
 def run(tiny: Path, requests: Path, results: Path) -> tuple[Tally, list[Tally]]:
     options = ServeOptions(str(tiny), load=LoadOptions(device="cpu", context=256, slots=4))
-    asked, told = Requests(requests), []
+    asked, on_progress = Requests(requests), []
     with Results(results, asked, "tiny") as written:
         loaded = run_here(
             options,
             lambda: LLM(tiny, device="cpu", context=256, slots=4),
             asked,
             written,
-            told=lambda tally: told.append(Tally(**{n: getattr(tally, n) for n in Tally.__dataclass_fields__})),
+            on_progress=lambda tally: on_progress.append(
+                Tally(**{n: getattr(tally, n) for n in Tally.__dataclass_fields__})
+            ),
         )
-        return asyncio.run(loaded), told
+        return asyncio.run(loaded), on_progress
 
 
 def test_answers_and_digests_are_those_of_the_server(tiny: Path, tmp_path: Path) -> None:
@@ -50,7 +52,7 @@ def test_answers_and_digests_are_those_of_the_server(tiny: Path, tmp_path: Path)
     lines.append({"custom_id": "chat", "url": "/v1/chat/completions", "body": chat})
     lines.append(line(8, max_tokens=-1))
     lines.append("{no json")
-    tally, told = run(tiny, write_lines(tmp_path / "in", lines), tmp_path / "out")
+    tally, on_progress = run(tiny, write_lines(tmp_path / "in", lines), tmp_path / "out")
     found = {one["line"]: one for one in read_lines(tmp_path / "out")}
     with serving(tiny, llm={"context": 256, "slots": 4}) as server:
         for number, one in enumerate(lines[:7], 1):
@@ -69,7 +71,7 @@ def test_answers_and_digests_are_those_of_the_server(tiny: Path, tmp_path: Path)
     assert tally.tokens == sum(
         found[number]["response"]["body"]["usage"]["completion_tokens"] for number in range(1, 7)
     )
-    assert [one.done for one in told] == list(range(9))
+    assert [one.done for one in on_progress] == list(range(9))
 
 
 class Faulty:
@@ -103,7 +105,7 @@ def test_an_engine_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: Run, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     requests = write_lines(tmp_path / "in", [line(n, max_tokens=12) if n % 50 else "{damaged" for n in range(1, N + 1)])
     out = tmp_path / "out"
     words = ["batch", requests, out, "--model", tiny, "--device", "cpu", "--context", "256", "--slots", "4", "--json"]
@@ -113,9 +115,9 @@ def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: Run, tin
         assert killed_at(killed_after, out, command) < N
     done = ostinato(*words)
     assert done.code == 0, done.err
-    told = json.loads(done.out)
-    assert told["before"] >= 250
-    assert told["before"] + told["answered"] + told["damaged"] == N
+    on_progress = json.loads(done.out)
+    assert on_progress["before"] >= 250
+    assert on_progress["before"] + on_progress["answered"] + on_progress["damaged"] == N
     results = read_lines(out)
     assert Counter(one["line"] for one in results) == Counter(range(1, N + 1))
     assert sum(one["error"] is not None for one in results) == N // 50
@@ -125,7 +127,7 @@ def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: Run, tin
     assert json.loads(again.out)["before"] == N
 
 
-def test_the_verb_says_what_it_did(ostinato: Run, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_the_verb_says_what_it_did(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     requests = write_lines(tmp_path / "in", [line(1), line(2)])
     words = ("--model", tiny, "--device", "cpu", "--context", "256")
     ran = ostinato("batch", requests, tmp_path / "out", *words)

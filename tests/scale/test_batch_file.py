@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from ostinato.errors import BadInput
 from ostinato.scale.batch_file import (
     MOST_LINE_BYTES,
-    Asked,
-    Damaged,
+    BatchRequest,
+    DamagedLine,
     Requests,
     Results,
     result_of,
@@ -27,7 +27,7 @@ ANSWER = json.dumps({"id": "cmpl-1", "model": "m", "choices": []}).encode()
 def answer(requests: Requests, results: Results, n: int | None = None) -> None:
     """Answer the next n lines that have no result, or all."""
     for one in list(requests.read(set(results.done)))[:n]:
-        result = result_of(one, 200, ANSWER) if isinstance(one, Asked) else result_of_damaged(one)
+        result = result_of(one, 200, ANSWER) if isinstance(one, BatchRequest) else result_of_damaged(one)
         results.write(one.line.number, result)
 
 
@@ -36,7 +36,7 @@ def test_each_line_says_its_request_and_blank_lines_say_nothing(tmp_path: Path) 
     found = list(requests.read(set()))
     assert [one.line.number for one in found] == [1, 4]
     assert [one.custom_id for one in found] == ["ask-1", "ask-2"]
-    assert all(isinstance(one, Asked) and one.url == "/v1/completions" for one in found)
+    assert all(isinstance(one, BatchRequest) and one.url == "/v1/completions" for one in found)
 
 
 @pytest.mark.parametrize(
@@ -56,23 +56,23 @@ def test_each_line_says_its_request_and_blank_lines_say_nothing(tmp_path: Path) 
 )
 def test_a_damaged_line_is_told_by_name_and_spoils_no_other(tmp_path: Path, content: str, code: str) -> None:
     found = list(Requests(write_lines(tmp_path / "in", [content, line(2)])).read(set()))
-    assert isinstance(found[0], Damaged)
+    assert isinstance(found[0], DamagedLine)
     assert found[0].code == code
-    assert isinstance(found[1], Asked)
+    assert isinstance(found[1], BatchRequest)
 
 
 def test_a_custom_id_given_twice_is_answered_once_and_refused_once(tmp_path: Path) -> None:
     requests = Requests(write_lines(tmp_path / "in", [line(1), line(2), line(1)]))
     found = list(requests.read(set()))
-    assert [type(one) for one in found] == [Asked, Asked, Damaged]
-    assert [type(one) for one in requests.read({1, 2})] == [Damaged]  # the same after a restart
+    assert [type(one) for one in found] == [BatchRequest, BatchRequest, DamagedLine]
+    assert [type(one) for one in requests.read({1, 2})] == [DamagedLine]  # the same after a restart
 
 
 def test_a_line_too_long_is_not_read_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"x" * (MOST_LINE_BYTES + 1) + b"\n" + json.dumps(line(2)).encode())
     found = list(Requests(path).read(set()))
-    assert [type(one) for one in found] == [Damaged, Asked]
+    assert [type(one) for one in found] == [DamagedLine, BatchRequest]
 
 
 @settings(max_examples=60, deadline=None)

@@ -47,8 +47,8 @@ def test_a_batch_killed_on_a_cluster_is_finished_on_this_machine_with_the_answer
     command = [sys.executable, "-m", "ostinato", "batch", requests, out, *words, "--replicas", 2]
     command += ["--ray-address", cluster.address]
     assert killed_at(20, out, command, cluster.environment) < N
-    told = json.loads(ran("ostinato", "batch", requests, out, *words, "--replicas", 2).stdout)
-    assert told["before"] + told["answered"] + told["damaged"] == N
+    on_progress = json.loads(ran("ostinato", "batch", requests, out, *words, "--replicas", 2).stdout)
+    assert on_progress["before"] + on_progress["answered"] + on_progress["damaged"] == N
     ran("ostinato", "batch", requests, alone, *words)
     assert Counter(one["line"] for one in read_lines(out)) == Counter(range(1, N + 1))
     found, wanted = ({one["line"]: one for one in read_lines(path)} for path in (out, alone))
@@ -64,16 +64,16 @@ def test_the_words_of_both_documented_yaml_files_are_known() -> None:
     yaml = pytest.importorskip("yaml")
     served = yaml.safe_load(YAML.read_text())
     kubernetes = yaml.safe_load(YAML.with_name("kuberay.yaml").read_text())
-    for told in (served, yaml.safe_load(kubernetes["spec"]["serveConfigV2"])):
-        (application,) = told["applications"]
+    for on_progress in (served, yaml.safe_load(kubernetes["spec"]["serveConfigV2"])):
+        (application,) = on_progress["applications"]
         assert application["import_path"] == "ostinato.scale:app"
         assert from_yaml(application["args"])[1].replicas == 2
 
 
 def test_the_documented_yaml_file_is_deployed_and_serves(tiny: Path, tmp_path: Path, cluster: Cluster) -> None:
     port = free_ports(1)[0]
-    told = YAML.read_text().replace("model: smollm2", f"model: {tiny}").replace("port: 8000", f"port: {port}")
-    (tmp_path / "serve.yaml").write_text(told)
+    on_progress = YAML.read_text().replace("model: smollm2", f"model: {tiny}").replace("port: 8000", f"port: {port}")
+    (tmp_path / "serve.yaml").write_text(on_progress)
     serve = ("ray.serve.scripts",)
     at = ("--address", cluster.dashboard)
     ran(*serve, "deploy", tmp_path / "serve.yaml", *at, environment=cluster.environment)

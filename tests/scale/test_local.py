@@ -41,9 +41,9 @@ async def parts_of(server: LocalServer, call: Call, gather_s: float) -> list[byt
 
 
 def events(parts: list[bytes]) -> list[Any]:
-    told = [one.removeprefix("data: ") for one in b"".join(parts).decode().split("\n\n") if one]
-    assert told[-1] == "[DONE]"
-    return [json.loads(one) for one in told[:-1]]
+    on_progress = [one.removeprefix("data: ") for one in b"".join(parts).decode().split("\n\n") if one]
+    assert on_progress[-1] == "[DONE]"
+    return [json.loads(one) for one in on_progress[:-1]]
 
 
 def test_gathered_parts_are_the_same_events_in_fewer_parts(tiny: Path) -> None:

@@ -22,7 +22,7 @@ from ostinato.scale import cluster, replicas
 from ostinato.scale.replicas import Signals
 from ostinato.scale.settings import ScaleOptions, from_yaml
 from ostinato.serve.settings import ServeOptions
-from tests.cli.conftest import Run, home, ostinato  # noqa: F401  fixtures
+from tests.cli.conftest import RunCli, home, ostinato  # noqa: F401  fixtures
 from tests.scale.conftest import line, write_lines
 
 
@@ -35,7 +35,7 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_without_ray_it_is_said_what_to_install(
-    ostinato: Run,  # noqa: F811
+    ostinato: RunCli,  # noqa: F811
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -211,7 +211,7 @@ def test_an_application_that_was_taken_away_ends_the_program(monkeypatch: pytest
 
 
 def test_a_port_that_is_taken_and_a_model_nobody_knows_are_refused_before_ray_starts(
-    ostinato: Run,  # noqa: F811
+    ostinato: RunCli,  # noqa: F811
     tiny: Path,
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

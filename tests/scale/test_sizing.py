@@ -18,7 +18,7 @@ from ostinato.errors import BadInput, BadOption
 from ostinato.scale import simulate
 from ostinato.scale.measured import Replica, from_decode, from_serve, read_measured
 from ostinato.scale.sizing import Demand, _prompt_waits, capacity, crowd_of, size, smallest, working
-from tests.cli.conftest import Run, home, ostinato  # noqa: F401  fixtures
+from tests.cli.conftest import RunCli, home, ostinato  # noqa: F401  fixtures
 
 FAST = Replica(prompt_tok_s=20_000, base_s=0.0025, each_s=0.00009, most_live=32, source="made up")
 DEMAND = Demand(rps=200, prompt=800, output=200, p99_first_token_s=1.0)
@@ -214,15 +214,15 @@ def test_a_demand_out_of_range_is_refused(words: dict[str, float]) -> None:
 
 
 @pytest.mark.slow
-def test_the_verb_plans_and_draws(ostinato: Run, tmp_path: Path) -> None:  # noqa: F811
+def test_the_verb_plans_and_draws(ostinato: RunCli, tmp_path: Path) -> None:  # noqa: F811
     measured = tmp_path / "measured.json"
     measured.write_text(decode_line({1: 400.0, 8: 2500.0, 32: 6400.0}))
     asked = ("scale", "plan", "--rps", "200", "--measured", measured, "--prompt", "800", "--output", "200")
     ran = ostinato(*asked, "--plot", tmp_path / "load.svg")
     assert ran.code == 0, ran.err
-    told = json.loads(ran.out.splitlines()[-1])
-    assert told["replicas"] >= told["replicas_by_formula"] > 1
-    assert told["simulated"]["p99_first_token_s"] <= 1.0
+    on_progress = json.loads(ran.out.splitlines()[-1])
+    assert on_progress["replicas"] >= on_progress["replicas_by_formula"] > 1
+    assert on_progress["simulated"]["p99_first_token_s"] <= 1.0
     assert "replicas" in ran.out
     assert (tmp_path / "load.svg").read_text().lstrip().startswith("<?xml")
     assert ostinato(*asked, "--p99-first-token", "0.01").code == 2
@@ -239,7 +239,7 @@ def test_the_verb_plans_and_draws(ostinato: Run, tmp_path: Path) -> None:  # noq
     assert ostinato("scale", "plan", "--rps", "1", "--measured", tmp_path / "nowhere").code == 2
 
 
-def test_memory_bounds_the_slots(ostinato: Run, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_memory_bounds_the_slots(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
     measured = tmp_path / "measured.json"
     measured.write_text(decode_line({1: 400.0, 32: 6400.0}))
     asked = ("scale", "plan", "--rps", "20", "--measured", measured, "--model", tiny, "--json")

@@ -10,29 +10,29 @@ import sys
 import time
 from typing import Any
 
-from ostinato.engine.usher import Usher
+from ostinato.engine.scheduler import Scheduler
 from ostinato.serve import worker
-from ostinato.serve.answers import Answers, Heard
+from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.supervisor import WORKER
 
 N_TOKENS = 20
 
 
 def break_engines() -> None:
-    hear = Usher._hear
+    receive = Scheduler._receive
 
-    def dying(self: Usher, entry: Any) -> None:
-        hear(self, entry)
+    def dying(self: Scheduler, entry: Any) -> None:
+        receive(self, entry)
         if self.n_tokens >= N_TOKENS:
             raise RuntimeError("broken on purpose")
 
-    Usher._hear = dying  # type: ignore[method-assign]
+    Scheduler._receive = dying  # type: ignore[method-assign]
 
 
 def hang_event_loops() -> None:
     more = Answers.more
 
-    async def hanging(self: Answers) -> list[Heard]:
+    async def hanging(self: Answers) -> list[TokenUpdate]:
         if self.n_tokens >= N_TOKENS:
             time.sleep(600)
         return await more(self)

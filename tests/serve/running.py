@@ -17,7 +17,7 @@ import openai
 
 from ostinato import LLM
 from ostinato.serve.service import Service
-from ostinato.serve.settings import Limits, ServeOptions
+from ostinato.serve.settings import ServeLimits, ServeOptions
 from ostinato.serve.worker import Worker
 
 DEADLINE_S = 60.0
@@ -64,7 +64,7 @@ class Running:
 def serving(
     model: str | Path,
     *,
-    limits: Limits | None = None,
+    limits: ServeLimits | None = None,
     load: Callable[[], LLM] | None = None,
     make_id: Callable[[], str] | None = None,
     clock: Callable[[], float] = time.time,
@@ -76,7 +76,7 @@ def serving(
     from ostinato.options import LoadOptions
 
     loading = {"device": "cpu", **(llm or {})}
-    options = ServeOptions(str(model), load=LoadOptions(**loading), limits=limits or Limits(), **words)
+    options = ServeOptions(str(model), load=LoadOptions(**loading), limits=limits or ServeLimits(), **words)
     listening = socket.create_server((options.host, 0))
     host, port = listening.getsockname()[:2]
     started = threading.Event()

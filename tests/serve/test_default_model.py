@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from tests.serve.running import Running, serving
-from tests.serve.test_manners import until
+from tests.serve.test_concurrent_clients import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.model]
 FRANCE: Any = [{"role": "user", "content": "What is the capital of France? Answer in one word."}]

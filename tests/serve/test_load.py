@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ostinato.serve.load import Lengths, Load, Outcome, Server, report, run
-from tests.cli.conftest import Run
+from tests.cli.conftest import RunCli
 from tests.serve.running import Running, serving
 
 COMPLETIONS = "/v1/completions"
@@ -174,7 +174,7 @@ def test_figures_of_a_load_are_those_of_its_requests() -> None:
 
 
 @pytest.fixture
-def ostinato(capsys: pytest.CaptureFixture[str]) -> Run:
+def ostinato(capsys: pytest.CaptureFixture[str]) -> RunCli:
     from ostinato.cli import call
     from tests.cli.conftest import Ran
 
@@ -188,7 +188,7 @@ def ostinato(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.mark.slow
 def test_bench_serve_prints_a_table_a_line_of_json_and_a_picture(
-    server: Running, ostinato: Run, tmp_path: Path
+    server: Running, ostinato: RunCli, tmp_path: Path
 ) -> None:
     picture = tmp_path / "load.png"
     words = ("--requests", "6", "--concurrency", "2", "--prompt-words", "4-8", "--max-tokens", "5")
@@ -206,7 +206,7 @@ def test_bench_serve_prints_a_table_a_line_of_json_and_a_picture(
     assert json.loads(whole.out)["whole_s"]["n"] == 6
 
 
-def test_bench_serve_refuses_what_it_cannot_ask(ostinato: Run) -> None:
+def test_bench_serve_refuses_what_it_cannot_ask(ostinato: RunCli) -> None:
     assert ostinato("bench", "serve", "http://127.0.0.1:9").code == 2
     assert ostinato("bench", "serve", "ftp://x", "--warmup", "0").code == 2
     assert ostinato("bench", "serve", "--rate", "5", "--concurrency", "2").code == 2

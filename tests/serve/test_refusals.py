@@ -12,7 +12,7 @@ import pytest
 
 from ostinato import LLM
 from ostinato.errors import BadOption
-from ostinato.serve.settings import Limits, ServeOptions
+from ostinato.serve.settings import ServeLimits, ServeOptions
 from tests.serve.running import Running, serving
 
 CHAT = "/v1/chat/completions"
@@ -280,7 +280,7 @@ def test_pages_of_other_origins_are_let_in_only_when_asked(server: Running, tiny
 
 @pytest.mark.slow
 def test_a_body_that_stops_half_way_is_given_up(tiny: Path) -> None:
-    limits = Limits(body_s=0.3, head_s=0.3)
+    limits = ServeLimits(body_s=0.3, head_s=0.3)
     with serving(tiny, llm={"context": 64, "slots": 1}, limits=limits) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
         head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"

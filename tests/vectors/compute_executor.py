@@ -4,7 +4,7 @@ from typing import Any
 
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import Abort, ComputeExecutor, Threads
-from ostinato.decoder.graphs import Prepared
+from ostinato.decoder.graphs import PreparedGraph
 from ostinato.errors import Aborted, DecodeError
 from tests.vectors.ubatches import ubatch_of
 
@@ -33,9 +33,9 @@ class Recorder:
     def validate(self, ubatch: Ubatch) -> None:
         self._do("validate")
 
-    def prepare(self, ubatch: Ubatch) -> Prepared[str]:
+    def prepare(self, ubatch: Ubatch) -> PreparedGraph[str]:
         self._do("prepare")
-        return Prepared("graph", self._reused)
+        return PreparedGraph("graph", self._reused)
 
     def allocate(self, graph: str) -> None:
         self._do("alloc")

@@ -36,8 +36,8 @@ class Measure:
         return torch.empty(tuple(size), dtype=dtype, device="meta")
 
 
-class Arena:
-    """One piece of memory in place of many: dealt out piece by piece, each aligned, in the order of asking (E-16).
+class BumpAllocator:
+    """One piece of memory in place of many: partition out piece by piece, each aligned, in the order of asking (E-16).
 
     Stands in for `empty`, for whoever asks as much as was measured. The pieces keep it alive.
     """

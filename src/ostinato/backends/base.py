@@ -20,4 +20,4 @@ class Prefill(Protocol):
         """Compute positions [start, start + len(tokens)) of a sequence into its pages, as a chunk of so many rows."""
 
     def first(self, slot: int) -> None:
-        """Choose the first token from the last row that ran for this slot, by its staged seat."""
+        """Choose the first token from the last row that ran for this slot, by its staged admission."""

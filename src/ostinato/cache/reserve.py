@@ -1,7 +1,7 @@
 """Who has which pages, who may get more, and what is kept of earlier prompts.
 
-A sequence is seated with all the pages it may ever need where they fit, else with a part, and topped up later. No
-page is given unless afterwards there is an order in which every seated sequence can have its worst case and finish
+A sequence is admitted with all the pages it may ever need where they fit, else with a part, and topped up later. No
+page is given unless afterwards there is an order in which every admitted sequence can have its worst case and finish
 (the banker's rule, for one resource): so nobody waits for ever. Integers only; the tensors are `torch/paged.py`'s.
 """
 
@@ -19,19 +19,19 @@ from ostinato.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a seated sequence has and may still ask for, in pages; other seated ones have the `shared` pages too."""
+    """What a admitted sequence has and may still ask for, in pages; other admitted ones have the `shared` pages too."""
 
     alone: int
     shared: tuple[int, ...]
     needs: int
 
 
-def everyone_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
+def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
     """Whether there is an order in which each gets all it needs, finishes, and gives back what it had.
 
-    >>> everyone_can_finish(1, [Holding(3, (), 1), Holding(2, (), 4)])
+    >>> all_can_finish(1, [Holding(3, (), 1), Holding(2, (), 4)])
     True
-    >>> everyone_can_finish(1, [Holding(3, (), 2), Holding(2, (), 4)])
+    >>> all_can_finish(1, [Holding(3, (), 2), Holding(2, (), 4)])
     False
     """
     if sum(holding.needs for holding in holdings) <= free:
@@ -50,7 +50,7 @@ def everyone_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The pages of one seated sequence, in position order, and how many it has in the worst case. It grows."""
+    """The pages of one admitted sequence, in position order, and how many it has in the worst case. It grows."""
 
     pages: list[int]
     worst: int
@@ -145,7 +145,7 @@ class Reserve:
     def _is_safe(self, lease: Lease, n_more: int) -> bool:
         """Whether everyone could still finish if this lease got so many pages more."""
         free = self.n_available - n_more
-        return free >= 0 and everyone_can_finish(
+        return free >= 0 and all_can_finish(
             free, [self._holding(each, n_more if each is lease else 0) for each in self._leases]
         )
 

@@ -58,7 +58,7 @@ class Section:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class StateHeader:
     """What is in the payload, and the application's own note."""
 
     sections: tuple[Section, ...]
@@ -93,7 +93,7 @@ class Identity:
         return self.payload_stop + _DIGEST_BYTES
 
 
-def pack(kind: Kind, architecture: str, header: Header, payload: Iterable[memoryview]) -> bytes:
+def pack(kind: Kind, architecture: str, header: StateHeader, payload: Iterable[memoryview]) -> bytes:
     """A state from its pieces; BadInput where the note or the name is too long, or no JSON."""
     name, text = architecture.encode(), _header_text(header)
     if len(name) > MAX_NAME_BYTES:
@@ -125,7 +125,7 @@ def identify(data: bytes) -> Identity:
     return Identity(kind, name, header_start, header_start + n_header, header_start + n_header + n_payload)
 
 
-def unpack(data: bytes, identity: Identity) -> tuple[Header, memoryview]:
+def unpack(data: bytes, identity: Identity) -> tuple[StateHeader, memoryview]:
     """Header and payload, if no byte has changed since they were written; BadFile else."""
     if len(data) != identity.n_bytes:
         raise BadFile(f"the saved state has {len(data)} bytes and promises {identity.n_bytes}; {_AGAIN}")
@@ -209,7 +209,7 @@ def _read_prefix(head: bytes) -> tuple[int, int, int, Kind]:
     return n_name, n_header, n_payload, _KINDS[kind]
 
 
-def _header_text(header: Header) -> bytes:
+def _header_text(header: StateHeader) -> bytes:
     parts = [{"layout": dict(part.layout), "streams": part.streams} for part in header.sections]
     fields = {"byte_order": sys.byteorder, "partial": header.partial, "note": header.note, "parts": parts}
     try:
@@ -228,7 +228,7 @@ def _plain(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is none of its types")
 
 
-def _parse_header(text: bytes) -> Header:
+def _parse_header(text: bytes) -> StateHeader:
     """The header, every field of the type it must have."""
     try:
         fields = json.loads(text, parse_constant=_no_constant)
@@ -239,7 +239,7 @@ def _parse_header(text: bytes) -> Header:
             if order != sys.byteorder:
                 raise BadFile(f"the saved state is {order}-endian and this machine is not: save it on one like this")
             _check_length("parts", parts, MAX_PARTS)
-            return Header(tuple(_section(part) for part in parts), partial, note)
+            return StateHeader(tuple(_section(part) for part in parts), partial, note)
     raise BadFile(f"the header of the saved state lacks a field, or has one of a wrong type; {_AGAIN}")
 
 

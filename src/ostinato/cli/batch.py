@@ -78,12 +78,14 @@ def batch(
             from ostinato.scale.data import run_on_ray
 
             tally = run_on_ray(
-                options, asked, written, replicas=replicas or 1, address=ray_address, told=bar, talk=talk
+                options, asked, written, replicas=replicas or 1, address=ray_address, on_progress=bar, talk=talk
             )
         else:
             import asyncio
 
-            tally = asyncio.run(run_here(options, lambda: _loaded(options.model, load), asked, written, told=bar))
+            tally = asyncio.run(
+                run_here(options, lambda: _loaded(options.model, load), asked, written, on_progress=bar)
+            )
     _sum_up(tally, bar.seconds, results, as_json=as_json)
 
 

@@ -47,7 +47,7 @@ def _bench(verbose: flags.Verbose = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class BenchModel:
     """Where the model that is measured comes from, and what it is called in the table.
 
     On a CPU the native loop has its weights in tiles and `eager` has them dense, so `load` is told which are wanted.
@@ -169,7 +169,7 @@ def mode_names(text: str) -> list[str] | None:
 
 
 @contextmanager
-def _source(model: str | None, shape: str | None, type: str | None, options: LoadOptions) -> Iterator[Source]:
+def _source(model: str | None, shape: str | None, type: str | None, options: LoadOptions) -> Iterator[BenchModel]:
     if shape is None:
         name = model or DEFAULT
         with opened_bare(name, options) as bare:
@@ -178,12 +178,12 @@ def _source(model: str | None, shape: str | None, type: str | None, options: Loa
     yield _random(shape, type, options)
 
 
-def _of_file(name: str, bare: Bare) -> Source:
+def _of_file(name: str, bare: Bare) -> BenchModel:
     from ostinato.engine.placement import weight_bytes
 
     placement, checkpoint = bare.placement, bare.checkpoint
     in_tiles = placement.tiles is not None
-    return Source(
+    return BenchModel(
         name,
         type=_file_type(checkpoint) if in_tiles else str(placement.dtype).removeprefix("torch."),
         load=lambda dense: bare.load(dense=dense),
@@ -203,7 +203,7 @@ def _file_type(checkpoint: Checkpoint) -> str:
     return max(sizes, key=lambda type: sizes[type])
 
 
-def _random(shape: str, type: str | None, options: LoadOptions) -> Source:
+def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     import torch
 
     from ostinato.backends.torch.amx import make_bfloat16_safe
@@ -231,7 +231,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> Source:
         return random_model(shape, dtype, device, mix=mix, tiles=kept)
 
     kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 or tiles else "bf16")
-    return Source(shape, called, load, weight_bytes(sizes, dtype, mix, tiles), device, kv_type, tiles, threads)
+    return BenchModel(shape, called, load, weight_bytes(sizes, dtype, mix, tiles), device, kv_type, tiles, threads)
 
 
 def _check_room(shape: Shape, weights: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -246,7 +246,7 @@ def _check_room(shape: Shape, weights: int, dtype: torch.dtype, device: torch.de
 
 
 def _measure(
-    source: Source,
+    source: BenchModel,
     wanted: list[str] | None,
     lists: dict[str, list[int]],
     repeats: int,
@@ -290,7 +290,7 @@ def _measure(
     write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
 
 
-def _by_weights(modes: list[str], source: Source) -> list[tuple[bool, list[str]]]:
+def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[str]]]:
     """The modes, those together that share weights: on a CPU `eager` with dense ones, then the native loop's tiles."""
     if source.tiles is None:
         return [(False, modes)]
@@ -298,7 +298,7 @@ def _by_weights(modes: list[str], source: Source) -> list[tuple[bool, list[str]]
     return [(kind, group) for kind, group in ((True, dense), (False, packed)) if group]
 
 
-def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[str]:
+def _modes_here(wanted: list[str] | None, model: Model, source: BenchModel) -> list[str]:
     """The modes asked for, refused where one cannot run; or all that can."""
     from ostinato.engine.open import MODES, why_not
 
@@ -316,7 +316,7 @@ def _modes_here(wanted: list[str] | None, model: Model, source: Source) -> list[
     return wanted
 
 
-def _profiled(modes: list[str], source: Source) -> list[str]:
+def _profiled(modes: list[str], source: BenchModel) -> list[str]:
     """Those of the modes whose nodes can be timed; why each of the others is left out is said."""
     from ostinato.lab.bench import why_not_profiled
 
@@ -327,7 +327,7 @@ def _profiled(modes: list[str], source: Source) -> list[str]:
     return [mode for mode, reason in reasons.items() if reason is None]
 
 
-def _facts(source: Source, bandwidth: float, repeats: int) -> dict[str, Any]:
+def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]:
     import torch
 
     from ostinato.cli.doctor import cpu_name
@@ -405,7 +405,7 @@ def _show_profile(profile: Profile, bandwidth: float) -> None:
     whole = profile.microseconds
     between = "" if profile.between_us is None else f", and {profile.between_us:.1f} us to the next"
     where = f"a step of batch {profile.batch} at depth {profile.depth} in {profile.mode}"
-    write_line(f"{where}, without its border: {whole:.0f} us{between}")
+    write_line(f"{where}, without its step boundary: {whole:.0f} us{between}")
     rows: list[tuple[str, ...]] = [("kind", "nodes", "us", "of it", "reads at", "of the limit")]
     for kind in profile.kinds:
         rate = kind.weight_bytes / kind.microseconds * 1e6 if kind.microseconds else 0.0

@@ -22,7 +22,7 @@ from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption
 
 if TYPE_CHECKING:
-    from ostinato.serve.load import Lengths, Load, Outcome, Report, Spread
+    from ostinato.serve.load import Lengths, Load, LoadReport, Outcome, Spread
 
 
 def serve_load(
@@ -129,7 +129,7 @@ def head(load: Load) -> str:
     return f"{load.url} {load.kind}: {load.n_requests} requests, {how}, {prompt} words in, {answer} tokens out, {kind}"
 
 
-def show(load: Load, found: Report) -> None:
+def show(load: Load, found: LoadReport) -> None:
     """The table."""
     write_line(head(load))
     rows: list[tuple[str, ...]] = [("ms", "mean", "p50", "p90", "p95", "p99", "most")]
@@ -151,7 +151,7 @@ def show(load: Load, found: Report) -> None:
     )
 
 
-def _spreads(found: Report) -> list[tuple[str, Spread | None]]:
+def _spreads(found: LoadReport) -> list[tuple[str, Spread | None]]:
     return [
         ("first token", found.first_token_s),
         ("gap between tokens", found.gap_s),
@@ -160,7 +160,7 @@ def _spreads(found: Report) -> list[tuple[str, Spread | None]]:
     ]
 
 
-def record(load: Load, found: Report) -> dict[str, Any]:
+def record(load: Load, found: LoadReport) -> dict[str, Any]:
     """The line of JSON; no key in it."""
     asked = {name: value for name, value in asdict(load).items() if name != "key"}
     figures = {

@@ -18,8 +18,8 @@ from ostinato.errors import BadInput, BadOption, HardwareCannot
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ostinato.lab.experiment import Row
-    from ostinato.lab.work import Machine, Work
+    from ostinato.lab.experiment import ExperimentRow
+    from ostinato.lab.work import Machine, Workload
     from ostinato.models.blocks import Model
     from ostinato.options import Activations
 
@@ -63,10 +63,10 @@ def everything(
     if context.invoked_subcommand is not None:
         return
     from ostinato.lab.experiment import LENGTHS, measured, result
-    from ostinato.lab.work import Work
+    from ostinato.lab.work import Workload
 
     _check_folder(out)
-    work = Work(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
+    work = Workload(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     machine = _machine(device)
     if not as_json:
         _introduce(machine)
@@ -104,10 +104,10 @@ def sweep(
 ) -> None:
     """All starts over several values of one size."""
     from ostinato.lab.experiment import result
-    from ostinato.lab.work import Work
+    from ostinato.lab.work import Workload
 
     _check_folder(out)
-    work = Work(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
+    work = Workload(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     wanted = numbers("--values", values, least=0 if over == "blocks" else 1)
     machine = _machine(device)
     if not as_json:
@@ -137,13 +137,13 @@ def one(
     device: flags.Device = "auto",
 ) -> None:
     """One start alone, for a profiler to look at."""
-    from ostinato.lab.work import Work
+    from ostinato.lab.work import Workload
 
     machine = _machine(device)
     if start not in machine.starts:
         why = machine.why_not.get(start)
         raise BadOption(f"--start is {start!r}; {why or 'here there are: ' + ', '.join(machine.starts)}")
-    write_json(machine.time(Work(n, steps, kernels, blocks, threads, a, body), start, repeats).record())  # type: ignore[arg-type]
+    write_json(machine.time(Workload(n, steps, kernels, blocks, threads, a, body), start, repeats).record())  # type: ignore[arg-type]
 
 
 @lab.command()
@@ -203,10 +203,10 @@ def profile(
     """Launch counts and a timeline, and the commands of the profilers for this machine."""
     from ostinato.lab.profile import architecture, commands, counted, profiled, python_command
     from ostinato.lab.programs import FOLDER
-    from ostinato.lab.work import Work
+    from ostinato.lab.work import Workload
 
     machine = _machine(device)
-    work = machine.settle(Work(n, steps, kernels, 0, threads, body=body))  # type: ignore[arg-type]
+    work = machine.settle(Workload(n, steps, kernels, 0, threads, body=body))  # type: ignore[arg-type]
     chosen = machine.starts if start is None else (start,)
     if start is not None and start not in machine.starts:
         raise BadOption(f"--start is {start!r}; here there are: {', '.join(machine.starts)}")
@@ -217,7 +217,7 @@ def profile(
     found: dict[str, Any] = {"profiles": [profiled(machine, work, name, trace) for name in chosen]}
     found["commands"] = commands(FOLDER, arch=architecture(machine))
     if counters:
-        few = Work(n, 20, 1, 0, threads, body=body)  # type: ignore[arg-type]
+        few = Workload(n, 20, 1, 0, threads, body=body)  # type: ignore[arg-type]
         found["counters"] = {}
         for name in machine.starts[:2]:
             command = python_command(name, machine.settle(few))
@@ -294,10 +294,12 @@ def tape(
         rows = [
             (phase, f"{own.us:.1f}", f"{own.us / total:.0%}", f"{own.spread_us:.1f}") for phase, own in shares.items()
         ]
-        last = ("step, without its border", f"{total:.1f}", "", "")
+        last = ("step, without its step boundary", f"{total:.1f}", "", "")
         write_columns([("phase", "us", "share", "blocks begin within us"), *rows, last])
     if plot is not None:
-        title = f"{name} on {machine.name}: {total:.0f} us a step without its border, median of {len(marks)} blocks"
+        title = (
+            f"{name} on {machine.name}: {total:.0f} us a step without its step boundary, median of {len(marks)} blocks"
+        )
         plot.write_text(timeline(found, title), "utf-8")
         talk(f"drawn: {plot}")
     write_json(
@@ -354,11 +356,13 @@ def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dic
             yield {"model": name, **decoded(model, mode, n_prompt=n_prompt, n_gen=n_gen, kv_type=kv_type)}
 
 
-def _swept(machine: Machine, work: Work, what: str, values: Sequence[int], repeats: int, *, quiet: bool) -> list[Row]:
+def _swept(
+    machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int, *, quiet: bool
+) -> list[ExperimentRow]:
     """The rows of a sweep; what this machine refuses is told, and left out."""
     from ostinato.lab.experiment import swept
 
-    rows: list[Row] = []
+    rows: list[ExperimentRow] = []
     with _progress(f"sweeping {what}", len(values), quiet=quiet) as advance:
         for row in swept(machine, work, what, values, repeats):
             advance()
@@ -383,7 +387,7 @@ def _introduce(machine: Machine) -> None:
         talk(f"not {start}: {why}")
 
 
-def _show(row: Row) -> None:
+def _show(row: ExperimentRow) -> None:
     work = row.work
     grid = f", {work.blocks} x {work.threads}" if work.blocks else ""
     what = f"{work.body}, n={work.n}, {work.steps} steps of {work.kernels}{grid}"
@@ -406,7 +410,7 @@ def _show(row: Row) -> None:
     write_line(f"overhead of the first: predicted {predicted:.1%}, measured {found:.1%}{off}")
 
 
-def _show_sweep(rows: Sequence[Row]) -> None:
+def _show_sweep(rows: Sequence[ExperimentRow]) -> None:
     write_line("\nspeed-up over the length of a kernel:")
     starts = [t.start for t in rows[0].timings] if rows else []
     lines = [(f"{row.work.n}", f"{row.body_us:.2f}", *(f"{row.speedup(t):.2f}" for t in row.timings)) for row in rows]

@@ -22,8 +22,8 @@ from ostinato.files.fetch import megabytes
 if TYPE_CHECKING:
     from ostinato.options import KVType
     from ostinato.scale.measured import Replica
-    from ostinato.scale.simulate import Played
-    from ostinato.scale.sizing import Answer, Demand
+    from ostinato.scale.simulate import SimulatedLoad
+    from ostinato.scale.sizing import Demand, SizingResult
 
 _LOADS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
@@ -82,13 +82,13 @@ def plan(
         figure_kind(plot)  # before anything is simulated
     replica = read_measured(measured, prompt, output)
     kv_bytes = None if model is None else _kv_bytes(model, kv_type)
-    seats = _slots(slots, replica, demand, kv_bytes, memory_gb)
-    formula, found, played = planned(replica, demand, seats)
-    told = _told(replica, demand, seats, formula, found, played, kv_bytes)
+    admissions = _slots(slots, replica, demand, kv_bytes, memory_gb)
+    formula, found, simulated = planned(replica, demand, admissions)
+    told = _told(replica, demand, admissions, formula, found, simulated, kv_bytes)
     if not as_json:
         _show(told)
     if plot is not None:
-        draw(replica, demand, seats, plot)
+        draw(replica, demand, admissions, plot)
         talk(f"drawn: {plot}")
     write_json(told)
 
@@ -130,13 +130,13 @@ def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int |
     return min(slots, fit)
 
 
-def planned(replica: Replica, demand: Demand, slots: int) -> tuple[Answer, int, Played]:
+def planned(replica: Replica, demand: Demand, slots: int) -> tuple[SizingResult, int, SimulatedLoad]:
     """What the formula says, how many replicas the simulation wants, and what it saw with so many."""
     from ostinato.scale import simulate
     from ostinato.scale.sizing import size, smallest
 
     formula = size(replica, demand, slots)
-    seen: dict[int, Played] = {}
+    seen: dict[int, SimulatedLoad] = {}
 
     def enough(n: int) -> bool:
         seen[n] = simulate.replica(replica, demand, slots, demand.rps / n)
@@ -149,7 +149,13 @@ def planned(replica: Replica, demand: Demand, slots: int) -> tuple[Answer, int, 
 
 
 def _told(
-    replica: Replica, demand: Demand, slots: int, formula: Answer, found: int, played: Played, kv_bytes: int | None
+    replica: Replica,
+    demand: Demand,
+    slots: int,
+    formula: SizingResult,
+    found: int,
+    simulated: SimulatedLoad,
+    kv_bytes: int | None,
 ) -> dict[str, Any]:
     from ostinato.scale.sizing import working
 
@@ -166,14 +172,14 @@ def _told(
         "load": demand.rps / found / formula.capacity,
         "tokens_s": demand.rps * demand.output,
         "formula": asdict(working(replica, demand, slots, demand.rps / found)),
-        "simulated": asdict(played),
+        "simulated": asdict(simulated),
         "kv_bytes_per_token": kv_bytes,
         "kv_bytes_per_replica": memory,
     }
 
 
 def _show(told: dict[str, Any]) -> None:
-    demand, formula, played = told["demand"], told["formula"], told["simulated"]
+    demand, formula, simulated = told["demand"], told["formula"], told["simulated"]
     write_line(
         f"{demand['rps']:g} requests/s of {demand['prompt']} tokens in and {demand['output']} out, 99 of 100 first "
         f"tokens within {demand['p99_first_token_s']:g} s"
@@ -185,17 +191,17 @@ def _show(told: dict[str, Any]) -> None:
             ("limit", told["limit"]),
             ("one replica", f"{told['capacity_rps']:.2f} requests/s at most, {told['slots']} slots"),
             ("load on each", f"{100 * told['load']:.0f} %"),
-            ("first token p50", _both(formula, played, "p50_first_token_s", 1e3, "ms")),
-            ("first token p99", _both(formula, played, "p99_first_token_s", 1e3, "ms")),
-            ("gap", _both(formula, played, "gap_s", 1e3, "ms")),
-            ("live", _both(formula, played, "live", 1, "")),
+            ("first token p50", _both(formula, simulated, "p50_first_token_s", 1e3, "ms")),
+            ("first token p99", _both(formula, simulated, "p99_first_token_s", 1e3, "ms")),
+            ("gap", _both(formula, simulated, "gap_s", 1e3, "ms")),
+            ("live", _both(formula, simulated, "live", 1, "")),
             ("KV of a replica", "unknown; give --model" if kv is None else megabytes(kv)),
         ]
     )
 
 
-def _both(formula: dict[str, float], played: dict[str, float], name: str, times: float, unit: str) -> str:
-    return f"{formula[name] * times:.1f} {unit} by the formula, {played[name] * times:.1f} {unit} simulated".replace(
+def _both(formula: dict[str, float], simulated: dict[str, float], name: str, times: float, unit: str) -> str:
+    return f"{formula[name] * times:.1f} {unit} by the formula, {simulated[name] * times:.1f} {unit} simulated".replace(
         "  ", " "
     )
 
@@ -207,14 +213,14 @@ def draw(replica: Replica, demand: Demand, slots: int, plot: Path) -> None:
 
     most = capacity(replica, demand, slots)
     lines = [working(replica, demand, slots, load * most) for load in _LOADS]
-    played = [simulate.replica(replica, demand, slots, load * most) for load in _LOADS]
+    simulated = [simulate.replica(replica, demand, slots, load * most) for load in _LOADS]
     picture = figure_kind(plot)(figsize=(7.0, 4.2), layout="constrained")
     axes = picture.subplots()
     percent = [100 * load for load in _LOADS]
     for name, colour in (("p99", "tab:red"), ("p50", "tab:blue")):
         field = f"{name}_first_token_s"
         axes.plot(percent, [getattr(one, field) for one in lines], color=colour, label=f"{name} by the formula")
-        axes.plot(percent, [getattr(one, field) for one in played], "o", color=colour, label=f"{name} simulated")
+        axes.plot(percent, [getattr(one, field) for one in simulated], "o", color=colour, label=f"{name} simulated")
     axes.axhline(demand.p99_first_token_s, color="grey", linestyle="dashed", label="asked for")
     axes.set_yscale("log")
     axes.set_xlabel("load on a replica, % of its capacity")

@@ -17,7 +17,7 @@ from ostinato.files.store import DEFAULT
 from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
-    from ostinato.engine.verify import Check, Report
+    from ostinato.engine.verify import Check, VerifyReport
 
 
 def verify(
@@ -56,7 +56,7 @@ def verify(
         raise typer.Exit(OstinatoError.exit_code)
 
 
-def _verified(model: str, options: LoadOptions) -> tuple[Report, dict[str, Any]]:
+def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str, Any]]:
     """Load the model as it would be run, and make every check."""
     import torch
 
@@ -86,7 +86,7 @@ def _verified(model: str, options: LoadOptions) -> tuple[Report, dict[str, Any]]
     }
 
 
-def _record(report: Report) -> dict[str, Any]:
+def _record(report: VerifyReport) -> dict[str, Any]:
     return {
         "passed": report.passed,
         "checks": [_check_record(check) for check in report.checks],
@@ -115,7 +115,7 @@ def _finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def _show(report: Report, facts: dict[str, Any]) -> None:
+def _show(report: VerifyReport, facts: dict[str, Any]) -> None:
     activations = "" if facts["activations"] is None else f", activations {facts['activations']}"
     write_line(f"{facts['model']} on {facts['device']}, {facts['dtype']}{activations}, KV {facts['kv_type']}")
     rows: list[tuple[str, ...]] = [("check", "against", "how", "result")]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ostinato.backends.allocate import is_out_of_memory
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.graphs import Prepared
+from ostinato.decoder.graphs import PreparedGraph
 from ostinato.decoder.output import Outputs
 from ostinato.decoder.pooling import Pooled
 from ostinato.decoder.sample_router import SampleRouter
@@ -32,7 +32,7 @@ class Stages(Protocol[Graph]):
     def validate(self, ubatch: Ubatch) -> None:
         """Refuse what must not reach a graph."""
 
-    def prepare(self, ubatch: Ubatch) -> Prepared[Graph]:
+    def prepare(self, ubatch: Ubatch) -> PreparedGraph[Graph]:
         """A graph for the ubatch, new or the one that ran last."""
 
     def allocate(self, graph: Graph) -> None:

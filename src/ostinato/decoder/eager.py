@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.decoder.batch.clean import CleanBatch
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import Abort, Computed, Extractor
-from ostinato.decoder.graphs import GraphKey, GraphScheduler, Prepared, Setup
+from ostinato.decoder.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
 from ostinato.decoder.memory.forward import EncoderMemory, ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
 from ostinato.models.blocks import Model
@@ -86,7 +86,7 @@ class EagerStages:
     def validate(self, ubatch: Ubatch) -> None:
         """What could be wrong was refused with the batch (`check_inputs`), before memory was touched."""
 
-    def prepare(self, ubatch: Ubatch) -> Prepared[EagerGraph]:
+    def prepare(self, ubatch: Ubatch) -> PreparedGraph[EagerGraph]:
         key = self.graphs.key(ubatch, self.setup, n_outputs=self.job.expected, memory=self.job.memory_shape())
         return self.graphs.prepare(key)
 

@@ -16,7 +16,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import ComputeExecutor, Extractor, Threads
 from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
 from ostinato.decoder.flow import Decoded, never
-from ostinato.decoder.graphs import GraphKey, GraphScheduler, Limits, Setup
+from ostinato.decoder.graphs import GraphKey, GraphLimits, GraphScheduler, Setup
 from ostinato.decoder.memory.forward import EncoderMemory
 from ostinato.decoder.output import Outputs
 from ostinato.decoder.pooling import Pooled, Pooling
@@ -93,7 +93,7 @@ class EncodeFlow:
 
     def _ensure_reserved(self) -> None:
         s = self.settings
-        limits = Limits(n_ctx=s.n_ubatch, n_ubatch=s.n_ubatch, n_seq_max=s.n_seq_max, n_outputs_max=s.n_ubatch)
+        limits = GraphLimits(n_ctx=s.n_ubatch, n_ubatch=s.n_ubatch, n_seq_max=s.n_seq_max, n_outputs_max=s.n_ubatch)
         self.graphs.ensure_reserved(self.graphs.worst_key(limits, self._setup, memory=()))
 
     def _build(self, key: GraphKey) -> EagerGraph:

@@ -17,7 +17,7 @@ from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.compute_executor import ComputeExecutor, Extractor, Threads
 from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
-from ostinato.decoder.graphs import GraphKey, GraphScheduler, Limits, Setup, classed
+from ostinato.decoder.graphs import GraphKey, GraphLimits, GraphScheduler, Setup, classed
 from ostinato.decoder.memories import MemoryParts
 from ostinato.decoder.memory.coordinator.interface import Cursor, Memory, flush, prepare_with_retry
 from ostinato.decoder.memory.status import Status
@@ -206,7 +206,7 @@ class DecodeFlow:
 
     def _worst(self) -> GraphKey:
         s = self.settings
-        limits = Limits(n_ctx=s.n_ctx, n_ubatch=s.n_ubatch, n_seq_max=s.n_seq_max, n_outputs_max=s.n_outputs_max)
+        limits = GraphLimits(n_ctx=s.n_ctx, n_ubatch=s.n_ubatch, n_seq_max=s.n_seq_max, n_outputs_max=s.n_outputs_max)
         return self.graphs.worst_key(limits, self._setup(), memory=self.memory.prepare_full().shape)
 
     def _build(self, key: GraphKey) -> EagerGraph:

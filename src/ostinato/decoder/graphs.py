@@ -47,7 +47,7 @@ class GraphKey:
     memory: Hashable  # visible cells after padding, streams, recurrent range
 
 
-class Prepared(NamedTuple, Generic[Graph]):
+class PreparedGraph(NamedTuple, Generic[Graph]):
     """A graph for a ubatch, and whether it is the one that ran last."""
 
     graph: Graph
@@ -55,7 +55,7 @@ class Prepared(NamedTuple, Generic[Graph]):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class GraphLimits:
     """What the worst case is made of (GS-1)."""
 
     n_ctx: int
@@ -102,7 +102,7 @@ class GraphScheduler(Generic[Graph]):
             memory=memory,
         )
 
-    def worst_key(self, limits: Limits, setup: Setup, *, memory: Hashable) -> GraphKey:
+    def worst_key(self, limits: GraphLimits, setup: Setup, *, memory: Hashable) -> GraphKey:
         """The largest ubatch that can come: all tokens, all sequences, all outputs (GS-1)."""
         n_tokens, n_seqs = min(limits.n_ctx, limits.n_ubatch), limits.n_seq_max
         return GraphKey(
@@ -147,19 +147,19 @@ class GraphScheduler(Generic[Graph]):
         self.n_reserved += 1
         return True
 
-    def prepare(self, key: GraphKey) -> Prepared[Graph]:
+    def prepare(self, key: GraphKey) -> PreparedGraph[Graph]:
         """The stored graph if it was built for an equal key, else a new one."""
         self._own(key)
         if self._reservation_due:
             raise InternalError("a graph was asked for before the worst case was reserved (GS-1)")
         if self._stored is not None and self._stored[0] == key:
             self.n_reused += 1
-            return Prepared(self._stored[1], reused=True)
+            return PreparedGraph(self._stored[1], reused=True)
         self.invalidate()
         graph = classed("build a graph", lambda: self._build(key))
         self._stored = (key, graph)
         self.n_built += 1
-        return Prepared(graph, reused=False)
+        return PreparedGraph(graph, reused=False)
 
     def _own(self, key: GraphKey) -> None:
         if key.graph_type != self.graph_type:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.decoder.output_rows import ITEM_BYTES, Counts, Filled, Rows, Sampled, SampledRows, Sizes, Swap
+from ostinato.decoder.output_rows import ITEM_BYTES, Counts, Filled, OutputRows, Sampled, SampledRows, Sizes, Swap
 from ostinato.errors import AllocationFailed, InternalError
 
 __all__ = ["Absence", "Counts", "Lookup", "Outputs", "Reservation", "Sampled", "resolve", "row_swaps", "zeros"]
@@ -107,7 +107,7 @@ class Outputs:
         self._allocate = allocate
         self._synchronize = synchronize
         self._items: Tensor | None = None
-        self._rows: Rows | None = None
+        self._rows: OutputRows | None = None
         self._swaps: tuple[Swap, ...] = ()
         self.unpublish()
 
@@ -126,7 +126,7 @@ class Outputs:
         grew = self.capacity_bytes < sizes.n_items * ITEM_BYTES
         # Rows are reordered by whoever reads first, who need not be in inference mode: keep the buffers free of it.
         with torch.inference_mode(False):
-            self._rows = Rows(self._at_least(sizes.n_items), sizes)
+            self._rows = OutputRows(self._at_least(sizes.n_items), sizes)
         return Reservation(sizes, self.capacity_bytes, grew)
 
     def _at_least(self, n_items: int) -> Tensor:
@@ -164,7 +164,7 @@ class Outputs:
             raise InternalError("sampled data was written, but not reserved (G-5)")
         rows.write(row, sampled)
 
-    def _reserved(self) -> Rows:
+    def _reserved(self) -> OutputRows:
         if self._rows is None:
             raise InternalError("output rows were written, but none are reserved (G-5)")
         return self._rows
@@ -236,7 +236,7 @@ class Outputs:
     def embedding(self, index: int) -> Lookup[Tensor]:
         """The embedding row [n_embd_out] of an output; absent with any pooling but none (OUT-18)."""
 
-        def of(rows: Rows, row: int) -> Tensor | None:
+        def of(rows: OutputRows, row: int) -> Tensor | None:
             return None if rows.embeddings is None else rows.embeddings.row(row)
 
         return self._found(index, of, Absence.NO_EMBEDDING)
@@ -284,7 +284,7 @@ class Outputs:
 
     # How every reader gets there
 
-    def _found(self, index: int, get: Callable[[Rows, int], Value | None], absence: Absence) -> Lookup[Value]:
+    def _found(self, index: int, get: Callable[[OutputRows, int], Value | None], absence: Absence) -> Lookup[Value]:
         """What `get` finds in the row of an index, with the rows in batch order."""
         row = self.row(index)
         if row.value is None:
@@ -294,7 +294,7 @@ class Outputs:
         return Lookup(value, absence if value is None else None)
 
     def _sampled(self, index: int, get: Callable[[SampledRows, int], Value | None]) -> Lookup[Value]:
-        def of(rows: Rows, row: int) -> Value | None:
+        def of(rows: OutputRows, row: int) -> Value | None:
             return None if rows.sampled is None else get(rows.sampled, row)
 
         return self._found(index, of, Absence.NO_SAMPLE)
@@ -308,7 +308,7 @@ class Outputs:
         """Make the exchanges recorded now, not when a row is first read (OUT-12)."""
         self._in_order()
 
-    def _in_order(self) -> Rows | None:
+    def _in_order(self) -> OutputRows | None:
         """The rows, after the exchanges recorded were made in every buffer and forgotten (OUT-12)."""
         self._synchronize()
         if self._rows is not None and self._swaps:

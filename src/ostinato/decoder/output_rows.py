@@ -161,7 +161,7 @@ class SampledRows:
         return Counts(self.logits.count(row), self.probs.count(row), self.candidates.count(row))
 
 
-class Rows:
+class OutputRows:
     """The rows of one reservation."""
 
     def __init__(self, items: Tensor, sizes: Sizes) -> None:

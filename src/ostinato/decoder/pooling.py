@@ -102,7 +102,7 @@ class _Chosen:
         return self._row
 
 
-class _First(_Chosen):
+class _FirstRow(_Chosen):
     """The lowest position; of equals the earliest (PL-5)."""
 
     def add(self, found: Members, rows: Tensor) -> None:
@@ -111,7 +111,7 @@ class _First(_Chosen):
             self._keep(int(found.positions[at]), rows[int(found.tokens[at])])
 
 
-class _Last(_Chosen):
+class _LastRow(_Chosen):
     """The highest position; of equals the latest (PL-6)."""
 
     def add(self, found: Members, rows: Tensor) -> None:
@@ -121,7 +121,7 @@ class _Last(_Chosen):
 
 
 _RULES: Final[Mapping[Pooling, Callable[[], _Rule]]] = MappingProxyType(
-    {Pooling.MEAN: _Mean, Pooling.CLS: _First, Pooling.LAST: _Last}
+    {Pooling.MEAN: _Mean, Pooling.CLS: _FirstRow, Pooling.LAST: _LastRow}
 )
 
 

@@ -34,45 +34,45 @@ class Constraint(Protocol):
 
 Constrain = Callable[[Sampling], Constraint | None]
 
-Seat = TypeVar("Seat")
+Owner = TypeVar("Owner")
 
 
-class Ready(NamedTuple, Generic[Seat]):
+class Ready(NamedTuple, Generic[Owner]):
     """The bits for the next token of a seat, or why there are none."""
 
-    seat: Seat
+    owner: Owner
     bits: np.ndarray | None
     error: OstinatoError | None
 
 
-class Masks(Generic[Seat]):
-    """Computes bits on threads of its own, started with the first question; `bell` is rung when some are ready."""
+class Masks(Generic[Owner]):
+    """Computes bits on threads of its own, started with the first question; `wake` is rung when some are ready."""
 
-    def __init__(self, bell: Callable[[], None]) -> None:
-        self._bell = bell
-        self._ready: deque[Ready[Seat]] = deque()
+    def __init__(self, wake: Callable[[], None]) -> None:
+        self._wake = wake
+        self._ready: deque[Ready[Owner]] = deque()
         self._workers: ThreadPoolExecutor | None = None
 
-    def ask(self, seat: Seat, constraint: Constraint, token: int) -> None:
+    def compute(self, owner: Owner, constraint: Constraint, token: int) -> None:
         """Let a constraint go on by a token, and compute what may come next. One question of a seat at a time."""
         if self._workers is None:
             self._workers = ThreadPoolExecutor(N_WORKERS, thread_name_prefix="ostinato-masks")
-        self._workers.submit(self._answer, seat, constraint, token)
+        self._workers.submit(self._answer, owner, constraint, token)
 
-    def _answer(self, seat: Seat, constraint: Constraint, token: int) -> None:
+    def _answer(self, owner: Owner, constraint: Constraint, token: int) -> None:
         try:
             constraint.take(token)
-            ready = Ready(seat, constraint.mask(), None)
+            ready = Ready(owner, constraint.mask(), None)
         except OstinatoError as error:
-            ready = Ready(seat, None, error)
+            ready = Ready(owner, None, error)
         except Exception as error:
             wrapped = InternalError(f"what may come next could not be computed: {error!r}")
             wrapped.__cause__ = error
-            ready = Ready(seat, None, wrapped)
+            ready = Ready(owner, None, wrapped)
         self._ready.append(ready)
-        self._bell()
+        self._wake()
 
-    def take(self) -> list[Ready[Seat]]:
+    def take(self) -> list[Ready[Owner]]:
         """What has been computed since the last time."""
         return [self._ready.popleft() for _ in range(len(self._ready))]
 

@@ -1,6 +1,6 @@
 """Requests in, tokens out, many at a time: the face of everything between a caller and the decode loop.
 
-Token ids in, token ids out. Any thread may call; one thread of the engine's own (`usher.py`) does the work, and the
+Token ids in, token ids out. Any thread may call; one thread of the engine's own (`scheduler.py`) does the work, and the
 device does the decoding. What ends an answer is decided there, except stop strings, which only text can know.
 """
 
@@ -17,22 +17,22 @@ from typing import Final, Self
 from weakref import WeakKeyDictionary
 
 from ostinato.engine.constraint import Constrain, Constraint
-from ostinato.engine.line import Line
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.placement import Placement
 from ostinato.engine.prompt import check_prompt
-from ostinato.engine.request import Ask, Message, Request, Token
+from ostinato.engine.queue import RequestQueue
+from ostinato.engine.request import Message, Request, RequestSpec, Token
+from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
-from ostinato.engine.usher import Usher
 from ostinato.errors import Unsupported
 from ostinato.loop.layout import Word
 from ostinato.loop.start import Helper
 from ostinato.models.blocks import Model
 from ostinato.options import DEFAULT_QUEUE, Sampling
 
-LONGEST_GOODBYE_S: Final = 30.0
+CLOSE_TIMEOUT_S: Final = 30.0
 
-_OPEN: Final[WeakKeyDictionary[threading.Thread, Line]] = WeakKeyDictionary()
+_OPEN_ENGINES: Final[WeakKeyDictionary[threading.Thread, RequestQueue]] = WeakKeyDictionary()
 
 
 class Engine:
@@ -75,19 +75,19 @@ class Engine:
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
         self._constrain = constrain
         self._loop = Loop(model, options, outbox_entries=outbox_entries)
-        self._line = Line(queue, options.n_slots, self._loop.changed.set)
+        self._queue = RequestQueue(queue, options.n_slots, self._loop.changed.set)
         try:
             self._loop.mode.enter()
         except BaseException:
             self._loop.start.close()
             raise
         # A page is all there is to a position, unless layers recur: their states belong to the slot.
-        self._usher = Usher(self._loop, self._line, reuse=reuse and model.shape.recurrent is None)
+        self._scheduler = Scheduler(self._loop, self._queue, reuse=reuse and model.shape.recurrent is None)
         self._ids = count(1)
         # The thread knows nothing of this object, so that an engine that its owner has dropped ends by itself.
-        self._thread = threading.Thread(target=self._usher.run, name="ostinato-engine", daemon=True)
-        weakref.finalize(self, self._line.close).atexit = False
-        _OPEN[self._thread] = self._line
+        self._thread = threading.Thread(target=self._scheduler.run, name="ostinato-engine", daemon=True)
+        weakref.finalize(self, self._queue.close).atexit = False
+        _OPEN_ENGINES[self._thread] = self._queue
         self._thread.start()
 
     @property
@@ -108,11 +108,11 @@ class Engine:
     @property
     def fault(self) -> str | None:
         """What it died of; None while it lives."""
-        return self._usher.fault
+        return self._scheduler.fault
 
     # Requests
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> Ask:
+    def check(self, prompt: Sequence[int], sampling: Sampling) -> RequestSpec:
         """What would be submitted; refused here if at all. `sampling` is settled: nothing it draws with is None."""
         check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
         constraint = None if sampling.rule is None else self._constraint_of(sampling)
@@ -123,7 +123,7 @@ class Engine:
         stop_ids = tuple(sorted(ends))
         self._loop.host.check(sampling, stop_ids)
         most = self.context - len(prompt)
-        return Ask(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most), constraint)
+        return RequestSpec(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most), constraint)
 
     def _constraint_of(self, sampling: Sampling) -> Constraint | None:
         if self._constrain is None:
@@ -138,15 +138,16 @@ class Engine:
         wait: bool = False,
         sink: Callable[[Request, Message], None] | None = None,
     ) -> Request:
-        """Ask for an answer, first come first served; returns at once. LineFull when too many wait, or `wait` for room.
+        """Ask for an answer, first come first served; returns at once. QueueFull when too many wait, or `wait` for
+        room.
 
         The request is read from what is returned; or `sink` is told of everything, on the engine's thread.
         """
-        ask = self.check(prompt, sampling)
-        request = Request(next(self._ids), ask, self._line.cancel, sink, self.helper)
+        spec = self.check(prompt, sampling)
+        request = Request(next(self._ids), spec, self._queue.cancel, sink, self.helper)
         if self.helper is not None and threading.current_thread() is threading.main_thread():
             self.helper.lend()
-        self._line.join(request, wait=wait)
+        self._queue.put(request, wait=wait)
         return request
 
     @property
@@ -171,40 +172,40 @@ class Engine:
 
     def stats(self) -> Stats:
         """Where it stands now, and what it counted."""
-        usher, loop = self._usher, self._loop
-        reserve = usher.reserve
+        scheduler, loop = self._scheduler, self._loop
+        reserve = scheduler.reserve
         return Stats(
             mode=self.mode,
             n_slots=loop.options.n_slots,
-            waiting=len(self._line),
-            prefilling=usher.n_prefilling,
-            live=usher.n_live,
-            submitted=self._line.n_joined,
-            ended=dict(usher.n_ended),
+            waiting=len(self._queue),
+            prefilling=scheduler.n_prefilling,
+            live=scheduler.n_live,
+            submitted=self._queue.n_submitted,
+            ended=dict(scheduler.n_ended),
             steps=loop.host.word(Word.STEPS),
-            tokens=usher.n_tokens,
-            prompt_tokens=usher.n_prompt_tokens,
-            cached_tokens=usher.n_cached_tokens,
+            tokens=scheduler.n_tokens,
+            prompt_tokens=scheduler.n_prompt_tokens,
+            cached_tokens=scheduler.n_cached_tokens,
             pages=reserve.n_pages,
             pages_leased=reserve.n_pages - reserve.n_available,
             pages_cached=reserve.n_cached,
-            gaps=usher.gaps.read(),
+            gaps=scheduler.gaps.read(),
             triggers=loop.mode.n_triggers,
             launches=loop.start.n_launches,
             instantiations=loop.start.n_instantiations,
             host_copies=loop.prefill.n_copies,
-            fault=usher.fault,
+            fault=scheduler.fault,
         )
 
     def slots(self) -> list[SlotView]:
         """Who sits where now."""
-        return self._usher.slots()
+        return self._scheduler.slots()
 
     # Life
 
     def close(self) -> None:
         """Cancel what runs and waits, end the loop and the threads. Once is enough; twice does no harm."""
-        self._line.close()
+        self._queue.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -220,8 +221,8 @@ class Engine:
 @atexit.register
 def _close_all() -> None:
     """Before the interpreter goes: no thread may be inside torch when its memory is taken down."""
-    open_still = list(_OPEN.items())
-    for _, line in open_still:
-        line.close()
+    open_still = list(_OPEN_ENGINES.items())
+    for _, queue in open_still:
+        queue.close()
     for thread, _ in open_still:
-        thread.join(LONGEST_GOODBYE_S)
+        thread.join(CLOSE_TIMEOUT_S)

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.plan import Step
+from ostinato.backends.cuda.plan import StepBuffers
 from ostinato.backends.cuda.prefill import BUCKETS
 from ostinato.backends.cuda.static_plan import SPARE_STATES
 from ostinato.backends.native.plan import CHUNK_ROWS
@@ -43,7 +43,7 @@ SAMPLER_BYTES: Final = 28
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class MemoryRow:
     """One thing that takes memory; `on_host` where that is not the model's device: pinned memory beside a GPU."""
 
     name: str
@@ -79,7 +79,7 @@ class MemoryPlan:
     """The rows, and whether they fit what is free on the device."""
 
     wanted: Wanted
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
     free_bytes: int
 
     @property
@@ -129,31 +129,31 @@ def memory_plan(wanted: Wanted, free_bytes: int) -> MemoryPlan:
     return MemoryPlan(wanted, rows_of(wanted), free_bytes)
 
 
-def rows_of(wanted: Wanted) -> tuple[Row, ...]:
+def rows_of(wanted: Wanted) -> tuple[MemoryRow, ...]:
     """Everything that such an engine takes."""
     shape = wanted.shape
     if not shape.causal:
-        return (Row("weights", wanted.weight_bytes),)
+        return (MemoryRow("weights", wanted.weight_bytes),)
     on_gpu = wanted.device.type == "cuda"
     max_pages = -(-wanted.context // PAGE_TOKENS[wanted.device.type])
     layout = Layout(wanted.n_slots, max_pages, shape.vocab)
     rows = [
-        Row("weights", wanted.weight_bytes),
-        Row("tape", wanted.tape_bytes),
-        Row("KV pages", wanted.pages * page_bytes(shape, wanted.kv_type, PAGE_TOKENS[wanted.device.type])),
-        Row("recurrent states", _state_bytes(wanted)),
-        Row("slot table", arena_bytes(layout.table_fields)),
-        Row("seats", arena_bytes(layout.seat_fields), on_host=on_gpu),
-        Row("rings", arena_bytes(layout.ring_fields), on_host=on_gpu),
-        Row("step buffers", _step_bytes(wanted)),
-        Row("prefill buffers (about)", 0 if wanted.native else _prefill_bytes(wanted)),
-        Row("workspace (about)", _workspace_bytes(wanted) if on_gpu else 0),
-        Row("native workspace (about)", _native_bytes(wanted) if wanted.native else 0),
+        MemoryRow("weights", wanted.weight_bytes),
+        MemoryRow("tape", wanted.tape_bytes),
+        MemoryRow("KV pages", wanted.pages * page_bytes(shape, wanted.kv_type, PAGE_TOKENS[wanted.device.type])),
+        MemoryRow("recurrent states", _state_bytes(wanted)),
+        MemoryRow("slot table", arena_bytes(layout.table_fields)),
+        MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_gpu),
+        MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_gpu),
+        MemoryRow("step buffers", _step_bytes(wanted)),
+        MemoryRow("prefill buffers (about)", 0 if wanted.native else _prefill_bytes(wanted)),
+        MemoryRow("workspace (about)", _workspace_bytes(wanted) if on_gpu else 0),
+        MemoryRow("native workspace (about)", _native_bytes(wanted) if wanted.native else 0),
     ]
     return tuple(row for row in rows if row.n_bytes)
 
 
-def hollow(shape: Shape, dtype: torch.dtype) -> Model:
+def meta_model(shape: Shape, dtype: torch.dtype) -> Model:
     """A model of that shape without layers or memory, for whoever asks a model how large its buffers will be."""
     embedding = torch.empty((shape.vocab, shape.hidden), dtype=dtype, device=_META)
     return Model(shape, TWINS, embedding, None, (), None, None, {}, dtype)
@@ -163,7 +163,7 @@ def _state_bytes(wanted: Wanted) -> int:
     if wanted.shape.recurrent is None:
         return 0
     memory = PagedMemory.of(
-        replace(hollow(wanted.shape, wanted.dtype), shape=replace(wanted.shape, attention=False)),
+        replace(meta_model(wanted.shape, wanted.dtype), shape=replace(wanted.shape, attention=False)),
         n_slots=wanted.n_slots + (SPARE_STATES if wanted.device.type == "cuda" else 0),
         n_pages=1,
         kv_type=wanted.kv_type,
@@ -177,8 +177,8 @@ def _step_bytes(wanted: Wanted) -> int:
     """Between the nodes of a step: fused kernels' on a GPU, the last rows and logits of a CPU's."""
     shape = wanted.shape
     if wanted.device.type == "cuda":
-        step = Step.of(hollow(shape, wanted.dtype), wanted.n_slots)
-        return _bytes(getattr(step, name) for name in Step.__dataclass_fields__)
+        step = StepBuffers.of(meta_model(shape, wanted.dtype), wanted.n_slots)
+        return _bytes(getattr(step, name) for name in StepBuffers.__dataclass_fields__)
     width = torch.float32.itemsize if shape.wide_residual else wanted.dtype.itemsize
     return wanted.n_slots * (shape.hidden * width + shape.vocab * torch.float32.itemsize)
 

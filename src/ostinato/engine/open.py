@@ -29,13 +29,13 @@ from ostinato.backends.torch.plan import torch_plan
 from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuEager, CpuLoop
 from ostinato.errors import HardwareCannot, Unsupported
-from ostinato.loop.bell import Bell, FileBell
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
-from ostinato.loop.start import Start, Work
+from ostinato.loop.start import PendingWork, Start
+from ostinato.loop.wake import FileWakeEvent, WakeEvent
 from ostinato.models.blocks import Model
 from ostinato.options import Activations, KVType
 
@@ -97,7 +97,7 @@ class Loop:
         self.host = HostSide(self.tables)
         self.guard = Guard()
         self.mode_name, self.why_not = choose_mode(options.mode, model, options)
-        self.changed: Bell = FileBell() if self.is_native else threading.Event()
+        self.changed: WakeEvent = FileWakeEvent() if self.is_native else threading.Event()
         self.plan, self.start, self.prefill = self._made()
         self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
         self.fell_back: str | None = None  # why `auto` does not run what it chose first
@@ -107,7 +107,7 @@ class Loop:
             self.start.close()
             raise
 
-    def beside(self, job: Callable[[], None]) -> Work:
+    def beside(self, job: Callable[[], None]) -> PendingWork:
         """Run a job of prefill on the device, beside the loop. On the CPU `changed` is set when it has ended; on a GPU
         its host's part has then, and the device's is asked for."""
         work = self.start.beside(job)
@@ -184,7 +184,7 @@ class Loop:
 
     def _made_native(self) -> tuple[Plan, Start, Prefill]:
         model, options = self.model, self.options
-        assert isinstance(self.changed, FileBell)
+        assert isinstance(self.changed, FileWakeEvent)
         threads = options.threads or torch.get_num_threads()
         native = NativeStep(
             model,
@@ -193,7 +193,7 @@ class Loop:
             options.n_tokens,
             activations=options.activations,
             threads=threads,
-            bell=self.changed.fd,
+            wake=self.changed.fd,
         )
         constants = f"{model.shape}, {options.n_tokens} tokens, {options.activations} activations"
         plan = native_plan(model, self.memory, self.tables, native, constants)

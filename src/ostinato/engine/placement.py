@@ -18,8 +18,8 @@ from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.plan import why_not_native
 from ostinato.backends.native.tile_weights import tiled_bytes
-from ostinato.backends.tape.deal import Kind, matrix_bytes
-from ostinato.backends.tape.pack import KINDS
+from ostinato.backends.tape.pack import WEIGHT_TYPES
+from ostinato.backends.tape.partition import WeightType, matrix_bytes
 from ostinato.backends.tape.plan import why_no_tape_on, why_not_rows, why_not_shape
 from ostinato.backends.torch.amx import make_bfloat16_safe
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
@@ -323,7 +323,7 @@ def tape_bytes(checkpoint: Checkpoint, shape: Shape, dtype: torch.dtype, *, pack
                 continue
         elif shape.tied_head and name in HEADS:
             continue  # the embedding once more, which is passed over
-        kind = KINDS.get(tensor.type, Kind.HALF) if stays else Kind.HALF
+        kind = WEIGHT_TYPES.get(tensor.type, WeightType.HALF) if stays else WeightType.HALF
         rows, columns = tensor.shape
         total += matrix_bytes(kind, rows, columns)
     return total

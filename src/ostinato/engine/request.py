@@ -60,7 +60,7 @@ Message: TypeAlias = Token | Cancelled | Exception
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestSpec:
     """What is asked for, checked and settled: `most` tokens at most, ended by any of `stop_ids`.
 
     `constraint` is what the answer must follow; it belongs to this request alone.
@@ -87,14 +87,14 @@ class Request:
     def __init__(
         self,
         id: int,
-        ask: Ask,
+        spec: RequestSpec,
         cancel: Callable[[Request], None],
         sink: Callable[[Request, Message], None] | None = None,
         helper: Helper | None = None,
     ) -> None:
         """`sink`, where there is one, is given every message, on the engine's thread, in place of any reader. `helper`
         lets a reader on the main thread do a part of the device's work."""
-        self.id, self.ask = id, ask
+        self.id, self.spec = id, spec
         self.cached_tokens = 0
         self.submitted = time.perf_counter()
         self.prefill_began: float | None = None

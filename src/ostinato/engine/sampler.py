@@ -16,7 +16,7 @@ from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 
 
-class Choice(NamedTuple):
+class SampledToken(NamedTuple):
     """A chosen token, its log-probability under the model, and the most likely ones where they were asked for."""
 
     token: int
@@ -70,7 +70,7 @@ class Sampler:
         waiting = sorted(token for token in ends if token < vocab)
         return cls(model.ops, sampling, rows, torch.tensor(waiting, dtype=torch.int64, device=device))
 
-    def choose(self, logits: Tensor, allowed: np.ndarray | None = None) -> Choice:
+    def choose(self, logits: Tensor, allowed: np.ndarray | None = None) -> SampledToken:
         """The next token from logits [1, vocab]; `allowed` has a bit for each id that it may be, int32 words."""
         rows = self.rows
         if allowed is not None:
@@ -84,7 +84,7 @@ class Sampler:
         self.n_made += 1
         self.rows.made[0, token] += 1
         self.rows.position.add_(1)
-        return Choice(token, float(chosen.logprob), self._top(logits))
+        return SampledToken(token, float(chosen.logprob), self._top(logits))
 
     def _top(self, logits: Tensor) -> tuple[tuple[int, float], ...]:
         wanted = self.sampling.logprobs

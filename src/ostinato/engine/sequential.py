@@ -73,7 +73,7 @@ class Sequential:
         self._decoder: Decoder | None = None
         self._ids: list[int] = []  # the tokens that memory holds
         self._embedder: tuple[str, Decoder] | None = None
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._holder: int | None = None
         self._closed = False
 
@@ -104,7 +104,7 @@ class Sequential:
             most = min(most, sampling.max_tokens)
         sampler = Sampler.of(sampling, prompt, ends, self._model, self._n_tokens)
         began = time.perf_counter()
-        with self._own_turn():
+        with self._exclusive():
             answer.cached_tokens = self._keep_prefix(prompt)
             logits = self._last_logits(prompt[answer.cached_tokens :])
             answer.prefill_s = time.perf_counter() - began
@@ -133,7 +133,7 @@ class Sequential:
     def logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
         """Teacher forced: float32 logits [rows, vocab] of every position, a chunk at a time, each the reader's own."""
         self.check(ids)
-        with self._own_turn():
+        with self._exclusive():
             self._keep_prefix([])
             for chunk in _chunks(ids):
                 self._decode(chunk, outputs=len(chunk))
@@ -146,7 +146,7 @@ class Sequential:
         """One float32 vector per text [hidden], or its scores with pooling `rank`."""
         for ids in texts:
             self.check(ids)
-        with self._own_turn():
+        with self._exclusive():
             decoder = self._pooling_decoder(pooling, max(map(len, texts)))
             return [_pooled(decoder, ids) for ids in texts]
 
@@ -158,7 +158,7 @@ class Sequential:
             self.check([*first, *second])
         types = self._model.type_embedding
         second_kind = 1 if types is not None and len(types) > 1 else 0
-        with self._own_turn():
+        with self._exclusive():
             decoder = self._pooling_decoder("rank", max(len(first) + len(second) for first, second in pairs))
             return [
                 _pooled(decoder, [*first, *second], segment=[0] * len(first) + [second_kind] * len(second))
@@ -178,7 +178,7 @@ class Sequential:
 
     def save(self, note: Mapping[str, Any], ids: Sequence[int] | None = None) -> bytes:
         """The sequence in memory with its token ids, and a note of the caller's; `ids` are put into memory first."""
-        with self._own_turn():
+        with self._exclusive():
             if ids is not None:
                 self._hold(ids)
             return self._causal().save_sequence(SEQUENCE, {**note, "ids": self._ids})
@@ -186,7 +186,7 @@ class Sequential:
     def load(self, data: bytes) -> None:
         """Put a saved sequence into memory; BadFile where its token ids are not those of its cells."""
         ids = (describe(data).note or {}).get("ids")
-        with self._own_turn():
+        with self._exclusive():
             memory = self._causal().memory
             self._ids = []
             self._causal().load_sequence(SEQUENCE, data)
@@ -258,21 +258,21 @@ class Sequential:
         self._ids.extend(tokens)
 
     @contextmanager
-    def _own_turn(self) -> Iterator[None]:
+    def _exclusive(self) -> Iterator[None]:
         """One sequence at a time: other threads wait; the same thread would wait for itself, so it is told."""
         if self._closed:
             raise BadInput("this LLM is closed; open it again to ask more")
         me = threading.get_ident()
-        if self._holder == me and self._turn.locked():
+        if self._holder == me and self._lock.locked():
             raise BadInput("another stream with reuse=True is still open in this thread; finish or close it first")
-        if not self._turn.acquire(timeout=LONGEST_WAIT_S):
+        if not self._lock.acquire(timeout=LONGEST_WAIT_S):
             raise BadInput(f"another request has held this LLM for {LONGEST_WAIT_S} seconds; finish or close it first")
         self._holder = me
         try:
             yield
         finally:
             self._holder = None
-            self._turn.release()
+            self._lock.release()
 
 
 def _chunks(tokens: Sequence[int]) -> list[Sequence[int]]:

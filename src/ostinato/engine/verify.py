@@ -26,7 +26,7 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.flow import DecodeFlow
 from ostinato.decoder.memories import memory_for
 from ostinato.decoder.settings import settle
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import MODES, Loop, LoopOptions, why_not
 from ostinato.errors import EngineDead, HardwareCannot, InternalError
 from ostinato.loop.host import OutEntry
@@ -91,7 +91,7 @@ class Check:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class VerifyReport:
     """All checks, and the modes that could not run here, with the reason."""
 
     checks: tuple[Check, ...]
@@ -139,7 +139,7 @@ class Verifier:
         tell: Callable[[str], None] = lambda _: None,
         *,
         dense: Callable[[], Model] | None = None,
-    ) -> Report:
+    ) -> VerifyReport:
         """Every check that can be made here; `again` makes the same model once more, on the CPU, from its source, and
         `dense`, where that one is packed, with plain weights for the twins."""
         reasons = {mode: why_not(mode, self.model) for mode in (BASE, *(self.modes or MODES[1:]))}
@@ -163,7 +163,7 @@ class Verifier:
             tell(f"{mode} beside {BASE}")
             checks.append(self.compare(mode))
         checks.append(_timed("weights", "before the runs", "bits", lambda: same_checksums(self.model, before)))
-        return Report(tuple(checks), {mode: reason for mode, reason in reasons.items() if reason is not None})
+        return VerifyReport(tuple(checks), {mode: reason for mode, reason in reasons.items() if reason is not None})
 
     # One token against the twins (E-28)
 
@@ -173,14 +173,14 @@ class Verifier:
         Where kernels chose experts, the twins go through the same ones, and judge whether those could be chosen.
         """
         case = self.cases()[0]
-        with closing(self._opened(BASE)) as hand:
+        with closing(self._opened(BASE)) as driver:
             of_prompt: list[Tensor | None] = []
-            self._seat(hand, seated=lambda: of_prompt.append(prompt_routes(hand.loop, len(case.prompt))))
-            hand.step()
-            hand.step()
-            first = next(entry for entry in hand.entries if entry.slot == case.slot)
-            found = hand.loop.plan.buffer("logits").tensor[0].float().cpu()
-            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(hand.loop)), 1)
+            self._admit(driver, seated=lambda: of_prompt.append(prompt_routes(driver.loop, len(case.prompt))))
+            driver.step()
+            driver.step()
+            first = next(entry for entry in driver.entries if entry.slot == case.slot)
+            found = driver.loop.plan.buffer("logits").tensor[0].float().cpu()
+            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(driver.loop)), 1)
         assert first.token is not None
         tolerance = tolerance_of(self.model)
         if isinstance(self.model.embedding, TileMatrix) and not isinstance(fresh.embedding, TileMatrix):
@@ -213,7 +213,7 @@ class Verifier:
         figures = found.figures or {}
         return Check(mode, BASE, comparison, found.n_compared, seconds, found.difference, figures)
 
-    def _beside(self, base: ByHand, other: ByHand, comparison: Comparison) -> _Found:
+    def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> _Found:
         if comparison == "tolerance":
             return self._near(base, other)
         stale = _other_plan(base.loop.plan, other.loop.plan)
@@ -222,10 +222,10 @@ class Verifier:
         same = self._same_at_end if other.loop.start.device_paced else self._same_at_every_step
         return same(base, other)
 
-    def _same_at_every_step(self, base: ByHand, other: ByHand) -> _Found:
+    def _same_at_every_step(self, base: LoopDriver, other: LoopDriver) -> _Found:
         """Equal to the bit, after each step of both."""
-        for hand in (base, other):
-            self._seat(hand)
+        for driver in (base, other):
+            self._admit(driver)
         n_compared = 0
         for step in count():  # step 0 only admits
             goes_on = base.step()
@@ -236,10 +236,10 @@ class Verifier:
                 break
         return replace(found, n_compared=n_compared)
 
-    def _same_at_end(self, base: ByHand, other: ByHand, n_steps: int = N_TOKENS) -> _Found:
+    def _same_at_end(self, base: LoopDriver, other: LoopDriver, n_steps: int = N_TOKENS) -> _Found:
         """Equal to the bit when the device has run so many steps by itself."""
-        for hand in (base, other):
-            self._seat(hand, most=n_steps + 1)
+        for driver in (base, other):
+            self._admit(driver, most=n_steps + 1)
         other.run()
         while base.step():
             pass
@@ -255,23 +255,23 @@ class Verifier:
         return found
 
     @contextmanager
-    def _both(self, mode: str) -> Iterator[tuple[ByHand, ByHand]]:
+    def _both(self, mode: str) -> Iterator[tuple[LoopDriver, LoopDriver]]:
         with closing(self._opened(BASE)) as base, closing(self._opened(mode)) as other:
             yield base, other
 
-    def _near(self, base: ByHand, other: ByHand) -> _Found:
+    def _near(self, base: LoopDriver, other: LoopDriver) -> _Found:
         """Equal greedy tokens, and logits of the last step that are near enough.
 
         Where two tokens were as good as equal, either may be chosen: the answer is compared up to there, and the tie is
         counted. Logits are compared where every answer is the same to its end.
         """
-        for hand in (base, other):
-            self._seat(hand, logprobs=TOLD)  # a tie is found by them
-            hand.run()
+        for driver in (base, other):
+            self._admit(driver, logprobs=TOLD)  # a tie is found by them
+            driver.run()
         tolerance = tolerance_of(self.model)
         n_compared, ties = 0, 0
         for slot in sorted(case.slot for case in self.cases() if case.sampling.temperature == 0):
-            expected, found = ([e for e in hand.entries if e.slot == slot] for hand in (base, other))
+            expected, found = ([e for e in driver.entries if e.slot == slot] for driver in (base, other))
             for one, two in zip(expected, found, strict=False):
                 n_compared += 1
                 if (one.position, one.token) == (two.position, two.token):
@@ -287,7 +287,7 @@ class Verifier:
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
             return _Found(n_compared, None, figures)
-        rows = [hand.loop.plan.buffer("logits").tensor[:1].float().cpu() for hand in (base, other)]
+        rows = [driver.loop.plan.buffer("logits").tensor[:1].float().cpu() for driver in (base, other)]
         figures |= _nearness(rows[1][0], rows[0][0])
         return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
@@ -319,17 +319,17 @@ class Verifier:
     def _page(self) -> int:
         return PAGE_TOKENS[self.model.device.type]
 
-    def _opened(self, mode: str) -> ByHand:
+    def _opened(self, mode: str) -> LoopDriver:
         cases = self.cases()
         longest = max(len(case.prompt) + case.most for case in cases)
         n_pages = sum(-(-(len(case.prompt) + case.most) // self._page) for case in cases)
         sizes = (mode, N_SLOTS, longest, n_pages, self.kv_type, self.n_tokens)
         options = LoopOptions(*sizes, activations=self.activations, threads=self.threads)
-        return ByHand(self.open(self.model, options))
+        return LoopDriver(self.open(self.model, options))
 
-    def _seat(
+    def _admit(
         self,
-        hand: ByHand,
+        driver: LoopDriver,
         *,
         most: int = N_TOKENS,
         logprobs: int | None = None,
@@ -337,15 +337,15 @@ class Verifier:
     ) -> None:
         """Seat every case for at most so many tokens, after making equal what no step may ever have written; `seated`
         is called behind each."""
-        written = {name for node in hand.loop.plan.nodes for name in node.writes} - {"table"}
+        written = {name for node in driver.loop.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
-                hand.loop.plan.buffer(name).tensor.zero_()
-        hand.synchronize()
+                driver.loop.plan.buffer(name).tensor.zero_()
+        driver.synchronize()
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
-            hand.seat(case.slot, case.prompt, most=min(case.most, most), sampling=sampling)
-            hand.synchronize()
+            driver.admit(case.slot, case.prompt, most=min(case.most, most), sampling=sampling)
+            driver.synchronize()
             seated()
 
 
@@ -402,7 +402,7 @@ def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
 # State
 
 
-def compare_state(base: ByHand, other: ByHand, step: int | None) -> _Found:
+def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Found:
     """What the nodes wrote, in the order of the plan; then the table, the control words and the entries so far."""
     n = 0
     for n, (node, name, expected, found) in enumerate(_pairs(base.loop, other.loop), start=1):
@@ -423,10 +423,10 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
                 if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
                     expected, found = expected[: base.options.n_slots], found[: base.options.n_slots]
                 yield node.name, name, expected, found
-    # What the sampler chose comes before what the border made of it.
+    # What the sampler chose comes before what the step boundary made of it.
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
         if name not in _OF_THE_RUN:
-            writer = last.get("table", "sample") if name in _BY_SAMPLER else "border"
+            writer = last.get("table", "sample") if name in _BY_SAMPLER else "step boundary"
             yield writer, f"table.{name}", base.tables.table[name], other.tables.table[name]
 
 
@@ -435,11 +435,11 @@ def _is_scratch(name: str) -> bool:
     return ".workspace" in name
 
 
-def _compare_words(base: ByHand, other: ByHand) -> Difference | None:
+def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
     for word in _WORDS:
         expected, found = base.loop.host.word(word), other.loop.host.word(word)
         if expected != found:
-            return Difference("border", f"words.{word.name.lower()}", (), str(expected), str(found))
+            return Difference("step boundary", f"words.{word.name.lower()}", (), str(expected), str(found))
     return None
 
 
@@ -449,10 +449,10 @@ def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) ->
         for field in OutEntry._fields:
             if field != "time_ns" and getattr(one, field) != getattr(two, field):
                 return Difference(
-                    "border", f"outbox.{field}", (number,), str(getattr(one, field)), str(getattr(two, field))
+                    "step boundary", f"outbox.{field}", (number,), str(getattr(one, field)), str(getattr(two, field))
                 )
     if len(expected) != len(found):
-        return Difference("border", "outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
+        return Difference("step boundary", "outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
     return None
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ostinato.errors import BadFile, UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import TensorInfo, fill
 from ostinato.files.fingerprint import fingerprint_of
-from ostinato.files.gguf_header import Header, read_header
+from ostinato.files.gguf_header import GGUFHeader, read_header
 from ostinato.files.mapped import MappedFile
 from ostinato.files.quants import BLOCKS, check_readable
 
@@ -57,12 +57,12 @@ class GGUFFile:
             self.close()
             raise
 
-    def _open(self, path: Path) -> Header:
+    def _open(self, path: Path) -> GGUFHeader:
         file = MappedFile(path)
         self._parts.append(file)
         return read_header(file.data, file.n_bytes, path)
 
-    def _open_parts(self) -> list[Header]:
+    def _open_parts(self) -> list[GGUFHeader]:
         """The headers of all parts in order; one for a file that is not split."""
         header = self._open(self.path)
         count = _split_number(header, "split.count", self.path) or 1
@@ -103,7 +103,7 @@ class GGUFFile:
         if what is not None:
             raise Unsupported(f"{self.path}: is {what}, which is not supported; give the GGUF file of a whole model")
 
-    def _table(self, headers: list[Header]) -> dict[str, TensorInfo]:
+    def _table(self, headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
         tensors: dict[str, TensorInfo] = {}
         for file, header in zip(self._parts, headers, strict=True):
             for entry in header.tensors.values():
@@ -151,7 +151,7 @@ class GGUFFile:
             part.close()
 
 
-def _split_number(header: Header, key: str, path: Path) -> int | None:
+def _split_number(header: GGUFHeader, key: str, path: Path) -> int | None:
     value = header.metadata.get(key)
     if value is None:
         return None
@@ -162,7 +162,7 @@ def _split_number(header: Header, key: str, path: Path) -> int | None:
     return value
 
 
-def _check_part(path: Path, header: Header, index: int, count: int) -> None:
+def _check_part(path: Path, header: GGUFHeader, index: int, count: int) -> None:
     stated = (_split_number(header, "split.no", path), _split_number(header, "split.count", path))
     if stated != (index, count):
         raise BadFile(

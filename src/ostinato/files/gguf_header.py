@@ -89,13 +89,13 @@ class TableEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GGUFHeader:
     version: int
     metadata: dict[str, Any]
     tensors: dict[str, TableEntry]
 
 
-def read_header(data: mmap.mmap | bytes, n_bytes: int, path: Path) -> Header:
+def read_header(data: mmap.mmap | bytes, n_bytes: int, path: Path) -> GGUFHeader:
     """Read the header of the file whose `n_bytes` bytes are `data`; BadFile says what is wrong, and where."""
     reader = _Reader(data, n_bytes, path)
     version = _read_version(reader)
@@ -105,7 +105,7 @@ def read_header(data: mmap.mmap | bytes, n_bytes: int, path: Path) -> Header:
     metadata = _read_metadata(reader, n_keys)
     reader.check_count(n_tensors, 33, MAX_TENSORS, "tensor count")  # 8 of length, a name, 24 of one dimension
     entries = _read_table(reader, n_tensors)
-    return Header(version, metadata, _place(reader, entries, _alignment(reader, metadata)))
+    return GGUFHeader(version, metadata, _place(reader, entries, _alignment(reader, metadata)))
 
 
 def _short(text: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-class Grid(NamedTuple):
+class CodebookGrid(NamedTuple):
     """The values a coordinate may take, the number of coordinates, and the chosen points as a set of bits."""
 
     levels: tuple[int, ...]
@@ -23,7 +23,7 @@ class Grid(NamedTuple):
 
 
 _GRIDS: Final = {
-    "IQ2_XXS": Grid(
+    "IQ2_XXS": CodebookGrid(
         (8, 25, 43),
         8,
         "RTUIf5JW*i00b0701yBG00ck)6aYW~00004002-BKtT}z0Tcv4Py|2#5C8xL5C8yB0003106+i$K@<c)6chje1ONa8000C40"
@@ -38,7 +38,7 @@ _GRIDS: Final = {
         "000000000000000001yBG000010000000000000000000000aO401yBG1ONa40RR910000000aO4000000000000aO400000"
         "000000000000000000000000000000000C4000001ONa40000000000000000000000",
     ),
-    "IQ2_XS": Grid(
+    "IQ2_XS": CodebookGrid(
         (8, 25, 43),
         8,
         "RaI3{RYgG+MFCV*RZvAi5Cs7MR8bH>K?DE+0RT`{ML`u60TcuPP(?ui1px#E002Ni01yQL06+i$Kve}16a)bf06;(m0RRL50"
@@ -53,7 +53,7 @@ _GRIDS: Final = {
         "00RR910000000004000001ONa400961000005C8xG5C8xG07U@=1ONa4000310000$5C8xGKokK05C8xG0RRL5002M$0000$"
         "0000000000000000000006+i$1OPw)MF0Q*002M`1ONa4000050000000jU5000310R",
     ),
-    "IQ2_S": Grid(
+    "IQ2_S": CodebookGrid(
         (8, 25, 43),
         8,
         "RaI3{RYg@51rb$MQBXxy6a^I&R8bI6RRjPL5fD&SMO9T*6;wr0P*qhFRaF#JQ4l~?1OQPK1W*tFKowOHRaH?C0Rcb-RRly)5"
@@ -68,7 +68,7 @@ _GRIDS: Final = {
         "G5C9MW002Ni01yEH00000Pyhe`01*HH0000000000002M$01*)oR1g3F000C5000mG00aO401yN~6aWAKL;(O%5CA{`00001"
         "Ko9^B0000000000000001ONa4002M$KmY&$0000100000KmY&)002M%6afGL01yBG0R",
     ),
-    "IQ3_XXS": Grid(
+    "IQ3_XXS": CodebookGrid(
         (4, 12, 20, 28, 36, 44, 52, 62),
         4,
         "6^aD{1ONai3I!qs0uTTJ6#@l{0D=G@f(0M|0000100;np5P$$Ef&c&n00aO40000W000mG08sz{2mk^A3Iz%kfB^si1p);C0"
@@ -79,7 +79,7 @@ _GRIDS: Final = {
         "000mGPyi4B00062000620Du4h000mG0000%00000000005C8xGAOHXW00aO400008000002mk^A00000r~v>300aO4002M$0"
         "RR9100aO4AOrva0U!Vf00031000620ssI21pp8L0000000001000000000000000",
     ),
-    "IQ3_S": Grid(
+    "IQ3_S": CodebookGrid(
         (1, 3, 5, 7, 9, 11, 13, 15),
         4,
         "r&l8gr3wX-7bA%x5C9?sqe&tWqzV8D2qFba5CwoD0f-U=2?78C6aYmCq5wb$Knef?00aO66#zvD01*HH7pnzQ08j!1OA!JI0"
@@ -90,7 +90,7 @@ _GRIDS: Final = {
         "04e|q000310RVvj000mG00aOK1Rw+f0T2QJ0RR91001BW2mk~C2><{P00031AOHXW0RR91015yA00000kpKli0T2WL1OgBMC"
         ";$Ke5<vn100IC21ONae00;m8A_xHh00961000C41ONa41ONa6000000RR9100000",
     ),
-    "IQ1": Grid(
+    "IQ1": CodebookGrid(
         (-1, 0, 1),
         8,
         "RV5UKpaMcs2t_fdh9HWf8VD*N6opU}f*?diB^3pr0)ilj7yt-@paUwPh`Xu^kg5v+A^-}ijDnyDKv4)qA&7ub6hcu5iZBS6p"

@@ -20,49 +20,49 @@ from ostinato.files.unpack import Bytes, Floats
 CHUNK_ELEMENTS: Final = 1 << 16  # 256 KiB of float32: a chunk and its temporaries stay in a core's own cache
 
 
-class Block(NamedTuple):
+class QuantBlock(NamedTuple):
     """`elements` consecutive values of a row are stored in `n_bytes` bytes."""
 
     elements: int
     n_bytes: int
 
 
-BLOCKS: Final[Mapping[str, Block]] = MappingProxyType(
+BLOCKS: Final[Mapping[str, QuantBlock]] = MappingProxyType(
     {
-        "F32": Block(1, 4),
-        "F16": Block(1, 2),
-        "Q4_0": Block(32, 18),
-        "Q4_1": Block(32, 20),
-        "Q5_0": Block(32, 22),
-        "Q5_1": Block(32, 24),
-        "Q8_0": Block(32, 34),
-        "Q8_1": Block(32, 36),
-        "Q2_K": Block(256, 84),
-        "Q3_K": Block(256, 110),
-        "Q4_K": Block(256, 144),
-        "Q5_K": Block(256, 176),
-        "Q6_K": Block(256, 210),
-        "Q8_K": Block(256, 292),
-        "IQ2_XXS": Block(256, 66),
-        "IQ2_XS": Block(256, 74),
-        "IQ3_XXS": Block(256, 98),
-        "IQ1_S": Block(256, 50),
-        "IQ4_NL": Block(32, 18),
-        "IQ3_S": Block(256, 110),
-        "IQ2_S": Block(256, 82),
-        "IQ4_XS": Block(256, 136),
-        "I8": Block(1, 1),
-        "I16": Block(1, 2),
-        "I32": Block(1, 4),
-        "I64": Block(1, 8),
-        "F64": Block(1, 8),
-        "IQ1_M": Block(256, 56),
-        "BF16": Block(1, 2),
-        "TQ1_0": Block(256, 54),
-        "TQ2_0": Block(256, 66),
-        "MXFP4": Block(32, 17),
-        "NVFP4": Block(64, 36),
-        "Q1_0": Block(128, 18),
+        "F32": QuantBlock(1, 4),
+        "F16": QuantBlock(1, 2),
+        "Q4_0": QuantBlock(32, 18),
+        "Q4_1": QuantBlock(32, 20),
+        "Q5_0": QuantBlock(32, 22),
+        "Q5_1": QuantBlock(32, 24),
+        "Q8_0": QuantBlock(32, 34),
+        "Q8_1": QuantBlock(32, 36),
+        "Q2_K": QuantBlock(256, 84),
+        "Q3_K": QuantBlock(256, 110),
+        "Q4_K": QuantBlock(256, 144),
+        "Q5_K": QuantBlock(256, 176),
+        "Q6_K": QuantBlock(256, 210),
+        "Q8_K": QuantBlock(256, 292),
+        "IQ2_XXS": QuantBlock(256, 66),
+        "IQ2_XS": QuantBlock(256, 74),
+        "IQ3_XXS": QuantBlock(256, 98),
+        "IQ1_S": QuantBlock(256, 50),
+        "IQ4_NL": QuantBlock(32, 18),
+        "IQ3_S": QuantBlock(256, 110),
+        "IQ2_S": QuantBlock(256, 82),
+        "IQ4_XS": QuantBlock(256, 136),
+        "I8": QuantBlock(1, 1),
+        "I16": QuantBlock(1, 2),
+        "I32": QuantBlock(1, 4),
+        "I64": QuantBlock(1, 8),
+        "F64": QuantBlock(1, 8),
+        "IQ1_M": QuantBlock(256, 56),
+        "BF16": QuantBlock(1, 2),
+        "TQ1_0": QuantBlock(256, 54),
+        "TQ2_0": QuantBlock(256, 66),
+        "MXFP4": QuantBlock(32, 17),
+        "NVFP4": QuantBlock(64, 36),
+        "Q1_0": QuantBlock(128, 18),
     }
 )
 

@@ -23,7 +23,7 @@ from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
 from ostinato.files.quants import check_readable
-from ostinato.files.safetensors_header import Place, read_header
+from ostinato.files.safetensors_header import TensorPlace, read_header
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class SafetensorsFolder:
         self.generation_config: Mapping[str, Any] = MappingProxyType(
             read_json_if_there(path / "generation_config.json")
         )
-        self._places: dict[str, tuple[MappedFile, Place]] = {}
+        self._places: dict[str, tuple[MappedFile, TensorPlace]] = {}
         try:
             self._open_shards()
         except BaseException:

@@ -47,7 +47,7 @@ _SMALL_FLOATS: Final = (
 )
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """One tensor of a safetensors file; `start` is the place of its first byte in the file."""
 
     shape: tuple[int, ...]
@@ -56,7 +56,7 @@ class Place(NamedTuple):
     n_bytes: int
 
 
-def read_header(file: MappedFile) -> dict[str, Place]:
+def read_header(file: MappedFile) -> dict[str, TensorPlace]:
     """Where each tensor of the file lies."""
     path, n_bytes = file.path, file.n_bytes
     if n_bytes < 8:
@@ -77,7 +77,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) -> Place:
+def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) -> TensorPlace:
     where = f"{path}: tensor {name[:120]!r}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise BadFile(f"{where}: lacks dtype, shape or data_offsets; {_AGAIN}")
@@ -95,10 +95,10 @@ def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) 
         raise BadFile(f"{where}: data_offsets is {offsets}, but the data has {n_bytes - data_start} bytes; {_AGAIN}")
     if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise BadFile(f"{where}: data_offsets is {offsets}, but shape {shape} in {dtype} has another size; {_AGAIN}")
-    return Place(tuple(shape), dtype, data_start + start, stop - start)
+    return TensorPlace(tuple(shape), dtype, data_start + start, stop - start)
 
 
-def _check_cover(path: Path, places: dict[str, Place], data_start: int, n_bytes: int) -> None:
+def _check_cover(path: Path, places: dict[str, TensorPlace], data_start: int, n_bytes: int) -> None:
     """Tensors must lie one after the other and fill the file, as the format demands."""
     at = data_start
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].n_bytes)):

@@ -21,13 +21,13 @@ import torch
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.by_hand import GREEDY, ByHand
+from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.placement import Placement, free_bytes
 from ostinato.engine.request import Request, Token
 from ostinato.errors import BadOption, HardwareCannot, InternalError
-from ostinato.lab.readloop import cpu_bandwidth
+from ostinato.lab.read_bandwidth import cpu_bandwidth
 from ostinato.loop.plan import Node
 from ostinato.models.blocks import Model
 from ostinato.models.shape import Shape
@@ -63,7 +63,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class TimedRun:
     """One repeat: tokens of all sequences together, and their seconds by the device's clock and by the host's."""
 
     n_tokens: int
@@ -76,7 +76,7 @@ class Figure:
     """What a task came to. `bytes_per_token`: what must be read for one token at least."""
 
     task: Task
-    runs: tuple[Run, ...]
+    runs: tuple[TimedRun, ...]
     bytes_per_token: float
     bandwidth: float  # bytes per second
 
@@ -111,7 +111,7 @@ class KindTime:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """Where the time of a step goes, the mean of several, in the order of the plan; without the border.
+    """Where the time of a step goes, the mean of several, in the order of the plan; without the step boundary.
 
     `between_us`: from the last node of a step to the first of the next, where the device itself has told.
     """
@@ -216,8 +216,8 @@ class Bench:
         for number in range(self.repeats + 1):
             request = engine.submit([*before, *self._ids(task.n_tokens, task.name, number)], sampling)
             _read(request)
-            n = len(request.ask.prompt) - request.cached_tokens
-            runs.append(Run(n, request.prefill_s, request.prefill_s))
+            n = len(request.spec.prompt) - request.cached_tokens
+            runs.append(TimedRun(n, request.prefill_s, request.prefill_s))
         weights, rows = engine.loop.plan.weight_bytes, engine.loop.prefill.rows
         starts = range(len(before), len(before) + task.n_tokens, rows)
         kept = sum(kv_read_bytes(self.model.shape, self.kv_type, start + rows - 1) for start in starts)
@@ -236,7 +236,7 @@ class Bench:
                 windows.append(window)
             if len(windows) == self.repeats:
                 break
-        runs = tuple(Run(len(window.tokens), window.device_s, window.host_s) for window in windows)
+        runs = tuple(TimedRun(len(window.tokens), window.device_s, window.host_s) for window in windows)
         positions = [token.position for window in windows for token in window.tokens]
         weights = engine.loop.plan.weight_bytes
         # A token at position p came of a step that took in the one before it.
@@ -252,36 +252,36 @@ class Bench:
         page = PAGE_TOKENS[self.model.device.type]
         n_pages = batch * -(-(n_prompt + most) // page)
         options = LoopOptions(mode, batch, n_prompt + most, n_pages, self.kv_type, self.model.shape.vocab)
-        with closing(ByHand(Loop(self.model, options))) as hand:
-            timer = _timed_nodes(hand.loop)
+        with closing(LoopDriver(Loop(self.model, options))) as driver:
+            timer = _timed_nodes(driver.loop)
             if mode == "eager":
-                self._play_steps(hand, timer, batch, n_prompt, n_steps)
+                self._play_steps(driver, timer, batch, n_prompt, n_steps)
             else:
-                self._play_loop(hand, timer, batch, n_prompt, n_steps)
-            spent, nodes = timer.microseconds(), hand.loop.plan.nodes
+                self._play_loop(driver, timer, batch, n_prompt, n_steps)
+            spent, nodes = timer.microseconds(), driver.loop.plan.nodes
             between = timer.between(n_steps) if isinstance(timer, Stamps) else None
         kinds = dict.fromkeys(node.kind for node in nodes)
         times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
         return Profile(batch, depth, times, mode, between)
 
-    def _play_steps(self, hand: ByHand, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+    def _play_steps(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
         """Steps by the host's hand."""
         for slot in range(batch):
-            hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 2)
-        hand.step()  # admits
-        hand.step()  # warms
+            driver.admit(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 2)
+        driver.step()  # admits
+        driver.step()  # warms
         timer.forget()
         for _ in range(n_steps):
-            hand.step()
+            driver.step()
 
-    def _play_loop(self, hand: ByHand, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+    def _play_loop(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
         """Two runs to their end, of which the first warms; the first token of each is its prompt's."""
         for _ in range(2):
-            hand.forget()
+            driver.forget()
             for slot in range(batch):
-                hand.seat(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 1)
+                driver.admit(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 1)
             timer.forget()
-            hand.run()
+            driver.run()
 
     def engine(self, mode: str, batch: int, context: int) -> Engine:
         """An engine of so many slots, to be closed by the caller."""

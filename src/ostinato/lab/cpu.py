@@ -20,12 +20,12 @@ from torch import Tensor
 from ostinato.errors import HardwareCannot, InternalError, OstinatoError
 from ostinato.lab.model import StartCost
 from ostinato.lab.programs import host_library
-from ostinato.lab.work import BODIES, Data, Timing, Work, checked, error_of
+from ostinato.lab.work import BODIES, Data, Timing, Workload, checked, error_of
 
 OP_BY_OP: Final = "op by op"
 RECORDED: Final = "recorded"
 NATIVE: Final = "native"
-TINY: Final = Work(n=1, steps=2000)
+TINY: Final = Workload(n=1, steps=2000)
 
 
 class CpuMachine:
@@ -45,7 +45,7 @@ class CpuMachine:
             self.why_not[NATIVE] = str(error)
         self.starts = tuple(starts)
 
-    def settle(self, work: Work) -> Work:
+    def settle(self, work: Workload) -> Workload:
         free = _free_bytes()
         if 6 * 8 * work.n > free:
             raise HardwareCannot(
@@ -53,7 +53,7 @@ class CpuMachine:
             )
         return work
 
-    def time(self, work: Work, start: str, repeats: int) -> Timing:
+    def time(self, work: Workload, start: str, repeats: int) -> Timing:
         work = self.settle(work)
         data = Data.fresh(work.n)
         factors = work.factors(varied=False)
@@ -75,12 +75,12 @@ class CpuMachine:
         launches = 1 if start == NATIVE else work.passes * (1 if work.body == "axpy" else 3)
         return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), launches))
 
-    def body_us(self, work: Work) -> float:
+    def body_us(self, work: Workload) -> float:
         """By the slope over the vector's length: what is not proportional to it is not the body's."""
         start = NATIVE if NATIVE in self.starts else RECORDED
         return max(1e-6, self.time(work, start, 3).kernel_us - self.costs(work)[start].kernel_us)
 
-    def costs(self, work: Work) -> dict[str, StartCost]:
+    def costs(self, work: Workload) -> dict[str, StartCost]:
         return self._costs
 
     @cached_property
@@ -90,7 +90,7 @@ class CpuMachine:
     def facts(self) -> dict[str, Any]:
         return {"kind": "cpu", "name": self.name, "python": platform.python_version(), "torch": torch.__version__}
 
-    def _bound(self, work: Work, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> Callable[[], object]:
+    def _bound(self, work: Workload, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> Callable[[], object]:
         if start == NATIVE:
             body = BODIES.index(work.body)
             given = (_address(x), _address(h), work.n, body, factors.ctypes.data, work.steps, work.kernels)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.by_hand import GREEDY
+from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import MODES, why_not
 from ostinato.engine.placement import Placement

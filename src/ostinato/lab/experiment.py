@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.lab.model import stops_paying_us
-from ostinato.lab.work import Machine, Timing, Work, with_values
+from ostinato.lab.work import Machine, Timing, Workload, with_values
 
 REPEATS: Final = 5
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
@@ -20,10 +20,10 @@ _PARTS: Final = frozenset({"date", "machine", "costs", "stops_paying_us", "rows"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ExperimentRow:
     """One work in all starts, with what the formulas say of each."""
 
-    work: Work
+    work: Workload
     body_us: float
     timings: tuple[Timing, ...]  # the first is the baseline
     predicted_us: dict[str, float]  # of a step
@@ -69,18 +69,18 @@ class Row:
         }
 
 
-def measured(machine: Machine, work: Work, repeats: int = REPEATS) -> Row:
+def measured(machine: Machine, work: Workload, repeats: int = REPEATS) -> ExperimentRow:
     """One work in every start of a machine, baseline first, each checked; what the formulas say is settled before."""
     work = machine.settle(work)
     costs, body_us = machine.costs(work), machine.body_us(work)
     predicted = {start: cost.step(work.kernels, body_us) for start, cost in costs.items()}
     timings = tuple(machine.time(work, start, repeats) for start in machine.starts)
-    return Row(work, body_us, timings, predicted)
+    return ExperimentRow(work, body_us, timings, predicted)
 
 
 def swept(
-    machine: Machine, work: Work, what: str, values: Sequence[int], repeats: int = REPEATS
-) -> Iterator[Row | tuple[Work, str]]:
+    machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int = REPEATS
+) -> Iterator[ExperimentRow | tuple[Workload, str]]:
     """A row for each value of one size; a work that this machine refuses, with its words, instead of its row."""
     if what not in machine.sizes:
         raise BadOption(f"--over is {what!r}; on this machine: {', '.join(machine.sizes)}")
@@ -91,13 +91,13 @@ def swept(
             yield one, str(error)
 
 
-def _shortened(work: Work) -> Work:
+def _shortened(work: Workload) -> Workload:
     """Long vectors need no more steps to be measured well than what takes a second or so."""
     return replace(work, steps=max(20, min(work.steps, (1 << 31) // (work.n * work.kernels))))
 
 
 def result(
-    machine: Machine, work: Work, rows: Sequence[Row], *, decode: Sequence[dict[str, Any]] = ()
+    machine: Machine, work: Workload, rows: Sequence[ExperimentRow], *, decode: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """Everything that an experiment found, as one value that can be kept and compared; costs are those of `work`."""
     costs = machine.costs(work)

@@ -22,7 +22,7 @@ from ostinato.engine.open import why_no_while_graph
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
 from ostinato.lab.model import StartCost
 from ostinato.lab.programs import host_library, source
-from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Work, checked, error_of
+from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Workload, checked, error_of
 
 BASELINE: Final = "baseline"
 GRAPH: Final = "graph"
@@ -42,7 +42,7 @@ PASSES, BARRIERS = 1, 2  # parts of a kernel that stays, as kernels.h has them
 
 
 @dataclass(frozen=True, slots=True)
-class Play:
+class LaunchSequence:
     """What is timed, and what is done before it, outside of the time; `launches`: how often the host launches."""
 
     run: Callable[[], None]
@@ -73,8 +73,8 @@ class GpuMachine:
         self.why_not: dict[str, str] = {}
         reason = why_no_while_graph()
         if reason is None:
-            turning = ObjectCode.from_cubin(cubin(source("turn.h"), "turn.h", arch=arch))
-            self._kernels["turn"] = turning.get_kernel("turn")
+            turning = ObjectCode.from_cubin(cubin(source("while_condition.h"), "while_condition.h", arch=arch))
+            self._kernels["count_down"] = turning.get_kernel("count_down")
         else:
             self.why_not[WHILE] = reason
         self.starts = tuple(start for start in STARTS if start not in self.why_not)
@@ -88,7 +88,7 @@ class GpuMachine:
 
     # What may run
 
-    def settle(self, work: Work) -> Work:
+    def settle(self, work: Workload) -> Workload:
         work = replace(work, blocks=work.blocks or self.n_cores)
         needed, free = (
             4 * work.n * (1 + REQUESTS) + 8 * work.n * (2 + REQUESTS),
@@ -98,7 +98,7 @@ class GpuMachine:
             raise HardwareCannot(f"--n {work.n} needs {needed / 1e9:.1f} GB with its check; {free / 1e9:.1f} are free")
         return work
 
-    def check_resident(self, work: Work) -> None:
+    def check_resident(self, work: Workload) -> None:
         """Refuse a grid of which some blocks would wait outside while the others wait for them."""
         from cuda.bindings import driver
 
@@ -115,7 +115,7 @@ class GpuMachine:
 
     # Measuring
 
-    def time(self, work: Work, start: str, repeats: int) -> Timing:
+    def time(self, work: Workload, start: str, repeats: int) -> Timing:
         work = self.settle(work)
         requests = REQUESTS if start == FED else 1
         data = Data.fresh(work.n, requests)
@@ -133,7 +133,7 @@ class GpuMachine:
             worst = max(worst, error_of(h.cpu().numpy(), expected))
         return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), play.launches))
 
-    def _ms(self, play: Play) -> float:
+    def _ms(self, play: LaunchSequence) -> float:
         """Milliseconds on the device; EngineDead where it does not end."""
         play.prepare()
         torch.cuda.synchronize(self._device)
@@ -151,7 +151,7 @@ class GpuMachine:
             time.sleep(20e-6)
         return float(began.elapsed_time(ended))
 
-    def body_us(self, work: Work) -> float:
+    def body_us(self, work: Workload) -> float:
         """A pass inside a kernel that stays, less the barrier after it: nothing of it is a launch."""
         one = replace(self.settle(work), steps=100, kernels=8)
         staying = self.costs(one)[PERSISTENT]
@@ -159,7 +159,7 @@ class GpuMachine:
 
     # What each start adds
 
-    def costs(self, work: Work) -> dict[str, StartCost]:
+    def costs(self, work: Workload) -> dict[str, StartCost]:
         """By bodies of known length in the grid of this work: long ones show what the device adds, empty ones what the
         host takes."""
         work = self.settle(work)
@@ -171,7 +171,7 @@ class GpuMachine:
     def _cost(self, start: str, blocks: int, threads: int) -> StartCost:
         if start in (PERSISTENT, FED):
             kernel, step = _line(
-                lambda kernels: self._staying_us(start, Work(1, 200, kernels, blocks, threads), BARRIERS)
+                lambda kernels: self._staying_us(start, Workload(1, 200, kernels, blocks, threads), BARRIERS)
             )
             return StartCost(kernel, max(0.0, step))
         held, step = _line(lambda kernels: self._held_us(start, kernels, HELD_US, blocks, threads))
@@ -184,10 +184,10 @@ class GpuMachine:
     def _held_us(self, start: str, kernels: int, length_us: int, blocks: int, threads: int, steps: int = 50) -> float:
         """A step of kernels that only take time."""
         kernel, words = self._kernels["hold"], (np.uint64(length_us * 1000),)
-        play = self._started(start, Work(1, steps, kernels, blocks, threads), kernel, words, None)
+        play = self._started(start, Workload(1, steps, kernels, blocks, threads), kernel, words, None)
         return self._median_ms(play) * 1e3 / steps
 
-    def _staying_us(self, start: str, work: Work, does: int) -> float:
+    def _staying_us(self, start: str, work: Workload, does: int) -> float:
         """A step of a kernel that stays and only does a part of it; nothing is checked, as nothing is meant."""
         data = Data.fresh(work.n, REQUESTS)
         x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
@@ -195,11 +195,11 @@ class GpuMachine:
         play = bound(work, x, h, work.factors(varied=False), does=does)
         return self._median_ms(play) * 1e3 / work.steps
 
-    def _median_ms(self, play: Play) -> float:
+    def _median_ms(self, play: LaunchSequence) -> float:
         return float(np.median([self._ms(play) for _ in range(6)][1:]))
 
     def facts(self) -> dict[str, Any]:
-        loaded = self.settle(Work(1 << 22, 50, 8, 0, 1024))
+        loaded = self.settle(Workload(1 << 22, 50, 8, 0, 1024))
         passes, both = (self._staying_us(PERSISTENT, loaded, does) / 8 for does in (PASSES, PASSES | BARRIERS))
         return {
             "kind": "gpu",
@@ -215,7 +215,7 @@ class GpuMachine:
 
     # The starts
 
-    def _bound(self, work: Work, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> Play:
+    def _bound(self, work: Workload, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> LaunchSequence:
         if start == PERSISTENT:
             return self._persistent(work, x, h, factors)
         if start == FED:
@@ -223,17 +223,19 @@ class GpuMachine:
         words = (np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.float32(work.a))
         return self._started(start, work, self._kernels[f"short_{work.body}"], words, factors)
 
-    def _started(self, start: str, work: Work, kernel: Any, words: tuple[Any, ...], factors: np.ndarray | None) -> Play:
+    def _started(
+        self, start: str, work: Workload, kernel: Any, words: tuple[Any, ...], factors: np.ndarray | None
+    ) -> LaunchSequence:
         """Steps of short kernels."""
         from cuda.core import LaunchConfig
 
         config = LaunchConfig(grid=work.blocks, block=work.threads)
-        given = _Words(words)
+        given = _KernelWords(words)
         handle, stream = int(kernel.handle), self._stream.cuda_stream
         if start == BASELINE:
             launch = self._pointer("cuLaunchKernel")
             all_of_it = (launch, handle, work.blocks, work.threads, stream, given.pointers, work.passes)
-            return Play(lambda: _called(self._host.launch_many(*all_of_it), given), work.passes)
+            return LaunchSequence(lambda: _called(self._host.launch_many(*all_of_it), given), work.passes)
         if start == WHILE:
             return self._while(work, kernel, config, words)
         per_graph = work.kernels * (1 if start == UPDATED else max(1, min(work.steps, MOST_NODES // work.kernels)))
@@ -244,7 +246,7 @@ class GpuMachine:
         replays = work.passes // per_graph
         if start == GRAPH or factors is None:
             many = (self._pointer("cuGraphLaunch"), executable, stream, replays)
-            return Play(lambda: _called(self._host.replay_many(*many), graph), replays)
+            return LaunchSequence(lambda: _called(self._host.replay_many(*many), graph), replays)
         each = np.ascontiguousarray(factors)
         handles = (ctypes.c_void_p * len(nodes))(*nodes)
         everything = (
@@ -253,7 +255,7 @@ class GpuMachine:
             each.ctypes.data, work.steps,
         )  # fmt: skip
         kept = graph, handles, each, given
-        return Play(lambda: _called(self._host.update_and_replay(*everything), *kept), work.steps)
+        return LaunchSequence(lambda: _called(self._host.update_and_replay(*everything), *kept), work.steps)
 
     def _captured(self, kernel: Any, config: Any, words: tuple[Any, ...], n: int) -> tuple[Any, list[int]]:
         """A graph of n launches in a row, instantiated and as it was defined, and its nodes."""
@@ -267,7 +269,7 @@ class GpuMachine:
             nodes.append(int(node.handle))
         return (graph.instantiate(), graph), nodes  # the definition owns the nodes
 
-    def _while(self, work: Work, kernel: Any, config: Any, words: tuple[Any, ...]) -> Play:
+    def _while(self, work: Workload, kernel: Any, config: Any, words: tuple[Any, ...]) -> LaunchSequence:
         from cuda.core import LaunchConfig
         from cuda.core.graph import GraphDefinition
 
@@ -277,21 +279,23 @@ class GpuMachine:
         node: Any = graph.while_loop(again).body
         for _ in range(work.kernels):
             node = node.launch(config, kernel, *words)
-        node.launch(LaunchConfig(grid=1, block=1), self._kernels["turn"], np.uint64(left.data_ptr()), again)
+        node.launch(LaunchConfig(grid=1, block=1), self._kernels["count_down"], np.uint64(left.data_ptr()), again)
         made = graph.instantiate()
 
         def prepare() -> None:
             left.fill_(work.steps)
 
-        return Play(lambda: made.launch(self._own), 1, prepare)
+        return LaunchSequence(lambda: made.launch(self._own), 1, prepare)
 
     def _persistent(
-        self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
-    ) -> Play:
+        self, work: Workload, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
+    ) -> LaunchSequence:
         queue = torch.from_numpy(_entries(factors, 1)).to(self._device)
         return self._staying(work, x, h, queue, 0, 0, does)
 
-    def _fed(self, work: Work, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS) -> Play:
+    def _fed(
+        self, work: Workload, x: Tensor, h: Tensor, factors: np.ndarray, *, does: int = PASSES | BARRIERS
+    ) -> LaunchSequence:
         queue = torch.zeros(8 * work.steps, dtype=torch.uint8, pin_memory=True)
         count = torch.zeros(1, dtype=torch.int64, pin_memory=True)
         own = torch.zeros(8 * work.steps, dtype=torch.uint8, device=self._device)
@@ -306,9 +310,11 @@ class GpuMachine:
             staying.run()
             self._host.feed(queue.data_ptr(), count.data_ptr(), REQUESTS, each.ctypes.data, work.steps)
 
-        return Play(run, 1, prepare)
+        return LaunchSequence(run, 1, prepare)
 
-    def _staying(self, work: Work, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, does: int) -> Play:
+    def _staying(
+        self, work: Workload, x: Tensor, h: Tensor, queue: Tensor, fed_queue: int, fed: int, does: int
+    ) -> LaunchSequence:
         from cuda.core import LaunchConfig, launch
 
         self.check_resident(work)
@@ -330,13 +336,13 @@ class GpuMachine:
             assert queue.is_cuda  # and lives as long as this
             launch(self._own, config, self._kernels["persistent"], *words)
 
-        return Play(run, 1, prepare)
+        return LaunchSequence(run, 1, prepare)
 
     def _pointer(self, name: str) -> int:
         return ctypes.cast(getattr(self._driver, name), ctypes.c_void_p).value or 0
 
 
-class _Words:
+class _KernelWords:
     """Arguments of a kernel as the driver wants them: pointers to each."""
 
     def __init__(self, words: tuple[Any, ...]) -> None:

@@ -14,13 +14,13 @@ from typing import Any, Final
 import torch
 
 from ostinato.errors import BadInput, HardwareCannot
-from ostinato.lab.work import Machine, Work
+from ostinato.lab.work import Machine, Workload
 
 COUNTERS: Final = ("sm__throughput.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum")
 NCU_S: Final = 120.0
 
 
-def profiled(machine: Machine, work: Work, start: str, trace: Path | None) -> dict[str, Any]:
+def profiled(machine: Machine, work: Workload, start: str, trace: Path | None) -> dict[str, Any]:
     """A start under torch's profiler: what the host launches for all steps by our own count, since the profiler does
     not see replays through the driver; the calls and kernels that it saw; and a trace for a browser."""
     from torch.profiler import ProfilerActivity, profile
@@ -106,7 +106,7 @@ def counters(text: str) -> dict[str, float]:
     }
 
 
-def python_command(start: str, work: Work) -> list[str]:
+def python_command(start: str, work: Workload) -> list[str]:
     """This laboratory again, one start, for a profiler to look at."""
     sizes = ("n", "steps", "kernels", "blocks", "threads")
     options = [word for size in sizes for word in (f"--{size}", str(getattr(work, size)))]

@@ -18,7 +18,7 @@ from typing import Final
 from ostinato.backends.tape.plan import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.by_hand import ByHand
+from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import Loop, LoopOptions, why_not
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.models.blocks import Model
@@ -33,7 +33,7 @@ SHOWN_LAYERS: Final = 8  # of the first; those that follow look alike, and their
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class PhaseSpan:
     """A phase of a layer, or of the step's end (layer None), over all blocks; microseconds from the step's beginning.
 
     It runs from the median block's beginning to its beginning of what follows; `us` is how long the median block took.
@@ -61,7 +61,7 @@ class Share:
     spread_us: float
 
 
-def spans(marks: Sequence[Sequence[int]]) -> list[Span]:
+def spans(marks: Sequence[Sequence[int]]) -> list[PhaseSpan]:
     """The marks of every block in nanoseconds, as `tape.cu` orders them, to spans.
 
     >>> one = [0, 5000, 9000, 11000, 26000, 36000, 90000, 95000]
@@ -78,7 +78,7 @@ def spans(marks: Sequence[Sequence[int]]) -> list[Span]:
     places += [(phase, None) for phase in AT_THE_END]
     every = [[(mark - zero) / 1e3 for mark in at] for at in zip(*marks, strict=True)]  # by mark, then by block
     return [
-        Span(
+        PhaseSpan(
             phase,
             layer,
             earliest_us=min(begins),
@@ -91,12 +91,12 @@ def spans(marks: Sequence[Sequence[int]]) -> list[Span]:
     ]
 
 
-def step_us(found: Sequence[Span]) -> float:
-    """The whole step without its border, as the median block plays it."""
+def step_us(found: Sequence[PhaseSpan]) -> float:
+    """The whole step without its step boundary, as the median block plays it."""
     return found[-1].end_us - found[0].begin_us
 
 
-def by_phase(found: Sequence[Span]) -> dict[str, Share]:
+def by_phase(found: Sequence[PhaseSpan]) -> dict[str, Share]:
     """Each phase in the whole step."""
     own = {phase: [span for span in found if span.phase == phase] for phase in PHASES}
     return {
@@ -105,7 +105,7 @@ def by_phase(found: Sequence[Span]) -> dict[str, Share]:
     }
 
 
-def timeline(found: Sequence[Span], title: str) -> str:
+def timeline(found: Sequence[PhaseSpan], title: str) -> str:
     """The step as a picture: a lane for each of the first layers, and one, on a scale of its own, for its end. A bar
     begins where the median block does; the thin line below reaches from the first block that begins to the last."""
     layers = [[span for span in found if span.layer == layer] for layer in range(SHOWN_LAYERS)]
@@ -135,16 +135,16 @@ def recorded(model: Model, *, n_prompt: int, n_gen: int, kv_type: KVType) -> lis
     context = n_prompt + n_gen + 2
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
     options = LoopOptions("persistent", 1, context, n_pages, kv_type, model.shape.vocab)
-    with closing(ByHand(Loop(model, options))) as driver:
+    with closing(LoopDriver(Loop(model, options))) as driver:
         start = driver.loop.start
         assert isinstance(start, TapeLoop)
         start.note_times()
-        driver.seat(0, [number % model.shape.vocab for number in range(1, n_prompt + 1)], most=n_gen)
+        driver.admit(0, [number % model.shape.vocab for number in range(1, n_prompt + 1)], most=n_gen)
         driver.run()
         return [[int(mark) for mark in own] for own in driver.loop.plan.buffer("clock").tensor.tolist()]
 
 
-def _scale(lanes: Sequence[Sequence[Span]]) -> float:
+def _scale(lanes: Sequence[Sequence[PhaseSpan]]) -> float:
     """Pixels of a microsecond, so that the longest of these lanes fills the width."""
     longest = max(max(lane[-1].end_us, lane[-1].latest_us) - lane[0].earliest_us for lane in lanes) or 1.0
     return (WIDTH - LEFT - 20) / longest
@@ -158,7 +158,7 @@ def _legend() -> Iterator[str]:
     yield f'<text x="{x}" y="39">us; the end has its own scale</text>'
 
 
-def _drawn(span: Span, zero_us: float, scale: float, y: float) -> Iterator[str]:
+def _drawn(span: PhaseSpan, zero_us: float, scale: float, y: float) -> Iterator[str]:
     """A bar, and its whisker in the strip below the lane; neighbours take turns, for whiskers may overlap."""
     number = PHASES.index(span.phase)
     earliest, begin, latest, end = (

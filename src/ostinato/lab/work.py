@@ -21,7 +21,7 @@ MOST_PASSES: Final = 2_000_000  # of one measurement: kernels of all its steps
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """So many token steps of so many passes over a vector. `blocks` 0: as many as the device has multiprocessors."""
 
     n: int = 1 << 20
@@ -81,7 +81,7 @@ class Data:
             chance.uniform(-reach, reach, (requests, n)).astype(np.float32),
         )
 
-    def expected(self, work: Work, factors: np.ndarray, requests: int = 1, device: str = "cpu") -> np.ndarray:
+    def expected(self, work: Workload, factors: np.ndarray, requests: int = 1, device: str = "cpu") -> np.ndarray:
         """What every element must be after every step, in float64; steps go to the requests in turn."""
         import torch
 
@@ -102,7 +102,7 @@ class Timing:
     """How long one start took for some work, by the clock of the device that did it."""
 
     start: str
-    work: Work
+    work: Workload
     step_us: tuple[float, ...]  # of each repeat
     max_abs_err: float
     largest: float  # of what should come out
@@ -141,16 +141,16 @@ class Machine(Protocol):
     sizes: tuple[str, ...]  # of a work, that make a difference here
     why_not: dict[str, str]  # starts that cannot run here, and why
 
-    def settle(self, work: Work) -> Work:
+    def settle(self, work: Workload) -> Workload:
         """The work with its open sizes filled in; refuses what cannot run here, naming the limit."""
 
-    def time(self, work: Work, start: str, repeats: int) -> Timing:
+    def time(self, work: Workload, start: str, repeats: int) -> Timing:
         """Play and check it; raises where the result is wrong."""
 
-    def body_us(self, work: Work) -> float:
+    def body_us(self, work: Workload) -> float:
         """How long one pass is by itself, without whatever starts it."""
 
-    def costs(self, work: Work) -> dict[str, StartCost]:
+    def costs(self, work: Workload) -> dict[str, StartCost]:
         """What each start adds to work of this grid, measured once with bodies of known length."""
 
     def facts(self) -> dict[str, Any]:
@@ -173,6 +173,6 @@ def error_of(found: np.ndarray, expected: np.ndarray) -> float:
     return float(np.abs(found.astype(np.float64) - expected).max())
 
 
-def with_values(work: Work, what: str, values: Sequence[int]) -> list[Work]:
+def with_values(work: Workload, what: str, values: Sequence[int]) -> list[Workload]:
     """The work once for each value of one of its sizes."""
     return [replace(work, **{what: value}) for value in values]  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The host's side of the rings: it stages seats, publishes inbox entries and reads outbox entries.
+"""The host's side of the rings: it stages admissions, publishes inbox entries and reads outbox entries.
 
 Entries are written first and the index that shows them last. A plain store is enough for that here: x86 keeps a
 writer's stores in order, and each index has its own 64 bytes. Nothing here is called by the loop; docs/ring.md draws
@@ -44,7 +44,7 @@ class OutEntry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Admission:
     """A sequence about to be admitted. `sampling` is settled; `position` is where its first token will stand."""
 
     generation: int
@@ -70,7 +70,7 @@ class HostSide:
 
     def __init__(self, tables: Tables) -> None:
         self._layout = tables.layout
-        self._seats = {name: tables.seats.host(name) for name in tables.seats.names}
+        self._admissions = {name: tables.admissions.host(name) for name in tables.admissions.names}
         rings = tables.rings
         self._words = rings.host("words")
         self._inbox, outbox = rings.host("inbox"), rings.host("outbox")
@@ -85,7 +85,7 @@ class HostSide:
         return int(self._words[word, 0])
 
     def set_yield(self, on: bool) -> None:
-        """Ask the loop to end at the next step border, or no longer."""
+        """Ask the loop to end at the next step boundary, or no longer."""
         self._words[Word.YIELD, 0] = on
 
     @property
@@ -96,28 +96,28 @@ class HostSide:
     # Inbox
 
     def check(self, sampling: Sampling, stop_ids: Sequence[int]) -> None:
-        """Refuse what a seat has no room for."""
+        """Refuse what a admission has no room for."""
         if len(stop_ids) > MAX_STOP_IDS:
             raise BadInput(f"{len(stop_ids)} token ids end this answer; at most {MAX_STOP_IDS} can (stop_ids)")
         if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
             raise BadInput(f"logit_bias has {len(sampling.logit_bias)} entries; at most {MAX_LOGIT_BIAS} can be given")
         sampling.check_ids(self._layout.vocab)
 
-    def stage(self, slot: int, seat: Seat) -> None:
-        """Write a seat. The slot must be free, and its last admission taken."""
-        s, row = seat.sampling, self._seats
+    def stage(self, slot: int, admission: Admission) -> None:
+        """Write a admission. The slot must be free, and its last admission taken."""
+        s, row = admission.sampling, self._admissions
         penalised = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0)
         numbers: dict[str, Any] = {
-            "generation": seat.generation,
-            "position": seat.position,
-            "left": seat.left,
-            "granted": seat.granted,
+            "generation": admission.generation,
+            "position": admission.position,
+            "left": admission.left,
+            "granted": admission.granted,
             "min_tokens": s.min_tokens,
             "top_k": min(s.top_k or 0, self._layout.vocab),
             "n_logprobs": s.logprobs or 0,
-            "n_stop": len(seat.stop_ids),
+            "n_stop": len(admission.stop_ids),
             "n_bias": len(s.logit_bias),
-            "constrained": seat.constrained,
+            "constrained": admission.constrained,
             "penalised": penalised,
             "temperature": s.temperature,
             "top_p": s.top_p,
@@ -129,18 +129,18 @@ class HostSide:
         }
         for name, value in numbers.items():
             row[name][slot] = value
-        row["stop_ids"][slot, : len(seat.stop_ids)] = list(seat.stop_ids)
+        row["stop_ids"][slot, : len(admission.stop_ids)] = list(admission.stop_ids)
         row["bias_ids"][slot, : len(s.logit_bias)] = list(s.logit_bias)
         row["bias_values"][slot, : len(s.logit_bias)] = list(s.logit_bias.values())
-        row["pages"][slot, : len(seat.pages)] = list(seat.pages)
-        if seat.mask is not None:
-            row["mask_bits"][slot] = seat.mask
+        row["pages"][slot, : len(admission.pages)] = list(admission.pages)
+        if admission.mask is not None:
+            row["mask_bits"][slot] = admission.mask
         if penalised:
-            row["prompt_bits"][slot] = bits_of(seat.prompt, self._layout.mask_words)
+            row["prompt_bits"][slot] = bits_of(admission.prompt, self._layout.mask_words)
         self._n_top[slot] = numbers["n_logprobs"]
 
     def admit(self, slot: int, generation: int) -> bool:
-        """Ask the loop to take in the seat of this slot; False, and nothing done, while the inbox is full."""
+        """Ask the loop to take in the admission of this slot; False, and nothing done, while the inbox is full."""
         return self._publish(InboxKind.ADMIT, slot, generation)
 
     def cancel(self, slot: int, generation: int) -> bool:
@@ -163,7 +163,7 @@ class HostSide:
 
     def mask(self, slot: int, generation: int, bits: np.ndarray) -> bool:
         """Let the next token of a constrained sequence be one whose bit is set; int32 words."""
-        self._seats["mask_bits"][slot] = bits
+        self._admissions["mask_bits"][slot] = bits
         return self._publish(InboxKind.MASK, slot, generation)
 
     def _publish(self, kind: InboxKind, slot: int, generation: int, rest: Iterable[int] = ()) -> bool:

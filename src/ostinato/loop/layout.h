@@ -7,7 +7,7 @@
 #define MAX_LOGIT_BIAS 512
 #define MAX_TOP 20
 #define N_WORDS 11
-#define N_SEAT_FIELDS 24
+#define N_ADMISSION_FIELDS 24
 #define SLOT_STATE_FREE 0
 #define SLOT_STATE_LIVE 1
 #define SLOT_STATE_PAUSED 2
@@ -57,10 +57,10 @@
 #define END_FAULT 4
 #define MAX_SLOTS 64
 struct View {
-    char *table, *seats, *rings;
+    char *table, *admissions, *rings;
     const long long* layout;
 };
-#define LAYOUT_MARK 3484430245  // layout[0]: the words are those of this header
+#define LAYOUT_MARK 854922307  // layout[0]: the words are those of this header
 #define N_SLOTS(view) ((int)(view).layout[1])
 #define MAX_PAGES(view) ((int)(view).layout[2])
 #define VOCAB(view) ((int)(view).layout[3])
@@ -110,34 +110,34 @@ struct View {
 #define TABLE_plan_hash(view) ((long long*)((view).table + (view).layout[47]))
 #define TABLE_epoch(view) ((long long*)((view).table + (view).layout[48]))
 #define TABLE_step_ns(view) ((long long*)((view).table + (view).layout[49]))
-#define SEAT_PLACES(view) ((view).layout + 50)  // of each field in turn
-#define SEAT_generation(view) ((int*)((view).seats + (view).layout[50]))
-#define SEAT_position(view) ((int*)((view).seats + (view).layout[51]))
-#define SEAT_left(view) ((int*)((view).seats + (view).layout[52]))
-#define SEAT_granted(view) ((int*)((view).seats + (view).layout[53]))
-#define SEAT_min_tokens(view) ((int*)((view).seats + (view).layout[54]))
-#define SEAT_top_k(view) ((int*)((view).seats + (view).layout[55]))
-#define SEAT_n_logprobs(view) ((int*)((view).seats + (view).layout[56]))
-#define SEAT_n_stop(view) ((int*)((view).seats + (view).layout[57]))
-#define SEAT_n_bias(view) ((int*)((view).seats + (view).layout[58]))
-#define SEAT_constrained(view) ((int*)((view).seats + (view).layout[59]))
-#define SEAT_penalised(view) ((int*)((view).seats + (view).layout[60]))
-#define SEAT_temperature(view) ((float*)((view).seats + (view).layout[61]))
-#define SEAT_top_p(view) ((float*)((view).seats + (view).layout[62]))
-#define SEAT_min_p(view) ((float*)((view).seats + (view).layout[63]))
-#define SEAT_repetition(view) ((float*)((view).seats + (view).layout[64]))
-#define SEAT_presence(view) ((float*)((view).seats + (view).layout[65]))
-#define SEAT_frequency(view) ((float*)((view).seats + (view).layout[66]))
-#define SEAT_seed(view) ((long long*)((view).seats + (view).layout[67]))
-#define SEAT_stop_ids(view) ((int*)((view).seats + (view).layout[68]))
-#define SEAT_bias_ids(view) ((int*)((view).seats + (view).layout[69]))
-#define SEAT_bias_values(view) ((float*)((view).seats + (view).layout[70]))
-#define SEAT_pages(view) ((int*)((view).seats + (view).layout[71]))
-#define SEAT_prompt_bits(view) ((int*)((view).seats + (view).layout[72]))
-#define SEAT_mask_bits(view) ((int*)((view).seats + (view).layout[73]))
+#define ADMISSION_PLACES(view) ((view).layout + 50)  // of each field in turn
+#define ADMISSION_generation(view) ((int*)((view).admissions + (view).layout[50]))
+#define ADMISSION_position(view) ((int*)((view).admissions + (view).layout[51]))
+#define ADMISSION_left(view) ((int*)((view).admissions + (view).layout[52]))
+#define ADMISSION_granted(view) ((int*)((view).admissions + (view).layout[53]))
+#define ADMISSION_min_tokens(view) ((int*)((view).admissions + (view).layout[54]))
+#define ADMISSION_top_k(view) ((int*)((view).admissions + (view).layout[55]))
+#define ADMISSION_n_logprobs(view) ((int*)((view).admissions + (view).layout[56]))
+#define ADMISSION_n_stop(view) ((int*)((view).admissions + (view).layout[57]))
+#define ADMISSION_n_bias(view) ((int*)((view).admissions + (view).layout[58]))
+#define ADMISSION_constrained(view) ((int*)((view).admissions + (view).layout[59]))
+#define ADMISSION_penalised(view) ((int*)((view).admissions + (view).layout[60]))
+#define ADMISSION_temperature(view) ((float*)((view).admissions + (view).layout[61]))
+#define ADMISSION_top_p(view) ((float*)((view).admissions + (view).layout[62]))
+#define ADMISSION_min_p(view) ((float*)((view).admissions + (view).layout[63]))
+#define ADMISSION_repetition(view) ((float*)((view).admissions + (view).layout[64]))
+#define ADMISSION_presence(view) ((float*)((view).admissions + (view).layout[65]))
+#define ADMISSION_frequency(view) ((float*)((view).admissions + (view).layout[66]))
+#define ADMISSION_seed(view) ((long long*)((view).admissions + (view).layout[67]))
+#define ADMISSION_stop_ids(view) ((int*)((view).admissions + (view).layout[68]))
+#define ADMISSION_bias_ids(view) ((int*)((view).admissions + (view).layout[69]))
+#define ADMISSION_bias_values(view) ((float*)((view).admissions + (view).layout[70]))
+#define ADMISSION_pages(view) ((int*)((view).admissions + (view).layout[71]))
+#define ADMISSION_prompt_bits(view) ((int*)((view).admissions + (view).layout[72]))
+#define ADMISSION_mask_bits(view) ((int*)((view).admissions + (view).layout[73]))
 #define RING_words(view) ((long long*)((view).rings + (view).layout[74]))
 #define RING_inbox(view) ((int*)((view).rings + (view).layout[75]))
 #define RING_outbox(view) ((int*)((view).rings + (view).layout[76]))
 #define RING_outbox_top_ids(view) ((int*)((view).rings + (view).layout[77]))
 #define RING_outbox_top_logprobs(view) ((float*)((view).rings + (view).layout[78]))
-#define SEAT_WORDS(view) ((view).layout + 79)  // int32 of one slot, of each field in turn
+#define ADMISSION_WORDS(view) ((view).layout + 79)  // int32 of one slot, of each field in turn

@@ -1,10 +1,10 @@
-"""Where everything lies that host and device both know: slot table, seats, rings and control words, written once.
+"""Where everything lies that host and device both know: slot table, admissions, rings and control words, written once.
 
 Three arenas, each one piece of memory. The *table* is the device's own: a row per slot and what a step leaves. The
-*seats* are the host's, read by the device when it admits: the same rows, staged. The *rings* are the host's, mapped:
-inbox, outbox and the words by which each side tells the other how far it is. `header()` emits the same offsets for
-CUDA and C++, and `words()` hands them to C++ that was compiled without them; docs/ring.md tells who may write what, and
-when.
+*admissions* are the host's, read by the device when it admits: the same rows, staged. The *rings* are the host's,
+mapped: inbox, outbox and the words by which each side tells the other how far it is. `header()` emits the same offsets
+for CUDA and C++, and `words()` hands them to C++ that was compiled without them; docs/ring.md tells who may write what,
+and when.
 """
 
 from __future__ import annotations
@@ -103,13 +103,13 @@ class Word(IntEnum):
 
     INBOX_HEAD = 0  # entries published since the start
     OUTBOX_TAIL = 1  # entries read since the start
-    YIELD = 2  # not 0: leave at the next step border
+    YIELD = 2  # not 0: leave at the next step boundary
     INBOX_TAIL = 3  # entries taken
     OUTBOX_HEAD = 4  # entries published
     STEPS = 5  # steps run
     LIVE = 6  # rows of the next step
     FAULT = 7  # a Fault
-    GO = 8  # 1: another step follows; 0: the loop has ended at this border
+    GO = 8  # 1: another step follows; 0: the loop has ended at this step boundary
     ENDS = 9  # how often the loop has ended
     WHY = 10  # why it last ended, an End
 
@@ -136,7 +136,7 @@ class End(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """An array in an arena: shape [slots, ...] in the table and the seats."""
+    """An array in an arena: shape [slots, ...] in the table and the admissions."""
 
     name: str
     kind: Kind
@@ -188,8 +188,8 @@ class Layout:
         return -(-self.vocab // 32)
 
     @cached_property
-    def seat_fields(self) -> tuple[Field, ...]:
-        """What an admission sets of a slot; the same in the table and in the seats."""
+    def admission_fields(self) -> tuple[Field, ...]:
+        """What an admission sets of a slot; the same in the table and in the admissions."""
         n = self.n_slots
         return _laid_out(
             [
@@ -222,11 +222,11 @@ class Layout:
 
     @cached_property
     def table_fields(self) -> tuple[Field, ...]:
-        """The seats' fields, what the loop keeps of each slot, and what a step leaves for its border."""
+        """The admissions' fields, what the loop keeps of each slot, and what a step leaves for its step boundary."""
         n = self.n_slots
         return _laid_out(
             [
-                *((f.name, f.kind, f.shape) for f in self.seat_fields),
+                *((f.name, f.kind, f.shape) for f in self.admission_fields),
                 ("state", "int32", (n,)),
                 ("token", "int32", (n,)),  # that the next step takes in
                 ("made", "int32", (n,)),  # tokens made since admission
@@ -246,7 +246,7 @@ class Layout:
                 ("first_top_logprobs", "float32", (n, MAX_TOP)),
                 ("plan_hash", "int64", (1,)),
                 ("epoch", "int64", (1,)),
-                ("step_ns", "int64", (1,)),  # when the last border ran, by the device's clock
+                ("step_ns", "int64", (1,)),  # when the last step boundary ran, by the device's clock
             ]
         )
 
@@ -264,14 +264,14 @@ class Layout:
         )
 
     def header(self, page_tokens: int) -> str:
-        """Offsets, sizes and numbers as C constants: what `loop/border.h` is compiled with for one engine."""
+        """Offsets, sizes and numbers as C constants: what `loop/step_boundary.h` is compiled with for one engine."""
         lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}"]
-        lines += ["struct View {", "    char *table, *seats, *rings;", "};"]
+        lines += ["struct View {", "    char *table, *admissions, *rings;", "};"]
         lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
         for arena, fields in self._arenas.items():
             lines += [_place(arena, field, str(field.offset)) for field in fields]
-        rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in self.seat_fields)
-        lines.append(f"#define SEAT_ROWS {rows}")
+        rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in self.admission_fields)
+        lines.append(f"#define ADMISSION_ROWS {rows}")
         return "\n".join(lines) + "\n"
 
     def words(self, page_tokens: int) -> np.ndarray:
@@ -282,12 +282,12 @@ class Layout:
         if self.n_slots > MAX_SLOTS:
             raise InternalError(f"a layout of {self.n_slots} slots; compiled objects have room for {MAX_SLOTS}")
         places = [field.offset for fields in self._arenas.values() for field in fields]
-        rows = [_row_words(field) for field in self.seat_fields]
+        rows = [_row_words(field) for field in self.admission_fields]
         return np.array([_mark(), *self._sizes(page_tokens).values(), *places, *rows], dtype=np.int64)
 
     @property
     def _arenas(self) -> dict[str, tuple[Field, ...]]:
-        return {"table": self.table_fields, "seats": self.seat_fields, "rings": self.ring_fields}
+        return {"table": self.table_fields, "admissions": self.admission_fields, "rings": self.ring_fields}
 
     def _sizes(self, page_tokens: int) -> dict[str, int]:
         """What C asks a view for."""
@@ -309,19 +309,19 @@ def words_header() -> str:
     """
     any_layout = Layout(1, 1, 1)
     lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {MAX_SLOTS}"]
-    lines += ["struct View {", "    char *table, *seats, *rings;", "    const long long* layout;", "};"]
+    lines += ["struct View {", "    char *table, *admissions, *rings;", "    const long long* layout;", "};"]
     lines.append(f"#define LAYOUT_MARK {_mark()}  // layout[0]: the words are those of this header")
     at = 1
     for name in any_layout._sizes(1):
         lines.append(f"#define {name}(view) ((int)(view).layout[{at}])")
         at += 1
     for arena, fields in any_layout._arenas.items():
-        if arena == "seats":
-            lines.append(f"#define SEAT_PLACES(view) ((view).layout + {at})  // of each field in turn")
+        if arena == "admissions":
+            lines.append(f"#define ADMISSION_PLACES(view) ((view).layout + {at})  // of each field in turn")
         for field in fields:
             lines.append(_place(arena, field, f"(view).layout[{at}]"))
             at += 1
-    lines.append(f"#define SEAT_WORDS(view) ((view).layout + {at})  // int32 of one slot, of each field in turn")
+    lines.append(f"#define ADMISSION_WORDS(view) ((view).layout + {at})  // int32 of one slot, of each field in turn")
     return "\n".join(lines) + "\n"
 
 
@@ -331,17 +331,17 @@ class Tables:
 
     layout: Layout
     table: Arena
-    seats: Arena
+    admissions: Arena
     rings: Arena
 
     @staticmethod
     def on(layout: Layout, device: torch.device) -> Tables:
-        """Zeroed arenas: the table on the device, seats and rings where both can reach them."""
+        """Zeroed arenas: the table on the device, admissions and rings where both can reach them."""
         pinned = device.type == "cuda"
         return Tables(
             layout,
             Arena(layout.table_fields, torch.zeros(arena_bytes(layout.table_fields), dtype=torch.uint8, device=device)),
-            Arena(layout.seat_fields, _host_bytes(arena_bytes(layout.seat_fields), pinned=pinned)),
+            Arena(layout.admission_fields, _host_bytes(arena_bytes(layout.admission_fields), pinned=pinned)),
             Arena(layout.ring_fields, _host_bytes(arena_bytes(layout.ring_fields), pinned=pinned)),
         )
 
@@ -392,7 +392,7 @@ def _numbers() -> list[str]:
         "MAX_LOGIT_BIAS": MAX_LOGIT_BIAS,
         "MAX_TOP": MAX_TOP,
         "N_WORDS": len(Word),
-        "N_SEAT_FIELDS": len(Layout(1, 1, 1).seat_fields),
+        "N_ADMISSION_FIELDS": len(Layout(1, 1, 1).admission_fields),
     }
     lines = [f"#define {name} {value}" for name, value in sizes.items()]
     for words in (SlotState, Finish, InboxKind, InboxWord, OutboxWord, Word, Fault, End):
@@ -401,8 +401,8 @@ def _numbers() -> list[str]:
 
 
 def _place(arena: str, field: Field, offset: str) -> str:
-    """A macro that gives a field's place in a view: TABLE_token(view), SEAT_token(view), RING_words(view)."""
-    prefix = {"table": "TABLE", "seats": "SEAT", "rings": "RING"}[arena]
+    """A macro that gives a field's place in a view: TABLE_token(view), ADMISSION_token(view), RING_words(view)."""
+    prefix = {"table": "TABLE", "admissions": "ADMISSION", "rings": "RING"}[arena]
     return f"#define {prefix}_{field.name}(view) (({_C[field.kind]}*)((view).{arena} + {offset}))"
 
 

@@ -53,7 +53,7 @@ class DecodeMode:
         if self._start.executable == 0:
             self._start.build()
         self._plan.check()
-        # What the loop compares at every step with what its border was built with.
+        # What the loop compares at every step with what its step boundary was built with.
         self._tables.table["plan_hash"][0] = self._plan.hash
         self._tables.table["epoch"][0] = self._start.executable
         if self._plan.device.type == "cuda":

@@ -57,7 +57,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step up to its border, which each start builds for itself: what the border decides is who paces."""
+    """A step up to its step boundary, which each start builds for itself: what the step boundary decides is who
+    paces."""
 
     device: torch.device
     buffers: tuple[Buffer, ...]
@@ -93,7 +94,7 @@ class Plan:
 
     @property
     def n_launches(self) -> int | None:
-        """Kernels of a step up to its border; None where some node leaves that to torch."""
+        """Kernels of a step up to its step boundary; None where some node leaves that to torch."""
         counts = [node.n_launches for node in self.nodes]
         return None if None in counts else sum(count for count in counts if count is not None)
 

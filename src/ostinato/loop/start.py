@@ -16,7 +16,7 @@ def next_executable() -> int:
     return next(_EXECUTABLES)
 
 
-class Work(Protocol):
+class PendingWork(Protocol):
     """Something that runs beside the loop, on the same device."""
 
     def done(self) -> bool:
@@ -79,7 +79,7 @@ class Start(Protocol):
         """Make the executable."""
 
     def launch(self) -> None:
-        """Begin: a border, then steps while it says go. Returns at once."""
+        """Begin: a step boundary, then steps while it says go. Returns at once."""
 
     @property
     def running(self) -> bool:
@@ -91,7 +91,7 @@ class Start(Protocol):
     def step(self) -> None:
         """One step, paced by the host, to its end: for comparisons."""
 
-    def beside(self, job: Callable[[], None]) -> Work:
+    def beside(self, job: Callable[[], None]) -> PendingWork:
         """Run a job on the device beside the loop, or behind it where it plays alone; one between two steps at most."""
 
     def failure(self) -> BaseException | None:

@@ -1,8 +1,8 @@
 """What models are made of: norms, linears, attention, feed-forward blocks, layers, and the model over them.
 
 Each block holds its weights and the ops it calls (`backends/torch/table.py`) and nothing about requests. What a forward
-remembers goes through a `Memory`, an argument, so a block does not know how it is kept. Shapes: x is [rows, hidden],
-one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
+remembers goes through a `ForwardState`, an argument, so a block does not know how it is kept. Shapes: x is [rows,
+hidden], one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.packed import Packed, Stack, Weight
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.tape.taped import Taped
+from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.torch.ops.activation import Activation
 from ostinato.backends.torch.table import Ops
 from ostinato.backends.torch.weight import rows_of
@@ -25,7 +25,7 @@ from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape
 
 
-class Memory(Protocol):
+class ForwardState(Protocol):
     """What one forward reads of its sequences and leaves for the next: keys and values, and recurrent states."""
 
     @property
@@ -51,7 +51,7 @@ class Memory(Protocol):
 class Angles:
     """Cosines and sines of this forward's rows for each kind of rope in the model."""
 
-    turns: dict[Rope, tuple[Tensor, Tensor]]
+    cos_sin: dict[Rope, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Linear:
     def dtype(self) -> torch.dtype:
         """What it multiplies in: tiles are the CPU's, and give float32; other packed weights are a GPU's."""
         first = self.weight.parts[0] if isinstance(self.weight, Stack) else self.weight
-        if isinstance(self.weight, Tensor | Taped):
+        if isinstance(self.weight, Tensor | TapeWeight):
             return self.weight.dtype
         return torch.float32 if isinstance(first, TileMatrix) else torch.bfloat16
 
@@ -101,7 +101,7 @@ class Attention:
     q_norm: Norm | None
     k_norm: Norm | None
 
-    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         s = self.shape
         heads = self.qkv(x).view(len(x), s.n_heads + 2 * s.n_kv_heads, s.head_width)
         qk, v = heads[:, : -s.n_kv_heads], heads[:, -s.n_kv_heads :]
@@ -109,7 +109,7 @@ class Attention:
             qk = torch.cat((self.q_norm(qk[:, : s.n_heads]), self.k_norm(qk[:, s.n_heads :])), 1)
         rope = s.ropes[self.layer]
         if rope is not None:
-            qk = self.ops.rope(qk, *angles.turns[rope], rope.pairing)
+            qk = self.ops.rope(qk, *angles.cos_sin[rope], rope.pairing)
         q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
         seen = memory.attend(self.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
         return self.out(seen.flatten(1))
@@ -169,7 +169,7 @@ class Layer:
     after_attention: Norm | None = None
     after_mlp: Norm | None = None
 
-    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         seen = self.attention(self.attention_norm(x), angles, memory)
         x = x + (seen if self.after_attention is None else self.after_attention(seen))
         thought = self.mlp(self.mlp_norm(x))
@@ -185,7 +185,7 @@ class PostNormLayer:
     mlp: Callable[[Tensor], Tensor]
     mlp_norm: Norm
 
-    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         x = self.attention_norm(x + self.attention(x, angles, memory))
         return self.mlp_norm(x + self.mlp(x))
 
@@ -205,7 +205,7 @@ class RankingHead:
 class AnyLayer(Protocol):
     """Rows [rows, hidden] to rows of the same shape."""
 
-    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor: ...
+    def __call__(self, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +230,7 @@ class Model:
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def hidden(self, tokens: Tensor, positions: Tensor, memory: Memory, types: Tensor | None = None) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
         """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.
 
         types int64 [rows], for models that tell two texts apart: 0, the first, unless given.
@@ -245,15 +245,15 @@ class Model:
             x = x * torch.tensor(self.shape.embedding_scale, dtype=x.dtype, device=x.device)
         return x
 
-    def through(self, x: Tensor, positions: Tensor, memory: Memory, types: Tensor | None = None) -> Tensor:
+    def through(self, x: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
         """Rows [rows, hidden], embedded tokens or given, to the last hidden rows; otherwise as `hidden`."""
-        x = self.enter(x, positions, types)
+        x = self.embed_inputs(x, positions, types)
         angles = self.angles(positions)
         for layer in self.layers:
             x = layer(x, angles, memory)
-        return self.leave(x)
+        return self.final_norm(x)
 
-    def enter(self, x: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+    def embed_inputs(self, x: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
         """Embedded rows to what the first layer takes in."""
         if self.type_embedding is not None:
             x = x + (self.type_embedding[0] if types is None else self.type_embedding[types])
@@ -265,9 +265,9 @@ class Model:
 
     def angles(self, positions: Tensor) -> Angles:
         """What rotary positions turn by, of every kind of rope in the model."""
-        return Angles({rope: rope.turns(positions, f) for rope, f in self.frequencies.items()})
+        return Angles({rope: rope.cos_sin(positions, f) for rope, f in self.frequencies.items()})
 
-    def leave(self, x: Tensor) -> Tensor:
+    def final_norm(self, x: Tensor) -> Tensor:
         """What the last layer gives to hidden rows, normalised."""
         return (x if self.norm is None else self.norm(x)).to(self.dtype)
 

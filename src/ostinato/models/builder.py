@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.packed import Packed, Stack
-from ostinato.backends.tape.taped import Taped
+from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.torch.table import Ops
 from ostinato.models.blocks import AnyLayer, Attention, Experts, GatedMLP, Linear, Model, Norm, PlainMLP, RankingHead
 from ostinato.models.recurrent import Conv, Decay, Mamba2Mixer, MambaMixer
@@ -196,7 +196,7 @@ class Builder:
         """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again."""
         s, w = self.shape, self.weights
         embedding = w.take_matrix(["token_embd.weight"], [(s.vocab, s.hidden)])
-        assert not isinstance(embedding, Stack | Taped)  # it is one tensor of a file
+        assert not isinstance(embedding, Stack | TapeWeight)  # it is one tensor of a file
         scale = self.scale([s.vocab], [s.multipliers.head])
         head_bias = w.has("output.bias")  # neither format states it: the file has one or not
         if s.tied_head:

@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.table import Ops
-from ostinato.models.blocks import Angles, Attention, Linear, Memory, Norm
+from ostinato.models.blocks import Angles, Attention, ForwardState, Linear, Norm
 from ostinato.models.shape import Mamba2Shape, MambaShape
 
 
 class Mixer(Protocol):
     """Rows [rows, hidden] to rows, with the past in memory."""
 
-    def __call__(self, x: Tensor, memory: Memory) -> Tensor: ...
+    def __call__(self, x: Tensor, memory: ForwardState) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class MambaMixer:
     norms: tuple[Norm, ...] | None  # of step, b and c, in falcon-mamba
     out: Linear
 
-    def __call__(self, x: Tensor, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, memory: ForwardState) -> Tensor:
         s, n_planes = self.shape, memory.n_planes
         conv_state, scan_state = memory.states(self.layer)
         u, gate = self.into(x.to(self.into.dtype)).view(memory.n_seqs, -1, 2 * s.inner).chunk(2, -1)
@@ -93,7 +93,7 @@ class Mamba2Mixer:
     norm_eps: float
     out: Linear
 
-    def __call__(self, x: Tensor, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, memory: ForwardState) -> Tensor:
         s, n_planes = self.shape, memory.n_planes
         conv_state, scan_state = memory.states(self.layer)
         runs = self.into(x.to(self.into.dtype)).view(memory.n_seqs, -1, s.inner + s.conv_width + s.n_heads)
@@ -130,7 +130,7 @@ class RecurrentLayer:
     norm: Norm
     mixer: Mixer
 
-    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         return x + self.mixer(self.norm(x), memory)
 
 
@@ -146,7 +146,7 @@ class HybridLayer:
     mlp_norm: Norm
     mlp: Callable[[Tensor], Tensor]
 
-    def __call__(self, x: Tensor, angles: Angles, memory: Memory) -> Tensor:
+    def __call__(self, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         normed = self.norm(x)
         mixed = self.mixer(normed * self.mixer_in, memory)
         x = x + (mixed + self.attention(normed * self.attention_in, angles, memory))

@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from ostinato.backends.allocate import Allocate, Arena, Measure, empty
+from ostinato.backends.allocate import Allocate, BumpAllocator, Measure, empty
 from ostinato.backends.torch.table import ops_for
 from ostinato.errors import UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
@@ -98,6 +98,6 @@ def build_model(
         measure = Measure()
         built(torch.device("meta"), measure)
         place = torch.device("cpu") if on_host else device
-        weights, model = built(place, Arena(measure.n_bytes, place))
+        weights, model = built(place, BumpAllocator(measure.n_bytes, place))
     weights.fill(progress)
     return without_matrices_on(model, device) if on_host else model

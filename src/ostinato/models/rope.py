@@ -39,7 +39,7 @@ class Rope:
         divisors = long or self.divisors
         return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float32)
 
-    def turns(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    def cos_sin(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines for positions [rows], float32 [rows, width / 2], amplified."""
         angles = positions.float().unsqueeze(-1) * frequencies
         return angles.cos() * self.amplitude, angles.sin() * self.amplitude
@@ -76,10 +76,10 @@ def yarn(
 ) -> tuple[float, ...]:
     """Pairs that turn more than beta_fast times within the original context keep their pace; slow ones stretch."""
 
-    def pair_that_turns(times: float) -> float:
+    def pair_that_rotates(times: float) -> float:
         return width * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))
 
-    low, high = pair_that_turns(beta_fast), pair_that_turns(beta_slow)
+    low, high = pair_that_rotates(beta_fast), pair_that_rotates(beta_slow)
     if truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
@@ -95,8 +95,8 @@ def yarn_amplitude(factor: float, share: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * share * math.log(factor) + 1.0
 
 
-def longrope_amplitude(stretch: float, original: int) -> float:
-    return 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+def longrope_amplitude(factor: float, original: int) -> float:
+    return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
 def from_config(c: Fields, width: int, *, kind: str | None = None, default_base: float = 10_000.0) -> Rope:
@@ -106,7 +106,7 @@ def from_config(c: Fields, width: int, *, kind: str | None = None, default_base:
         settings = settings.inside(kind)
     base = settings.positive("rope_theta", c.positive("rope_theta", default_base))
     scheme = settings.word("rope_type", settings.word("type", "default"))
-    width = _turning(settings, c, width)
+    width = _n_rotary(settings, c, width)
     rope = Rope(_above_one(base, c), width, "halves")
     match scheme:
         case "default":
@@ -124,18 +124,18 @@ def from_config(c: Fields, width: int, *, kind: str | None = None, default_base:
     )
 
 
-def _turning(settings: Fields, c: Fields, width: int) -> int:
+def _n_rotary(settings: Fields, c: Fields, width: int) -> int:
     share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", 1.0))
     return _within(int(width * share), width, c)
 
 
-def _within(turning: int, width: int, f: Fields) -> int:
-    if turning % 2 or not 2 <= turning <= min(width, WIDEST):
+def _within(n_rotary: int, width: int, f: Fields) -> int:
+    if n_rotary % 2 or not 2 <= n_rotary <= min(width, WIDEST):
         raise BadFile(
-            f"{f.path}: {turning} of a head's {width} elements turn by rotary positions; it must be an even number "
+            f"{f.path}: {n_rotary} of a head's {width} elements turn by rotary positions; it must be an even number "
             f"no larger than the head or {WIDEST}"
         )
-    return turning
+    return n_rotary
 
 
 def _above_one(base: float, f: Fields) -> float:
@@ -165,16 +165,16 @@ def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     original = s.integer(
         "original_max_position_embeddings", c.integer("original_max_position_embeddings", trained), least=2
     )
-    stretch = s.positive("factor", trained / original)
-    amplitude = s.positive("attention_factor", longrope_amplitude(stretch, original))
+    factor = s.positive("factor", trained / original)
+    amplitude = s.positive("attention_factor", longrope_amplitude(factor, original))
     short, long = s.numbers("short_factor", n), s.numbers("long_factor", n)
     return Rope(rope.base, rope.width, rope.pairing, short, amplitude, long, original)
 
 
 def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 10_000.0) -> Rope:
     """The rope that GGUF metadata states, tensors of factors apart (`with_factors`)."""
-    turning = _within(f.integer("rope.dimension_count", width), width, f)
-    rope = Rope(_above_one(f.positive("rope.freq_base", default_base), f), turning, pairing)
+    n_rotary = _within(f.integer("rope.dimension_count", width), width, f)
+    rope = Rope(_above_one(f.positive("rope.freq_base", default_base), f), n_rotary, pairing)
     # Old files state linear scaling by rope.scale_linear alone.
     scheme = f.word("rope.scaling.type", "linear" if f.has("rope.scale_linear") else "none")
     factor = f.positive("rope.scaling.factor", f.positive("rope.scale_linear", 1.0))
@@ -182,13 +182,13 @@ def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 
         case "none":
             return rope
         case "linear":
-            return rope if factor == 1 else _with(rope, linear(turning, factor))
+            return rope if factor == 1 else _with(rope, linear(n_rotary, factor))
         case "yarn":
             original = f.integer("rope.scaling.original_context_length", f.integer("context_length"))
             fast = f.positive("rope.scaling.yarn_beta_fast", 32.0)
             slow = f.positive("rope.scaling.yarn_beta_slow", 1.0)
             amplitude = f.positive("rope.scaling.attn_factor", 1.0) * yarn_amplitude(factor)
-            return _with(rope, yarn(turning, rope.base, factor, original, fast, slow), amplitude)
+            return _with(rope, yarn(n_rotary, rope.base, factor, original, fast, slow), amplitude)
         case "longrope":
             return rope  # its two sets of factors are tensors
     raise Unsupported(f"{f.path}: rope scaling {scheme!r} is not supported; known: none, linear, yarn, longrope")

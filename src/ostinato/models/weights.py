@@ -31,7 +31,7 @@ from torch import Tensor
 from ostinato.backends.allocate import Allocate, empty
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, Weight, laid_out, put
 from ostinato.backends.cuda.upload import THREADS, Uploads
-from ostinato.backends.native.tile_weights import Piece, TileReader
+from ostinato.backends.native.tile_weights import TilePiece, TileReader
 from ostinato.errors import BadFile
 from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.files.quants import BLOCKS
@@ -238,8 +238,8 @@ class Weights:
         """Refuse what nobody took, then read everything that was taken."""
         self._refuse_unused()
         pieces = [
-            *(Piece(self._n_bytes(name), partial(self._read, name, out)) for name, out in self._jobs),
-            *(Piece(sum(map(self._n_bytes, job.names)), partial(self._read_packed, job)) for job in self._packing),
+            *(TilePiece(self._n_bytes(name), partial(self._read, name, out)) for name, out in self._jobs),
+            *(TilePiece(sum(map(self._n_bytes, job.names)), partial(self._read_packed, job)) for job in self._packing),
         ]
         # The largest first, so that no thread is left with one big tensor at the end; tiles in the order of the file.
         pieces.sort(key=lambda piece: -piece.n_bytes)

@@ -1,4 +1,4 @@
-"""Answering a file of requests in this process: as many at once as the engine seats, each result written as it comes.
+"""Answering a file of requests in this process: as many at once as the engine admits, each result written as it comes.
 
 Every line is answered exactly once, however often the run is killed and started again (`batch_file.py`).
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ostinato.errors import EngineDead
-from ostinato.scale.batch_file import Asked, Damaged, Requests, Results, result_of, result_of_damaged
+from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
 from ostinato.scale.local import Load, LocalServer
 from ostinato.serve.settings import ServeOptions
 
@@ -45,49 +45,51 @@ class Tally:
         self.tokens += usage.get("completion_tokens", 0)
 
 
-Told = Callable[[Tally], None]
+OnProgress = Callable[[Tally], None]
 
 
-class Asker(Protocol):
+class Client(Protocol):
     """Whoever answers: the status, and the answer's JSON."""
 
     async def ask(self, path: str, body: bytes) -> tuple[int, bytes]: ...
 
 
 async def answer_all(
-    requests: Requests, results: Results, asker: Asker, *, at_once: int, told: Told = lambda _: None
+    requests: Requests, results: Results, client: Client, *, at_once: int, on_progress: OnProgress = lambda _: None
 ) -> Tally:
     """Answer every line that has no result yet."""
     tally = Tally(len(requests.lines), results.n_before)
-    told(tally)
+    on_progress(tally)
     left = requests.read(set(results.done))
     with closing(left):
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
-                    group.create_task(_answer(left, results, asker, tally, told))
+                    group.create_task(_answer(left, results, client, tally, on_progress))
         except ExceptionGroup as several:
             raise several.exceptions[0] from None  # the others were cancelled for it, or died of the same
     return tally
 
 
-async def _answer(left: Iterator[Asked | Damaged], results: Results, asker: Asker, tally: Tally, told: Told) -> None:
+async def _answer(
+    left: Iterator[BatchRequest | DamagedLine], results: Results, client: Client, tally: Tally, on_progress: OnProgress
+) -> None:
     """One of those who ask at once: the next line, until there is none."""
     for one in left:
-        if isinstance(one, Damaged):
+        if isinstance(one, DamagedLine):
             results.write(one.line.number, result_of_damaged(one))
             tally.damaged += 1
         else:
-            status, answer = await asked(asker, one.line.number, one.url, one.body)
+            status, answer = await asked(client, one.line.number, one.url, one.body)
             results.write(one.line.number, result_of(one, status, answer))
             tally.count(status, answer)
-        told(tally)
+        on_progress(tally)
 
 
-async def asked(asker: Asker, number: int, url: str, body: bytes) -> tuple[int, bytes]:
+async def asked(client: Client, number: int, url: str, body: bytes) -> tuple[int, bytes]:
     """The answer to one line. An engine that cannot answer now is no answer: the run ends, and can be started again."""
     while True:
-        status, answer = await asker.ask(url, body)
+        status, answer = await client.ask(url, body)
         if status == 503:
             raise EngineDead(f"line {number} was not answered: {_message(answer)}; the same command goes on")
         if status != 429:
@@ -103,14 +105,14 @@ def _message(answer: bytes) -> str:
 
 
 async def run_here(
-    options: ServeOptions, load: Load, requests: Requests, results: Results, *, told: Told = lambda _: None
+    options: ServeOptions, load: Load, requests: Requests, results: Results, *, on_progress: OnProgress = lambda _: None
 ) -> Tally:
     """The whole of it: load the model into this process and answer the file."""
     server = LocalServer(options, write=lambda _: None)
     loop = asyncio.get_running_loop()
     try:
         server.open(await loop.run_in_executor(None, load))
-        return await answer_all(requests, results, server, at_once=at_once(options), told=told)
+        return await answer_all(requests, results, server, at_once=at_once(options), on_progress=on_progress)
     finally:
         await loop.run_in_executor(None, server.close)
 

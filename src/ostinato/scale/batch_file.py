@@ -26,7 +26,7 @@ _ID: Final = re.compile(r"batch_req_(\d{1,15})_([0-9a-f]{16})")
 _OPENING: Final = b'{"id": "batch_req_'
 
 
-class Line(NamedTuple):
+class BatchLine(NamedTuple):
     """Where a line of the input is; `number` counts from one, as editors do."""
 
     number: int
@@ -40,20 +40,20 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class BatchRequest:
     """A line's request: the path and the body to post."""
 
-    line: Line
+    line: BatchLine
     custom_id: str
     url: str
     body: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Damaged:
+class DamagedLine:
     """A line that cannot be asked, and why."""
 
-    line: Line
+    line: BatchLine
     custom_id: str | None
     message: str
     code: str
@@ -74,7 +74,7 @@ class Requests:
         if not self.lines:
             raise BadInput(f"{path} holds no request; put one on each line, as docs/scale.md shows")
 
-    def read(self, done: set[int]) -> Generator[Asked | Damaged, None, None]:
+    def read(self, done: set[int]) -> Generator[BatchRequest | DamagedLine, None, None]:
         """The requests of all lines that are not done, in order."""
         first: dict[bytes, int] = {}
         with self.path.open("rb") as file:
@@ -82,7 +82,7 @@ class Requests:
                 if line.n_bytes > MOST_LINE_BYTES:
                     if line.number not in done:
                         words = f"the line has {line.n_bytes} bytes; {MOST_LINE_BYTES} are the most"
-                        yield Damaged(line, None, words, "line_too_long")
+                        yield DamagedLine(line, None, words, "line_too_long")
                     continue
                 file.seek(line.offset)
                 if _measured(file)[0] != line.sum:
@@ -94,19 +94,19 @@ class Requests:
                     before = first.setdefault(key, line.number)
                     if before != line.number:
                         words = f"custom_id {found.custom_id!r} is that of line {before} too; give each its own"
-                        found = Damaged(line, found.custom_id, words, "duplicate_custom_id")
+                        found = DamagedLine(line, found.custom_id, words, "duplicate_custom_id")
                 if line.number not in done:
                     yield found
 
 
-def scan(file: BinaryIO) -> Iterator[Line]:
+def scan(file: BinaryIO) -> Iterator[BatchLine]:
     """Every line that is not blank; a line of any length in bounded memory."""
     number, offset, n_bytes = 0, 0, -1
     while n_bytes:
         number += 1
         sum, n_bytes, blank = _measured(file)
         if not blank:
-            yield Line(number, offset, n_bytes, sum)
+            yield BatchLine(number, offset, n_bytes, sum)
         offset += n_bytes
 
 
@@ -121,12 +121,12 @@ def _measured(file: BinaryIO) -> tuple[str, int, bool]:
     return sum.hexdigest()[:16], n_bytes, blank
 
 
-def parse(line: Line, content: bytes) -> Asked | Damaged:
+def parse(line: BatchLine, content: bytes) -> BatchRequest | DamagedLine:
     """What a line asks for; whatever is wrong with it is told by name."""
     custom_id: str | None = None
 
-    def damaged(message: str, code: str = "invalid_request") -> Damaged:
-        return Damaged(line, custom_id, message, code)
+    def damaged(message: str, code: str = "invalid_request") -> DamagedLine:
+        return DamagedLine(line, custom_id, message, code)
 
     try:
         given = json.loads(content)
@@ -146,10 +146,10 @@ def parse(line: Line, content: bytes) -> Asked | Damaged:
         return damaged("body is missing, or is no JSON object")
     if body.get("stream"):
         return damaged("body.stream: a batch answers at the end of each line; leave it out")
-    return Asked(line, custom_id, url, json.dumps(body).encode())
+    return BatchRequest(line, custom_id, url, json.dumps(body).encode())
 
 
-def result_of(asked: Asked, status: int, answer: bytes) -> bytes:
+def result_of(asked: BatchRequest, status: int, answer: bytes) -> bytes:
     """The line of an answer, whatever its status."""
     try:
         body: Any = json.loads(answer)
@@ -160,12 +160,12 @@ def result_of(asked: Asked, status: int, answer: bytes) -> bytes:
     return _written(asked.line, asked.custom_id, response, None)
 
 
-def result_of_damaged(damaged: Damaged) -> bytes:
+def result_of_damaged(damaged: DamagedLine) -> bytes:
     """The line of a request that could not be asked."""
     return _written(damaged.line, damaged.custom_id, None, {"code": damaged.code, "message": damaged.message})
 
 
-def _written(line: Line, custom_id: str | None, response: Any, error: Any) -> bytes:
+def _written(line: BatchLine, custom_id: str | None, response: Any, error: Any) -> bytes:
     told = {"id": line.id, "custom_id": custom_id, "line": line.number, "response": response, "error": error}
     return json.dumps(told).encode() + b"\n"
 

@@ -15,8 +15,8 @@ from typing import Any
 from ostinato.errors import HardwareCannot, OstinatoError
 from ostinato.files.store import resolve
 from ostinato.llm import LLM
-from ostinato.scale.batch import Tally, Told, asked, at_once
-from ostinato.scale.batch_file import Asked, Damaged, Requests, Results, result_of, result_of_damaged
+from ostinato.scale.batch import OnProgress, Tally, asked, at_once
+from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
 from ostinato.scale.cluster import START_S, Talk, check_ray, free_nodes, joined, placed, told_elsewhere
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
@@ -29,7 +29,7 @@ def run_on_ray(
     *,
     replicas: int,
     address: str | None,
-    told: Told,
+    on_progress: OnProgress,
     talk: Talk = lambda _: None,
 ) -> Tally:
     """Answer every line that has no result yet, on so many engines."""
@@ -37,10 +37,10 @@ def run_on_ray(
     if address is None:
         resolve(options.model, talk=talk)  # before anything starts: a name that nobody knows, or a download
     tally = Tally(len(requests.lines), results.n_before)
-    told(tally)
-    lines: list[Asked] = []
+    on_progress(tally)
+    lines: list[BatchRequest] = []
     for one in requests.read(set(results.done)):
-        if isinstance(one, Damaged):
+        if isinstance(one, DamagedLine):
             results.write(one.line.number, result_of_damaged(one))
             tally.damaged += 1
         else:
@@ -55,14 +55,14 @@ def run_on_ray(
                 one = by_number[row["number"]]
                 if results.write(one.line.number, result_of(one, row["status"], row["answer"])):
                     tally.count(row["status"], row["answer"])
-                told(tally)
+                on_progress(tally)
         except ray.exceptions.RayError as error:
             raise _ours(error) from error
     return tally
 
 
 def _answered(
-    lines: list[Asked], options: ServeOptions, replicas: int, cpus: float, gpus: float
+    lines: list[BatchRequest], options: ServeOptions, replicas: int, cpus: float, gpus: float
 ) -> Iterator[dict[str, Any]]:
     """Rows with a line's number, its status and its answer, in any order, as they come."""
     import ray.data

@@ -50,7 +50,7 @@ _GONE: Final = "the replica that answered has died; ask again"
 def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
     """The application, bound and ready for `serve.run` or `serve deploy`."""
     load = options.load
-    seats = load.slots + load.queue + IN_PREPARATION
+    admissions = load.slots + load.queue + IN_PREPARATION
     routers = {"prefix": "PrefixRouter", "round_robin": "RoundRobinRouter"}
     imbalance = scaling.imbalance if scaling.imbalance is not None else max(2, load.slots // 2)
     number: dict[str, Any] = {"num_replicas": scaling.replicas}
@@ -66,11 +66,11 @@ def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
             }
         }
     engine = serve.deployment(
-        Engine,
+        EngineReplica,
         name=ENGINE,
         **number,
-        max_ongoing_requests=seats,
-        max_queued_requests=seats,
+        max_ongoing_requests=admissions,
+        max_queued_requests=admissions,
         max_constructor_retry_count=2,
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
@@ -86,7 +86,7 @@ def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
         serve.ingress()(Ingress),
         name=INGRESS,
         num_replicas=scaling.ingresses,
-        max_ongoing_requests=2 * seats * scaling.most,
+        max_ongoing_requests=2 * admissions * scaling.most,
         graceful_shutdown_timeout_s=scaling.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
@@ -94,7 +94,7 @@ def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
     return ingress.bind(options.to_json(), asdict(scaling), engine.bind(options.to_json(), scaling.gather_s))
 
 
-class Engine:
+class EngineReplica:
     """One replica: the server's application over one model, in a process of its own."""
 
     async def __init__(self, options: str, gather_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -144,7 +144,7 @@ class Engine:
             raise RuntimeError(service.why)
 
 
-class Front(Service):
+class GatewayService(Service):
     """The server's state as far as the ingress needs it: it has no model."""
 
     def __init__(self, options: ServeOptions, most: int) -> None:
@@ -173,7 +173,7 @@ class Ingress:
 
     def __init__(self, options: str, scaling: dict[str, Any], engine: DeploymentHandle) -> None:
         given, self._scaling = ServeOptions.from_json(options), ScaleOptions(**scaling)
-        self._front = Front(given, self._scaling.most)
+        self._front = GatewayService(given, self._scaling.most)
         self._engine = engine
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -191,7 +191,7 @@ class Ingress:
 class Forward:
     """The application behind the ingress's front: to a replica and back; what tells of all replicas is told here."""
 
-    def __init__(self, front: Front, engine: DeploymentHandle) -> None:
+    def __init__(self, front: GatewayService, engine: DeploymentHandle) -> None:
         self._front = front
         self._engine = engine
         self._stream = engine.options(stream=True).answer

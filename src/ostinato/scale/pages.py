@@ -54,9 +54,9 @@ def merged_health(facts: Sequence[dict[str, Any]], *, draining: bool) -> dict[st
 
 def merged_slots(slots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Every slot with its replica's name; counts added up."""
-    seats = [{**seat, "replica": one["replica"]} for one in slots for seat in one["slots"]]
+    admissions = [{**admission, "replica": one["replica"]} for one in slots for admission in one["slots"]]
     counts = {name: sum(one.get(name) or 0 for one in slots) for name in ("waiting", "tokens", "steps")}
     names = ("all", "used", "cached")
     pages = {name: sum((one.get("pages") or {}).get(name, 0) for one in slots) for name in names}
     gaps = next((one["gaps"] for one in slots if one.get("gaps")), None)
-    return {"slots": seats, "gaps": gaps, "pages": pages, **counts}
+    return {"slots": admissions, "gaps": gaps, "pages": pages, **counts}

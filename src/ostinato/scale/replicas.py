@@ -60,7 +60,7 @@ def run_replicas(
     return 0
 
 
-class Place(NamedTuple):
+class ServeAddress(NamedTuple):
     """Where Serve's proxy listens. `ours`: it is started with the replicas, and ends with them."""
 
     host: str
@@ -72,7 +72,7 @@ class Place(NamedTuple):
         return f"{self.host}:{self.port}" + (f" of the cluster's head, {self.head}" if self.head else "")
 
 
-def place_of(options: ServeOptions, ray: Any) -> Place:
+def place_of(options: ServeOptions, ray: Any) -> ServeAddress:
     """Where to listen: as asked. Refused where somebody else does, or where Serve listens elsewhere already."""
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     elsewhere = None if head == ray.util.get_node_ip_address() else head
@@ -81,7 +81,7 @@ def place_of(options: ServeOptions, ray: Any) -> Place:
         port = free_port(options) if elsewhere is None else options.port
         if not port:
             raise BadInput(f"--port 0 takes a free port of this machine, and the cluster's head is {head}; name one")
-        return Place(options.host, port, True, elsewhere)
+        return ServeAddress(options.host, port, True, elsewhere)
     if _is_there():
         raise BadInput(
             f"the cluster has an application {APP!r} already; end it where it was started, or with `serve shutdown`"
@@ -89,7 +89,7 @@ def place_of(options: ServeOptions, ray: Any) -> Place:
     if there != (options.host, options.port or there[1]):
         host, port = there
         raise BadInput(f"Serve runs on this cluster, and listens at {host}:{port}; give --host {host} --port {port}")
-    return Place(*there, False, elsewhere)
+    return ServeAddress(*there, False, elsewhere)
 
 
 def _listening() -> tuple[str, int] | None:
@@ -106,7 +106,7 @@ def free_port(options: ServeOptions) -> int:
         return int(probe.getsockname()[1])
 
 
-def start(options: ServeOptions, scaling: ScaleOptions, place: Place, signals: Signals) -> bool:
+def start(options: ServeOptions, scaling: ScaleOptions, place: ServeAddress, signals: Signals) -> bool:
     """Serve's proxy and the application, up and ready; or the reason why not. False where a signal came first."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
@@ -201,7 +201,7 @@ def _drain(signals: Signals, talk: Talk) -> None:
         talk(f"note: the ingress does not answer ({type(error).__name__}): nothing can be drained")
 
 
-def _stop(place: Place) -> None:
+def _stop(place: ServeAddress) -> None:
     """Take the application away, and Serve with it, unless it was there before or has others now."""
     from ray import serve
     from ray.exceptions import RayError

@@ -37,15 +37,15 @@ class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
     """Each in turn: what prefixes are compared with."""
 
     def initialize_state(self, **settings: Any) -> None:
-        self._turn = 0
+        self._next = 0
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         by_name = {str(replica.replica_id.unique_id): replica for replica in candidate_replicas}
         ordered = sorted(by_name)
-        self._turn += 1
-        at = self._turn % max(1, len(ordered))
+        self._next += 1
+        at = self._next % max(1, len(ordered))
         return [[by_name[name]] for name in full_last(ordered[at:] + ordered[:at], pending_request)]
 
 

@@ -23,7 +23,7 @@ _WARM: Final = 0.1  # of them come before anything is counted
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SimulatedLoad:
     """What a simulation saw."""
 
     p50_first_token_s: float
@@ -40,7 +40,9 @@ class _Request:
     first: float = 0.0
 
 
-def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N_REQUESTS, seed: int = 0) -> Played:
+def replica(
+    one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N_REQUESTS, seed: int = 0
+) -> SimulatedLoad:
     """One replica, asked at random times at that rate."""
     n = min(n, max(_FEWEST, _MOST_CHUNKS * CHUNK // demand.prompt))
     chance = random.Random(seed)
@@ -80,7 +82,7 @@ def replica(one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N
         live = [request for request in live if request.output_left > 0]
     waits = sorted(one.first - one.came for one in sorted(ended, key=lambda each: each.came)[int(_WARM * n) :])
     p50, p99 = (demand.route_s + _at(waits, share) for share in (0.5, 0.99))
-    return Played(p50, p99, gap_time / max(1, n_gaps), gap_time / now)
+    return SimulatedLoad(p50, p99, gap_time / max(1, n_gaps), gap_time / now)
 
 
 def _arrivals(demand: Demand, rate: float, n: int, chance: random.Random) -> list[_Request]:

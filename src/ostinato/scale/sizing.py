@@ -67,7 +67,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Working:
+class LoadEstimate:
     """One replica under a rate of requests, by the formula. Infinite where it cannot keep up."""
 
     rate: float
@@ -79,13 +79,13 @@ class Working:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SizingResult:
     """How many replicas, why so many, and how each will work."""
 
     replicas: int
     limit: Limit
     capacity: float  # requests per second of one replica, at most
-    working: Working
+    working: LoadEstimate
 
 
 def capacity(replica: Replica, demand: Demand, slots: int) -> float:
@@ -103,15 +103,15 @@ def _most_live(demand: Demand) -> float:
     return max(1.0, (demand.output - 1) / _chunks(demand))
 
 
-def working(replica: Replica, demand: Demand, slots: int, rate: float) -> Working:
+def working(replica: Replica, demand: Demand, slots: int, rate: float) -> LoadEstimate:
     """One replica that is asked so often."""
     load = rate / capacity(replica, demand, slots)
     crowd = crowd_of(replica, demand, slots, rate) if load < 1 else None
     first = None if crowd is None else _first_token(replica, demand, rate, crowd)
     if crowd is None or first is None:
-        return Working(rate, load, math.inf, math.inf, math.inf, math.inf)
+        return LoadEstimate(rate, load, math.inf, math.inf, math.inf, math.inf)
     gap = crowd.live / (rate * max(1, demand.output - 1))
-    return Working(rate, load, crowd.live, gap, *(demand.route_s + first.at(share) for share in (0.5, 0.99)))
+    return LoadEstimate(rate, load, crowd.live, gap, *(demand.route_s + first.at(share) for share in (0.5, 0.99)))
 
 
 @lru_cache(maxsize=256)
@@ -137,7 +137,7 @@ def _leaving(replica: Replica, demand: Demand, slots: int) -> tuple[Floats, Floa
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
+class LiveDistribution:
     """Who is on a replica: on average, at ten shares of the time, and the share of those who come and find no slot."""
 
     live: float
@@ -150,7 +150,7 @@ class Crowd:
         return 1 - self.no_slot * np.exp(-np.maximum(wait, 0) * self.going / _LESS_VARIED)
 
 
-def crowd_of(replica: Replica, demand: Demand, slots: int, rate: float) -> Crowd | None:
+def crowd_of(replica: Replica, demand: Demand, slots: int, rate: float) -> LiveDistribution | None:
     """The birth and death process; None where more come than go."""
     leave, live = _leaving(replica, demand, slots)
     last = rate / leave[-1]
@@ -161,18 +161,20 @@ def crowd_of(replica: Replica, demand: Demand, slots: int, rate: float) -> Crowd
     weights[-1] /= 1 - last  # with those beyond the slots
     weights /= weights.sum()
     at = np.searchsorted(np.cumsum(weights), _LIVES)
-    return Crowd(float(weights @ live), live[np.minimum(at, slots)], float(weights[-1]), float(leave[-1] - rate))
+    return LiveDistribution(
+        float(weights @ live), live[np.minimum(at, slots)], float(weights[-1]), float(leave[-1] - rate)
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _First:
+class _FirstTokenWait:
     """The time to the first token: what it takes without waiting, as points with weights, and the waits."""
 
     alone: Floats
     weights: Floats
     grid: Floats
     prompts: Floats  # shares of those who wait no longer than the grid says for earlier prompts
-    crowd: Crowd
+    crowd: LiveDistribution
 
     def at(self, share: float) -> float:
         """So many have theirs by then."""
@@ -186,7 +188,7 @@ class _First:
         return high
 
 
-def _first_token(replica: Replica, demand: Demand, rate: float, crowd: Crowd) -> _First | None:
+def _first_token(replica: Replica, demand: Demand, rate: float, crowd: LiveDistribution) -> _FirstTokenWait | None:
     """None where prompts alone, with the steps beside them, are more than the device can do."""
     steps = np.where(crowd.lives >= 0.5, replica.base_s + replica.each_s * np.maximum(crowd.lives, 1), 0.0)
     tokens = demand.prompt * _LENGTHS[:, None]
@@ -201,7 +203,7 @@ def _first_token(replica: Replica, demand: Demand, rate: float, crowd: Crowd) ->
     rest = (alone[:, :, None] + steps[:, None] * (np.arange(4) + 0.5) / 4).ravel()
     points = np.concatenate([alone.ravel(), rest])
     weights = np.concatenate([np.full(alone.size, busy / alone.size), np.full(rest.size, (1 - busy) / rest.size)])
-    return _First(points, weights, grid, prompts, crowd)
+    return _FirstTokenWait(points, weights, grid, prompts, crowd)
 
 
 def _prompt_waits(service: Floats, busy: float) -> tuple[Floats, Floats]:
@@ -220,11 +222,11 @@ def _prompt_waits(service: Floats, busy: float) -> tuple[Floats, Floats]:
     return grid, np.cumsum(waits)
 
 
-def size(replica: Replica, demand: Demand, slots: int) -> Answer:
+def size(replica: Replica, demand: Demand, slots: int) -> SizingResult:
     """The smallest number of replicas that the formula allows."""
     most = capacity(replica, demand, slots)
 
-    def at(n: int) -> Working:
+    def at(n: int) -> LoadEstimate:
         return working(replica, demand, slots, demand.rps / n)
 
     def enough(n: int) -> bool:
@@ -240,7 +242,7 @@ def size(replica: Replica, demand: Demand, slots: int) -> Answer:
     n = smallest(enough, least)
     if n is None:
         raise BadInput(f"more than {MOST_REPLICAS} replicas would be needed; is {replica.source} of the right model?")
-    return Answer(n, _limit(replica, demand, slots, n, least), most, at(n))
+    return SizingResult(n, _limit(replica, demand, slots, n, least), most, at(n))
 
 
 def smallest(enough: Callable[[int], bool], least: int) -> int | None:

@@ -21,14 +21,14 @@ from ostinato.llm import LLM
 from ostinato.options import MAX_SEED, Sampling
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
-from ostinato.serve.mailbox import Box
 from ostinato.serve.service import Service
+from ostinato.serve.token_queue import TokenQueue
 
 LONGEST_WAIT_FOR_SUM_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationInput:
     """One answer that is asked for. `show`: special tokens whose text the answer shows, because somebody reads it."""
 
     ids: list[int]
@@ -37,7 +37,7 @@ class Ask:
     show: tuple[str, ...] = ()
 
 
-class Heard(NamedTuple):
+class TokenUpdate(NamedTuple):
     """One token of an answer, and the piece of text that it brought."""
 
     number: int  # of the answer
@@ -45,11 +45,11 @@ class Heard(NamedTuple):
     piece: Piece
 
 
-def repeated(asks: Sequence[Ask], n: int) -> list[Ask]:
+def repeated(inputs: Sequence[GenerationInput], n: int) -> list[GenerationInput]:
     """Each of them n times, with seeds that differ by one, so that the answers do."""
     return [
         replace(ask, sampling=replace(ask.sampling, seed=((ask.sampling.seed or 0) + number) % (MAX_SEED + 1)))
-        for ask in asks
+        for ask in inputs
         for number in range(n)
     ]
 
@@ -57,20 +57,22 @@ def repeated(asks: Sequence[Ask], n: int) -> list[Ask]:
 class Answers:
     """Everything that one HTTP request asked for. `n`: how many answers each prompt has, one after the other."""
 
-    def __init__(self, service: Service, llm: LLM, asks: Sequence[Ask], n: int, record: Record, field: str) -> None:
+    def __init__(
+        self, service: Service, llm: LLM, inputs: Sequence[GenerationInput], n: int, record: Record, field: str
+    ) -> None:
         """`field` is where the prompts came from, for whoever is told that one is too long."""
         load = service.options.load
         most = min(service.limits.choices, load.slots + load.queue)  # more would never find room
-        if len(asks) > most:
-            message = f"{len(asks)} answers are asked for; at most {most} can be at once"
+        if len(inputs) > most:
+            message = f"{len(inputs)} answers are asked for; at most {most} can be at once"
             raise Refusal(400, message, param="n" if n > 1 else field)
-        self._service, self._llm, self._asks, self._n, self._record = service, llm, asks, n, record
+        self._service, self._llm, self._inputs, self._n, self._record = service, llm, inputs, n, record
         self._field = field
-        self._box = Box(service.limits.unread_tokens, self.cancel)
+        self._box = TokenQueue(service.limits.unread_tokens, self.cancel)
         self._answers: list[Answer] = []
-        self._last_ns = [0] * len(asks)
-        self.completions: list[Completion | None] = [None] * len(asks)
-        self._left = len(asks)
+        self._last_ns = [0] * len(inputs)
+        self.completions: list[Completion | None] = [None] * len(inputs)
+        self._left = len(inputs)
         self.n_tokens = 0
         self.host_s = 0.0
 
@@ -84,13 +86,13 @@ class Answers:
         service = self._service
         service.boxes.add(self._box)
         record = self._record
-        record.prompt_tokens = sum(len(ask.ids) for ask in self._asks[:: self._n])
+        record.prompt_tokens = sum(len(ask.ids) for ask in self._inputs[:: self._n])
         if service.options.log_prompts:
-            record.prompt = [self._llm.tokenizer.decode(ask.ids, special=True) for ask in self._asks[:: self._n]]
+            record.prompt = [self._llm.tokenizer.decode(ask.ids, special=True) for ask in self._inputs[:: self._n]]
         if not generate:
             self._left = 0
         try:
-            for index, ask in enumerate(self._asks if generate else ()):
+            for index, ask in enumerate(self._inputs if generate else ()):
                 self._answers.append(await service.in_thread(self._submit, index, ask))
         except BaseException as error:
             self.close()
@@ -99,11 +101,11 @@ class Answers:
             raise
         service.metrics.prompt_tokens.inc(record.prompt_tokens)
 
-    def _submit(self, index: int, ask: Ask) -> Answer:
-        sink = self._service.mailbox.sink(self._box, index)
+    def _submit(self, index: int, ask: GenerationInput) -> Answer:
+        sink = self._service.dispatcher.sink(self._box, index)
         return self._llm.submit(ask.ids, ask.sampling, fresh=ask.fresh, show=ask.show, sink=sink)
 
-    async def more(self) -> list[Heard]:
+    async def more(self) -> list[TokenUpdate]:
         """What came since the last time, waiting for it; nothing where nothing came for a while."""
         box, limits = self._box, self._service.limits
         first = box.take()
@@ -117,17 +119,17 @@ class Answers:
             self._check()
             first = box.take()
         began = time.perf_counter()
-        heard: list[Heard] = []
+        heard: list[TokenUpdate] = []
         message = first
         while message is not None:
             index, content = message
             if self.completions[index] is None:  # else it is past a stop string
-                heard.append(self._hear(index, content))
+                heard.append(self._receive(index, content))
             message = box.take()
         self.host_s += time.perf_counter() - began
         return heard
 
-    def _hear(self, index: int, message: object) -> Heard:
+    def _receive(self, index: int, message: object) -> TokenUpdate:
         if isinstance(message, EngineDead):
             self._service.die(str(message))
         if isinstance(message, Exception):
@@ -145,7 +147,7 @@ class Answers:
             answer.source.cancel()  # a stop string ends it before the engine would
             self.completions[index] = piece.completion
             self._left -= 1
-        return Heard(index, message, piece)
+        return TokenUpdate(index, message, piece)
 
     def _check(self) -> None:
         limits = self._service.limits

@@ -27,7 +27,7 @@ from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
 from ostinato.serve.embeddings import embed
 from ostinato.serve.errors import Refusal, error_response, refusal_of
-from ostinato.serve.front import Front
+from ostinato.serve.front import Gateway
 from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.service import Service
@@ -103,7 +103,7 @@ def create_app(service: Service) -> ASGIApp:
 
 def guarded(app: ASGIApp, service: Service) -> ASGIApp:
     """An application behind the front: keys, hosts, bodies, ids; and pages of other origins, where they may come."""
-    front: ASGIApp = Front(app, service)
+    front: ASGIApp = Gateway(app, service)
     if service.options.cors:
         front = CORSMiddleware(
             front,

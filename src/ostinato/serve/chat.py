@@ -13,7 +13,7 @@ from starlette.responses import Response
 from ostinato.llm import LLM
 from ostinato.options import Sampling
 from ostinato.serve import logprobs
-from ostinato.serve.answers import Answers, Ask, Heard, repeated
+from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.reply import Head, events, whole
@@ -34,23 +34,25 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     n = body.n_choices
     answers = Answers(service, llm, repeated([prepared.ask], n), n, record, "messages")
     await answers.start()
-    teller = ChatTeller(llm.tokenizer, [prepared.reader() for _ in range(n)], wants_logprobs=bool(body.logprobs))
+    formatter = ChatReplyFormatter(
+        llm.tokenizer, [prepared.reader() for _ in range(n)], wants_logprobs=bool(body.logprobs)
+    )
     head = Head(f"chatcmpl-{record.id}", "chat.completion", int(service.clock()), service.model_id)
     if body.stream:
         options = body.stream_options or StreamOptions()
-        made = events(answers, teller, head, options, record, "chat.completion.chunk")
+        made = events(answers, formatter, head, options, record, "chat.completion.chunk")
         return EventStream(made, answers, record, service.limits.write_s)
-    return await at_once(request, whole(answers, teller, head, record), answers)
+    return await at_once(request, whole(answers, formatter, head, record), answers)
 
 
 # Before
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedChat:
     """A conversation, ready to be asked; `reader` makes what reads one answer's text."""
 
-    ask: Ask
+    ask: GenerationInput
     reader: Callable[[], AnswerReader]
 
 
@@ -74,7 +76,7 @@ def rendered(service: Service, llm: LLM, body: ChatBody) -> Rendered:
     return Rendered(text, callable_now, choice)
 
 
-def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prepared:
+def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> PreparedChat:
     """What is asked of the engine, and what will read its answer."""
     text, tools, speaks = asked.text, asked.tools, service.tool_format
     service.check_length(text, "messages")
@@ -94,7 +96,7 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
             most_calls=None if parallel else 1,  # no grammar holds a model that may call to one call
         )
 
-    return Prepared(Ask(llm.chat_ids(text), sampling, True, show), reader)
+    return PreparedChat(GenerationInput(llm.chat_ids(text), sampling, True, show), reader)
 
 
 def _calling(
@@ -136,18 +138,18 @@ def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
 # After
 
 
-class ChatTeller:
+class ChatReplyFormatter:
     """Tells answers as messages."""
 
     def __init__(self, tokenizer: Tokenizer, readers: Sequence[AnswerReader], *, wants_logprobs: bool) -> None:
-        self._made = [_Choice(index, tokenizer, reader, wants_logprobs) for index, reader in enumerate(readers)]
+        self._made = [_ChatChoice(index, tokenizer, reader, wants_logprobs) for index, reader in enumerate(readers)]
 
     def opening(self) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None} for one in self._made]
 
-    def told(self, heard: Heard) -> list[dict[str, Any]]:
-        return self._made[heard.number].told(heard)
+    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
+        return self._made[update.number].format_update(update)
 
     def choices(self) -> list[dict[str, Any]]:
         return [one.whole() for one in self._made]
@@ -156,22 +158,22 @@ class ChatTeller:
         return [one.reason for one in self._made]
 
 
-class _Choice:
+class _ChatChoice:
     """One answer of a chat, so far."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, reader: AnswerReader, wants_logprobs: bool) -> None:
         self.index, self.reason = index, ""
         self._tokenizer, self._reader = tokenizer, reader
-        self._untold = logprobs.Untold() if wants_logprobs else None
-        self._told: list[Any] = []  # tokens whose logprobs were told
+        self._pending = logprobs.PendingTokens() if wants_logprobs else None
+        self._sent: list[Any] = []  # tokens whose logprobs were told
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
 
-    def told(self, heard: Heard) -> list[dict[str, Any]]:
-        _, token, piece = heard
-        if self._untold is not None:
-            self._untold.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
+    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
+        _, token, piece = update
+        if self._pending is not None:
+            self._pending.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
         deltas = self._reader.feed(piece.text)
         if piece.finish_reason is not None:
             deltas += self._reader.finish()
@@ -186,8 +188,8 @@ class _Choice:
         return {"index": self.index, "delta": delta, "logprobs": self._logprobs(), "finish_reason": reason}
 
     def _logprobs(self) -> dict[str, Any] | None:
-        tokens = [] if self._untold is None else self._untold.take()
-        self._told += tokens
+        tokens = [] if self._pending is None else self._pending.take()
+        self._sent += tokens
         return logprobs.for_chat(self._tokenizer, tokens) if tokens else None
 
     def _told_as(self, delta: Delta) -> dict[str, Any]:
@@ -215,7 +217,7 @@ class _Choice:
             message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
             message |= {"content": content or None, "tool_calls": self._calls}
-        told = None
-        if self._untold is not None:
-            told = logprobs.for_chat(self._tokenizer, [*self._told, *self._untold.take()])
-        return {"index": self.index, "message": message, "logprobs": told, "finish_reason": self.reason}
+        format_update = None
+        if self._pending is not None:
+            format_update = logprobs.for_chat(self._tokenizer, [*self._sent, *self._pending.take()])
+        return {"index": self.index, "message": message, "logprobs": format_update, "finish_reason": self.reason}

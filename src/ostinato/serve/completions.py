@@ -11,10 +11,10 @@ from starlette.responses import Response
 
 from ostinato.engine.prompt import check_prompt
 from ostinato.llm import LLM
-from ostinato.serve.answers import Answers, Ask, Heard, repeated
+from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
-from ostinato.serve.logprobs import CompletionLogprobs, Entry, Untold, joined
+from ostinato.serve.logprobs import CompletionLogprobs, Entry, PendingTokens, joined
 from ostinato.serve.reply import Head, events, whole
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import CompletionBody, StreamOptions
@@ -33,24 +33,26 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     if echoes is None:
         return client_gone(record)
     await answers.start(generate=body.max_tokens != 0)
-    teller = CompletionTeller([_Choice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))])
+    formatter = CompletionReplyFormatter(
+        [_CompletionChoice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))]
+    )
     head = Head(f"cmpl-{record.id}", "text_completion", int(service.clock()), service.model_id)
     if body.stream:
         options = body.stream_options or StreamOptions()
-        made = events(answers, teller, head, options, record, head.kind)
+        made = events(answers, formatter, head, options, record, head.kind)
         return EventStream(made, answers, record, service.limits.write_s)
-    return await at_once(request, whole(answers, teller, head, record), answers)
+    return await at_once(request, whole(answers, formatter, head, record), answers)
 
 
 # Before
 
 
-def prepare(service: Service, llm: LLM, body: CompletionBody) -> list[Ask]:
+def prepare(service: Service, llm: LLM, body: CompletionBody) -> list[GenerationInput]:
     """Tokenize and check; in a thread, because a prompt may be long."""
     if body.stream_options is not None and not body.stream:
         raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
     sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
-    return [Ask(_ids(service, llm, prompt), sampling, False) for prompt in body.prompts]
+    return [GenerationInput(_ids(service, llm, prompt), sampling, False) for prompt in body.prompts]
 
 
 def _ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:
@@ -70,7 +72,9 @@ class Echo(NamedTuple):
     entries: Sequence[Entry]
 
 
-async def _echoes(service: Service, llm: LLM, body: CompletionBody, prompts: Sequence[Ask]) -> list[Echo | None]:
+async def _echoes(
+    service: Service, llm: LLM, body: CompletionBody, prompts: Sequence[GenerationInput]
+) -> list[Echo | None]:
     """What is shown of each prompt."""
     if not body.echo:
         return [None] * len(prompts)
@@ -79,7 +83,7 @@ async def _echoes(service: Service, llm: LLM, body: CompletionBody, prompts: Seq
     if n_top is None:
         return [Echo(text, ()) for text in texts]
     entries = await service.beside(lambda: [_entries(llm, prompt.ids, n_top) for prompt in prompts])
-    return [Echo(*told) for told in zip(texts, entries, strict=True)]
+    return [Echo(*format_update) for format_update in zip(texts, entries, strict=True)]
 
 
 def _entries(llm: LLM, ids: Sequence[int], n_top: int) -> list[Entry]:
@@ -90,18 +94,18 @@ def _entries(llm: LLM, ids: Sequence[int], n_top: int) -> list[Entry]:
 # After
 
 
-class CompletionTeller:
+class CompletionReplyFormatter:
     """Tells answers as texts."""
 
-    def __init__(self, choices: Sequence[_Choice]) -> None:
+    def __init__(self, choices: Sequence[_CompletionChoice]) -> None:
         self._made = choices
 
     def opening(self) -> list[dict[str, Any]]:
         """Nothing, unless a prompt is to be echoed."""
         return [one.opening() for one in self._made if one.echo is not None]
 
-    def told(self, heard: Heard) -> list[dict[str, Any]]:
-        return self._made[heard.number].told(heard)
+    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
+        return self._made[update.number].format_update(update)
 
     def choices(self) -> list[dict[str, Any]]:
         return [one.whole() for one in self._made]
@@ -110,7 +114,7 @@ class CompletionTeller:
         return [one.reason for one in self._made]
 
 
-class _Choice:
+class _CompletionChoice:
     """One answer, so far."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, echo: Echo | None, body: CompletionBody) -> None:
@@ -124,19 +128,19 @@ class _Choice:
             of_prompt = CompletionLogprobs(tokenizer, body.logprobs, at_start=True)
             self._parts.append(of_prompt.part([] if echo is None else echo.entries))
             self._logprobs = CompletionLogprobs(tokenizer, body.logprobs, len(text), at_start=False)
-        self._untold = Untold()
+        self._pending = PendingTokens()
 
     def opening(self) -> dict[str, Any]:
         return self._chunk(self._texts[0], self._parts[0] if self._parts else None, self.reason or None)
 
-    def told(self, heard: Heard) -> list[dict[str, Any]]:
-        _, token, piece = heard
-        self._untold.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
+    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
+        _, token, piece = update
+        self._pending.add(token, met_stop=piece.finish_reason == "stop" and token.finish_reason != "stop")
         if not piece.text and piece.finish_reason is None:
             return []
         self._texts.append(piece.text)
         self.reason = piece.finish_reason or ""
-        tokens, part = self._untold.take(), None
+        tokens, part = self._pending.take(), None
         if tokens and self._logprobs is not None:
             part = self._logprobs.part(tokens)
             self._parts.append(part)
@@ -145,5 +149,5 @@ class _Choice:
     def whole(self) -> dict[str, Any]:
         return self._chunk("".join(self._texts), joined(self._parts) if self._parts else None, self.reason)
 
-    def _chunk(self, text: str, told: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": told, "finish_reason": reason}
+    def _chunk(self, text: str, format_update: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": self.index, "text": text, "logprobs": format_update, "finish_reason": reason}

@@ -83,7 +83,7 @@ def is_address_or_local(host: str) -> bool:
     return True
 
 
-class Front:
+class Gateway:
     """The middleware."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:

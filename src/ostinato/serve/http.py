@@ -11,11 +11,11 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ostinato.serve.settings import Limits
+from ostinato.serve.settings import ServeLimits
 
 IDLE_CONNECTION_S: Final = 30
 BACKLOG: Final = 1024
-GOODBYE_S: Final = 5
+SHUTDOWN_TIMEOUT_S: Final = 5
 
 
 def protocol_with(head_s: float) -> type[HttpToolsProtocol]:
@@ -52,7 +52,7 @@ def protocol_with(head_s: float) -> type[HttpToolsProtocol]:
 class HttpServer(uvicorn.Server):
     """uvicorn over an application. Signals are the worker's own: a server that drains still answers."""
 
-    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+    def __init__(self, app: ASGIApp, limits: ServeLimits) -> None:
         settings: dict[str, Any] = {
             "http": protocol_with(limits.head_s),
             "ws": "none",
@@ -64,7 +64,7 @@ class HttpServer(uvicorn.Server):
             "proxy_headers": False,
             "backlog": BACKLOG,
             "timeout_keep_alive": IDLE_CONNECTION_S,
-            "timeout_graceful_shutdown": GOODBYE_S,
+            "timeout_graceful_shutdown": SHUTDOWN_TIMEOUT_S,
         }
         super().__init__(uvicorn.Config(app, **settings))
 

@@ -107,7 +107,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """What came of a load. Seconds; tokens as the server counted them."""
 
     seconds: float
@@ -123,13 +123,13 @@ class Report:
     whole_s: Spread | None
 
 
-def report(outcomes: Sequence[Outcome]) -> Report:
+def report(outcomes: Sequence[Outcome]) -> LoadReport:
     """The figures of a load; requests that failed count as errors and in nothing else."""
     good = [one for one in outcomes if one.error is None]
     began = min((one.asked for one in outcomes), default=0.0)
     seconds = max((one.ended for one in outcomes), default=0.0) - began
     tokens = sum(one.n_tokens for one in good)
-    return Report(
+    return LoadReport(
         seconds=seconds,
         answered=len(good),
         errors=dict(Counter(one.error for one in outcomes if one.error is not None)),

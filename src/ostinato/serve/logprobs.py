@@ -81,7 +81,7 @@ def _text(shown: bytes) -> str:
     return shown.decode(errors="replace")
 
 
-class Untold:
+class PendingTokens:
     """Tokens whose log-probabilities are still to be told: with the text that shows them, or never."""
 
     def __init__(self) -> None:

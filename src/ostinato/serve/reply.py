@@ -1,4 +1,4 @@
-"""A reply in OpenAI's outer shape, chunk by chunk or whole; what a choice looks like inside is its `Teller`'s.
+"""A reply in OpenAI's outer shape, chunk by chunk or whole; what a choice looks like inside is its `ReplyFormatter`'s.
 
 The order of a stream: an opening for each choice, their deltas as they come, each choice's end, the usage where it was
 asked for, `[DONE]`. While nothing comes, comments keep the connection alive.
@@ -11,19 +11,19 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from ostinato.serve.answers import Answers, Heard
+from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.log import Record
 from ostinato.serve.shapes import StreamOptions
 from ostinato.serve.stream import DONE, KEEP_ALIVE, event
 
 
-class Teller(Protocol):
+class ReplyFormatter(Protocol):
     """Tells one kind of answers: chats, or completions."""
 
     def opening(self) -> list[dict[str, Any]]:
         """A choice each, before any token."""
 
-    def told(self, heard: Heard) -> list[dict[str, Any]]:
+    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
         """The choices of the chunks that a token brings: none, one or several. The last of an answer has its reason."""
 
     def choices(self) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ class Head:
 
 
 async def events(
-    answers: Answers, teller: Teller, head: Head, options: StreamOptions, record: Record, chunk_kind: str
+    answers: Answers, formatter: ReplyFormatter, head: Head, options: StreamOptions, record: Record, chunk_kind: str
 ) -> AsyncGenerator[bytes, None]:
     """The stream."""
     with_usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
@@ -58,39 +58,39 @@ async def events(
             usage = {"usage": answers.usage() if continuous else None}
         return event({**head.chunk(choices, chunk_kind), **usage, **more})
 
-    opening = teller.opening()
+    opening = formatter.opening()
     last: dict[str, Any] = opening.pop() if answers.done else {}  # nothing was to be made: these are the ends
     if opening:
         yield b"".join(chunk([choice]) for choice in opening)
     while not answers.done:
-        heard = await answers.more()
-        if not heard:
+        update = await answers.more()
+        if not update:
             yield KEEP_ALIVE
             continue
         began = time.perf_counter()
-        told = [choice for one in heard for choice in teller.told(one)]
+        format_update = [choice for one in update for choice in formatter.format_update(one)]
         if answers.done:
-            last = told.pop()
-        part = b"".join(chunk([choice]) for choice in told)
+            last = format_update.pop()
+        part = b"".join(chunk([choice]) for choice in format_update)
         answers.host_s += time.perf_counter() - began
         if part:
             yield part
-    record.outcome = _outcome(teller)
+    record.outcome = _outcome(formatter)
     yield chunk([last], **await answers.extras())
     if with_usage:
         yield event({**head.chunk([], chunk_kind), "usage": answers.usage()})
     yield DONE
 
 
-async def whole(answers: Answers, teller: Teller, head: Head, record: Record) -> dict[str, Any]:
+async def whole(answers: Answers, formatter: ReplyFormatter, head: Head, record: Record) -> dict[str, Any]:
     """The same at the end."""
     while not answers.done:
-        for heard in await answers.more():
-            teller.told(heard)
-    record.outcome = _outcome(teller)
-    return {**head.chunk(teller.choices(), head.kind), "usage": answers.usage(), **await answers.extras()}
+        for update in await answers.more():
+            formatter.format_update(update)
+    record.outcome = _outcome(formatter)
+    return {**head.chunk(formatter.choices(), head.kind), "usage": answers.usage(), **await answers.extras()}
 
 
-def _outcome(teller: Teller) -> str:
-    reasons = set(teller.reasons())
+def _outcome(formatter: ReplyFormatter) -> str:
+    reasons = set(formatter.reasons())
     return reasons.pop() if len(reasons) == 1 else "several"

@@ -20,9 +20,9 @@ from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Write, new_id, write_line
-from ostinato.serve.mailbox import Box, Mailbox
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.settings import ServeOptions
+from ostinato.serve.token_queue import TokenDispatcher, TokenQueue
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import ToolFormat
 
@@ -58,7 +58,7 @@ class Service:
         self.idle.set()
         self.stopping = asyncio.Event()  # nobody is waited for any more
         self.has_sum = threading.Event()  # the model's files are summed: digests can be made
-        self.boxes: set[Box] = set()  # of requests that are being answered
+        self.boxes: set[TokenQueue] = set()  # of requests that are being answered
         self._llm: LLM | None = None
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         # Templates have one process, and so a thread of their own: one that loops holds up nothing else.
@@ -66,14 +66,14 @@ class Service:
         # What the model computes beside the decode loop takes turns, and its line is bounded.
         self._beside_thread = ThreadPoolExecutor(1, "ostinato-beside")
         self._n_beside = 0
-        self._mailbox: Mailbox | None = None
+        self._dispatcher: TokenDispatcher | None = None
         self.model_id = options.alias or name_of(options.model)
 
     # Life
 
     def open(self, llm: LLM) -> None:
         """The model is there: requests are taken from now on. On the event loop."""
-        self._mailbox = Mailbox(asyncio.get_running_loop())
+        self._dispatcher = TokenDispatcher(asyncio.get_running_loop())
         self.tool_format = ToolFormat.for_template(llm.template, llm.tokenizer)
         self.reasoning = Reasoning.for_template(llm.template, llm.tokenizer)
         self._longest_token = max(map(len, llm.tokenizer.shown), default=1)
@@ -119,9 +119,9 @@ class Service:
         return self._llm
 
     @property
-    def mailbox(self) -> Mailbox:
-        assert self._mailbox is not None, "the model is not open"
-        return self._mailbox
+    def dispatcher(self) -> TokenDispatcher:
+        assert self._dispatcher is not None, "the model is not open"
+        return self._dispatcher
 
     def llm(self, model: str | None) -> LLM:
         """The model that a request names, ready; refused where it is another, or not ready."""

@@ -23,7 +23,7 @@ _ORIGIN: Final = re.compile(r"https?://[^/\s]+|\*|null")
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ServeLimits:
     """What one client may ask of everybody's machine."""
 
     body_bytes: int = 8 * 2**20
@@ -52,7 +52,7 @@ class ServeOptions:
     no_key: bool = False
     cors: tuple[str, ...] = ()
     log_prompts: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: ServeLimits = field(default_factory=ServeLimits)
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65_535:
@@ -83,7 +83,7 @@ class ServeOptions:
     def from_json(cls, text: str) -> ServeOptions:
         words: dict[str, Any] = json.loads(text)
         words["load"] = LoadOptions(**words["load"])
-        words["limits"] = Limits(**words["limits"])
+        words["limits"] = ServeLimits(**words["limits"])
         return cls(**{**words, "keys": tuple(words["keys"]), "cors": tuple(words["cors"])})
 
 

@@ -206,7 +206,7 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = None  # harmless: nothing here needs hiding by padding
 
 
-class Asking(Body):
+class GenerationBody(Body):
     """What both kinds of request for an answer share."""
 
     model: str | None = None
@@ -292,7 +292,7 @@ class Asking(Body):
                 return {"grammar": grammar}
 
 
-class ChatBody(Asking):
+class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -332,7 +332,7 @@ def _several(given: Any) -> list[str | list[int]]:
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
-class CompletionBody(Asking):
+class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is a text, token ids, or a list of either."""
 
     prompt: Texts

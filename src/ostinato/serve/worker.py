@@ -30,7 +30,7 @@ from ostinato.serve.service import Service
 from ostinato.serve.settings import ServeOptions
 
 FAULT_EXIT: Final = 70  # the engine died: start another worker
-BEAT_S: Final = 1.0
+HEARTBEAT_S: Final = 1.0
 _LOOK_S: Final = 0.1
 
 Tell = Callable[[dict[str, Any]], None]
@@ -155,13 +155,13 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, worker.signalled)
-    loop.add_reader(0, _heard_end, loop, worker)
+    loop.add_reader(0, _on_end_of_input, loop, worker)
 
     def talk(text: str) -> None:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
-    beating = asyncio.ensure_future(_beat(tell))
+    beating = asyncio.ensure_future(_heartbeat(tell))
     code = await worker.run(lambda: load_model(options, talk))
     if code != FAULT_EXIT:  # what an engine that died left behind goes with the process
         await loop.run_in_executor(None, service.close)
@@ -169,14 +169,14 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
     return code
 
 
-async def _beat(tell: Tell) -> None:
+async def _heartbeat(tell: Tell) -> None:
     """Say that the event loop lives: where it hangs, this is not heard, and the supervisor starts another worker."""
     while True:
         tell({"event": "alive"})
-        await asyncio.sleep(BEAT_S)
+        await asyncio.sleep(HEARTBEAT_S)
 
 
-def _heard_end(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
+def _on_end_of_input(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
     """The supervisor holds the other end of standard input and says nothing more: its end is news of its death."""
     if not os.read(0, 4096):
         loop.remove_reader(0)

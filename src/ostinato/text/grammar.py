@@ -150,11 +150,11 @@ class Grammars:
             ) from error
         if not self._ends:
             raise Unsupported("this model has no token that ends an answer, so none can follow a schema or a grammar")
-        words = _Words(self._tokenizer, min(self._ends))
+        words = _TokenTable(self._tokenizer, min(self._ends))
         return LLTokenizer(TokenizerWrapper(words), n_vocab=len(words.tokens), eos_token=sorted(self._ends))
 
 
-class _Words:
+class _TokenTable:
     """A vocabulary by the names that llguidance asks for."""
 
     def __init__(self, tokenizer: Tokenizer, end: int) -> None:

@@ -1,4 +1,4 @@
-"""The border to the `tokenizers` library, whose failures come as bare exceptions, or as panics.
+"""The step boundary to the `tokenizers` library, whose failures come as bare exceptions, or as panics.
 
 A panic is no `Exception` in Python, so that an ordinary `except` would let it through to the user.
 """

@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from ostinato.text.vocabulary import TokenType, Vocabulary
 
 Encode = Callable[[str, bool], list[int]]  # a text, and whether control tokens in it are parsed
-Words = Callable[
-    [str, bool], list[int]
-]  # a stretch without special tokens, and whether it begins a text or follows one
+Words = Callable[[str, bool], list[int]]  # a piece without special tokens, and whether it begins a text or follows one
 _BLANKS = " \t\n\v\f\r"
 
 
@@ -50,7 +48,7 @@ def special_tokens(vocabulary: Vocabulary) -> list[SpecialToken]:
 
 
 def partition(text: str, specials: Sequence[SpecialToken], parse_control: bool) -> list[str | int]:
-    """Cut `text` at special tokens: stretches of plain text, none of them empty, and ids."""
+    """Cut `text` at special tokens: pieces of plain text, none of them empty, and ids."""
     parts: list[str | int] = [text] if text else []
     for token in specials:
         if (parse_control or not token.control) and token.text in text:
@@ -59,21 +57,21 @@ def partition(text: str, specials: Sequence[SpecialToken], parse_control: bool) 
 
 
 def _cut(text: str, token: SpecialToken) -> list[str | int]:
-    stretches = text.split(token.text)
+    pieces = text.split(token.text)
     parts: list[str | int] = []
-    for place, stretch in enumerate(stretches):
+    for place, piece in enumerate(pieces):
         if place > 0:
             parts.append(token.id)
-            stretch = stretch.lstrip(_BLANKS) if token.strip_right else stretch
-        if token.strip_left and place < len(stretches) - 1:
-            stretch = stretch.rstrip(_BLANKS)
-        if stretch:
-            parts.append(stretch)
+            piece = piece.lstrip(_BLANKS) if token.strip_right else piece
+        if token.strip_left and place < len(pieces) - 1:
+            piece = piece.rstrip(_BLANKS)
+        if piece:
+            parts.append(piece)
     return parts
 
 
 def with_specials(vocabulary: Vocabulary, words: Words) -> Encode:
-    """An encoder that cuts out special tokens and gives every stretch between them to `words`."""
+    """An encoder that cuts out special tokens and gives every piece between them to `words`."""
     specials = special_tokens(vocabulary)
 
     def encode(text: str, parse_control: bool) -> list[int]:

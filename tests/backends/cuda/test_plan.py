@@ -39,7 +39,7 @@ def fused_driver(
 
 
 def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]:
-    generations = [driver.seat(slot, prompt, most=most) for slot, prompt in enumerate(PROMPTS)]
+    generations = [driver.admit(slot, prompt, most=most) for slot, prompt in enumerate(PROMPTS)]
     driver.run()
     driver.loop.close()
     return [driver.tokens(g) for g in generations], driver.loop.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
@@ -66,7 +66,7 @@ def test_a_fused_step_of_triton_kernels_gives_the_logits_of_the_models_own_block
 
 def first_tokens(driver: Driver) -> list[int]:
     for slot, prompt in enumerate(PROMPTS):
-        driver.seat(slot, prompt, most=1)
+        driver.admit(slot, prompt, most=1)
     driver.run()
     driver.loop.close()
     return [entry.token for entry in driver.entries if entry.token is not None]
@@ -105,12 +105,14 @@ def test_what_has_no_kernels_is_told_by_name() -> None:
 
 def test_rows_beyond_the_living_are_not_touched() -> None:
     driver = fused_driver(family_model("llama"), twin_kernels())
-    for name in ("x", "qkv", "seen", "act", "logits"):
+    for name in ("x", "qkv", "attended", "act", "logits"):
         driver.loop.plan.buffer(name).tensor[1:] = float("nan")
-    generation = driver.seat(0, PROMPTS[0], most=4)
+    generation = driver.admit(0, PROMPTS[0], most=4)
     driver.run()
     assert len(driver.tokens(generation)) == 4
-    assert all(bool(driver.loop.plan.buffer(n).tensor[1:].isnan().all()) for n in ("x", "qkv", "seen", "act", "logits"))
+    assert all(
+        bool(driver.loop.plan.buffer(n).tensor[1:].isnan().all()) for n in ("x", "qkv", "attended", "act", "logits")
+    )
     driver.loop.close()
 
 

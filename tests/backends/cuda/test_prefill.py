@@ -150,7 +150,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
     for triton in (False, True):
         driver = open_loop(mode="twin", model=model, n_slots=3)
         prefill = prefill_of(driver, triton=triton, buckets=(8,))
-        driver.seat(0, PROMPTS[0], most=1)
+        driver.admit(0, PROMPTS[0], most=1)
         driver.run()
         left.append(prefill._x[: len(PROMPTS[0])].clone())
         driver.loop.close()

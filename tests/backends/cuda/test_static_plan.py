@@ -95,7 +95,7 @@ def played(driver: Driver, slots: Sequence[int], *, sampling: Sampling = GREEDY)
     """Sequences of different lengths in these slots, to the end: their tokens, and all logits on the way."""
     logits = recorded(driver)
     generations = [
-        driver.seat(slot, PROMPTS[number], most=4 + 2 * number, sampling=sampling) for number, slot in enumerate(slots)
+        driver.admit(slot, PROMPTS[number], most=4 + 2 * number, sampling=sampling) for number, slot in enumerate(slots)
     ]
     driver.run()
     driver.loop.close()
@@ -221,7 +221,7 @@ def test_a_rows_bits_are_the_same_in_any_slot_and_row_and_company(kind: MemoryKi
     for number, prompt in enumerate(PROMPTS):
         driver = static_driver(model)
         logits = recorded(driver)
-        driver.seat(0, prompt, most=4 + 2 * number, sampling=WARM)
+        driver.admit(0, prompt, most=4 + 2 * number, sampling=WARM)
         driver.run()
         driver.loop.close()
         alone[number] = logits
@@ -238,17 +238,17 @@ def test_a_sequence_may_come_into_a_slot_that_another_left_while_others_go_on(ki
     model = random_model(kind)
 
     def one_after_another(driver: Driver) -> list[list[int]]:
-        first = [driver.seat(slot, PROMPTS[slot], most=6 + 20 * (slot == 1)) for slot in range(3)]
+        first = [driver.admit(slot, PROMPTS[slot], most=6 + 20 * (slot == 1)) for slot in range(3)]
         driver.loop.mode.enter()
         driver.loop.host.set_yield(True)
         for _ in range(2):
-            driver.loop.mode.trigger()  # ends at its first border, having admitted
+            driver.loop.mode.trigger()  # ends at its first step boundary, having admitted
             driver.wait()
         driver.loop.host.set_yield(False)
         driver.loop.mode.exit()
         for _ in range(8):  # the two short ones end, the long one goes on
             driver.loop.mode.step()
-        late = [driver.seat(slot, PROMPTS[3 + slot // 2], most=5) for slot in (0, 2)]
+        late = [driver.admit(slot, PROMPTS[3 + slot // 2], most=5) for slot in (0, 2)]
         driver.run()
         driver.loop.close()
         return [driver.tokens(generation) for generation in (*first, *late)]
@@ -271,12 +271,12 @@ def kept_states(driver: Driver) -> list[Tensor]:
 def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: MemoryKind, slot: int) -> None:
     model = random_model(kind)
     untouched = static_driver(model)
-    expected = untouched.seat(slot, PROMPTS[0], most=20)
+    expected = untouched.admit(slot, PROMPTS[0], most=20)
     untouched.run()
     untouched.loop.close()
 
     driver = static_driver(model)
-    generation = driver.seat(slot, PROMPTS[0], most=20, pages=[7, 2])
+    generation = driver.admit(slot, PROMPTS[0], most=20, pages=[7, 2])
     memory = driver.loop.memory
     others = [other for other in range(N_SLOTS + SPARE_STATES) if other != slot]
     for state in kept_states(driver):
@@ -299,8 +299,8 @@ def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: Memor
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_that_serve_nobody_begin_with_nothing_at_every_step(kind: MemoryKind) -> None:
     driver = static_driver(random_model(kind))
-    driver.seat(1, PROMPTS[0], most=4)
-    driver.seat(2, PROMPTS[1], most=20)
+    driver.admit(1, PROMPTS[0], most=4)
+    driver.admit(2, PROMPTS[1], most=20)
     driver.run()
     driver.loop.close()
     assert not any(bool(state[N_SLOTS].any()) for state in kept_states(driver))
@@ -309,7 +309,7 @@ def test_rows_that_serve_nobody_begin_with_nothing_at_every_step(kind: MemoryKin
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_with_nobody_in_it_changes_no_memory(kind: MemoryKind) -> None:
     driver = static_driver(random_model(kind))
-    driver.seat(0, PROMPTS[0], most=4)
+    driver.admit(0, PROMPTS[0], most=4)
     loop = driver.loop
     loop.tables.table["n_rows"].zero_()
     loop.tables.table["row_slot"].fill_(N_SLOTS - 1)  # whatever a step before left there
@@ -326,7 +326,7 @@ def test_rows_that_serve_nobody_stand_at_a_token_and_a_position_that_exist() -> 
     model = family_model("gpt2")  # looks its positions up in a table
     driver = static_driver(model)
     table = driver.loop.tables.table
-    generation = driver.seat(1, PROMPTS[0], most=4)
+    generation = driver.admit(1, PROMPTS[0], most=4)
     table["token"][[0, 2, 3, 4, 5]] = 1 << 30
     table["position"][[0, 2, 3, 4, 5]] = 1 << 30
     driver.run()
@@ -384,7 +384,7 @@ def test_a_plan_has_a_node_for_each_layer_and_names_all_it_holds() -> None:
     plan = driver.loop.plan
     assert [node.name for node in plan.nodes] == ["embed", "layer.0", "layer.1", "head", "sample.choose"]
     names = {buffer.name for buffer in plan.buffers}
-    assert {"table", "x", "logits", "from_row", "to_row", "turns.0.0", "qkv", "seen", "memory.0.keys"} <= names
+    assert {"table", "x", "logits", "from_row", "to_row", "turns.0.0", "qkv", "attended", "memory.0.keys"} <= names
     assert {"memory.1.state.0", "memory.1.state.1"} <= set(plan.nodes[2].writes)
     weights = {t.data_ptr(): t.numel() * 4 for name, t in ((b.name, b.tensor) for b in plan.buffers) if "model" in name}
     assert 0 < plan.weight_bytes <= sum(weights.values())
@@ -393,7 +393,7 @@ def test_a_plan_has_a_node_for_each_layer_and_names_all_it_holds() -> None:
 
 def test_it_counts_its_steps_and_ends_by_itself() -> None:
     driver = static_driver(random_model("recurrent"))
-    driver.seat(2, PROMPTS[0], most=3)
+    driver.admit(2, PROMPTS[0], most=3)
     driver.run()
     assert driver.word(Word.STEPS) == 2
     driver.loop.close()

@@ -1,4 +1,5 @@
-// The border as CUDA would run it, without CUDA: lanes take turns from SYNC to SYNC, in an order of the test's choice.
+// The step boundary as CUDA would run it, without CUDA: lanes take turns from SYNC to SYNC, in an order of the test's
+// choice.
 //
 // A missing SYNC makes the outcome depend on the order of the lanes, which the test varies; a SYNC that some lanes do
 // not reach, which would hang a GPU, is counted.
@@ -18,10 +19,10 @@ static void yield() {
 #define N_THREADS LANES
 #define SYNC() yield()
 #define SHARED static
-#define BORDER_FN static inline
-#define BORDER_TABLE static const
+#define BOUNDARY_FN static inline
+#define BOUNDARY_TABLE static const
 #define UNROLLED
-#include "border.h"
+#include "step_boundary.h"
 
 static struct {
     View view;
@@ -32,19 +33,19 @@ static int go[LANES];
 static bool done[LANES];
 
 static void play() {
-    go[lane] = run_border(given.view, given.plan_hash, given.epoch, given.now);
+    go[lane] = run_boundary(given.view, given.plan_hash, given.epoch, given.now);
     done[lane] = true;
 }
 
-// What run_border gives, or -1 when the lanes did not agree on it or on the number of SYNCs.
-extern "C" int border_in_lanes(
-    char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch, long long now,
+// What run_boundary gives, or -1 when the lanes did not agree on it or on the number of SYNCs.
+extern "C" int boundary_in_lanes(
+    char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch, long long now,
     unsigned seed
 ) {
     static unsigned order;  // not on the stack, which a switch of contexts could bring back as it was
     order = seed;
     static std::vector<std::vector<char>> stacks(LANES, std::vector<char>(1 << 16));
-    given = {{table, seats, rings}, plan_hash, epoch, now};
+    given = {{table, admissions, rings}, plan_hash, epoch, now};
     for (lane = 0; lane < LANES; ++lane) {
         n_syncs[lane] = 0;
         done[lane] = false;

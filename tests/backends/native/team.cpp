@@ -73,13 +73,13 @@ int team_rests(void* t) { return static_cast<Team*>(t)->n_rests(); }
 int team_wrong(void* t, int n_jobs, int n_phases) {
     Team& mine = *static_cast<Team*>(t);
     int wrong = 0;
-    mine.take_turn();
+    mine.acquire();
     for (int i = 0; i < n_jobs; i++) {
         Phases job(n_phases);
         mine.run(count_phases, &job);
         wrong += job.wrong;
     }
-    mine.give_turn();
+    mine.release();
     return wrong;
 }
 
@@ -87,7 +87,7 @@ int team_wrong(void* t, int n_jobs, int n_phases) {
 void team_caller_dies(void* t, int in_a_job) {
     Team& mine = *static_cast<Team*>(t);
     std::thread([&] {
-        mine.take_turn();
+        mine.acquire();
         if (in_a_job) mine.run(die_in_the_middle, nullptr);
         pthread_exit(nullptr);
     }).join();
@@ -95,30 +95,30 @@ void team_caller_dies(void* t, int in_a_job) {
 
 void team_keep_waiting(void* t, int n_jobs, int late_us) {
     Team& mine = *static_cast<Team*>(t);
-    mine.take_turn();
+    mine.acquire();
     for (int i = 0; i < n_jobs; i++) mine.run(keep_waiting, &late_us);
-    mine.give_turn();
+    mine.release();
 }
 
 // Steps, with the turn passed between them to whoever waits.
 void team_play(void* t, int n, int step_us) {
     Team& mine = *static_cast<Team*>(t);
-    mine.take_turn();
+    mine.acquire();
     n_steps = 0;
     for (int i = 0; i < n; i++) {
-        mine.pass_turn();
+        mine.hand_over();
         mine.run(one_step, &step_us);
     }
-    mine.give_turn();
+    mine.release();
 }
 
 // How many steps of whoever plays passed until this caller had the turn.
 int team_steps_until_turn(void* t) {
     Team& mine = *static_cast<Team*>(t);
     const int before = n_steps;
-    mine.take_turn();
+    mine.acquire();
     const int passed = n_steps - before;
-    mine.give_turn();
+    mine.release();
     return passed;
 }
 
@@ -133,23 +133,23 @@ int team_steps_after_a_missed_offer(void* t, int most) {
     holding.sa_handler = hold;
     sigaction(SIGUSR2, &holding, &before);
     std::atomic<bool> has_it{false};
-    mine.take_turn();
+    mine.acquire();
     std::thread waiter([&] {
-        mine.take_turn();
+        mine.acquire();
         has_it = true;
-        mine.give_turn();
+        mine.release();
     });
     pause_ms(5);  // it has asked by now
     pthread_kill(waiter.native_handle(), SIGUSR2);
     while (!core_taken) pause_ms(1);
-    mine.pass_turn();
+    mine.hand_over();
     core_back = true;
     int steps = 0;
     for (; steps < most && !has_it; steps++) {
         pause_ms(1);
-        mine.pass_turn();
+        mine.hand_over();
     }
-    mine.give_turn();
+    mine.release();
     waiter.join();
     sigaction(SIGUSR2, &before, nullptr);
     return steps;
@@ -160,17 +160,17 @@ int team_passes_for(void* t, int n_waiters) {
     Team& mine = *static_cast<Team*>(t);
     std::atomic<int> n_served{0};
     std::vector<std::thread> waiters;
-    mine.take_turn();
+    mine.acquire();
     for (int i = 0; i < n_waiters; i++)
         waiters.emplace_back([&] {
-            mine.take_turn();
+            mine.acquire();
             n_served++;
-            mine.give_turn();
+            mine.release();
         });
     pause_ms(10);  // they have asked by now
     int passes = 0;
-    for (; n_served < n_waiters && passes < 1000; passes++) mine.pass_turn();
-    mine.give_turn();
+    for (; n_served < n_waiters && passes < 1000; passes++) mine.hand_over();
+    mine.release();
     for (auto& waiter : waiters) waiter.join();
     return passes;
 }
@@ -178,16 +178,16 @@ int team_passes_for(void* t, int n_waiters) {
 // Whoever the turn is passed to dies with it: how often a member is let through a barrier too early after that.
 int team_wrong_after_a_passed_turn_died(void* t) {
     Team& mine = *static_cast<Team*>(t);
-    mine.take_turn();
+    mine.acquire();
     std::thread dying([&] {
-        mine.take_turn();
+        mine.acquire();
         pthread_exit(nullptr);
     });
     pause_ms(5);
-    mine.pass_turn();
+    mine.hand_over();
     Phases job(20);
     mine.run(count_phases, &job);
-    mine.give_turn();
+    mine.release();
     dying.join();
     return job.wrong;
 }

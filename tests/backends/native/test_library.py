@@ -255,4 +255,4 @@ def test_the_real_sources_compile_without_a_warning(compiler: None, monkeypatch:
     # Vectors that are "maybe uninitialised" are the compiler's own headers': they are so on purpose.
     flags = (*LEVELS[name].flags, "-Werror", "-Wno-maybe-uninitialized")
     library = ctypes.CDLL(str(native_cpu.compile_sources(native_cpu.FOLDERS, flags)))
-    assert library.ostinato_border
+    assert library.ostinato_boundary

@@ -26,7 +26,7 @@ from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
-from ostinato.engine.by_hand import ByHand
+from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import Loop, LoopOptions, choose_mode
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
@@ -51,9 +51,9 @@ def opened(model: Model, *, threads: int = 2, n_slots: int = 4, kv_type: KVType 
     return Driver(Loop(model, options))
 
 
-def steps_of(driver: ByHand, prompt: Sequence[int], most: int, slot: int = 0) -> tuple[list[int], Tensor]:
+def steps_of(driver: LoopDriver, prompt: Sequence[int], most: int, slot: int = 0) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits of every step, [most - 1, vocab]: those of the first token are prefill's own."""
-    generation = driver.seat(slot, prompt, most=most)
+    generation = driver.admit(slot, prompt, most=most)
     logits = []
     while driver.step():
         logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
@@ -163,9 +163,9 @@ def bits_of(
     prompt = [(11 * i + 3) % model.shape.vocab for i in range(90)]
     with closing(opened(model, threads=threads, n_slots=8, kv_type=kv_type)) as driver:
         for slot in range(beside):
-            driver.seat(slot, [chance.randrange(model.shape.vocab) for _ in range(chance.randrange(1, 40))], most=60)
+            driver.admit(slot, [chance.randrange(model.shape.vocab) for _ in range(chance.randrange(1, 40))], most=60)
         pages = range(100, 108)
-        generation = driver.seat(7, prompt, most=12, pages=pages, admit=False)
+        generation = driver.admit(7, prompt, most=12, pages=pages, admit=False)
         for start, stop in zip((0, *cuts), (*cuts, len(prompt)), strict=True):
             chunk = prompt[start:stop]
             driver.loop.prefill.run(7, chunk, start, list(pages), len(chunk))
@@ -259,8 +259,8 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
         options = LoopOptions("loop", 4, 1024, 256, "f16", 128, threads=threads)
         with closing(Driver(Loop(model, options))) as driver:
             for other in range(n_others):
-                driver.seat(other, [other + 1] * 300, most=30)
-            driver.seat(3, prompt, most=6)
+                driver.admit(other, [other + 1] * 300, most=30)
+            driver.admit(3, prompt, most=6)
             for _ in range(5):
                 driver.step()
             found.append(driver.loop.plan.buffer("logits").tensor[n_others].clone())
@@ -293,12 +293,12 @@ def test_dense_weights_and_narrow_heads_are_reasons() -> None:
 
 def test_a_cancelled_sequence_ends_within_one_step() -> None:
     with closing(open_loop(context=8192, n_pages=600)) as driver:
-        generation = driver.seat(0, PROMPT, most=8000)
+        generation = driver.admit(0, PROMPT, most=8000)
         driver.begin()
         while driver.word(Word.STEPS) < 20:
             time.sleep(0.001)
         assert isinstance(driver.loop.start, NativeLoop)
-        with driver.loop.start.turn():  # at a border, which has said that another step follows
+        with driver.loop.start.exclusive():  # at a step boundary, which has said that another step follows
             before = driver.word(Word.STEPS)
             driver.loop.host.cancel(0, generation)
         driver.wait()
@@ -307,13 +307,13 @@ def test_a_cancelled_sequence_ends_within_one_step() -> None:
 
 
 @pytest.mark.slow
-def test_a_chunk_beside_a_running_loop_has_its_turn_at_a_border() -> None:
+def test_a_chunk_beside_a_running_loop_has_its_turn_at_a_boundary() -> None:
     with closing(open_loop(context=8192, n_pages=1200)) as driver:
-        driver.seat(0, PROMPT, most=6000)
+        driver.admit(0, PROMPT, most=6000)
         driver.begin()
         seen = []
         for slot in (1, 2, 3):
-            driver.seat(slot, [slot] * 200, most=8)
+            driver.admit(slot, [slot] * 200, most=8)
             seen.append(driver.word(Word.STEPS))
         assert seen == sorted(set(seen)), "the loop made no step between two prompts"
         assert seen[-1] < 5900, "prompts waited for the end of the loop"
@@ -323,7 +323,7 @@ def test_a_chunk_beside_a_running_loop_has_its_turn_at_a_border() -> None:
 
 def test_nobody_spins_while_nothing_is_to_be_done() -> None:
     with closing(open_loop()) as driver:
-        driver.seat(0, PROMPT, most=30)
+        driver.admit(0, PROMPT, most=30)
         driver.run()
         time.sleep(0.05)
         before = time.process_time()
@@ -331,34 +331,34 @@ def test_nobody_spins_while_nothing_is_to_be_done() -> None:
         assert time.process_time() - before < 0.05
 
 
-def test_the_loop_rings_the_bell_at_its_borders_and_nobody_else_does() -> None:
+def test_the_loop_rings_the_wake_at_its_boundaries_and_nobody_else_does() -> None:
     with closing(open_loop()) as driver:
-        driver.seat(0, PROMPT, most=60)
-        bell = driver.loop.changed
+        driver.admit(0, PROMPT, most=60)
+        wake = driver.loop.changed
         assert isinstance(driver.loop.start, NativeLoop)
         driver.loop.start.beside(lambda: None).result(DEADLINE_S)  # behind the prompt, whose end rings too
-        with driver.loop.start.turn():
+        with driver.loop.start.exclusive():
             driver.begin()
-            bell.clear()
-            assert not bell.wait(0.05)
-        assert bell.wait(DEADLINE_S)
+            wake.clear()
+            assert not wake.wait(0.05)
+        assert wake.wait(DEADLINE_S)
         driver.wait()
-        bell.clear()
-        assert not bell.is_set()
+        wake.clear()
+        assert not wake.is_set()
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="no thread was killed: it is done as Linux does it")
 def test_a_thread_that_is_killed_while_it_plays_is_told_of_and_leaves_no_stuck_team() -> None:
     with closing(open_loop(context=8192, n_pages=600)) as driver:
-        driver.seat(0, PROMPT, most=8000)
+        driver.admit(0, PROMPT, most=8000)
         driver.begin()
         start = driver.loop.start
         assert isinstance(start, NativeLoop)
         while driver.word(Word.STEPS) < 20:
             time.sleep(0.001)
-        player = start._player._thread.ident
+        player = start._runner._thread.ident
         assert player is not None
-        ctypes.CDLL(None).pthread_cancel(ctypes.c_ulong(player))  # it dies at its next border
+        ctypes.CDLL(None).pthread_cancel(ctypes.c_ulong(player))  # it dies at its next step boundary
         assert start.wait(DEADLINE_S)
         assert not start.running
         assert "killed" in str(start.failure())
@@ -381,24 +381,24 @@ def test_random_admissions_and_cancels_lose_nothing() -> None:
     prompts = [[chance.randrange(128) for _ in range(chance.randrange(1, 24))] for _ in range(12)]
     for prompt in prompts:
         with closing(open_loop(model=model)) as alone:
-            generation = alone.seat(0, prompt, most=20)
+            generation = alone.admit(0, prompt, most=20)
             alone.run()
             expected[tuple(prompt)] = alone.tokens(generation)
     with closing(open_loop(model=model, n_slots=16, n_pages=16 * 4)) as driver:
         driver.loop.mode.enter()
         asked: dict[int, tuple[list[int], int, bool]] = {}
-        seats: dict[int, int] = {}
+        admissions: dict[int, int] = {}
         n_asked, goal = 0, soak(10_000)
         deadline = time.monotonic() + 600
         heard = 0
-        while n_asked < goal or seats:
+        while n_asked < goal or admissions:
             assert time.monotonic() < deadline, "a sequence was lost"
-            free = [slot for slot in range(16) if slot not in seats]
+            free = [slot for slot in range(16) if slot not in admissions]
             if n_asked < goal and free:
                 slot, prompt, most = chance.choice(free), chance.choice(prompts), chance.randrange(1, 21)
-                generation = driver.seat(slot, prompt, most=most, pages=range(slot * 4, slot * 4 + 4))
+                generation = driver.admit(slot, prompt, most=most, pages=range(slot * 4, slot * 4 + 4))
                 doomed = chance.random() < 0.4
-                asked[generation], seats[slot] = (prompt, most, doomed), generation
+                asked[generation], admissions[slot] = (prompt, most, doomed), generation
                 n_asked += 1
                 if doomed:
                     driver.loop.host.cancel(slot, generation)
@@ -407,7 +407,7 @@ def test_random_admissions_and_cancels_lose_nothing() -> None:
             driver.entries += driver.loop.host.drain(1 << 20)
             for entry in driver.entries[heard:]:
                 if entry.finish is not Finish.NONE:
-                    assert seats.pop(entry.slot) == entry.generation
+                    assert admissions.pop(entry.slot) == entry.generation
             heard = len(driver.entries)
         driver.loop.start.wait(DEADLINE_S)
         for generation, (prompt, most, doomed) in asked.items():
@@ -427,7 +427,7 @@ def test_64_slots_of_every_sampling_decode_as_the_twin_does() -> None:
     for mode in ("loop", "twin"):
         with closing(open_loop(model=model, mode=mode, n_slots=64, n_pages=256)) as driver:
             for slot in range(64):
-                driver.seat(slot, [slot, 2 * slot % 128], most=6, sampling=ways[slot % 4])
+                driver.admit(slot, [slot, 2 * slot % 128], most=6, sampling=ways[slot % 4])
             driver.run()
             entries.append(sorted((e.generation, e.position, e.token, e.finish) for e in driver.entries))
     assert entries[0] == entries[1]

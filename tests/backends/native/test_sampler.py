@@ -22,8 +22,8 @@ from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.build import shared_object
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import MAX_TOP, Layout, Tables, sampled
-from tests.backends.native.test_border import View
-from tests.backends.seats import Setting, seat
+from tests.backends.admissions import Setting, write_admission
+from tests.backends.native.test_step_boundary import View
 from tests.counts import soak
 
 CPU = torch.device("cpu")
@@ -69,12 +69,12 @@ class Chooser:
         self._n_bytes = int(library.ostinato_sampler_bytes(vocab))
         self._scratch = np.full(self._n_bytes + 128, 0xAB, dtype=np.uint8)
         self._first_byte = -self._scratch.ctypes.data % 64
-        arenas = (self.tables.table, self.tables.seats, self.tables.rings)
+        arenas = (self.tables.table, self.tables.admissions, self.tables.rings)
         self._view = View(*(arena.memory.data_ptr() for arena in arenas), self._words.ctypes.data)
 
     def native(self, logits: Tensor, slot: int, n_tokens: int, *, row: int = 0, first: bool = False) -> Choice:
         assert logits.is_contiguous()
-        self._library.ostinato_choose(
+        self._library.ostinato_sample(
             ctypes.byref(self._view),
             ctypes.c_void_p(logits.data_ptr()),
             row,
@@ -97,11 +97,11 @@ class Chooser:
         table = self.tables.table
         sample_step_torch(
             logits.unsqueeze(0),
-            self.tables.seats,
+            self.tables.admissions,
             n_rows=1,
             row_slot=torch.tensor([slot], dtype=torch.int32),
             n_tokens=n_tokens,
-            position=self.tables.seats["position"],
+            position=self.tables.admissions["position"],
             offset=0,
             chosen=table["chosen"],
             chosen_logprob=table["chosen_logprob"],
@@ -141,7 +141,7 @@ def compared(library: ctypes.CDLL, logits: Tensor, setting: Setting, n_tokens: i
     """Both samplers over one row; they must agree."""
     vocab = logits.shape[0]
     chooser = Chooser(library, vocab)
-    seat(chooser.tables.table, 1, setting, vocab)
+    write_admission(chooser.tables.table, 1, setting, vocab)
     theirs = chooser.twin(logits, 1, n_tokens)
     ours = chooser.native(logits, 1, n_tokens, row=2)
     same(ours, theirs, min(setting.n_logprobs, vocab))
@@ -198,12 +198,14 @@ def test_the_native_sampler_chooses_what_the_twin_chooses(
 @pytest.mark.soak
 @settings(max_examples=soak(500), deadline=None)
 @given(case=cases())
-def test_the_first_token_comes_from_the_seats_alone(library: ctypes.CDLL, case: tuple[Tensor, Setting, int]) -> None:
+def test_the_first_token_comes_from_the_admissions_alone(
+    library: ctypes.CDLL, case: tuple[Tensor, Setting, int]
+) -> None:
     logits, setting, n_tokens = case
     vocab = logits.shape[0]
     chooser = Chooser(library, vocab)
     chooser.tables.table.memory.fill_(0x55)  # whoever sat there before
-    seat(chooser.tables.seats, 1, setting, vocab)
+    write_admission(chooser.tables.admissions, 1, setting, vocab)
     theirs = chooser.twin_first(logits, 1, n_tokens)
     same(chooser.native(logits, 1, n_tokens, first=True), theirs, min(setting.n_logprobs, vocab))
 
@@ -287,7 +289,7 @@ def test_an_id_named_twice_by_the_bias_gets_the_sum(library: ctypes.CDLL) -> Non
 def test_only_what_was_asked_for_is_written(library: ctypes.CDLL) -> None:
     chooser = Chooser(library, 50)
     table = chooser.tables.table
-    seat(table, 1, Setting(n_logprobs=2, seed=4, temperature=1.0), 50)
+    write_admission(table, 1, Setting(n_logprobs=2, seed=4, temperature=1.0), 50)
     table["row_slot"][0] = 1
     before = table.memory.clone()
     logits = torch.randn(50, generator=torch.Generator().manual_seed(1))
@@ -325,7 +327,7 @@ def test_draws_are_as_likely_as_their_shares_say(library: ctypes.CDLL, top_k: in
     n_draws, vocab = 20_000, 12
     logits = torch.linspace(0, 2.2, vocab)
     chooser = Chooser(library, vocab)
-    seat(chooser.tables.table, 1, Setting(temperature=0.9, top_k=top_k, seed=11), vocab)
+    write_admission(chooser.tables.table, 1, Setting(temperature=0.9, top_k=top_k, seed=11), vocab)
     position = chooser.tables.table["position"]
     counts: Counter[int] = Counter()
     for i in range(n_draws):

@@ -2,7 +2,7 @@
 #include "machine.h"
 
 struct State {
-    u32 leave;
+    u32 abort;
 };
 
 struct Everything {
@@ -29,9 +29,9 @@ DEVICE void meet(const Everything& all, u32 word, Gate* gate, char* landed) {
         bulk_copy(landed, all.from, 256, gate);
         gate_arrive(gate);
     }
-    for (Waiting w(all.state); !gate_passed(gate, 0) && w.goes_on();) {
+    for (BoundedWait w(all.state); !gate_passed(gate, 0) && w.keep_waiting();) {
     }
-    sync_players();
+    sync_compute_warps();
     const float sum = sums[1] + (float)(counts[0] + counts[3] + bits) + (float)mixed + (float)wide;
     all.numbers[thread()] = sum + (float)landed[thread()];
 }
@@ -39,14 +39,14 @@ DEVICE void meet(const Everything& all, u32 word, Gate* gate, char* landed) {
 DEVICE void tell(const Everything& all, u32 word) {
     u64 two[2];
     put(all.places + 2, word, 7);
-    look_two(all.places + 2, two);
-    for (Waiting w(all.state); look(all.places + 2) >> 32 != 7 && w.goes_on();) {
+    load_two_relaxed(all.places + 2, two);
+    for (BoundedWait w(all.state); load_relaxed(all.places + 2) >> 32 != 7 && w.keep_waiting();) {
     }
     const uint4 four = load_fresh((const uint4*)all.places);
     const u32 loaded = load_fresh((const u32*)all.places) + (u32)load_fresh((const int*)all.places) + four.w;
     const float number = load_fresh((const float*)all.from) + (float)load_fresh(all.places) + (float)two[1];
     store_fresh((u32*)(all.places + 5), loaded + bits_of(number));
-    raise(all.places + 4, word + seen_at(all.places + 4));
+    store_release(all.places + 4, word + load_acquire(all.places + 4));
 }
 
 DEVICE void count(const Everything& all, u32 word) {
@@ -70,7 +70,7 @@ DEVICE void share(const Everything& all, u32* sum) {
     all.places[8] = *sum;
 }
 
-KERNEL(every_primitive, Everything, all, N_PLAYERS * 32 + 32) {
+KERNEL(every_primitive, Everything, all, N_COMPUTE_WARPS * 32 + 32) {
     SHARED_BY_BLOCK u32 together;
     Gate* gate = (Gate*)shared_memory();
     u32* sum = (u32*)(shared_memory() + 64);
@@ -82,7 +82,7 @@ KERNEL(every_primitive, Everything, all, N_PLAYERS * 32 + 32) {
     }
     sync_block();
     const u32 word = (u32)(block() + thread()) * 0x01010101u + together;
-    if (thread() < N_PLAYERS * 32) {
+    if (thread() < N_COMPUTE_WARPS * 32) {
         meet(all, word, gate, shared_memory() + 128);
         tell(all, word);
         count(all, word);

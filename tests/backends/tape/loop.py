@@ -92,12 +92,12 @@ class EmulatedLoop(Loop):
         options: LoopOptions,
         *,
         seed: int = 0,
-        n_players: int = 2,
+        n_compute_warps: int = 2,
         n_blocks: int = 3,
         deadline_ns: int | None = None,
         outbox_entries: int | None = None,
     ) -> None:
-        self._on_card, self._seed, self._n_players, self._n_blocks = model, seed, n_players, n_blocks
+        self._on_card, self._seed, self._n_compute_warps, self._n_blocks = model, seed, n_compute_warps, n_blocks
         self._deadline_ns = deadline_ns
         super().__init__(widened(model), options, outbox_entries=outbox_entries)
 
@@ -113,7 +113,7 @@ class EmulatedLoop(Loop):
             Chip((9, 0), self._n_blocks, 227 << 10, 0),
             kv_type=options.kv_type,
             activations=options.activations,
-            n_players=self._n_players,
+            n_compute_warps=self._n_compute_warps,
         )
         plan = tape_plan(model, self.memory, self.tables, self.step)
         headers = tape_headers(self.step, self.tables, self.page_tokens)

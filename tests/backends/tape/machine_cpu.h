@@ -46,8 +46,8 @@ struct alignas(16) float4 {
 #define SHARED_BY_BLOCK static thread_local  // one for all blocks: for what only one block does
 #define UNROLL
 #define NOT_UNROLLED
-#define FIRST_GLANCE 4
-#define POLLS_A_GLANCE 16
+#define FIRST_CHECK 4
+#define POLLS_PER_CHECK 16
 #define KERNEL(name, Argument, argument, n_threads)                                                               \
     static void name##_of(const Argument& argument);                                                              \
     static void name##_thread(const void* given) { name##_of(*(const Argument*)given); }                          \
@@ -167,11 +167,11 @@ struct Fiber {
     int block, thread, lane, warp;  // `warp` counts through the grid
     bool done;
     int n_pending;         // puts on their way
-    u64 block_synced;      // the moment of the last sync of players or block that it passed
+    u64 block_synced;      // the moment of the last sync of compute warps or block that it passed
     u64 warp_synced;
     const u64* looked_at;  // the last place, and what was there
     u64 looked_like;
-    int n_looks;
+    int n_loads;
     Site site;             // where it waits, or waited last
 };
 
@@ -313,7 +313,7 @@ static std::string who_waits(const Emulator& e) {
     return text + "  " + std::to_string(n_done) + " threads have ended\n";
 }
 
-[[noreturn]] static void leave(Emulator& e, int how, const std::string& why) {
+[[noreturn]] static void end_run(Emulator& e, int how, const std::string& why) {
     e.ended = how;
     e.report = why + "\n" + who_waits(e);
     switch_stacks(&e.current->stack, &e.outside);
@@ -322,7 +322,7 @@ static std::string who_waits(const Emulator& e) {
 
 [[noreturn]] static void misused(const Site& site, const std::string& why) {
     Emulator& e = *now;
-    leave(e, MISUSED, "block " + std::to_string(e.current->block) + ", thread " + std::to_string(e.current->thread) +
+    end_run(e, MISUSED, "block " + std::to_string(e.current->block) + ", thread " + std::to_string(e.current->thread) +
                           ", at " + told(site) + ": " + why);
 }
 
@@ -441,8 +441,8 @@ static void check_clock(Emulator& e) {
     const long long now_ns = clock_ns();
     if (e.progressed) e.progressed_ns = now_ns;
     e.progressed = false;
-    if (now_ns > e.limit_ns) leave(e, TOO_LONG, "the run has outlasted its limit");
-    if (now_ns > e.progressed_ns + IDLE_NS) leave(e, TOO_LONG, "for long everybody has only polled");
+    if (now_ns > e.limit_ns) end_run(e, TOO_LONG, "the run has outlasted its limit");
+    if (now_ns > e.progressed_ns + IDLE_NS) end_run(e, TOO_LONG, "for long everybody has only polled");
 }
 
 UNCHECKED static int pick_warp(Emulator& e) {
@@ -460,7 +460,7 @@ UNCHECKED static int pick_warp(Emulator& e) {
                 switch_stacks(&e.current->stack, &e.outside);
                 abort();
             }
-            leave(e, DEADLOCK, "nobody can go on");
+            end_run(e, DEADLOCK, "nobody can go on");
         }
         const int picked = e.runnable[below(e, (u32)e.runnable.size())];
         Warp& w = e.warps[picked];
@@ -595,7 +595,7 @@ static void on_fault(int signal, siginfo_t* info, [[maybe_unused]] void* given) 
         text, sizeof text, "block %d, thread %d: %s (address %p, code +%#llx), after %s", f.block, f.thread, what,
         (const void*)address, (u64)code - (u64)library.dli_fbase, told(f.site).c_str()
     );
-    leave(*e, MISUSED, text);
+    end_run(*e, MISUSED, text);
 }
 
 // One handler for all grids that run at this moment, and for each thread a stack to handle a full stack on.
@@ -657,7 +657,7 @@ static void begin_fiber() {
     if (++e.blocks[f.block].n_done == e.n_threads) {
         for (const Copy& copy : e.copies) {
             if (copy.block != f.block) continue;
-            leave(e, MISUSED, "block " + std::to_string(f.block) + " ends before its copies");
+            end_run(e, MISUSED, "block " + std::to_string(f.block) + " ends before its copies");
         }
     }
     make_waiting(e, f.warp, 1u << f.lane);
@@ -798,7 +798,7 @@ DEVICE int block() { return emulator::now->current->block; }
 DEVICE char* shared_memory() { return emulator::now->blocks[emulator::now->current->block].shared.memory; }
 
 DEVICE void sync_block(CALLER) { emulator::sync(0, emulator::now->n_threads, HERE("sync_block")); }
-DEVICE void sync_players(CALLER) { emulator::sync(1, N_PLAYERS * 32, HERE("sync_players")); }
+DEVICE void sync_compute_warps(CALLER) { emulator::sync(1, N_COMPUTE_WARPS * 32, HERE("sync_compute_warps")); }
 DEVICE void sync_warp(CALLER) {
     emulator::meet(HERE("sync_warp"), {}, [](emulator::Warp& w, emulator::Emulator& e) {
         ++e.moment;
@@ -967,7 +967,7 @@ static inline u64 seen_now(const u64* place, const Site& site) {
 static inline u64 seen(const u64* place, const Site& site) {
     Fiber& f = *now->current;
     u64 value = seen_now(place, site);
-    if ((f.looked_at == place && f.looked_like == value) || ++f.n_looks % 64 == 0) {
+    if ((f.looked_at == place && f.looked_like == value) || ++f.n_loads % 64 == 0) {
         poll(site);
         value = seen_now(place, site);
     }
@@ -977,23 +977,23 @@ static inline u64 seen(const u64* place, const Site& site) {
 }
 }  // namespace emulator
 
-DEVICE u64 look(const u64* place, CALLER) {
+DEVICE u64 load_relaxed(const u64* place, CALLER) {
     if ((u64)place % 8 != 0) emulator::misused(HERE("look"), "not 8-byte aligned");
     return emulator::seen(place, HERE("look"));
 }
-DEVICE void look_two(const u64* place, u64 out[2], CALLER) {
+DEVICE void load_two_relaxed(const u64* place, u64 out[2], CALLER) {
     if ((u64)place % 16 != 0) emulator::misused(HERE("look_two"), "not 16-byte aligned");
     out[0] = emulator::seen(place, HERE("look_two"));
     out[1] = emulator::seen_now(place + 1, HERE("look_two"));
 }
-DEVICE void raise(u64* place, u64 value, CALLER) {
+DEVICE void store_release(u64* place, u64 value, CALLER) {
     emulator::Emulator& e = *emulator::now;
     emulator::maybe_pass(HERE("raise"));
     emulator::arrive_before(e, *e.current);
     __atomic_store_n(place, value, __ATOMIC_RELEASE);
     emulator::progress(e);
 }
-DEVICE u64 seen_at(const u64* place, CALLER) { return look(place, file, line); }
+DEVICE u64 load_acquire(const u64* place, CALLER) { return load_relaxed(place, file, line); }
 
 namespace emulator {
 template <class T>
@@ -1006,7 +1006,7 @@ static inline T fresh(const T* place, const Site& site) {
 DEVICE u32 load_fresh(const u32* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE int load_fresh(const int* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
 DEVICE float load_fresh(const float* place, CALLER) { return emulator::fresh(place, HERE("load_fresh")); }
-DEVICE u64 load_fresh(const u64* place, CALLER) { return look(place, file, line); }
+DEVICE u64 load_fresh(const u64* place, CALLER) { return load_relaxed(place, file, line); }
 DEVICE uint4 load_fresh(const uint4* place, CALLER) {
     emulator::maybe_pass(HERE("load_fresh"));
     if ((u64)place % 16 != 0) emulator::misused(HERE("load_fresh"), "the place is not aligned");

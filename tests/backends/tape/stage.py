@@ -20,14 +20,14 @@ TYPES: Final = {"f32": "TYPE_F32", "f16": "TYPE_F16", "bf16": "TYPE_BF16"}
 
 _SHAPE: Final[Mapping[str, int | str]] = {
     "N_BLOCKS": 2,
-    "N_PLAYERS": 2,
-    "N_READER_THREADS": 32,
+    "N_COMPUTE_WARPS": 2,
+    "N_LOADER_THREADS": 32,
     "STAGES": 2,
     "STAGE_BYTES": 128,
     "IN_FLIGHT": 1,
     "TILES_AT_ONCE": 4,
     "ACTIVATION_BYTES": 1 << 17,
-    "AGENDA_BYTES": 1 << 14,
+    "ATTENTION_PLAN_BYTES": 1 << 14,
     "MAX_ROWS": 8,
     "N_LAYERS": 2,
     "HIDDEN": 192,
@@ -55,13 +55,13 @@ _SHAPE: Final[Mapping[str, int | str]] = {
 
 # What every kernel of these tests begins with.
 PLAYER: Final = """
-DEVICE Player player(u32 beat) {
-    Player p;
+DEVICE ComputeThread compute_warp(u32 tag) {
+    ComputeThread p;
     p.thread = thread();
     p.warp = p.thread / 32;
     p.lane = p.thread % 32;
     p.stage = p.phase = 0;
-    p.beat = beat;
+    p.tag = tag;
     p.shared = (Shared*)shared_memory();
     p.ring = shared_memory() + RING_AT;
     p.activations = (u16*)(p.ring + STAGES * STAGE_BYTES);

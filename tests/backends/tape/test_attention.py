@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows, attend_torch
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
 from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.build import cubin
 from ostinato.loop.layout import Arena, Layout, Tables
@@ -24,7 +24,7 @@ from tests.backends.tape import stage
 from tests.backends.tape.emulator import headers_of
 from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, words
 
-BEAT = 40
+TAG = 40
 N_LAYERS = 2
 MAX_ROWS = 8
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -40,21 +40,21 @@ SOURCE = (
 struct Given {
     char* table;
     const u64* words;    // [N_LAYERS][MAX_ROWS][QKV_COLUMNS], put into the hop layer by layer
-    u64 *qkv, *parts, *seen;
+    u64 *qkv, *parts, *attended;
     const float *qk_norms, *frequencies;
     const Cache* caches;
     const int* windows;
     u16* out;            // [N_LAYERS][blocks][MAX_ROWS][columns]
     State* state;
-    int n_rows, beat, n_blocks;
+    int n_rows, tag, n_blocks;
 };
-KERNEL(attend, Given, given, N_PLAYER_THREADS) {
-    Player p = player(given.beat);
+KERNEL(attend, Given, given, N_COMPUTE_THREADS) {
+    ComputeThread p = compute_warp(given.tag);
     Tape tape = {};
     tape.view.table = given.table;
     tape.qkv = given.qkv;
     tape.parts = given.parts;
-    tape.seen = given.seen;
+    tape.attended = given.attended;
     tape.qk_norms = given.qk_norms;
     tape.frequencies = given.frequencies;
     tape.caches = given.caches;
@@ -62,23 +62,23 @@ KERNEL(attend, Given, given, N_PLAYER_THREADS) {
     tape.state = given.state;
     constexpr int ROW = MAX_ROWS * QKV_COLUMNS, COLUMNS = (QUERY_COLUMNS + 31) / 32 * 32;
     learn_rows(p, tape, given.n_rows);
-    sync_players();
-    for (int layer = 0; layer < N_LAYERS; layer++, p.beat++) {
+    sync_compute_warps();
+    for (int layer = 0; layer < N_LAYERS; layer++, p.tag++) {
         const int n_words = given.n_rows * QKV_COLUMNS;
-        for (int i = block() + N_BLOCKS * p.thread; i < n_words; i += N_BLOCKS * N_PLAYER_THREADS) {
-            put(tape.qkv + (layer & 1) * ROW + i, (u32)given.words[layer * ROW + i], p.beat);
+        for (int i = block() + N_BLOCKS * p.thread; i < n_words; i += N_BLOCKS * N_COMPUTE_THREADS) {
+            put(tape.qkv + (layer & 1) * ROW + i, (u32)given.words[layer * ROW + i], p.tag);
         }
         attention(p, tape, layer, given.n_rows);
-        const u64* const hop = tape.seen + (layer & 1) * MAX_ROWS * (QUERY_COLUMNS / 2);
+        const u64* const hop = tape.attended + (layer & 1) * MAX_ROWS * (QUERY_COLUMNS / 2);
         ManyRows ahead;
         forget(ahead);
         receive_pairs(p, tape, {hop, QUERY_COLUMNS / 2, given.n_rows, 0, COLUMNS}, ahead);
-        for (int i = p.thread; i < given.n_rows * COLUMNS; i += N_PLAYER_THREADS) {
+        for (int i = p.thread; i < given.n_rows * COLUMNS; i += N_COMPUTE_THREADS) {
             const int row = i / COLUMNS, column = i % COLUMNS;
             u16* const out = given.out + ((layer * N_BLOCKS + block()) * MAX_ROWS + row) * COLUMNS;
             out[column] = p.activations[row * (COLUMNS + ROW_PADDING) + column];
         }
-        sync_players();
+        sync_compute_warps();
     }
 }
 """
@@ -87,7 +87,7 @@ KERNEL(attend, Given, given, N_PLAYER_THREADS) {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step of some layers: one sequence for each position, in slots and pages dealt at random."""
+    """A step of some layers: one sequence for each position, in slots and pages partition at random."""
 
     positions: tuple[int, ...]
     group: int = 2
@@ -101,7 +101,7 @@ class Case:
     amplitude: float = 1.0
     windows: tuple[int, int] = (0, 0)
     n_blocks: int = 3
-    n_players: int = 2
+    n_compute_warps: int = 2
     splits: int = 4
     data: int = 0
 
@@ -122,7 +122,7 @@ class Case:
     def shape(self) -> dict[str, int | str]:
         return {
             "N_BLOCKS": self.n_blocks,
-            "N_PLAYERS": self.n_players,
+            "N_COMPUTE_WARPS": self.n_compute_warps,
             "N_LAYERS": N_LAYERS,
             "N_HEADS": self.n_heads,
             "N_KV_HEADS": self.n_kv_heads,
@@ -145,7 +145,7 @@ class Step:
     qkv: Tensor  # [layers, rows, columns]
     kv: list[PagedKV]
     heads: list[Heads]
-    rows: Rows
+    rows: StepRows
     table: Arena
 
 
@@ -182,7 +182,7 @@ def made(case: Case) -> Step:
     cells = (MAX_ROWS * layout.max_pages * case.page_tokens, case.n_kv_heads, case.width)
     empty = torch.full(cells, torch.nan, dtype=dtype)
     kv = [PagedKV(empty.clone(), empty.clone(), case.page_tokens) for _ in range(N_LAYERS)]
-    rows = Rows(*(tables.table[name] for name in ("n_rows", "row_slot", "position", "pages")))
+    rows = StepRows(*(tables.table[name] for name in ("n_rows", "row_slot", "position", "pages")))
     qkv = torch.zeros(N_LAYERS, len(slots), heads[0].n_columns)
     for row, (slot, position) in enumerate(zip(slots, case.positions, strict=True)):
         for layer in range(N_LAYERS):
@@ -213,7 +213,7 @@ def played(case: Case, step: Step, seed: int) -> Tensor:
     }
     nan = np.float32(np.nan)
     out = np.zeros((N_LAYERS, case.n_blocks, MAX_ROWS, padded), dtype=np.uint16)
-    normed, turning = step.heads[0].q_norm is not None, step.heads[0].frequencies
+    normed, n_rotary = step.heads[0].q_norm is not None, step.heads[0].frequencies
     norms = (
         torch.stack([w for h in step.heads for w in (h.q_norm, h.k_norm) if w is not None])
         if normed
@@ -222,16 +222,16 @@ def played(case: Case, step: Step, seed: int) -> Tensor:
     argument = stage.given(
         table=step.table.memory,
         words=sent,
-        # Two beats ago somebody else's values lay there.
-        **{name: words(np.full(n, nan, dtype=np.float32), BEAT - 2) for name, n in hops.items()},
+        # Two tags ago somebody else's values lay there.
+        **{name: words(np.full(n, nan, dtype=np.float32), TAG - 2) for name, n in hops.items()},
         qk_norms=norms,
-        frequencies=torch.zeros(4) if turning is None else turning,
+        frequencies=torch.zeros(4) if n_rotary is None else n_rotary,
         caches=caches,
         windows=np.array(case.windows, dtype=np.int32),
         out=out,
         state=np.zeros(4, dtype=np.uint32),
         n_rows=n_rows,
-        beat=BEAT,
+        tag=TAG,
         n_blocks=case.n_blocks,
     )
     program.run("attend", argument, n_blocks=case.n_blocks, shared_bytes=SHARED_BYTES, seed=seed)
@@ -275,15 +275,15 @@ CASES = {
     "width 96 in float32": Case((47, 129), group=2, width=96, store="f32", normed=True),
     "width 128, neighbours": Case((77, 500), width=128, pairing="neighbours", store="f16"),
     "width 256": Case((150,), width=256, n_kv_heads=2),
-    "width 256 in float32": Case((70, 33), width=256, store="f32", n_players=4),
-    "a part of the head turns": Case((35, 99), width=64, rope_half=16, amplitude=1.25, store="f32"),
-    "a part of the head turns, neighbours": Case((35, 99), width=96, rope_half=20, pairing="neighbours"),
-    "nothing turns": Case((50,), rope_half=0),
+    "width 256 in float32": Case((70, 33), width=256, store="f32", n_compute_warps=4),
+    "a part of the head cos_sin": Case((35, 99), width=64, rope_half=16, amplitude=1.25, store="f32"),
+    "a part of the head cos_sin, neighbours": Case((35, 99), width=96, rope_half=20, pairing="neighbours"),
+    "nothing cos_sin": Case((50,), rope_half=0),
     "windows": Case((10, 33, 64, 200, 700), windows=(33, 0), group=4),
     "windows of every layer": Case((95, 96, 97, 511), windows=(64, 20), store="f32"),
     "long": Case((3000, 1025), n_kv_heads=2, splits=16, n_blocks=8, page_tokens=64),
-    "long, odd pages, many splits": Case((2500,), page_tokens=24, splits=32, store="f16", n_players=4),
-    "eight warps": Case((20, 600), group=4, n_kv_heads=2, n_players=8, n_blocks=4),
+    "long, odd pages, many splits": Case((2500,), page_tokens=24, splits=32, store="f16", n_compute_warps=4),
+    "eight warps": Case((20, 600), group=4, n_kv_heads=2, n_compute_warps=8, n_blocks=4),
 }
 
 
@@ -330,6 +330,6 @@ def test_any_order_of_events_gives_the_same() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("store", "group", "width"), [("bf16", 4, 64), ("f16", 8, 128), ("f32", 7, 256)])
 def test_attention_compiles_for_a_card(store: str, group: int, width: int) -> None:
-    case = Case((0,), group=group, n_kv_heads=8, width=width, store=store, n_blocks=132, n_players=8, splits=16)
+    case = Case((0,), group=group, n_kv_heads=8, width=width, store=store, n_blocks=132, n_compute_warps=8, splits=16)
     made = stage.headers(Layout(MAX_ROWS, 2048, 64), 64, **case.shape)
     assert cubin(SOURCE, "attention.cu", arch="sm_90", headers=headers_of(SOURCE, made))

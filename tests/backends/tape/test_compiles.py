@@ -41,9 +41,9 @@ def one_layer(family: str) -> Shape:
 
 
 def unfilled(family: str, dtype: torch.dtype, mix: str | None) -> Model:
-    shape, kind = one_layer(family), FAMILIES[family]
+    shape, weight_type = one_layer(family), FAMILIES[family]
     weights = Unfilled(shape, dtype, torch.device("cpu"), 0, mix)
-    return kind.build(Builder(shape, weights, TWINS, shape.context), kind.layer)
+    return weight_type.build(Builder(shape, weights, TWINS, shape.context), weight_type.layer)
 
 
 @pytest.mark.slow

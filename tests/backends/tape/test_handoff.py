@@ -14,7 +14,7 @@ from tests.backends.tape.emulator import headers_of
 from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, given, headers, program, words
 
 LAYOUT = Layout(n_slots=8, max_pages=4, vocab=64, inbox_entries=4, outbox_entries=4)
-BEAT = 7
+TAG = 7
 EPS = 1e-5
 
 # Every block puts its share of the words, then receives all of them and copies out what lies in its memory.
@@ -32,10 +32,10 @@ struct Given {
     float* scales;      // [blocks][MAX_ROWS]
     float* residual;    // [blocks][RESIDUAL_TILES * 16][MAX_ROWS]
     State* state;
-    int n_words, n_rows, n_pairs, begin, columns, n_bytes, beat;
+    int n_words, n_rows, n_pairs, begin, columns, n_bytes, tag;
 };
-DEVICE void put_share(const Player& p, const Given& given) {
-    for (int i = block() + N_BLOCKS * p.thread; i < given.n_words; i += N_BLOCKS * N_PLAYER_THREADS) {
+DEVICE void put_share(const ComputeThread& p, const Given& given) {
+    for (int i = block() + N_BLOCKS * p.thread; i < given.n_words; i += N_BLOCKS * N_COMPUTE_THREADS) {
         put(given.hop + i, (u32)given.words[i], (u32)(given.words[i] >> 32));
     }
 }
@@ -46,24 +46,24 @@ DEVICE Tape tape_of(const Given& given) {
     tape.state = given.state;
     return tape;
 }
-DEVICE void copy_out(const Player& p, const Given& given) {
-    sync_players();
-    for (int i = p.thread; i < given.n_bytes; i += N_PLAYER_THREADS) {
+DEVICE void copy_out(const ComputeThread& p, const Given& given) {
+    sync_compute_warps();
+    for (int i = p.thread; i < given.n_bytes; i += N_COMPUTE_THREADS) {
         given.out[block() * given.n_bytes + i] = ((const char*)p.activations)[i];
     }
     if (p.thread < given.n_rows) given.scales[block() * MAX_ROWS + p.thread] = p.shared->scale[p.thread];
 }
-KERNEL(normed, Given, given, N_PLAYER_THREADS) {
-    Player p = player(given.beat);
+KERNEL(normed, Given, given, N_COMPUTE_THREADS) {
+    ComputeThread p = compute_warp(given.tag);
     put_share(p, given);
     const u64* const hop = given.n_words ? given.hop : nullptr;
     receive_normed(p, tape_of(given), hop, given.weights, given.n_rows, p.shared->residual[0], block());
     copy_out(p, given);
     constexpr int n = RESIDUAL_TILES * 16 * MAX_ROWS;
-    for (int i = p.thread; i < n; i += N_PLAYER_THREADS) given.residual[block() * n + i] = p.shared->residual[0][i];
+    for (int i = p.thread; i < n; i += N_COMPUTE_THREADS) given.residual[block() * n + i] = p.shared->residual[0][i];
 }
-KERNEL(pairs, Given, given, N_PLAYER_THREADS) {
-    Player p = player(given.beat);
+KERNEL(pairs, Given, given, N_COMPUTE_THREADS) {
+    ComputeThread p = compute_warp(given.tag);
     put_share(p, given);
     ManyRows ahead;
     forget(ahead);
@@ -81,8 +81,8 @@ BUILDS = {
 HALF = {"bf16": torch.bfloat16, "f16": torch.float16, "int8": torch.bfloat16}
 
 
-def padded(columns: int, n_players: int = 2) -> int:
-    return -(-columns // (32 * n_players)) * 32 * n_players
+def padded(columns: int, n_compute_warps: int = 2) -> int:
+    return -(-columns // (32 * n_compute_warps)) * 32 * n_compute_warps
 
 
 def received(
@@ -108,8 +108,8 @@ def received(
     out = np.zeros((n_blocks, n_bytes), dtype=np.uint8)
     scales = np.zeros((n_blocks, 8), dtype=np.float32)
     n_words = 0 if hop is None else hop.size
-    # Words of an earlier beat lie there, with values that nobody may believe.
-    stale = words(np.full(max(n_words, 2), np.nan, dtype=np.float32), BEAT - 2)
+    # Words of an earlier tag lie there, with values that nobody may believe.
+    stale = words(np.full(max(n_words, 2), np.nan, dtype=np.float32), TAG - 2)
     argument = given(
         table=torch.zeros(16) if table is None else table,
         embedding=torch.zeros(16) if embedding is None else embedding,
@@ -122,7 +122,7 @@ def received(
         state=np.zeros(4, dtype=np.uint32),
         **{"n_words": n_words, "n_rows": n_rows, "n_pairs": n_pairs, "begin": begin, "columns": columns},
         n_bytes=n_bytes,
-        beat=BEAT,
+        tag=TAG,
     )
     made.run(kernel, argument, n_blocks=n_blocks, shared_bytes=SHARED_BYTES, seed=seed)
     rows = torch.from_numpy(out).view(n_blocks, n_rows, 2 * (columns + 8))
@@ -160,7 +160,7 @@ def check_normed(build: str, hidden: int, n_rows: int, seed: int) -> Tensor:
         "normed",
         n_rows=n_rows,
         columns=columns,
-        hop=words(x.numpy(), BEAT),
+        hop=words(x.numpy(), TAG),
         weights=weights,
         seed=seed,
         HIDDEN=hidden,
@@ -188,12 +188,12 @@ def test_a_block_keeps_what_its_own_tiles_will_be_added_to() -> None:
         "normed",
         n_rows=n_rows,
         columns=padded(hidden),
-        hop=words(x.numpy(), BEAT),
+        hop=words(x.numpy(), TAG),
         weights=weights,
         residual=kept,
         HIDDEN=hidden,
     )
-    tiles = x.numpy().reshape(n_rows, n_tiles, n_blocks, 16)  # dealt to the blocks in turn
+    tiles = x.numpy().reshape(n_rows, n_tiles, n_blocks, 16)  # partition to the blocks in turn
     np.testing.assert_array_equal(kept[..., :n_rows], tiles.transpose(2, 1, 3, 0))
 
 
@@ -216,8 +216,8 @@ def test_long_rows_come_in_several_turns(build: str) -> None:
 def test_a_normed_row_is_the_same_alone_and_among_neighbours(build: str) -> None:
     x, weights = some_rows(8, 192, 9)
     kept = {"columns": padded(192), "weights": weights}
-    among, among_scales = received(build, "normed", n_rows=8, hop=words(x.numpy(), BEAT), seed=1, **kept)  # type: ignore[arg-type]
-    alone, alone_scales = received(build, "normed", n_rows=1, hop=words(x[5:6].numpy(), BEAT), seed=2, **kept)  # type: ignore[arg-type]
+    among, among_scales = received(build, "normed", n_rows=8, hop=words(x.numpy(), TAG), seed=1, **kept)  # type: ignore[arg-type]
+    alone, alone_scales = received(build, "normed", n_rows=1, hop=words(x[5:6].numpy(), TAG), seed=2, **kept)  # type: ignore[arg-type]
     assert torch.equal(among[0, 5], alone[0, 0])
     assert torch.equal(among_scales[0, 5], alone_scales[0, 0])
 
@@ -255,7 +255,7 @@ def test_pairs_arrive_slab_by_slab(build: str, n_columns: int, slab: int) -> Non
     g = torch.Generator().manual_seed(n_columns)
     n_rows = 3
     values = torch.randn(n_rows, n_columns, generator=g).to(HALF[build])
-    hop = words(values.view(torch.int16).numpy().view(np.uint32), BEAT)
+    hop = words(values.view(torch.int16).numpy().view(np.uint32), TAG)
     whole = torch.cat((values.float(), torch.zeros(n_rows, slab)), 1)
     for begin in range(0, n_columns, slab):
         got, _ = received(
@@ -272,6 +272,6 @@ def test_pairs_arrive_slab_by_slab(build: str, n_columns: int, slab: int) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("build", BUILDS)
 def test_hand_offs_compile_for_a_card(build: str) -> None:
-    shape = {"N_PLAYERS": 8, "N_BLOCKS": 132, "HIDDEN": 2048, **BUILDS[build]}
+    shape = {"N_COMPUTE_WARPS": 8, "N_BLOCKS": 132, "HIDDEN": 2048, **BUILDS[build]}
     made = headers(LAYOUT, 64, **shape)
     assert cubin(SOURCE, "handoff.cu", arch="sm_90", headers=headers_of(SOURCE, made))

@@ -19,16 +19,16 @@ from ostinato.errors import HardwareCannot
 from tests.backends.tape.emulator import DidNotEnd, Program, compiled, constants, headers_of, words
 
 EVERYTHING = Path(__file__).with_name("every_primitive.cu").read_text()
-N_PLAYERS = 2
-THREADS = 32 * N_PLAYERS + 32  # the players and the reader
-SHAPE = {"shape.h": constants(N_PLAYERS=N_PLAYERS, DEADLINE_NS="100000000LL")}
+N_COMPUTE_WARPS = 2
+THREADS = 32 * N_COMPUTE_WARPS + 32  # the compute warps and the loader
+SHAPE = {"shape.h": constants(N_COMPUTE_WARPS=N_COMPUTE_WARPS, DEADLINE_NS="100000000LL")}
 
 SOURCE = r"""
 #include "machine.h"
 
-#define THREADS (N_PLAYERS * 32 + 32)
+#define THREADS (N_COMPUTE_WARPS * 32 + 32)
 struct State {
-    u32 leave;
+    u32 abort;
 };
 struct Words {
     u64* out;
@@ -66,19 +66,19 @@ KERNEL(shuffles, Words, all, THREADS) {
 
 // --- all together ---
 
-KERNEL(players_only, Words, all, THREADS) {  // the reader never comes
-    if (thread() >= N_PLAYERS * 32) return;
+KERNEL(compute_warps_only, Words, all, THREADS) {  // the reader never comes
+    if (thread() >= N_COMPUTE_WARPS * 32) return;
     u32* sums = (u32*)shared_memory();
     if (thread() == 0) sums[0] = 0;
     for (u64 i = 0; i < all.n; ++i) {
-        sync_players();
+        sync_compute_warps();
         atomic_add_shared(sums, 1u);
-        sync_players();
-        if (sums[0] != (i + 1) * N_PLAYERS * 32) all.out[0] += 1;
+        sync_compute_warps();
+        if (sums[0] != (i + 1) * N_COMPUTE_WARPS * 32) all.out[0] += 1;
     }
 }
-KERNEL(players_short, Words, all, THREADS) {
-    if (thread() != 3 && thread() < N_PLAYERS * 32) sync_players();
+KERNEL(compute_warps_short, Words, all, THREADS) {
+    if (thread() != 3 && thread() < N_COMPUTE_WARPS * 32) sync_compute_warps();
     if (thread() == 3) all.out[0] = 1;
 }
 KERNEL(diverged, Words, all, THREADS) {
@@ -92,7 +92,7 @@ KERNEL(order, Words, all, THREADS) {
     all.out[1 + place] = (u64)(block() * THREADS + thread());
 }
 
-// --- gates and copies: a ring of `n % 8` stages, filled by the reader, emptied by the players ---
+// --- gates and copies: a ring of `n % 8` stages, filled by the reader, emptied by the compute warps ---
 
 #define CHUNK 1536
 struct Ring {
@@ -109,7 +109,7 @@ KERNEL(stream, Stream, all, THREADS) {
     if (thread() == 0) {
         for (u64 i = 0; i < all.n_stages; ++i) {
             gate_init(&ring->full[i], 1);
-            gate_init(&ring->empty[i], N_PLAYERS);
+            gate_init(&ring->empty[i], N_COMPUTE_WARPS);
         }
         gate_init_fence();
     }
@@ -117,27 +117,27 @@ KERNEL(stream, Stream, all, THREADS) {
     const char* from = all.from + block() * all.n_chunks * CHUNK;
     for (u64 i = 0; i < all.n_chunks; ++i) {
         const int stage = (int)(i % all.n_stages), phase = (int)(i / all.n_stages) & 1;
-        if (thread() == N_PLAYERS * 32) {
+        if (thread() == N_COMPUTE_WARPS * 32) {
             while (!all.hasty && !gate_passed(&ring->empty[stage], phase ^ 1)) {
             }
             if (i % 2) gate_expect(&ring->full[stage], CHUNK);
             bulk_copy(stages + stage * CHUNK, from + i * CHUNK, CHUNK / 2, &ring->full[stage]);
             bulk_copy(stages + stage * CHUNK + CHUNK / 2, from + i * CHUNK + CHUNK / 2, CHUNK / 2, &ring->full[stage]);
             if (i % 2 == 0) gate_expect(&ring->full[stage], CHUNK);
-        } else if (thread() < N_PLAYERS * 32) {
+        } else if (thread() < N_COMPUTE_WARPS * 32) {
             while (!gate_passed(&ring->full[stage], phase)) {
             }
             u64 sum = 0;
-            for (int at = thread(); at < CHUNK; at += N_PLAYERS * 32) {
+            for (int at = thread(); at < CHUNK; at += N_COMPUTE_WARPS * 32) {
                 if (at % 512 == thread()) relax();
                 sum += (u8)stages[stage * CHUNK + at];
             }
-            all.sums[(block() * all.n_chunks + i) * N_PLAYERS * 32 + thread()] = sum;
+            all.sums[(block() * all.n_chunks + i) * N_COMPUTE_WARPS * 32 + thread()] = sum;
             sync_warp();
             if (thread() % 32 == 0) gate_arrive(&ring->empty[stage]);
         }
     }
-    if (thread() == N_PLAYERS * 32) {
+    if (thread() == N_COMPUTE_WARPS * 32) {
         for (u64 i = 0; i < all.n_stages; ++i) {  // all that was asked for has come
             const u64 last = all.n_chunks - 1 - (all.n_chunks - 1 - i) % all.n_stages;
             while (!gate_passed(&ring->full[i], (int)(last / all.n_stages) & 1)) {
@@ -175,9 +175,9 @@ KERNEL(in_order, Words, all, 32) {  // wrong: takes the second put for a sign of
             put(all.out + thread(), (u32)i, 1);
             put(all.out + 32 + thread(), (u32)i, 1);
         } else {
-            while ((u32)look(all.out + 32 + thread()) < i) {
+            while ((u32)load_relaxed(all.out + 32 + thread()) < i) {
             }
-            if ((u32)look(all.out + thread()) < i) all.out[64 + thread()] += 1;
+            if ((u32)load_relaxed(all.out + thread()) < i) all.out[64 + thread()] += 1;
         }
     }
 }
@@ -189,10 +189,10 @@ KERNEL(tagged, Words, all, 32) {  // each value says by itself that it has come
         if (block() == 0) {
             put(place, (u32)(i * 3), (u32)i);
             put(place + 1, (u32)(i * 5), (u32)i);
-            while (look(answer) >> 32 != i) {
+            while (load_relaxed(answer) >> 32 != i) {
             }
         } else {
-            do look_two(place, both);
+            do load_two_relaxed(place, both);
             while (both[0] >> 32 != i || both[1] >> 32 != i);
             if ((u32)both[0] != (u32)(i * 3) || (u32)both[1] != (u32)(i * 5)) all.out[160 + thread()] += 1;
             put(answer, 0, (u32)i);
@@ -204,18 +204,18 @@ KERNEL(raised, Words, all, 64) {  // puts of all threads, a sync, one release; o
     if (block() == 0) {
         put(all.out + thread(), 1, 1);
         if (synced) sync_block();
-        if (thread() == 0 && released) raise(all.out + 128, 1);
+        if (thread() == 0 && released) store_release(all.out + 128, 1);
         if (thread() == 0 && !released) put(all.out + 128, 1, 0);
     } else {
-        while (seen_at(all.out + 128) == 0) relax();
-        if (look(all.out + thread()) == 0) all.out[64 + thread()] += 1;
+        while (load_acquire(all.out + 128) == 0) relax();
+        if (load_relaxed(all.out + thread()) == 0) all.out[64 + thread()] += 1;
     }
 }
 KERNEL(own_puts, Words, all, 32) {
     u64* place = all.out + thread();
     for (u64 i = 1; i <= all.n; ++i) {
         put(place, (u32)i, 7);
-        if (look(place) != (7ull << 32 | i)) all.out[32 + thread()] += 1;
+        if (load_relaxed(place) != (7ull << 32 | i)) all.out[32 + thread()] += 1;
     }
 }
 
@@ -223,7 +223,7 @@ KERNEL(own_puts, Words, all, 32) {
 
 KERNEL(nobody_comes, Words, all, THREADS) {
     for (u64 i = 0; i < all.n; ++i) {
-        for (Waiting w(all.state); look(all.in) == 0 && w.goes_on();) {
+        for (BoundedWait w(all.state); load_relaxed(all.in) == 0 && w.keep_waiting();) {
         }
     }
     all.out[block() * THREADS + thread()] = 1;
@@ -231,10 +231,10 @@ KERNEL(nobody_comes, Words, all, THREADS) {
 KERNEL(host_comes, Words, all, THREADS) {
     u64 i = 0;
     do {
-        for (Waiting w(all.state); seen_at(all.in) <= i && w.goes_on();) {
+        for (BoundedWait w(all.state); load_acquire(all.in) <= i && w.keep_waiting();) {
         }
-        i = seen_at(all.in);
-        if (thread() == 0 && block() == 0) raise(all.out, i);
+        i = load_acquire(all.in);
+        if (thread() == 0 && block() == 0) store_release(all.out, i);
     } while (i < all.n);
 }
 KERNEL(for_ever, Words, all, THREADS) {
@@ -372,20 +372,20 @@ def test_lanes_that_meet_at_different_places_are_told(program: Program) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_players_meet_without_the_reader(program: Program, seed: int) -> None:
+def test_compute_warps_meet_without_the_reader(program: Program, seed: int) -> None:
     out = zeros(1)
-    program.run("players_only", words(out, 0, 20, 0), n_blocks=3, shared_bytes=64, seed=seed)
+    program.run("compute_warps_only", words(out, 0, 20, 0), n_blocks=3, shared_bytes=64, seed=seed)
     assert out[0] == 0
 
 
 def test_a_deadlock_is_told_with_who_waits_where(program: Program) -> None:
     with pytest.raises(DidNotEnd) as told:
-        program.run("players_short", words(zeros(1), 0, 0, 0), n_blocks=2)
+        program.run("compute_warps_short", words(zeros(1), 0, 0, 0), n_blocks=2)
     text = str(told.value)
     line = 1 + SOURCE[: SOURCE.index("if (thread() != 3")].count("\n")
     assert "deadlock: nobody can go on" in text
     for block in (0, 1):
-        assert f"block {block}: waits at sync_players (primitives.cpp:{line}), 63 threads, the first is 0" in text
+        assert f"block {block}: waits at sync_compute_warps (primitives.cpp:{line}), 63 threads, the first is 0" in text
     assert "66 threads have ended" in text
 
 
@@ -407,13 +407,13 @@ RING_BYTES = 128 + 8 * CHUNK
 
 
 def streamed(program: Program, n_chunks: int, n_stages: int, *, hasty: bool, seed: int) -> bool:
-    """Whether every player saw every chunk as it was sent."""
-    n_blocks, players = 2, 32 * N_PLAYERS
+    """Whether every compute warp saw every chunk as it was sent."""
+    n_blocks, compute_warps = 2, 32 * N_COMPUTE_WARPS
     data = np.random.default_rng(seed).integers(0, 256, (n_blocks, n_chunks, CHUNK), np.uint8)
-    sums = np.zeros((n_blocks, n_chunks, players), np.uint64)
+    sums = np.zeros((n_blocks, n_chunks, compute_warps), np.uint64)
     given = words(data, n_chunks, n_stages, int(hasty), sums)
     program.run("stream", given, n_blocks=n_blocks, shared_bytes=RING_BYTES, seed=seed)
-    expected = data.reshape(n_blocks, n_chunks, -1, players).sum(axis=2, dtype=np.uint64)
+    expected = data.reshape(n_blocks, n_chunks, -1, compute_warps).sum(axis=2, dtype=np.uint64)
     return bool((sums == expected).all())
 
 
@@ -621,14 +621,14 @@ def test_numbers_and_bits_are_those_of_the_book(program: Program) -> None:
 
 @pytest.mark.slow  # compiles
 def test_every_primitive_runs_on_the_cpu() -> None:
-    program = compiled(EVERYTHING, "everything.cpp", headers={"shape.h": constants(N_PLAYERS=1)})
+    program = compiled(EVERYTHING, "everything.cpp", headers={"shape.h": constants(N_COMPUTE_WARPS=1)})
     places, data, numbers = zeros(64), np.ones(256, np.uint8), np.zeros(32, np.float32)
     program.run("every_primitive", words(places, data, numbers, np.zeros(2, np.uint32)), shared_bytes=1024)
     assert places[8] == 64
 
 
 def test_every_primitive_compiles_for_the_card() -> None:
-    shape = {"shape.h": constants(N_PLAYERS=1)}
+    shape = {"shape.h": constants(N_COMPUTE_WARPS=1)}
     headers = {name: text for name, text in headers_of(EVERYTHING, shape).items() if name != "machine_cpu.h"}
     try:
         binary = build.cubin(EVERYTHING, "everything.cu", arch="sm_90", headers=headers)

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from ostinato.backends.cuda.packed import Stack, Weight, pack, stacked
 from ostinato.backends.tape import pack as pack_module
-from ostinato.backends.tape.deal import PER_PLAYER, Deal, Grid, Kind, Matrix, chunks_of, deal, padded_columns, walk
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
-    KINDS,
+    WEIGHT_TYPES,
     FileBlocks,
     Numbers,
-    Source,
+    TapeSource,
     bounds_of,
-    kind_of,
     matrix_from,
     numbers_from,
     numbers_of,
@@ -30,13 +28,25 @@ from ostinato.backends.tape.pack import (
     tiles_from,
     type_of,
     values_of,
+    weight_type_of,
     why_not_packed,
+)
+from ostinato.backends.tape.partition import (
+    PER_COMPUTE_WARP,
+    Partition,
+    TapeGrid,
+    TapeMatrix,
+    WeightType,
+    chunks_of,
+    make_partition,
+    padded_columns,
+    walk,
 )
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 
 CPU = torch.device("cpu")
-TYPES = tuple(KINDS)
+TYPES = tuple(WEIGHT_TYPES)
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = ("float32", "float16", "bfloat16")
 SEEDS = st.integers(0, 2**32 - 1)
@@ -59,43 +69,45 @@ class At:
     is_upper: bool
 
 
-def address(kind: Kind, columns: int, n_players: int, row: int, column: int) -> At:
-    per = {Kind.HALF: 4, Kind.FOUR: 16, Kind.FIVE: 8, Kind.SIX: 8, Kind.EIGHT: 8}[kind]
+def address(weight_type: WeightType, columns: int, n_compute_warps: int, row: int, column: int) -> At:
+    per = {WeightType.HALF: 4, WeightType.FOUR: 16, WeightType.FIVE: 8, WeightType.SIX: 8, WeightType.EIGHT: 8}[
+        weight_type
+    ]
     column_tile = column // 16
-    chunk = column_tile // (per * n_players)
-    base = chunk * per * n_players
-    n = min(per, columns // 16 // n_players - chunk * per)
-    player, i = divmod(column_tile - base, n)
+    chunk = column_tile // (per * n_compute_warps)
+    base = chunk * per * n_compute_warps
+    n = min(per, columns // 16 // n_compute_warps - chunk * per)
+    compute_warp, i = divmod(column_tile - base, n)
     g, lower = row % 8, row // 8  # a lower row is 8 further down
     later, q, h = column % 16 // 8, column % 8 // 2, column % 2
     register, lane, group, t = lower + 2 * later, 4 * g + q, i // 2, i % 2
-    if kind == Kind.HALF:
-        return At(chunk, ((player * n + i) * 32 + lane) * 16 + 4 * register + 2 * h, 0, 0, 0, 0, lower == 1)
-    lanes_before = (player * (n // 2) + group) * 32 + lane
-    rows_before = (player * (n // 2) + group) * 16 + 2 * g + lower
+    if weight_type == WeightType.HALF:
+        return At(chunk, ((compute_warp * n + i) * 32 + lane) * 16 + 4 * register + 2 * h, 0, 0, 0, 0, lower == 1)
+    lanes_before = (compute_warp * (n // 2) + group) * 32 + lane
+    rows_before = (compute_warp * (n // 2) + group) * 16 + 2 * g + lower
     if n == per:  # every fourth group stands together
-        rows_before = (((player * 4 + group % 4) * 8 + g) * (n // 8) + group // 4) * 2 + lower
-    if kind == Kind.EIGHT:
+        rows_before = (((compute_warp * 4 + group % 4) * 8 + g) * (n // 8) + group // 4) * 2 + lower
+    if weight_type == WeightType.EIGHT:
         quants = lanes_before * 16 + 4 * (2 * t + lower) + later + 2 * h
-        return At(chunk, quants, 0, 0, 0, n_players * n // 2 * 512 + rows_before * 2, lower == 1)
+        return At(chunk, quants, 0, 0, 0, n_compute_warps * n // 2 * 512 + rows_before * 2, lower == 1)
     bit = 4 * register + 16 * h
-    end = n_players * (n // 2) * 256
-    by_four = player * n * 128 + i // 4 * 512 + lane * 16 + i % 4 * 4  # a lane has four column tiles together
+    end = n_compute_warps * (n // 2) * 256
+    by_four = compute_warp * n * 128 + i // 4 * 512 + lane * 16 + i % 4 * 4  # a lane has four column tiles together
     quants = by_four if n == per else lanes_before * 8 + 4 * t
-    if kind == Kind.FOUR:
+    if weight_type == WeightType.FOUR:
         return At(chunk, quants, bit, 0, 0, end + rows_before * 4, lower == 1)
-    if kind == Kind.FIVE:
+    if weight_type == WeightType.FIVE:
         words = (n // 2 + 1) // 2
-        together = ((player * 32 + lane) * words + group // 2) * 4
-        high = end + (together if n == per else ((player * words + group // 2) * 32 + lane) * 4)
+        together = ((compute_warp * 32 + lane) * words + group // 2) * 4
+        high = end + (together if n == per else ((compute_warp * words + group // 2) * 32 + lane) * 4)
         high_bit = 4 * (group % 2) + 2 * t + (1 - register % 2) + 8 * (register // 2) + 16 * h
-        return At(chunk, quants, bit, high, high_bit, end + n_players * words * 128 + rows_before * 4, lower == 1)
-    high = end + (((player * 32 + lane) * (n // 2) + group) * 4 if n == per else lanes_before * 4)
+        return At(chunk, quants, bit, high, high_bit, end + n_compute_warps * words * 128 + rows_before * 4, lower == 1)
+    high = end + (((compute_warp * 32 + lane) * (n // 2) + group) * 4 if n == per else lanes_before * 4)
     high_bit = 4 * t + 2 * (1 - register % 2) + 8 * (register // 2) + 16 * h
-    rows_before = (player * n + i) * 16 + 2 * g + lower
+    rows_before = (compute_warp * n + i) * 16 + 2 * g + lower
     if n == per:
-        rows_before = (((player * 4 + i % 4) * 8 + g) * (n // 4) + i // 4) * 2 + lower
-    scale = end + n_players * (n // 2) * 128 + rows_before * 2
+        rows_before = (((compute_warp * 4 + i % 4) * 8 + g) * (n // 4) + i // 4) * 2 + lower
+    scale = end + n_compute_warps * (n // 2) * 128 + rows_before * 2
     return At(chunk, quants, bit, high, high_bit, scale, lower == 1)
 
 
@@ -107,21 +119,21 @@ def half_at(data: bytes, at: int) -> float:
     return float(np.frombuffer(data[at : at + 2], np.float16)[0])
 
 
-def weight_at(data: bytes, kind: Kind, at: At, half: torch.dtype) -> float:
+def weight_at(data: bytes, weight_type: WeightType, at: At, half: torch.dtype) -> float:
     """The weight there, out of the bytes of its chunk."""
-    if kind == Kind.HALF:
+    if weight_type == WeightType.HALF:
         bits = int.from_bytes(data[at.quants : at.quants + 2], "little")
         if half == torch.float16:
             return half_at(data, at.quants)
         return float(np.array([bits << 16], np.uint32).view(np.float32)[0])
     scale = half_at(data, at.scale)
-    if kind == Kind.EIGHT:
+    if weight_type == WeightType.EIGHT:
         return scale * int(np.frombuffer(data[at.quants : at.quants + 1], np.int8)[0])
     q = word(data, at.quants) >> at.bit & 15
-    if kind == Kind.SIX:
+    if weight_type == WeightType.SIX:
         two = word(data, at.high) >> at.high_bit & 3
         return scale * ((q << 2 | two if at.is_upper else two << 4 | q) - 32)
-    if kind == Kind.FIVE:
+    if weight_type == WeightType.FIVE:
         one = word(data, at.high) >> at.high_bit & 1
         q = q << 1 | one if at.is_upper else one << 4 | q
     return scale * q - half_at(data, at.scale + 2)
@@ -151,31 +163,33 @@ def file_values(type: str, raw: Tensor) -> Tensor:
     return torch.from_numpy(dequantize(raw.numpy(), type))
 
 
-def kept_values(source: Source, half: torch.dtype) -> Tensor:
+def kept_values(source: TapeSource, half: torch.dtype) -> Tensor:
     """What the weights of a source become on the tape, row by row, without any tape."""
     each = [values_of(numbers_of(part, torch.arange(start, stop), half)) for part, start, stop in source.rows]
     return torch.cat(each)
 
 
-def random_numbers(kind: Kind, n_tiles: int, columns: int, half: torch.dtype, seed: int) -> Numbers:
+def random_numbers(weight_type: WeightType, n_tiles: int, columns: int, half: torch.dtype, seed: int) -> Numbers:
     """Numbers of any bits that a kind can have, in whole tiles."""
     generator = torch.Generator().manual_seed(seed)
     rows = 16 * n_tiles
-    if kind == Kind.HALF:
-        return Numbers(kind, torch.randn((rows, columns), generator=generator).to(half))
-    low, high, dtype = (-128, 128, torch.int8) if kind == Kind.EIGHT else (0, 8 << kind, torch.uint8)
+    if weight_type == WeightType.HALF:
+        return Numbers(weight_type, torch.randn((rows, columns), generator=generator).to(half))
+    low, high, dtype = (
+        (-128, 128, torch.int8) if weight_type == WeightType.EIGHT else (0, 8 << weight_type, torch.uint8)
+    )
     quants = torch.randint(low, high, (rows, columns), generator=generator).to(dtype)
-    scales, minima = torch.randn((2, rows, columns // GROUP_COLUMNS[kind]), generator=generator).half()
-    return Numbers(kind, quants, scales, minima if kind in (Kind.FOUR, Kind.FIVE) else None)
+    scales, minima = torch.randn((2, rows, columns // GROUP_COLUMNS[weight_type]), generator=generator).half()
+    return Numbers(weight_type, quants, scales, minima if weight_type in (WeightType.FOUR, WeightType.FIVE) else None)
 
 
 @st.composite
-def sizes(draw: st.DrawFn) -> tuple[Kind, int, int]:
-    """A kind, a number of players, and columns with padding that make up to three chunks."""
-    kind = draw(st.sampled_from(Kind))
-    n_players = draw(st.integers(1, 4))
+def sizes(draw: st.DrawFn) -> tuple[WeightType, int, int]:
+    """A kind, a number of compute warps, and columns with padding that make up to three chunks."""
+    weight_type = draw(st.sampled_from(WeightType))
+    n_compute_warps = draw(st.integers(1, 4))
     columns = draw(st.integers(1, 700))
-    return kind, n_players, padded_columns(kind, columns, n_players)
+    return weight_type, n_compute_warps, padded_columns(weight_type, columns, n_compute_warps)
 
 
 # --- where the bits are ---
@@ -184,43 +198,45 @@ def sizes(draw: st.DrawFn) -> tuple[Kind, int, int]:
 @given(sizes(), st.sampled_from(HALVES), SEEDS)
 @settings(max_examples=40, deadline=None)
 def test_each_weight_is_where_the_kernel_looks_for_it(
-    size: tuple[Kind, int, int], half: torch.dtype, seed: int
+    size: tuple[WeightType, int, int], half: torch.dtype, seed: int
 ) -> None:
-    kind, n_players, columns = size
-    numbers = random_numbers(kind, 2, columns, half, seed)
-    tiles, values = tiles_from(numbers, n_players), values_of(numbers)
-    ends = np.cumsum([0, *(chunk.n_bytes for chunk in chunks_of(kind, columns, n_players))])
+    weight_type, n_compute_warps, columns = size
+    numbers = random_numbers(weight_type, 2, columns, half, seed)
+    tiles, values = tiles_from(numbers, n_compute_warps), values_of(numbers)
+    ends = np.cumsum([0, *(chunk.n_bytes for chunk in chunks_of(weight_type, columns, n_compute_warps))])
     random = np.random.default_rng(seed)
     for _ in range(300):
         tile, row, column = random.integers(2), int(random.integers(16)), int(random.integers(columns))
-        at = address(kind, columns, n_players, row, column)
+        at = address(weight_type, columns, n_compute_warps, row, column)
         data = tiles[tile, ends[at.chunk] : ends[at.chunk + 1]].numpy().tobytes()
-        assert np.float32(weight_at(data, kind, at, half)) == values[tile * 16 + row, column]
+        assert np.float32(weight_at(data, weight_type, at, half)) == values[tile * 16 + row, column]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_no_two_weights_share_a_bit_and_no_bit_is_left_over(kind: Kind) -> None:
-    n_players, columns = 2, padded_columns(kind, 700, 2)
+@pytest.mark.parametrize("weight_type", WeightType)
+def test_no_two_weights_share_a_bit_and_no_bit_is_left_over(weight_type: WeightType) -> None:
+    n_compute_warps, columns = 2, padded_columns(weight_type, 700, 2)
     quants, high, scales = set(), set(), set()
     for row in range(16):
         for column in range(columns):
-            at = address(kind, columns, n_players, row, column)
+            at = address(weight_type, columns, n_compute_warps, row, column)
             quants.add((at.chunk, at.quants, at.bit))
             high.add((at.chunk, at.high, at.high_bit))
             scales.add((at.chunk, at.scale))
     assert len(quants) == 16 * columns
-    if kind in (Kind.FIVE, Kind.SIX):
+    if weight_type in (WeightType.FIVE, WeightType.SIX):
         assert len(high) == 16 * columns
-    if kind != Kind.HALF:
-        assert len(scales) == 16 * columns // GROUP_COLUMNS[kind]
+    if weight_type != WeightType.HALF:
+        assert len(scales) == 16 * columns // GROUP_COLUMNS[weight_type]
 
 
 @given(sizes(), st.integers(1, 3), st.sampled_from(HALVES), SEEDS)
 @settings(max_examples=60, deadline=None)
-def test_tiles_give_their_numbers_back(size: tuple[Kind, int, int], n_tiles: int, half: torch.dtype, seed: int) -> None:
-    kind, n_players, columns = size
-    numbers = random_numbers(kind, n_tiles, columns, half, seed)
-    again = numbers_from(tiles_from(numbers, n_players), kind, columns, n_players, half)
+def test_tiles_give_their_numbers_back(
+    size: tuple[WeightType, int, int], n_tiles: int, half: torch.dtype, seed: int
+) -> None:
+    weight_type, n_compute_warps, columns = size
+    numbers = random_numbers(weight_type, n_tiles, columns, half, seed)
+    again = numbers_from(tiles_from(numbers, n_compute_warps), weight_type, columns, n_compute_warps, half)
     for mine, theirs in (
         (again.quants, numbers.quants),
         (again.scales, numbers.scales),
@@ -230,12 +246,12 @@ def test_tiles_give_their_numbers_back(size: tuple[Kind, int, int], n_tiles: int
         assert mine is None or theirs is None or torch.equal(mine, theirs)
 
 
-@pytest.mark.parametrize(("kind", "more"), [(Kind.FOUR, 0), (Kind.FIVE, 1), (Kind.SIX, 2)])
+@pytest.mark.parametrize(("weight_type", "more"), [(WeightType.FOUR, 0), (WeightType.FIVE, 1), (WeightType.SIX, 2)])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_masks_and_one_shift_give_four_values_of_two_rows(kind: Kind, more: int, is_whole: bool) -> None:
+def test_masks_and_one_shift_give_four_values_of_two_rows(weight_type: WeightType, more: int, is_whole: bool) -> None:
     """What the kernel does with words: a value of rows 0 to 7 below in its byte, of rows 8 to 15 at the top of its."""
-    n = PER_PLAYER[kind] if is_whole else 6
-    numbers = random_numbers(kind, 1, 16 * n, torch.bfloat16, seed=3)
+    n = PER_COMPUTE_WARP[weight_type] if is_whole else 6
+    numbers = random_numbers(weight_type, 1, 16 * n, torch.bfloat16, seed=3)
     data = tiles_from(numbers, 1)[0].numpy().tobytes()
     for lane, tile in np.ndindex(32, n):
         at = tile // 4 * 512 + lane * 16 + tile % 4 * 4 if is_whole else tile // 2 * 256 + lane * 8 + tile % 2 * 4
@@ -243,10 +259,10 @@ def test_masks_and_one_shift_give_four_values_of_two_rows(kind: Kind, more: int,
         if more:
             number, words = tile // (4 // more), n * more // 4
             high = word(data, n * 128 + (4 * (lane * words + number) if is_whole else number * 128 + lane * 4))
-            shift = 4 * (tile // 2 % 2) + 2 * (tile % 2) - 3 if kind == Kind.FIVE else 4 * (tile % 2) - 2
+            shift = 4 * (tile // 2 % 2) + 2 * (tile % 2) - 3 if weight_type == WeightType.FIVE else 4 * (tile % 2) - 2
             high = high >> shift if shift > 0 else high << -shift
-            lower |= high & (0x10101010 if kind == Kind.FIVE else 0x30303030)
-            upper |= high & (0x08080808 if kind == Kind.FIVE else 0x0C0C0C0C)
+            lower |= high & (0x10101010 if weight_type == WeightType.FIVE else 0x30303030)
+            upper |= high & (0x08080808 if weight_type == WeightType.FIVE else 0x0C0C0C0C)
         first = 16 * tile + 2 * (lane % 4)
         places = [first, first + 8, first + 1, first + 9]
         assert list(lower.to_bytes(4, "little")) == numbers.quants[lane // 4, places].tolist()
@@ -299,9 +315,9 @@ def test_a_float_weight_is_rounded_once(type: str, half: torch.dtype) -> None:
 
 
 @st.composite
-def models(draw: st.DrawFn) -> tuple[list[Source], Deal, torch.dtype]:
-    """Some matrices of all kinds mixed, dealt to a grid."""
-    grid = Grid(draw(st.integers(1, 7)), draw(st.integers(1, 4)), draw(st.integers(1, 4)))
+def models(draw: st.DrawFn) -> tuple[list[TapeSource], Partition, torch.dtype]:
+    """Some matrices of all kinds mixed, partition to a grid."""
+    grid = TapeGrid(draw(st.integers(1, 7)), draw(st.integers(1, 4)), draw(st.integers(1, 4)))
     sources = []
     for seed in range(draw(st.integers(1, 5))):
         type = draw(st.sampled_from((*TYPES, *FLOATS)))
@@ -309,21 +325,21 @@ def models(draw: st.DrawFn) -> tuple[list[Source], Deal, torch.dtype]:
         columns = draw(st.integers(1, max(600 // unit, 1))) * unit
         n_rows = 2 * draw(st.integers(1, 130))
         sources.append(source_of(weight(type, n_rows, columns, seed), paired=draw(st.booleans())))
-    return sources, deal([source.matrix for source in sources], grid), draw(st.sampled_from(HALVES))
+    return sources, make_partition([source.matrix for source in sources], grid), draw(st.sampled_from(HALVES))
 
 
 @given(models())
 @settings(max_examples=30, deadline=None)
-def test_matrices_come_back_from_the_tape(model: tuple[list[Source], Deal, torch.dtype]) -> None:
-    sources, dealt, half = model
-    tape = tape_of(sources, dealt, CPU, half)
+def test_matrices_come_back_from_the_tape(model: tuple[list[TapeSource], Partition, torch.dtype]) -> None:
+    sources, partition, half = model
+    tape = tape_of(sources, partition, CPU, half)
     assert tape.dtype == torch.uint8
-    assert len(tape) == dealt.n_bytes
+    assert len(tape) == partition.n_bytes
     for index, source in enumerate(sources):
-        assert torch.equal(matrix_from(tape, dealt, index, half), kept_values(source, half))
+        assert torch.equal(matrix_from(tape, partition, index, half), kept_values(source, half))
 
 
-def slow_row(matrix: Matrix, tile: int, r: int) -> int | None:
+def slow_row(matrix: TapeMatrix, tile: int, r: int) -> int | None:
     """Which row of the matrix stands in row r of a tile."""
     if not matrix.paired:
         return 16 * tile + r if 16 * tile + r < matrix.rows else None
@@ -333,30 +349,32 @@ def slow_row(matrix: Matrix, tile: int, r: int) -> int | None:
 
 @given(models(), SEEDS)
 @settings(max_examples=20, deadline=None)
-def test_what_a_block_reads_is_what_its_tiles_hold(model: tuple[list[Source], Deal, torch.dtype], seed: int) -> None:
+def test_what_a_block_reads_is_what_its_tiles_hold(
+    model: tuple[list[TapeSource], Partition, torch.dtype], seed: int
+) -> None:
     """The walk, the address of a weight and the order of rows together, against the weights themselves."""
-    sources, dealt, half = model
-    tape, values = tape_of(sources, dealt, CPU, half), [kept_values(source, half) for source in sources]
-    n_players = dealt.grid.n_players
-    pieces = [piece for block in range(dealt.grid.n_blocks) for piece in walk(dealt, block)]
+    sources, partition, half = model
+    tape, values = tape_of(sources, partition, CPU, half), [kept_values(source, half) for source in sources]
+    n_compute_warps = partition.grid.n_compute_warps
+    pieces = [piece for block in range(partition.grid.n_blocks) for piece in walk(partition, block)]
     random = np.random.default_rng(seed)
     for i in random.permutation(len(pieces))[:25]:
         piece = pieces[i]
-        segment, matrix = dealt.segments[piece.segment], dealt.matrices[piece.segment]
+        segment, matrix = partition.segments[piece.segment], partition.matrices[piece.segment]
         data = tape[piece.at : piece.at + piece.n_bytes].numpy().tobytes()
-        chunk = chunks_of(segment.kind, segment.columns, n_players)[piece.chunk]
+        chunk = chunks_of(segment.weight_type, segment.columns, n_compute_warps)[piece.chunk]
         for _ in range(12):
             r = int(random.integers(16))
-            column = 16 * chunk.first + int(random.integers(16 * chunk.n * n_players))
-            at = address(segment.kind, segment.columns, n_players, r, column)
+            column = 16 * chunk.first + int(random.integers(16 * chunk.n * n_compute_warps))
+            at = address(segment.weight_type, segment.columns, n_compute_warps, r, column)
             row = slow_row(matrix, piece.tile, r)
             is_padding = row is None or column >= matrix.columns
             expected = 0.0 if is_padding else values[piece.segment][row, column].item()
             assert at.chunk == piece.chunk
-            assert np.float32(weight_at(data, segment.kind, at, half)) == expected
+            assert np.float32(weight_at(data, segment.weight_type, at, half)) == expected
 
 
-def smollm(types: tuple[str, ...]) -> list[Source]:
+def smollm(types: tuple[str, ...]) -> list[TapeSource]:
     """One layer of 576 columns, 9 heads and 3, with a vocabulary that is no whole number of tiles."""
     q, k, v, out, gate_up, down, head = types
     return [
@@ -377,27 +395,27 @@ def smollm(types: tuple[str, ...]) -> list[Source]:
 )
 def test_odd_models_come_back_from_the_tape(types: tuple[str, ...]) -> None:
     sources = smollm(types)
-    dealt = deal([source.matrix for source in sources], Grid(132))
-    tape = tape_of(iter(sources), dealt, CPU)
+    partition = make_partition([source.matrix for source in sources], TapeGrid(132))
+    tape = tape_of(iter(sources), partition, CPU)
     for index, source in enumerate(sources):
-        assert torch.equal(matrix_from(tape, dealt, index), kept_values(source, torch.bfloat16))
+        assert torch.equal(matrix_from(tape, partition, index), kept_values(source, torch.bfloat16))
 
 
 def test_what_is_laid_out_at_a_time_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [source_of(weight("Q4_K", 200, 512, 1), paired=True), source_of(weight("float32", 100, 70, 2))]
-    dealt = deal([source.matrix for source in sources], Grid(3, 2))
-    at_once = tape_of(sources, dealt, CPU)
+    partition = make_partition([source.matrix for source in sources], TapeGrid(3, 2))
+    at_once = tape_of(sources, partition, CPU)
     monkeypatch.setattr(pack_module, "_PIECE_WEIGHTS", 1)
-    assert torch.equal(tape_of(sources, dealt, CPU), at_once)
+    assert torch.equal(tape_of(sources, partition, CPU), at_once)
 
 
 def test_between_runs_there_are_zeros() -> None:
     sources = [source_of(weight("Q8_0", 16 * 5, 32, 1))]
-    dealt = deal([source.matrix for source in sources], Grid(3, 1))
-    tape = tape_of(sources, dealt, CPU)
+    partition = make_partition([source.matrix for source in sources], TapeGrid(3, 1))
+    tape = tape_of(sources, partition, CPU)
     inside = torch.zeros(len(tape), dtype=torch.bool)
     for block in range(3):
-        for piece in walk(dealt, block):
+        for piece in walk(partition, block):
             inside[piece.at : piece.at + piece.n_bytes] = True
     assert not inside.all()
     assert not tape[~inside].any()
@@ -410,9 +428,9 @@ def test_between_runs_there_are_zeros() -> None:
 def test_packed_weights_give_the_tape_of_their_file(type: str) -> None:
     raw = blocks(type, 56, 512, seed=4)
     as_file, as_packed = source_of(FileBlocks(type, raw)), source_of(pack(type, raw, 56, 512))
-    dealt = deal([as_file.matrix], Grid(2, 2))
+    partition = make_partition([as_file.matrix], TapeGrid(2, 2))
     assert as_packed.matrix == as_file.matrix
-    assert torch.equal(tape_of([as_packed], dealt, CPU), tape_of([as_file], dealt, CPU))
+    assert torch.equal(tape_of([as_packed], partition, CPU), tape_of([as_file], partition, CPU))
 
 
 def parts_as_loaded(types: Iterable[str], n_rows: Iterable[int], columns: int) -> tuple[list[Tensor], Weight]:
@@ -428,7 +446,7 @@ def test_q_k_and_v_are_taken_out_of_their_stack(types: tuple[str, str, str]) -> 
     start = 0
     for type, raw, size in zip(types, raws, sizes, strict=True):
         source = source_of(whole, start, start + size)
-        assert source.matrix == Matrix(KINDS[type], size, 256)
+        assert source.matrix == TapeMatrix(WEIGHT_TYPES[type], size, 256)
         alone = source_of(FileBlocks(type, raw))
         assert torch.equal(kept_values(source, torch.bfloat16), kept_values(alone, torch.bfloat16))
         start += size
@@ -438,15 +456,19 @@ def test_q_k_and_v_are_taken_out_of_their_stack(types: tuple[str, str, str]) -> 
 def test_gate_and_up_of_one_kind_share_tiles(types: tuple[str, str]) -> None:
     raws, whole = parts_as_loaded(types, (24, 24), 256)
     source = source_of(whole, paired=True)
-    dealt = deal([source.matrix], Grid(2, 1))
-    tape = tape_of([source], dealt, CPU)
+    partition = make_partition([source.matrix], TapeGrid(2, 1))
+    tape = tape_of([source], partition, CPU)
     each = [kept_values(source_of(FileBlocks(t, raw)), torch.bfloat16) for t, raw in zip(types, raws, strict=True)]
-    assert torch.equal(matrix_from(tape, dealt, 0), torch.cat(each))
-    tile = next(piece for piece in walk(dealt, 1) if piece.tile == 1)
+    assert torch.equal(matrix_from(tape, partition, 0), torch.cat(each))
+    tile = next(piece for piece in walk(partition, 1) if piece.tile == 1)
     data = tape[tile.at : tile.at + tile.n_bytes].numpy().tobytes()
-    kind = source.matrix.kind
-    assert np.float32(weight_at(data, kind, address(kind, 256, 1, 2, 5), torch.bfloat16)) == each[0][10, 5]
-    assert np.float32(weight_at(data, kind, address(kind, 256, 1, 10, 5), torch.bfloat16)) == each[1][10, 5]
+    weight_type = source.matrix.weight_type
+    assert (
+        np.float32(weight_at(data, weight_type, address(weight_type, 256, 1, 2, 5), torch.bfloat16)) == each[0][10, 5]
+    )
+    assert (
+        np.float32(weight_at(data, weight_type, address(weight_type, 256, 1, 10, 5), torch.bfloat16)) == each[1][10, 5]
+    )
 
 
 def test_gate_and_up_of_two_kinds_are_refused_by_name() -> None:
@@ -457,7 +479,7 @@ def test_gate_and_up_of_two_kinds_are_refused_by_name() -> None:
 
 def test_floats_of_different_widths_are_one_kind() -> None:
     source = source_of(Stack((torch.ones(8, 16), torch.ones(8, 16, dtype=torch.float16))), paired=True)
-    assert source.matrix == Matrix(Kind.HALF, 16, 16, paired=True)
+    assert source.matrix == TapeMatrix(WeightType.HALF, 16, 16, paired=True)
 
 
 # --- what is refused ---
@@ -484,7 +506,7 @@ def test_types_without_a_kind_are_refused_by_name() -> None:
     with pytest.raises(Unsupported, match="IQ4_NL weights have no place"):
         FileBlocks("IQ4_NL", torch.zeros((1, 18), dtype=torch.uint8))
     with pytest.raises(Unsupported, match="int64 weights"):
-        kind_of(torch.ones((1, 1), dtype=torch.int64))
+        weight_type_of(torch.ones((1, 1), dtype=torch.int64))
     with pytest.raises(BadFile, match="no rows of whole Q4_0 blocks"):
         FileBlocks("Q4_0", torch.zeros((1, 19), dtype=torch.uint8))
 
@@ -510,11 +532,11 @@ def test_a_reason_says_what_a_matrix_would_have_been_refused_for() -> None:
 
 def test_a_matrix_that_is_not_the_deals_is_refused() -> None:
     source = source_of(torch.ones(32, 16))
-    dealt = deal([Matrix(Kind.HALF, 16, 16)], Grid(1, 1))
+    partition = make_partition([TapeMatrix(WeightType.HALF, 16, 16)], TapeGrid(1, 1))
     with pytest.raises(InternalError, match="was given"):
-        put_matrix(torch.zeros(dealt.n_bytes, dtype=torch.uint8), dealt, 0, source)
+        put_matrix(torch.zeros(partition.n_bytes, dtype=torch.uint8), partition, 0, source)
     with pytest.raises(InternalError, match="1 matrices was given 0"):
-        tape_of([], dealt, CPU)
+        tape_of([], partition, CPU)
     with pytest.raises(InternalError, match="rows 0 to 40"):
         source_of(torch.ones(32, 16), 0, 40)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, Stack, pack
-from ostinato.backends.tape.deal import Grid, Kind, Matrix, Segment, padded_columns
+from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
 from ostinato.backends.tape.plan import (
     GATES_BYTES,
     HEAD_WIDTHS,
@@ -229,18 +229,18 @@ def test_the_argument_has_the_fields_of_the_header_in_its_order() -> None:
         if found is None:
             assert not line.strip(), line
             continue
-        kind = "pointer" if found[2] else found[1]
-        fields += [(name.strip(), kind) for name in found[3].split(",")]
-    kinds = {c_void_p: "pointer", c_uint64: "u64", c_int: "int"}
-    assert [(name, kinds.get(kind, "View")) for name, kind, *_ in Argument._fields_] == fields
+        weight_type = "pointer" if found[2] else found[1]
+        fields += [(name.strip(), weight_type) for name in found[3].split(",")]
+    weight_types = {c_void_p: "pointer", c_uint64: "u64", c_int: "int"}
+    assert [(name, weight_types.get(weight_type, "View")) for name, weight_type, *_ in Argument._fields_] == fields
 
 
 class Compiled:
     """What one shape's headers say of themselves, as the compiler has it."""
 
     NAMES = (
-        *("sizeof(Tape)", "RING_AT", "ATTENTION_BYTES", "sizeof(Summing)", "sizeof(Choosing)", "SLAB_COLUMNS"),
-        *("SUMMARY_WORDS", "ROW_PADDING", "sizeof(Item)", "sizeof(Agenda)", "ITEMS_AT_ONCE"),
+        *("sizeof(Tape)", "RING_AT", "ATTENTION_BYTES", "sizeof(Summing)", "sizeof(SamplingScratch)", "SLAB_COLUMNS"),
+        *("SUMMARY_WORDS", "ROW_PADDING", "sizeof(Item)", "sizeof(AttentionPlan)", "ITEMS_AT_ONCE"),
     )
 
     def __init__(self, headers: dict[str, str]) -> None:
@@ -258,19 +258,21 @@ def headers_for(
     model: Model, sizes: TapeSizes, layout: Layout, kv_type: KVType, activations: Activations = "wide"
 ) -> dict[str, str]:
     """As a step has them, without laying out a weight."""
-    kinds = {source.matrix.kind for _, source in sources_of(model)}
-    step: Any = type("Step", (), {"header": shape_header(model, sizes, layout.vocab, kv_type, kinds, activations)})
+    weight_types = {source.matrix.weight_type for _, source in sources_of(model)}
+    step: Any = type(
+        "Step", (), {"header": shape_header(model, sizes, layout.vocab, kv_type, weight_types, activations)}
+    )
     tables: Any = type("OfTables", (), {"layout": layout})
     return tape_headers(step, tables, 64)
 
 
-def matrices_of(model: Model) -> list[Matrix]:
+def matrices_of(model: Model) -> list[TapeMatrix]:
     return [source.matrix for _, source in sources_of(model)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "n_slots", "kv_type", "n_players", "mix"),
+    ("shape", "n_slots", "kv_type", "n_compute_warps", "mix"),
     [
         (shape_of(), 4, "f32", 2, None),
         (shape_of(hidden=192, n_heads=16, n_kv_heads=2, head_width=128, ff_width=320, vocab=5000), 8, "bf16", 8, None),
@@ -279,52 +281,52 @@ def matrices_of(model: Model) -> list[Matrix]:
     ids=["small", "wide groups", "packed"],
 )
 def test_sizes_are_those_of_the_compiled_source(
-    shape: Shape, n_slots: int, kv_type: KVType, n_players: int, mix: str | None
+    shape: Shape, n_slots: int, kv_type: KVType, n_compute_warps: int, mix: str | None
 ) -> None:
     model, layout = small(shape, mix=mix), Layout(n_slots, 40, shape.vocab)
     sizes = TapeSizes.of(
-        shape, matrices_of(model), n_slots, H200, n_players, kv_type=kv_type, page_tokens=64, max_pages=40
+        shape, matrices_of(model), n_slots, H200, n_compute_warps, kv_type=kv_type, page_tokens=64, max_pages=40
     )
     found = Compiled(headers_for(model, sizes, layout, kv_type))
     assert found["sizeof(Tape)"] == sizeof(Argument)
     assert found["RING_AT"] == sizes.own_bytes
     kept = 4 if kv_type == "f32" else 2
     assert found["ATTENTION_BYTES"] == attention_bytes(shape, sizes.grid, n_slots, kept)
-    assert found["sizeof(Agenda)"] == sizes.agenda_bytes
+    assert found["sizeof(AttentionPlan)"] == sizes.attention_plan_bytes
     assert found["ITEMS_AT_ONCE"] <= ITEMS_AT_ONCE
-    assert found["sizeof(Summing)"] == summing_bytes(n_slots, n_players)
-    assert found["sizeof(Choosing)"] == choosing_bytes(sizes.grid)
+    assert found["sizeof(Summing)"] == summing_bytes(n_slots, n_compute_warps)
+    assert found["sizeof(SamplingScratch)"] == choosing_bytes(sizes.grid)
     assert found["SLAB_COLUMNS"] == slab_columns(sizes)
     constants = found["SUMMARY_WORDS"], found["ROW_PADDING"], found["sizeof(Item)"]
     assert constants == (SUMMARY_WORDS, ROW_PADDING, ITEM_BYTES)
 
 
-def summing_bytes(n_slots: int, n_players: int) -> int:
-    """Of each row and player: the best, the largest and the sum of a part, and its weight."""
-    return n_slots * n_players * (16 + 8)
+def summing_bytes(n_slots: int, n_compute_warps: int) -> int:
+    """Of each row and compute warp: the best, the largest and the sum of a part, and its weight."""
+    return n_slots * n_compute_warps * (16 + 8)
 
 
-def choosing_bytes(grid: Grid) -> int:
-    """Lists and buckets of 1024, two words of each block, a sum of each player, and what was heard."""
+def choosing_bytes(grid: TapeGrid) -> int:
+    """Lists and buckets of 1024, two words of each block, a sum of each compute warp, and what was heard."""
     heard = 8 + 2 * 4 + 8 + 8
-    return 1024 * (8 + 8 + 8 + 4) + 8 * grid.n_blocks + 8 * grid.n_players + heard + 8
+    return 1024 * (8 + 8 + 8 + 4) + 8 * grid.n_blocks + 8 * grid.n_compute_warps + heard + 8
 
 
 def slab_columns(sizes: TapeSizes) -> int:
-    unit = SLAB_COLUMNS * sizes.grid.n_players
+    unit = SLAB_COLUMNS * sizes.grid.n_compute_warps
     return (sizes.activation_bytes // (2 * sizes.n_slots) - ROW_PADDING) // unit * unit
 
 
 # The header's own lines as a function of what they are compiled with: thousands of shapes for one compilation.
 SIZED_BY = (
-    *("N_HEADS", "N_KV_HEADS", "HEAD_WIDTH", "N_BLOCKS", "N_PLAYERS", "MAX_ROWS"),
+    *("N_HEADS", "N_KV_HEADS", "HEAD_WIDTH", "N_BLOCKS", "N_COMPUTE_WARPS", "MAX_ROWS"),
     *("KEPT", "PAGE_TOKENS_", "MAX_PAGES_", "SPLITS", "LEAST_SPLIT", "ROPE_HALF"),
 )
 
 
 @cache
 def attention_header() -> Program:
-    text = re.sub(r"//.*", "", header("agenda.h") + header("attention.h")).partition("#define ATTENTION_BYTES")
+    text = re.sub(r"//.*", "", header("attention_plan.h") + header("attention.h")).partition("#define ATTENTION_BYTES")
     lines = re.findall(r"constexpr int \w+\s*=[^;]*;", text[0])
     assert len(lines) > 20
     body = "\n".join(lines).replace("constexpr int", "const int")
@@ -343,7 +345,7 @@ def attention_header() -> Program:
     n_kv_heads=st.integers(1, 16),
     width=st.sampled_from(HEAD_WIDTHS),
     n_blocks=st.integers(1, 200),
-    n_players=st.sampled_from([1, 2, 4, 8]),
+    n_compute_warps=st.sampled_from([1, 2, 4, 8]),
     n_slots=st.integers(1, 8),
     kept=st.sampled_from([0, 1, 2]),
     page_tokens=st.sampled_from([16, 64]),
@@ -354,7 +356,7 @@ def test_what_attention_works_in_is_counted_as_its_header_does(
     n_kv_heads: int,
     width: int,
     n_blocks: int,
-    n_players: int,
+    n_compute_warps: int,
     n_slots: int,
     kept: int,
     page_tokens: int,
@@ -362,11 +364,11 @@ def test_what_attention_works_in_is_counted_as_its_header_does(
 ) -> None:
     n_heads = group * n_kv_heads
     expected = attention_header().library.sized(
-        *(n_heads, n_kv_heads, width, n_blocks, n_players, n_slots),
+        *(n_heads, n_kv_heads, width, n_blocks, n_compute_warps, n_slots),
         *(kept, page_tokens, max_pages, SPLITS, LEAST_SPLIT, width // 2),
     )
     shape = shape_of(n_heads=n_heads, n_kv_heads=n_kv_heads, head_width=width)
-    grid = Grid(n_blocks, n_players)
+    grid = TapeGrid(n_blocks, n_compute_warps)
     kept_bytes = 4 if kept == 0 else 2
     assert attention_bytes(shape, grid, n_slots, kept_bytes) == expected
 
@@ -384,15 +386,15 @@ widths = st.integers(1, 256).map(lambda n: 64 * n)
     n_kv_heads=st.integers(1, 8),
     width=st.sampled_from(HEAD_WIDTHS),
     vocab=st.integers(1, 200_000),
-    kinds=st.lists(st.sampled_from(list(Kind)), min_size=5, max_size=5),
+    weight_types=st.lists(st.sampled_from(list(WeightType)), min_size=5, max_size=5),
     n_slots=st.integers(1, 8),
-    n_players=st.sampled_from([2, 4, 8]),
+    n_compute_warps=st.sampled_from([2, 4, 8]),
     kv_type=st.sampled_from(["f32", "f16", "bf16"]),
     max_pages=st.integers(1, 4096),
     n_multiprocessors=st.integers(1, 264),
     shared_kb=st.sampled_from([48, 99, 163, 227]),
 )
-@example(2176, 8192, 4, 8, 64, 128_256, [Kind.HALF] * 5, 8, 8, "bf16", 64, 132, 227)
+@example(2176, 8192, 4, 8, 64, 128_256, [WeightType.HALF] * 5, 8, 8, "bf16", 64, 132, 227)
 def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
     hidden: int,
     ff_width: int,
@@ -400,9 +402,9 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
     n_kv_heads: int,
     width: int,
     vocab: int,
-    kinds: Sequence[Kind],
+    weight_types: Sequence[WeightType],
     n_slots: int,
-    n_players: int,
+    n_compute_warps: int,
     kv_type: KVType,
     max_pages: int,
     n_multiprocessors: int,
@@ -414,11 +416,13 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
     )
     rows = ((heads + 2 * n_kv_heads) * width, hidden, 2 * ff_width, hidden, vocab)
     columns = (hidden, heads * width, hidden, ff_width, hidden)
-    matrices = [Matrix(k, r, c, i == 2) for i, (k, r, c) in enumerate(zip(kinds, rows, columns, strict=True))]
+    matrices = [
+        TapeMatrix(k, r, c, i == 2) for i, (k, r, c) in enumerate(zip(weight_types, rows, columns, strict=True))
+    ]
     chip = Chip((9, 0), n_multiprocessors, shared_kb << 10, 0)
     paged: dict[str, Any] = {"kv_type": kv_type, "page_tokens": 64, "max_pages": max_pages}
     try:
-        sizes = TapeSizes.of(shape, matrices, n_slots, chip, n_players, **paged)
+        sizes = TapeSizes.of(shape, matrices, n_slots, chip, n_compute_warps, **paged)
     except HardwareCannot:
         return
     assert sizes.shared_bytes + STATIC_BYTES <= chip.shared_bytes
@@ -431,8 +435,13 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
     assert sizes.own_bytes % 128 == sizes.stage_bytes % 128 == sizes.activation_bytes % 128 == 0
     grid, kept = sizes.grid, 4 if kv_type == "f32" else 2
     looking = attention_bytes(shape, grid, n_slots, kept)
-    normed = padded_columns(Kind.FOUR, hidden, n_players)
-    needs = (looking, summing_bytes(n_slots, n_players), choosing_bytes(grid), 2 * n_slots * (normed + ROW_PADDING))
+    normed = padded_columns(WeightType.FOUR, hidden, n_compute_warps)
+    needs = (
+        looking,
+        summing_bytes(n_slots, n_compute_warps),
+        choosing_bytes(grid),
+        2 * n_slots * (normed + ROW_PADDING),
+    )
     assert sizes.activation_bytes >= max(needs)
     assert slab_columns(sizes) > 0
     # Every block has a tile of the head and one of gate and up.
@@ -455,13 +464,19 @@ class Laid:
     """A model on the tape, with the memory and the tables around it."""
 
     def __init__(
-        self, model: Model, n_slots: int = 3, kv_type: KVType = "f32", n_players: int = 2, *, on_tape: bool = False
+        self,
+        model: Model,
+        n_slots: int = 3,
+        kv_type: KVType = "f32",
+        n_compute_warps: int = 2,
+        *,
+        on_tape: bool = False,
     ) -> None:
         self.memory = PagedMemory.of(model, n_slots=n_slots, n_pages=6, kv_type=kv_type, page_tokens=16)
         self.tables = Tables.on(Layout(n_slots, 4, model.shape.vocab), CPU)
         chip = Chip((9, 0), 3, 227 << 10, 0)
         n_tokens = model.shape.vocab
-        words: dict[str, Any] = {"kv_type": kv_type, "n_players": n_players, "on_tape": on_tape}
+        words: dict[str, Any] = {"kv_type": kv_type, "n_compute_warps": n_compute_warps, "on_tape": on_tape}
         self.step = TapeStep(model, self.memory, self.tables, n_tokens, chip, **words)
         self.plan = tape_plan(self.step.model, self.memory, self.tables, self.step)
 
@@ -479,7 +494,7 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
     assert argument.clock is None  # nobody pays for marks that nobody asked for
     laid.step.note_times()
     places = {name: getattr(argument.view, name) for name, *_ in type(argument.view)._fields_}
-    places |= {name: getattr(argument, name) for name, kind, *_ in Argument._fields_ if kind is c_void_p}
+    places |= {name: getattr(argument, name) for name, weight_type, *_ in Argument._fields_ if weight_type is c_void_p}
     absent = {"qkv_bias", "qk_norms"} - set(optional)
     assert {name for name, place in places.items() if not place} == absent
     for name, place in places.items():
@@ -489,7 +504,7 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
     assert all(place in known for place in caches)
     (node,) = laid.plan.nodes
     written = {name for name, *_ in Argument._fields_} & set(node.writes)
-    assert {"x", "qkv", "parts", "seen", "inside", "summaries", "marks", "logits", "scaled", "state"} <= written
+    assert {"x", "qkv", "parts", "attended", "inside", "summaries", "marks", "logits", "scaled", "state"} <= written
     assert not {"tape", "segments", "norms", "embedding"} & set(node.writes)
     with pytest.raises(InternalError, match="played by its kernel alone"):
         node.run()
@@ -522,7 +537,7 @@ def packed_parts(linear: Linear) -> list[Packed]:
 def test_plans_of_other_kernels_have_other_hashes() -> None:
     model = small(LLAMA)
     assert Laid(model).plan.hash == Laid(model).plan.hash
-    others = (Laid(model), Laid(model, n_slots=2), Laid(model, kv_type="f16"), Laid(model, n_players=4))
+    others = (Laid(model), Laid(model, n_slots=2), Laid(model, kv_type="f16"), Laid(model, n_compute_warps=4))
     assert len({laid.plan.hash for laid in others}) == len(others)
 
 
@@ -542,22 +557,22 @@ def test_q_k_and_v_are_three_segments_of_which_those_after_the_last_part_are_emp
     changed = replace(model, layers=layers)
     assert why_not_tape(changed, 1, "f32") is None
     laid = Laid(changed)
-    segments = [Segment(Kind(row[0]), *row[1:]) for row in laid.step.buffers["segments"].tolist()]
+    segments = [Segment(WeightType(row[0]), *row[1:]) for row in laid.step.buffers["segments"].tolist()]
     a_layer = QKV_SEGMENTS + 3
     assert len(segments) == a_layer * 2 + 1
-    kinds = [Kind.FOUR, Kind.SIX, Kind.EIGHT][:n_parts]
+    weight_types = [WeightType.FOUR, WeightType.SIX, WeightType.EIGHT][:n_parts]
     before = 0
     for layer in range(2):
         own = segments[layer * a_layer : (layer + 1) * a_layer]
         assert [s.n_tiles for s in own[:3]] == [*(n // 16 for n in rows), *[0] * (3 - n_parts)]
-        assert [s.kind for s in own[:n_parts]] == kinds
+        assert [s.weight_type for s in own[:n_parts]] == weight_types
         assert [s.n_tiles for s in own[3:]] == [256 // 16, 2 * 256 // 16, 256 // 16]
         for segment in own:
-            if segment.n_tiles:  # dealt on from where the one before ended
+            if segment.n_tiles:  # partition on from where the one before ended
                 assert segment.first == before % 3
             before += segment.n_tiles
     assert segments[-1].n_tiles == -(-model.shape.vocab // 16)
-    assert [s for s in segments if s.n_tiles] == list(laid.step.deal.segments)
+    assert [s for s in segments if s.n_tiles] == list(laid.step.partition.segments)
 
 
 def quantised(mix: str, n_rows: int) -> Packed:
@@ -573,7 +588,7 @@ def test_a_packed_embedding_is_widened_once_for_the_rows_that_are_taken_in() -> 
     assert (embedding.dtype, list(embedding.shape)) == (torch.bfloat16, [203, 256])
 
 
-def test_what_is_built_is_what_the_border_compares() -> None:
+def test_what_is_built_is_what_the_boundary_compares() -> None:
     laid = Laid(small(LLAMA))
     laid.step.built(laid.plan.hash, 7)
     assert (laid.step.argument.plan_hash, laid.step.argument.epoch) == (laid.plan.hash, 7)

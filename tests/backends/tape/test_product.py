@@ -1,7 +1,7 @@
 """Products over the tape: the kernel's own source in the emulator, against torch, for every kind of weights.
 
 A small kernel plays steps of one layer and a head: normed rows for q, k, v, gate and up, and the head, pairs of other
-blocks for the output and down. Its reader runs ahead of its players as the real one does.
+blocks for the output and down. Its loader runs ahead of its compute warps as the real one does.
 """
 
 from __future__ import annotations
@@ -19,8 +19,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import build
-from ostinato.backends.tape.deal import Deal, Grid, Kind, Matrix, chunks_of, deal, largest_chunk, walk
 from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers, tiles_from, values_of
+from ostinato.backends.tape.partition import (
+    Partition,
+    TapeGrid,
+    TapeMatrix,
+    WeightType,
+    chunks_of,
+    largest_chunk,
+    make_partition,
+    walk,
+)
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of
@@ -28,7 +37,7 @@ from tests.backends.tape.emulator import Program, compiled, constants, headers_o
 MAX_ROWS: Final = 8
 ROW_PADDING: Final = 8
 SEGMENTS: Final = ("q", "k", "v", "out", "gate_up", "down", "head")
-BEAT: Final = 7
+TAG: Final = 7
 LAYOUT: Final = Layout(n_slots=MAX_ROWS, max_pages=4, vocab=96)
 
 pytestmark = pytest.mark.slow  # each shape is compiled
@@ -48,23 +57,24 @@ struct Given {
     const Segment* segments;
     State* state;
     const u32* normed;  // [2 * MAX_ROWS] rows as they lie in activations
-    const u64 *seen, *inside;
+    const u64 *attended, *inside;
     const Step* steps;
     float* out;  // [steps][N_SEGMENTS][MAX_ROWS][OUT_COLUMNS]
-    int n_steps, stop_before, leave_at;
+    int n_steps, stop_before, abort_at;
 };
 
-DEVICE void lay_normed(Player& p, const Given& given, const Step& step) {
+DEVICE void lay_normed(ComputeThread& p, const Given& given, const Step& step) {
     constexpr int words = (NORMED_COLUMNS + ROW_PADDING) / 2;
     const u32* const from = given.normed + step.first_row * words;
-    for (int i = p.thread; i < step.n_rows * words; i += N_PLAYER_THREADS) ((u32*)p.activations)[i] = from[i];
-    sync_players();
+    for (int i = p.thread; i < step.n_rows * words; i += N_COMPUTE_THREADS) ((u32*)p.activations)[i] = from[i];
+    sync_compute_warps();
 }
 
-DEVICE void play_segment(Player& p, const Given& given, const Tape& tape, const Step& step, int number, float* out) {
+DEVICE void run_segment(ComputeThread& p, const Given& given, const Tape& tape,
+    const Step& step, int number, float* out) {
     const Segment& segment = tape.segments[number];
     Source source = {nullptr, 0};
-    if (number == SEGMENT_OUT) source = {given.seen + step.first_row * (QUERY_COLUMNS / 2), QUERY_COLUMNS / 2};
+    if (number == SEGMENT_OUT) source = {given.attended + step.first_row * (QUERY_COLUMNS / 2), QUERY_COLUMNS / 2};
     if (number == SEGMENT_DOWN) source = {given.inside + step.first_row * (FF / 2), FF / 2};
     multiply_here(p, tape, segment, source, step.n_rows, [&](int first, int n_tiles, Sums sums) {
         const auto done = [&](int, int tile, int r, int row, float value) {
@@ -82,7 +92,7 @@ DEVICE void play_segment(Player& p, const Given& given, const Tape& tape, const 
     });
 }
 
-KERNEL(play, Given, given, N_PLAYER_THREADS + 32) {
+KERNEL(run_loop, Given, given, N_COMPUTE_THREADS + 32) {
     Shared* const shared = (Shared*)shared_memory();
     char* const ring = shared_memory() + RING_AT;
     Tape tape = {};
@@ -95,31 +105,31 @@ KERNEL(play, Given, given, N_PLAYER_THREADS + 32) {
         gate_init_fence();
     }
     sync_block();
-    if (thread() >= N_PLAYER_THREADS) {
-        if (thread() == N_PLAYER_THREADS) read_tape(tape, *shared, ring);
+    if (thread() >= N_COMPUTE_THREADS) {
+        if (thread() == N_COMPUTE_THREADS) load_tape(tape, *shared, ring);
         return;
     }
-    Player p;
+    ComputeThread p;
     p.thread = thread();
     p.warp = p.thread / 32;
     p.lane = p.thread % 32;
-    p.stage = p.phase = p.turn = 0;
-    p.beat = BEAT;
+    p.stage = p.phase = p.parity = 0;
+    p.tag = TAG;
     p.ring = ring;
     p.activations = (u16*)(ring + STAGES * STAGE_BYTES);
     p.shared = shared;
     for (int i = 0; i < given.n_steps; i++) {
         const Step step = given.steps[i];
-        if (i == given.leave_at && block() == 0 && p.thread == 0) store_fresh(&given.state->leave, 1);
+        if (i == given.abort_at && block() == 0 && p.thread == 0) store_fresh(&given.state->abort, 1);
         for (int number = 0; number < N_SEGMENTS; number++) {
             if (i == given.n_steps - 1 && number == given.stop_before) break;
             const bool is_head = number == N_SEGMENTS - 1;
             if (number == SEGMENT_Q || number == SEGMENT_GATE_UP || is_head) lay_normed(p, given, step);
             float* const out = given.out + (i * N_SEGMENTS + number) * MAX_ROWS * OUT_COLUMNS;
-            play_segment(p, given, tape, step, number, out);
+            run_segment(p, given, tape, step, number, out);
         }
     }
-    sync_players();
+    sync_compute_warps();
     if (p.thread == 0) shared->over = 1;
 }
 """
@@ -136,35 +146,35 @@ class Shape:
     query: int
     ff: int
     n_blocks: int = 3
-    n_players: int = 2
+    n_compute_warps: int = 2
     max_rows: int = MAX_ROWS
     half: torch.dtype = torch.bfloat16
     wide: bool = True
     stages: int = 5
     in_flight: int = 2
-    kinds: tuple[Kind, ...] = tuple(Kind)
+    weight_types: tuple[WeightType, ...] = tuple(WeightType)
     lift: bool = False
 
     @property
-    def grid(self) -> Grid:
-        return Grid(self.n_blocks, self.n_players)
+    def grid(self) -> TapeGrid:
+        return TapeGrid(self.n_blocks, self.n_compute_warps)
 
     @property
     def normed(self) -> int:
         return self.padded(self.hidden)
 
     def padded(self, columns: int) -> int:
-        return columns + -columns % (32 * self.n_players)
+        return columns + -columns % (32 * self.n_compute_warps)
 
     @property
     def activation_bytes(self) -> int:
-        return self.max_rows * 2 * (max(self.normed, 256 * self.n_players) + ROW_PADDING)
+        return self.max_rows * 2 * (max(self.normed, 256 * self.n_compute_warps) + ROW_PADDING)
 
     @property
     def stage_bytes(self) -> int:
-        return 640 * 16 * self.n_players // 4
+        return 640 * 16 * self.n_compute_warps // 4
 
-    def matrices(self, kinds: tuple[Kind, ...]) -> list[Matrix]:
+    def matrices(self, weight_types: tuple[WeightType, ...]) -> list[TapeMatrix]:
         hidden = self.hidden
         sizes = [
             (80, hidden),
@@ -176,14 +186,14 @@ class Shape:
             (208, hidden),
         ]
         return [
-            Matrix(kind, rows, columns, name == "gate_up")
-            for name, kind, (rows, columns) in zip(SEGMENTS, kinds, sizes, strict=True)
+            TapeMatrix(weight_type, rows, columns, name == "gate_up")
+            for name, weight_type, (rows, columns) in zip(SEGMENTS, weight_types, sizes, strict=True)
         ]
 
     def header(self) -> str:
-        has = {f"HAS_KIND_{kind.name}": int(kind in self.kinds) for kind in Kind}
+        has = {f"HAS_WEIGHT_{weight_type.name}": int(weight_type in self.weight_types) for weight_type in WeightType}
         return '#include "layout.h"\n' + constants(
-            N_PLAYERS=self.n_players,
+            N_COMPUTE_WARPS=self.n_compute_warps,
             N_BLOCKS=self.n_blocks,
             STAGES=self.stages,
             STAGE_BYTES=self.stage_bytes,
@@ -203,7 +213,7 @@ class Shape:
             LIFT_WEIGHTS=int(self.lift),
             EMBEDDING_TYPE="TYPE_BF16",
             OUT_COLUMNS=self.out_columns,
-            BEAT=BEAT,
+            TAG=TAG,
             **has,
         )
 
@@ -213,8 +223,8 @@ class Shape:
 
     @property
     def shared_bytes(self) -> int:
-        sums = self.n_players * 4 * 16 * 8 * 4
-        small = 16 * self.stages + 8 + self.n_players * self.max_rows * 16 + 12 * self.max_rows
+        sums = self.n_compute_warps * 4 * 16 * 8 * 4
+        small = 16 * self.stages + 8 + self.n_compute_warps * self.max_rows * 16 + 12 * self.max_rows
         small += 2 * -(-(self.hidden // 16) // self.n_blocks) * 16 * self.max_rows * 4 + 16 * len(SEGMENTS)
         return (sums + small + 127) // 128 * 128 + self.stages * self.stage_bytes + self.activation_bytes
 
@@ -222,7 +232,7 @@ class Shape:
 WIDE: Final = Shape(hidden=576, query=192, ff=1152)
 SMALL: Final = Shape(hidden=64, query=64, ff=640, half=torch.float16, stages=3, in_flight=3, n_blocks=2)
 NARROW: Final = Shape(hidden=576, query=192, ff=1152, wide=False)
-EIGHT_PLAYERS: Final = Shape(hidden=576, query=576, ff=2112, n_players=8, n_blocks=2)
+EIGHT_COMPUTE_WARPS: Final = Shape(hidden=576, query=576, ff=2112, n_compute_warps=8, n_blocks=2)
 FEW_ROWS: Final = Shape(hidden=128, query=64, ff=1088, max_rows=2, stages=2, in_flight=1)
 
 
@@ -236,55 +246,64 @@ class Model:
     """Seven matrices as they lie on the tape, and as they are."""
 
     shape: Shape
-    dealt: Deal
+    partition: Partition
     tape: Tensor
     values: tuple[Tensor, ...]  # float64 [rows, padded columns], rows as tiles have them
     sizes: tuple[Tensor, ...]  # how large the parts are that a product of it is made of
 
 
 @cache
-def model(shape: Shape, kinds: tuple[Kind, ...], seed: int) -> Model:
-    matrices = shape.matrices(kinds)
-    dealt = deal(matrices, shape.grid)
-    assert largest_chunk(dealt.segments, shape.n_players) <= shape.stage_bytes
+def model(shape: Shape, weight_types: tuple[WeightType, ...], seed: int) -> Model:
+    matrices = shape.matrices(weight_types)
+    partition = make_partition(matrices, shape.grid)
+    assert largest_chunk(partition.segments, shape.n_compute_warps) <= shape.stage_bytes
     random = np.random.default_rng(seed)
-    tape = torch.zeros(dealt.n_bytes + 128, dtype=torch.uint8)
-    tape = tape[-tape.data_ptr() % 128 :][: dealt.n_bytes]
-    of_each = zip(matrices, dealt.segments, strict=True)
+    tape = torch.zeros(partition.n_bytes + 128, dtype=torch.uint8)
+    tape = tape[-tape.data_ptr() % 128 :][: partition.n_bytes]
+    of_each = zip(matrices, partition.segments, strict=True)
     numbers = [random_numbers(matrix, segment.columns, shape.half, random) for matrix, segment in of_each]
-    tiles = [tiles_from(some, shape.n_players) for some in numbers]
+    tiles = [tiles_from(some, shape.n_compute_warps) for some in numbers]
     for block in range(shape.n_blocks):
-        for piece in walk(dealt, block):
-            segment = dealt.segments[piece.segment]
-            sizes = [chunk.n_bytes for chunk in chunks_of(segment.kind, segment.columns, shape.n_players)]
+        for piece in walk(partition, block):
+            segment = partition.segments[piece.segment]
+            sizes = [chunk.n_bytes for chunk in chunks_of(segment.weight_type, segment.columns, shape.n_compute_warps)]
             at = sum(sizes[: piece.chunk])
             tape[piece.at : piece.at + piece.n_bytes] = tiles[piece.segment][piece.tile, at : at + piece.n_bytes]
     values = tuple(values_of(some).double() for some in numbers)
-    return Model(shape, dealt, tape, values, tuple(map(part_sizes, numbers)))
+    return Model(shape, partition, tape, values, tuple(map(part_sizes, numbers)))
 
 
-def random_numbers(matrix: Matrix, columns: int, half: torch.dtype, random: np.random.Generator) -> Numbers:
+def random_numbers(matrix: TapeMatrix, columns: int, half: torch.dtype, random: np.random.Generator) -> Numbers:
     """Whole tiles, with zeros where the matrix has no column."""
-    rows, kind = -(-matrix.rows // 16) * 16, matrix.kind
-    if kind == Kind.HALF:
+    rows, weight_type = -(-matrix.rows // 16) * 16, matrix.weight_type
+    if weight_type == WeightType.HALF:
         weights = torch.from_numpy(random.standard_normal((rows, columns), np.float32))
         weights[:, matrix.columns :] = 0
-        return Numbers(kind, weights.to(half))
-    low, high = {Kind.FOUR: (0, 16), Kind.FIVE: (0, 32), Kind.SIX: (0, 64), Kind.EIGHT: (-128, 128)}[kind]
+        return Numbers(weight_type, weights.to(half))
+    low, high = {
+        WeightType.FOUR: (0, 16),
+        WeightType.FIVE: (0, 32),
+        WeightType.SIX: (0, 64),
+        WeightType.EIGHT: (-128, 128),
+    }[weight_type]
     quants = torch.from_numpy(random.integers(low, high, (rows, columns), np.int16))
-    scales, minima = torch.from_numpy(random.uniform(0.001, 0.1, (2, rows, columns // GROUP_COLUMNS[kind]))).half()
+    scales, minima = torch.from_numpy(
+        random.uniform(0.001, 0.1, (2, rows, columns // GROUP_COLUMNS[weight_type]))
+    ).half()
     quants[:, matrix.columns :] = 0
     for field in (scales, minima):
-        field[:, matrix.columns // GROUP_COLUMNS[kind] :] = 0
-    quants = quants.to(torch.int8 if kind == Kind.EIGHT else torch.uint8)
-    return Numbers(kind, quants, scales, minima * 8 if kind in (Kind.FOUR, Kind.FIVE) else None)
+        field[:, matrix.columns // GROUP_COLUMNS[weight_type] :] = 0
+    quants = quants.to(torch.int8 if weight_type == WeightType.EIGHT else torch.uint8)
+    return Numbers(
+        weight_type, quants, scales, minima * 8 if weight_type in (WeightType.FOUR, WeightType.FIVE) else None
+    )
 
 
 def part_sizes(numbers: Numbers) -> Tensor:
     if numbers.scales is None:
         return numbers.quants.double().abs()
-    added = {Kind.SIX: 32, Kind.EIGHT: 128}.get(numbers.kind, 0)
-    sizes = torch.unflatten(numbers.quants.double().abs() + added, 1, (-1, GROUP_COLUMNS[numbers.kind]))
+    added = {WeightType.SIX: 32, WeightType.EIGHT: 128}.get(numbers.weight_type, 0)
+    sizes = torch.unflatten(numbers.quants.double().abs() + added, 1, (-1, GROUP_COLUMNS[numbers.weight_type]))
     sizes = sizes * numbers.scales.double()[..., None]
     return (sizes if numbers.minima is None else sizes + numbers.minima.double()[..., None]).flatten(1)
 
@@ -311,7 +330,7 @@ def rows_of(shape: Shape, seed: int, n: int = 2 * MAX_ROWS) -> Rows:
         bits = padded.view(torch.int16).numpy().view(np.uint16)
         if name != "normed":
             pairs = np.ascontiguousarray(bits[:, :columns]).view(np.uint32).astype(np.uint64)
-            given[name] = pairs | np.uint64(BEAT << 32)
+            given[name] = pairs | np.uint64(TAG << 32)
         else:
             given[name] = np.zeros((n, shape.normed + ROW_PADDING), np.uint16)
             given[name][:, : shape.normed] = bits
@@ -340,26 +359,26 @@ class Given(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("tape", "tape_at", "segments", "state", "normed", "seen", "inside")),
         *((name, ctypes.c_void_p) for name in ("steps", "out")),
-        *((name, ctypes.c_int) for name in ("n_steps", "stop_before", "leave_at")),
+        *((name, ctypes.c_int) for name in ("n_steps", "stop_before", "abort_at")),
     )
 
 
 def play(
-    model: Model, rows: Rows, steps: list[tuple[int, int]], seed: int, stop_before: int = -1, leave_at: int = -1
+    model: Model, rows: Rows, steps: list[tuple[int, int]], seed: int, stop_before: int = -1, abort_at: int = -1
 ) -> np.ndarray:
     """What steps of (n_rows, first row) come to, float32 [steps, segments, MAX_ROWS, columns]; NaN where nothing."""
     shape = model.shape
     out = np.full((len(steps), len(SEGMENTS), shape.max_rows, shape.out_columns), np.nan, np.float32)
-    begins = np.array(model.dealt.begins, np.uint64)
-    segments = np.array(model.dealt.segments, np.int32)
+    begins = np.array(model.partition.begins, np.uint64)
+    segments = np.array(model.partition.segments, np.int32)
     state, all_steps = np.zeros(4, np.uint32), np.array(steps, np.int32)
     argument = Given(
         model.tape.data_ptr(),
         *(array.ctypes.data for array in (begins, segments, state, rows.normed, rows.seen, rows.inside)),
         *(array.ctypes.data for array in (all_steps, out)),
-        *(len(steps), stop_before, leave_at),
+        *(len(steps), stop_before, abort_at),
     )
-    program(shape).run("play", argument, n_blocks=shape.n_blocks, shared_bytes=shape.shared_bytes, seed=seed)
+    program(shape).run("run_loop", argument, n_blocks=shape.n_blocks, shared_bytes=shape.shared_bytes, seed=seed)
     return out
 
 
@@ -375,19 +394,24 @@ def check(model: Model, rows: Rows, steps: list[tuple[int, int]], out: np.ndarra
     """Every row of every product is what torch says, to within what float32 sums lose."""
     for i, (n_rows, first) in enumerate(steps):
         for index in range(n_segments if i == len(steps) - 1 else len(SEGMENTS)):
-            kind = {"out": "seen", "down": "inside"}.get(SEGMENTS[index], "normed")
+            weight_type = {"out": "seen", "down": "inside"}.get(SEGMENTS[index], "normed")
             weights, sizes = model.values[index], model.sizes[index]
-            x = rows.values[kind][first : first + n_rows, : weights.shape[1]]
+            x = rows.values[weight_type][first : first + n_rows, : weights.shape[1]]
             wanted, bound = x @ weights.T, x.abs() @ sizes.T
             got = torch.from_numpy(out[i, index, :n_rows][:, in_tiles(index, len(weights))]).double()
             error = ((got - wanted).abs() / (bound + 1e-30)).max() if n_rows else torch.tensor(0.0)
-            assert error < 2e-6, (SEGMENTS[index], model.dealt.segments[index].kind.name, n_rows, float(error))
+            assert error < 2e-6, (
+                SEGMENTS[index],
+                model.partition.segments[index].weight_type.name,
+                n_rows,
+                float(error),
+            )
         rest = out[i, :, n_rows:]
         assert np.isnan(rest).all()
 
 
-def mixed(shift: int) -> tuple[Kind, ...]:
-    return tuple(Kind((i + shift) % len(Kind)) for i in range(len(SEGMENTS)))
+def mixed(shift: int) -> tuple[WeightType, ...]:
+    return tuple(WeightType((i + shift) % len(WeightType)) for i in range(len(SEGMENTS)))
 
 
 # --- what is true ---
@@ -395,7 +419,7 @@ def mixed(shift: int) -> tuple[Kind, ...]:
 EVERY_COUNT: Final = [(n, 0) for n in range(1, MAX_ROWS + 1)]
 
 
-@pytest.mark.parametrize("shift", range(len(Kind)))
+@pytest.mark.parametrize("shift", range(len(WeightType)))
 @pytest.mark.parametrize("shape", [WIDE, SMALL, NARROW], ids=["bfloat16", "float16", "int8"])
 def test_products_are_those_of_torch(shape: Shape, shift: int) -> None:
     some, rows = model(shape, mixed(shift), shift), rows_of(shape, shift)
@@ -403,21 +427,21 @@ def test_products_are_those_of_torch(shape: Shape, shift: int) -> None:
     check(some, rows, steps, play(some, rows, steps, seed=shift))
 
 
-@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize("weight_type", WeightType)
 @pytest.mark.parametrize("shape", [WIDE, SMALL, NARROW, FEW_ROWS], ids=["bfloat16", "float16", "int8", "two rows"])
-def test_every_kind_multiplies_every_number_of_rows(shape: Shape, kind: Kind) -> None:
-    some, rows = model(shape, (kind,) * 7, int(kind)), rows_of(shape, 3)
+def test_every_kind_multiplies_every_number_of_rows(shape: Shape, weight_type: WeightType) -> None:
+    some, rows = model(shape, (weight_type,) * 7, int(weight_type)), rows_of(shape, 3)
     steps = EVERY_COUNT[: shape.max_rows]
     check(some, rows, steps, play(some, rows, steps, seed=1))
 
 
-@pytest.mark.parametrize("shift", range(len(Kind)))
-def test_eight_players_share_columns_that_do_not_come_out_even(shift: int) -> None:
-    some, rows = model(EIGHT_PLAYERS, mixed(shift), shift), rows_of(EIGHT_PLAYERS, shift)
+@pytest.mark.parametrize("shift", range(len(WeightType)))
+def test_eight_compute_warps_share_columns_that_do_not_come_out_even(shift: int) -> None:
+    some, rows = model(EIGHT_COMPUTE_WARPS, mixed(shift), shift), rows_of(EIGHT_COMPUTE_WARPS, shift)
     check(some, rows, [(3, 0), (1, 2)], play(some, rows, [(3, 0), (1, 2)], seed=shift))
 
 
-@pytest.mark.parametrize("shift", range(len(Kind)))
+@pytest.mark.parametrize("shift", range(len(WeightType)))
 @pytest.mark.parametrize("shape", [WIDE, SMALL, NARROW], ids=["bfloat16", "float16", "int8"])
 def test_a_row_has_the_same_bits_alone_and_among_neighbours(shape: Shape, shift: int) -> None:
     some, rows = model(shape, mixed(shift), shift), rows_of(shape, shift)
@@ -440,38 +464,42 @@ def test_no_schedule_changes_a_bit(seed: int, steps: list[tuple[int, int]]) -> N
 def test_lifted_weights_give_the_same_bits() -> None:
     shape = replace(WIDE, lift=True)
     rows, steps = rows_of(shape, 4), [(1, 0), (4, 0)]
-    for shift in range(len(Kind)):
+    for shift in range(len(WeightType)):
         plain, lifted = model(WIDE, mixed(shift), shift), model(shape, mixed(shift), shift)
         out = play(lifted, rows, steps, seed=0)
         assert np.array_equal(out.view(np.uint32), play(plain, rows, steps, seed=0).view(np.uint32))
 
 
 @pytest.mark.parametrize("stop_before", [0, 1, 3, 6])
-def test_the_reader_ends_wherever_the_players_do(stop_before: int) -> None:
+def test_the_reader_ends_wherever_the_compute_warps_do(stop_before: int) -> None:
     some, rows = model(SMALL, mixed(1), 1), rows_of(SMALL, 1)
     for seed in range(5):
         steps = [(1, 0), (0, 0), (2, 0)]
         check(some, rows, steps, play(some, rows, steps, seed, stop_before), n_segments=stop_before)
 
 
-@pytest.mark.parametrize("leave_at", [0, 1])
-def test_once_all_leave_nobody_waits(leave_at: int) -> None:
+@pytest.mark.parametrize("abort_at", [0, 1])
+def test_once_all_leave_nobody_waits(abort_at: int) -> None:
     some, rows = model(SMALL, mixed(0), 0), rows_of(SMALL, 0)
     for seed in range(5):
-        play(some, rows, [(1, 0), (3, 0), (2, 0)], seed, leave_at=leave_at)
+        play(some, rows, [(1, 0), (3, 0), (2, 0)], seed, abort_at=abort_at)
 
 
 def test_a_block_without_a_tile_reads_nothing() -> None:
-    shape = Shape(hidden=64, query=64, ff=64, n_blocks=50, max_rows=2, kinds=(Kind.HALF,))
-    some, rows = model(shape, (Kind.HALF,) * 7, 0), rows_of(shape, 0)
-    assert any(not len(list(walk(some.dealt, block))) for block in range(shape.n_blocks))
+    shape = Shape(hidden=64, query=64, ff=64, n_blocks=50, max_rows=2, weight_types=(WeightType.HALF,))
+    some, rows = model(shape, (WeightType.HALF,) * 7, 0), rows_of(shape, 0)
+    assert any(not len(list(walk(some.partition, block))) for block in range(shape.n_blocks))
     check(some, rows, [(2, 0), (1, 0)], play(some, rows, [(2, 0), (1, 0)], seed=0))
 
 
 @pytest.mark.parametrize("wide", [True, False], ids=["wide", "int8"])
-@pytest.mark.parametrize("kinds", [(Kind.HALF, Kind.FOUR), (Kind.FIVE,), (Kind.SIX, Kind.EIGHT)])
-def test_it_compiles_for_the_card(wide: bool, kinds: tuple[Kind, ...]) -> None:
-    shape = Shape(hidden=2048, query=2048, ff=8192, n_players=8, n_blocks=132, wide=wide, kinds=kinds)
+@pytest.mark.parametrize(
+    "weight_types", [(WeightType.HALF, WeightType.FOUR), (WeightType.FIVE,), (WeightType.SIX, WeightType.EIGHT)]
+)
+def test_it_compiles_for_the_card(wide: bool, weight_types: tuple[WeightType, ...]) -> None:
+    shape = Shape(
+        hidden=2048, query=2048, ff=8192, n_compute_warps=8, n_blocks=132, wide=wide, weight_types=weight_types
+    )
     headers = headers_of(SOURCE, {"shape.h": shape.header(), "layout.h": LAYOUT.header(16)})
     try:
         assert build.cubin(SOURCE, "product.cu", arch="sm_90", headers=headers)

@@ -20,7 +20,7 @@ from ostinato.backends.cuda.plan import why_not_fused
 from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
-from ostinato.backends.tape.taped import Taped
+from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
 from ostinato.engine.open import TWIN, Loop, LoopOptions
@@ -58,7 +58,7 @@ def prompted(model: Model, *, triton: bool = False) -> tuple[list[int], list[Ten
     driver = open_loop(model=model, mode="twin", n_slots=3)
     prefill_of(driver, model, triton=triton)
     for slot, prompt in enumerate(PROMPTS[:1] if triton else PROMPTS):
-        driver.seat(slot, prompt, most=1)
+        driver.admit(slot, prompt, most=1)
     driver.run()
     driver.loop.close()
     assert driver.loop.memory.kv is not None
@@ -118,9 +118,9 @@ def as_on_tape(model: Model) -> Model:
 def test_packed_weights_are_multiplied_as_the_tape_has_them(mix: str, tied: bool) -> None:
     """q, k and v of a mix may be three matrices of the tape; they are one product all the same."""
     packed = small(replace(PACKABLE, tied_head=tied), mix=mix)
-    taped = on_tape(packed)
-    found = prompted(taped)
-    same(found, prompted(as_on_tape(taped)))
+    tape_weight = on_tape(packed)
+    found = prompted(tape_weight)
+    same(found, prompted(as_on_tape(tape_weight)))
     for one, other in zip(found[1], prompted(packed)[1], strict=True):  # scales are rounded, and once more the weights
         torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2 * float(other.abs().max()))
 
@@ -128,11 +128,11 @@ def test_packed_weights_are_multiplied_as_the_tape_has_them(mix: str, tied: bool
 @pytest.mark.parametrize("mix", [None, "q4_k_m"])
 def test_what_goes_through_the_models_own_blocks_reads_the_tape_too(mix: str | None) -> None:
     """Scores, embeddings, states and a decoder of the user's own: none of them knows of it."""
-    taped = on_tape(small(replace(PACKABLE, tied_head=False), mix=mix))
+    tape_weight = on_tape(small(replace(PACKABLE, tied_head=False), mix=mix))
     tokens = []
-    for model in (taped, as_on_tape(taped)):
+    for model in (tape_weight, as_on_tape(tape_weight)):
         driver = open_loop(model=model, mode="eager", n_slots=1)
-        generation = driver.seat(0, PROMPTS[1], most=6)
+        generation = driver.admit(0, PROMPTS[1], most=6)
         driver.run()
         driver.loop.close()
         tokens.append(driver.tokens(generation))
@@ -200,16 +200,16 @@ def test_a_model_of_a_file_answers_scores_and_embeds_alike_from_the_tape_and_pla
 @pytest.mark.parametrize("tied", [True, False])
 def test_beside_the_tape_there_is_the_embedding_and_no_other_matrix(mix: str | None, tied: bool) -> None:
     shape = replace(PACKABLE, tied_head=tied)
-    taped = on_tape(small(shape, mix=mix))
-    assert lies_on_tape(taped)
-    assert all(isinstance(linear.weight, Taped) for linear in linears(taped))
-    assert taped.head is not None
-    assert (taped.head.weight is taped.embedding) == tied
-    matrices = [tensor for _, tensor in tensors_of(taped, "") if tensor.dim() != 1]
-    assert all(matrix is taped.embedding for matrix in matrices)
-    assert isinstance(taped.embedding, Tensor)
-    assert taped.embedding.dtype == taped.dtype
-    assert why_not_fused(taped) == "its matrices lie on the persistent kernel's tape alone"
+    tape_weight = on_tape(small(shape, mix=mix))
+    assert lies_on_tape(tape_weight)
+    assert all(isinstance(linear.weight, TapeWeight) for linear in linears(tape_weight))
+    assert tape_weight.head is not None
+    assert (tape_weight.head.weight is tape_weight.embedding) == tied
+    matrices = [tensor for _, tensor in tensors_of(tape_weight, "") if tensor.dim() != 1]
+    assert all(matrix is tape_weight.embedding for matrix in matrices)
+    assert isinstance(tape_weight.embedding, Tensor)
+    assert tape_weight.embedding.dtype == tape_weight.dtype
+    assert why_not_fused(tape_weight) == "its matrices lie on the persistent kernel's tape alone"
 
 
 class CardLoop(Loop):

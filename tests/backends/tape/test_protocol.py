@@ -45,7 +45,7 @@ class Shape:
         return self.hidden if segment in ("out", "down") else int(getattr(self, segment))
 
     def own(self, block: int, layer: int, segment: str) -> list[int]:
-        """Tiles of a block: dealt in turn, counted through the whole model."""
+        """Tiles of a block: partition in turn, counted through the whole model."""
         a_layer = sum(self.tiles(name) for name in SEGMENTS)
         before = a_layer * layer + sum(self.tiles(name) for name in SEGMENTS[: SEGMENTS.index(segment)])
         return [tile for tile in range(self.tiles(segment)) if (before + tile) % self.n_blocks == block]
@@ -74,56 +74,56 @@ Act = Read | Put
 
 def performance(shape: Shape, block: int, n_steps: int) -> Iterator[Act]:
     """What a block does, as tape.cu has it."""
-    beat = 0
+    tag = 0
     for _ in range(n_steps):
-        beat += 1
-        yield from border(shape, block, beat)
+        tag += 1
+        yield from step_boundary(shape, block, tag)
         for layer in range(shape.n_layers):
-            beat += 1
-            yield from layer_of(shape, block, layer, beat)
-        beat += 1
-        yield Read(hop(shape, "x", shape.n_layers, shape.hidden), beat)
+            tag += 1
+            yield from layer_of(shape, block, layer, tag)
+        tag += 1
+        yield Read(hop(shape, "x", shape.n_layers, shape.hidden), tag)
         if shape.own_head(block):
-            yield Put(("marks", 0, block), beat)
+            yield Put(("marks", 0, block), tag)
         for row in range(block, shape.n_rows, shape.n_blocks):
-            yield Read(tuple(("marks", 0, i) for i in range(shape.n_blocks) if shape.own_head(i)), beat)
-            yield Put(("chosen", 0, row), beat)
+            yield Read(tuple(("marks", 0, i) for i in range(shape.n_blocks) if shape.own_head(i)), tag)
+            yield Put(("chosen", 0, row), tag)
 
 
-def border(shape: Shape, block: int, beat: int) -> Iterator[Act]:
+def step_boundary(shape: Shape, block: int, tag: int) -> Iterator[Act]:
     if block == 0:
-        if beat > 1:
-            yield Read(tuple(("chosen", 0, row) for row in range(shape.n_rows)), beat - 1)
-            yield Read(tuple(("marks", 0, i) for i in range(shape.n_blocks) if shape.own_head(i)), beat - 1)
-        yield Put(("border", 0, 0), beat)
+        if tag > 1:
+            yield Read(tuple(("chosen", 0, row) for row in range(shape.n_rows)), tag - 1)
+            yield Read(tuple(("marks", 0, i) for i in range(shape.n_blocks) if shape.own_head(i)), tag - 1)
+        yield Put(("step boundary", 0, 0), tag)
     else:
-        yield Read((("border", 0, 0),), beat)
+        yield Read((("step boundary", 0, 0),), tag)
 
 
-def layer_of(shape: Shape, block: int, layer: int, beat: int) -> Iterator[Act]:
+def layer_of(shape: Shape, block: int, layer: int, tag: int) -> Iterator[Act]:
     x, middle = hop(shape, "x", layer, shape.hidden), hop(shape, "middle", layer, shape.hidden)
     qkv, parts = hop(shape, "qkv", layer, shape.qkv), hop(shape, "parts", layer, shape.items)
     seen, inside = hop(shape, "seen", layer, shape.heads), hop(shape, "inside", layer, shape.gate_up)
     if layer > 0:  # layer 0 takes embeddings
-        yield Read(x, beat)
+        yield Read(x, tag)
     for tile in shape.own(block, layer, "qkv"):
-        yield Put(qkv[tile], beat)
+        yield Put(qkv[tile], tag)
     for item in range(block, shape.items, shape.n_blocks):
-        yield Read(tuple(qkv[i] for i in range(shape.qkv) if (i + item) % 3 != 1) or qkv, beat)
-        yield Put(parts[item], beat)
+        yield Read(tuple(qkv[i] for i in range(shape.qkv) if (i + item) % 3 != 1) or qkv, tag)
+        yield Put(parts[item], tag)
     for head in range(block, shape.heads, shape.n_blocks):
-        yield Read(parts[head % shape.items :: shape.heads] or parts, beat)
-        yield Put(seen[head], beat)
-    yield Read(seen, beat)
+        yield Read(parts[head % shape.items :: shape.heads] or parts, tag)
+        yield Put(seen[head], tag)
+    yield Read(seen, tag)
     for tile in shape.own(block, layer, "out"):
-        yield Put(middle[tile], beat)
-    yield Read(middle, beat)
+        yield Put(middle[tile], tag)
+    yield Read(middle, tag)
     for tile in shape.own(block, layer, "gate_up"):
-        yield Put(inside[tile], beat)
-    yield Read(inside, beat)
+        yield Put(inside[tile], tag)
+    yield Read(inside, tag)
     following = hop(shape, "x", layer + 1, shape.hidden)
     for tile in shape.own(block, layer, "down"):
-        yield Put(following[tile], beat + 1)
+        yield Put(following[tile], tag + 1)
 
 
 def hop(shape: Shape, name: str, layer: int, n_words: int) -> tuple[Place, ...]:
@@ -229,7 +229,7 @@ def test_no_value_is_lost_where_every_block_has_a_tile_of_gate_up(shape: Shape, 
     play(shape, seed, slow=slow if 0 <= slow < shape.n_blocks else None)
 
 
-# So many blocks that some have nothing else to do for layers on end: tiles are dealt in turn, which else helps.
+# So many blocks that some have nothing else to do for layers on end: tiles are partition in turn, which else helps.
 SPARE = Shape(n_blocks=15, n_layers=6, qkv=1, hidden=1, gate_up=15, head=15, items=1, heads=1)
 
 

@@ -87,7 +87,7 @@ class Card(StandIn):
 
     def _cubin(self, source: str, name: str, *, headers: dict[str, str], arch: str, **options: object) -> bytes:
         assert "KERNEL(tape, Tape" in source
-        assert {"parts.h", "machine.h", "border.h", "layout.h", "shape.h"} <= set(headers)
+        assert {"parts.h", "machine.h", "step_boundary.h", "layout.h", "shape.h"} <= set(headers)
         self.compiled_for.append(f"{name} {arch}")
         return b"cubin"
 
@@ -101,8 +101,8 @@ def start_on(card: Card) -> TapeLoop:
     model = small(shape_of())
     memory = PagedMemory.of(model, n_slots=3, n_pages=6, kv_type="f32", page_tokens=16)
     tables = Tables.on(Layout(3, 4, model.shape.vocab), CPU)
-    step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_players=2)
-    return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("bell"))
+    step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_compute_warps=2)
+    return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("wake event"))
 
 
 def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None:
@@ -152,7 +152,7 @@ def test_only_a_step_of_the_hosts_is_single_and_it_is_waited_for(card: Card) -> 
     start.launch()
     card.noted.clear()
     start.step()
-    assert card.noted == [("kernel", "default"), ("event on loop", "default"), ("bell", "default")]
+    assert card.noted == [("kernel", "default"), ("event on loop", "default"), ("wake event", "default")]
     start.launch()
     assert [launch.argument.single for launch in card.launches] == [0, 1, 0]
     assert start._step.argument.single == 0

@@ -18,7 +18,7 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.open import TWIN
 from ostinato.engine.placement import Placement
 from ostinato.errors import EngineDead
-from ostinato.loop.host import Seat, bits_of
+from ostinato.loop.host import Admission, bits_of
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
 from ostinato.models.blocks import Model
 from ostinato.options import Sampling
@@ -45,14 +45,14 @@ def finish(driver: Driver) -> None:
 
 def alone(model: Model, prompt: Sequence[int], most: int, sampling: Sampling = GREEDY, seed: int = 0) -> list[int]:
     with closing(tape_driver(model, seed=seed)) as driver:
-        generation = driver.seat(0, prompt, most=most, sampling=sampling)
+        generation = driver.admit(0, prompt, most=most, sampling=sampling)
         finish(driver)
         return driver.tokens(generation)
 
 
 def by_steps(driver: Driver, prompt: Sequence[int], most: int) -> tuple[list[int], Tensor]:
     """Greedy tokens, and the logits that the steps chose them from."""
-    generation = driver.seat(0, prompt, most=most)
+    generation = driver.admit(0, prompt, most=most)
     logits = []
     while driver.step():
         logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
@@ -94,7 +94,7 @@ def test_windows_of_a_mistral_are_seen() -> None:
 @pytest.mark.parametrize(
     "sizes",
     [
-        # Nine heads in groups of three over 192 columns: SmolLM2 in small, and as many players as a card has.
+        # Nine heads in groups of three over 192 columns: SmolLM2 in small, and as many compute warps as a card has.
         {"hidden": 192, "n_heads": 9, "n_kv_heads": 3, "ff_width": 320, "vocab": 177, "tied_head": True},
         {"hidden": 64, "n_heads": 8, "n_kv_heads": 1, "ff_width": 128, "vocab": 140},
         {"hidden": 128, "n_heads": 2, "n_kv_heads": 2, "head_width": 96, "ff_width": 192},
@@ -103,7 +103,7 @@ def test_windows_of_a_mistral_are_seen() -> None:
     ids=["smollm", "groups of eight", "width 96", "width 256"],
 )
 def test_odd_shapes_have_the_logits_of_torch(sizes: dict[str, Any]) -> None:
-    check_near_torch(small(shape_of("llama", **sizes)), most=6, n_players=8 if sizes["hidden"] == 192 else 2)
+    check_near_torch(small(shape_of("llama", **sizes)), most=6, n_compute_warps=8 if sizes["hidden"] == 192 else 2)
 
 
 @pytest.mark.parametrize("mix", ["q4_k_m", "q5_k", "q8_0"])  # every kind; each type: test_pack.py, test_product.py
@@ -137,7 +137,7 @@ def test_a_request_decodes_the_same_in_any_slot_company_and_order_of_events() ->
         slots = chance.sample(range(4), 4)
         with closing(tape_driver(model, seed=seed)) as driver:
             asked = [
-                driver.seat(s, p, most=8 + n, sampling=WARM)
+                driver.admit(s, p, most=8 + n, sampling=WARM)
                 for n, (s, p) in enumerate(zip(slots, prompts, strict=True))
             ]
             finish(driver)
@@ -150,7 +150,7 @@ def test_logits_have_the_same_bits_alone_and_among_neighbours() -> None:
         _, expected = by_steps(driver, [1, 2, 3, 4], 6)
     with closing(tape_driver(model, seed=2)) as driver:
         for slot in (1, 2, 3):
-            driver.seat(slot, [slot] * 20, most=6)
+            driver.admit(slot, [slot] * 20, most=6)
         assert torch.equal(by_steps(driver, [1, 2, 3, 4], 6)[1], expected)
 
 
@@ -167,12 +167,12 @@ def test_the_number_of_slots_that_a_kernel_is_compiled_for_changes_no_bit() -> N
 
 def test_it_ends_when_nobody_lives_after_one_launch() -> None:
     with closing(tape_driver(small(LLAMA))) as driver:
-        driver.seat(0, [1, 2], most=9)
+        driver.admit(0, [1, 2], most=9)
         driver.run()
         assert not driver.loop.start.running
         assert (driver.word(Word.STEPS), driver.word(Word.WHY)) == (8, End.IDLE)
         assert driver.loop.start.n_launches == 1
-        driver.seat(1, [7, 2, 9], most=3)  # and goes on counting beats where it ended
+        driver.admit(1, [7, 2, 9], most=3)  # and goes on counting tags where it ended
         driver.run()
         assert driver.word(Word.STEPS) == 10
 
@@ -180,8 +180,8 @@ def test_it_ends_when_nobody_lives_after_one_launch() -> None:
 def test_a_sequence_that_is_cancelled_ends_with_one_entry_and_leaves_the_others() -> None:
     model = small(LLAMA)
     with closing(tape_driver(model)) as driver:
-        doomed = driver.seat(0, [1, 2, 3], most=200)
-        other = driver.seat(1, [4, 5], most=10)
+        doomed = driver.admit(0, [1, 2, 3], most=200)
+        other = driver.admit(1, [4, 5], most=10)
         driver.loop.host.cancel(0, doomed)
         finish(driver)
         ends = [e.finish for e in driver.entries if e.generation == doomed and e.finish is not Finish.NONE]
@@ -192,7 +192,7 @@ def test_a_sequence_that_is_cancelled_ends_with_one_entry_and_leaves_the_others(
 def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None:
     model, prompt = small(LLAMA), [1, 2, 3]
     with closing(tape_driver(model)) as driver:
-        generation = driver.seat(0, prompt, most=40, granted=16, pages=[0])
+        generation = driver.admit(0, prompt, most=40, granted=16, pages=[0])
         driver.run()
         assert driver.loop.tables.table["state"][0] == SlotState.PAUSED
         assert len(driver.tokens(generation)) == 16 - len(prompt) + 1
@@ -204,7 +204,7 @@ def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None
 def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
     model = small(LLAMA)
     with closing(tape_driver(model)) as driver:
-        asked = [driver.seat(slot, [slot + 1, 2], most=30) for slot in range(3)]
+        asked = [driver.admit(slot, [slot + 1, 2], most=30) for slot in range(3)]
         driver.run()
         assert driver.word(Word.WHY) == End.OUTBOX_FULL
         finish(driver)
@@ -212,10 +212,10 @@ def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
             assert driver.tokens(generation) == alone(model, [slot + 1, 2], 30)
 
 
-def test_a_yield_ends_the_loop_at_a_border_and_a_trigger_resumes_it() -> None:
+def test_a_yield_ends_the_loop_at_a_boundary_and_a_trigger_resumes_it() -> None:
     model = small(LLAMA)
     with closing(tape_driver(model)) as driver:
-        generation = driver.seat(0, [1, 2, 3], most=20)
+        generation = driver.admit(0, [1, 2, 3], most=20)
         driver.loop.host.set_yield(True)
         driver.run()
         assert driver.word(Word.WHY) == End.YIELD
@@ -229,7 +229,7 @@ def test_a_stop_id_ends_a_sequence_and_is_its_last_token() -> None:
     model = small(LLAMA)
     free = alone(model, [1, 2, 3], 12)
     with closing(tape_driver(model)) as driver:
-        generation = driver.seat(0, [1, 2, 3], most=12, stop_ids=[free[5]])
+        generation = driver.admit(0, [1, 2, 3], most=12, stop_ids=[free[5]])
         driver.run()
         assert driver.tokens(generation) == free[: free.index(free[5]) + 1]
         assert driver.entries[-1].finish is Finish.STOP
@@ -240,9 +240,9 @@ def test_a_masked_slot_waits_for_each_mask_and_chooses_within_it() -> None:
     allowed = [3, 77, 150, 202]
     bits = bits_of(allowed, -(-model.shape.vocab // 32))
     with closing(tape_driver(model)) as driver:
-        other = driver.seat(1, [9, 9], most=6)
-        generation = driver.seat(0, [1, 2, 3], most=4, pages=[20], granted=16, admit=False)
-        driver.loop.host.stage(0, Seat(generation, [1, 2, 3], 4, [20], 16, GREEDY, stop_ids=(), mask=bits))
+        other = driver.admit(1, [9, 9], most=6)
+        generation = driver.admit(0, [1, 2, 3], most=4, pages=[20], granted=16, admit=False)
+        driver.loop.host.stage(0, Admission(generation, [1, 2, 3], 4, [20], 16, GREEDY, stop_ids=(), mask=bits))
         driver.loop.beside(lambda: driver.loop.prefill.first(0)).result(60)
         assert driver.loop.host.admit(0, generation)
         driver.run()
@@ -256,7 +256,7 @@ def test_a_masked_slot_waits_for_each_mask_and_chooses_within_it() -> None:
 
 def test_a_plan_that_drifted_is_fatal_and_nothing_of_the_step_is_told() -> None:
     with closing(tape_driver(small(LLAMA))) as driver:
-        generation = driver.seat(0, [1, 2, 3], most=5)
+        generation = driver.admit(0, [1, 2, 3], most=5)
         driver.loop.mode.enter()
         driver.loop.tables.table["epoch"][0] += 1
         driver.loop.mode.trigger()
@@ -267,7 +267,7 @@ def test_a_plan_that_drifted_is_fatal_and_nothing_of_the_step_is_told() -> None:
 
 def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs() -> None:
     with closing(tape_driver(small(LLAMA), deadline_ns=200_000_000)) as driver:
-        generation = driver.seat(0, [1, 2, 3], most=5)
+        generation = driver.admit(0, [1, 2, 3], most=5)
         step = driver.loop.step  # type: ignore[attr-defined]
         assert isinstance(step, TapeStep)
         # The reader is told of fewer tiles than there are: somebody's values will never come.
@@ -278,14 +278,14 @@ def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs(
         assert len(driver.tokens(generation)) <= 1
 
 
-# The border alone, of a step whose marks somebody has laid out.
+# The step boundary alone, of a step whose marks somebody has laid out.
 BORDER = (
     tape_source().partition("KERNEL(")[0]
     + r"""
-KERNEL(border_alone, Tape, given, N_PLAYER_THREADS) {
-    Player p = {};
+KERNEL(boundary_alone, Tape, given, N_COMPUTE_THREADS) {
+    ComputeThread p = {};
     p.thread = thread();
-    p.beat = 7;
+    p.tag = 7;
     go_on(p, given, 2);
 }
 """
@@ -301,8 +301,8 @@ def test_a_choice_that_never_comes_is_a_fault_though_all_others_came() -> None:
         loop.tables.table["row_slot"][:2] = torch.arange(2)
         headers = tape_headers(step, loop.tables, loop.page_tokens)
         headers["shape.h"] += "#undef DEADLINE_NS\n#define DEADLINE_NS 50000000LL\n"
-        program = compiled(BORDER, "border_alone.cpp", headers=headers)
-        program.run("border_alone", step.argument, n_blocks=1, shared_bytes=step.sizes.shared_bytes)
+        program = compiled(BORDER, "boundary_alone.cpp", headers=headers)
+        program.run("boundary_alone", step.argument, n_blocks=1, shared_bytes=step.sizes.shared_bytes)
         assert (driver.word(Word.FAULT), driver.word(Word.OUTBOX_HEAD)) == (Fault.STUCK, 0)
 
 

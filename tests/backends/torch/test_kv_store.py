@@ -9,7 +9,7 @@ import torch
 from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
 from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.decoder.memories import context_bytes, memory_bytes, memory_for
-from ostinato.decoder.memory.recurrent_state import Move, Run, Source
+from ostinato.decoder.memory.recurrent_state import Move, StateRun, StateSource
 from ostinato.decoder.settings import settle
 from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
@@ -85,7 +85,7 @@ def test_shifted_keys_are_those_of_the_new_position_and_values_never_turn(shape:
     assert isinstance(rope, Rope)
 
     def at(position: int) -> torch.Tensor:
-        cos, sin = rope.turns(torch.tensor([position]), rope.frequencies(64))
+        cos, sin = rope.cos_sin(torch.tensor([position]), rope.frequencies(64))
         return rope_torch(noise(1, 2, 32), cos, sin, rope.pairing)
 
     store = store_of(shape, kv_type)
@@ -117,8 +117,8 @@ def test_a_stream_is_copied_whole(shape: Shape) -> None:
 def test_states_begin_where_the_run_says_and_are_kept_by_plane() -> None:
     store = StateStore(RecurrentShape(((3,), (2, 2))), [0], rows=4, planes=2, device=CPU)
     first = (noise(2, 2, 3), noise(2, 2, 2, 2))
-    store.commit(Run(head=1, count=2, starts=(None, None), moves=()), {0: first})
-    run = Run(head=0, count=2, starts=(Source(2, 1), None), moves=(Move(1, 3),))
+    store.commit(StateRun(head=1, count=2, starts=(None, None), moves=()), {0: first})
+    run = StateRun(head=0, count=2, starts=(StateSource(2, 1), None), moves=(Move(1, 3),))
     begun = store.starts(0, run)
     assert torch.equal(begun[0][0], first[0][1, 1])  # row 2, the state one token earlier
     assert float(begun[1][1].abs().max()) == 0  # a new sequence

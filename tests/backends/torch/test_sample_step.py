@@ -18,7 +18,7 @@ from ostinato.backends.torch.table import ops_for
 from ostinato.engine.sampler import Sampler
 from ostinato.loop.layout import Arena, Layout, Tables, sampled
 from ostinato.options import Sampling
-from tests.backends.seats import Setting, seat
+from tests.backends.admissions import Setting, write_admission
 
 
 def row_of(setting: Setting, vocab: int, n_tokens: int) -> SampleRows:
@@ -68,7 +68,7 @@ def chosen_by_step(logits: Tensor, setting: Setting, n_tokens: int) -> tuple[int
     vocab = logits.shape[0]
     table = table_of(3, vocab)
     table["row_slot"][0] = 1
-    seat(table, 1, setting, vocab)
+    write_admission(table, 1, setting, vocab)
     step(logits.unsqueeze(0), table, 1, n_tokens)
     return int(table["chosen"][0]), float(table["chosen_logprob"][0]), table
 
@@ -181,20 +181,20 @@ def test_a_request_goes_as_the_engines_sampler_goes() -> None:
         setting = replace(setting, made=made, position=setting.position + 1)
 
 
-def test_the_first_token_comes_from_the_seats_alone() -> None:
+def test_the_first_token_comes_from_the_admissions_alone() -> None:
     layout = Layout(n_slots=2, max_pages=2, vocab=40)
     tables = Tables.on(layout, torch.device("cpu"))
     setting = Setting(temperature=1.0, repetition=1.5, prompt=(3, 4), seed=9, position=17, min_tokens=1, stop_ids=(2,))
-    seat(tables.seats, 1, setting, 40)
+    write_admission(tables.admissions, 1, setting, 40)
     logits = torch.randn((1, 40), generator=torch.Generator().manual_seed(2))
     table = tables.table
     sample_step_torch(
         logits,
-        tables.seats,
+        tables.admissions,
         n_rows=1,
         row_slot=torch.tensor([1], dtype=torch.int32),
         n_tokens=40,
-        position=tables.seats["position"],
+        position=tables.admissions["position"],
         offset=0,
         chosen=table["chosen"],
         chosen_logprob=table["chosen_logprob"],

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.backends.torch.ops.philox import philox_torch, uniform_torch
-from ostinato.backends.torch.ops.sample import SampleRows, draw_torch, penalise_torch, sample_torch
+from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch, sample_torch
 
 PHILOX = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
@@ -90,7 +90,7 @@ def test_the_log_probability_is_the_models_own_before_any_filter() -> None:
 
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log().expand(8000, 4)
-    counts = Counter(draw_torch(logits, rows_of(8000, 4, seed=11)).tolist())
+    counts = Counter(sample_filtered_torch(logits, rows_of(8000, 4, seed=11)).tolist())
     for token, share in enumerate([0.5, 0.25, 0.125, 0.125]):
         assert abs(counts[token] - 8000 * share) < 4 * math.sqrt(8000 * share)
 
@@ -126,7 +126,7 @@ def test_a_draw_stays_within_what_the_filters_keep_and_reaches_all_of_it(
 ) -> None:
     n = 400
     rows = rows_of(n, len(logits), top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    drawn = set(draw_torch(torch.tensor([logits]).expand(n, -1), rows).tolist())
+    drawn = set(sample_filtered_torch(torch.tensor([logits]).expand(n, -1), rows).tolist())
     kept = allowed(logits, top_k, top_p, min_p)
     assert drawn <= kept
     likely = {t for t in kept if math.exp(logits[t] - max(logits)) / len(logits) > 0.03}
@@ -150,9 +150,9 @@ def test_penalties_count_what_was_seen() -> None:
 def test_rows_of_one_call_do_not_know_each_other() -> None:
     logits = torch.randn((5, 16), generator=torch.Generator().manual_seed(1))
     rows = rows_of(5, 16, temperature=0.8, top_k=5, seed=3)
-    together = draw_torch(logits, rows).tolist()
+    together = sample_filtered_torch(logits, rows).tolist()
     apart = [
-        int(draw_torch(logits[i : i + 1], rows_of(1, 16, temperature=0.8, top_k=5, seed=3, position=i)))
+        int(sample_filtered_torch(logits[i : i + 1], rows_of(1, 16, temperature=0.8, top_k=5, seed=3, position=i)))
         for i in range(5)
     ]
     assert together == apart

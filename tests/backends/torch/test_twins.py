@@ -55,10 +55,10 @@ def test_both_pairings_of_rope_are_one_rotation_with_rows_permuted() -> None:
 def test_rope_turns_each_pair_as_a_complex_number_and_leaves_the_rest() -> None:
     x, angles = noise(3, 1, 6), noise(3, 2, seed=3)
     out = rope_torch(x, angles.cos(), angles.sin(), "neighbours")
-    turned = (
+    rotated = (
         torch.view_as_complex(x[..., :4].reshape(3, 1, 2, 2)) * torch.polar(torch.ones_like(angles), angles)[:, None]
     )
-    torch.testing.assert_close(out[..., :4], torch.view_as_real(turned).flatten(-2))
+    torch.testing.assert_close(out[..., :4], torch.view_as_real(rotated).flatten(-2))
     assert torch.equal(out[..., 4:], x[..., 4:])
 
 

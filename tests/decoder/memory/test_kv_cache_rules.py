@@ -19,7 +19,7 @@ from ostinato.decoder.memory.coordinator.kv import KVCoordinator
 from ostinato.decoder.memory.coordinator.splits import split_equal, split_simple
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.sequence_ops import NO_END
-from ostinato.decoder.memory.slots import Rows, Slot, StreamSlot
+from ostinato.decoder.memory.slots import CellRows, Slot, StreamSlot
 from ostinato.errors import Aborted, InternalError, InvalidBatch
 from tests.counts import soak
 from tests.decoder.memory.kv_oracle import Oracle, masked
@@ -455,7 +455,7 @@ def test_a_loaded_sequence_replaces_the_old_one_or_leaves_it_empty_st_5() -> Non
 def test_a_loaded_stream_fills_cells_from_the_first_on_st_7() -> None:
     cache = cache_of(4, n_seq_max=2, unified=False)
     decode(cache, [[0]])
-    cache.load_stream(1, Rows(np.array([3, 4]), None, np.array([1, 1]), np.array([1, 1])))
+    cache.load_stream(1, CellRows(np.array([3, 4]), None, np.array([1, 1]), np.array([1, 1])))
     assert told(cache.streams[1].cells) == [[3, [1], 0], [4, [1], 0], None, None]
     assert [stream.head for stream in cache.streams] == [1, 0]
 

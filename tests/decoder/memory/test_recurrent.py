@@ -17,7 +17,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.coordinator.interface import Cursor
 from ostinato.decoder.memory.coordinator.recurrent import RecurrentCoordinator
 from ostinato.decoder.memory.recurrent import RecurrentMemory
-from ostinato.decoder.memory.recurrent_state import Move, Run, Source, State, place
+from ostinato.decoder.memory.recurrent_state import Move, State, StateRun, StateSource, place
 from ostinato.errors import InternalError, InvalidBatch
 from tests.counts import soak
 from tests.decoder.memory.makers import splitter_of
@@ -34,7 +34,7 @@ class Store:
     def __init__(self, n_rows: int, n_planes: int) -> None:
         self.rows = [[GARBAGE] * n_planes for _ in range(n_rows)]
 
-    def run(self, run: Run, ubatch: Ubatch) -> list[tuple[int, int, History]]:
+    def run(self, run: StateRun, ubatch: Ubatch) -> list[tuple[int, int, History]]:
         """What a run reads and computes; nothing is written before `commit`."""
         assert ubatch.token is not None
         writes = [
@@ -255,11 +255,11 @@ def test_swapped_cells_are_brought_home_with_the_run_rm_6() -> None:
     splitter = splitter_of([[0], [1], [2]], memory=memory, limit=N_SEQ)
     cursor = memory.prepare_batch(splitter, 8, False)
     run = cursor.recurrent
-    assert run == Run(0, 3, (Source(1, 0), Source(2, 0), Source(0, 0)), ())
+    assert run == StateRun(0, 3, (StateSource(1, 0), StateSource(2, 0), StateSource(0, 0)), ())
     more(memory, [[1]])
     splitter = splitter_of([[1], [2]], memory=memory, limit=N_SEQ)
     run = memory.prepare_batch(splitter, 8, False).recurrent
-    assert run == Run(0, 3, (Source(2, 0), Source(0, 0)), (Move(1, 2),))
+    assert run == StateRun(0, 3, (StateSource(2, 0), StateSource(0, 0)), (Move(1, 2),))
 
 
 def test_no_empty_cell_is_no_room_rather_than_a_crash_rm_7() -> None:
@@ -295,7 +295,7 @@ def test_rolling_back_one_owner_leaves_the_state_of_the_other_rm_10() -> None:
     memory.seq_cp(0, 1)
     assert memory.seq_rm(0, 3)
     assert (memory.pos_max(0), memory.pos_max(1)) == (2, 3)
-    assert (memory.memory.source_of(0), memory.memory.source_of(1)) == (Source(0, 1), Source(0, 0))
+    assert (memory.memory.source_of(0), memory.memory.source_of(1)) == (StateSource(0, 1), StateSource(0, 0))
     cursor = memory.prepare_batch(splitter_of([[1]], memory=memory, limit=N_SEQ), 8, False)
     assert cursor.recurrent is not None
     assert cursor.recurrent.moves == (Move(0, 1),)  # the row of 1 is written, and 0 still needs it
@@ -308,7 +308,7 @@ def test_a_run_consumes_the_pending_roll_back_and_a_failed_one_does_not_rm_13() 
         cursor = memory.prepare_batch(splitter_of([[0]], memory=memory, limit=N_SEQ), 8, False)
         cursor.apply()
         assert cursor.recurrent is not None
-        assert cursor.recurrent.starts == (Source(0, 2),)
+        assert cursor.recurrent.starts == (StateSource(0, 2),)
         assert memory.memory.state.back[0] == 0
         if fails:
             cursor.roll_back()

@@ -49,7 +49,7 @@ class Chip:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class KernelChoice:
     """One thing that was chosen, and why."""
 
     what: str
@@ -57,7 +57,7 @@ class Choice:
     reason: str
 
 
-def choices(chip: Chip) -> tuple[Choice, ...]:
+def choices(chip: Chip) -> tuple[KernelChoice, ...]:
     """What is chosen for a chip."""
     major, minor = chip.capability
     has_cores = chip.capability >= TENSOR_CORES_SINCE
@@ -65,23 +65,23 @@ def choices(chip: Chip) -> tuple[Choice, ...]:
     tuned = f"{TUNED_ON[0]}.{TUNED_ON[1]}"
     fits = chip.shared_bytes >= TUNED_SHARED_BYTES
     return (
-        Choice("border", f"compiled for {chip.arch}", f"the chip's capability is {major}.{minor}"),
-        Choice(
+        KernelChoice("step boundary", f"compiled for {chip.arch}", f"the chip's capability is {major}.{minor}"),
+        KernelChoice(
             "attention in a step",
             f"{chip.attention_programs} programs",
             f"{PROGRAMS_PER_MULTIPROCESSOR} for each of {chip.n_multiprocessors} multiprocessors; no bit depends on it",
         ),
-        Choice(
+        KernelChoice(
             "products of bfloat16",
             "tensor cores" if has_cores else "float32 units",
             f"capability {major}.{minor}; tensor cores know bfloat16 since {since}",
         ),
-        Choice(
+        KernelChoice(
             "tiles of products",
             "by type and shape" + ("" if chip.capability == TUNED_ON else f", as tuned for capability {tuned}"),
             "the cut decides the bits, so no chip changes it",
         ),
-        Choice(
+        KernelChoice(
             "shared memory of a block",
             "enough for every tile" if fits else "some tiles may be refused when they are loaded",
             f"{chip.shared_bytes >> 10} kB; the tiles were tuned with {TUNED_SHARED_BYTES >> 10} kB",

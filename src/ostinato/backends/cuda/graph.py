@@ -20,7 +20,7 @@ class CudaGraph(CudaStart):
             with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
                 for node in self._plan.nodes:
                     node.run()
-                self._run_border()
+                self._run_boundary()
             self._check_captured(_n_nodes(graph.raw_cuda_graph()))
             graph.instantiate()
         except RuntimeError as error:

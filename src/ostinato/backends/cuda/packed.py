@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ostinato.backends.allocate import Allocate, empty
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.tape.taped import Taped
+from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.quants import BLOCKS
 
@@ -84,7 +84,7 @@ class Stack:
         return sum(rows for rows, _ in sizes), sizes[0][1]
 
 
-Weight = Packed | Tensor | Stack | TileMatrix | Taped
+Weight = Packed | Tensor | Stack | TileMatrix | TapeWeight
 
 
 def shape_of(weight: Weight) -> tuple[int, int]:

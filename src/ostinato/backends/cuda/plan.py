@@ -22,8 +22,8 @@ from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
 from ostinato.backends.cuda.step import StepKernels
 from ostinato.backends.tape.plan import lies_on_tape
-from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows
-from ostinato.backends.torch.ops.matmul import InputNorm, Prepared, n_stats
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
+from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import tensors_of, without_repeats
 from ostinato.errors import InternalError
@@ -64,14 +64,14 @@ ALL_FUSIONS: Final = Fusions()
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepBuffers:
     """The buffers between nodes, by row."""
 
     x: Tensor
     stats: Tensor
     h: Tensor  # x times the weight of the norm that comes next, as the next product takes it in
     qkv: Tensor
-    seen: Tensor
+    attended: Tensor
     act: Tensor
     y: Tensor
     y_stats: Tensor
@@ -82,7 +82,7 @@ class Step:
     logits: Tensor
 
     @staticmethod
-    def of(model: Model, n_slots: int) -> Step:
+    def of(model: Model, n_slots: int) -> StepBuffers:
         s, device = model.shape, model.device
 
         def rows(*width: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -91,12 +91,12 @@ class Step:
         n_experts = s.experts.n_experts if s.experts else 1
         n_used = s.experts.n_used if s.experts else 1
         expert_width = s.experts.ff_width if s.experts else 1
-        return Step(
+        return StepBuffers(
             x=rows(s.hidden),
             stats=rows(n_stats(s.hidden), 2),
             h=rows(s.hidden, dtype=torch.bfloat16),
             qkv=rows((s.n_heads + 2 * s.n_kv_heads) * s.head_width),
-            seen=rows(s.n_heads * s.head_width),
+            attended=rows(s.n_heads * s.head_width),
             act=rows(s.ff_width),
             y=rows(s.hidden),
             y_stats=rows(n_stats(s.hidden), 2),
@@ -126,14 +126,14 @@ class FusedPlan:
         self._model, self._memory, self._kv, self._kernels = model, memory, memory.kv, kernels
         self._table, self._tables, self._n_tokens = tables.table, tables, n_tokens
         self._n_slots = tables.layout.n_slots
-        self.step = Step.of(model, self._n_slots)
+        self.step = StepBuffers.of(model, self._n_slots)
         self._n_rows = self._table["n_rows"]
-        self._rows = Rows(self._n_rows, self._table["row_slot"], self._table["position"], self._table["pages"])
+        self._rows = StepRows(self._n_rows, self._table["row_slot"], self._table["position"], self._table["pages"])
         self._buffers: dict[str, Tensor] = {
             "table": tables.table.memory,
-            "seats": tables.seats.memory,
+            "admissions": tables.admissions.memory,
             "rings": tables.rings.memory,
-            **{name: getattr(self.step, name) for name in Step.__dataclass_fields__},
+            **{name: getattr(self.step, name) for name in StepBuffers.__dataclass_fields__},
         }
         self._nodes: list[Node] = []
         workspace = kernels.attend_workspace(self._n_slots, heads_of(model, 0), model.device)
@@ -204,7 +204,7 @@ class FusedPlan:
         given, norm = self._normed(layer.attention_norm)
         self._product(f"{at}.qkv", "qkv", given, attention.qkv, s.qkv, norm=norm)
         self._attend(f"{at}.attend", attention, number)
-        self._into_residual(f"{at}.out", "out", s.seen, attention.out, layer.after_attention, layer.mlp_norm)
+        self._into_residual(f"{at}.out", "out", s.attended, attention.out, layer.after_attention, layer.mlp_norm)
         self._mlp(number, layer, self._next_norm(number))
 
     def _attend(self, name: str, attention: Attention, number: int) -> None:
@@ -215,9 +215,9 @@ class FusedPlan:
             names |= {f"memory.{number}.keys.scales": keys.scales, f"memory.{number}.values.scales": values.scales}
         self._buffers |= names
         kv = paged_kv_of(self._memory, number)
-        run = self._kernels.attend(s.qkv, s.seen, kv, self._rows, heads_of(self._model, number), self._workspace)
+        run = self._kernels.attend(s.qkv, s.attended, kv, self._rows, heads_of(self._model, number), self._workspace)
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
-        self._add(name, "attend", run, ("qkv", *names, *scratch), ("seen", *names, *scratch))
+        self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
 
     def _mlp(self, number: int, layer: Layer, following: Norm) -> None:
         s, mlp, at = self.step, layer.mlp, f"layer.{number}"
@@ -339,8 +339,8 @@ class FusedPlan:
         assert isinstance(layer, Layer)
         return layer.attention_norm
 
-    def _prepared(self, norm: Norm) -> Prepared | None:
-        return Prepared(self.step.h, norm.weight) if self._weights_ahead(norm) else None
+    def _prepared(self, norm: Norm) -> PreparedInput | None:
+        return PreparedInput(self.step.h, norm.weight) if self._weights_ahead(norm) else None
 
     def _normed(self, norm: Norm) -> tuple[Tensor, InputNorm]:
         """What a product behind this norm takes in, and what is left of the norm for it to do."""

@@ -24,10 +24,10 @@ from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.packed import Weight
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
-from ostinato.backends.tape.deal import TILE_ROWS
+from ostinato.backends.tape.partition import TILE_ROWS
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
-from ostinato.backends.tape.taped import Taped
-from ostinato.backends.torch.ops.attend import Rows
+from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk
 from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
@@ -80,7 +80,7 @@ class FusedPrefill:
         self._h = made(most, shape.hidden, dtype=wide)
         self._qkv = made(most, n_qkv, dtype=wide)
         self._q = made(most, shape.n_heads, shape.head_width, dtype=wide)
-        self._seen = made(most, shape.n_heads * shape.head_width, dtype=wide)
+        self._attended = made(most, shape.n_heads * shape.head_width, dtype=wide)
         inner = 1 if shape.experts is not None and not shape.experts.dense_layers else shape.ff_width
         self._inner = made(most, 2 * inner, dtype=wide)
         self._act = made(most, inner, dtype=wide)
@@ -152,7 +152,7 @@ class FusedPrefill:
 
     def _embedding(self, rows: int) -> Launch:
         model, n_rows = self._model, self._count(rows)
-        placed = Rows(n_rows, self._row_slot[:rows], self._positions[:rows], self._pages.view(1, -1))
+        placed = StepRows(n_rows, self._row_slot[:rows], self._positions[:rows], self._pages.view(1, -1))
         return self._kernels.embed(
             model.embedding,
             self._x[:rows],
@@ -170,13 +170,13 @@ class FusedPrefill:
         prompts, attention = self._prompts, layer.attention
         heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
         chunk = Chunk(self._start, self._n, self._pages)
-        qkv, q, seen = self._qkv[:rows], self._q[:rows], self._seen[:rows]
+        qkv, q, attended = self._qkv[:rows], self._q[:rows], self._attended[:rows]
         return [
             self._norm(layer.attention_norm, rows),
             self._product(self._h[:rows], attention.qkv, qkv),
             prompts.append(qkv, q, kv, chunk, heads),
-            prompts.attend(q, seen, kv, chunk, heads),
-            *self._into_residual(seen, attention.out, layer.after_attention, rows),
+            prompts.attend(q, attended, kv, chunk, heads),
+            *self._into_residual(attended, attention.out, layer.after_attention, rows),
             *self._mlp(number, layer, rows),
         ]
 
@@ -232,7 +232,7 @@ class FusedPrefill:
 
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
         weight: Weight = linear.weight
-        if not isinstance(weight, Taped):
+        if not isinstance(weight, TapeWeight):
             return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
         assert self._scratch is not None
         plain = self._scratch[: prod(weight.shape)].view(weight.shape)
@@ -291,14 +291,14 @@ class FirstToken:
             "top_logprobs": zeros((1, MAX_TOP), torch.float32, device),
         }
         workspace = kernels.sample_workspace(1, shape.vocab, device)
-        # The seat is not in the table before the loop admits it: what it says is read where it was staged.
+        # The admission is not in the table before the loop admits it: what it says is read where it was staged.
         sampling = kernels.sample(
             logits,
-            tables.seats,
+            tables.admissions,
             n_rows=one,
             row_slot=self._slot,
             n_tokens=n_tokens,
-            position=tables.seats["position"],
+            position=tables.admissions["position"],
             offset=0,
             chosen=self._made["token"],
             chosen_logprob=self._made["logprob"],
@@ -328,7 +328,7 @@ class FirstToken:
         normed = torch.zeros_like(self._row)
         scale, cap = head.scale, model.shape.logit_softcap
         norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
-        if not isinstance(head.weight, Taped):
+        if not isinstance(head.weight, TapeWeight):
             product = kernels.matmul(normed, head.weight, logits, one, bias=head.bias, scale=scale, softcap=cap)
             return [norming, product]
         assert scratch is not None

@@ -55,7 +55,8 @@ class Stamps:
         return {name: max(0.0, (spent[place] - spent[NOTHING]) / 1e3) for name, place in self._places.items()}
 
     def between(self, n_steps: int) -> float:
-        """Microseconds a step from the last node of a step to the first of the next: the border, and whoever paces."""
+        """Microseconds a step from the last node of a step to the first of the next: the step boundary, and whoever
+        paces."""
         spent = self._read()
         return max(0.0, (spent[BETWEEN] / max(1, n_steps - 1) - spent[NOTHING] / n_steps) / 1e3)
 
@@ -75,7 +76,7 @@ _KERNELS: Final[dict[str, Any]] = {}
 
 
 def _kernel(device: torch.device) -> Any:
-    """Loaded once for the process, as the border is (E-8)."""
+    """Loaded once for the process, as the step boundary is (E-8)."""
     from cuda.core import Device, ObjectCode
 
     Device(device.index or 0).set_current()

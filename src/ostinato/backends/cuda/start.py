@@ -1,8 +1,8 @@
-"""What the CUDA starts share: streams, the border's kernel, warm-up, and work beside the loop.
+"""What the CUDA starts share: streams, the step boundary's kernel, warm-up, and work beside the loop.
 
 One stream for everything in a step, one of lower priority for prompts; every edge between them is an event. The
-border is compiled for the tables at hand and loaded once. Only the engine's thread, and the pacer of a host-paced
-start, call in here.
+step boundary is compiled for the tables at hand and loaded once. Only the engine's thread, and the pacer of a
+host-paced start, call in here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from ostinato.backends.cuda.pool import Pool, pool_of
 from ostinato.backends.torch.start import CpuDevice
 from ostinato.build import cubin
 from ostinato.errors import EngineDead, HardwareCannot
-from ostinato.loop.border import native_headers
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout, Tables, Word
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Launched, next_executable
+from ostinato.loop.step_boundary import native_headers
 
-BORDER_THREADS: Final = 128
+BOUNDARY_THREADS: Final = 128
 LOOP_PRIORITY, SIDE_PRIORITY = -1, 0  # a lower number goes first
 LEAST_NAP_S: Final = 20e-6
 
@@ -65,21 +65,22 @@ class EventWork:
         return self.event is None
 
 
-_BORDERS: Final[dict[tuple[str, str], tuple[Any, Any]]] = {}
+_BOUNDARIES: Final[dict[tuple[str, str], tuple[Any, Any]]] = {}
 
 
-def border_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
-    """The border alone, and the one that also sets a WHILE graph's condition; loaded once for the process (E-8)."""
+def boundary_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
+    """The step boundary alone, and the one that also sets a WHILE graph's condition; loaded once for the process
+    (E-8)."""
     from cuda.core import Device, ObjectCode
 
     Device(plan.device.index or 0).set_current()
     headers = native_headers(layout, page_tokens=plan.page_tokens)
     key = (str(plan.device), headers["layout.h"])
-    if key not in _BORDERS:
-        binary = cubin(source("border.cu"), "border.cu", headers=headers, arch=Chip.of(plan.device).arch)
+    if key not in _BOUNDARIES:
+        binary = cubin(source("step_boundary.cu"), "step_boundary.cu", headers=headers, arch=Chip.of(plan.device).arch)
         module = ObjectCode.from_cubin(binary)
-        _BORDERS[key] = module.get_kernel("border"), module.get_kernel("border_loop")
-    return _BORDERS[key]
+        _BOUNDARIES[key] = module.get_kernel("step_boundary"), module.get_kernel("boundary_loop")
+    return _BOUNDARIES[key]
 
 
 class CudaStart(Launched):
@@ -91,8 +92,8 @@ class CudaStart(Launched):
     comparison: Literal["bits", "tolerance"] = "bits"
     helper: None = None  # a GPU works alone
 
-    def __init__(self, plan: Plan, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None) -> None:
-        self._plan, self._tables, self._guard, self._bell = plan, tables, guard, bell
+    def __init__(self, plan: Plan, tables: Tables, guard: Guard, wake: Callable[[], None] = lambda: None) -> None:
+        self._plan, self._tables, self._guard, self._wake = plan, tables, guard, wake
         self._words = tables.rings.host("words")
         self.executable = 0
         self.n_launches = 0
@@ -104,27 +105,27 @@ class CudaStart(Launched):
         self._lent = True
         self._pacer: CpuDevice | None = None
 
-    # The border
+    # The step boundary
 
     @property
-    def _border_arguments(self) -> tuple[Any, ...]:
-        arenas = (self._tables.table, self._tables.seats, self._tables.rings)
+    def _boundary_arguments(self) -> tuple[Any, ...]:
+        arenas = (self._tables.table, self._tables.admissions, self._tables.rings)
         addresses = tuple(arena.memory.data_ptr() for arena in arenas)
         return (*addresses, np.uint64(self._plan.hash), np.uint64(self.executable))
 
-    def _run_border(self) -> None:
-        """Launch the border on the loop's stream."""
+    def _run_boundary(self) -> None:
+        """Launch the step boundary on the loop's stream."""
         from cuda.core import LaunchConfig, Stream, launch
 
         stream = Stream.from_handle(self.stream.cuda_stream)
-        launch(stream, LaunchConfig(grid=1, block=BORDER_THREADS), self._border, *self._border_arguments)
+        launch(stream, LaunchConfig(grid=1, block=BOUNDARY_THREADS), self._boundary, *self._boundary_arguments)
 
     # Building
 
     def build(self) -> None:
         self._guard.allow("I-1", "building the step again")
         self.executable = next_executable()
-        self._border, self._border_in_loop = border_kernels(self._tables.layout, self._plan)
+        self._boundary, self._boundary_in_loop = boundary_kernels(self._tables.layout, self._plan)
         self._warm()
         self._make()
 
@@ -138,10 +139,10 @@ class CudaStart(Launched):
         self.stream.synchronize()
 
     def _make(self) -> None:
-        """What a start builds beyond the border: nothing here."""
+        """What a start builds beyond the step boundary: nothing here."""
 
     def _check_captured(self, n_nodes: int) -> None:
-        """HardwareCannot where a captured step has other launches than the plan and its border (E-61).
+        """HardwareCannot where a captured step has other launches than the plan and its step boundary (E-61).
 
         One that is missing would leave what it should have written as it was, and nobody would see it.
         """
@@ -149,7 +150,7 @@ class CudaStart(Launched):
         planned = self._plan.n_launches
         if planned is not None and n_nodes != planned + 1:
             raise HardwareCannot(
-                f"the captured step has {n_nodes} nodes, and the plan has {planned} launches and a border; "
+                f"the captured step has {n_nodes} nodes, and the plan has {planned} launches and a step boundary; "
                 "use --mode eager"
             )
 
@@ -167,7 +168,7 @@ class CudaStart(Launched):
 
     def _pace(self) -> None:
         with torch.cuda.stream(self.stream):
-            self._run_border()
+            self._run_boundary()
             self._await_device()
             while self._words[Word.GO, 0]:
                 self._enqueue_step()
@@ -178,10 +179,10 @@ class CudaStart(Launched):
         self.n_launches += len(self._plan.nodes) + 1
         for node in self._plan.nodes:
             node.run()
-        self._run_border()
+        self._run_boundary()
 
     def _await_device(self) -> None:
-        """Wait for the border by its event: nobody is blocked in the driver (E-6)."""
+        """Wait for the step boundary by its event: nobody is blocked in the driver (E-6)."""
         event = self._passed
         event.record(self.stream)
         end = time.monotonic() + STEP_DEADLINE_S
@@ -189,7 +190,7 @@ class CudaStart(Launched):
             if time.monotonic() > end:
                 raise EngineDead(f"a step has not ended within {STEP_DEADLINE_S:.0f} s; the process must be restarted")
             time.sleep(0)
-        self._bell()
+        self._wake()
 
     # Beside
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.plan import paged_kv_of
 from ostinato.backends.cuda.step import Launch, StepKernels
-from ostinato.backends.torch.ops.attend import Heads, Rows
+from ostinato.backends.torch.ops.attend import Heads, StepRows
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
 from ostinato.backends.torch.weight import rows_of
@@ -54,34 +54,34 @@ class StepAttention:
     heads: Mapping[int, Heads]
     launches: Mapping[int, Launch]
     qkv: Tensor  # float32 [n_slots, (heads + 2 kv_heads) * width]
-    seen: Tensor  # float32 [n_slots, heads * width]
+    attended: Tensor  # float32 [n_slots, heads * width]
     workspace: object
 
     @staticmethod
-    def of(model: Model, memory: PagedMemory, rows: Rows, kernels: StepKernels) -> StepAttention:
+    def of(model: Model, memory: PagedMemory, rows: StepRows, kernels: StepKernels) -> StepAttention:
         s, device = model.shape, model.device
         heads = {
             layer: Heads(s.n_heads, s.n_kv_heads, s.head_width, s.query_scale, s.attention_softcap, s.windows[layer])
             for layer in range(s.n_layers)
         }
         qkv = zeros((rows.n_slots, heads[0].n_columns), torch.float32, device)
-        seen = zeros((rows.n_slots, s.n_heads * s.head_width), torch.float32, device)
+        attended = zeros((rows.n_slots, s.n_heads * s.head_width), torch.float32, device)
         workspace = kernels.attend_workspace(rows.n_slots, heads[0], device)
         launches = {
-            layer: kernels.attend(qkv, seen, paged_kv_of(memory, layer), rows, how, workspace)
+            layer: kernels.attend(qkv, attended, paged_kv_of(memory, layer), rows, how, workspace)
             for layer, how in heads.items()
         }
-        return StepAttention(heads, launches, qkv, seen, workspace)
+        return StepAttention(heads, launches, qkv, attended, workspace)
 
     @property
     def buffers(self) -> dict[str, Tensor]:
         """What every layer's launch uses and none keeps."""
-        return {"qkv": self.qkv, "seen": self.seen, **_named("attend.workspace", self.workspace)}
+        return {"qkv": self.qkv, "attended": self.attended, **_named("attend.workspace", self.workspace)}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.qkv.copy_(torch.cat((q, k, v), 1).flatten(1))
         self.launches[layer]()
-        return self.seen.view(q.shape).to(q.dtype)
+        return self.attended.view(q.shape).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class StaticStep:
         self.x = zeros((n_slots, shape.hidden), wide, device)
         self.logits = zeros((n_slots, shape.vocab), torch.float32, device)
         self.from_row, self.to_row = (zeros((n_slots,), torch.int64, device) for _ in range(2))
-        self.turns = {
+        self.cos_sin = {
             rope: (zeros((n_slots, len(f)), torch.float32, device), zeros((n_slots, len(f)), torch.float32, device))
             for rope, f in model.frequencies.items()
         }
@@ -130,7 +130,7 @@ class StaticStep:
         scale = shape.embedding_scale
         self._scale = None if scale is None else torch.tensor(scale, dtype=model.dtype, device=device)
         table = tables.table
-        rows = Rows(table["n_rows"], table["row_slot"], table["position"], table["pages"])
+        rows = StepRows(table["n_rows"], table["row_slot"], table["position"], table["pages"])
         attention = None if memory.kv is None else StepAttention.of(model, memory, rows, kernels)
         self.memory = StepMemory(n_slots, self.from_row, self.to_row, _states_of(memory, n_slots), attention)
 
@@ -144,18 +144,18 @@ class StaticStep:
         token = table["token"].index_select(0, slot).long().masked_fill(dead, 0)
         position = table["position"].index_select(0, slot).long().masked_fill(dead, 0)
         x = rows_of(model.embedding, token, model.dtype)
-        self.x.copy_(model.enter(x if self._scale is None else x * self._scale, position))
-        for rope, found in model.angles(position).turns.items():
-            for kept, new in zip(self.turns[rope], found, strict=True):
+        self.x.copy_(model.embed_inputs(x if self._scale is None else x * self._scale, position))
+        for rope, found in model.angles(position).cos_sin.items():
+            for kept, new in zip(self.cos_sin[rope], found, strict=True):
                 kept.copy_(new)
 
     @torch.inference_mode()
     def layer(self, layer: AnyLayer) -> None:
-        self.x.copy_(layer(self.x, Angles(self.turns), self.memory))
+        self.x.copy_(layer(self.x, Angles(self.cos_sin), self.memory))
 
     @torch.inference_mode()
     def head(self) -> None:
-        self.logits.copy_(self._model.logits(self._model.leave(self.x)))
+        self.logits.copy_(self._model.logits(self._model.final_norm(self.x)))
 
 
 def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> Plan:
@@ -165,8 +165,8 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
     """
     step = StaticStep(model, memory, tables, kernels)
     workspace = kernels.sample_workspace(tables.layout.n_slots, model.shape.vocab, model.device)
-    arenas = {"table": tables.table.memory, "seats": tables.seats.memory, "rings": tables.rings.memory}
-    rows = {"from_row": step.from_row, "to_row": step.to_row, **_named("turns", [*step.turns.values()])}
+    arenas = {"table": tables.table.memory, "admissions": tables.admissions.memory, "rings": tables.rings.memory}
+    rows = {"from_row": step.from_row, "to_row": step.to_row, **_named("turns", [*step.cos_sin.values()])}
     attending = {} if step.memory.attention is None else step.memory.attention.buffers
     sampling = _named("sample.workspace", workspace)
     kept = dict(memory_tensors(memory))

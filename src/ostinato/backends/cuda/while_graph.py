@@ -1,8 +1,8 @@
 """`loop` on CUDA: one WHILE graph whose body is the captured step; the device goes from step to step by itself.
 
-The graph is a border, which takes whoever was admitted, and a loop of steps, each ending in a border that sets the
-loop's condition. One launch lasts until nobody lives. Only the border is CUDA C++: setting a condition is what Triton
-cannot do.
+The graph is a step boundary, which takes whoever was admitted, and a loop of steps, each ending in a step boundary that
+sets the loop's condition. One launch lasts until nobody lives. Only the step boundary is CUDA C++: setting a condition
+is what Triton cannot do.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ostinato.backends.cuda.start import BORDER_THREADS, DevicePaced
+from ostinato.backends.cuda.start import BOUNDARY_THREADS, DevicePaced
 from ostinato.errors import HardwareCannot
 
 
@@ -28,8 +28,8 @@ class WhileGraph(DevicePaced):
 
         graph = GraphDefinition()
         condition = graph.create_condition(default_value=0)
-        config = LaunchConfig(grid=1, block=BORDER_THREADS)
-        first = graph.launch(config, self._border_in_loop, *self._border_arguments, condition)
+        config = LaunchConfig(grid=1, block=BOUNDARY_THREADS)
+        first = graph.launch(config, self._boundary_in_loop, *self._boundary_arguments, condition)
         body = first.while_loop(condition).body
         stream = driver.CUstream(self.stream.cuda_stream)
         own_thread = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
@@ -39,7 +39,7 @@ class WhileGraph(DevicePaced):
                 for node in self._plan.nodes:
                     node.run()
                 own = Stream.from_handle(self.stream.cuda_stream)
-                launch(own, config, self._border_in_loop, *self._border_arguments, condition)
+                launch(own, config, self._boundary_in_loop, *self._boundary_arguments, condition)
         except Exception as error:  # torch raises RuntimeError, cuda-core a kind of its own that is only an Exception
             raise HardwareCannot(f"the step could not be captured into the loop: {error}; use --mode graph") from error
         finally:

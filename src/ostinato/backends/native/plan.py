@@ -20,7 +20,7 @@ from torch import Tensor
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.packed import Stack, Weight, shape_of
 from ostinato.backends.native.library import cpu_library
-from ostinato.backends.native.tiles import Matrix, TileMatrix
+from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
 from ostinato.errors import InternalError
@@ -43,7 +43,7 @@ _KEPT: Final[dict[KVType, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 
 
 class _Product(Structure):
-    _fields_ = (("n_parts", c_int), ("rows", c_int), ("parts", Matrix * MOST_PARTS), ("bias", c_void_p))
+    _fields_ = (("n_parts", c_int), ("rows", c_int), ("parts", TileMatrixStruct * MOST_PARTS), ("bias", c_void_p))
 
 
 class _Cache(Structure):
@@ -64,22 +64,22 @@ class _Rope(Structure):
     _fields_ = (("frequencies", c_void_p), ("half", c_int), ("neighbours", c_int), ("amplitude", c_float))
 
 
-class _View(Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("table", "seats", "rings", "layout"))
+class _NativeView(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("table", "admissions", "rings", "layout"))
 
 
 class _Plan(Structure):
     _fields_ = (
-        ("view", _View),
+        ("view", _NativeView),
         ("hash", c_uint64),
         ("epoch", c_uint64),
         *((name, c_void_p) for name in ("layers", "ropes", "norm")),
-        ("embedding", Matrix),
+        ("embedding", TileMatrixStruct),
         ("head", _Product),
         *((name, c_void_p) for name in ("logits", "last", "scratch")),
         *((name, c_int) for name in ("n_layers", "n_ropes", "hidden", "n_heads", "n_kv_heads", "head_width")),
         *((name, c_int) for name in ("widest_ff", "n_experts", "n_used", "renormalise", "activation", "kept", "wide")),
-        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "bell")),
+        *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
         *((name, c_float) for name in ("eps", "query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
     )
 
@@ -127,9 +127,9 @@ class NativeStep:
         *,
         activations: Activations,
         threads: int,
-        bell: int = -1,
+        wake: int = -1,
     ) -> None:
-        """`bell`: a file that is written to at every border; -1 for none."""
+        """`wake`: a file that is written to at every step boundary; -1 for none."""
         self._library, self._kept = _declared(cpu_library()), _Kept()
         self._plan = _Plan()
         self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * memory.page_tokens)
@@ -138,7 +138,7 @@ class NativeStep:
         self.last = zeros((tables.layout.n_slots, model.shape.hidden), torch.float32, model.device)
         self._set_sizes(model.shape, memory, tables, n_tokens, activations)
         self._set_model(model, memory)
-        self._plan.bell = bell
+        self._plan.wake = wake
         n_bytes = self._library.ostinato_scratch_bytes(pointer(self._plan))
         self.scratch = zeros((n_bytes,), torch.uint8, model.device)
         self._plan.scratch = self.scratch.data_ptr()
@@ -148,12 +148,12 @@ class NativeStep:
 
     # What it plays; each returns when it is done, and lets other threads of Python run meanwhile
 
-    def play(self) -> None:
-        """A border, then steps until nobody lives."""
-        self._call("ostinato_play")
+    def run_loop(self) -> None:
+        """A step boundary, then steps until nobody lives."""
+        self._call("ostinato_run")
 
     def step(self) -> None:
-        """One step and its border."""
+        """One step and its step boundary."""
         self._call("ostinato_step")
 
     def chunk(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
@@ -167,21 +167,21 @@ class NativeStep:
         self._call("ostinato_chunk", c_int(slot), ids, c_int(len(tokens)), c_int(start), places)
 
     def first(self, slot: int) -> None:
-        """The first token of a slot, from the last row that ran for it, by its staged seat."""
+        """The first token of a slot, from the last row that ran for it, by its staged admission."""
         self._call("ostinato_first", c_int(slot))
 
     def built(self, plan_hash: int, epoch: int) -> None:
-        """What the border finds in the table at every step, or ends (I-10)."""
+        """What the step boundary finds in the table at every step, or ends (I-10)."""
         self._call("ostinato_built", c_uint64(plan_hash), c_uint64(epoch))
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Between two steps of whatever plays, which waits at its border until this thread is done."""
-        self._call("ostinato_take_turn")
+    def exclusive(self) -> Iterator[None]:
+        """Between two steps of whatever plays, which waits at its step boundary until this thread is done."""
+        self._call("ostinato_acquire")
         try:
             yield
         finally:
-            self._call("ostinato_give_turn")
+            self._call("ostinato_release")
 
     def close(self) -> None:
         """End the threads; nobody may be playing."""
@@ -200,8 +200,8 @@ class NativeStep:
         self, shape: Shape, memory: PagedMemory, tables: Tables, n_tokens: int, activations: Activations
     ) -> None:
         words = self._kept.array(tables.layout.words(memory.page_tokens))
-        arenas = (tables.table, tables.seats, tables.rings)
-        self._plan.view = _View(*(arena.memory.data_ptr() for arena in arenas), words)
+        arenas = (tables.table, tables.admissions, tables.rings)
+        self._plan.view = _NativeView(*(arena.memory.data_ptr() for arena in arenas), words)
         assert memory.kv is not None
         experts = shape.experts
         sizes = {
@@ -347,7 +347,7 @@ class _Kept:
         return addressof(array)
 
 
-def _matrix(weight: Any) -> Matrix:
+def _matrix(weight: Any) -> TileMatrixStruct:
     if not isinstance(weight, TileMatrix):
         raise InternalError("the native loop multiplies weights in tiles only")
     return weight.matrix
@@ -371,7 +371,7 @@ def native_plan(model: Model, memory: PagedMemory, tables: Tables, step: NativeS
     kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
     own = [
         Buffer.of("table", tables.table.memory),
-        Buffer.of("seats", tables.seats.memory),
+        Buffer.of("admissions", tables.admissions.memory),
         Buffer.of("rings", tables.rings.memory),
         Buffer.of("logits", step.logits),
         Buffer.of("last", step.last),

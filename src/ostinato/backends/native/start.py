@@ -30,7 +30,7 @@ class NativeLoop(Launched):
 
     def __init__(self, plan: Plan, native: NativeStep, guard: Guard) -> None:
         self._plan, self._native, self._guard = plan, native, guard
-        self._player, self._side = CpuDevice("ostinato-loop"), CpuDevice("ostinato-prompts")
+        self._runner, self._side = CpuDevice("ostinato-loop"), CpuDevice("ostinato-prompts")
         self.executable = 0
         self.n_launches = 0
         self.n_instantiations = 0
@@ -43,15 +43,15 @@ class NativeLoop(Launched):
 
     def launch(self) -> None:
         self.n_launches += 1
-        self._launched = self._player.submit(self._native.play)
+        self._launched = self._runner.submit(self._native.run_loop)
 
     @property
     def running(self) -> bool:
-        return super().running and self._player.alive
+        return super().running and self._runner.alive
 
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while self._player.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
+        while self._runner.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
             left = end - time.monotonic()
             if super().wait(max(0.0, min(left, LOOK_AGAIN_S))):
                 return True
@@ -60,26 +60,26 @@ class NativeLoop(Launched):
         return True
 
     def failure(self) -> BaseException | None:
-        if self._launched is not None and not self._launched.done() and not self._player.alive:
+        if self._launched is not None and not self._launched.done() and not self._runner.alive:
             return EngineDead("the thread that played the loop was killed")
         return super().failure()
 
     def step(self) -> None:
         self._guard.allow("I-2", "submitting a single step from the host")
-        self._player.submit(self._native.step).result(STEP_DEADLINE_S)
+        self._runner.submit(self._native.step).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
         return self._side.submit(job)  # what it plays takes the turn for itself
 
-    def turn(self) -> AbstractContextManager[None]:
-        """Holds whatever plays at its next border, for the thread that enters."""
-        return self._native.turn()
+    def exclusive(self) -> AbstractContextManager[None]:
+        """Holds whatever plays at its next step boundary, for the thread that enters."""
+        return self._native.exclusive()
 
     def health(self) -> None:
         """A CPU that did not answer could not say so."""
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")
-        self._player.close()
+        self._runner.close()
         self._side.close()
         self._native.close()

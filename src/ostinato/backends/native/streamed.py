@@ -29,7 +29,7 @@ _taken = 0
 
 
 def streamed(n_bytes: int) -> Tensor:
-    """Uint8 [n_bytes] on the CPU, on a border of 64 bytes; nobody may read it before writing it."""
+    """Uint8 [n_bytes] on the CPU, on a step boundary of 64 bytes; nobody may read it before writing it."""
     global _current, _taken
     if _HUGE is None or n_bytes == 0:
         return empty((n_bytes,), torch.uint8, torch.device("cpu"))

@@ -30,7 +30,7 @@ _PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloa
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TilePiece:
     """Some bytes of the file to be read and put where they belong; may run beside any other."""
 
     n_bytes: int
@@ -57,16 +57,16 @@ class TileReader:
         self._changed.append((name, values, tiles))
         return tiles
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TilePiece]:
         """Everything there is to read, each byte once."""
         for name, first, tiles in self._matrices:
             row_bytes = max(1, self._checkpoint.raw(name).shape[1])
             step = max(1, PIECE_BYTES // row_bytes // TILE_ROWS) * TILE_ROWS
             for start in range(0, tiles.rows, step):
                 stop = min(tiles.rows, start + step)
-                yield Piece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
+                yield TilePiece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
         for name, values, tiles in self._changed:
-            yield Piece(self._checkpoint.tensors[name].n_bytes, partial(self._pack_changed, name, values, tiles))
+            yield TilePiece(self._checkpoint.tensors[name].n_bytes, partial(self._pack_changed, name, values, tiles))
 
     def _pack(self, name: str, first: int, tiles: TileMatrix, start: int, stop: int) -> None:
         stored = self._checkpoint.tensors[name].type

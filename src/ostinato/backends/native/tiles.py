@@ -49,7 +49,7 @@ _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
 )
 
 
-class Matrix(ctypes.Structure):
+class TileMatrixStruct(ctypes.Structure):
     """A matrix as tiles.h has it; who makes one keeps its tensors alive."""
 
     _fields_ = (
@@ -93,10 +93,10 @@ class TileMatrix:
         return sum(plane.numel() for plane in self.planes)
 
     @property
-    def matrix(self) -> Matrix:
+    def matrix(self) -> TileMatrixStruct:
         """What native code is given; good as long as this matrix lives."""
         pointers = (plane.data_ptr() for plane in self.planes)
-        return Matrix(TILE_TYPES.index(self.type), self.rows, self.cols, 0, *pointers)
+        return TileMatrixStruct(TILE_TYPES.index(self.type), self.rows, self.cols, 0, *pointers)
 
 
 def nearest_type(type: str) -> str:
@@ -211,8 +211,8 @@ def _check(type: str, cols: int) -> None:
 
 @cache
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    matrix, pointer, number = ctypes.POINTER(Matrix), ctypes.c_void_p, ctypes.c_int
-    if library.ostinato_matrix_bytes() != ctypes.sizeof(Matrix):
+    matrix, pointer, number = ctypes.POINTER(TileMatrixStruct), ctypes.c_void_p, ctypes.c_int
+    if library.ostinato_matrix_bytes() != ctypes.sizeof(TileMatrixStruct):
         raise InternalError("the native library has another idea of a matrix than backends/native/tiles.py")
     library.ostinato_pack.argtypes, library.ostinato_pack.restype = (matrix, pointer, number, number), None
     library.ostinato_product.argtypes = (matrix, pointer, number, pointer, number, number)

@@ -1,4 +1,5 @@
 """The tape: one kernel that plays the whole decode loop while its weights stream by.
 
-`deal.py` says which block has which weights and in what order, `pack.py` puts them there; the headers are the kernel.
+`partition.py` says which block has which weights and in what order, `pack.py` puts them there; the headers are the
+kernel.
 """

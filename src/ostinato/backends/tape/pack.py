@@ -1,24 +1,26 @@
 """Weights as the tape has them: in the register order of the tensor cores, chunk by chunk, block by block.
 
-A lane of a player's warp is (g, q) = (lane / 4, lane % 4). Of a column tile (16 rows, 16 columns) it holds four
+A lane of a compute warp's warp is (g, q) = (lane / 4, lane % 4). Of a column tile (16 rows, 16 columns) it holds four
 registers r of two values h: rows g + 8 (r % 2), columns 2 q + h + 8 (r / 2). A *group* is two column tiles t, 32
-columns. In a chunk with n column tiles for each player (n / 2 groups; kinds but HALF have even n):
+columns. In a chunk with n column tiles for each compute warp (n / 2 groups; kinds but HALF have even n):
 
-    HALF   quants  [player][n][lane][16 B]        registers 0 to 3, each two float16 or bfloat16, low value first
-    FOUR   quants  [player][n/2][lane][8 B]       a word for each column tile: value h of register r at bit 4 r + 16 h
-                   [player][n/4][lane][16 B]      in whole chunks: the words of four column tiles together
-           scales  [player][n/2][16 rows][4 B]    float16 scale, float16 minimum
-                   [player][4][8][n/8][8 B]       in whole chunks: two rows of every fourth group together
+    HALF   quants  [compute warp][n][lane][16 B]        registers 0 to 3, each two float16 or bfloat16, low value first
+    FOUR   quants  [compute warp][n/2][lane][8 B]       a word for each column tile: value h of register r at bit 4 r +
+    16 h
+                   [compute warp][n/4][lane][16 B]      in whole chunks: the words of four column tiles together
+           scales  [compute warp][n/2][16 rows][4 B]    float16 scale, float16 minimum
+                   [compute warp][4][8][n/8][8 B]       in whole chunks: two rows of every fourth group together
     FIVE   quants, scales as FOUR                 four of five bits: of even registers the lower, of odd the upper
-           high    [player][(n+3)/4][lane][4 B]   the fifth: 4 j + 2 t + 1 - r % 2 + 8 (r / 2) + 16 h, groups 2 i + j
-                   [player][lane][n/4][4 B]       in whole chunks
+           high    [compute warp][(n+3)/4][lane][4 B]   the fifth: 4 j + 2 t + 1 - r % 2 + 8 (r / 2) + 16 h, groups 2 i
+           + j
+                   [compute warp][lane][n/4][4 B]       in whole chunks
     SIX    quants  as FOUR                        four of six bits, in the same way
-           high    [player][n/2][lane][4 B]       the other two, at 4 t + 2 (1 - r % 2) + 8 (r / 2) + 16 h
-                   [player][lane][n/2][4 B]       in whole chunks
-           scales  [player][n][16 rows][2 B]      float16, of each 16 columns
-                   [player][4][8][n/4][4 B]       in whole chunks: two rows of every fourth group together
-    EIGHT  quants  [player][n/2][lane][16 B]      word 2 t + r % 2, byte r / 2 + 2 h: a signed byte
-           scales  [player][n/2][16 rows][2 B]
+           high    [compute warp][n/2][lane][4 B]       the other two, at 4 t + 2 (1 - r % 2) + 8 (r / 2) + 16 h
+                   [compute warp][lane][n/2][4 B]       in whole chunks
+           scales  [compute warp][n][16 rows][2 B]      float16, of each 16 columns
+                   [compute warp][4][8][n/4][4 B]       in whole chunks: two rows of every fourth group together
+    EIGHT  quants  [compute warp][n/2][lane][16 B]      word 2 t + r % 2, byte r / 2 + 2 h: a signed byte
+           scales  [compute warp][n/2][16 rows][2 B]
 
 The rows of scales come as 0, 8, 1, 9, ... 15: those of a lane together. Byte r / 2 + 2 h of a word is always value h
 of register r. So a word under one mask has four values of rows 0 to 7 in the lower bits of its bytes, under another
@@ -43,41 +45,43 @@ from torch.nn.functional import pad
 from ostinato.backends.allocate import Allocate, zeros
 from ostinato.backends.cuda.packed import OFFSETS, Packed, Stack, Weight, quants_of, raw_rows, scales_of, shape_of
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.tape.deal import (
-    PER_PLAYER,
+from ostinato.backends.tape.partition import (
+    PER_COMPUTE_WARP,
     TILE_COLUMNS,
     TILE_ROWS,
-    Deal,
-    Grid,
-    Kind,
-    Matrix,
+    Partition,
     Segment,
+    TapeGrid,
+    TapeMatrix,
+    WeightType,
     chunks_of,
     part_bytes,
     tile_bytes,
 )
-from ostinato.backends.tape.taped import Taped
+from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
-KINDS: Final[Mapping[str, Kind]] = MappingProxyType(
+WEIGHT_TYPES: Final[Mapping[str, WeightType]] = MappingProxyType(
     {
-        "Q4_0": Kind.FOUR,
-        "Q4_1": Kind.FOUR,
-        "Q4_K": Kind.FOUR,
-        "Q5_0": Kind.FIVE,
-        "Q5_1": Kind.FIVE,
-        "Q5_K": Kind.FIVE,
-        "Q6_K": Kind.SIX,
-        "Q8_0": Kind.EIGHT,
+        "Q4_0": WeightType.FOUR,
+        "Q4_1": WeightType.FOUR,
+        "Q4_K": WeightType.FOUR,
+        "Q5_0": WeightType.FIVE,
+        "Q5_1": WeightType.FIVE,
+        "Q5_K": WeightType.FIVE,
+        "Q6_K": WeightType.SIX,
+        "Q8_0": WeightType.EIGHT,
     }
 )
 # Columns that share a scale.
-GROUP_COLUMNS: Final[Mapping[Kind, int]] = MappingProxyType(
-    {Kind.FOUR: 32, Kind.FIVE: 32, Kind.SIX: 16, Kind.EIGHT: 32}
+GROUP_COLUMNS: Final[Mapping[WeightType, int]] = MappingProxyType(
+    {WeightType.FOUR: 32, WeightType.FIVE: 32, WeightType.SIX: 16, WeightType.EIGHT: 32}
 )
 SIX_OFFSET: Final = OFFSETS["Q6_K"]
-_FURTHER_BITS: Final[Mapping[Kind, int]] = MappingProxyType({Kind.FOUR: 0, Kind.FIVE: 1, Kind.SIX: 2})
+_FURTHER_BITS: Final[Mapping[WeightType, int]] = MappingProxyType(
+    {WeightType.FOUR: 0, WeightType.FIVE: 1, WeightType.SIX: 2}
+)
 _ROUNDED: Final = frozenset({"Q4_K", "Q5_K", "Q6_K"})  # types whose scales are products, which float16 may not hold
 _PIECE_WEIGHTS: Final = 1 << 24  # laid out at a time: temporaries are a few bytes for each
 
@@ -90,8 +94,10 @@ class FileBlocks:
     raw: Tensor
 
     def __post_init__(self) -> None:
-        if self.type not in KINDS:
-            raise Unsupported(f"{self.type} weights have no place on the tape; those that have are {', '.join(KINDS)}")
+        if self.type not in WEIGHT_TYPES:
+            raise Unsupported(
+                f"{self.type} weights have no place on the tape; those that have are {', '.join(WEIGHT_TYPES)}"
+            )
         if self.raw.dtype != torch.uint8 or self.raw.dim() != 2 or self.raw.shape[1] % BLOCKS[self.type].n_bytes:
             raise BadFile(f"{list(self.raw.shape)} {self.raw.dtype} are no rows of whole {self.type} blocks")
 
@@ -103,7 +109,7 @@ class FileBlocks:
 Part = Tensor | Packed | FileBlocks
 
 
-class Rows(NamedTuple):
+class PartRows(NamedTuple):
     """Some rows of a part, from `start` up to `stop`."""
 
     part: Part
@@ -112,18 +118,18 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TapeSource:
     """Where a matrix of the tape comes from: rows of one part, or of several, one above the other."""
 
-    matrix: Matrix
-    rows: tuple[Rows, ...]
+    matrix: TapeMatrix
+    rows: tuple[PartRows, ...]
 
     @property
     def device(self) -> torch.device:
         part = self.rows[0].part
         return part.raw.device if isinstance(part, FileBlocks) else part.device
 
-    def to(self, device: torch.device) -> Source:
+    def to(self, device: torch.device) -> TapeSource:
         """The same on another device; itself where it is there."""
         if self.device == device:
             return self
@@ -135,7 +141,7 @@ class Numbers:
     """What the tape keeps of some rows: quants [rows, columns] (HALF: the weights; EIGHT: int8; else uint8), and
     float16 scales and minima [rows, groups] where the kind has them."""
 
-    kind: Kind
+    weight_type: WeightType
     quants: Tensor
     scales: Tensor | None = None
     minima: Tensor | None = None
@@ -144,7 +150,9 @@ class Numbers:
 # --- what a weight becomes ---
 
 
-def source_of(weight: Weight | FileBlocks, start: int = 0, stop: int | None = None, *, paired: bool = False) -> Source:
+def source_of(
+    weight: Weight | FileBlocks, start: int = 0, stop: int | None = None, *, paired: bool = False
+) -> TapeSource:
     """Rows `start` to `stop` of a weight as one matrix of the tape; `paired`: they are gate over up.
 
     Raises Unsupported where those rows are of different kinds: a matrix of the tape has one. (q, k and v, which may
@@ -156,17 +164,17 @@ def source_of(weight: Weight | FileBlocks, start: int = 0, stop: int | None = No
     if not 0 <= start < stop <= sum(sizes):
         raise InternalError(f"rows {start} to {stop} were asked of a weight that has {sum(sizes)}")
     befores = accumulate(sizes, initial=0)
-    each = (Rows(p, max(start - b, 0), min(stop - b, n)) for p, b, n in zip(parts, befores, sizes, strict=False))
+    each = (PartRows(p, max(start - b, 0), min(stop - b, n)) for p, b, n in zip(parts, befores, sizes, strict=False))
     found = tuple(rows for rows in each if rows.start < rows.stop)
-    kinds = {kind_of(rows.part) for rows in found}
-    if len(kinds) > 1:
+    weight_types = {weight_type_of(rows.part) for rows in found}
+    if len(weight_types) > 1:
         names = " and ".join(type_of(rows.part) for rows in found)
         raise Unsupported(
             f"a matrix of {names} cannot be laid out on the tape: {'gate and up' if paired else 'its rows'} share "
             "their tiles, and a tile has one kind of weights; use another loop mode, or a file that keeps them in one "
             "type"
         )
-    return Source(Matrix(kinds.pop(), stop - start, _shape(parts[0])[1], paired), found)
+    return TapeSource(TapeMatrix(weight_types.pop(), stop - start, _shape(parts[0])[1], paired), found)
 
 
 def why_not_packed(weight: Weight | FileBlocks, half: torch.dtype, *, paired: bool = False) -> str | None:
@@ -193,7 +201,7 @@ def _parts_of(weight: Weight | FileBlocks) -> list[Part]:
     for part in weight.parts if isinstance(weight, Stack) else (weight,):
         if isinstance(part, TileMatrix):
             raise InternalError("the tape was given tiles, which are the CPU's weights")
-        if isinstance(part, Taped):
+        if isinstance(part, TapeWeight):
             raise InternalError("the tape was given a weight that lies on a tape already")
         parts.append(part)
     return parts
@@ -207,15 +215,17 @@ def _shape(part: Part) -> tuple[int, int]:
     return part.shape if isinstance(part, FileBlocks) else shape_of(part)
 
 
-def kind_of(part: Part) -> Kind:
+def weight_type_of(part: Part) -> WeightType:
     """How the tape keeps the weights of a part. Raises Unsupported for a type that it cannot keep."""
     if isinstance(part, Tensor):
         if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
             raise Unsupported(f"{type_of(part)} weights have no place on the tape; float32, float16 and bfloat16 have")
-        return Kind.HALF
-    if part.type not in KINDS:
-        raise Unsupported(f"{part.type} weights have no place on the tape; those that have are {', '.join(KINDS)}")
-    return KINDS[part.type]
+        return WeightType.HALF
+    if part.type not in WEIGHT_TYPES:
+        raise Unsupported(
+            f"{part.type} weights have no place on the tape; those that have are {', '.join(WEIGHT_TYPES)}"
+        )
+    return WEIGHT_TYPES[part.type]
 
 
 def type_of(part: Part) -> str:
@@ -229,13 +239,13 @@ def numbers_of(part: Part, ids: Tensor, half: torch.dtype) -> Numbers:
         weights = part.index_select(0, ids)
         if half == torch.float16 and part.dtype != half:
             _check_fits(weights, "weights")
-        return Numbers(Kind.HALF, weights.to(half))
+        return Numbers(WeightType.HALF, weights.to(half))
     raw = raw_rows(part, ids) if isinstance(part, Packed) else part.raw.index_select(0, ids)
-    kind = KINDS[part.type]
+    weight_type = WEIGHT_TYPES[part.type]
     quants, (scales, minima) = quants_of(raw, part.type), scales_of(raw, part.type)
-    if minima is None and kind in (Kind.FOUR, Kind.FIVE):
+    if minima is None and weight_type in (WeightType.FOUR, WeightType.FIVE):
         minima = scales * OFFSETS[part.type]
-    return Numbers(kind, quants, _to_half(scales), None if minima is None else _to_half(minima))
+    return Numbers(weight_type, quants, _to_half(scales), None if minima is None else _to_half(minima))
 
 
 def values_of(numbers: Numbers) -> Tensor:
@@ -243,8 +253,8 @@ def values_of(numbers: Numbers) -> Tensor:
     if numbers.scales is None:
         return numbers.quants.float()
     q = numbers.quants.float()
-    q = q - SIX_OFFSET if numbers.kind == Kind.SIX else q
-    values = torch.unflatten(q, 1, (-1, GROUP_COLUMNS[numbers.kind])) * numbers.scales.float()[..., None]
+    q = q - SIX_OFFSET if numbers.weight_type == WeightType.SIX else q
+    values = torch.unflatten(q, 1, (-1, GROUP_COLUMNS[numbers.weight_type])) * numbers.scales.float()[..., None]
     return (values if numbers.minima is None else values - numbers.minima.float()[..., None]).flatten(1)
 
 
@@ -264,8 +274,8 @@ def bounds_of(numbers: Numbers, type: str) -> Tensor:
     q = numbers.quants.float()
     if type not in _ROUNDED:
         return torch.zeros_like(q)
-    size = (q - SIX_OFFSET if numbers.kind == Kind.SIX else q).abs()
-    most = torch.unflatten(size, 1, (-1, GROUP_COLUMNS[numbers.kind])) * _half_step(numbers.scales)[..., None]
+    size = (q - SIX_OFFSET if numbers.weight_type == WeightType.SIX else q).abs()
+    most = torch.unflatten(size, 1, (-1, GROUP_COLUMNS[numbers.weight_type])) * _half_step(numbers.scales)[..., None]
     if numbers.minima is None:
         return most.flatten(1)
     # The difference is rounded to float32 twice, in the file's value and in ours: a 2^24th of either part, at most.
@@ -304,40 +314,47 @@ class _Section(NamedTuple):
     column: int
 
 
-def _sections(kind: Kind, columns: int, n_players: int) -> Iterator[_Section]:
+def _sections(weight_type: WeightType, columns: int, n_compute_warps: int) -> Iterator[_Section]:
     """All chunks that are whole, then the rest."""
     at = 0
-    for n, run in groupby(chunks_of(kind, columns, n_players), key=lambda chunk: chunk.n):
+    for n, run in groupby(chunks_of(weight_type, columns, n_compute_warps), key=lambda chunk: chunk.n):
         chunks = list(run)
         yield _Section(len(chunks), n, chunks[0].n_bytes, at, chunks[0].first * TILE_COLUMNS)
         at += len(chunks) * chunks[0].n_bytes
 
 
-def tiles_from(numbers: Numbers, n_players: int) -> Tensor:
+def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
     """Numbers of whole tiles, with all padding, as the tape has them: uint8 [tiles, tile_bytes]."""
-    kind, columns = numbers.kind, numbers.quants.shape[1]
+    weight_type, columns = numbers.weight_type, numbers.quants.shape[1]
     n_tiles = len(numbers.quants) // TILE_ROWS
-    size = tile_bytes(kind, columns, n_players)
+    size = tile_bytes(weight_type, columns, n_compute_warps)
     out = torch.empty((n_tiles, size), dtype=torch.uint8, device=numbers.quants.device)
-    for section in _sections(kind, columns, n_players):
+    for section in _sections(weight_type, columns, n_compute_warps):
         chunks, at = _chunks_of_tiles(out, section), 0
-        for part in _parts(numbers, section, n_players):
+        for part in _parts(numbers, section, n_compute_warps):
             flat = part.reshape(n_tiles, section.n_chunks, -1)
             chunks[:, :, at : at + flat.shape[2]] = flat
             at += flat.shape[2]
     return out
 
 
-def numbers_from(tiles: Tensor, kind: Kind, columns: int, n_players: int, half: torch.dtype) -> Numbers:
+def numbers_from(
+    tiles: Tensor, weight_type: WeightType, columns: int, n_compute_warps: int, half: torch.dtype
+) -> Numbers:
     """What `tiles_from` was given: tiles are uint8 [tiles, tile_bytes], columns those with padding."""
     found = []
-    for section in _sections(kind, columns, n_players):
-        parts = torch.split(_chunks_of_tiles(tiles, section), list(part_bytes(kind, section.n, n_players)), 2)
-        found.append(_numbers(kind, section, n_players, half, *parts))
+    for section in _sections(weight_type, columns, n_compute_warps):
+        parts = torch.split(
+            _chunks_of_tiles(tiles, section), list(part_bytes(weight_type, section.n, n_compute_warps)), 2
+        )
+        found.append(_numbers(weight_type, section, n_compute_warps, half, *parts))
     quants, scales, minima = ([some for some in field if some is not None] for field in zip(*found, strict=True))
     assert quants, "a tile has chunks"
     return Numbers(
-        kind, torch.cat(quants, 1), torch.cat(scales, 1) if scales else None, torch.cat(minima, 1) if minima else None
+        weight_type,
+        torch.cat(quants, 1),
+        torch.cat(scales, 1) if scales else None,
+        torch.cat(minima, 1) if minima else None,
     )
 
 
@@ -347,31 +364,35 @@ def _chunks_of_tiles(tiles: Tensor, section: _Section) -> Tensor:
     return torch.unflatten(some, 1, (section.n_chunks, section.chunk_bytes))
 
 
-# Dimensions of a section's quants: (tile, row / 8, g, chunk, player, column tile, column / 8, q, h); the rows' 8 and
-# the columns' 8 make the register r. `_parts` and `_numbers` are each other's inverse.
+# Dimensions of a section's quants: (tile, row / 8, g, chunk, compute warp, column tile, column / 8, q, h); the rows' 8
+# and the columns' 8 make the register r. `_parts` and `_numbers` are each other's inverse.
 
 
-def _parts(numbers: Numbers, section: _Section, n_players: int) -> Iterator[Tensor]:
+def _parts(numbers: Numbers, section: _Section, n_compute_warps: int) -> Iterator[Tensor]:
     """Quants, further bits and scales of a section, each uint8 [tiles, chunks, ...]."""
-    kind, n = numbers.kind, section.n
-    width = section.n_chunks * n_players * n * TILE_COLUMNS
+    weight_type, n = numbers.weight_type, section.n
+    width = section.n_chunks * n_compute_warps * n * TILE_COLUMNS
     some = numbers.quants[:, section.column : section.column + width]
-    q = some.reshape(-1, 2, 8, section.n_chunks, n_players, n, 2, 4, 2)
-    if kind == Kind.HALF:
+    q = some.reshape(-1, 2, 8, section.n_chunks, n_compute_warps, n, 2, 4, 2)
+    if weight_type == WeightType.HALF:
         yield q.permute(0, 3, 4, 5, 2, 7, 6, 1, 8).contiguous().view(torch.uint8)
         return
-    if kind == Kind.EIGHT:
+    if weight_type == WeightType.EIGHT:
         yield _by(2, q, 5).permute(0, 3, 4, 5, 2, 8, 6, 1, 9, 7).contiguous().view(torch.uint8)
     else:
-        (even, odd), more = q.unbind(1), _FURTHER_BITS[kind]
+        (even, odd), more = q.unbind(1), _FURTHER_BITS[weight_type]
         quants = even & 15 | odd >> more << 4
-        yield _by(_tiles_a_lane(kind, n), quants, 4).permute(0, 2, 3, 4, 1, 7, 5, 8, 6)
+        yield _by(_tiles_a_lane(weight_type, n), quants, 4).permute(0, 2, 3, 4, 1, 7, 5, 8, 6)
         if more:
             high = _joined(odd & (1 << more) - 1 | even >> 4 << more, 2 * more)
-            words = _joined(high, 4) if kind == Kind.FIVE else high
-            yield words.permute(0, 2, 3, 1, 6, 4, 7, 5) if _is_whole(kind, n) else words.permute(0, 2, 3, 4, 1, 6, 7, 5)
-    group, together = GROUP_COLUMNS[kind], _groups_a_slot(kind, n)
-    sizes = (section.n_chunks, n_players, together, n * TILE_COLUMNS // group // together)
+            words = _joined(high, 4) if weight_type == WeightType.FIVE else high
+            yield (
+                words.permute(0, 2, 3, 1, 6, 4, 7, 5)
+                if _is_whole(weight_type, n)
+                else words.permute(0, 2, 3, 4, 1, 6, 7, 5)
+            )
+    group, together = GROUP_COLUMNS[weight_type], _groups_a_slot(weight_type, n)
+    sizes = (section.n_chunks, n_compute_warps, together, n * TILE_COLUMNS // group // together)
     fields = [
         field[:, section.column // group : (section.column + width) // group]
         .reshape(-1, 2, 8, *sizes)
@@ -383,53 +404,65 @@ def _parts(numbers: Numbers, section: _Section, n_players: int) -> Iterator[Tens
 
 
 def _numbers(
-    kind: Kind, section: _Section, n_players: int, half: torch.dtype, quants: Tensor, high: Tensor, scales: Tensor
+    weight_type: WeightType,
+    section: _Section,
+    n_compute_warps: int,
+    half: torch.dtype,
+    quants: Tensor,
+    high: Tensor,
+    scales: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """What `_parts` was given, of one section: quants, scales and minima [rows, ...]."""
     n_tiles, n = len(quants), section.n
-    rows, before, lanes = n_tiles * TILE_ROWS, (n_tiles, section.n_chunks, n_players), (8, 4)
-    if kind == Kind.HALF:
+    rows, before, lanes = n_tiles * TILE_ROWS, (n_tiles, section.n_chunks, n_compute_warps), (8, 4)
+    if weight_type == WeightType.HALF:
         words = quants.contiguous().view(half).view(*before, n, *lanes, 2, 2, 2)
         return words.permute(0, 7, 4, 1, 2, 3, 6, 5, 8).reshape(rows, -1), None, None
-    if kind == Kind.EIGHT:
+    if weight_type == WeightType.EIGHT:
         words = quants.contiguous().view(torch.int8).view(*before, n // 2, *lanes, 2, 2, 2, 2)
         q = words.permute(0, 7, 4, 1, 2, 3, 6, 9, 5, 8)
     else:
-        words = quants.reshape(*before, -1, *lanes, _tiles_a_lane(kind, n), 2, 2).permute(0, 4, 1, 2, 3, 6, 8, 5, 7)
-        even, odd, more = words & 15, words >> 4, _FURTHER_BITS[kind]
+        words = quants.reshape(*before, -1, *lanes, _tiles_a_lane(weight_type, n), 2, 2).permute(
+            0, 4, 1, 2, 3, 6, 8, 5, 7
+        )
+        even, odd, more = words & 15, words >> 4, _FURTHER_BITS[weight_type]
         if more:
-            if _is_whole(kind, n):
+            if _is_whole(weight_type, n):
                 bits = high.reshape(*before, *lanes, -1, 2, 2).permute(0, 3, 1, 2, 5, 7, 4, 6)
             else:
                 bits = high.reshape(*before, -1, *lanes, 2, 2).permute(0, 4, 1, 2, 3, 7, 5, 6)
-            bits = _parted(_parted(bits, 4) if kind == Kind.FIVE else bits, 2 * more)[:, :, :, :, :n]
+            bits = _parted(_parted(bits, 4) if weight_type == WeightType.FIVE else bits, 2 * more)[:, :, :, :, :n]
             bits = torch.unflatten(bits, 4, words.shape[4:6])
             mask = (1 << more) - 1
             even, odd = even | (bits >> more & mask) << 4, odd << more | bits & mask
         q = torch.stack((even, odd), 1)
-    halves = scales.contiguous().view(torch.float16).view(*before, -1, 8, _groups_a_slot(kind, n), 2, _n_fields(kind))
-    each = halves.permute(7, 0, 6, 4, 1, 2, 5, 3).reshape(_n_fields(kind), rows, -1)
+    halves = (
+        scales.contiguous()
+        .view(torch.float16)
+        .view(*before, -1, 8, _groups_a_slot(weight_type, n), 2, _n_fields(weight_type))
+    )
+    each = halves.permute(7, 0, 6, 4, 1, 2, 5, 3).reshape(_n_fields(weight_type), rows, -1)
     return q.reshape(rows, -1), each[0], each[1] if len(each) == 2 else None
 
 
-def _is_whole(kind: Kind, n: int) -> bool:
-    """Whether a chunk of n column tiles for each player is: there a lane has together what it reads."""
-    return n == PER_PLAYER[kind]
+def _is_whole(weight_type: WeightType, n: int) -> bool:
+    """Whether a chunk of n column tiles for each compute warp is: there a lane has together what it reads."""
+    return n == PER_COMPUTE_WARP[weight_type]
 
 
-def _tiles_a_lane(kind: Kind, n: int) -> int:
+def _tiles_a_lane(weight_type: WeightType, n: int) -> int:
     """Column tiles whose words stand together."""
-    return 4 if _is_whole(kind, n) else 2
+    return 4 if _is_whole(weight_type, n) else 2
 
 
-def _groups_a_slot(kind: Kind, n: int) -> int:
+def _groups_a_slot(weight_type: WeightType, n: int) -> int:
     """Groups whose scales stand together: every fourth."""
-    return n * TILE_COLUMNS // GROUP_COLUMNS[kind] // 4 if _is_whole(kind, n) else 1
+    return n * TILE_COLUMNS // GROUP_COLUMNS[weight_type] // 4 if _is_whole(weight_type, n) else 1
 
 
-def _n_fields(kind: Kind) -> int:
+def _n_fields(weight_type: WeightType) -> int:
     """How many float16 a group has."""
-    return 2 if kind in (Kind.FOUR, Kind.FIVE) else 1
+    return 2 if weight_type in (WeightType.FOUR, WeightType.FIVE) else 1
 
 
 def _by(n: int, values: Tensor, dim: int) -> Tensor:
@@ -452,69 +485,83 @@ def _parted(values: Tensor, shift: int) -> Tensor:
 
 
 def tape_of(
-    sources: Iterable[Source],
-    dealt: Deal,
+    sources: Iterable[TapeSource],
+    partition: Partition,
     device: torch.device,
     half: torch.dtype = torch.bfloat16,
     allocate: Allocate = zeros,
 ) -> Tensor:
     """The whole tape, uint8, with the runs of all blocks; sources come in the order of the deal and may be made one
     by one, so that each matrix can be given back once it is there."""
-    tape = allocate((dealt.n_bytes,), torch.uint8, device)
+    tape = allocate((partition.n_bytes,), torch.uint8, device)
     n_done = 0
     for source in sources:
-        put_matrix(tape, dealt, n_done, source, half)
+        put_matrix(tape, partition, n_done, source, half)
         n_done += 1
-    if n_done != len(dealt.matrices):
-        raise InternalError(f"a tape of {len(dealt.matrices)} matrices was given {n_done}")
+    if n_done != len(partition.matrices):
+        raise InternalError(f"a tape of {len(partition.matrices)} matrices was given {n_done}")
     return tape
 
 
-def put_matrix(tape: Tensor, dealt: Deal, index: int, source: Source, half: torch.dtype = torch.bfloat16) -> None:
+def put_matrix(
+    tape: Tensor, partition: Partition, index: int, source: TapeSource, half: torch.dtype = torch.bfloat16
+) -> None:
     """Write matrix `index` of the deal to where the blocks read it; the rest of the tape is left alone. A source that
     lies elsewhere is brought to the tape's device for as long as that takes."""
-    matrix, segment, n_players = dealt.matrices[index], dealt.segments[index], dealt.grid.n_players
+    matrix, segment, n_compute_warps = (
+        partition.matrices[index],
+        partition.segments[index],
+        partition.grid.n_compute_warps,
+    )
     if source.matrix != matrix:
         raise InternalError(f"matrix {index} of the tape is {matrix}, and was given {source.matrix}")
     source = source.to(tape.device)
-    for start, stop in _slabs(segment, dealt.grid):
-        slab = _empty_slab(segment, n_players, stop - start, tape.device)
+    for start, stop in _slabs(segment, partition.grid):
+        slab = _empty_slab(segment, n_compute_warps, stop - start, tape.device)
         for first, last in _pieces(segment, start, stop):
             numbers = _padded(source, _rows_of_tiles(matrix, first, last), segment.columns, half)
-            slab[first - start : last - start] = tiles_from(numbers, n_players)
-        for on_tape, of_slab in _shares(tape, slab, dealt, index, start):
+            slab[first - start : last - start] = tiles_from(numbers, n_compute_warps)
+        for on_tape, of_slab in _shares(tape, slab, partition, index, start):
             on_tape.copy_(of_slab)
 
 
 def matrix_from(
-    tape: Tensor, dealt: Deal, index: int, half: torch.dtype = torch.bfloat16, dtype: torch.dtype = torch.float32
+    tape: Tensor,
+    partition: Partition,
+    index: int,
+    half: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Matrix `index` of the deal out of a tape, [rows, columns] in the model's own order: what its weights stand for,
     rounded to dtype."""
-    matrix, segment, n_players = dealt.matrices[index], dealt.segments[index], dealt.grid.n_players
+    matrix, segment, n_compute_warps = (
+        partition.matrices[index],
+        partition.segments[index],
+        partition.grid.n_compute_warps,
+    )
     out = torch.empty((matrix.rows, matrix.columns), dtype=dtype, device=tape.device)
-    for start, stop in _slabs(segment, dealt.grid):
-        slab = _empty_slab(segment, n_players, stop - start, tape.device)
-        for on_tape, of_slab in _shares(tape, slab, dealt, index, start):
+    for start, stop in _slabs(segment, partition.grid):
+        slab = _empty_slab(segment, n_compute_warps, stop - start, tape.device)
+        for on_tape, of_slab in _shares(tape, slab, partition, index, start):
             of_slab.copy_(on_tape)
         for first, last in _pieces(segment, start, stop):
             tiles = slab[first - start : last - start]
-            values = values_of(numbers_from(tiles, segment.kind, segment.columns, n_players, half))
+            values = values_of(numbers_from(tiles, segment.weight_type, segment.columns, n_compute_warps, half))
             ids = _rows_of_tiles(matrix, first, last)
             real = (ids >= 0).nonzero()[:, 0]
             out[ids[real].to(out.device)] = values[real.to(out.device), : matrix.columns].to(dtype)
     return out
 
 
-def unpack_torch(weight: Taped, out: Tensor, first: int = 0) -> None:
+def unpack_torch(weight: TapeWeight, out: Tensor, first: int = 0) -> None:
     """Rows `first` and following of a weight on the tape into out, [rows, cols] of its dtype: to the bit what was put
     there, or what packed numbers stand for, rounded once more."""
     tape = weight.tape
-    parts = [matrix_from(tape.bytes, tape.dealt, number, tape.half, weight.dtype) for number in weight.matrices]
+    parts = [matrix_from(tape.bytes, tape.partition, number, tape.half, weight.dtype) for number in weight.matrices]
     out.copy_(torch.cat(parts)[first : first + len(out)])
 
 
-def _slabs(segment: Segment, grid: Grid) -> Iterator[tuple[int, int]]:
+def _slabs(segment: Segment, grid: TapeGrid) -> Iterator[tuple[int, int]]:
     """The tiles of a segment in stretches that hold, for every block, those it multiplies at once."""
     each = grid.n_blocks * grid.tiles_at_once
     return ((start, min(start + each, segment.n_tiles)) for start in range(0, segment.n_tiles, each))
@@ -526,17 +573,19 @@ def _pieces(segment: Segment, start: int, stop: int) -> Iterator[tuple[int, int]
     return ((first, min(first + each, stop)) for first in range(start, stop, each))
 
 
-def _empty_slab(segment: Segment, n_players: int, n_tiles: int, device: torch.device) -> Tensor:
-    size = tile_bytes(segment.kind, segment.columns, n_players)
+def _empty_slab(segment: Segment, n_compute_warps: int, n_tiles: int, device: torch.device) -> Tensor:
+    size = tile_bytes(segment.weight_type, segment.columns, n_compute_warps)
     return torch.empty((n_tiles, size), dtype=torch.uint8, device=device)
 
 
-def _shares(tape: Tensor, slab: Tensor, dealt: Deal, index: int, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+def _shares(
+    tape: Tensor, slab: Tensor, partition: Partition, index: int, start: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Where the slab of tiles from `start` on lies on the tape: pairs of views of the same bytes, [chunks, tiles of a
     block, bytes], the first into the tape, the second into the slab [tiles, tile_bytes]."""
-    segment, n_blocks = dealt.segments[index], dealt.grid.n_blocks
-    sections = list(_sections(segment.kind, segment.columns, dealt.grid.n_players))
-    for block, place in enumerate(dealt.places[index]):
+    segment, n_blocks = partition.segments[index], partition.grid.n_blocks
+    sections = list(_sections(segment.weight_type, segment.columns, partition.grid.n_compute_warps))
+    for block, place in enumerate(partition.places[index]):
         tiles = slab[(block - segment.first) % n_blocks :: n_blocks]
         at = place + start // n_blocks * slab.shape[1]
         for section in sections if len(tiles) else ():
@@ -546,7 +595,7 @@ def _shares(tape: Tensor, slab: Tensor, dealt: Deal, index: int, start: int) -> 
             at += len(tiles) * each
 
 
-def _rows_of_tiles(matrix: Matrix, first: int, last: int) -> Tensor:
+def _rows_of_tiles(matrix: TapeMatrix, first: int, last: int) -> Tensor:
     """Which rows of a matrix are those of tiles `first` to `last`, int64 [16 tiles]; -1 for none."""
     rows = torch.arange(first * TILE_ROWS, last * TILE_ROWS)
     if not matrix.paired:
@@ -555,10 +604,10 @@ def _rows_of_tiles(matrix: Matrix, first: int, last: int) -> Tensor:
     return (unit + rows % TILE_ROWS // 8 * (matrix.rows // 2)).where(unit < matrix.rows // 2, -1)
 
 
-def _padded(source: Source, ids: Tensor, columns: int, half: torch.dtype) -> Numbers:
+def _padded(source: TapeSource, ids: Tensor, columns: int, half: torch.dtype) -> Numbers:
     """The numbers of some rows of a source (-1 for rows that are none), with zeros where there is padding."""
-    kind, device = source.matrix.kind, source.device
-    out = _zero_numbers(kind, len(ids), columns, half, device)
+    weight_type, device = source.matrix.weight_type, source.device
+    out = _zero_numbers(weight_type, len(ids), columns, half, device)
     before = 0
     for part, start, stop in source.rows:
         n_rows = stop - start
@@ -574,10 +623,12 @@ def _padded(source: Source, ids: Tensor, columns: int, half: torch.dtype) -> Num
     return out
 
 
-def _zero_numbers(kind: Kind, n_rows: int, columns: int, half: torch.dtype, device: torch.device) -> Numbers:
-    dtype = {Kind.HALF: half, Kind.EIGHT: torch.int8}.get(kind, torch.uint8)
+def _zero_numbers(
+    weight_type: WeightType, n_rows: int, columns: int, half: torch.dtype, device: torch.device
+) -> Numbers:
+    dtype = {WeightType.HALF: half, WeightType.EIGHT: torch.int8}.get(weight_type, torch.uint8)
     quants = torch.zeros((n_rows, columns), dtype=dtype, device=device)
-    if kind == Kind.HALF:
-        return Numbers(kind, quants)
-    scales, minima = torch.zeros((2, n_rows, columns // GROUP_COLUMNS[kind]), dtype=torch.float16, device=device)
-    return Numbers(kind, quants, scales, minima if _n_fields(kind) == 2 else None)
+    if weight_type == WeightType.HALF:
+        return Numbers(weight_type, quants)
+    scales, minima = torch.zeros((2, n_rows, columns // GROUP_COLUMNS[weight_type]), dtype=torch.float16, device=device)
+    return Numbers(weight_type, quants, scales, minima if _n_fields(weight_type) == 2 else None)

@@ -20,19 +20,19 @@ from torch import Tensor
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
-from ostinato.backends.tape.deal import (
-    Grid,
-    Kind,
-    Matrix,
+from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
+from ostinato.backends.tape.partition import (
     Segment,
-    deal,
+    TapeGrid,
+    TapeMatrix,
+    WeightType,
     largest_chunk,
+    make_partition,
     matrix_bytes,
     padded_columns,
     segments_of,
 )
-from ostinato.backends.tape.pack import Source, source_of, tape_of, why_not_packed
-from ostinato.backends.tape.taped import Tape, Taped
+from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
 from ostinato.backends.torch.weight import rows_of
@@ -52,13 +52,13 @@ SPLITS: Final = 16  # of what a row sees, at most
 LEAST_SPLIT: Final = 128  # positions: as many as the warps of a block take at once
 IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loads wait behind the stream (lab log)
 LEAST_ACTIVATION_BYTES: Final = 32 << 10  # the choice of tokens works there too
-STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the border keeps
+STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the step boundary keeps
 DEADLINE_NS: Final = 2_000_000_000  # for any wait on the device
-READER_THREADS: Final = 128  # one of which reads; registers change hands by four warps
+LOADER_THREADS: Final = 128  # one of which reads; registers change hands by four warps
 QKV_SEGMENTS: Final = 3
 SEGMENTS_A_LAYER: Final = QKV_SEGMENTS + 3
 LEAST_STAGES: Final = 3
-SLAB_COLUMNS: Final = 256  # of each player: the least that a product takes of rows at once
+SLAB_COLUMNS: Final = 256  # of each compute warp: the least that a product takes of rows at once
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
 ROW_PADDING: Final = 8  # elements between two rows of activations
 SUMMARY_WORDS: Final = 8  # that a block says of a row's logits
@@ -74,19 +74,19 @@ _KEPT: Final[dict[KVType, torch.dtype]] = {"f32": torch.float32, "f16": torch.fl
 # --- the structs of backends/tape/src/parts.h ---
 
 
-class _View(Structure):
-    _fields_ = tuple((name, c_void_p) for name in ("table", "seats", "rings"))
+class _TapeView(Structure):
+    _fields_ = tuple((name, c_void_p) for name in ("table", "admissions", "rings"))
 
 
 class Argument(Structure):
     """What the kernel is launched with: `struct Tape`."""
 
     _fields_ = (
-        ("view", _View),
+        ("view", _TapeView),
         *((name, c_uint64) for name in ("plan_hash", "epoch")),
         *((name, c_void_p) for name in ("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms")),
         *((name, c_void_p) for name in ("frequencies", "embedding", "caches", "windows")),
-        *((name, c_void_p) for name in ("x", "qkv", "parts", "seen", "inside", "summaries", "marks")),
+        *((name, c_void_p) for name in ("x", "qkv", "parts", "attended", "inside", "summaries", "marks")),
         *((name, c_void_p) for name in ("logits", "scaled", "state", "clock")),
         ("single", c_int),
     )
@@ -179,23 +179,23 @@ def _linears(model: Model) -> Iterator[tuple[str, Linear]]:
 class TapeSizes:
     """How a grid and a block's shared memory are shared out."""
 
-    grid: Grid
+    grid: TapeGrid
     n_slots: int
     n_stages: int
     stage_bytes: int
     activation_bytes: int
     residual_tiles: int  # of x, that a block makes
     n_segments: int
-    agenda_bytes: int
+    attention_plan_bytes: int
     deadline_ns: int = DEADLINE_NS
 
     @staticmethod
     def of(
         shape: Shape,
-        matrices: Sequence[Matrix],
+        matrices: Sequence[TapeMatrix],
         n_slots: int,
         chip: Chip,
-        n_players: int = 8,
+        n_compute_warps: int = 8,
         *,
         kv_type: KVType,
         page_tokens: int,
@@ -204,15 +204,19 @@ class TapeSizes:
         """As many stages as fit; as many blocks as have work in every product that keeps them in step."""
         # A block without a tile there could fall behind by two layers, and its values be overwritten.
         n_blocks = min(chip.n_multiprocessors, shape.ff_width // 8, -(-shape.vocab // 16))
-        grid = Grid(n_blocks, n_players)
+        grid = TapeGrid(n_blocks, n_compute_warps)
         segments = segments_of(matrices, grid)
-        hidden = padded_columns(Kind.FOUR, shape.hidden, n_players)  # normed rows lie so for every kind of weights
-        one_row = max(padded_columns(Kind.FOUR, matrix.columns, n_players) for matrix in matrices) + ROW_PADDING
-        all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_players) + ROW_PADDING)
+        hidden = padded_columns(
+            WeightType.FOUR, shape.hidden, n_compute_warps
+        )  # normed rows lie so for every kind of weights
+        one_row = (
+            max(padded_columns(WeightType.FOUR, matrix.columns, n_compute_warps) for matrix in matrices) + ROW_PADDING
+        )
+        all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_compute_warps) + ROW_PADDING)
         kept = _KEPT[kv_type].itemsize
         looking = attention_bytes(shape, grid, n_slots, kept)
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, looking), 128)
-        stage = _whole(largest_chunk(segments, n_players), 128)
+        stage = _whole(largest_chunk(segments, n_compute_warps), 128)
         least = TapeSizes(
             grid,
             n_slots,
@@ -221,7 +225,9 @@ class TapeSizes:
             activations,
             residual_tiles=-(-(shape.hidden // 16) // n_blocks),
             n_segments=SEGMENTS_A_LAYER * shape.n_layers + 1,
-            agenda_bytes=agenda_bytes(shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages),
+            attention_plan_bytes=attention_plan_bytes(
+                shape, grid, n_slots, kept, page_tokens=page_tokens, max_pages=max_pages
+            ),
         )
         n_stages = (chip.shared_bytes - STATIC_BYTES - least.shared_bytes - 128) // (stage + GATES_BYTES)
         if n_stages < LEAST_STAGES:
@@ -233,8 +239,8 @@ class TapeSizes:
 
     @property
     def n_threads(self) -> int:
-        """Of a block: the players and the reader's."""
-        return self.grid.n_players * 32 + READER_THREADS
+        """Of a block: the compute warps and the reader's."""
+        return self.grid.n_compute_warps * 32 + LOADER_THREADS
 
     @property
     def in_flight(self) -> int:
@@ -245,11 +251,11 @@ class TapeSizes:
     @property
     def own_bytes(self) -> int:
         """Of `struct Shared`, to the place where the ring begins."""
-        players = self.grid.n_players
+        compute_warps = self.grid.n_compute_warps
         sum_rows = 4 if self.n_slots <= 4 else 8
-        words = 2 + players * self.grid.tiles_at_once * 16 * sum_rows + (players * 4 + 3) * self.n_slots
+        words = 2 + compute_warps * self.grid.tiles_at_once * 16 * sum_rows + (compute_warps * 4 + 3) * self.n_slots
         words += 2 * self.residual_tiles * 16 * self.n_slots + 4 * self.n_segments
-        return _whole(_whole(GATES_BYTES * self.n_stages + self.agenda_bytes + 4 * words, 8), 128)
+        return _whole(_whole(GATES_BYTES * self.n_stages + self.attention_plan_bytes + 4 * words, 8), 128)
 
     @property
     def shared_bytes(self) -> int:
@@ -270,17 +276,19 @@ def why_too_large(
     return None
 
 
-def attention_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:
+def attention_bytes(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
     """What attention works in, where activations lie otherwise: ATTENTION_BYTES of `attention.h`, line by line."""
     group = shape.n_heads // shape.n_kv_heads
     items = _items(shape, grid, n_slots, kept_bytes)
-    parts = grid.n_players * group * (shape.head_width + 8 + 2) * 4
+    parts = grid.n_compute_warps * group * (shape.head_width + 8 + 2) * 4
     buffers = 2 if items > 1 and parts <= 20 << 10 else 1
     return items * (group + 2) * shape.head_width * kept_bytes + buffers * parts
 
 
-def agenda_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int) -> int:
-    """What attention knows of a step: `struct Agenda` of `agenda.h`, field by field."""
+def attention_plan_bytes(
+    shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int, *, page_tokens: int, max_pages: int
+) -> int:
+    """What attention knows of a step: `struct AttentionPlan` of `attention_plan.h`, field by field."""
     rope = shape.ropes[0]
     assert rope is not None
     items = _items(shape, grid, n_slots, kept_bytes)
@@ -290,14 +298,19 @@ def agenda_bytes(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int, *, pag
     return _whole(16 * shape.n_layers + 8 * turns + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
 
 
-def _items(shape: Shape, grid: Grid, n_slots: int, kept_bytes: int) -> int:
+def _items(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
     """Splits that a block attends to at once."""
     lines = (shape.n_heads // shape.n_kv_heads + 2) * shape.head_width * kept_bytes
     return min(ITEMS_AT_ONCE, LINES_BYTES // lines, -(-n_slots * shape.n_kv_heads * SPLITS // grid.n_blocks))
 
 
 def shape_header(
-    model: Model, sizes: TapeSizes, n_tokens: int, kv_type: KVType, kinds: Collection[Kind], activations: Activations
+    model: Model,
+    sizes: TapeSizes,
+    n_tokens: int,
+    kv_type: KVType,
+    weight_types: Collection[WeightType],
+    activations: Activations,
 ) -> str:
     """`shape.h`: everything that the kernel is compiled for."""
     s, grid = model.shape, sizes.grid
@@ -305,14 +318,14 @@ def shape_header(
     assert rope is not None
     numbers: dict[str, object] = {
         "N_BLOCKS": grid.n_blocks,
-        "N_PLAYERS": grid.n_players,
-        "N_READER_THREADS": READER_THREADS,
+        "N_COMPUTE_WARPS": grid.n_compute_warps,
+        "N_LOADER_THREADS": LOADER_THREADS,
         "STAGES": sizes.n_stages,
         "STAGE_BYTES": sizes.stage_bytes,
         "IN_FLIGHT": sizes.in_flight,
         "TILES_AT_ONCE": grid.tiles_at_once,
         "ACTIVATION_BYTES": sizes.activation_bytes,
-        "AGENDA_BYTES": sizes.agenda_bytes,
+        "ATTENTION_PLAN_BYTES": sizes.attention_plan_bytes,
         "MAX_ROWS": sizes.n_slots,
         "N_LAYERS": s.n_layers,
         "HIDDEN": s.hidden,
@@ -334,7 +347,7 @@ def shape_header(
         "EMBEDDING_TYPE": _TYPES[model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype],
         "HAS_BIAS": int(attention.qkv.bias is not None),
         "HAS_QK_NORM": int(attention.q_norm is not None),
-        **{f"HAS_KIND_{kind.name}": int(kind in kinds) for kind in Kind},
+        **{f"HAS_WEIGHT_{weight_type.name}": int(weight_type in weight_types) for weight_type in WeightType},
         "WIDE": int(activations == "wide"),
         "DEADLINE_NS": f"{sizes.deadline_ns}LL",
         "N_CLOCKED": n_clocked(s),
@@ -344,7 +357,7 @@ def shape_header(
 
 
 def n_clocked(shape: Shape) -> int:
-    """Marks of one block in a step: five of each layer, the head, the choice, the border."""
+    """Marks of one block in a step: five of each layer, the head, the choice, the step boundary."""
     return 3 + CLOCKED_A_LAYER * shape.n_layers
 
 
@@ -368,7 +381,7 @@ class TapeStep:
         *,
         kv_type: KVType,
         activations: Activations = "wide",
-        n_players: int = 8,
+        n_compute_warps: int = 8,
         on_tape: bool = False,
     ) -> None:
         named = sources_of(model)
@@ -379,14 +392,14 @@ class TapeStep:
             matrices,
             tables.layout.n_slots,
             chip,
-            n_players,
+            n_compute_warps,
             kv_type=kv_type,
             page_tokens=memory.page_tokens,
             max_pages=tables.layout.max_pages,
         )
-        self.deal = deal(matrices, self.sizes.grid)
-        kinds = {matrix.kind for matrix in matrices}
-        self.header = shape_header(model, self.sizes, n_tokens, kv_type, kinds, activations)
+        self.partition = make_partition(matrices, self.sizes.grid)
+        weight_types = {matrix.weight_type for matrix in matrices}
+        self.header = shape_header(model, self.sizes, n_tokens, kv_type, weight_types, activations)
         self.buffers = self._weights(model, sources, [name.endswith("qkv") for name, _ in named])
         self.buffers |= self._between(model, tables.layout.vocab)
         self._caches(model, memory)
@@ -400,7 +413,7 @@ class TapeStep:
     @property
     def n_bytes(self) -> int:
         """Of the tape itself."""
-        return self.deal.n_bytes
+        return self.partition.n_bytes
 
     def _read_plain(self) -> str:
         return (
@@ -408,8 +421,8 @@ class TapeStep:
             f"which could read the tape through {self.n_scratch_bytes} bytes of scratch"
         )
 
-    def _read_and_written(self, layers: Sequence[Matrix], dtype: torch.dtype) -> str:
-        read = sum(matrix_bytes(m.kind, m.rows, m.columns, self.sizes.grid.n_players) for m in layers)
+    def _read_and_written(self, layers: Sequence[TapeMatrix], dtype: torch.dtype) -> str:
+        read = sum(matrix_bytes(m.weight_type, m.rows, m.columns, self.sizes.grid.n_compute_warps) for m in layers)
         written = sum(m.rows * m.columns for m in layers) * dtype.itemsize
         return (
             f"prompts read it through {self.n_scratch_bytes} bytes of scratch, in place of a plain copy of "
@@ -418,31 +431,31 @@ class TapeStep:
 
     def on_tape(self, model: Model) -> Model:
         """The model with every matrix on the tape, and the embedding as the kernel has it; a tied head reads that."""
-        tape, at = Tape(self.buffers["tape"], self.deal, model.dtype), 0
+        tape, at = Tape(self.buffers["tape"], self.partition, model.dtype), 0
         weights: dict[int, Weight] = {}
         for name, linear in _linears(model):
             n_parts = len(_parts(name, linear.weight))
-            weights[id(linear.weight)] = Taped(tape, range(at, at + n_parts))
+            weights[id(linear.weight)] = TapeWeight(tape, range(at, at + n_parts))
             at += n_parts
         weights[id(model.embedding)] = self.buffers["embedding"]
         return rebuilt(model, lambda weight: weights.get(id(weight), weight))
 
     def built(self, plan_hash: int, executable: int) -> None:
-        """What the border compares at every step (I-10)."""
+        """What the step boundary compares at every step (I-10)."""
         self.argument.plan_hash, self.argument.epoch = plan_hash, executable
 
     def note_times(self) -> None:
         """From the next launch on, every block notes when it begins each phase: for the timeline (`lab/tape.py`)."""
         self.argument.clock = self.buffers["clock"].data_ptr()
 
-    def _weights(self, model: Model, sources: Sequence[Source], of_qkv: Sequence[bool]) -> dict[str, Tensor]:
+    def _weights(self, model: Model, sources: Sequence[TapeSource], of_qkv: Sequence[bool]) -> dict[str, Tensor]:
         s, device = model.shape, model.device
         layers = [_layer(model, number) for number in range(s.n_layers)]
         assert model.norm is not None
         norms = [norm for layer in layers for norm in (layer.attention_norm, layer.mlp_norm)]
         made = {
-            "tape": tape_of(sources, self.deal, device, model.dtype),
-            "tape_at": torch.tensor(self.deal.begins, dtype=torch.int64, device=device),
+            "tape": tape_of(sources, self.partition, device, model.dtype),
+            "tape_at": torch.tensor(self.partition.begins, dtype=torch.int64, device=device),
             "segments": torch.tensor(self._segments(of_qkv), dtype=torch.int32, device=device),
             "norms": torch.stack([norm.weight.float() for norm in (*norms, model.norm)]).contiguous(),
             "frequencies": next(iter(model.frequencies.values())).float().contiguous(),
@@ -461,7 +474,7 @@ class TapeStep:
     def _segments(self, of_qkv: Sequence[bool]) -> list[Segment]:
         """As the kernel counts them: three for q, k and v, of which those after the last part are empty."""
         listed: list[Segment] = []
-        for is_qkv, run in groupby(zip(of_qkv, self.deal.segments, strict=True), key=lambda pair: pair[0]):
+        for is_qkv, run in groupby(zip(of_qkv, self.partition.segments, strict=True), key=lambda pair: pair[0]):
             found = [segment for _, segment in run]
             listed += found
             if is_qkv:
@@ -469,14 +482,14 @@ class TapeStep:
         return listed
 
     def _between(self, model: Model, vocab: int) -> dict[str, Tensor]:
-        """What blocks hand each other: a word has a value and its tag. Zeroed: no beat is 0."""
+        """What blocks hand each other: a word has a value and its tag. Zeroed: no tag is 0."""
         s, n, device, n_blocks = model.shape, self.sizes.n_slots, model.device, self.sizes.grid.n_blocks
         queries, qkv = s.n_heads * s.head_width, (s.n_heads + 2 * s.n_kv_heads) * s.head_width
         words = {
             "x": (4, n, s.hidden),
             "qkv": (2, n, qkv),
             "parts": (2, n, s.n_heads, SPLITS, s.head_width + 2),
-            "seen": (2, n, queries // 2),
+            "attended": (2, n, queries // 2),
             "inside": (2, n, s.ff_width // 2),
             "summaries": (n, n_blocks, SUMMARY_WORDS),
             "marks": (n_blocks + n + 1,),
@@ -495,8 +508,8 @@ class TapeStep:
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
 
     def _argument(self, tables: Tables) -> Argument:
-        arenas = (tables.table, tables.seats, tables.rings)
-        argument = Argument(_View(*(arena.memory.data_ptr() for arena in arenas)))
+        arenas = (tables.table, tables.admissions, tables.rings)
+        argument = Argument(_TapeView(*(arena.memory.data_ptr() for arena in arenas)))
         for name, tensor in self.buffers.items():
             setattr(argument, name, tensor.data_ptr())
         argument.clock = None  # marks cost a little: they are left where they were asked for
@@ -506,33 +519,33 @@ class TapeStep:
 def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:
     """Everything that the kernel reads and writes, as one node: it plays the whole step. Its text says how many bytes
     the tape has, and what prompts read. `model` is the step's own."""
-    arenas = {"table": tables.table, "seats": tables.seats, "rings": tables.rings}
+    arenas = {"table": tables.table, "admissions": tables.admissions, "rings": tables.rings}
     own = [Buffer.of(name, arena.memory) for name, arena in arenas.items()]
     own += [Buffer.of(name, tensor) for name, tensor in step.buffers.items()]
     kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
     known = {buffer.address for buffer in own}
     plain = [b for b in without_repeats(_weight_buffers(model)) if b.address not in known]
     written = ("table", "rings", *_WRITTEN, *(buffer.name for buffer in kept))
-    read = (*written, "seats", *(name for name in step.buffers if name not in _WRITTEN))
-    node = Node("step", "tape", _played_whole, read, written, step.n_bytes, 1)
+    read = (*written, "admissions", *(name for name in step.buffers if name not in _WRITTEN))
+    node = Node("step", "tape", _run_whole, read, written, step.n_bytes, 1)
     constants = f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; {step.prompts}"
     return Plan(model.device, (*own, *kept, *plain), (node,), memory.page_tokens, constants)
 
 
 _WRITTEN: Final = (
-    *("x", "qkv", "parts", "seen", "inside", "summaries", "marks"),
+    *("x", "qkv", "parts", "attended", "inside", "summaries", "marks"),
     *("logits", "scaled", "state", "clock"),
 )
 
 
-def _played_whole() -> None:
+def _run_whole() -> None:
     raise InternalError("a step of the tape is played by its kernel alone; use Start.step")
 
 
 # --- the weights of a model, in the tape's order ---
 
 
-def sources_of(model: Model) -> list[tuple[str, Source]]:
+def sources_of(model: Model) -> list[tuple[str, TapeSource]]:
     """Every matrix of the tape in its order, with the name of the linear that it belongs to."""
     named = [(name, part) for name, linear in _linears(model) for part in _parts(name, linear.weight)]
     return [(name, source_of(part, paired=name.endswith("gate_up"))) for name, part in named]
@@ -547,7 +560,9 @@ def _parts(name: str, weight: Weight) -> list[Weight]:
 
 def lies_on_tape(model: Model) -> bool:
     """Whether its matrices are on a tape alone."""
-    return any(isinstance(layer, Layer) and isinstance(layer.attention.qkv.weight, Taped) for layer in model.layers)
+    return any(
+        isinstance(layer, Layer) and isinstance(layer.attention.qkv.weight, TapeWeight) for layer in model.layers
+    )
 
 
 def scratch_elements(model: Model) -> int:

@@ -2,8 +2,8 @@
 
 It is compiled for one model and one card (`src/`), and kept on disk. A launch is one call with one struct. It
 fills the card, so that nothing runs beside it: a job goes onto its own stream, behind it, and whoever asks for one sets
-YIELD, so that the kernel leaves at the next border; the next trigger goes on where it left (docs/tape.md). So `auto`
-gives it to one engine of a process.
+YIELD, so that the kernel leaves at the next step boundary; the next trigger goes on where it left (docs/tape.md). So
+`auto` gives it to one engine of a process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def tape_headers(step: TapeStep, tables: Tables, page_tokens: int) -> dict[str, 
     """What `tape.cu` includes, by name."""
     own = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.h"))}
     return own | {
-        "border.h": source("border.h"),
+        "step_boundary.h": source("step_boundary.h"),
         "layout.h": tables.layout.header(page_tokens),
         "shape.h": step.header,
     }
@@ -68,9 +68,9 @@ class TapeLoop(DevicePaced):
     defines: Mapping[str, int] = MappingProxyType({})  # for tools that watch it; see ring.h
 
     def __init__(
-        self, plan: Plan, step: TapeStep, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None
+        self, plan: Plan, step: TapeStep, tables: Tables, guard: Guard, wake: Callable[[], None] = lambda: None
     ) -> None:
-        super().__init__(plan, tables, guard, bell)
+        super().__init__(plan, tables, guard, wake)
         self._step = step
         self._counts = True
         _open[plan.device] += 1

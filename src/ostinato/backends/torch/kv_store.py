@@ -17,7 +17,7 @@ from ostinato.backends.allocate import zeros
 from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.cache.sequences import Ints
-from ostinato.decoder.memory.recurrent_state import Run
+from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
 from ostinato.options import KVType
@@ -110,7 +110,7 @@ class KVStore:
     def shift_keys(self, stream: int, shifts: Ints) -> None:
         """Turn the keys of a stream, cell by cell, as far as their positions moved; values never turn (UP-3, UP-6)."""
         moved = torch.from_numpy(shifts).nonzero().squeeze(-1)
-        turned = []  # all of it before any is written: a failure leaves every layer as it was
+        rotated = []  # all of it before any is written: a failure leaves every layer as it was
         for layer, keys in self.keys.items():
             rope = self._shape.ropes[layer]
             if rope is None or not len(moved):
@@ -118,8 +118,8 @@ class KVStore:
             cells = moved.to(keys.values.device)
             angles = torch.from_numpy(shifts)[moved].to(cells.device).float().unsqueeze(-1) * self._frequencies[rope]
             rows = keys.read(stream, cells, torch.float32)
-            turned.append((keys, cells, rope_torch(rows, angles.cos(), angles.sin(), rope.pairing)))
-        for keys, cells, rows in turned:
+            rotated.append((keys, cells, rope_torch(rows, angles.cos(), angles.sin(), rope.pairing)))
+        for keys, cells, rows in rotated:
             keys.write(stream, cells, rows)
 
 
@@ -141,14 +141,14 @@ class StateStore:
             for state in states:
                 state.zero_()
 
-    def starts(self, layer: int, run: Run) -> tuple[Tensor, ...]:
+    def starts(self, layer: int, run: StateRun) -> tuple[Tensor, ...]:
         """What the sets of a run begin with, each [sets, ...]; zeros for a new sequence."""
         return tuple(
             torch.stack([torch.zeros_like(state[0, 0]) if at is None else state[at.row, at.plane] for at in run.starts])
             for state in self.layers[layer]
         )
 
-    def commit(self, run: Run, kept: Mapping[int, tuple[Tensor, ...]]) -> None:
+    def commit(self, run: StateRun, kept: Mapping[int, tuple[Tensor, ...]]) -> None:
         """Write what a run left behind, each [sets, planes, ...], once it has succeeded as a whole (RM-19).
 
         Wholly or not at all: everything that is read or made anew comes before the first write.

@@ -43,7 +43,7 @@ class TorchStep:
         for row, memory in enumerate(self._rows):
             position = torch.tensor([memory.position], device=model.device)
             token = table["token"][memory.slot : memory.slot + 1].long()
-            self.x[row] = model.enter(model.embed(token), position)[0]
+            self.x[row] = model.embed_inputs(model.embed(token), position)[0]
             self._angles.append(model.angles(position))
 
     def layer(self, layer: AnyLayer) -> None:
@@ -52,7 +52,7 @@ class TorchStep:
 
     def head(self) -> None:
         for row in range(len(self._rows)):
-            self.logits[row] = self._model.logits(self._model.leave(self.x[row : row + 1]))[0]
+            self.logits[row] = self._model.logits(self._model.final_norm(self.x[row : row + 1]))[0]
 
     def sample(self) -> None:
         sample_step_torch(self.logits, self._table, n_tokens=self._n_tokens, **sampled(self._table))
@@ -65,7 +65,7 @@ def torch_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int)
     kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
     buffers = [
         Buffer.of("table", tables.table.memory),
-        Buffer.of("seats", tables.seats.memory),
+        Buffer.of("admissions", tables.admissions.memory),
         Buffer.of("rings", tables.rings.memory),
         Buffer.of("x", step.x),
         Buffer.of("logits", step.logits),

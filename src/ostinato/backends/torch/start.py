@@ -21,11 +21,11 @@ from typing import Final, Literal
 
 import torch
 
-from ostinato.loop.border import Border
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Tables, Word
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Helper, Launched, next_executable
+from ostinato.loop.step_boundary import StepBoundary
 
 LENT_S: Final = 0.005  # how long a helper may be away between two turns
 LOOK_AGAIN_S: Final = 0.1  # how long somebody joins a thread before asking whether it was killed
@@ -36,7 +36,8 @@ Job = Callable[[], "Iterator[None] | None"]  # a loop gives an iterator over its
 
 
 class CpuDevice:
-    """A thread that runs what it is given, in order of arrival, a turn at a time; jobs beside a loop at its borders.
+    """A thread that runs what it is given, in order of arrival, a turn at a time; jobs beside a loop at its step
+    boundaries.
 
     Whoever waits for tokens on the main thread may do the turns in its place (`help`): OpenMP's workers serve the main
     thread faster than any other, and its waiting costs nothing.
@@ -47,7 +48,7 @@ class CpuDevice:
         self._main: deque[tuple[Job, Future[None]]] = deque()
         self._beside: deque[tuple[Job, Future[None]]] = deque()
         self._playing: tuple[Iterator[None], Future[None]] | None = None
-        self._at_border = False  # whether a job beside the loop may have its turn
+        self._at_boundary = False  # whether a job beside the loop may have its turn
         self._baton = threading.Lock()  # who has it does the turns
         self._lent_until = 0.0
         self._closed = False
@@ -127,17 +128,17 @@ class CpuDevice:
         """A job that waits, or a step of what plays, turn and turn about."""
         with self._changed:
             taken = None
-            if self._beside and (self._playing is None or self._at_border):
+            if self._beside and (self._playing is None or self._at_boundary):
                 taken = self._beside.popleft()
             elif self._playing is None and self._main:
                 taken = self._main.popleft()
         if taken is not None:
-            self._at_border = False
+            self._at_boundary = False
             self._begin(*taken)
             return True
         if self._playing is None:
             return False
-        self._at_border = True
+        self._at_boundary = True
         steps, future = self._playing
         try:
             next(steps)
@@ -181,12 +182,12 @@ class CpuStart(Launched):
     device_paced = True
     comparison: Literal["bits", "tolerance"] = "bits"
 
-    def __init__(self, plan: Plan, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None) -> None:
-        """`bell` is rung on the device's thread after every border: somebody may want to look at the outbox."""
-        self._plan, self._tables, self._guard, self._bell = plan, tables, guard, bell
+    def __init__(self, plan: Plan, tables: Tables, guard: Guard, wake: Callable[[], None] = lambda: None) -> None:
+        """`wake` is rung on the device's thread after every step boundary: somebody may want to look at the outbox."""
+        self._plan, self._tables, self._guard, self._wake = plan, tables, guard, wake
         self._words = tables.rings.host("words")
         self._device = CpuDevice()
-        self._border: Border | None = None
+        self._boundary: StepBoundary | None = None
         self.executable = 0
         self.n_launches = 0
         self.n_instantiations = 0
@@ -196,7 +197,9 @@ class CpuStart(Launched):
         self.executable = next_executable()
         self.n_instantiations += 1
         plan = self._plan
-        self._border = Border(self._tables, plan_hash=plan.hash, epoch=self.executable, page_tokens=plan.page_tokens)
+        self._boundary = StepBoundary(
+            self._tables, plan_hash=plan.hash, epoch=self.executable, page_tokens=plan.page_tokens
+        )
 
     def launch(self) -> None:
         self.n_launches += 1
@@ -221,26 +224,26 @@ class CpuStart(Launched):
         self._device.close()
 
     def _play(self) -> Iterator[None]:
-        """The loop: a border, then steps as long as it says go."""
+        """The loop: a step boundary, then steps as long as it says go."""
         try:
-            self._pass_border()
+            self._pass_boundary()
             while self._words[Word.GO, 0]:
                 yield
                 self._one_step()
         except BaseException:
-            self._bell()  # whoever listens will ask what it died of
+            self._wake()  # whoever listens will ask what it died of
             raise
 
-    def _pass_border(self) -> None:
+    def _pass_boundary(self) -> None:
         """Commit, take the inbox, say whether to go on; whoever listens is told."""
-        assert self._border is not None
-        self._border()
-        self._bell()
+        assert self._boundary is not None
+        self._boundary()
+        self._wake()
 
     def _one_step(self) -> None:
         for node in self._plan.nodes:
             node.run()
-        self._pass_border()
+        self._pass_boundary()
 
 
 class CpuLoop(CpuStart):
@@ -253,8 +256,8 @@ class CpuEager(CpuStart):
     name = "eager"
     device_paced = False
 
-    def __init__(self, plan: Plan, tables: Tables, guard: Guard, bell: Callable[[], None] = lambda: None) -> None:
-        super().__init__(plan, tables, guard, bell)
+    def __init__(self, plan: Plan, tables: Tables, guard: Guard, wake: Callable[[], None] = lambda: None) -> None:
+        super().__init__(plan, tables, guard, wake)
         self._pacer = CpuDevice()  # the host's side: it computes nothing, it only asks
 
     def launch(self) -> None:
@@ -271,7 +274,7 @@ class CpuEager(CpuStart):
         return self._device.submit(job)
 
     def _pace(self) -> None:
-        self._device.submit(self._pass_border).result(STEP_DEADLINE_S)
+        self._device.submit(self._pass_boundary).result(STEP_DEADLINE_S)
         while self._words[Word.GO, 0]:
             self.n_launches += 1
             self._device.submit(self._one_step).result(STEP_DEADLINE_S)

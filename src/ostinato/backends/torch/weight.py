@@ -6,7 +6,7 @@ from torch import Tensor
 from ostinato.backends.cuda.packed import Packed, Stack, Weight, dense, rows
 from ostinato.backends.native.tiles import TileMatrix, tile_rows
 from ostinato.backends.tape.pack import unpack_torch
-from ostinato.backends.tape.taped import Taped
+from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.errors import InternalError
 
 
@@ -18,7 +18,7 @@ def dense_of(weight: Weight, dtype: torch.dtype) -> Tensor:
         return dense(weight, dtype)
     if isinstance(weight, TileMatrix):
         return tile_rows(weight, torch.arange(weight.rows)).to(dtype)
-    if isinstance(weight, Taped):
+    if isinstance(weight, TapeWeight):
         return unpacked(weight).to(dtype)
     return torch.cat([dense_of(part, dtype) for part in weight.parts])
 
@@ -27,11 +27,11 @@ def rows_of(weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Some rows of a weight, [len(ids), cols], as dtype."""
     if isinstance(weight, Tensor):
         return weight.index_select(0, ids).to(dtype)
-    assert not isinstance(weight, Stack | Taped), "an embedding is one matrix, and never on the tape alone"
+    assert not isinstance(weight, Stack | TapeWeight), "an embedding is one matrix, and never on the tape alone"
     return (tile_rows(weight, ids) if isinstance(weight, TileMatrix) else rows(weight, ids)).to(dtype)
 
 
-def unpacked(weight: Taped) -> Tensor:
+def unpacked(weight: TapeWeight) -> Tensor:
     """A weight of the tape in memory of its own: by the kernel where the tape lies on a GPU, else by its twin."""
     out = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
     if weight.device.type == "cuda":
@@ -43,10 +43,10 @@ def unpacked(weight: Taped) -> Tensor:
     return out
 
 
-def for_a_gpu(weight: Tensor | Packed | TileMatrix | Taped) -> Tensor | Packed:
+def for_a_gpu(weight: Tensor | Packed | TileMatrix | TapeWeight) -> Tensor | Packed:
     """A weight that a GPU's kernels multiply: all but tiles, which are the CPU's, and what must be unpacked first."""
     if isinstance(weight, TileMatrix):
         raise InternalError("a GPU's kernels were given tiles, which are the CPU's weights")
-    if isinstance(weight, Taped):
+    if isinstance(weight, TapeWeight):
         raise InternalError("a product was given a weight of the tape, which is unpacked first")
     return weight

@@ -77,9 +77,11 @@ def _holes(entries: Entries, spans: Spans) -> NDArray[np.bool_]:
     width = spans.high - spans.low
     # Where a sequence spans more positions than it has entries, there is a hole; elsewhere every position, counted
     # from the lowest, has a seat of its own among the sequence's entries.
-    seat = np.minimum(spans.gathered - np.repeat(spans.low, entries.size), np.repeat(entries.size - 1, entries.size))
-    taken = np.zeros(len(seat), np.int64)
-    taken[np.repeat(entries.first, entries.size) + seat] = 1
+    admission = np.minimum(
+        spans.gathered - np.repeat(spans.low, entries.size), np.repeat(entries.size - 1, entries.size)
+    )
+    taken = np.zeros(len(admission), np.int64)
+    taken[np.repeat(entries.first, entries.size) + admission] = 1
     wide: NDArray[np.bool_] = width >= np.add.reduceat(taken, entries.first)
     return wide
 

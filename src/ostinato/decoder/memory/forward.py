@@ -19,7 +19,7 @@ from ostinato.cache.sequences import MAX_SEQ, Ints
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.cells import Cells
 from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.memory.recurrent_state import Run
+from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.decoder.memory.slots import Slot
 
 
@@ -101,7 +101,7 @@ class ForwardMemory:
     parts: Sequence[KVPart]
     part_of: Sequence[int]  # per layer, which of the parts holds its keys and values
     states_store: StateStore | None = None
-    run: Run | None = None
+    run: StateRun | None = None
     before_layer: Callable[[], None] = lambda: None  # raises where the caller wants the run to stop
     kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
 

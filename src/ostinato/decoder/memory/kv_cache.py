@@ -16,8 +16,8 @@ from ostinato.cache.window import CELL_STEP, Window, round_up
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory import sequence_ops as ops
 from ostinato.decoder.memory.cells import Bools, Cells
-from ostinato.decoder.memory.sequence_ops import Span
-from ostinato.decoder.memory.slots import Journal, Rows, Slot, Stream, StreamSlot
+from ostinato.decoder.memory.sequence_ops import PositionSpan
+from ostinato.decoder.memory.slots import CellRows, Journal, Slot, Stream, StreamSlot
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
 
@@ -139,9 +139,9 @@ class KVCache:
         """Remove positions of a sequence, or of all (None). Always possible (SQ-2, SQ-3)."""
         self.check_rm(s)
         if s is None:
-            ops.remove_any(self.streams, Span.of(p0, p1))
+            ops.remove_any(self.streams, PositionSpan.of(p0, p1))
         else:
-            ops.remove(self._stream_of(s), s, Span.of(p0, p1))
+            ops.remove(self._stream_of(s), s, PositionSpan.of(p0, p1))
         return True
 
     def seq_cp(self, a: int, b: int, p0: int | None = None, p1: int | None = None) -> None:
@@ -151,7 +151,7 @@ class KVCache:
             return
         source, target = self._stream_of(a), self._stream_of(b)
         if source is target:
-            ops.copy_within(source, a, b, Span.of(p0, p1))
+            ops.copy_within(source, a, b, PositionSpan.of(p0, p1))
         else:
             ops.copy_across(source, target, a, b)
             self.pending_copies.append((a, b))  # the stream of an id has its number, where there are several
@@ -164,14 +164,14 @@ class KVCache:
     def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
         """Shift positions; the keys follow at the next update (SQ-11)."""
         self.check_add(s, p0, p1, distance)
-        if not ops.shifts_nothing(Span.of(p0, p1), distance):
-            ops.shift(self._stream_of(s), s, Span.of(p0, p1), distance)
+        if not ops.shifts_nothing(PositionSpan.of(p0, p1), distance):
+            ops.shift(self._stream_of(s), s, PositionSpan.of(p0, p1), distance)
 
     def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
         """Divide positions; the keys follow at the next update (SQ-14)."""
         self.check_div(s, p0, p1, divisor)
-        if not ops.divides_nothing(Span.of(p0, p1), divisor):
-            ops.divide(self._stream_of(s), s, Span.of(p0, p1), divisor)
+        if not ops.divides_nothing(PositionSpan.of(p0, p1), divisor):
+            ops.divide(self._stream_of(s), s, PositionSpan.of(p0, p1), divisor)
 
     def clear(self, data: bool = False) -> None:
         """Forget every sequence and all pending work; with `data` the keys and values too (KV-2)."""
@@ -203,7 +203,7 @@ class KVCache:
         self._check_id(b)
         if self._stream_of(a) is self._stream_of(b):
             return
-        span, last = Span.of(p0, p1), self.pos_max(a)
+        span, last = PositionSpan.of(p0, p1), self.pos_max(a)
         if span.start > 0 or span.stop <= (-1 if last is None else last):
             raise InvalidBatch(
                 f"sequences {a} and {b} are in streams of their own, so only the whole of {a} can be copied, not "
@@ -216,14 +216,14 @@ class KVCache:
 
     def check_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
         self._check_id(s)
-        span = Span.of(p0, p1)
+        span = PositionSpan.of(p0, p1)
         if not ops.shifts_nothing(span, distance):
             ops.check_distance(distance)
             self._check_movable(s, span)
 
     def check_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
         self._check_id(s)
-        span = Span.of(p0, p1)
+        span = PositionSpan.of(p0, p1)
         if not ops.divides_nothing(span, divisor):
             ops.check_divisor(divisor)
             self._check_movable(s, span)
@@ -266,12 +266,12 @@ class KVCache:
         stream = self._stream_of(s)
         cells = stream.find(len(position), contiguous=False)
         if cells is not None:
-            rows = Rows(position, grid, np.ones_like(position), np.full(len(position), s))
+            rows = CellRows(position, grid, np.ones_like(position), np.full(len(position), s))
             with Journal() as journal:
                 stream.place(cells, rows, journal)
         return cells
 
-    def load_stream(self, number: int, rows: Rows) -> None:
+    def load_stream(self, number: int, rows: CellRows) -> None:
         """Put the saved cells of a whole stream into an empty one, from cell 0 on (ST-7)."""
         stream = self.streams[number]
         with Journal() as journal:
@@ -296,7 +296,7 @@ class KVCache:
 
     def _place(self, ubatch: Ubatch, slot: Slot, journal: Journal) -> None:
         for part in slot.streams:
-            self.streams[part.stream].place(part.cells, Rows.of(ubatch, part.rows), journal)
+            self.streams[part.stream].place(part.cells, CellRows.of(ubatch, part.rows), journal)
 
     def _stream_of(self, s: int) -> Stream:
         return self.streams[0 if self.unified else s]
@@ -307,7 +307,7 @@ class KVCache:
                 f"sequence {s} does not exist; ids are 0 to {self._n_ids - 1} (SQ-1)", reason="seq_range"
             )
 
-    def _check_movable(self, s: int, span: Span) -> None:
+    def _check_movable(self, s: int, span: PositionSpan) -> None:
         if not self.can_shift:
             raise InvalidBatch(
                 "positions cannot be shifted or divided in this cache (SQ-12)", reason="shift_unsupported"

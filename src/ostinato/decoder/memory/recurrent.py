@@ -1,7 +1,7 @@
 """Recurrent memory as integers: one cell holds the whole running state of a sequence, or of several that are still
 the same (RM-1..19).
 
-Nothing here holds states. A run is told where to read and where to write by `Run`; how a ubatch finds its cells is
+Nothing here holds states. A run is told where to read and where to write by `StateRun`; how a ubatch finds its cells is
 told in `recurrent_state.py`. A refused call has changed nothing.
 """
 
@@ -12,8 +12,8 @@ from typing import Protocol
 
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory import sequence_ops as ops
-from ostinato.decoder.memory.recurrent_state import NoCell, Run, Source, State, load, place
-from ostinato.decoder.memory.sequence_ops import NO_END, Span
+from ostinato.decoder.memory.recurrent_state import NoCell, State, StateRun, StateSource, load, place
+from ostinato.decoder.memory.sequence_ops import NO_END, PositionSpan
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
 
@@ -64,7 +64,7 @@ class RecurrentMemory:
                     index=index,
                 )
 
-    def prepare(self, ubatches: Sequence[Ubatch]) -> list[Run] | None:
+    def prepare(self, ubatches: Sequence[Ubatch]) -> list[StateRun] | None:
         """Where each ubatch would run, those before it being in place; None without room. Changes nothing (RM-3)."""
         self.check_ids(ubatches)
         scratch = self._state.copy()
@@ -73,14 +73,14 @@ class RecurrentMemory:
         except NoCell:
             return None
 
-    def apply(self, ubatch: Ubatch, run: Run) -> None:
+    def apply(self, ubatch: Ubatch, run: StateRun) -> None:
         """Place the ubatch as `prepare` said (RM-6)."""
         state = self._state.copy()
         if place(state, ubatch) != run:
             raise InternalError("recurrent memory has changed since the ubatch was prepared (RM-6)")
         self._state, self._before = state, self._state
 
-    def roll_back(self, ubatch: Ubatch, run: Run) -> None:
+    def roll_back(self, ubatch: Ubatch, run: StateRun) -> None:
         """Every sequence is as before the last `apply`; its run must not have written any state (RM-19)."""
         if self._before is None:
             raise InternalError("there is no applied ubatch to roll back in recurrent memory (RM-19)")
@@ -91,7 +91,7 @@ class RecurrentMemory:
     def seq_rm(self, s: int | None, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove everything, or roll back the newest positions; False where the state cannot forget them (RM-9)."""
         self.check_rm(s)
-        span = Span.of(p0, p1)
+        span = PositionSpan.of(p0, p1)
         if s is None:
             return self._remove_all(span)
         last = self.pos_max(s)
@@ -123,7 +123,7 @@ class RecurrentMemory:
     def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
         """Shift the position of the state (RM-16)."""
         self.check_add(s, p0, p1, distance)
-        cell = self._moved_cell(s, Span.of(p0, p1))
+        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
         if cell is not None:
             state = self._change()
             state.position[cell] = state.position_of(cell) + distance
@@ -131,7 +131,7 @@ class RecurrentMemory:
     def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
         """Divide the position of the state (RM-16)."""
         self.check_div(s, p0, p1, divisor)
-        cell = self._moved_cell(s, Span.of(p0, p1))
+        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
         if cell is not None and divisor != 1:
             state = self._change()
             state.position[cell] = state.position_of(cell) // divisor
@@ -164,10 +164,10 @@ class RecurrentMemory:
 
     def check_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
         self._check_id(s)
-        if ops.shifts_nothing(Span.of(p0, p1), distance):
+        if ops.shifts_nothing(PositionSpan.of(p0, p1), distance):
             return
         ops.check_distance(distance)
-        cell = self._moved_cell(s, Span.of(p0, p1))
+        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
         if cell is None:
             return
         self._check_alone(cell, s)
@@ -180,22 +180,22 @@ class RecurrentMemory:
 
     def check_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
         self._check_id(s)
-        if ops.divides_nothing(Span.of(p0, p1), divisor):
+        if ops.divides_nothing(PositionSpan.of(p0, p1), divisor):
             return
         ops.check_divisor(divisor)
-        cell = self._moved_cell(s, Span.of(p0, p1))
+        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
         if cell is not None:
             self._check_alone(cell, s)
 
     # Saved states
 
-    def source_of(self, s: int) -> Source | None:
+    def source_of(self, s: int) -> StateSource | None:
         """The cell and the plane that hold the state of a sequence now; None when it has none (ST-11)."""
         cell = self._state.tail[s]
         source = None if cell is None else self._state.source[cell]
-        return None if source is None else Source(source, self._state.back[s])
+        return None if source is None else StateSource(source, self._state.back[s])
 
-    def load(self, ids: frozenset[int], position: int) -> Run:
+    def load(self, ids: frozenset[int], position: int) -> StateRun:
         """A cell of their own for sequences that have none; the caller does the moves, then writes plane 0 (ST-11)."""
         for s in ids:
             self._check_id(s)
@@ -217,7 +217,7 @@ class RecurrentMemory:
         self._before = None
         return self._state
 
-    def _remove_all(self, span: Span) -> bool:
+    def _remove_all(self, span: PositionSpan) -> bool:
         if span.start >= span.stop:
             return True
         if span != (0, NO_END):
@@ -237,7 +237,7 @@ class RecurrentMemory:
         state.back[s] = total
         return True
 
-    def _moved_cell(self, s: int, span: Span) -> int | None:
+    def _moved_cell(self, s: int, span: PositionSpan) -> int | None:
         """The cell of a sequence, if its position is in the span."""
         cell = self._state.tail[s]
         return cell if cell is not None and span.holds(self._state.position_of(cell)) else None

@@ -20,7 +20,7 @@ class NoCell(Exception):
     """No empty cell is left (RM-7); `RecurrentMemory` turns it into an answer."""
 
 
-class Source(NamedTuple):
+class StateSource(NamedTuple):
     """Where a state lies: a row, and in it the newest state (plane 0) or the one `plane` tokens earlier (RM-13)."""
 
     row: int
@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StateRun:
     """What a run of a ubatch does to the states: the state of set k ends in row `head + k`.
 
     First everything is read, from `starts` and the sources of `moves`; then rows are written, and only once the run
@@ -44,7 +44,7 @@ class Run:
 
     head: int
     count: int  # cells from head on that the run spans
-    starts: tuple[Source | None, ...]  # for each set, where its state begins; None: fresh, all zeros
+    starts: tuple[StateSource | None, ...]  # for each set, where its state begins; None: fresh, all zeros
     moves: tuple[Move, ...]
 
 
@@ -141,7 +141,7 @@ class State:
                 self.tail[s] = cell
 
 
-def place(state: State, ubatch: Ubatch) -> Run:
+def place(state: State, ubatch: Ubatch) -> StateRun:
     """Give every set of an equal-length ubatch its cell, side by side; what its run must do (RM-6)."""
     sets = [ubatch.ids_of(k * ubatch.n_seq_tokens) for k in range(ubatch.n_seqs)]
     if not ubatch.equal_seqs:
@@ -164,16 +164,16 @@ def place(state: State, ubatch: Ubatch) -> Run:
         for s in ids:
             state.tail[s], state.back[s], state.n_last[s] = cell, 0, ubatch.n_seq_tokens
     state.head = low
-    return Run(low, high - low + 1, starts, _bring_home(state, low, high, len(sets)))
+    return StateRun(low, high - low + 1, starts, _bring_home(state, low, high, len(sets)))
 
 
-def load(state: State, ids: frozenset[int], position: int) -> Run:
+def load(state: State, ids: frozenset[int], position: int) -> StateRun:
     """A cell for sequences that have none; their state is one token long as far as roll backs go (RM-14)."""
     cell = state.empty_from(state.head)
     state.position[cell], state.ids[cell], state.source[cell] = position, ids, cell
     for s in ids:
         state.tail[s], state.back[s], state.n_last[s] = cell, 0, 1
-    return Run(cell, 1, (None,), _bring_home(state, cell, cell, 1))
+    return StateRun(cell, 1, (None,), _bring_home(state, cell, cell, 1))
 
 
 def _claim(state: State, primaries: list[int]) -> tuple[int, int]:
@@ -189,9 +189,9 @@ def _claim(state: State, primaries: list[int]) -> tuple[int, int]:
     return min(cells), max(cells)
 
 
-def _start(state: State, cell: int, primary: int) -> Source | None:
+def _start(state: State, cell: int, primary: int) -> StateSource | None:
     row = state.source[cell]
-    return None if row is None else Source(row, state.back[primary])
+    return None if row is None else StateSource(row, state.back[primary])
 
 
 def _bring_home(state: State, low: int, high: int, n_sets: int) -> tuple[Move, ...]:

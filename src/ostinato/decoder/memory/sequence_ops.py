@@ -1,6 +1,6 @@
 """What callers may do to a sequence in a KV cache: remove, copy, keep, shift, divide (SQ-2..16).
 
-Each works on streams and assumes that `kv_cache.py` has checked the call. Positions are given as a `Span`.
+Each works on streams and assumes that `kv_cache.py` has checked the call. Positions are given as a `PositionSpan`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ NO_END: Final = int(np.iinfo(np.int64).max)
 MAX_DISTANCE: Final = 1 << 31
 
 
-class Span(NamedTuple):
+class PositionSpan(NamedTuple):
     """Positions [start, stop)."""
 
     start: int
     stop: int
 
     @staticmethod
-    def of(p0: int | None, p1: int | None) -> Span:
+    def of(p0: int | None, p1: int | None) -> PositionSpan:
         """From the caller's bounds: None, or a negative one, stands for the beginning or for no end."""
-        return Span(0 if p0 is None else max(p0, 0), NO_END if p1 is None or p1 < 0 else p1)
+        return PositionSpan(0 if p0 is None else max(p0, 0), NO_END if p1 is None or p1 < 0 else p1)
 
     @property
     def nothing(self) -> bool:
@@ -39,17 +39,17 @@ class Span(NamedTuple):
         return self.start <= position < self.stop
 
 
-def selected(stream: Stream, s: int, span: Span) -> Ints:
+def selected(stream: Stream, s: int, span: PositionSpan) -> Ints:
     """The cells of a sequence whose positions are in the span."""
     return np.flatnonzero(stream.cells.member[s] & stream.cells.in_range(*span))
 
 
-def remove(stream: Stream, s: int, span: Span) -> None:
+def remove(stream: Stream, s: int, span: PositionSpan) -> None:
     """The sequence loses the positions (SQ-2)."""
     stream.lower_head(stream.cells.remove(selected(stream, s, span), s))
 
 
-def remove_any(streams: Iterable[Stream], span: Span) -> None:
+def remove_any(streams: Iterable[Stream], span: PositionSpan) -> None:
     """Every sequence loses the positions (SQ-3)."""
     for stream in streams:
         cells = np.flatnonzero(stream.cells.in_range(*span))
@@ -57,7 +57,7 @@ def remove_any(streams: Iterable[Stream], span: Span) -> None:
         stream.lower_head(cells)
 
 
-def copy_within(stream: Stream, a: int, b: int, span: Span) -> None:
+def copy_within(stream: Stream, a: int, b: int, span: PositionSpan) -> None:
     """Cells of a become cells of b as well, where they are not already (SQ-5)."""
     cells = selected(stream, a, span)
     stream.cells.add(cells[~stream.cells.member[b, cells]], b)
@@ -82,23 +82,23 @@ def keep(streams: Iterable[Stream], s: int) -> None:
         stream.lower_head(stream.cells.keep(used, s))
 
 
-def shift(stream: Stream, s: int, span: Span, distance: int) -> None:
+def shift(stream: Stream, s: int, span: PositionSpan, distance: int) -> None:
     """Positions move; what falls below zero is gone; the next search starts there, or at 0 (SQ-11)."""
     freed = stream.cells.shift_by(selected(stream, s, span), distance)
     stream.head = int(freed.min()) if len(freed) else 0
 
 
-def divide(stream: Stream, s: int, span: Span, divisor: int) -> None:
+def divide(stream: Stream, s: int, span: PositionSpan, divisor: int) -> None:
     """Positions become their quotients (SQ-14)."""
     stream.cells.divide_by(selected(stream, s, span), divisor)
 
 
-def shifts_nothing(span: Span, distance: int) -> bool:
+def shifts_nothing(span: PositionSpan, distance: int) -> bool:
     """Whether a shift is no change and so always allowed (SQ-11)."""
     return distance == 0 or span.nothing
 
 
-def divides_nothing(span: Span, divisor: int) -> bool:
+def divides_nothing(span: PositionSpan, divisor: int) -> bool:
     """Whether a division is no change and so always allowed (SQ-14)."""
     return divisor == 1 or span.nothing
 
@@ -113,7 +113,7 @@ def check_divisor(divisor: int) -> None:
         raise InvalidBatch(f"positions cannot be divided by {divisor}: it must be at least 1 (SQ-14)", reason="divisor")
 
 
-def check_not_shared(stream: Stream, s: int, span: Span) -> None:
+def check_not_shared(stream: Stream, s: int, span: PositionSpan) -> None:
     """Refuse to move cells that other sequences hold too (SQ-13)."""
     cells = selected(stream, s, span)
     shared = cells[stream.cells.n_owners[cells] > 1]

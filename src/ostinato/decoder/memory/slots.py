@@ -38,7 +38,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class CellRows:
     """What cells must know of the tokens they hold."""
 
     position: Ints  # [rows]
@@ -47,13 +47,13 @@ class Rows:
     ids: Ints  # [ids] one row's after the other's
 
     @staticmethod
-    def of(ubatch: Ubatch, rows: slice) -> Rows:
+    def of(ubatch: Ubatch, rows: slice) -> CellRows:
         """The rows of a ubatch."""
         grid = None
         if ubatch.pos.ndim == 2 and len(ubatch.pos) >= 3:  # the dimensions are time, y, x
             grid = np.ascontiguousarray(ubatch.pos[1:3, rows].T)
         starts = ubatch.seq_start[rows.start : rows.stop + 1]
-        return Rows(ubatch.first_pos[rows], grid, np.diff(starts), ubatch.seq_id[starts[0] : starts[-1]])
+        return CellRows(ubatch.first_pos[rows], grid, np.diff(starts), ubatch.seq_id[starts[0] : starts[-1]])
 
 
 class Journal:
@@ -125,7 +125,7 @@ class Stream:
             raise InternalError(f"a slot names cells that a stream of {self.cells.size} does not have, or one twice")
         self.cells.single_owner(cells[self.cells.position[cells] >= 0])
 
-    def place(self, at: Ints, rows: Rows, journal: Journal) -> None:
+    def place(self, at: Ints, rows: CellRows, journal: Journal) -> None:
         """Put rows into cells, over those that are out of their window (KV-10); the head follows (KV-11)."""
         journal.note(self, at)
         occupied = at[self.cells.position[at] >= 0]

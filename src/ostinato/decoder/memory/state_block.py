@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.state_bytes import StreamCounts
-from ostinato.decoder.memory.slots import Rows
+from ostinato.decoder.memory.slots import CellRows
 from ostinato.errors import BadFile
 
 Bytes = NDArray[np.uint8]
@@ -38,10 +38,10 @@ _EXPONENTS: Final[Mapping[torch.dtype, tuple[type[np.unsignedinteger[Any]], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Chosen:
+class StateSelection:
     """Cells to be saved: what they hold, and the index of their rows in each tensor."""
 
-    rows: Rows
+    rows: CellRows
     tensors: Sequence[Tensor]
     index: tuple[Tensor, ...]
 
@@ -60,10 +60,10 @@ class Chosen:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class StateBlock:
     """Cells that were saved: what they hold, and their rows of each tensor, as views of the saved bytes."""
 
-    rows: Rows
+    rows: CellRows
     data: tuple[Bytes, ...]
 
     @property
@@ -89,7 +89,7 @@ class Form:
         n_ints = counts.n_cells * (4 if self.grid else 2) + counts.n_ids
         return n_ints * _INT_BYTES + counts.n_cells * sum(cell.nbytes for cell in self.cells)
 
-    def read(self, counts: StreamCounts, data: memoryview) -> Block:
+    def read(self, counts: StreamCounts, data: memoryview) -> StateBlock:
         """The block in exactly `n_bytes`; BadFile where its cells hold what no cell can."""
         n = counts.n_cells
         if n > self.size:
@@ -100,11 +100,11 @@ class Form:
         ends = np.cumsum([n, 2 * n if self.grid else 0, n, counts.n_ids]).tolist()
         ints = np.frombuffer(data, np.int64, ends[-1]).copy()  # aligned, and ours
         position, grid, n_ids, ids = np.split(ints, ends[:-1])
-        rows = Rows(position, grid.reshape(n, 2) if self.grid else None, n_ids, ids)
+        rows = CellRows(position, grid.reshape(n, 2) if self.grid else None, n_ids, ids)
         _check(rows)
         borders = np.cumsum([ends[-1] * _INT_BYTES, *(n * cell.nbytes for cell in self.cells)]).tolist()
         whole = np.frombuffer(data, np.uint8)
-        return Block(rows, tuple(whole[start:stop] for start, stop in pairwise(borders)))
+        return StateBlock(rows, tuple(whole[start:stop] for start, stop in pairwise(borders)))
 
 
 def tensor_of(data: Bytes, cell: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def all_finite(data: Bytes, cell: Tensor) -> bool:
     return not any(((words[at : at + _CHECKED_WORDS] & exponent) == exponent).any() for at in starts)
 
 
-def _check(rows: Rows) -> None:
+def _check(rows: CellRows) -> None:
     """Refuse what cells cannot hold."""
     n_ids, ids = rows.n_ids, rows.ids
     if not _all_within(rows.position, 0, MAX_POSITION):

@@ -14,9 +14,9 @@ from typing import Any
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.state_bytes import (
     MAX_OVERHEAD_BYTES,
-    Header,
     Kind,
     Section,
+    StateHeader,
     StateInfo,
     StreamCounts,
     describe,
@@ -26,8 +26,8 @@ from ostinato.cache.state_bytes import (
     unpack,
     write,
 )
-from ostinato.decoder.memory.state_block import DAMAGED, Block
-from ostinato.decoder.memory.state_parts import Part, SavedKV, SavedStates
+from ostinato.decoder.memory.state_block import DAMAGED, StateBlock
+from ostinato.decoder.memory.state_parts import SavedKV, SavedStates, StatePart
 from ostinato.errors import BadFile
 
 __all__ = [
@@ -55,7 +55,7 @@ class SavedParts:
     recurrent: SavedStates | None = None
 
     @property
-    def all(self) -> list[Part]:
+    def all(self) -> list[StatePart]:
         return [*self.kv, *([] if self.recurrent is None else [self.recurrent])]
 
     @property
@@ -64,7 +64,7 @@ class SavedParts:
         full = [part for part in self.kv if part.forgets_nothing]
         return full if len(full) < len(self.all) else []
 
-    def kept(self, partial: bool) -> list[Part]:
+    def kept(self, partial: bool) -> list[StatePart]:
         """The parts that a state holds."""
         return [part for part in self.all if not partial or part not in self.left_out]
 
@@ -116,7 +116,7 @@ def _save(parts: SavedParts, kind: Kind, s: int | None, *, partial: bool, note: 
     chosen = [(part, part.choose(s)) for part in parts.kept(partial)]
     sections = tuple(Section(part.layout, tuple(stream.counts for stream in streams)) for part, streams in chosen)
     pieces = (piece for _, streams in chosen for stream in streams for piece in stream.pieces())
-    return pack(kind, parts.architecture, Header(sections, partial, note), pieces)
+    return pack(kind, parts.architecture, StateHeader(sections, partial, note), pieces)
 
 
 def _load(parts: SavedParts, kind: Kind, s: int | None, data: bytes) -> None:
@@ -145,8 +145,8 @@ def _load(parts: SavedParts, kind: Kind, s: int | None, data: bytes) -> None:
 
 
 def _blocks(
-    kept: Sequence[Part], s: int | None, sections: Sequence[Section], payload: memoryview
-) -> list[tuple[Part, list[Block]]]:
+    kept: Sequence[StatePart], s: int | None, sections: Sequence[Section], payload: memoryview
+) -> list[tuple[StatePart, list[StateBlock]]]:
     """What each part is to take. Everything that can be wrong with it is found here, before anything is changed."""
     if len(sections) != len(kept):
         raise BadFile(f"the saved state has {len(sections)} parts and this memory {len(kept)}; load it as it was saved")
@@ -156,7 +156,7 @@ def _blocks(
     promised = sum(part.form.n_bytes(counts) for part, section in pairs for counts in section.streams)
     if promised != len(payload):
         raise BadFile(f"the saved state has {len(payload)} bytes of cells and promises {promised}; {DAMAGED}")
-    found: list[tuple[Part, list[Block]]] = []
+    found: list[tuple[StatePart, list[StateBlock]]] = []
     for part, section in pairs:
         form, streams = part.form, []
         for number, counts in enumerate(section.streams):
@@ -168,7 +168,7 @@ def _blocks(
     return found
 
 
-def _check_like(part: Part, s: int | None, section: Section) -> None:
+def _check_like(part: StatePart, s: int | None, section: Section) -> None:
     """The state must come from a part like this one: its bytes mean nothing to another (ST-8)."""
     for name, mine in part.layout.items():
         saved = section.layout.get(name)
@@ -194,7 +194,7 @@ def _difference(name: str, saved: Any, mine: Any) -> str:
     return f"its {name} is {str(saved)[:80]}, not {mine}"
 
 
-def _end_left_out(parts: SavedParts, s: int, blocks: Sequence[tuple[Part, Sequence[Block]]]) -> None:
+def _end_left_out(parts: SavedParts, s: int, blocks: Sequence[tuple[StatePart, Sequence[StateBlock]]]) -> None:
     """The parts that a partial state left out end where it ends; they too are empty, where it is (ST-6)."""
     lasts = [int(block.rows.position.max()) for _, streams in blocks for block in streams if block.n_cells]
     for part in parts.left_out:

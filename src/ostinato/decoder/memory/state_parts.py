@@ -1,6 +1,6 @@
 """The parts of memory as a saved state sees them: which cells are written, and where they go when they come back.
 
-Attention and recurrent states answer the same questions (`Part`). A part knows nothing of the others; the order in
+Attention and recurrent states answer the same questions (`StatePart`). A part knows nothing of the others; the order in
 which they are asked, and what happens when one of them fails, is told in `state_file.py`.
 """
 
@@ -18,13 +18,13 @@ from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.cache.sequences import MAX_SEQ, Ints
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory
-from ostinato.decoder.memory.recurrent_state import Run, Source
-from ostinato.decoder.memory.slots import Rows
-from ostinato.decoder.memory.state_block import DAMAGED, Block, Chosen, Form, all_finite, tensor_of
+from ostinato.decoder.memory.recurrent_state import StateRun, StateSource
+from ostinato.decoder.memory.slots import CellRows
+from ostinato.decoder.memory.state_block import DAMAGED, Form, StateBlock, StateSelection, all_finite, tensor_of
 from ostinato.errors import BadFile, InternalError, NoSlot
 
 
-class Part(Protocol):
+class StatePart(Protocol):
     """A part of memory. `s` is a sequence, or None for everything that the part holds."""
 
     @property
@@ -43,16 +43,16 @@ class Part(Protocol):
     def check_flushed(self) -> None:
         """InternalError while copies or shifts are pending (ST-10)."""
 
-    def choose(self, s: int | None) -> list[Chosen]:
+    def choose(self, s: int | None) -> list[StateSelection]:
         """What to save: for each stream, or for the one that the sequence is in."""
 
-    def check(self, s: int | None, number: int, block: Block) -> None:
+    def check(self, s: int | None, number: int, block: StateBlock) -> None:
         """BadFile for a block, of this stream, that the part cannot take."""
 
     def empty(self, s: int | None) -> None:
         """Forget it."""
 
-    def load(self, s: int | None, blocks: Sequence[Block]) -> None:
+    def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
         """Take blocks that have been checked, what they replace being forgotten."""
 
 
@@ -95,13 +95,13 @@ class SavedKV:
         if self.cache.pending_copies or self.cache.has_shift:
             raise InternalError("copies or shifts are pending: carry them out before saving or loading (ST-10)")
 
-    def choose(self, s: int | None) -> list[Chosen]:
+    def choose(self, s: int | None) -> list[StateSelection]:
         if s is None:
             return [self._choose_stream(number) for number in range(self.n_streams)]
         cells = self.cache.saved_cells(s)
         return [self._chosen(self._stream(s), cells, np.ones_like(cells), np.full(len(cells), s))]
 
-    def check(self, s: int | None, number: int, block: Block) -> None:
+    def check(self, s: int | None, number: int, block: StateBlock) -> None:
         rows = block.rows
         if s is None and not self.cache.unified and (rows.ids != number).any():
             raise BadFile(f"the saved state has another sequence in the stream of sequence {number}; {DAMAGED}")
@@ -118,7 +118,7 @@ class SavedKV:
         else:
             self.cache.seq_rm(s)
 
-    def load(self, s: int | None, blocks: Sequence[Block]) -> None:
+    def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
         if s is None:
             for number, block in enumerate(blocks):
                 self.cache.load_stream(number, block.rows)
@@ -144,7 +144,7 @@ class SavedKV:
             )
         self.cache.seq_rm(s, last + 1)
 
-    def _choose_stream(self, number: int) -> Chosen:
+    def _choose_stream(self, number: int) -> StateSelection:
         table = self.cache.streams[number].cells
         used = np.flatnonzero(table.position >= 0)
         # All ids that a cell can have: n_seq_max is no limit where sequences share a stream (ST-9).
@@ -152,12 +152,12 @@ class SavedKV:
         place, who = np.nonzero(table.member[np.ix_(present, used)].T)
         return self._chosen(number, used, np.bincount(place, minlength=len(used)), present[who])
 
-    def _chosen(self, number: int, cells: Ints, n_ids: Ints, ids: Ints) -> Chosen:
+    def _chosen(self, number: int, cells: Ints, n_ids: Ints, ids: Ints) -> StateSelection:
         table = self.cache.streams[number].cells
-        rows = Rows(table.position[cells], None if table.grid is None else table.grid[cells], n_ids, ids)
-        return Chosen(rows, self._tensors(number), (torch.from_numpy(cells),))
+        rows = CellRows(table.position[cells], None if table.grid is None else table.grid[cells], n_ids, ids)
+        return StateSelection(rows, self._tensors(number), (torch.from_numpy(cells),))
 
-    def _fill(self, number: int, cells: Ints, block: Block) -> None:
+    def _fill(self, number: int, cells: Ints, block: StateBlock) -> None:
         if not len(cells):
             return
         at = torch.from_numpy(cells)
@@ -195,22 +195,22 @@ class SavedStates:
     def check_flushed(self) -> None:
         """Nothing is ever pending (RM-18)."""
 
-    def choose(self, s: int | None) -> list[Chosen]:
+    def choose(self, s: int | None) -> list[StateSelection]:
         state = self.memory.state
         cells = range(self.memory.size) if s is None else [cell for cell in [state.tail[s]] if cell is not None]
         used = [cell for cell in cells if state.ids[cell]]
         owners = [sorted(state.ids[cell]) if s is None else [s] for cell in used]
         # Owners of one cell have the same roll back pending. It selects the plane that is saved (ST-11).
         at = np.array([self._source(ids[0]) for ids in owners], np.int64).reshape(-1, 2)
-        rows = Rows(
+        rows = CellRows(
             np.array([state.position_of(cell) for cell in used], np.int64),
             None,
             np.array([len(ids) for ids in owners], np.int64),
             np.array([owner for ids in owners for owner in ids], np.int64),
         )
-        return [Chosen(rows, self._tensors, (torch.from_numpy(at[:, 0]), torch.from_numpy(at[:, 1])))]
+        return [StateSelection(rows, self._tensors, (torch.from_numpy(at[:, 0]), torch.from_numpy(at[:, 1])))]
 
-    def check(self, s: int | None, number: int, block: Block) -> None:
+    def check(self, s: int | None, number: int, block: StateBlock) -> None:
         ids = block.rows.ids
         if s is not None and len(ids) > 1:
             raise BadFile(f"the saved state of one sequence has {len(ids)}; {DAMAGED}")
@@ -228,7 +228,7 @@ class SavedStates:
         else:
             self.memory.seq_rm(s)
 
-    def load(self, s: int | None, blocks: Sequence[Block]) -> None:
+    def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
         (block,) = blocks
         if not block.n_cells:
             return
@@ -242,7 +242,7 @@ class SavedStates:
         }
         self.store.commit(_together(runs), new)
 
-    def _source(self, s: int) -> Source:
+    def _source(self, s: int) -> StateSource:
         source = self.memory.source_of(s)
         if source is None:
             raise InternalError(f"sequence {s} has a recurrent cell and no state (RM-2)")
@@ -254,10 +254,10 @@ class SavedStates:
         return [state for states in self.store.layers.values() for state in states]
 
 
-def _together(runs: Sequence[Run]) -> Run:
+def _together(runs: Sequence[StateRun]) -> StateRun:
     """One run that writes what these write, in their order. Only a single one may have to make room for itself."""
     if len(runs) == 1:
         return runs[0]
     if [run.head for run in runs] != list(range(len(runs))) or any(run.moves for run in runs):
         raise InternalError("the states of a whole memory go to its first cells, and it was not empty (ST-7)")
-    return Run(0, len(runs), (None,) * len(runs), ())
+    return StateRun(0, len(runs), (None,) * len(runs), ())

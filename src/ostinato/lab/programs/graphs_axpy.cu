@@ -6,7 +6,7 @@
 #include "gpu.h"
 #if !defined(__HIPCC__) && CUDART_VERSION >= 12040
 #define HAS_WHILE
-#include "turn.h"
+#include "while_condition.h"
 #endif
 
 struct Graph {

@@ -13,15 +13,15 @@ from torch import Tensor
 from ostinato.backends.cuda.triton import add_norm
 from ostinato.backends.cuda.triton.add_norm import bind_add_norm
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
-from ostinato.backends.torch.ops.attend import Rows
-from ostinato.backends.torch.ops.matmul import Prepared, n_stats, stats_torch
+from ostinato.backends.torch.ops.attend import StepRows
+from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats, stats_torch
 from tests.backends.cuda.triton.test_attend import bits, compile_in_child, compile_launch
 
 
-def rows_of(n_rows: int, n_slots: int) -> Rows:
+def rows_of(n_rows: int, n_slots: int) -> StepRows:
     """Rows in the slots of the same number."""
     slots = torch.arange(n_slots, dtype=torch.int32)
-    return Rows(
+    return StepRows(
         torch.tensor([n_rows], dtype=torch.int32), slots, slots.clone(), torch.zeros(n_slots, 1, dtype=torch.int32)
     )
 
@@ -42,8 +42,8 @@ def test_it_equals_the_twin_and_leaves_dead_rows_alone(hidden: int) -> None:
     twin_x, twin_stats = x.clone(), stats.clone()
     ready, twin_ready = torch.full((2, 5, hidden), math.nan, dtype=torch.bfloat16)
     next_weight = torch.rand(hidden)
-    add_norm_torch(twin_x, y, y_stats, weight, 1e-6, twin_stats, rows, prepared=Prepared(twin_ready, next_weight))
-    bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows, prepared=Prepared(ready, next_weight))()
+    add_norm_torch(twin_x, y, y_stats, weight, 1e-6, twin_stats, rows, prepared=PreparedInput(twin_ready, next_weight))
+    bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows, prepared=PreparedInput(ready, next_weight))()
     assert torch.allclose(x[:3], twin_x[:3], rtol=1e-6, atol=1e-6)
     assert torch.equal(x[3:], twin_x[3:])
     assert torch.allclose(stats[:3], twin_stats[:3], rtol=1e-5, atol=1e-5)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.triton import attend
 from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bind_attend
-from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows, attend_torch
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
 from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.errors import BadOption, BadPointer
 
@@ -35,7 +35,7 @@ TOLERANCE = {"f32": 2e-6, "bf16": 4e-3, "f16": 5e-4, "q8_0": 4e-3}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A step: one sequence for each position, in slots and pages dealt at random."""
+    """A step: one sequence for each position, in slots and pages partition at random."""
 
     positions: tuple[int, ...]
     n_heads: int = 4
@@ -46,7 +46,7 @@ class Case:
     max_pages: int | None = None
     n_slots: int | None = None
     normed: bool = False
-    turning: int | None = None  # elements of a head that turn; None: all
+    n_rotary: int | None = None  # elements of a head that turn; None: all
     pairing: Pairing = "halves"
     softcap: float | None = None
     window: int | None = None
@@ -58,7 +58,7 @@ class Step:
     qkv: Tensor
     seen: Tensor
     kv: PagedKV
-    rows: Rows
+    rows: StepRows
     heads: Heads
     workspace: Workspace
 
@@ -75,7 +75,7 @@ def made(case: Case) -> Step:
     position[slots] = torch.tensor(case.positions, dtype=torch.int32)
     row_slot = torch.full((n_slots,), 77_777_777, dtype=torch.int32)
     row_slot[:n] = slots.int()
-    turning = case.width if case.turning is None else case.turning
+    n_rotary = case.width if case.n_rotary is None else case.n_rotary
     heads = Heads(
         case.n_heads,
         case.n_kv_heads,
@@ -83,13 +83,13 @@ def made(case: Case) -> Step:
         scale=case.width**-0.5,
         softcap=case.softcap,
         window=case.window,
-        frequencies=1 / 10_000 ** (torch.arange(0, turning, 2).float() / turning) if turning else None,
+        frequencies=1 / 10_000 ** (torch.arange(0, n_rotary, 2).float() / n_rotary) if n_rotary else None,
         amplitude=1.1,
         pairing=case.pairing,
         q_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
         k_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
     )
-    rows = Rows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages)
+    rows = StepRows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages)
     kv = poisoned(n_slots * max_pages * case.page_tokens, case)
     for slot, p in zip(slots, case.positions, strict=True):
         first = max(0, p - case.window + 1) if case.window else 0
@@ -173,7 +173,7 @@ def reference(step: Step, row: int) -> np.ndarray:
     angles = np.float32(p) * heads.frequencies.numpy()
     turn = np.exp(1j * angles.astype(np.float64)) * heads.amplitude
 
-    def turned(x: np.ndarray) -> np.ndarray:
+    def rotated(x: np.ndarray) -> np.ndarray:
         first, second = (
             (np.arange(half), np.arange(half) + half)
             if heads.pairing == "halves"
@@ -187,7 +187,7 @@ def reference(step: Step, row: int) -> np.ndarray:
         out[:, first], out[:, second] = z.real, z.imag
         return out
 
-    q, k = turned(q), turned(k)
+    q, k = rotated(q), rotated(k)
     cells = step.kv.cells(step.rows.pages[slot], torch.arange(p))
     keys = np.concatenate([step.kv.keys[cells].double().numpy(), k[None]])
     values = np.concatenate([step.kv.values[cells].double().numpy(), v[None]])
@@ -207,7 +207,7 @@ LENGTHS = (0, 1, 2, 15, 16, 17, 62, 63, 64, 65, 127, 128, 129, 191, 192, 255)
 
 
 @pytest.mark.slow
-def test_every_length_near_a_page_or_split_border_equals_the_float64_reference() -> None:
+def test_every_length_near_a_page_or_split_boundary_equals_the_float64_reference() -> None:
     step = made(Case(LENGTHS, n_heads=2, n_kv_heads=1, width=16, max_pages=4))
     seen, _ = run(step)
     for row in range(len(LENGTHS)):
@@ -216,9 +216,9 @@ def test_every_length_near_a_page_or_split_border_equals_the_float64_reference()
 
 
 @pytest.mark.parametrize("pairing", ["halves", "neighbours"])
-@pytest.mark.parametrize("turning", [64, 24])
-def test_caps_windows_and_both_pairings_equal_the_float64_reference(pairing: Pairing, turning: int) -> None:
-    case = Case((3, 130, 200), pairing=pairing, turning=turning, softcap=5.0, window=70)
+@pytest.mark.parametrize("n_rotary", [64, 24])
+def test_caps_windows_and_both_pairings_equal_the_float64_reference(pairing: Pairing, n_rotary: int) -> None:
+    case = Case((3, 130, 200), pairing=pairing, n_rotary=n_rotary, softcap=5.0, window=70)
     step = made(replace(case, window=None))
     step = replace(step, heads=replace(step.heads, window=70))
     seen, _ = run(step)
@@ -236,7 +236,7 @@ def test_every_store_grouping_and_width_equals_the_twin(store: str, group: int, 
 @pytest.mark.parametrize("store", ["f32", "bf16", "q8_0"])
 def test_heads_of_width_256_with_norm_cap_and_window_equal_the_twin(store: str) -> None:
     assert_like_the_twin(
-        Case((1, 95, 200), n_heads=2, width=256, store=store, normed=True, softcap=30.0, window=65, turning=64)
+        Case((1, 95, 200), n_heads=2, width=256, store=store, normed=True, softcap=30.0, window=65, n_rotary=64)
     )
 
 
@@ -247,7 +247,7 @@ def test_a_window_sees_exactly_its_positions(window: int) -> None:
 
 
 def test_several_kv_heads_small_pages_and_no_rotary_positions_equal_the_twin() -> None:
-    assert_like_the_twin(Case((5, 66, 17), n_heads=6, n_kv_heads=3, width=32, store="bf16", page_tokens=16, turning=0))
+    assert_like_the_twin(Case((5, 66, 17), n_heads=6, n_kv_heads=3, width=32, store="bf16", page_tokens=16, n_rotary=0))
 
 
 def test_splits_longer_than_the_least_equal_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_the_border_where_splits_grow_equals_the_twin() -> None:
 
 
 def test_the_largest_score_last_is_not_lost() -> None:
-    step = made(Case((130,), n_heads=1, width=16, turning=0))
+    step = made(Case((130,), n_heads=1, width=16, n_rotary=0))
     step.qkv[0] *= 30
     step.qkv[0, 16:32] = step.qkv[0, :16]  # the row's own key is its query
     seen, _ = run(step)
@@ -324,14 +324,14 @@ def test_keys_turn_right_to_six_digits_at_every_position(position: int, pairing:
     k = step.qkv[0, 128:256].double()
     angles = (torch.tensor(float(position)) * frequencies).double()
     first, second = (k[:64], k[64:]) if pairing == "halves" else (k[0::2], k[1::2])
-    turned = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
-    expected = torch.cat(turned) if pairing == "halves" else torch.stack(turned, -1).flatten()
+    rotated = (first * angles.cos() - second * angles.sin(), second * angles.cos() + first * angles.sin())
+    expected = torch.cat(rotated) if pairing == "halves" else torch.stack(rotated, -1).flatten()
     assert (kv.keys[position % 64, 0] - expected).abs().max() < 1e-6 * expected.abs().max()
 
 
 def test_what_a_kernel_cannot_read_is_refused_by_name() -> None:
     step = made(Case((5,)))
-    with pytest.raises(BadPointer, match="seen"):
+    with pytest.raises(BadPointer, match="attended"):
         bind_attend(step.qkv, step.seen.half(), step.kv, step.rows, step.heads, step.workspace, 1)
     with pytest.raises(BadOption, match="scales"):
         PagedKV(torch.zeros(4, 1, 32, dtype=torch.int8), torch.zeros(4, 1, 32, dtype=torch.int8), 16)
@@ -405,7 +405,7 @@ def compile_all() -> None:
         (Case((5,), n_heads=32, n_kv_heads=8, width=64, store="bf16"), True),
         (odd, False),
         (gemma, False),
-        (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", turning=32), False),
+        (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32), False),
     ):
         step = made(case)
         args = (step.qkv, step.seen, step.kv, step.rows, step.heads, step.workspace, 132)

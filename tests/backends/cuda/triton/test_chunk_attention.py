@@ -38,13 +38,13 @@ def heads_of(
     width: int,
     *,
     normed: bool = False,
-    turning: int | None = None,
+    n_rotary: int | None = None,
     pairing: Pairing = "halves",
     softcap: float | None = None,
     window: int | None = None,
 ) -> Heads:
     g = torch.Generator().manual_seed(9)
-    turning = width if turning is None else turning
+    n_rotary = width if n_rotary is None else n_rotary
     return Heads(
         n_heads,
         1,
@@ -52,7 +52,7 @@ def heads_of(
         scale=width**-0.5,
         softcap=softcap,
         window=window,
-        frequencies=1 / 10_000 ** (torch.arange(0, turning, 2).float() / turning),
+        frequencies=1 / 10_000 ** (torch.arange(0, n_rotary, 2).float() / n_rotary),
         pairing=pairing,
         q_norm=torch.rand(width, generator=g) + 0.5 if normed else None,
         k_norm=torch.rand(width, generator=g) + 0.5 if normed else None,
@@ -97,7 +97,7 @@ def prefilled(
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_appending_equals_the_twin_and_touches_nobody_else(store: str, dtype: torch.dtype) -> None:
-    heads = heads_of(3, 96, normed=True, turning=64, pairing="neighbours")
+    heads = heads_of(3, 96, normed=True, n_rotary=64, pairing="neighbours")
     kv, pages = store_of(store, 96, 5, page_tokens=16)
     chunk = chunk_of(13, 22, pages)
     qkv = torch.full((48, heads.n_columns), math.nan, dtype=dtype)

@@ -14,9 +14,9 @@ from torch import Tensor
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.triton import embed
 from ostinato.backends.cuda.triton.embed import bind_embed
-from ostinato.backends.torch.ops.attend import Rows
+from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.embed import embed_torch
-from ostinato.backends.torch.ops.matmul import Prepared, n_stats
+from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 from ostinato.errors import BadPointer
 from ostinato.files.quants import BLOCKS
 from tests.backends.cuda.triton.test_attend import bits, compile_in_child, compile_launch
@@ -29,13 +29,13 @@ def table_of(dtype: torch.dtype, rows: int = VOCAB, hidden: int = HIDDEN, seed: 
     return torch.randn(rows, hidden, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def rows_of(slots: list[int], n_slots: int) -> Rows:
+def rows_of(slots: list[int], n_slots: int) -> StepRows:
     """A row for each of these slots; what dead slots and rows hold would be far out of bounds."""
     row_slot = torch.full((n_slots,), 77_777_777, dtype=torch.int32)
     row_slot[: len(slots)] = torch.tensor(slots, dtype=torch.int32)
     position = torch.full((n_slots,), 88_888_888, dtype=torch.int32)
     position[slots] = torch.arange(len(slots), dtype=torch.int32) * 3
-    return Rows(
+    return StepRows(
         torch.tensor([len(slots)], dtype=torch.int32), row_slot, position, torch.zeros(n_slots, 1, dtype=torch.int32)
     )
 
@@ -58,9 +58,16 @@ def test_it_equals_the_twin_and_leaves_dead_rows_alone(dtype: torch.dtype, scale
     positions = table_of(dtype, rows=8, seed=1)
     ready, twin_ready = torch.full((2, 6, HIDDEN), math.nan, dtype=torch.bfloat16)
     weight = torch.rand(HIDDEN)
-    bind_embed(table, x, stats, rows, tokens, scale=scale, positions=positions, prepared=Prepared(ready, weight))()
+    bind_embed(table, x, stats, rows, tokens, scale=scale, positions=positions, prepared=PreparedInput(ready, weight))()
     embed_torch(
-        table, twin_x, twin_stats, rows, tokens, scale=scale, positions=positions, prepared=Prepared(twin_ready, weight)
+        table,
+        twin_x,
+        twin_stats,
+        rows,
+        tokens,
+        scale=scale,
+        positions=positions,
+        prepared=PreparedInput(twin_ready, weight),
     )
     assert torch.equal(x[:3], twin_x[:3])
     assert torch.allclose(stats[:3], twin_stats[:3], rtol=1e-5, atol=1e-4)

@@ -10,11 +10,11 @@ from torch import Tensor
 from ostinato.backends.cuda.launch import Launch, Launches
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, pack
 from ostinato.backends.cuda.triton.matmul import bind_matmul
-from ostinato.backends.cuda.triton.tiles import TILES, Tile, class_of, tile_for, turn_columns
+from ostinato.backends.cuda.triton.tiles import TILES, Tile, class_of, step_columns, tile_for
 from ostinato.backends.torch.ops.matmul import (
     Epilogue,
     InputNorm,
-    Prepared,
+    PreparedInput,
     matmul_torch,
     n_stats,
     stats_torch,
@@ -211,7 +211,7 @@ def test_a_writer_prepares_the_next_input_and_may_write_bfloat16() -> None:
     gain = noise(40, seed=8)
     outs = []
     for bind in (True, False):
-        out, prepared = torch.ones(4, 40).bfloat16(), Prepared(torch.full((4, 40), NAN).bfloat16(), gain)
+        out, prepared = torch.ones(4, 40).bfloat16(), PreparedInput(torch.full((4, 40), NAN).bfloat16(), gain)
         if bind:
             bind_matmul(given.x, weight, out, given.n_rows, epilogue="add", prepared=prepared, tile=small(weight))()
         else:
@@ -320,4 +320,4 @@ def test_every_type_and_shape_has_a_tile_that_fits_it() -> None:
                 tile = tile_for(weight, epilogue)
                 assert tile.slices in (1, tile.num_warps)
                 if isinstance(weight, Packed):
-                    assert k % turn_columns(weight, tile) == 0
+                    assert k % step_columns(weight, tile) == 0

@@ -22,7 +22,7 @@ from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import penalise_torch
 from ostinato.errors import BadPointer
 from ostinato.loop.layout import Arena, Layout, Tables, sampled
-from tests.backends.seats import Setting, seat
+from tests.backends.admissions import Setting, write_admission
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB, row_of, step, table_of
 
 ROOMY = Tiles(block=128, sub=8, wanted=20, capacity=128, small=32, chunk=128)
@@ -54,13 +54,13 @@ def sample(logits: Tensor, table: Arena, n_rows: int, n_tokens: int, tiles: Tile
         launch()
 
 
-def seated(all_settings: list[Setting], vocab: int) -> Arena:
+def admitted(all_settings: list[Setting], vocab: int) -> Arena:
     """A row for each setting, in slots counted from the end."""
     n = len(all_settings)
     table = table_of(n, vocab)
     table["row_slot"].copy_(torch.arange(n - 1, -1, -1))
     for row, setting in enumerate(all_settings):
-        seat(table, n - 1 - row, setting, vocab)
+        write_admission(table, n - 1 - row, setting, vocab)
     return table
 
 
@@ -76,7 +76,7 @@ def in_id_order(logits: Tensor, setting: Setting, n_tokens: int) -> int:
 def check(logits: Tensor, all_settings: list[Setting], n_tokens: int, tiles: Tiles) -> None:
     """Run both and compare all they write."""
     vocab = logits.shape[1]
-    mine, twins = seated(all_settings, vocab), seated(all_settings, vocab)
+    mine, twins = admitted(all_settings, vocab), admitted(all_settings, vocab)
     sample(logits, mine, len(all_settings), n_tokens, tiles)
     step(logits, twins, len(all_settings), n_tokens)
     expected = twins["chosen"].tolist()
@@ -163,7 +163,7 @@ def test_the_narrowest_filters_leave_the_largest_with_the_lowest_id(tiles: Tiles
         Setting(temperature=0.5, min_p=1.0, top_p=0.0),
         Setting(temperature=1.0, top_p=0.001),
     ]
-    table = seated(narrow, 203)
+    table = admitted(narrow, 203)
     sample(logits, table, 5, 203, tiles)
     assert table["chosen"].tolist() == logits.argmax(-1).tolist()
 
@@ -205,7 +205,7 @@ def test_any_setting_gives_what_the_twin_gives(
 def drawn(logits: Tensor, setting: Setting, n: int, tiles: Tiles) -> list[int]:
     """n draws from one row of logits with seeds of their own: what comes before the draw runs once."""
     vocab = logits.shape[0]
-    table = seated([replace(setting, seed=i) for i in range(n)], vocab)
+    table = admitted([replace(setting, seed=i) for i in range(n)], vocab)
     workspace, (shape, gather, choose) = launches(logits.expand(n, vocab).contiguous(), table, vocab, tiles)
     assert callable(shape)
     assert callable(gather)
@@ -255,33 +255,33 @@ def test_a_row_does_not_know_its_place_or_its_company() -> None:
         Setting(n_logprobs=4, repetition=1.2, prompt=(4, 5)),
         Setting(temperature=1.1, seed=8),
     ]
-    together = seated([*alike[::-1], *alike], VOCAB)
+    together = admitted([*alike[::-1], *alike], VOCAB)
     sample(torch.cat((noise(3, VOCAB, seed=9), logits[:3])), together, 6, VOCAB, ROOMY)
     for row, setting in enumerate(alike):
         table = table_of(4, VOCAB)
         table["row_slot"][0] = row
-        seat(table, row, setting, VOCAB)
+        write_admission(table, row, setting, VOCAB)
         sample(logits[row].expand(4, -1).contiguous(), table, 1, VOCAB, ROOMY)
         for name in ("chosen", "chosen_logprob", "top_ids", "top_logprobs"):
             assert table[name][0].tolist() == together[name][3 + row].tolist(), name
 
 
-def test_a_first_token_needs_the_seats_alone() -> None:
+def test_a_first_token_needs_the_admissions_alone() -> None:
     tables = Tables.on(Layout(n_slots=2, max_pages=2, vocab=VOCAB), torch.device("cpu"))
     setting = Setting(repetition=1.5, frequency=2.0, prompt=tuple(range(90)), position=17, min_tokens=1, stop_ids=(2,))
     logits = noise(1, VOCAB)
     logits[0, 2], logits[0, 5], logits[0, 100] = 50.0, 20.0, 19.0  # banned, seen, and so the largest
-    seat(tables.seats, 1, setting, VOCAB)
+    write_admission(tables.admissions, 1, setting, VOCAB)
     chosen, logprob = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     spaces = sample_workspace(1, VOCAB, ROOMY).items()
     bound = bind_sample(
         logits,
-        tables.seats,
+        tables.admissions,
         {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in spaces},
         n_rows=torch.ones(1, dtype=torch.int32),
         row_slot=torch.ones(1, dtype=torch.int32),
         n_tokens=VOCAB,
-        position=tables.seats["position"],
+        position=tables.admissions["position"],
         offset=0,
         chosen=chosen,
         chosen_logprob=logprob,
@@ -296,7 +296,7 @@ def test_a_first_token_needs_the_seats_alone() -> None:
 
 
 def test_dead_rows_are_neither_read_nor_written() -> None:
-    table = seated([Setting(), Setting(), Setting()], VOCAB)
+    table = admitted([Setting(), Setting(), Setting()], VOCAB)
     for name in ("chosen", "top_ids"):
         table[name].fill_(-7)
     logits = torch.full((3, VOCAB), float("nan"))
@@ -312,14 +312,14 @@ def test_dead_rows_are_neither_read_nor_written() -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's word on what is under test
 def test_a_logit_that_is_no_number_still_gives_an_id() -> None:
     logits = torch.full((2, VOCAB), float("nan"))
-    table = seated([Setting(), Setting(temperature=1.0, top_k=4)], VOCAB)
+    table = admitted([Setting(), Setting(temperature=1.0, top_k=4)], VOCAB)
     sample(logits, table, 2, VOCAB - 3)
     assert all(0 <= token < VOCAB - 3 for token in table["chosen"].tolist())
 
 
 def test_where_all_is_banned_id_zero_is_chosen() -> None:
     banned = frozenset[int]()
-    table = seated([Setting(temperature=t, allowed=banned, top_k=k) for t, k in ((0, 0), (1, 0), (1, 5))], VOCAB)
+    table = admitted([Setting(temperature=t, allowed=banned, top_k=k) for t, k in ((0, 0), (1, 0), (1, 5))], VOCAB)
     sample(noise(3, VOCAB), table, 3, VOCAB)
     assert table["chosen"].tolist() == [0, 0, 0]
 

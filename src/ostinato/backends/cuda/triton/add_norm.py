@@ -19,8 +19,8 @@ from torch import Tensor
 from ostinato.backends.cuda.launch import checked
 from ostinato.backends.cuda.triton.attend import FLOATS
 from ostinato.backends.cuda.triton.embed import check_written, write_x
-from ostinato.backends.torch.ops.attend import Rows
-from ostinato.backends.torch.ops.matmul import Prepared, n_stats
+from ostinato.backends.torch.ops.attend import StepRows
+from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 
 _BLOCKS = 32  # of 16 columns, that one program writes
 
@@ -32,9 +32,9 @@ def bind_add_norm(
     weight: Tensor,
     eps: float,
     stats: Tensor,
-    rows: Rows,
+    rows: StepRows,
     *,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
 ) -> Callable[[], None]:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]

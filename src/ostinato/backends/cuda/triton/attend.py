@@ -6,7 +6,7 @@
 Shapes and types are the twin's (`torch/ops/attend.py`): qkv float32 [n_slots, (heads + 2 kv_heads) * width] and seen
 float32 [n_slots, heads * width] by row; K and V [cells, kv_heads, width] in float32, bfloat16, float16 or int8 with
 scales; pages of any size, best a multiple of 64. Products are in the type of the store, bfloat16 for int8; sums, maxima
-and the merge are float32. Written in place: `seen` of live rows, a cell of K and V for each of them, the workspace.
+and the merge are float32. Written in place: `attended` of live rows, a cell of K and V for each of them, the workspace.
 Bound by reading K and V, at short contexts by the latency of a few loads that follow from each other.
 
 How the work is cut. What a row sees is cut into at most MAX_SPLITS splits of equal length, a multiple of SPLIT
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.chip import PROGRAMS_PER_MULTIPROCESSOR, Chip
 from ostinato.backends.cuda.launch import checked
-from ostinato.backends.torch.ops.attend import Heads, PagedKV, Rows
+from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
 
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
@@ -61,9 +61,9 @@ def attend_workspace(n_slots: int, heads: Heads, device: torch.device) -> Worksp
 
 def bind_attend(
     qkv: Tensor,
-    seen: Tensor,
+    attended: Tensor,
     kv: PagedKV,
-    rows: Rows,
+    rows: StepRows,
     heads: Heads,
     workspace: Workspace,
     programs: int | None = None,
@@ -72,7 +72,7 @@ def bind_attend(
     """Check everything once and return the launch. `programs` and `stages` change its speed and no bit."""
     device, n_slots = qkv.device, rows.n_slots
     checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device)
-    checked("seen", seen, dtype=torch.float32, shape=(n_slots, heads.n_heads * heads.head_width), device=device)
+    checked("attended", attended, dtype=torch.float32, shape=(n_slots, heads.n_heads * heads.head_width), device=device)
     check_kv(kv, heads, device)
     checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device)
     checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device)
@@ -86,7 +86,7 @@ def bind_attend(
     if programs is None:
         programs = Chip.of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     tensors = (
-        *(qkv, seen, kv.keys, kv.values, _or(kv.key_scales, qkv), _or(kv.value_scales, qkv)),
+        *(qkv, attended, kv.keys, kv.values, _or(kv.key_scales, qkv), _or(kv.value_scales, qkv)),
         *(rows.n_rows, rows.row_slot, rows.position, rows.pages),
         *(_or(heads.q_norm, qkv), _or(heads.k_norm, qkv), _or(heads.frequencies, qkv)),
         *(workspace.sums, workspace.norms, workspace.arrivals),
@@ -135,7 +135,7 @@ def head_constants(heads: Heads) -> dict[str, Any]:
         "KV_HEADS": heads.n_kv_heads,
         "WIDTH": heads.head_width,
         "D": max(16, triton.next_power_of_2(heads.head_width)),
-        "TURNING": 0 if heads.frequencies is None else 2 * heads.frequencies.shape[0],
+        "N_ROTARY": 0 if heads.frequencies is None else 2 * heads.frequencies.shape[0],
         "NEIGHBOURS": heads.pairing == "neighbours",
         "NORMED": heads.q_norm is not None,
     }
@@ -169,7 +169,7 @@ def _or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
 @triton.jit
 def attend_kernel(
     qkv,
-    seen,
+    attended,
     keys,
     values,
     key_scales,
@@ -193,7 +193,7 @@ def attend_kernel(
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
-    TURNING: tl.constexpr,
+    N_ROTARY: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     NORMED: tl.constexpr,
     GROUP: tl.constexpr,
@@ -209,7 +209,7 @@ def attend_kernel(
     MERGE: tl.constexpr,
     Q8: tl.constexpr,
 ):
-    # Items are dealt row by row: `ends` says where each row's items end, and dead rows have none.
+    # Items are partition row by row: `ends` says where each row's items end, and dead rows have none.
     row_ids = tl.arange(0, SLOTS)
     alive = row_ids < tl.load(n_rows)
     slots = tl.load(row_slot + row_ids, mask=alive, other=0)
@@ -233,11 +233,11 @@ def attend_kernel(
 
         d = tl.arange(0, D)
         line = qkv + row * ((HEADS + 2 * KV_HEADS) * WIDTH)
-        cos, sin = turns(p, frequencies, amplitude, D, TURNING, NEIGHBOURS)
+        cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
         members = tl.arange(0, MANY)
         q_mask = (members < GROUP)[:, None] & (d < WIDTH)[None, :]
         q_at = line + ((head * GROUP + members) * WIDTH)[:, None]
-        q = turned(q_at, q_mask, q_weight, cos, sin, eps, WIDTH, D, TURNING, NEIGHBOURS, NORMED)
+        q = rotated(q_at, q_mask, q_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
         q = narrowed(q * scale, tl.bfloat16 if Q8 else keys.dtype.element_ty)
 
         if split == n_splits - 1:
@@ -245,7 +245,7 @@ def attend_kernel(
             one = tl.zeros([1, 1], tl.int32)
             k_mask = (d < WIDTH)[None, :]
             k_at = line + (HEADS + head) * WIDTH + one
-            own_k = turned(k_at, k_mask, k_weight, cos, sin, eps, WIDTH, D, TURNING, NEIGHBOURS, NORMED)
+            own_k = rotated(k_at, k_mask, k_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
             own_v = tl.load(line + (HEADS + KV_HEADS + head) * WIDTH + d[None, :] + one, mask=k_mask, other=0.0)
             own_page = tl.load(its_pages + p // PAGE)
             cell = (own_page.to(tl.int64) * PAGE + p % PAGE) * KV_HEADS + head + one.to(tl.int64)
@@ -277,7 +277,7 @@ def attend_kernel(
 
         acc = tl.trans(acc)
         pair = row * KV_HEADS + head
-        out = seen + row * (HEADS * WIDTH) + head * (GROUP * WIDTH)
+        out = attended + row * (HEADS * WIDTH) + head * (GROUP * WIDTH)
         if n_splits == 1:
             # Adding zero makes a negative zero a positive one, as the merge does.
             tl.store(out + members[:, None] * WIDTH + d[None, :], acc / total[:, None] + 0.0, mask=q_mask)
@@ -460,7 +460,7 @@ def store_cells(
 
 
 @triton.jit
-def turned(
+def rotated(
     at,
     mask,
     weight,
@@ -469,7 +469,7 @@ def turned(
     eps,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
-    TURNING: tl.constexpr,
+    N_ROTARY: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     NORMED: tl.constexpr,
 ):
@@ -479,28 +479,28 @@ def turned(
     if NORMED:
         power = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
         x = x * power * tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    if TURNING:
+    if N_ROTARY:
         if NEIGHBOURS:
             partner = d ^ 1
             early = d % 2 == 0
         else:
-            partner = tl.where(d < TURNING // 2, d + TURNING // 2, d - TURNING // 2)
-            early = d < TURNING // 2
+            partner = tl.where(d < N_ROTARY // 2, d + N_ROTARY // 2, d - N_ROTARY // 2)
+            early = d < N_ROTARY // 2
         # Loaded again rather than shuffled: the line is in the cache, and which lane holds what stays open.
-        other = tl.load(at + partner, mask=mask & (d < TURNING), other=0.0).to(tl.float32)
+        other = tl.load(at + partner, mask=mask & (d < N_ROTARY), other=0.0).to(tl.float32)
         if NORMED:
-            other = other * power * tl.load(weight + partner, mask=d < TURNING, other=0.0).to(tl.float32)
-        x = tl.where(d < TURNING, x * cos + tl.where(early, -other, other) * sin, x)
+            other = other * power * tl.load(weight + partner, mask=d < N_ROTARY, other=0.0).to(tl.float32)
+        x = tl.where(d < N_ROTARY, x * cos + tl.where(early, -other, other) * sin, x)
     return x
 
 
 @triton.jit
-def turns(p, frequencies, amplitude, D: tl.constexpr, TURNING: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def rope_cos_sin(p, frequencies, amplitude, D: tl.constexpr, N_ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr):
     """Cosines and sines, amplified, of what each element of a head turns by at position p (or [n, 1] of them)."""
     d = tl.arange(0, D)[None, :]
-    if TURNING:
-        pair = d // 2 if NEIGHBOURS else d % (TURNING // 2)
-        frequency = tl.load(frequencies + pair, mask=d < TURNING, other=0.0)
+    if N_ROTARY:
+        pair = d // 2 if NEIGHBOURS else d % (N_ROTARY // 2)
+        frequency = tl.load(frequencies + pair, mask=d < N_ROTARY, other=0.0)
         cos, sin = cos_sin(p.to(tl.float32) * frequency, amplitude)
     else:
         cos = tl.zeros([1, D], tl.float32)

@@ -34,11 +34,11 @@ from ostinato.backends.cuda.triton.attend import (
     narrowed,
     page_at,
     product,
+    rope_cos_sin,
+    rotated,
     scored,
     stages_for,
     store_cells,
-    turned,
-    turns,
 )
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import Chunk
@@ -80,15 +80,15 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     return launch
 
 
-def bind_chunk_attention(q: Tensor, seen: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
+def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
     """Check everything once and return the launch that attends."""
     m, device = q.shape[0], q.device
     checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
-    checked("seen", seen, dtype=q.dtype, shape=(m, heads.n_heads * heads.head_width), device=device)
+    checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * heads.head_width), device=device)
     _check_chunk(chunk, device)
     check_kv(kv, heads, device)
     scales = (q if t is None else t for t in (kv.key_scales, kv.value_scales))
-    tensors = (q, seen, kv.keys, kv.values, *scales, chunk.start, chunk.n, chunk.pages)
+    tensors = (q, attended, kv.keys, kv.values, *scales, chunk.start, chunk.n, chunk.pages)
     constants: dict[str, Any] = {
         "HEADS": heads.n_heads,
         "KV_HEADS": heads.n_kv_heads,
@@ -140,7 +140,7 @@ def append_chunk_kernel(
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     D: tl.constexpr,
-    TURNING: tl.constexpr,
+    N_ROTARY: tl.constexpr,
     NEIGHBOURS: tl.constexpr,
     NORMED: tl.constexpr,
     PAGE: tl.constexpr,
@@ -156,16 +156,16 @@ def append_chunk_kernel(
         p = tl.load(start) + row
         at = qkv + row * ((HEADS + 2 * KV_HEADS) * WIDTH) + head * WIDTH
         if head < HEADS:
-            cos, sin = turns(p, frequencies, amplitude, D, TURNING, NEIGHBOURS)
-            x = turned(at, mask, q_weight, cos, sin, eps, WIDTH, D, TURNING, NEIGHBOURS, NORMED)
+            cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
+            x = rotated(at, mask, q_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
             to = q + (row * HEADS + head) * WIDTH + d
             tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
         else:
             page = tl.load(pages + p // PAGE, mask=row < n_live, other=0).to(tl.int64)
             cell = page * PAGE + p % PAGE
             if head < HEADS + KV_HEADS:
-                cos, sin = turns(p, frequencies, amplitude, D, TURNING, NEIGHBOURS)
-                x = turned(at, mask, k_weight, cos, sin, eps, WIDTH, D, TURNING, NEIGHBOURS, NORMED)
+                cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
+                x = rotated(at, mask, k_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
                 store_cells(keys, key_scales, cell * KV_HEADS + head - HEADS, x, mask, ROWS, WIDTH, D, Q8)
             else:
                 x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
@@ -176,7 +176,7 @@ def append_chunk_kernel(
 @triton.jit
 def chunk_attention_kernel(
     q,
-    seen,
+    attended,
     keys,
     values,
     key_scales,
@@ -240,4 +240,4 @@ def chunk_attention_kernel(
             top = higher
         total = tl.where(row < n_live, total, 1.0)
         # Adding zero makes a negative zero a positive one, as a block of zeros would.
-        tl.store(seen + at, narrowed(acc / total[:, None] + 0.0, seen.dtype.element_ty), mask=mask)
+        tl.store(attended + at, narrowed(acc / total[:, None] + 0.0, attended.dtype.element_ty), mask=mask)

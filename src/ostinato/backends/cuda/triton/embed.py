@@ -21,8 +21,8 @@ from torch import Tensor
 from ostinato.backends.cuda.launch import checked
 from ostinato.backends.cuda.packed import PLANES, Packed
 from ostinato.backends.cuda.triton.attend import FLOATS, narrowed
-from ostinato.backends.torch.ops.attend import Rows
-from ostinato.backends.torch.ops.matmul import Prepared, n_stats
+from ostinato.backends.torch.ops.attend import StepRows
+from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 from ostinato.errors import BadPointer
 
 _BLOCKS = 32  # of 16 columns, that one program writes
@@ -32,12 +32,12 @@ def bind_embed(
     table: Tensor | Packed,
     x: Tensor,
     stats: Tensor,
-    rows: Rows,
+    rows: StepRows,
     tokens: Tensor,
     *,
     scale: float | None = None,
     positions: Tensor | None = None,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
 ) -> Callable[[], None]:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
@@ -88,7 +88,7 @@ def _packed(table: Packed, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any
     return planes, {"TYPE": table.type, **order}
 
 
-def check_written(x: Tensor, stats: Tensor, rows: Rows, prepared: Prepared | None) -> None:
+def check_written(x: Tensor, stats: Tensor, rows: StepRows, prepared: PreparedInput | None) -> None:
     """Refuse what a writer of x cannot write."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
     checked("x", x, dtype=torch.float32, shape=(n_slots, hidden), device=device)

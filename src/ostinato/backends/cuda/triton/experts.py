@@ -47,7 +47,7 @@ from ostinato.backends.cuda.triton.matmul import (
 )
 from ostinato.backends.cuda.triton.tiles import Tile, tile_for
 from ostinato.backends.torch.ops.activation import Activation
-from ostinato.backends.torch.ops.matmul import InputNorm, Prepared, n_stats
+from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.weight import for_a_gpu
 from ostinato.errors import InternalError
 
@@ -87,7 +87,7 @@ def experts_gate_up_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, n_rows_ptr,
     stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
-    NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
+    NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
     RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def experts_gate_up_kernel(
     up = gate + N if TWO else gate
     acc, second = product(
         x_ptr, norm_weight_ptr, norm_bias_ptr, row, row + 1, mean, root, w_ptr, high_ptr, w_scale_ptr, block_ptr,
-        pairs_ptr, gate, up, 0, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, KIND, W, RUN, STAGES, ASM, False,
+        pairs_ptr, gate, up, 0, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, TYPE, W, RUN, STAGES, ASM, False,
         NARROW, PRECISION, False,
     )  # fmt: skip
     if NORM > NO_NORM and NORM < LAYER:
@@ -138,7 +138,7 @@ def experts_down_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr, out_ptr, expert_ptr, share_ptr, n_rows_ptr,
     stats_ptr, prepared_ptr, prepared_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
-    KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
+    TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def experts_down_kernel(
         n_expert = tl.load(expert_ptr + place) * N + inside
         acc, _second = product(
             x_ptr, None, None, place, place + 1, nothing, nothing, w_ptr, high_ptr, w_scale_ptr, block_ptr, pairs_ptr,
-            n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, KIND, W, RUN, STAGES, ASM,
+            n_expert, n_expert, 0, K, NO_NORM, False, BLOCK_N, BLOCK_K, SLICES, 1, ROWS, TYPE, W, RUN, STAGES, ASM,
             False, NARROW, PRECISION, False,
         )  # fmt: skip
         total += acc * tl.load(share_ptr + place)
@@ -294,7 +294,7 @@ def bind_experts_down(
     *,
     epilogue: Literal["store", "add"] = "add",
     stats: Tensor | None = None,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Launch:

@@ -27,9 +27,9 @@ from ostinato.backends.cuda.triton.matmul import FLOATS, planes_of
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
-    KINDS,
     Q6_K,
     Q8_0,
+    WEIGHT_TYPES,
     byte_of,
     bytes_at,
     halves_of,
@@ -87,10 +87,10 @@ def side_by_side(low, top):
 
 @triton.jit
 def unit_values(
-    quants, high, scales, blocks, u, K: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr
+    quants, high, scales, blocks, u, K: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
     """Unit u of rows that begin at these places, dequantised: float32 [n, columns of a unit], as the twin has them."""
-    if KIND == Q8_0:
+    if TYPE == Q8_0:
         values = float_of(bytes_at(quants, u, W, RUN) ^ 128, 128)
         if K % 64 == 0:
             first, second = halves_of(words_at(scales + u // 2 * RUN))
@@ -98,8 +98,8 @@ def unit_values(
         else:
             return values * tl.load(scales + u * RUN).to(tl.float32)[:, None]
     else:
-        BITS: tl.constexpr = KIND % 10
-        HAS_MINIMUM: tl.constexpr = KIND >= 14 and KIND != Q6_K
+        BITS: tl.constexpr = TYPE % 10
+        HAS_MINIMUM: tl.constexpr = TYPE >= 14 and TYPE != Q6_K
         q = bytes_at(quants, u, W, RUN)
         low, top = (q & 15).to(tl.int32), (q >> 4).to(tl.int32)
         if BITS == 5 and W == 16:
@@ -108,18 +108,18 @@ def unit_values(
         elif BITS > 4:
             first_bits, second_bits = words_at(high + 2 * u * RUN), words_at(high + (2 * u + 1) * RUN)
             low, top = five_or_six(low, top, first_bits, second_bits, W, BITS)
-        if KIND == Q6_K:
+        if TYPE == Q6_K:
             word = words_at(scales + u // 2 * RUN) >> (u % 2 * 16)
             d = tl.load(blocks + u // 8 * RUN).to(tl.float32)
             s0, s1 = d * signed_byte_of(word, 0), d * signed_byte_of(word, 1)
-        elif KIND // 10 == 2:
+        elif TYPE // 10 == 2:
             halves, scale0, scale1, minimum0, minimum1 = k_words(scales, u // 4, RUN)
             d, m = halves_of(halves)
             word = tl.where(u % 4 < 2, scale0, scale1) >> (u % 2 * 16)
             minimum = tl.where(u % 4 < 2, minimum0, minimum1) >> (u % 2 * 16)
             s0, s1 = d * byte_of(word, 0), d * byte_of(word, 1)
             m0, m1 = -m * byte_of(minimum, 0), -m * byte_of(minimum, 1)
-        elif KIND // 10 == 1:
+        elif TYPE // 10 == 1:
             if W == 32:
                 s0, m0 = halves_of(words_at(scales + 2 * u * RUN))
                 s1, m1 = halves_of(words_at(scales + (2 * u + 1) * RUN))
@@ -143,7 +143,7 @@ def unit_values(
 @triton.jit(do_not_specialize=["m_rows"])
 def gemm_kernel(
     x_ptr, w_ptr, high_ptr, w_scale_ptr, block_ptr, out_ptr, bias_ptr, scale_ptr, scale, m_rows,
-    N: tl.constexpr, K: tl.constexpr, OUT_STRIDE: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, OUT_STRIDE: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -155,7 +155,7 @@ def gemm_kernel(
     x_at = x_ptr + tl.minimum(rows, m_rows - 1)[:, None].to(tl.int64) * K
     inside = tl.minimum(n, N - 1)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if KIND == DENSE:
+    if TYPE == DENSE:
         w_at = w_ptr + inside[:, None].to(tl.int64) * K
         for start in tl.range(0, K, BLOCK_K):
             k = start + tl.arange(0, BLOCK_K)[None, :]
@@ -165,13 +165,13 @@ def gemm_kernel(
                 x, w = tl.load(x_at + k, mask=k < K, other=0.0), tl.load(w_at + k, mask=k < K, other=0.0)
             acc = tl.dot(operand(x, NARROW), tl.trans(operand(w, NARROW)), acc, input_precision=PRECISION)
     else:
-        UNIT: tl.constexpr = W if KIND == Q8_0 else 2 * W
+        UNIT: tl.constexpr = W if TYPE == Q8_0 else 2 * W
         quants, high, scales, blocks = places_of_rows(
-            w_ptr, high_ptr, w_scale_ptr, block_ptr, inside, K, KIND, W, RUN
+            w_ptr, high_ptr, w_scale_ptr, block_ptr, inside, K, TYPE, W, RUN
         )  # fmt: skip
         for u in tl.range(0, K // UNIT):
             x = tl.load(x_at + (u * UNIT + tl.arange(0, UNIT))[None, :])
-            w = unit_values(quants, high, scales, blocks, u, K, KIND, W, RUN)
+            w = unit_values(quants, high, scales, blocks, u, K, TYPE, W, RUN)
             acc = tl.dot(operand(x, True), tl.trans(narrowed(w)), acc)
     ok = n < N
     if bias_ptr is not None:
@@ -249,7 +249,7 @@ def _bound(
             "N": n,
             "K": k,
             "OUT_STRIDE": out.stride(0),
-            "KIND": KINDS[weight.type] if isinstance(weight, Packed) else 0,
+            "TYPE": WEIGHT_TYPES[weight.type] if isinstance(weight, Packed) else 0,
             "W": weight.unit_bytes if isinstance(weight, Packed) else 0,
             "RUN": weight.run if isinstance(weight, Packed) else 1,
             "NARROW": kind in ("bf16", "packed"),

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launch, Launches, checked
 from ostinato.backends.cuda.packed import PLANES, Packed, Stack, Weight, entries_of, shape_of
-from ostinato.backends.cuda.triton.tiles import Tile, tile_for, turn_columns
+from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
-    KINDS,
     Q6_K,
     Q8_0,
+    WEIGHT_TYPES,
     by_row,
     k_sum,
     k_unit,
@@ -41,7 +41,7 @@ from ostinato.backends.cuda.triton.unpack import (
     scaled_unit,
 )
 from ostinato.backends.torch.ops.activation import Activation
-from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, Prepared, n_stats
+from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.weight import for_a_gpu
 from ostinato.errors import InternalError
 
@@ -106,19 +106,19 @@ def prefetch(at):
 
 @triton.jit
 def wait_for_others(
-    w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, KIND: tl.constexpr,
+    w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
     W: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Let the next kernel start, ask for the first weights, which depend on nobody, and wait for the kernel before."""
     gdc_launch_dependents()
-    if KIND == DENSE:
+    if TYPE == DENSE:
         LINE: tl.constexpr = 64  # elements to a line of the cache, or two
         ahead = tl.arange(0, 2 * BLOCK_K // LINE if 2 * BLOCK_K <= K else 1)[None, :] * LINE
         prefetch(w_ptr + n[:, None].to(tl.int64) * K + ahead)
         if TWO:
             prefetch(w_ptr + n_second[:, None].to(tl.int64) * K + ahead)
     else:
-        UNITS: tl.constexpr = K // W if KIND == Q8_0 else K // (2 * W)
+        UNITS: tl.constexpr = K // W if TYPE == Q8_0 else K // (2 * W)
         ahead = tl.arange(0, 8 if UNITS >= 8 else 1)[None, :] * (RUN * W)
         prefetch(rows_in_plane(w_ptr, n, UNITS, W, RUN)[:, None] + ahead)
         if TWO:
@@ -175,7 +175,7 @@ def load_columns(at, k, K: tl.constexpr, MASK_K: tl.constexpr):
 
 @triton.jit
 def add_dense(
-    x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, w_ptr, n, n_second, first_turn, last_turn,
+    x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, w_ptr, n, n_second, first_step, last_step,
     K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -186,8 +186,8 @@ def add_dense(
     first_at = w_ptr + tl.expand_dims(n, -1).to(tl.int64) * K
     second_at = w_ptr + tl.expand_dims(n_second, -1).to(tl.int64) * K
     in_turn = slice_of(SLICES) * (BLOCK_K // SLICES) + tl.arange(0, BLOCK_K // SLICES)
-    for turn in tl.range(first_turn, last_turn):
-        k = turn * BLOCK_K + in_turn
+    for step in tl.range(first_step, last_step):
+        k = step * BLOCK_K + in_turn
         across = tl.expand_dims(k, -2)
         # Weights first: they wait for nothing, and x for the number of rows.
         w = load_columns(first_at + across, across, K, MASK_K)
@@ -203,22 +203,22 @@ def add_dense(
 @triton.jit
 def add_packed(
     x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, q_ptr, high_ptr, scale_ptr, block_ptr, pairs_ptr,
-    n, n_second, first_turn, last_turn, K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
+    n, n_second, first_step, last_step, K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
     RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """As `add_dense`, of packed rows. A slice of a turn has whole units; of Q4_K and Q5_K a block of 256 columns."""
     acc = zero_sums(SLICES, BLOCK_N, ROWS)
     second = zero_sums(SLICES, BLOCK_N, ROWS)
-    ALONE: tl.constexpr = KIND == Q8_0 and K % 64 != 0  # with an odd block: 32 columns to a unit, not two times 32
+    ALONE: tl.constexpr = TYPE == Q8_0 and K % 64 != 0  # with an odd block: 32 columns to a unit, not two times 32
     COLUMNS: tl.constexpr = W if ALONE else 2 * W
     UNITS: tl.constexpr = BLOCK_K // SLICES // COLUMNS
-    K_TYPE: tl.constexpr = KIND // 10 == 2 and KIND != Q6_K
-    q, high, scales, blocks = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n, K, KIND, W, RUN)
-    q2, high2, scales2, blocks2 = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n_second, K, KIND, W, RUN)
-    for turn in tl.range(first_turn, last_turn, num_stages=STAGES):
-        # Types with few columns to a scale are dealt to the slices unit by unit, the others by the UNITS.
-        part = turn * SLICES + slice_of(SLICES)
+    K_TYPE: tl.constexpr = TYPE // 10 == 2 and TYPE != Q6_K
+    q, high, scales, blocks = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n, K, TYPE, W, RUN)
+    q2, high2, scales2, blocks2 = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n_second, K, TYPE, W, RUN)
+    for step in tl.range(first_step, last_step, num_stages=STAGES):
+        # Types with few columns to a scale are partition to the slices unit by unit, the others by the UNITS.
+        part = step * SLICES + slice_of(SLICES)
         block, minima = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)
         block2, minima2 = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)
         pairs = 0
@@ -238,23 +238,23 @@ def add_packed(
                 x1 = input_tile(
                     x_ptr, norm_weight_ptr, norm_bias_ptr, rows, row_ok, mean, root, k, K, NORM, False, True
                 )  # fmt: skip
-            if KIND == Q6_K:
+            if TYPE == Q6_K:
                 block = q6_unit(block, q, high, scales, pairs, u, x0, x1, 2 * i % 4, W, RUN, ASM)
                 if TWO:
                     block2 = q6_unit(block2, q2, high2, scales2, pairs, u, x0, x1, 2 * i % 4, W, RUN, ASM)
             elif K_TYPE:
                 s, m = (s0, m0) if i < 2 else (s1, m1)
-                block, minima = k_unit(block, minima, q, high, pairs, u, x0, x1, s, m, 2 * i % 4, KIND, W, RUN, ASM)
+                block, minima = k_unit(block, minima, q, high, pairs, u, x0, x1, s, m, 2 * i % 4, TYPE, W, RUN, ASM)
                 if TWO:
                     s, m = (s02, m02) if i < 2 else (s12, m12)
                     block2, minima2 = k_unit(
-                        block2, minima2, q2, high2, pairs, u, x0, x1, s, m, 2 * i % 4, KIND, W, RUN, ASM
+                        block2, minima2, q2, high2, pairs, u, x0, x1, s, m, 2 * i % 4, TYPE, W, RUN, ASM
                     )  # fmt: skip
             else:
-                acc = scaled_unit(acc, q, high, scales, pairs, u, x0, x1, K, KIND, W, RUN, ASM)
+                acc = scaled_unit(acc, q, high, scales, pairs, u, x0, x1, K, TYPE, W, RUN, ASM)
                 if TWO:
-                    second = scaled_unit(second, q2, high2, scales2, pairs, u, x0, x1, K, KIND, W, RUN, ASM)
-        if KIND == Q6_K:
+                    second = scaled_unit(second, q2, high2, scales2, pairs, u, x0, x1, K, TYPE, W, RUN, ASM)
+        if TYPE == Q6_K:
             at = part * (BLOCK_K // SLICES) // 256 * RUN
             acc += by_row(block, tl.load(blocks + at).to(tl.float32))
             if TWO:
@@ -328,22 +328,22 @@ def widened(x):
 def product(
     x_ptr, norm_weight_ptr, norm_bias_ptr, first_row, n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr, block_ptr,
     pairs_ptr, n, n_second, part, K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+    BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr,
     W: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Rows n (and n_second, for TWO) of any weight times rows of x, over the part-th of SPLIT_K: [BLOCK_N, ROWS]."""
-    TURNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    PART: tl.constexpr = (TURNS + SPLIT_K - 1) // SPLIT_K
-    first_turn, last_turn = 0, TURNS
+    STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PART: tl.constexpr = (STEPS + SPLIT_K - 1) // SPLIT_K
+    first_step, last_step = 0, STEPS
     if SPLIT_K > 1:
-        first_turn = part * PART
-        last_turn = tl.minimum(TURNS, first_turn + PART)
+        first_step = part * PART
+        last_step = tl.minimum(STEPS, first_step + PART)
     rows = first_row + tl.arange(0, ROWS)
-    if KIND == DENSE:
+    if TYPE == DENSE:
         acc, second = add_dense(
-            x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, n, n_second, first_turn,
-            last_turn, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, ROWS, NARROW, PRECISION,
+            x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, n, n_second, first_step,
+            last_step, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, ROWS, NARROW, PRECISION,
         )  # fmt: skip
         return over_slices(acc, SLICES), over_slices(second, SLICES)
     else:
@@ -353,28 +353,28 @@ def product(
             few = first_row + tl.arange(0, 8)
             acc8, second8 = add_packed(
                 x_ptr, norm_weight_ptr, norm_bias_ptr, few, few < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
-                block_ptr, pairs_ptr, n, n_second, first_turn, last_turn, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 8,
-                KIND, W, RUN, STAGES, ASM,
+                block_ptr, pairs_ptr, n, n_second, first_step, last_step, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, 8,
+                TYPE, W, RUN, STAGES, ASM,
             )  # fmt: skip
             acc, second = widened(over_slices(acc8, SLICES)), widened(over_slices(second8, SLICES))
         elif TWO and APART:
             # The same sums in the same order, and the registers of one product at a time.
             acc16, _none = add_packed(
                 x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
-                block_ptr, pairs_ptr, n, n, first_turn, last_turn, K, NORM, False, BLOCK_N, BLOCK_K, SLICES, ROWS,
-                KIND, W, RUN, STAGES, ASM,
+                block_ptr, pairs_ptr, n, n, first_step, last_step, K, NORM, False, BLOCK_N, BLOCK_K, SLICES, ROWS,
+                TYPE, W, RUN, STAGES, ASM,
             )  # fmt: skip
             second16, _none = add_packed(
                 x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
-                block_ptr, pairs_ptr, n_second, n_second, first_turn, last_turn, K, NORM, False, BLOCK_N, BLOCK_K,
-                SLICES, ROWS, KIND, W, RUN, STAGES, ASM,
+                block_ptr, pairs_ptr, n_second, n_second, first_step, last_step, K, NORM, False, BLOCK_N, BLOCK_K,
+                SLICES, ROWS, TYPE, W, RUN, STAGES, ASM,
             )  # fmt: skip
             acc, second = over_slices(acc16, SLICES), over_slices(second16, SLICES)
         else:
             acc16, second16 = add_packed(
                 x_ptr, norm_weight_ptr, norm_bias_ptr, rows, rows < n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
-                block_ptr, pairs_ptr, n, n_second, first_turn, last_turn, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, ROWS,
-                KIND, W, RUN, STAGES, ASM,
+                block_ptr, pairs_ptr, n, n_second, first_step, last_step, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, ROWS,
+                TYPE, W, RUN, STAGES, ASM,
             )  # fmt: skip
             acc, second = over_slices(acc16, SLICES), over_slices(second16, SLICES)
         return acc, second
@@ -416,7 +416,7 @@ def matmul_kernel(
     N: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr, OUT_STRIDE: tl.constexpr, N_STATS: tl.constexpr,
     K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
-    KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
+    TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
     NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, APART: tl.constexpr,
@@ -431,7 +431,7 @@ def matmul_kernel(
     inside = FIRST + tl.minimum(n, N - 1)
     TWO: tl.constexpr = EPILOGUE == GATED
     if PDL:
-        wait_for_others(w_ptr, inside, inside + N, K, TWO, BLOCK_K, KIND, W, RUN)
+        wait_for_others(w_ptr, inside, inside + N, K, TWO, BLOCK_K, TYPE, W, RUN)
     n_rows = tl.load(n_rows_ptr)
     if row_tile > 0:  # noqa: SIM102 -- not one condition: the first tile asks for weights before it knows n_rows
         if row_tile * ROWS >= n_rows:
@@ -448,7 +448,7 @@ def matmul_kernel(
         loaded = load_stats(stats_in_ptr, rows, row_ok, 1, K_STATS, STATS_WIDE)
     acc, second = product(
         x_ptr, norm_weight_ptr, norm_bias_ptr, row_tile * ROWS, n_rows, mean, root, w_ptr, high_ptr, w_scale_ptr,
-        block_ptr, pairs_ptr, inside, inside + N, part, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, SPLIT_K, ROWS, KIND, W,
+        block_ptr, pairs_ptr, inside, inside + N, part, K, NORM, TWO, BLOCK_N, BLOCK_K, SLICES, SPLIT_K, ROWS, TYPE, W,
         RUN, STAGES, ASM, FEW, NARROW, PRECISION, APART,
     )  # fmt: skip
     if SPLIT_K > 1:
@@ -488,7 +488,7 @@ def bind_matmul(
     softcap: float | None = None,
     activation: Activation | None = None,
     stats: Tensor | None = None,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
 ) -> Launch | Launches:
@@ -552,7 +552,7 @@ def _bound(
     softcap: float | None,
     activation: Activation | None,
     stats: Tensor | None,
-    prepared: Prepared | None,
+    prepared: PreparedInput | None,
     tile: Tile | None,
     pdl: bool,
     rows: tuple[int, int] | None = None,
@@ -621,7 +621,7 @@ def _bound(
 
 
 def check_out(
-    out: Tensor, stats: Tensor | None, prepared: Prepared | None, n_slots: int, n: int, device: torch.device
+    out: Tensor, stats: Tensor | None, prepared: PreparedInput | None, n_slots: int, n: int, device: torch.device
 ) -> None:
     checked("out", out, dtype=(torch.float32, torch.bfloat16), shape=(n_slots, n), device=device, columns=True)
     if stats is not None:
@@ -677,7 +677,7 @@ def constants_of(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object
     if isinstance(weight, Packed):
         hip = torch.version.hip is not None
         own = {
-            "KIND": KINDS[weight.type],
+            "TYPE": WEIGHT_TYPES[weight.type],
             "W": weight.unit_bytes,
             "RUN": weight.run,
             "NARROW": True,
@@ -685,13 +685,13 @@ def constants_of(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object
         }
         own |= {"ASM": not hip and not INTERPRETED.value}
     else:
-        own = {"KIND": 0, "W": 0, "RUN": 1, "NARROW": weight.dtype == torch.bfloat16, "ASM": False}
+        own = {"TYPE": 0, "W": 0, "RUN": 1, "NARROW": weight.dtype == torch.bfloat16, "ASM": False}
         own |= {"PRECISION": "tf32" if weight.dtype == torch.float16 else "ieee"}
     return own | {
         "K_STATS": n_stats(k),
         "STATS_WIDE": triton.next_power_of_2(n_stats(k)),
         "BLOCK_N": cut.block_n,
-        "BLOCK_K": turn_columns(weight, cut),
+        "BLOCK_K": step_columns(weight, cut),
         "SLICES": cut.slices,
         "STAGES": cut.num_stages,
         "ROWS": ROWS,

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launch, checked
-from ostinato.backends.torch.ops.sample_step import Fields
+from ostinato.backends.torch.ops.sample_step import SlotFields
 from ostinato.errors import BadPointer
 
 
@@ -112,7 +112,7 @@ _CHOSEN: Final = (
 
 def bind_sample(
     logits: Tensor,
-    table: Fields,
+    table: SlotFields,
     workspace: Mapping[str, Tensor],
     *,
     n_rows: Tensor,
@@ -130,7 +130,7 @@ def bind_sample(
     """Check everything once and return the launches in order, each with its name.
 
     Arguments as `sample_step_torch` has them, with n_rows int32 [1] on the device and the buffers that
-    `sample_workspace` names for logits' rows. With `first`, `table` may be the seats, in pinned host memory.
+    `sample_workspace` names for logits' rows. With `first`, `table` may be the admissions, in pinned host memory.
     """
     rows, vocab = logits.shape
     tiles = tiles or tiles_for(vocab)
@@ -162,7 +162,7 @@ def bind_sample(
     ]
 
 
-def _checked_table(table: Fields, vocab: int, device: torch.device, first: bool) -> dict[str, Tensor]:
+def _checked_table(table: SlotFields, vocab: int, device: torch.device, first: bool) -> dict[str, Tensor]:
     """The settings of all slots that the kernels read, each known to be what they take it for."""
     n_slots, words = table["temperature"].shape[0], triton.cdiv(vocab, 32)
 
@@ -313,7 +313,7 @@ def shape_kernel(
         slot = tl.load(row_slot + row).to(tl.int64)
         raw = tl.load(logits + row * VOCAB + ids, mask=inside, other=float("-inf"))
         # All loaded before any is asked, so that their waits are one.
-        warmth = tl.load(temperature + slot)
+        safe_temperature = tl.load(temperature + slot)
         k = _asked_k(top_k + slot, VOCAB)
         n_top = tl.load(n_logprobs + slot)
         is_penalised = tl.load(penalised + slot)
@@ -363,8 +363,8 @@ def shape_kernel(
         shaped = tl.where(ids < N_TOKENS, shaped, float("-inf"))
 
         top = tl.max(shaped, 0)
-        if warmth > 0:
-            warm = tl.div_rn(shaped, tl.maximum(warmth, 1e-6))
+        if safe_temperature > 0:
+            warm = tl.div_rn(shaped, tl.maximum(safe_temperature, 1e-6))
             warm = tl.where(warm == 0, 0.0, warm)  # no -0: its key would be below that of 0
             tl.store(scaled + row * VOCAB + ids, warm, mask=inside)
             tops = tl.max(tl.reshape(warm, (BLOCK // SUB, SUB)), 1)
@@ -538,7 +538,7 @@ def _pick(candidates, n, floor, k, p, least, row_total, number, SIZE: tl.constex
 
 
 @triton.jit
-def _draw_unfiltered(scaled, tops, top, sums, number, BLOCK: tl.constexpr, LANES: tl.constexpr, VOCAB: tl.constexpr):
+def _sample_unfiltered(scaled, tops, top, sums, number, BLOCK: tl.constexpr, LANES: tl.constexpr, VOCAB: tl.constexpr):
     """A draw from all of the row, in the order of ids: first the block, then the id in it."""
     block = tl.arange(0, LANES)
     share = sums * tl.exp(tops.to(tl.float64) - top)
@@ -611,7 +611,7 @@ def _weight_at(mark, largest, least):
 
 
 @triton.jit
-def _draw_by_search(scaled, largest, k, p, least, number, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _sample_by_search(scaled, largest, k, p, least, number, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
     """The twin's draw by threshold searches over the whole row.
 
     What is kept is all keys above `edge`, and of the ids at it the lowest `at_edge`.
@@ -702,7 +702,7 @@ def choose_kernel(
         return
     slot = tl.load(row_slot + row).to(tl.int64)
     # All loaded before any is asked, so that their waits are one; what `shape` and `gather` left out is not used.
-    warmth = tl.load(temperature + slot)
+    safe_temperature = tl.load(temperature + slot)
     k = _asked_k(top_k + slot, VOCAB)
     p = tl.load(top_p + slot)
     least = tl.load(min_p + slot)
@@ -723,12 +723,12 @@ def choose_kernel(
 
     top = tl.max(tops, 0)
     token = tl.full((), 0, tl.int32)
-    if warmth > 0:
+    if safe_temperature > 0:
         if top > float("-inf"):  # all banned: 0, as in the twin
             wide = top.to(tl.float64)
             number = uniform(slot_seed, place)
             if _unfiltered(k, p, least):
-                token = _draw_unfiltered(scaled + row * VOCAB, tops, wide, sums, number, BLOCK, LANES, VOCAB)
+                token = _sample_unfiltered(scaled + row * VOCAB, tops, wide, sums, number, BLOCK, LANES, VOCAB)
             else:
                 total = tl.sum(sums * tl.exp(tops.to(tl.float64) - wide), 0)
                 listed = candidates + row * 2 * CAPACITY
@@ -738,7 +738,7 @@ def choose_kernel(
                 elif n <= CAPACITY:
                     token, known = _pick(listed, n, low, k, p, least, total, number, CAPACITY)
                 if known == 0:
-                    token = _draw_by_search(scaled + row * VOCAB, top, k, p, least, number, VOCAB, CHUNK)
+                    token = _sample_by_search(scaled + row * VOCAB, top, k, p, least, number, VOCAB, CHUNK)
     else:
         token = tl.min(tl.where(tops == top, firsts, _NO_ID), 0)
     token = tl.minimum(tl.maximum(token, 0), N_TOKENS - 1)  # were a logit no number, the id must still be one

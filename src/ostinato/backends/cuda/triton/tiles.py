@@ -134,7 +134,7 @@ def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
     return replace(tile, slices=slices, num_warps=slices if slices > 1 else max(tile.block_n // 32, 1))
 
 
-def turn_columns(weight: Tensor | Packed, cut: Tile) -> int:
+def step_columns(weight: Tensor | Packed, cut: Tile) -> int:
     """How many columns a turn takes: as many as asked for; of a packed weight whole units that divide its columns."""
     if isinstance(weight, Tensor):
         return cut.block_k

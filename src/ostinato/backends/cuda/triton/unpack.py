@@ -16,10 +16,10 @@ import triton.language as tl
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 # A type's number: its last digit the bits of a value, 10 added for a minimum, 20 for blocks of 256.
-KINDS = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8, "Q4_1": 14, "Q5_1": 15, "Q4_K": 24, "Q5_K": 25, "Q6_K": 26}
+WEIGHT_TYPES = {"Q4_0": 4, "Q5_0": 5, "Q8_0": 8, "Q4_1": 14, "Q5_1": 15, "Q4_K": 24, "Q5_K": 25, "Q6_K": 26}
 DENSE = tl.constexpr(0)
-Q8_0 = tl.constexpr(KINDS["Q8_0"])
-Q6_K = tl.constexpr(KINDS["Q6_K"])
+Q8_0 = tl.constexpr(WEIGHT_TYPES["Q8_0"])
+Q6_K = tl.constexpr(WEIGHT_TYPES["Q6_K"])
 
 # Two neighbouring bytes stand in the two halves of a register; a nibble of each, or'ed with 0x4300, is 128 + nibble.
 _NIBBLES = """prmt.b32 a, $4, 0, 0x4140;
@@ -174,17 +174,17 @@ def rows_in_plane(plane, n, ENTRIES: tl.constexpr, WIDTH: tl.constexpr, RUN: tl.
 
 @triton.jit
 def places_of_rows(
-    q_ptr, high_ptr, scale_ptr, block_ptr, n, K: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr
+    q_ptr, high_ptr, scale_ptr, block_ptr, n, K: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr
 ):  # fmt: skip
     """Where rows n begin in each plane: quants, high, scales, blocks, [n] each."""
-    quants = rows_in_plane(q_ptr, n, K // W if KIND == Q8_0 else K // (2 * W), W, RUN)
+    quants = rows_in_plane(q_ptr, n, K // W if TYPE == Q8_0 else K // (2 * W), W, RUN)
     high, blocks = quants, quants
     if high_ptr is not None:
-        high = rows_in_plane(high_ptr, n, K * (KIND % 10 - 4) // 32, 1, RUN)
+        high = rows_in_plane(high_ptr, n, K * (TYPE % 10 - 4) // 32, 1, RUN)
     if block_ptr is not None:
         blocks = rows_in_plane(block_ptr, n, K // 256, 1, RUN)
     # A word for each block of 32 with a minimum, one float16 where their number is odd; else a word for 64 columns.
-    scales = rows_in_plane(scale_ptr, n, K // 32 if KIND // 10 == 1 or K % 64 != 0 else K // 64, 1, RUN)
+    scales = rows_in_plane(scale_ptr, n, K // 32 if TYPE // 10 == 1 or K % 64 != 0 else K // 64, 1, RUN)
     return quants, high, scales, blocks
 
 
@@ -202,11 +202,11 @@ def by_row(dot, scale):
 
 @triton.jit
 def scaled_unit(
-    acc, quants, high, scales, pairs, u, x0, x1, K: tl.constexpr, KIND: tl.constexpr, W: tl.constexpr,
+    acc, quants, high, scales, pairs, u, x0, x1, K: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
     RUN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """acc plus unit u of the types with a scale for each 32 columns."""
-    if KIND == Q8_0:
+    if TYPE == Q8_0:
         if K % 64 == 0:
             s0, s1 = halves_of(words_at(scales + u * RUN))
             acc += by_row(byte_dot(bytes_at(quants, 2 * u, W, RUN), x0, ASM), s0)
@@ -215,8 +215,8 @@ def scaled_unit(
             scale = tl.load(scales + u * RUN).to(tl.float32)
             acc += by_row(byte_dot(bytes_at(quants, u, W, RUN), x0, ASM), scale)
     else:
-        BITS: tl.constexpr = KIND % 10
-        HAS_MINIMUM: tl.constexpr = KIND // 10 == 1
+        BITS: tl.constexpr = TYPE % 10
+        HAS_MINIMUM: tl.constexpr = TYPE // 10 == 1
         ZERO: tl.constexpr = 0 if HAS_MINIMUM else 1 << (BITS - 1)
         q = bytes_at(quants, u, W, RUN)
         fifth, fifth_of_high = 0, 0
@@ -260,15 +260,15 @@ def k_words(scales, b, RUN: tl.constexpr):
 
 @triton.jit
 def k_unit(
-    block, minima, quants, high, pairs, u, x0, x1, scale_word, minimum_word, PLACE: tl.constexpr, KIND: tl.constexpr,
+    block, minima, quants, high, pairs, u, x0, x1, scale_word, minimum_word, PLACE: tl.constexpr, TYPE: tl.constexpr,
     W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Sums of a block of 256 columns, and of its minima, plus unit u; its two scales begin at byte PLACE of a word."""
     q = bytes_at(quants, u, W, RUN)
     fifth, fifth_of_high = 0, 0
-    if KIND % 10 == 5:
+    if TYPE % 10 == 5:
         fifth, fifth_of_high = words_at(high + 2 * u * RUN), words_at(high + (2 * u + 1) * RUN)
-    dot0, dot1, sum0, sum1 = nibble_dots(q, fifth, fifth_of_high, pairs, x0, x1, KIND % 10, 0, True, ASM)
+    dot0, dot1, sum0, sum1 = nibble_dots(q, fifth, fifth_of_high, pairs, x0, x1, TYPE % 10, 0, True, ASM)
     block += by_row(dot0, byte_of(scale_word, PLACE))
     block += by_row(dot1, byte_of(scale_word, PLACE + 1))
     minima += by_row(sum0, byte_of(minimum_word, PLACE))

@@ -16,7 +16,7 @@ namespace attention {
 enum Kept { KEPT_F32, KEPT_F16, KEPT_BF16, KEPT_Q8_0 };
 
 constexpr int PAGE = LANES, BLOCK = 256, Q8_BLOCK = 32;
-constexpr float UNSEEN = -1e30f;
+constexpr float MASKED = -1e30f;
 #if LANES_AVX512
 constexpr int MOST_QUERIES = 8;  // at once: each a register of scores, or a row of four while mixing
 #else
@@ -39,7 +39,7 @@ struct Heads {
 };
 
 // What one query (a head of a row) sees of one block, or of all blocks so far.
-struct Sight {
+struct SoftmaxState {
     float top, sum;
     float* mixed;  // [width]
 };
@@ -116,28 +116,28 @@ static inline void score_pages(
 
 // --- weights: from scores to e^(score - largest), 0 where a query may not look ---
 
-static inline void weigh(float* scores, int begin, int end, int first, int last, float softcap, Sight& sight) {
+static inline void to_weights(float* scores, int begin, int end, int first, int last, float softcap, SoftmaxState& partial) {
     if (softcap > 0)
         for (int p = begin; p < end; p += LANES)
             store(scores + p, mul(tanh(div(load(scores + p), lanes(softcap))), lanes(softcap)));
-    for (int p = begin; p < first; p++) scores[p] = UNSEEN;
-    for (int p = last; p < end; p++) scores[p] = UNSEEN;
-    Lanes tops = lanes(UNSEEN), sums = lanes(0.0f);
+    for (int p = begin; p < first; p++) scores[p] = MASKED;
+    for (int p = last; p < end; p++) scores[p] = MASKED;
+    Lanes tops = lanes(MASKED), sums = lanes(0.0f);
     for (int p = begin; p < end; p += LANES) tops = max(tops, load(scores + p));
-    sight.top = largest(tops);
-    const Lanes top = lanes(sight.top);
+    partial.top = largest(tops);
+    const Lanes top = lanes(partial.top);
     for (int p = begin; p < end; p += LANES) store(scores + p, exp(sub(load(scores + p), top)));
     for (int p = begin; p < first; p++) scores[p] = 0.0f;
     for (int p = last; p < end; p++) scores[p] = 0.0f;
     for (int p = begin; p < end; p += LANES) sums = add(sums, load(scores + p));
-    sight.sum = sum(sums);
+    partial.sum = sum(sums);
 }
 
 // --- values: mixed[i] = sum of weight * value over positions [begin, end) of the block, V registers at a time ---
 
 template <int KEPT, int Q, int V>
 static inline void mix(
-    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, int column, Sight* sights
+    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, int column, SoftmaxState* partials
 ) {
     constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
     Lanes sums[Q][V];
@@ -160,24 +160,24 @@ static inline void mix(
         }
     }
     for (int i = 0; i < Q; i++)
-        for (int v = 0; v < V; v++) store(sights[i].mixed + column + v * LANES, sums[i][v]);
+        for (int v = 0; v < V; v++) store(partials[i].mixed + column + v * LANES, sums[i][v]);
 }
 
 template <int KEPT, int Q>
 static inline void mix_all(
-    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, Sight* sights
+    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, SoftmaxState* partials
 ) {
     int column = 0;
     for (; column + 4 * LANES <= heads.width; column += 4 * LANES)
-        mix<KEPT, Q, 4>(heads, pages, begin, end, weights, column, sights);
-    for (; column < heads.width; column += LANES) mix<KEPT, Q, 1>(heads, pages, begin, end, weights, column, sights);
+        mix<KEPT, Q, 4>(heads, pages, begin, end, weights, column, partials);
+    for (; column < heads.width; column += LANES) mix<KEPT, Q, 1>(heads, pages, begin, end, weights, column, partials);
 }
 
 // --- a block: Q queries, all of one key head, over what they see of positions [256 block, 256 block + 256) ---
 
 template <int KEPT, int Q>
-__attribute__((noinline)) static void look(
-    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, Sight* sights
+__attribute__((noinline)) static void attend_queries(
+    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, SoftmaxState* partials
 ) {
     alignas(64) float scores[Q * BLOCK + PAGE];
     const int base = block * BLOCK;
@@ -206,38 +206,38 @@ __attribute__((noinline)) static void look(
         int from = queries[i].first - base, to = queries[i].last - base;
         from = from < begin * PAGE ? begin * PAGE : from > end * PAGE ? end * PAGE : from;
         to = to < from ? from : to > end * PAGE ? end * PAGE : to;
-        weigh(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, heads.softcap, sights[i]);
+        to_weights(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, heads.softcap, partials[i]);
     }
     constexpr int R = Q > 4 ? 4 : Q;  // rows of four registers
-    mix_all<KEPT, R>(heads, at, first, last, scores, sights);
-    if constexpr (Q > R) mix_all<KEPT, Q - R>(heads, at, first, last, scores + R * BLOCK, sights + R);
+    mix_all<KEPT, R>(heads, at, first, last, scores, partials);
+    if constexpr (Q > R) mix_all<KEPT, Q - R>(heads, at, first, last, scores + R * BLOCK, partials + R);
 }
 
 // Up to MOST_QUERIES queries: as many at once as there are bodies for.
 template <int KEPT>
-static void look_any(
+static void attend_any(
     const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, int n,
-    Sight* sights
+    SoftmaxState* partials
 ) {
 #if LANES_AVX512
-    if (n == 8) return look<KEPT, 8>(heads, cache, pages, kv, block, queries, sights);
+    if (n == 8) return attend_queries<KEPT, 8>(heads, cache, pages, kv, block, queries, partials);
 #endif
-    for (; n >= 4; n -= 4, queries += 4, sights += 4)
-        look<KEPT, 4>(heads, cache, pages, kv, block, queries, sights);
-    if (n == 3) look<KEPT, 3>(heads, cache, pages, kv, block, queries, sights);
-    if (n == 2) look<KEPT, 2>(heads, cache, pages, kv, block, queries, sights);
-    if (n == 1) look<KEPT, 1>(heads, cache, pages, kv, block, queries, sights);
+    for (; n >= 4; n -= 4, queries += 4, partials += 4)
+        attend_queries<KEPT, 4>(heads, cache, pages, kv, block, queries, partials);
+    if (n == 3) attend_queries<KEPT, 3>(heads, cache, pages, kv, block, queries, partials);
+    if (n == 2) attend_queries<KEPT, 2>(heads, cache, pages, kv, block, queries, partials);
+    if (n == 1) attend_queries<KEPT, 1>(heads, cache, pages, kv, block, queries, partials);
 }
 
-static inline void look_kept(
+static inline void attend_typed(
     const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, int n,
-    Sight* sights
+    SoftmaxState* partials
 ) {
     switch (heads.kept) {
-        case KEPT_F32: return look_any<KEPT_F32>(heads, cache, pages, kv, block, queries, n, sights);
-        case KEPT_F16: return look_any<KEPT_F16>(heads, cache, pages, kv, block, queries, n, sights);
-        case KEPT_BF16: return look_any<KEPT_BF16>(heads, cache, pages, kv, block, queries, n, sights);
-        default: return look_any<KEPT_Q8_0>(heads, cache, pages, kv, block, queries, n, sights);
+        case KEPT_F32: return attend_any<KEPT_F32>(heads, cache, pages, kv, block, queries, n, partials);
+        case KEPT_F16: return attend_any<KEPT_F16>(heads, cache, pages, kv, block, queries, n, partials);
+        case KEPT_BF16: return attend_any<KEPT_BF16>(heads, cache, pages, kv, block, queries, n, partials);
+        default: return attend_any<KEPT_Q8_0>(heads, cache, pages, kv, block, queries, n, partials);
     }
 }
 
@@ -248,7 +248,7 @@ static inline bool sees(const Query& query, int block) {
 }
 
 // What was seen so far and one block more. Not to be called for a block of which the query sees nothing.
-static inline void join(Sight& all, const Sight& block, int width, bool is_first) {
+static inline void join(SoftmaxState& all, const SoftmaxState& block, int width, bool is_first) {
     if (is_first) {
         all.top = block.top;
         all.sum = block.sum;
@@ -258,26 +258,26 @@ static inline void join(Sight& all, const Sight& block, int width, bool is_first
     const float top = all.top > block.top ? all.top : block.top;
     float both[LANES] = {all.top - top, block.top - top};
     store(both, exp(load(both)));
-    const Lanes fade = lanes(both[0]), gain = lanes(both[1]);
+    const Lanes rescale = lanes(both[0]), gain = lanes(both[1]);
     all.sum = all.sum * both[0] + block.sum * both[1];
     all.top = top;
     for (int c = 0; c < width; c += LANES)
-        store(all.mixed + c, fma(load(block.mixed + c), gain, mul(load(all.mixed + c), fade)));
+        store(all.mixed + c, fma(load(block.mixed + c), gain, mul(load(all.mixed + c), rescale)));
 }
 
-static inline void finish(const Sight& all, int width, float* out) {
+static inline void finish(const SoftmaxState& all, int width, float* out) {
     const Lanes share = lanes(1.0f / all.sum);
     for (int c = 0; c < width; c += LANES) store(out + c, mul(load(all.mixed + c), share));
 }
 
 // The whole past of up to MOST_QUERIES queries of one key head; `scratch` has 2 * MOST_QUERIES * width floats.
-static inline void look_back(
+static inline void attend(
     const Heads& heads, const Cache& cache, const int* pages, int kv, const Query* queries, int n, float* const* out,
     float* scratch
 ) {
-    Sight all[MOST_QUERIES], part[MOST_QUERIES];
+    SoftmaxState all[MOST_QUERIES], part[MOST_QUERIES];
     int begin = queries[0].first, end = queries[0].last;
-    bool seen[MOST_QUERIES] = {};
+    bool attended[MOST_QUERIES] = {};
     for (int i = 0; i < n; i++) {
         all[i].mixed = scratch + i * heads.width;
         part[i].mixed = scratch + (MOST_QUERIES + i) * heads.width;
@@ -285,11 +285,11 @@ static inline void look_back(
         end = queries[i].last > end ? queries[i].last : end;
     }
     for (int block = begin / BLOCK; block * BLOCK < end; block++) {
-        look_kept(heads, cache, pages, kv, block, queries, n, part);
+        attend_typed(heads, cache, pages, kv, block, queries, n, part);
         for (int i = 0; i < n; i++) {
             if (!sees(queries[i], block)) continue;
-            join(all[i], part[i], heads.width, !seen[i]);
-            seen[i] = true;
+            join(all[i], part[i], heads.width, !attended[i]);
+            attended[i] = true;
         }
     }
     for (int i = 0; i < n; i++) finish(all[i], heads.width, out[i]);

@@ -42,17 +42,17 @@ static inline void scale_by(float* x, float factor, int n) {
 }
 
 // Cosines and sines of a position, [half] each; the angle is a float, as the twin has it.
-static inline void turns_of(int position, const float* frequencies, int half, float amplitude, float* turns) {
+static inline void cos_sin_of(int position, const float* frequencies, int half, float amplitude, float* cos_sin) {
     for (int i = 0; i < half; i++) {
         const float angle = float(position) * frequencies[i];
-        turns[i] = std::cos(angle) * amplitude;
-        turns[half + i] = std::sin(angle) * amplitude;
+        cos_sin[i] = std::cos(angle) * amplitude;
+        cos_sin[half + i] = std::sin(angle) * amplitude;
     }
 }
 
 // Turn the first 2 * half elements of a head: pairs (i, i + half), or neighbours (2i, 2i + 1).
-static inline void turn(float* head, const float* turns, int half, bool neighbours) {
-    const float *cosines = turns, *sines = turns + half;
+static inline void rotate(float* head, const float* cos_sin, int half, bool neighbours) {
+    const float *cosines = cos_sin, *sines = cos_sin + half;
     const int step = neighbours ? 2 : 1, apart = neighbours ? 1 : half;
     int i = 0;
     for (; !neighbours && i + LANES <= half; i += LANES) {

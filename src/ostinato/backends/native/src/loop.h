@@ -1,4 +1,5 @@
-// The loop: a decode step for every live slot, a chunk of a prompt, and the play that goes from border to border.
+// The loop: a decode step for every live slot, a chunk of a prompt, and the play that goes from step boundary to step
+// boundary.
 //
 // One way through the model serves both: rows go through the layers side by side, each with its own position and
 // pages. Every product is shared out over the members of the team by tiles of its output, everything between products
@@ -13,7 +14,7 @@
 
 #include "attention.h"
 #include "block.h"
-#include "border.h"
+#include "step_boundary.h"
 #include "lanes.h"
 #include "sampler.h"
 #include "team.h"
@@ -61,7 +62,7 @@ struct Plan {
     float* last;              // [slots][hidden]: of each slot's prompt, the last row behind the last layer
     unsigned char* scratch;   // as long as `scratch_bytes` says
     int n_layers, n_ropes, hidden, n_heads, n_kv_heads, head_width, widest_ff, n_experts, n_used, renormalise;
-    int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, bell;
+    int activation, kept, wide, n_threads, n_slots, max_pages, most_rows, n_tokens, wake;
     float eps, query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
 };
 
@@ -81,14 +82,14 @@ struct Pieces {
 };
 
 // What one member keeps for itself.
-struct Own {
+struct ThreadScratch {
     float *x, *row;          // [few rows][hidden]; [few rows][widest]
-    float *queries, *sight;  // of a key head's group, or of a chunk's rows; what attention has seen
+    float *queries, *partial;  // of a key head's group, or of a chunk's rows; what attention has seen
     unsigned char *inputs, *sampler;
 };
 
-// A model on its way through the layers: the rows, and the memory that members share. Knows no team, no border.
-struct Passage {
+// A model on its way through the layers: the rows, and the memory that members share. Knows no team, no step boundary.
+struct ForwardPass {
     Plan plan;
 
     // The rows that are going through.
@@ -98,20 +99,20 @@ struct Passage {
     int chunk_slot = 0, chunk_start = 0;
 
     // Memory that members share.
-    int hidden_stride, seen_stride, qkv_stride, inside_stride, n_blocks, most_units;
-    float *x, *normed, *qkv, *seen, *out, *inside, *turns, *block_sights, *block_mixed, *scores, *shares, *expert_out;
+    int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units;
+    float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *shares, *expert_out;
     float* first_logits;
     // Of experts: by row and choice who it is; by taker its row and choice; the other way; by expert its first taker.
     int *chosen, *taker, *place, *first_of;
     unsigned char *inputs, *expert_inputs;
-    std::vector<Own> own;
+    std::vector<ThreadScratch> own;
 
-    explicit Passage(const Plan& p) : plan(p) { n_bytes = lay_out(p.scratch); }
+    explicit ForwardPass(const Plan& p) : plan(p) { n_bytes = lay_out(p.scratch); }
     size_t n_bytes;
 
     // --- memory ---
 
-    static int turns_width(const Plan& p) {
+    static int cos_sin_width(const Plan& p) {
         int width = 0;
         for (int i = 0; i < p.n_ropes; i++) width += 2 * p.ropes[i].half;
         return width;
@@ -122,12 +123,12 @@ struct Passage {
         const int rows = p.most_rows > p.n_slots ? p.most_rows : p.n_slots, group = p.n_heads / p.n_kv_heads;
         const int experts_rows = p.n_experts ? rows * p.n_used : 0;
         hidden_stride = padded(p.hidden);
-        seen_stride = p.n_heads * p.head_width;
+        attended_stride = p.n_heads * p.head_width;
         qkv_stride = (p.n_heads + 2 * p.n_kv_heads) * p.head_width;
         inside_stride = 2 * padded(p.widest_ff);
         n_blocks = (p.max_pages * attention::PAGE + attention::BLOCK - 1) / attention::BLOCK;
         most_units = 2 * p.n_threads;
-        const int widest = hidden_stride > seen_stride ? hidden_stride : seen_stride;
+        const int widest = hidden_stride > attended_stride ? hidden_stride : attended_stride;
         const int most_cols = widest > inside_stride / 2 ? widest : inside_stride / 2;
         const int queries = group > ROWS_TOGETHER ? group : ROWS_TOGETHER;
 
@@ -135,11 +136,11 @@ struct Passage {
         x = pieces.take<float>(size_t(rows) * hidden_stride);
         normed = pieces.take<float>(size_t(rows) * widest);
         qkv = pieces.take<float>(size_t(rows) * qkv_stride);
-        seen = pieces.take<float>(size_t(rows) * seen_stride);
+        attended = pieces.take<float>(size_t(rows) * attended_stride);
         out = pieces.take<float>(size_t(rows) * hidden_stride);
         inside = pieces.take<float>(size_t(experts_rows > rows ? experts_rows : rows) * inside_stride);
-        turns = pieces.take<float>(size_t(rows) * turns_width(p));
-        block_sights = pieces.take<float>(size_t(2) * most_units * group * n_blocks);
+        cos_sin = pieces.take<float>(size_t(rows) * cos_sin_width(p));
+        block_partials = pieces.take<float>(size_t(2) * most_units * group * n_blocks);
         block_mixed = pieces.take<float>(size_t(most_units) * group * n_blocks * p.head_width);
         inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, rows));
         scores = pieces.take<float>(size_t(rows) * padded(p.n_experts));
@@ -153,11 +154,11 @@ struct Passage {
         first_logits = pieces.take<float>(p.head.rows);
         own.clear();
         for (int i = 0; i < p.n_threads; i++) {
-            Own mine;
+            ThreadScratch mine;
             mine.x = pieces.take<float>(size_t(FEW_ROWS) * hidden_stride);
             mine.row = pieces.take<float>(size_t(FEW_ROWS) * widest);
             mine.queries = pieces.take<float>(size_t(queries) * p.head_width);
-            mine.sight = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * p.head_width);
+            mine.partial = pieces.take<float>(size_t(2) * attention::MOST_QUERIES * p.head_width);
             mine.inputs = pieces.take<unsigned char>(inputs_bytes(most_cols, FEW_ROWS));
             mine.sampler = pieces.take<unsigned char>(sampler_bytes(plan.head.rows));
             own.push_back(mine);
@@ -179,8 +180,8 @@ struct Passage {
     const int* pages_of(int row) const {
         return is_chunk ? chunk_pages : TABLE_pages(plan.view) + size_t(slot_of(row)) * plan.max_pages;
     }
-    const float* turns_of(int row, int rope) const {
-        const float* at = turns + size_t(row) * turns_width(plan);
+    const float* cos_sin_of(int row, int rope) const {
+        const float* at = cos_sin + size_t(row) * cos_sin_width(plan);
         for (int i = 0; i < rope; i++) at += 2 * plan.ropes[i].half;
         return at;
     }
@@ -201,7 +202,7 @@ struct Passage {
     }
 
     float* normed_row(const team::Member& m, int row) {
-        const int widest = hidden_stride > seen_stride ? hidden_stride : seen_stride;
+        const int widest = hidden_stride > attended_stride ? hidden_stride : attended_stride;
         return (few() ? own[m.me].row : normed) + size_t(row) * widest;
     }
 
@@ -285,8 +286,8 @@ struct Passage {
         for (int row = first; row < last; row++)
             for (int i = 0; i < plan.n_ropes; i++) {
                 const Rope& rope = plan.ropes[i];
-                float* to = const_cast<float*>(turns_of(row, i));
-                block::turns_of(position_of(row), rope.frequencies, rope.half, rope.amplitude, to);
+                float* to = const_cast<float*>(cos_sin_of(row, i));
+                block::cos_sin_of(position_of(row), rope.frequencies, rope.half, rope.amplitude, to);
             }
         m.barrier();
     }
@@ -302,19 +303,19 @@ struct Passage {
             if (is_chunk) attend_chunk(m, layer);
             else attend_rows(m, layer);
             m.barrier();
-            in = prepared(m, seen_stride, [&](int row) { return seen_row(m, layer, row); });
+            in = prepared(m, attended_stride, [&](int row) { return attended_row(m, layer, row); });
             product(m, layer.out, in, out, hidden_stride);
             m.barrier();
             in = next_block(m, out, layer.after_attention, layer.mlp_norm);
-            if (layer.experts) think_by_experts(m, layer, in);
-            else think(m, layer, in);
+            if (layer.experts) mlp_experts(m, layer, in);
+            else mlp(m, layer, in);
             gained = out;
             after = layer.after_mlp;
         }
-        leave(m, after);
+        finish_rows(m, after);
     }
 
-    void think(team::Member& m, const Layer& layer, const Inputs& in) {
+    void mlp(team::Member& m, const Layer& layer, const Inputs& in) {
         int first, last;
         m.share((layer.ff_width + LANES - 1) / LANES, first, last);
         inner_tiles(layer.gate_up, layer.ff_width, in, n_rows, inside, first, last);
@@ -325,7 +326,7 @@ struct Passage {
     }
 
     // Behind the last layer: a step's rows stay with whoever holds them, a chunk's last row goes where `first` looks.
-    void leave(team::Member& m, const float* after) {
+    void finish_rows(team::Member& m, const float* after) {
         int first = 0, last = n_rows;
         if (!few()) m.share(n_rows, first, last);
         for (int row = first; row < last; row++)
@@ -351,7 +352,7 @@ struct Passage {
 
     // --- attention ---
 
-    static int first_seen(const Layer& layer, int position) {
+    static int first_visible(const Layer& layer, int position) {
         return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
     }
 
@@ -365,14 +366,14 @@ struct Passage {
         const int width = plan.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
         if (layer.q_norm) block::rms_norm(q, layer.q_norm, width, plan.eps, q);
-        turn(layer, row, q);
+        rotate(layer, row, q);
         block::scale_by(q, plan.query_scale, width);
     }
 
-    void turn(const Layer& layer, int row, float* head) const {
+    void rotate(const Layer& layer, int row, float* head) const {
         if (layer.rope < 0) return;
         const Rope& rope = plan.ropes[layer.rope];
-        block::turn(head, turns_of(row, layer.rope), rope.half, rope.neighbours != 0);
+        block::rotate(head, cos_sin_of(row, layer.rope), rope.half, rope.neighbours != 0);
     }
 
     // A row's key and value of one head into its page.
@@ -380,7 +381,7 @@ struct Passage {
         const int width = plan.head_width, position = position_of(row);
         float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + kv) * width;
         if (layer.k_norm) block::rms_norm(key, layer.k_norm, width, plan.eps, key);
-        turn(layer, row, key);
+        rotate(layer, row, key);
         const int page = pages_of(row)[position / attention::PAGE];
         attention::append(
             heads(), layer.cache, page, position % attention::PAGE, kv, key, key + size_t(plan.n_kv_heads) * width
@@ -392,7 +393,7 @@ struct Passage {
     void attend_rows(team::Member& m, const Layer& layer) {
         int unit = 0;
         for (int row = 0; row < n_rows; row++) {
-            const int position = position_of(row), first = first_seen(layer, position);
+            const int position = position_of(row), first = first_visible(layer, position);
             for (int kv = 0; kv < plan.n_kv_heads; kv++) {
                 if (!shared_by_block()) {
                     if (unit++ % m.n == m.me) attend_row(m, layer, row, kv, first, position + 1);
@@ -408,7 +409,7 @@ struct Passage {
 
     void attend_row(team::Member& m, const Layer& layer, int row, int kv, int first, int last) {
         const attention::Heads of = heads();
-        Own& mine = own[m.me];
+        ThreadScratch& mine = own[m.me];
         attention::soon_keys(of, layer.cache, pages_of(row), kv, first, last);
         keep(layer, row, kv);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
@@ -420,9 +421,9 @@ struct Passage {
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
                 queries[i] = {q, first, last};
-                to[i] = seen + size_t(row) * seen_stride + size_t(head) * of.width;
+                to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::look_back(of, layer.cache, pages_of(row), kv, queries, n, to, mine.sight);
+            attention::attend(of, layer.cache, pages_of(row), kv, queries, n, to, mine.partial);
         }
     }
 
@@ -430,42 +431,42 @@ struct Passage {
 
     void attend_block(team::Member& m, const Layer& layer, int row, int kv, int at, int first, int last) {
         const attention::Heads of = heads();
-        Own& mine = own[m.me];
+        ThreadScratch& mine = own[m.me];
         const int begin_of_block = at * attention::BLOCK;
         attention::soon_keys(of, layer.cache, pages_of(row), kv, first > begin_of_block ? first : begin_of_block, last);
         if ((last - 1) / attention::BLOCK == at) keep(layer, row, kv);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
-            attention::Sight sights[attention::MOST_QUERIES];
+            attention::SoftmaxState partials[attention::MOST_QUERIES];
             const int n = of.group - begin < attention::MOST_QUERIES ? of.group - begin : attention::MOST_QUERIES;
             for (int i = 0; i < n; i++) {
                 const int head = kv * of.group + begin + i;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
                 queries[i] = {q, first, last};
-                sights[i].mixed = block_mixed + block_place(row, head, at) * of.width;
+                partials[i].mixed = block_mixed + block_place(row, head, at) * of.width;
             }
-            attention::look_kept(of, layer.cache, pages_of(row), kv, at, queries, n, sights);
+            attention::attend_typed(of, layer.cache, pages_of(row), kv, at, queries, n, partials);
             for (int i = 0; i < n; i++) {
-                float* to = block_sights + 2 * block_place(row, kv * of.group + begin + i, at);
-                to[0] = sights[i].top;
-                to[1] = sights[i].sum;
+                float* to = block_partials + 2 * block_place(row, kv * of.group + begin + i, at);
+                to[0] = partials[i].top;
+                to[1] = partials[i].sum;
             }
         }
     }
 
     // What all heads of a row have seen: there already, or joined of the blocks.
-    const float* seen_row(team::Member& m, const Layer& layer, int row) {
-        float* there = seen + size_t(row) * seen_stride;
+    const float* attended_row(team::Member& m, const Layer& layer, int row) {
+        float* there = attended + size_t(row) * attended_stride;
         if (is_chunk || !shared_by_block()) return there;
-        const int width = plan.head_width, position = position_of(row), first = first_seen(layer, position);
+        const int width = plan.head_width, position = position_of(row), first = first_visible(layer, position);
         float* to = few() ? normed_row(m, row) : there;
-        attention::Sight all{0, 0, own[m.me].sight};
+        attention::SoftmaxState all{0, 0, own[m.me].partial};
         for (int head = 0; head < plan.n_heads; head++) {
             for (int at = first / attention::BLOCK; at * attention::BLOCK <= position; at++) {
                 const size_t place_of = block_place(row, head, at);
-                const float* sight = block_sights + 2 * place_of;
-                const attention::Sight part{sight[0], sight[1], block_mixed + place_of * width};
+                const float* partial = block_partials + 2 * place_of;
+                const attention::SoftmaxState part{partial[0], partial[1], block_mixed + place_of * width};
                 attention::join(all, part, width, at == first / attention::BLOCK);
             }
             attention::finish(all, width, to + size_t(head) * width);
@@ -487,7 +488,7 @@ struct Passage {
 
     void attend_run(team::Member& m, const Layer& layer, int begin, int kv) {
         const attention::Heads of = heads();
-        Own& mine = own[m.me];
+        ThreadScratch& mine = own[m.me];
         const int end = begin + ROWS_TOGETHER < n_rows ? begin + ROWS_TOGETHER : n_rows;
         const int total = (end - begin) * of.group;
         for (int done = 0; done < total; done += attention::MOST_QUERIES) {
@@ -498,10 +499,10 @@ struct Passage {
                 const int row = begin + (done + i) / of.group, head = kv * of.group + (done + i) % of.group;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
-                queries[i] = {q, first_seen(layer, position_of(row)), position_of(row) + 1};
-                to[i] = seen + size_t(row) * seen_stride + size_t(head) * of.width;
+                queries[i] = {q, first_visible(layer, position_of(row)), position_of(row) + 1};
+                to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::look_back(of, layer.cache, chunk_pages, kv, queries, n, to, mine.sight);
+            attention::attend(of, layer.cache, chunk_pages, kv, queries, n, to, mine.partial);
         }
     }
 
@@ -512,7 +513,7 @@ struct Passage {
         return inputs_over(expert_inputs + first_of[expert] * expert_row_bytes(), cols, n, plan.wide != 0);
     }
 
-    void think_by_experts(team::Member& m, const Layer& layer, const Inputs& in) {
+    void mlp_experts(team::Member& m, const Layer& layer, const Inputs& in) {
         const int n_takers = n_rows * plan.n_used, scores_stride = padded(plan.n_experts);
         int first, last;
         product(m, layer.router, in, scores, scores_stride);
@@ -603,67 +604,67 @@ struct Passage {
 
 static inline size_t scratch_bytes(Plan plan) {
     plan.scratch = nullptr;
-    return Passage(plan).n_bytes;
+    return ForwardPass(plan).n_bytes;
 }
 
 // --- the loop: jobs for the team, and what Python calls ---
 
-struct Loop : Passage {
+struct Loop : ForwardPass {
     team::Team team;
 
-    explicit Loop(const Plan& p) : Passage(p), team(p.n_threads) {}
+    explicit Loop(const Plan& p) : ForwardPass(p), team(p.n_threads) {}
 
     void step(team::Member& m) {
         through(m);
         head(m, plan.logits);
         for (int row = m.me; row < n_rows; row += m.n)
-            choose(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot_of(row), false, plan.n_tokens,
+            sample_row(plan.view, plan.logits + size_t(row) * plan.head.rows, row, slot_of(row), false, plan.n_tokens,
                    own[m.me].sampler);
     }
 
     void first(team::Member& m) {
         memcpy(residual(m, 0), plan.last + size_t(chunk_slot) * plan.hidden, plan.hidden * sizeof(float));
         head(m, first_logits);
-        if (m.me == 0) choose(plan.view, first_logits, 0, chunk_slot, true, plan.n_tokens, own[0].sampler);
+        if (m.me == 0) sample_row(plan.view, first_logits, 0, chunk_slot, true, plan.n_tokens, own[0].sampler);
     }
 
     static void step_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->step(m); }
     static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->through(m); }
     static void first_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->first(m); }
 
-    // A border, then steps while it says go. Whoever waits for the team has it between two steps.
-    void play() {
-        team.take_turn();
-        for (bool goes_on = pass_border(); goes_on; goes_on = pass_border()) {
-            team.pass_turn();
+    // A step boundary, then steps while it says go. Whoever waits for the team has it between two steps.
+    void run_loop() {
+        team.acquire();
+        for (bool goes_on = pass_boundary(); goes_on; goes_on = pass_boundary()) {
+            team.hand_over();
             run_step();
         }
-        team.give_turn();
+        team.release();
     }
 
-    void play_step() {
-        team.take_turn();
+    void run_one_step() {
+        team.acquire();
         run_step();
-        pass_border();
-        team.give_turn();
+        pass_boundary();
+        team.release();
     }
 
     // Positions [start, start + n) of a prompt into these pages.
-    void play_chunk(int slot, const int* ids, int n, int start, const int* pages) {
-        team.take_turn();
+    void run_chunk(int slot, const int* ids, int n, int start, const int* pages) {
+        team.acquire();
         is_chunk = true;
         n_rows = n, tokens = ids, chunk_slot = slot, chunk_start = start, chunk_pages = pages;
         team.run(chunk_job, this);
-        team.give_turn();
+        team.release();
     }
 
-    // The first token of a slot, from the last row of its prompt, by its staged seat.
-    void play_first(int slot) {
-        team.take_turn();
+    // The first token of a slot, from the last row of its prompt, by its staged admission.
+    void run_first(int slot) {
+        team.acquire();
         is_chunk = true;
         n_rows = 1, chunk_slot = slot;
         team.run(first_job, this);
-        team.give_turn();
+        team.release();
     }
 
     void run_step() {
@@ -672,16 +673,16 @@ struct Loop : Passage {
         if (n_rows > 0) team.run(step_job, this);
     }
 
-    bool pass_border() {
-        const bool goes_on = run_border(plan.view, plan.hash, plan.epoch, now_ns());
-        ring();
+    bool pass_boundary() {
+        const bool goes_on = run_boundary(plan.view, plan.hash, plan.epoch, now_ns());
+        wake_host();
         return goes_on;
     }
 
     // Tell whoever listens that the outbox, or the end, is worth a look; a full pipe says so already.
-    void ring() const {
+    void wake_host() const {
         const unsigned long long one = 1;
-        if (plan.bell >= 0 && ::write(plan.bell, &one, sizeof one) < 0) return;
+        if (plan.wake >= 0 && ::write(plan.wake, &one, sizeof one) < 0) return;
     }
 };
 

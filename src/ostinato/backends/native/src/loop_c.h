@@ -29,21 +29,21 @@ void* ostinato_open(const loop::Plan* plan) {
 
 void ostinato_close(void* opened) { delete static_cast<loop::Loop*>(opened); }
 
-// What the border compares with the table's own at every step.
+// What the step boundary compares with the table's own at every step.
 void ostinato_built(void* opened, unsigned long long hash, unsigned long long epoch) {
     static_cast<loop::Loop*>(opened)->plan.hash = hash;
     static_cast<loop::Loop*>(opened)->plan.epoch = epoch;
 }
 
-void ostinato_play(void* opened) { static_cast<loop::Loop*>(opened)->play(); }
-void ostinato_step(void* opened) { static_cast<loop::Loop*>(opened)->play_step(); }
+void ostinato_run(void* opened) { static_cast<loop::Loop*>(opened)->run_loop(); }
+void ostinato_step(void* opened) { static_cast<loop::Loop*>(opened)->run_one_step(); }
 void ostinato_chunk(void* opened, int slot, const int* ids, int n, int start, const int* pages) {
-    static_cast<loop::Loop*>(opened)->play_chunk(slot, ids, n, start, pages);
+    static_cast<loop::Loop*>(opened)->run_chunk(slot, ids, n, start, pages);
 }
-void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->play_first(slot); }
+void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->run_first(slot); }
 
 // The turn at the team, for a caller that does several things between two steps of whoever plays.
-void ostinato_take_turn(void* opened) { static_cast<loop::Loop*>(opened)->team.take_turn(); }
-void ostinato_give_turn(void* opened) { static_cast<loop::Loop*>(opened)->team.give_turn(); }
+void ostinato_acquire(void* opened) { static_cast<loop::Loop*>(opened)->team.acquire(); }
+void ostinato_release(void* opened) { static_cast<loop::Loop*>(opened)->team.release(); }
 
 }

@@ -30,9 +30,9 @@ inline uint64_t sum(const unsigned char* at, int64_t n_bytes) {
     return total;
 }
 
-inline uint64_t share(const Plane* planes, int n_planes, int member, int n_members, int n_turns) {
+inline uint64_t share(const Plane* planes, int n_planes, int member, int n_members, int n_passes) {
     uint64_t total = 0;
-    for (int turn = 0; turn < n_turns; turn++) {
+    for (int rotate = 0; rotate < n_passes; rotate++) {
         for (int p = 0; p < n_planes; p++) {
             int64_t first = planes[p].n_bytes * member / n_members, last = planes[p].n_bytes * (member + 1) / n_members;
             total += sum(planes[p].bytes + first, last - first);
@@ -44,14 +44,14 @@ inline uint64_t share(const Plane* planes, int n_planes, int member, int n_membe
 }  // namespace read_loop
 
 // A number that depends on every byte, so that no compiler leaves the reading out.
-extern "C" uint64_t ostinato_read(const read_loop::Plane* planes, int n_planes, int n_threads, int n_turns) {
+extern "C" uint64_t ostinato_read(const read_loop::Plane* planes, int n_planes, int n_threads, int n_passes) {
     std::vector<uint64_t> totals(n_threads);
     std::vector<std::thread> others;
     for (int member = 1; member < n_threads; member++)
-        others.emplace_back([&totals, planes, n_planes, member, n_threads, n_turns] {
-            totals[member] = read_loop::share(planes, n_planes, member, n_threads, n_turns);
+        others.emplace_back([&totals, planes, n_planes, member, n_threads, n_passes] {
+            totals[member] = read_loop::share(planes, n_planes, member, n_threads, n_passes);
         });
-    totals[0] = read_loop::share(planes, n_planes, 0, n_threads, n_turns);
+    totals[0] = read_loop::share(planes, n_planes, 0, n_threads, n_passes);
     for (auto& other : others) other.join();
     uint64_t total = 0;
     for (uint64_t one : totals) total += one;

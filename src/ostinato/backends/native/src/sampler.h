@@ -23,7 +23,7 @@ struct Ranked {
     int id;
 };
 
-struct Bench {               // of one thread, over memory that the caller owns
+struct SamplerWorkspace {               // of one thread, over memory that the caller owns
     float* values;           // [vocab] logits as penalties, bans and temperature leave them
     Ranked *ranked, *other;  // [vocab + 1] who is within reach
     double* weights;         // [vocab] their exponentials
@@ -36,7 +36,7 @@ static inline size_t sampler_bytes(int vocab) {
     return whole_lines(n * sizeof(float)) + 2 * whole_lines(n * sizeof(Ranked)) + whole_lines(n * sizeof(double));
 }
 
-static inline Bench bench_over(void* scratch, int vocab) {
+static inline SamplerWorkspace workspace_over(void* scratch, int vocab) {
     const size_t n = (size_t)vocab + 1;
     char* at = (char*)scratch;
     char* ranked = at + whole_lines(n * sizeof(float));
@@ -226,11 +226,11 @@ static inline float penalised(float x, bool in_prompt, int made, float repetitio
     return x - frequency * (float)made;
 }
 
-static inline void penalise(const View& seat, const View& view, float* values, int n, int slot, bool first) {
-    const int* in_prompt = TABLE_prompt_bits(seat) + (long long)slot * MASK_WORDS(view);
+static inline void penalise(const View& admission, const View& view, float* values, int n, int slot, bool first) {
+    const int* in_prompt = TABLE_prompt_bits(admission) + (long long)slot * MASK_WORDS(view);
     const int* counts = first ? nullptr : TABLE_counts(view) + (long long)slot * VOCAB(view);
-    const float repetition = TABLE_repetition(seat)[slot];
-    const float presence = TABLE_presence(seat)[slot], frequency = TABLE_frequency(seat)[slot];
+    const float repetition = TABLE_repetition(admission)[slot];
+    const float presence = TABLE_presence(admission)[slot], frequency = TABLE_frequency(admission)[slot];
     for (int begin = 0; begin < n; begin += 32) {
         const int end = begin + 32 < n ? begin + 32 : n;
         const uint32_t bits = (uint32_t)in_prompt[begin / 32];
@@ -244,10 +244,10 @@ static inline void penalise(const View& seat, const View& view, float* values, i
     }
 }
 
-static inline void add_bias(const View& seat, float* values, int n, int slot) {
-    const int n_bias = TABLE_n_bias(seat)[slot];
-    const int* ids = TABLE_bias_ids(seat) + (long long)slot * MAX_LOGIT_BIAS;
-    const float* biases = TABLE_bias_values(seat) + (long long)slot * MAX_LOGIT_BIAS;
+static inline void add_bias(const View& admission, float* values, int n, int slot) {
+    const int n_bias = TABLE_n_bias(admission)[slot];
+    const int* ids = TABLE_bias_ids(admission) + (long long)slot * MAX_LOGIT_BIAS;
+    const float* biases = TABLE_bias_values(admission) + (long long)slot * MAX_LOGIT_BIAS;
     for (int i = 0; i < n_bias; ++i) {
         bool again = false;  // an id named twice gets the sum of its biases, once
         for (int j = 0; j < i; ++j) again |= ids[j] == ids[i];
@@ -260,15 +260,15 @@ static inline void add_bias(const View& seat, float* values, int n, int slot) {
     }
 }
 
-static inline void ban_stops(const View& seat, float* values, int n, int slot) {
-    const int* stops = TABLE_stop_ids(seat) + slot * MAX_STOP_IDS;
-    for (int i = 0; i < TABLE_n_stop(seat)[slot]; ++i) {
+static inline void ban_stops(const View& admission, float* values, int n, int slot) {
+    const int* stops = TABLE_stop_ids(admission) + slot * MAX_STOP_IDS;
+    for (int i = 0; i < TABLE_n_stop(admission)[slot]; ++i) {
         if (stops[i] >= 0 && stops[i] < n) values[stops[i]] = -INFINITY;
     }
 }
 
-static inline void ban_masked(const View& seat, float* values, int n, int slot) {
-    const int* words = TABLE_mask_bits(seat) + (long long)slot * MASK_WORDS(seat);
+static inline void ban_masked(const View& admission, float* values, int n, int slot) {
+    const int* words = TABLE_mask_bits(admission) + (long long)slot * MASK_WORDS(admission);
     for (int begin = 0; begin < n; begin += 32) {
         const uint32_t banned = ~(uint32_t)words[begin / 32];
         const int end = begin + 32 < n ? begin + 32 : n;
@@ -280,17 +280,17 @@ static inline void ban_masked(const View& seat, float* values, int n, int slot) 
 
 // The logits of ids below n as they are to be chosen from: the row itself where nothing applies.
 static inline const float* shaped(
-    const View& seat, const View& view, const float* logits, float* values, int n, int slot, bool first
+    const View& admission, const View& view, const float* logits, float* values, int n, int slot, bool first
 ) {
     const int made = first ? 0 : TABLE_made(view)[slot];
-    const bool is_penalised = TABLE_penalised(seat)[slot], constrained = TABLE_constrained(seat)[slot];
-    const bool biased = TABLE_n_bias(seat)[slot] > 0, waits = made < TABLE_min_tokens(seat)[slot];
+    const bool is_penalised = TABLE_penalised(admission)[slot], constrained = TABLE_constrained(admission)[slot];
+    const bool biased = TABLE_n_bias(admission)[slot] > 0, waits = made < TABLE_min_tokens(admission)[slot];
     if (!(is_penalised || biased || waits || constrained)) return logits;
     memcpy(values, logits, (size_t)n * sizeof(float));
-    if (is_penalised) penalise(seat, view, values, n, slot, first);
-    if (biased) add_bias(seat, values, n, slot);
-    if (waits) ban_stops(seat, values, n, slot);
-    if (constrained) ban_masked(seat, values, n, slot);
+    if (is_penalised) penalise(admission, view, values, n, slot, first);
+    if (biased) add_bias(admission, values, n, slot);
+    if (waits) ban_stops(admission, values, n, slot);
+    if (constrained) ban_masked(admission, values, n, slot);
     return values;
 }
 
@@ -303,7 +303,7 @@ struct Filters {
     double top_p, min_p, uniform;
 };
 
-static inline void weigh(const Ranked* ranked, int n, float most, double* weights) {
+static inline void to_weights(const Ranked* ranked, int n, float most, double* weights) {
     for (int i = 0; i < n; i += DOUBLES) {
         float values[DOUBLES] = {};
         const int n_here = n - i < DOUBLES ? n - i : DOUBLES;
@@ -316,7 +316,7 @@ static inline void weigh(const Ranked* ranked, int n, float most, double* weight
 
 // The place of the draw among the ranked, given the sum of all weights; UNDECIDED where it may lie beyond them. A larger
 // sum never keeps fewer, nor draws earlier: two sums that agree speak for every sum between them.
-static inline int drawn_place(const Filters& filters, const double* weights, int n, double total, bool no_more) {
+static inline int sampled_place(const Filters& filters, const double* weights, int n, double total, bool no_more) {
     const double least = filters.min_p * (weights[0] / total);
     double sum = 0, kept_sum = 0;
     int n_kept = 0;
@@ -346,39 +346,39 @@ static inline double sum_of(const double* weights, int n) {
 
 // The draw where it is decided by a few: those within a reach of the largest, more and more of them.
 #define A_FEW 4096
-static inline int drawn_among_few(const Bench& bench, int n, float most, const Filters& filters) {
+static inline int sample_few(const SamplerWorkspace& workspace, int n, float most, const Filters& filters) {
     static const float REACHES[] = {1.0f, 2.0f, 4.0f, 8.0f, 16.0f, INFINITY};
     const bool unfiltered = filters.top_p >= 1 && filters.min_p == 0;
     bool exact = n <= A_FEW;
     double total = 0;  // a draw from the top-k has its own
-    if (!filters.top_k) total = exact ? exact_sum_of_exp(bench.values, n, most) : sum_of_exp(bench.values, n, most);
+    if (!filters.top_k) total = exact ? exact_sum_of_exp(workspace.values, n, most) : sum_of_exp(workspace.values, n, most);
     for (const float reach : REACHES) {
         const float least = most - reach;
         const bool everybody = !(least >= -FLT_MAX), no_more = everybody || filters.top_k;
-        int found = within(bench.values, n, everybody ? -FLT_MAX : least, bench.ranked);
+        int found = within(workspace.values, n, everybody ? -FLT_MAX : least, workspace.ranked);
         if (found < filters.top_k && !everybody) continue;
         if (found > A_FEW) return UNDECIDED;
         if (!no_more) {  // before they are ranked: could they decide?
-            weigh(bench.ranked, found, most, bench.weights);
+            to_weights(workspace.ranked, found, most, workspace.weights);
             const double needed = (unfiltered ? filters.uniform : filters.top_p) * total * (1 - SUM_ERROR);
-            if (sum_of(bench.weights, found) < needed && std::exp(-reach) > filters.min_p) continue;
+            if (sum_of(workspace.weights, found) < needed && std::exp(-reach) > filters.min_p) continue;
         }
-        rank(bench.ranked, bench.other, found);
+        rank(workspace.ranked, workspace.other, found);
         if (filters.top_k && found > filters.top_k) found = filters.top_k;
-        weigh(bench.ranked, found, most, bench.weights);
-        if (filters.top_k) total = sum_of(bench.weights, found);
+        to_weights(workspace.ranked, found, most, workspace.weights);
+        if (filters.top_k) total = sum_of(workspace.weights, found);
         int place;
         if (filters.top_k || exact) {
-            place = drawn_place(filters, bench.weights, found, total, no_more);
+            place = sampled_place(filters, workspace.weights, found, total, no_more);
         } else {
-            place = drawn_place(filters, bench.weights, found, total * (1 - SUM_ERROR), no_more);
-            if (place != drawn_place(filters, bench.weights, found, total * (1 + SUM_ERROR), no_more)) {
-                total = exact_sum_of_exp(bench.values, n, most);
+            place = sampled_place(filters, workspace.weights, found, total * (1 - SUM_ERROR), no_more);
+            if (place != sampled_place(filters, workspace.weights, found, total * (1 + SUM_ERROR), no_more)) {
+                total = exact_sum_of_exp(workspace.values, n, most);
                 exact = true;
-                place = drawn_place(filters, bench.weights, found, total, no_more);
+                place = sampled_place(filters, workspace.weights, found, total, no_more);
             }
         }
-        if (place != UNDECIDED) return bench.ranked[place].id;
+        if (place != UNDECIDED) return workspace.ranked[place].id;
     }
     return UNDECIDED;
 }
@@ -416,26 +416,26 @@ static inline void fill(Buckets& buckets, const float* values, int n, float most
 }
 
 // The members of one bucket, ranked and weighed; returns how many.
-static inline int ranked_bucket(const Bench& bench, int n, float most, int bucket) {
+static inline int ranked_bucket(const SamplerWorkspace& workspace, int n, float most, int bucket) {
     const float least = most - (bucket + 1) / BUCKETS_PER_UNIT, slack = 1e-6f * (std::fabs(most) + 64.0f);
     int found = 0;
     for (int i = 0; i < n; i += AT_ONCE) {
         const int end = i + AT_ONCE < n ? i + AT_ONCE : n;
         const bool known = end - i == AT_ONCE && bucket < N_BUCKETS - 1;
-        if (known && largest(larger_of_block(bench.values + i)) < least - slack) continue;
+        if (known && largest(larger_of_block(workspace.values + i)) < least - slack) continue;
         for (int j = i; j < end; ++j) {
-            bench.ranked[found] = {bench.values[j] + 0.0f, j};
-            found += bucket_of(bench.values[j], most) == bucket && is_allowed(bench.values[j]);
+            workspace.ranked[found] = {workspace.values[j] + 0.0f, j};
+            found += bucket_of(workspace.values[j], most) == bucket && is_allowed(workspace.values[j]);
         }
     }
-    rank(bench.ranked, bench.other, found);
-    weigh(bench.ranked, found, most, bench.weights);
+    rank(workspace.ranked, workspace.other, found);
+    to_weights(workspace.ranked, found, most, workspace.weights);
     return found;
 }
 
-static inline int drawn_among_many(const Bench& bench, int n, float most, const Filters& filters) {
+static inline int sample_many(const SamplerWorkspace& workspace, int n, float most, const Filters& filters) {
     Buckets buckets;
-    fill(buckets, bench.values, n, most);
+    fill(buckets, workspace.values, n, most);
 
     // What top-k leaves, and its sum: the last bucket that it reaches may be cut.
     int n_left = 0;
@@ -447,8 +447,8 @@ static inline int drawn_among_many(const Bench& bench, int n, float most, const 
             total += buckets.sums[bucket];
             continue;
         }
-        ranked_bucket(bench, n, most, bucket);
-        for (int i = 0; i < n_left - before; ++i) total += bench.weights[i];
+        ranked_bucket(workspace, n, most, bucket);
+        for (int i = 0; i < n_left - before; ++i) total += workspace.weights[i];
     }
 
     // What top-p and min-p keep of it: whole buckets, then one by one.
@@ -466,9 +466,9 @@ static inline int drawn_among_many(const Bench& bench, int n, float most, const 
             kept_sum = after;
             continue;
         }
-        const int n_here = ranked_bucket(bench, n, most, bucket);
+        const int n_here = ranked_bucket(workspace, n, most, bucket);
         for (int i = 0; i < n_here && goes_on; ++i) {
-            const double share = bench.weights[i] / total, sum = kept_sum + share;
+            const double share = workspace.weights[i] / total, sum = kept_sum + share;
             goes_on = n_kept < n_left && ((sum - share < filters.top_p && share >= least) || n_kept == 0);
             if (!goes_on) break;
             kept_sum = sum;
@@ -485,35 +485,35 @@ static inline int drawn_among_many(const Bench& bench, int n, float most, const 
         reached = after;
         n_before += buckets.counts[bucket];
     }
-    const int n_here = ranked_bucket(bench, n, most, bucket);
+    const int n_here = ranked_bucket(workspace, n, most, bucket);
     const int n_kept_here = n_here < n_kept - n_before ? n_here : n_kept - n_before;
     for (int i = 0; i < n_kept_here; ++i) {
-        reached += bench.weights[i] / total;
-        if (reached > target) return bench.ranked[i].id;
+        reached += workspace.weights[i] / total;
+        if (reached > target) return workspace.ranked[i].id;
     }
-    return bench.ranked[n_kept_here - 1].id;
+    return workspace.ranked[n_kept_here - 1].id;
 }
 
 // One draw from the values, which are scaled; `most` is the largest of them, and finite.
-static inline int drawn(const Bench& bench, int n, float most, const Filters& filters) {
-    const int token = drawn_among_few(bench, n, most, filters);
-    return token != UNDECIDED ? token : drawn_among_many(bench, n, most, filters);
+static inline int sampled_id(const SamplerWorkspace& workspace, int n, float most, const Filters& filters) {
+    const int token = sample_few(workspace, n, most, filters);
+    return token != UNDECIDED ? token : sample_many(workspace, n, most, filters);
 }
 
 static inline int chosen_of(
-    const View& seat, const Bench& bench, const float* logits, int n, int slot, long long position, bool numbers
+    const View& admission, const SamplerWorkspace& workspace, const float* logits, int n, int slot, long long position, bool numbers
 ) {
-    const float temperature = TABLE_temperature(seat)[slot];
+    const float temperature = TABLE_temperature(admission)[slot];
     if (!(temperature > 0)) return first_largest(logits, n, largest_of(logits, n), numbers);
-    const float warmth = temperature > 1e-6f ? temperature : 1e-6f;
-    divide(logits, n, warmth, bench.values);
-    const float most = largest_of(bench.values, n);
-    if (!numbers || !std::isfinite(most)) return first_largest(bench.values, n, most, numbers);
+    const float safe_temperature = temperature > 1e-6f ? temperature : 1e-6f;
+    divide(logits, n, safe_temperature, workspace.values);
+    const float most = largest_of(workspace.values, n);
+    if (!numbers || !std::isfinite(most)) return first_largest(workspace.values, n, most, numbers);
     const Filters filters = {
-        TABLE_top_k(seat)[slot], TABLE_top_p(seat)[slot], TABLE_min_p(seat)[slot],
-        uniform(TABLE_seed(seat)[slot], position),
+        TABLE_top_k(admission)[slot], TABLE_top_p(admission)[slot], TABLE_min_p(admission)[slot],
+        uniform(TABLE_seed(admission)[slot], position),
     };
-    return drawn(bench, n, most, filters);
+    return sampled_id(workspace, n, most, filters);
 }
 
 // --- the most likely, for whoever asked ---
@@ -538,28 +538,28 @@ static inline int ranked_top(const float* x, int n, int n_top, Ranked* top) {
 
 // `logits` is that row alone, VOCAB floats; ids from n_tokens on are never chosen. For a step, settings are read from the
 // table, and the choice is left in row `row` of `chosen` and its companions. `first`: nothing was made yet, settings are
-// read from the seats, and the choice is left in the slot's `first_token` and its companions.
-static inline void choose(
+// read from the admissions, and the choice is left in the slot's `first_token` and its companions.
+static inline void sample_row(
     const View& view, const float* logits, int row, int slot, bool first, int n_tokens, void* scratch
 ) {
     const int vocab = VOCAB(view);
-    const Bench bench = bench_over(scratch, vocab);
-    View seat = view;  // a seat's fields lie in the table where they lie in the seats
-    if (first) seat.table = view.seats;
+    const SamplerWorkspace workspace = workspace_over(scratch, vocab);
+    View admission = view;  // a admission's fields lie in the table where they lie in the admissions
+    if (first) admission.table = view.admissions;
 
     const float most = largest_of(logits, vocab);
     const double total = sum_of_exp(logits, vocab, most);
     const double log_total = std::log(total);
     const bool numbers = total == total;
-    const float* const ready = shaped(seat, view, logits, bench.values, n_tokens, slot, first);
-    const long long position = (long long)TABLE_position(seat)[slot] + (first ? 0 : 1);
-    const int token = chosen_of(seat, bench, ready, n_tokens, slot, position, numbers);
+    const float* const ready = shaped(admission, view, logits, workspace.values, n_tokens, slot, first);
+    const long long position = (long long)TABLE_position(admission)[slot] + (first ? 0 : 1);
+    const int token = chosen_of(admission, workspace, ready, n_tokens, slot, position, numbers);
 
     const auto logprob_of = [&](int id) { return (float)((double)logits[id] - (double)most - log_total); };
     const int at = first ? slot : row;
     (first ? TABLE_first_token(view) : TABLE_chosen(view))[at] = token;
     (first ? TABLE_first_logprob(view) : TABLE_chosen_logprob(view))[at] = logprob_of(token);
-    int n_top = TABLE_n_logprobs(seat)[slot];
+    int n_top = TABLE_n_logprobs(admission)[slot];
     n_top = n_top < MAX_TOP ? n_top : MAX_TOP;
     if (n_top <= 0) return;
     Ranked top[MAX_TOP];

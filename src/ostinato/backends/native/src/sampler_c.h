@@ -4,8 +4,8 @@
 
 extern "C" unsigned long long ostinato_sampler_bytes(int vocab) { return sampler_bytes(vocab); }
 
-extern "C" void ostinato_choose(
+extern "C" void ostinato_sample(
     const View* view, const float* logits, int row, int slot, int first, int n_tokens, void* scratch
 ) {
-    choose(*view, logits, row, slot, first != 0, n_tokens, scratch);
+    sample_row(*view, logits, row, slot, first != 0, n_tokens, scratch);
 }

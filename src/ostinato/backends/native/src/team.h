@@ -98,7 +98,7 @@ class Team {
 #if defined(__linux__)
         pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
 #endif
-        pthread_mutex_init(&turn_, &kind);
+        pthread_mutex_init(&owner_, &kind);
         pthread_mutexattr_destroy(&kind);
         try {
             for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { live(me); });
@@ -116,8 +116,8 @@ class Team {
 
     // --- the turn ---
 
-    void take_turn() {
-        int found = passing_.load() == PASSED ? EBUSY : pthread_mutex_trylock(&turn_);
+    void acquire() {
+        int found = passing_.load() == PASSED ? EBUSY : pthread_mutex_trylock(&owner_);
         if (!is_ours(found)) {
             n_asking_.fetch_add(1);
             while (!is_ours(found = passing_.load() == PASSED ? wait_until_back() : lock_soon())) {
@@ -131,17 +131,17 @@ class Team {
         if (passing_.compare_exchange_strong(offered, PASSED)) wake_all(passing_);
     }
 
-    void give_turn() { pthread_mutex_unlock(&turn_); }
+    void release() { pthread_mutex_unlock(&owner_); }
 
     // Let one other have the turn if anybody asks for it; back when it is ours again. Whoever comes meanwhile waits for
     // that. Where nobody takes it, who asked has died or has no core, and is forgotten until it asks again.
-    void pass_turn() {
+    void hand_over() {
         if (n_asking_.load() == 0) return;
         const int64_t until = now_ns() + LOOK_AGAIN_NS;
         passing_.store(OFFERED);
-        pthread_mutex_unlock(&turn_);
+        pthread_mutex_unlock(&owner_);
         while (passing_.load() == OFFERED && now_ns() < until) sleep_on(passing_, OFFERED, LOOK_AGAIN_NS / 20);
-        taken(pthread_mutex_lock(&turn_));
+        taken(pthread_mutex_lock(&owner_));
         if (passing_.exchange(NOT_PASSING) == OFFERED) n_asking_.store(0);
         wake_all(passing_);
     }
@@ -185,7 +185,7 @@ class Team {
         closing_.store(true);
         for (int me = 1; me < n_; me++) call(me, calls_[me].number.load() + 1);
         for (auto& thread : threads_) thread.join();
-        pthread_mutex_destroy(&turn_);
+        pthread_mutex_destroy(&owner_);
     }
 
     static bool is_ours(int found) { return found == 0 || found == EOWNERDEAD; }
@@ -198,11 +198,11 @@ class Team {
         until.tv_nsec += LOOK_AGAIN_NS;
         until.tv_sec += until.tv_nsec / 1'000'000'000;
         until.tv_nsec %= 1'000'000'000;
-        return pthread_mutex_timedlock(&turn_, &until);
+        return pthread_mutex_timedlock(&owner_, &until);
 #else
         const int64_t until = now_ns() + LOOK_AGAIN_NS;
-        int found = pthread_mutex_trylock(&turn_);
-        for (; !is_ours(found) && now_ns() < until; found = pthread_mutex_trylock(&turn_))
+        int found = pthread_mutex_trylock(&owner_);
+        for (; !is_ours(found) && now_ns() < until; found = pthread_mutex_trylock(&owner_))
             std::this_thread::sleep_for(std::chrono::microseconds(100));
         return found;
 #endif
@@ -212,7 +212,7 @@ class Team {
     int wait_until_back() {
         sleep_on(passing_, PASSED, LOOK_AGAIN_NS);
         const bool is_late = passing_.load() == PASSED;
-        const int found = pthread_mutex_trylock(&turn_);
+        const int found = pthread_mutex_trylock(&owner_);
         if (is_late && is_ours(found)) passing_.store(NOT_PASSING);
         return found;
     }
@@ -270,13 +270,13 @@ class Team {
 
     bool caller_died(uint32_t phase) {
         if (abandoned_.load()) return true;
-        const int found = pthread_mutex_trylock(&turn_);
+        const int found = pthread_mutex_trylock(&owner_);
         if (!is_ours(found)) return false;
         if (found == EOWNERDEAD) recover();
         // Free, or its holder dead: nobody plays this job any more, unless it came to its end this moment.
         const bool died = phase_.load() == phase;
         if (died) abandoned_.store(true);
-        pthread_mutex_unlock(&turn_);
+        pthread_mutex_unlock(&owner_);
         return died;
     }
 
@@ -288,7 +288,7 @@ class Team {
 
     void recover() {
 #if defined(__linux__)
-        pthread_mutex_consistent(&turn_);
+        pthread_mutex_consistent(&owner_);
 #endif
         abandoned_.store(true);
     }
@@ -333,7 +333,7 @@ class Team {
     alignas(64) std::atomic<int> here_{0};
     alignas(64) std::atomic<int> sleepers_{0};
     std::atomic<bool> closing_{false}, abandoned_{false};
-    pthread_mutex_t turn_;
+    pthread_mutex_t owner_;
     std::atomic<int> n_asking_{0};
     enum Passing : uint32_t { NOT_PASSING, OFFERED, PASSED };
     std::atomic<uint32_t> passing_{NOT_PASSING};

@@ -1,7 +1,7 @@
 // Attention of one layer: each row's queries over its own pages, softmax(scale q k^T) v; its key and value appended.
 //
 // What a row sees is cut into at most SPLITS splits of one length, a multiple of LEAST_SPLIT that follows from the
-// row's own position and the window. A split of one key head is an *item*; items are dealt to the blocks. Within an
+// row's own position and the window. A split of one key head is an *item*; items are partition to the blocks. Within an
 // item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in their order to a *part*,
 // which goes to whoever *merges* the parts of a head, in order too. So a row's bits do not depend on who is beside it,
 // nor on who computes it. Twin: attend_torch of backends/torch/ops/attend.py.
@@ -12,11 +12,11 @@
 // number, so that nothing but keys, values and queries is rounded to its bits.
 //
 // Bound by latency at short contexts, hence few instructions between the arrival of a query and the part's departure:
-// whatever does not depend on this layer's product is known from the step's agenda, and keys and values of old
+// whatever does not depend on this layer's product is known from the step's attention plan, and keys and values of old
 // positions are asked for before the queries have come. Bound by reading keys and values at long ones: DEPTH tiles of
 // each warp are under way, across items too.
 #pragma once
-#include "agenda.h"
+#include "attention_plan.h"
 #include "handoff.h"
 
 // --- how a warp holds a tile of keys and values ---
@@ -24,7 +24,7 @@
 constexpr int CHUNKS = LINE_BYTES / 16;
 constexpr int IN_CHUNK = 16 / KEPT_BYTES;
 constexpr int TILE = 16;                             // positions
-constexpr int STRIDE = TILE * N_PLAYERS;             // positions that a block takes at once
+constexpr int STRIDE = TILE * N_COMPUTE_WARPS;             // positions that a block takes at once
 constexpr int KEY_CHUNKS = CHUNKS / 4;               // of a lane, of each of its two positions
 constexpr int VALUE_CHUNKS = (CHUNKS + 7) / 8;       // of a lane, of each of its four positions; of width 96 some idle
 constexpr int SUM_TILES = VALUE_CHUNKS * IN_CHUNK / 2;
@@ -43,14 +43,14 @@ struct Held {
 
 constexpr int PART_WORDS = HEAD_WIDTH + 2;     // of a head in tape.parts: sums, the largest score, the total
 constexpr int PART_STRIDE = HEAD_WIDTH + 8;    // of its sums in shared memory, so that lanes write to different banks
-constexpr int PART_BYTES = N_PLAYERS * GROUP * (PART_STRIDE + 2) * 4;
+constexpr int PART_BYTES = N_COMPUTE_WARPS * GROUP * (PART_STRIDE + 2) * 4;
 constexpr int PART_BUFFERS = ITEMS_AT_ONCE > 1 && PART_BYTES <= 20 * 1024 ? 2 : 1;
 constexpr int PARTS_AT = ITEMS_AT_ONCE * LINES * LINE_BYTES;
 
 #define ATTENTION_BYTES (PARTS_AT + PART_BUFFERS * PART_BYTES)
 static_assert(ACTIVATION_BYTES >= ATTENTION_BYTES, "attention works where activations lie");
 
-#define UNSEEN (-1e30f)
+#define MASKED (-1e30f)
 #define LOG2_E 1.4426950408889634f
 
 DEVICE char* room_here() { return shared_memory() + RING_AT + STAGES * STAGE_BYTES; }
@@ -62,19 +62,19 @@ struct WarpParts {
 };
 DEVICE WarpParts parts_here(int i) {
     float* const sums = (float*)(room_here() + PARTS_AT + i % PART_BUFFERS * PART_BYTES);
-    float* const tops = sums + N_PLAYERS * GROUP * PART_STRIDE;
-    return {sums, tops, tops + N_PLAYERS * GROUP};
+    float* const tops = sums + N_COMPUTE_WARPS * GROUP * PART_STRIDE;
+    return {sums, tops, tops + N_COMPUTE_WARPS * GROUP};
 }
 
-// --- the agenda of a step ---
+// --- the attention plan of a step ---
 
 struct Cut {
     int first, length, n_splits;
 };
 DEVICE Cut cut_of(int position, int window) {
-    const int first = window ? max(position - (window - 1), 0) : 0, n_seen = position + 1 - first;
-    const int length = (n_seen + LEAST_SPLIT * SPLITS - 1) / (LEAST_SPLIT * SPLITS) * LEAST_SPLIT;
-    return {first, length, (n_seen + length - 1) / length};
+    const int first = window ? max(position - (window - 1), 0) : 0, n_visible = position + 1 - first;
+    const int length = (n_visible + LEAST_SPLIT * SPLITS - 1) / (LEAST_SPLIT * SPLITS) * LEAST_SPLIT;
+    return {first, length, (n_visible + length - 1) / length};
 }
 
 DEVICE const int* table_of(const Tape& tape, int slot) {
@@ -86,19 +86,19 @@ DEVICE u32 line_at(int page, int position, int head) {
     return (cell * N_KV_HEADS + head) * CHUNKS;
 }
 
-DEVICE void note_turns(const Player& p, const Tape& tape, int n_rows, Agenda& agenda) {
-    for (int i = p.thread; i < n_rows * ROPE_HALF; i += N_PLAYER_THREADS) {
-        const int row = i / TURNS, pair = i % TURNS;
+DEVICE void note_cos_sin(const ComputeThread& p, const Tape& tape, int n_rows, AttentionPlan& plan) {
+    for (int i = p.thread; i < n_rows * ROPE_HALF; i += N_COMPUTE_THREADS) {
+        const int row = i / ROPE_PAIRS, pair = i % ROPE_PAIRS;
         float sine, cosine;
         sincos_exact((float)p.shared->position[row] * tape.frequencies[pair], sine, cosine);
-        agenda.turns[row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
+        plan.cos_sin[row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
     }
-    for (int i = p.thread; i < N_LAYERS; i += N_PLAYER_THREADS) agenda.caches[i] = tape.caches[i];
+    for (int i = p.thread; i < N_LAYERS; i += N_COMPUTE_THREADS) plan.caches[i] = tape.caches[i];
 }
 
 // The item of this number, and its pages, by a warp. Neighbouring blocks take the heads of the same positions, which
 // lie side by side in memory.
-DEVICE void note_item(const Player& p, const Tape& tape, int number, int window, Agenda& agenda, int i) {
+DEVICE void note_item(const ComputeThread& p, const Tape& tape, int number, int window, AttentionPlan& plan, int i) {
     int row = 0, within = number;
     Cut cut = cut_of(p.shared->position[0], window);
     while (within >= cut.n_splits * N_KV_HEADS) {
@@ -109,15 +109,15 @@ DEVICE void note_item(const Player& p, const Tape& tape, int number, int window,
     const int begin = cut.first + split * cut.length, end = min(begin + cut.length, position + 1);
     const int* const table = table_of(tape, p.shared->slot[row]);
     const int first_page = begin / PAGE_TOKENS(0), n_pages = (end - 1) / PAGE_TOKENS(0) + 1 - first_page;
-    for (int k = p.lane; k < n_pages; k += 32) agenda.pages[i][k] = load_fresh(table + first_page + k);
+    for (int k = p.lane; k < n_pages; k += 32) plan.pages[i][k] = load_fresh(table + first_page + k);
     if (p.lane > 0) return;
     const int head = within % N_KV_HEADS, page = load_fresh(table + position / PAGE_TOKENS(0));
     const int is_last = split == cut.n_splits - 1;
-    agenda.items[i] = {row, head, split, begin, end, is_last, line_at(page, position, head), 0};
+    plan.items[i] = {row, head, split, begin, end, is_last, line_at(page, position, head), 0};
 }
 
 // The first layer after this one with another window.
-DEVICE int next_window(const Player& p, const Tape& tape, int layer, int window) {
+DEVICE int next_window(const ComputeThread& p, const Tape& tape, int layer, int window) {
     for (int begin = layer + 1; begin < N_LAYERS; begin += 32) {
         const int at = begin + p.lane;
         const u32 differ = votes(at < N_LAYERS && tape.windows[at] != window);
@@ -126,52 +126,52 @@ DEVICE int next_window(const Player& p, const Tape& tape, int layer, int window)
     return N_LAYERS;
 }
 
-// Items number `first`, first + N_BLOCKS ... to the agenda.
-APART void note_agenda(Player p, const Tape& tape, int layer, int n_rows, int first) {
-    Agenda& agenda = agenda_here();
-    sync_players();  // nobody reads the one before any more
+// Items number `first`, first + N_BLOCKS ... to the attention plan.
+APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int n_rows, int first) {
+    AttentionPlan& plan = attention_plan_here();
+    sync_compute_warps();  // nobody reads the one before any more
     const int window = tape.windows[layer];
-    if (layer == 0) note_turns(p, tape, n_rows, agenda);
+    if (layer == 0) note_cos_sin(p, tape, n_rows, plan);
     int n_all = 0;
     for (int row = 0; row < n_rows; row++) {
         const int n_splits = cut_of(p.shared->position[row], window).n_splits;
-        if (p.thread == row) agenda.n_splits[row] = n_splits;
+        if (p.thread == row) plan.n_splits[row] = n_splits;
         n_all += n_splits * N_KV_HEADS;
     }
     const int n_items = first < n_all ? min(ITEMS_AT_ONCE, (n_all - first + N_BLOCKS - 1) / N_BLOCKS) : 0;
-    for (int i = p.warp; i < n_items; i += N_PLAYERS) note_item(p, tape, first + i * N_BLOCKS, window, agenda, i);
+    for (int i = p.warp; i < n_items; i += N_COMPUTE_WARPS) note_item(p, tape, first + i * N_BLOCKS, window, plan, i);
     // Items that do not fit take the places of those before them.
     const int until = n_all > ITEMS_AT_ONCE * N_BLOCKS ? layer + 1 : next_window(p, tape, layer, window);
     if (p.thread == 0) {
-        agenda.n_items = n_items;
-        agenda.n_all = n_all;
-        agenda.until = until;
+        plan.n_items = n_items;
+        plan.n_all = n_all;
+        plan.until = until;
     }
-    sync_players();
+    sync_compute_warps();
 }
 
 // --- what a thread knows of itself and of the layer ---
 
 // By value, with no pointer to shared memory nor to the kernel's argument: so looking and merging are functions of
 // their own, whose registers nobody else has a claim to.
-struct Looking {
+struct AttentionArgs {
     int layer;
-    u32 beat;
+    u32 tag;
     State* state;
     const float* norms;  // of queries, then of keys; or null
     const u64* qkv;      // this and the others: of row 0, in the layer's own buffer
-    u64 *parts, *seen;
+    u64 *parts, *attended;
 };
-DEVICE Looking looking_at(const Player& p, const Tape& tape, int layer) {
+DEVICE AttentionArgs attention_args(const ComputeThread& p, const Tape& tape, int layer) {
     const u64 first = (u64)(layer & 1) * MAX_ROWS;
     return {
         layer,
-        p.beat,
+        p.tag,
         tape.state,
         HAS_QK_NORM ? tape.qk_norms + layer * 2 * HEAD_WIDTH : nullptr,
         tape.qkv + first * QKV_COLUMNS,
         tape.parts + first * N_HEADS * SPLITS * PART_WORDS,
-        tape.seen + first * (QUERY_COLUMNS / 2),
+        tape.attended + first * (QUERY_COLUMNS / 2),
     };
 }
 
@@ -182,15 +182,15 @@ DEVICE int warp() { return (u32)thread() / 32; }
 // --- old keys and values ---
 
 // A tile of the walk through a block's items.
-struct Spot {
+struct TileCursor {
     int i, base;  // item, and where the block's stride begins
-    MEMBER bool is_one(const Agenda& agenda) const { return i < agenda.n_items; }
-    MEMBER void go_on(const Agenda& agenda) {
-        if (!is_one(agenda)) return;
+    MEMBER bool is_one(const AttentionPlan& plan) const { return i < plan.n_items; }
+    MEMBER void go_on(const AttentionPlan& plan) {
+        if (!is_one(plan)) return;
         base += STRIDE;
-        if (base < agenda.items[i].end) return;
+        if (base < plan.items[i].end) return;
         i++;
-        if (is_one(agenda)) base = agenda.items[i].begin;
+        if (is_one(plan)) base = plan.items[i].begin;
     }
 };
 
@@ -203,10 +203,10 @@ DEVICE int value_chunk(int j) { return CHUNKS % 8 == 0 ? lane() / 4 + 8 * j : mi
 
 // Where position lane % 16 of a tile lies. Beyond the item's end it is the last one once more: a number that weighs
 // nothing, as long as it is one. (The row's own key and value do not lie there yet: they come with the queries.)
-DEVICE u32 find_line(const Agenda& agenda, const Spot& spot) {
-    const Item& item = agenda.items[spot.i];
-    const int position = min(spot.base + warp() * TILE + lane() % TILE, item.end - 1);
-    const int page = agenda.pages[spot.i][(u32)position / PAGE_TOKENS(0) - (u32)item.begin / PAGE_TOKENS(0)];
+DEVICE u32 find_line(const AttentionPlan& plan, const TileCursor& cursor) {
+    const Item& item = plan.items[cursor.i];
+    const int position = min(cursor.base + warp() * TILE + lane() % TILE, item.end - 1);
+    const int page = plan.pages[cursor.i][(u32)position / PAGE_TOKENS(0) - (u32)item.begin / PAGE_TOKENS(0)];
     return line_at(page, position, item.head);
 }
 DEVICE const uint4* place_of(const char* store, u32 line, int position, int chunk) {
@@ -256,29 +256,29 @@ struct Line {
     int i, part;         // item; below GROUP: a query; then the key, the value
     const u64* from;     // null: nobody wants it
     u64 words[PAIRS_EACH][2];
-    float2 turn[PAIRS_EACH];
+    float2 parity[PAIRS_EACH];
     float norm[PAIRS_EACH][2];
 };
 
 DEVICE bool is_there(int k) { return lane() + 32 * k < HEAD_WIDTH / 2; }
 
 // All that can be known of a line before it comes.
-DEVICE void prepare_line(const Looking& p, const Agenda& agenda, int number, Line& line) {
+DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int number, Line& line) {
     line.i = number / LINES;
     line.part = number % LINES;
     line.from = nullptr;
-    const Item& item = agenda.items[line.i < agenda.n_items ? line.i : 0];
+    const Item& item = plan.items[line.i < plan.n_items ? line.i : 0];
     const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
     const int head = is_query ? item.head * GROUP + line.part : N_HEADS + (line.part - GROUP) * N_KV_HEADS + item.head;
-    if (line.i < agenda.n_items && (is_query || item.is_last)) {
+    if (line.i < plan.n_items && (is_query || item.is_last)) {
         line.from = p.qkv + item.row * QKV_COLUMNS + head * HEAD_WIDTH;
     }
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
         const int pair = lane() + 32 * k;
         line.words[k][0] = line.words[k][1] = 0;
-        line.turn[k] = float2{1.0f, 0.0f};
-        if (!is_value && pair < ROPE_HALF) line.turn[k] = agenda.turns[item.row][pair];
+        line.parity[k] = float2{1.0f, 0.0f};
+        if (!is_value && pair < ROPE_HALF) line.parity[k] = plan.cos_sin[item.row][pair];
         if (!HAS_QK_NORM || !is_there(k)) continue;
         const float* const weights = p.norms + (is_query ? 0 : HEAD_WIDTH);
         line.norm[k][0] = weights[low_column(pair)];
@@ -287,26 +287,26 @@ DEVICE void prepare_line(const Looking& p, const Agenda& agenda, int number, Lin
 }
 
 // Looks at what has not come; whether something is still missing.
-DEVICE bool look_at_line(const Looking& p, Line& line) {
+DEVICE bool load_line(const AttentionArgs& p, Line& line) {
     bool misses = false;
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
         const int pair = lane() + 32 * k;
-        if (line.from == nullptr || !is_there(k) || have_come(line.words[k], p.beat)) continue;
-        line.words[k][0] = look(line.from + low_column(pair));
-        line.words[k][1] = look(line.from + high_column(pair));
+        if (line.from == nullptr || !is_there(k) || have_arrived(line.words[k], p.tag)) continue;
+        line.words[k][0] = load_relaxed(line.from + low_column(pair));
+        line.words[k][1] = load_relaxed(line.from + high_column(pair));
     }
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
-        misses |= line.from != nullptr && is_there(k) && !have_come(line.words[k], p.beat);
+        misses |= line.from != nullptr && is_there(k) && !have_arrived(line.words[k], p.tag);
     }
     return misses;
 }
 
-DEVICE bool look_at_lines(const Looking& p, Line lines[LINES_AT_ONCE]) {
+DEVICE bool load_lines(const AttentionArgs& p, Line lines[LINES_AT_ONCE]) {
     bool misses = false;
     UNROLL
-    for (int n = 0; n < LINES_AT_ONCE; n++) misses |= look_at_line(p, lines[n]);
+    for (int n = 0; n < LINES_AT_ONCE; n++) misses |= load_line(p, lines[n]);
     return misses;
 }
 
@@ -330,7 +330,7 @@ DEVICE int query_column(int column) {
     return word == 1 ? column + 2 : word == 2 ? column - 2 : column;
 }
 
-DEVICE void lay_line(const Looking& p, const Agenda& agenda, const Line& line) {
+DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Line& line) {
     float values[PAIRS_EACH][2];
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
@@ -339,8 +339,8 @@ DEVICE void lay_line(const Looking& p, const Agenda& agenda, const Line& line) {
     }
     const bool is_query = line.part < GROUP, is_value = line.part > GROUP;
     const float norm = HAS_QK_NORM && !is_value ? norm_of(values) : 1.0f;
-    const Cache& cache = agenda.caches[p.layer];
-    char* const cell = (is_value ? cache.values : cache.keys) + (u64)agenda.items[line.i].own_line * 16;
+    const Cache& cache = plan.caches[p.layer];
+    char* const cell = (is_value ? cache.values : cache.keys) + (u64)plan.items[line.i].own_line * 16;
     char* const to = line_place(line.i, line.part);
     UNROLL
     for (int k = 0; k < PAIRS_EACH; k++) {
@@ -349,10 +349,10 @@ DEVICE void lay_line(const Looking& p, const Agenda& agenda, const Line& line) {
             values[k][0] *= norm * line.norm[k][0];
             values[k][1] *= norm * line.norm[k][1];
         }
-        const float2 turn = line.turn[k];
+        const float2 parity = line.parity[k];
         const float size = is_query ? QUERY_SCALE : 1.0f;
-        const float low = (values[k][0] * turn.x - values[k][1] * turn.y) * size;
-        const float high = (values[k][1] * turn.x + values[k][0] * turn.y) * size;
+        const float low = (values[k][0] * parity.x - values[k][1] * parity.y) * size;
+        const float high = (values[k][1] * parity.x + values[k][0] * parity.y) * size;
         const int pair = lane() + 32 * k;
         keep(to, is_query ? query_column(low_column(pair)) : low_column(pair), low);
         keep(to, is_query ? query_column(high_column(pair)) : high_column(pair), high);
@@ -363,17 +363,17 @@ DEVICE void lay_line(const Looking& p, const Agenda& agenda, const Line& line) {
 }
 
 // All lines of the items at hand, a warp a line, some of each warp under way at once.
-DEVICE void receive_lines(const Looking& p, const Agenda& agenda) {
+DEVICE void receive_lines(const AttentionArgs& p, const AttentionPlan& plan) {
     NOT_UNROLLED
-    for (int first = warp(); first < agenda.n_items * LINES; first += LINES_AT_ONCE * N_PLAYERS) {
+    for (int first = warp(); first < plan.n_items * LINES; first += LINES_AT_ONCE * N_COMPUTE_WARPS) {
         Line lines[LINES_AT_ONCE];
         UNROLL
-        for (int n = 0; n < LINES_AT_ONCE; n++) prepare_line(p, agenda, first + n * N_PLAYERS, lines[n]);
-        for (Waiting waiting(p.state); look_at_lines(p, lines) && waiting.goes_on();) {
+        for (int n = 0; n < LINES_AT_ONCE; n++) prepare_line(p, plan, first + n * N_COMPUTE_WARPS, lines[n]);
+        for (BoundedWait waiting(p.state); load_lines(p, lines) && waiting.keep_waiting();) {
         }
         UNROLL
         for (int n = 0; n < LINES_AT_ONCE; n++) {
-            if (lines[n].from != nullptr) lay_line(p, agenda, lines[n]);
+            if (lines[n].from != nullptr) lay_line(p, plan, lines[n]);
         }
     }
 }
@@ -382,17 +382,17 @@ DEVICE void receive_lines(const Looking& p, const Agenda& agenda) {
 
 // Of a warp, what it has seen of an item so far. A lane has one query's top and its share of that query's total, and
 // of two other queries some of the mixed columns.
-struct Sight {
+struct SoftmaxState {
     float sums[SUM_TILES][4];
     float top, total;
 };
-DEVICE void begin_sight(Sight& sight) {
-    sight.top = UNSEEN;
-    sight.total = 0.0f;
+DEVICE void begin_softmax(SoftmaxState& softmax) {
+    softmax.top = MASKED;
+    softmax.total = 0.0f;
     UNROLL
     for (int n = 0; n < SUM_TILES; n++) {
         UNROLL
-        for (int k = 0; k < 4; k++) sight.sums[n][k] = 0.0f;
+        for (int k = 0; k < 4; k++) softmax.sums[n][k] = 0.0f;
     }
 }
 
@@ -460,32 +460,32 @@ DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float
 }
 
 // By how much each of a lane's queries has faded, where the top of query lane / 4 rose.
-DEVICE void fade_sight(float fade, Sight& sight) {
-    const float fades[2] = {shuffle(fade, lane() % 4 * 8), shuffle(fade, lane() % 4 * 8 + 4)};
-    sight.total *= fade;
+DEVICE void rescale_softmax(float rescale, SoftmaxState& softmax) {
+    const float rescales[2] = {shuffle(rescale, lane() % 4 * 8), shuffle(rescale, lane() % 4 * 8 + 4)};
+    softmax.total *= rescale;
     UNROLL
     for (int n = 0; n < SUM_TILES; n++) {
         UNROLL
-        for (int k = 0; k < 4; k++) sight.sums[n][k] *= fades[k % 2];
+        for (int k = 0; k < 4; k++) softmax.sums[n][k] *= rescales[k % 2];
     }
 }
 
-// Scores become weights, and what was seen before fades to the new top. `n_seen`: positions of the tile that count.
-DEVICE void weigh(int n_seen, bool is_first, float scores[4], Sight& sight) {
-    if (is_first) begin_sight(sight);
-    float top = sight.top;
+// Scores become weights, and what was seen before fades to the new top. `n_visible`: positions of the tile that count.
+DEVICE void to_weights(int n_visible, bool is_first, float scores[4], SoftmaxState& softmax) {
+    if (is_first) begin_softmax(softmax);
+    float top = softmax.top;
     UNROLL
     for (int u = 0; u < 4; u++) {
-        scores[u] = value_position(u) < n_seen ? scores[u] * LOG2_E : UNSEEN;
+        scores[u] = value_position(u) < n_visible ? scores[u] * LOG2_E : MASKED;
         top = larger(top, scores[u]);
     }
     UNROLL
     for (int mask = 1; mask < 4; mask *= 2) top = larger(top, shuffle_xor(top, mask));
-    if (!is_first) fade_sight(exp2_fast(sight.top - top), sight);
-    sight.top = top;
+    if (!is_first) rescale_softmax(exp2_fast(softmax.top - top), softmax);
+    softmax.top = top;
     UNROLL
-    for (int u = 0; u < 4; u++) scores[u] = scores[u] > UNSEEN ? exp2_fast(scores[u] - top) : 0.0f;
-    sight.total += scores[0] + scores[1] + (scores[2] + scores[3]);
+    for (int u = 0; u < 4; u++) scores[u] = scores[u] > MASKED ? exp2_fast(scores[u] - top) : 0.0f;
+    softmax.total += scores[0] + scores[1] + (scores[2] + scores[3]);
 }
 
 // sums[t] += two columns of four positions' values (of every lane) times weights; the columns that stand side by side
@@ -517,7 +517,7 @@ DEVICE void multiply_values(
 }
 
 DEVICE void mix(
-    const char* store, int i, int own, u32 line, Held& held, const float weights[4], Sight& sight
+    const char* store, int i, int own, u32 line, Held& held, const float weights[4], SoftmaxState& softmax
 ) {
     const uint4* const own_value = (const uint4*)line_place(i, GROUP + 1);
     const Split early = split_of(weights[0], weights[1]), late = split_of(weights[2], weights[3]);
@@ -535,12 +535,12 @@ DEVICE void mix(
             words[u][2] = value.z;
             words[u][3] = value.w;
         }
-        multiply_values(sight.sums + j * (IN_CHUNK / 2), words, early, late);
+        multiply_values(softmax.sums + j * (IN_CHUNK / 2), words, early, late);
     }
 }
 
 // What a warp has seen of an item, to shared memory.
-DEVICE void leave_part(int i, Sight& sight) {
+DEVICE void store_part(int i, SoftmaxState& softmax) {
     const WarpParts parts = parts_here(i);
     UNROLL
     for (int h = 0; h < 2; h++) {
@@ -551,95 +551,95 @@ DEVICE void leave_part(int i, Sight& sight) {
         for (int n = 0; n < SUM_TILES; n += 2) {
             const int chunk = lane() / 4 + n / (IN_CHUNK / 2) * 8;
             if (chunk >= CHUNKS) continue;
-            const float *const here = sight.sums[n], *const next = sight.sums[n + 1];
+            const float *const here = softmax.sums[n], *const next = softmax.sums[n + 1];
             float* const to = sums + chunk * IN_CHUNK + n % (IN_CHUNK / 2) * 2;
             *(float4*)to = float4{here[h], here[h + 2], next[h], next[h + 2]};
         }
     }
     UNROLL
-    for (int mask = 1; mask < 4; mask *= 2) sight.total += shuffle_xor(sight.total, mask);
+    for (int mask = 1; mask < 4; mask *= 2) softmax.total += shuffle_xor(softmax.total, mask);
     const int member = lane() / 4;
     if (lane() % 4 != 0 || member >= GROUP) return;
-    parts.tops[member * N_PLAYERS + warp()] = sight.top;
-    parts.totals[member * N_PLAYERS + warp()] = sight.total;
+    parts.tops[member * N_COMPUTE_WARPS + warp()] = softmax.top;
+    parts.totals[member * N_COMPUTE_WARPS + warp()] = softmax.total;
 }
 
 // The warps' parts of an item, in their order, to whoever merges.
-DEVICE void hand_on_part(const Looking& p, const Item& item, int i) {
+DEVICE void hand_on_part(const AttentionArgs& p, const Item& item, int i) {
     const WarpParts parts = parts_here(i);
     NOT_UNROLLED
-    for (int at = thread(); at < GROUP * HEAD_WIDTH; at += N_PLAYER_THREADS) {
+    for (int at = thread(); at < GROUP * HEAD_WIDTH; at += N_COMPUTE_THREADS) {
         const int member = at / HEAD_WIDTH, column = at % HEAD_WIDTH;
         const float* const sums = parts.sums + member * PART_STRIDE + column;
-        float shares[N_PLAYERS], top = UNSEEN, sum = 0.0f, total = 0.0f;
+        float shares[N_COMPUTE_WARPS], top = MASKED, sum = 0.0f, total = 0.0f;
         UNROLL
-        for (int warp = 0; warp < N_PLAYERS; warp++) {
-            shares[warp] = parts.tops[member * N_PLAYERS + warp];
+        for (int warp = 0; warp < N_COMPUTE_WARPS; warp++) {
+            shares[warp] = parts.tops[member * N_COMPUTE_WARPS + warp];
             top = larger(top, shares[warp]);
         }
         UNROLL
-        for (int warp = 0; warp < N_PLAYERS; warp++) {
+        for (int warp = 0; warp < N_COMPUTE_WARPS; warp++) {
             shares[warp] = exp2_fast(shares[warp] - top);
             sum += sums[warp * GROUP * PART_STRIDE] * shares[warp];
         }
         const int head = item.row * N_HEADS + item.head * GROUP + member;
         u64* const to = p.parts + (head * SPLITS + item.split) * PART_WORDS;
-        put(to + column, bits_of(sum), p.beat);
+        put(to + column, bits_of(sum), p.tag);
         if (column > 0) continue;
         UNROLL
-        for (int warp = 0; warp < N_PLAYERS; warp++) total += parts.totals[member * N_PLAYERS + warp] * shares[warp];
-        put(to + HEAD_WIDTH, bits_of(top), p.beat);
-        put(to + HEAD_WIDTH + 1, bits_of(total), p.beat);
+        for (int warp = 0; warp < N_COMPUTE_WARPS; warp++) total += parts.totals[member * N_COMPUTE_WARPS + warp] * shares[warp];
+        put(to + HEAD_WIDTH, bits_of(top), p.tag);
+        put(to + HEAD_WIDTH + 1, bits_of(total), p.tag);
     }
 }
 
 // A tile; the one to come is asked for as soon as the registers for it are free. After the last of an item, its part.
-DEVICE void look_at_tile(const Looking& p, const Agenda& agenda, Spot& here, Spot& coming, Held& held, Sight& sight) {
-    const Cache& cache = agenda.caches[p.layer];
-    const Item& item = agenda.items[here.i];
-    const int i = here.i, n_seen = item.end - (here.base + warp() * TILE);  // of the tile, or less than none
-    const int own = item.is_last ? n_seen - 1 : TILE;
+DEVICE void attend_tile(const AttentionArgs& p, const AttentionPlan& plan, TileCursor& here, TileCursor& coming, Held& held, SoftmaxState& softmax) {
+    const Cache& cache = plan.caches[p.layer];
+    const Item& item = plan.items[here.i];
+    const int i = here.i, n_visible = item.end - (here.base + warp() * TILE);  // of the tile, or less than none
+    const int own = item.is_last ? n_visible - 1 : TILE;
     const u32 line = held.line;
-    const bool follows = coming.is_one(agenda);
+    const bool follows = coming.is_one(plan);
     float scores[4];
     score(cache.keys, i, own, line, held, scores);
-    if (follows) held.line = find_line(agenda, coming);
+    if (follows) held.line = find_line(plan, coming);
     ask_keys(cache.keys, follows, held);
-    weigh(n_seen, here.base == item.begin, scores, sight);
-    mix(cache.values, i, own, line, held, scores, sight);
+    to_weights(n_visible, here.base == item.begin, scores, softmax);
+    mix(cache.values, i, own, line, held, scores, softmax);
     ask_values(cache.values, follows, held);
-    coming.go_on(agenda);
-    here.go_on(agenda);
+    coming.go_on(plan);
+    here.go_on(plan);
     if (here.i == i) return;
-    leave_part(i, sight);
-    sync_players();
+    store_part(i, softmax);
+    sync_compute_warps();
     hand_on_part(p, item, i);
-    if (PART_BUFFERS == 1 && ITEMS_AT_ONCE > 1) sync_players();  // before the next item's parts
+    if (PART_BUFFERS == 1 && ITEMS_AT_ONCE > 1) sync_compute_warps();  // before the next item's parts
 }
 
-// The items of the agenda, tile by tile.
-APART void look_at_items(Looking p) {
-    const Agenda& agenda = agenda_here();
-    Spot here = {0, agenda.items[0].begin}, coming = here;
+// The items of the attention plan, tile by tile.
+APART void attend_items(AttentionArgs p) {
+    const AttentionPlan& plan = attention_plan_here();
+    TileCursor here = {0, plan.items[0].begin}, coming = here;
     Held held[DEPTH];
     UNROLL
     for (int d = 0; d < DEPTH; d++) {
-        const bool is_one = d == 0 || coming.is_one(agenda);
-        held[d].line = is_one ? find_line(agenda, coming) : 0;
-        ask_keys(agenda.caches[p.layer].keys, is_one, held[d]);
-        ask_values(agenda.caches[p.layer].values, is_one, held[d]);
-        coming.go_on(agenda);
+        const bool is_one = d == 0 || coming.is_one(plan);
+        held[d].line = is_one ? find_line(plan, coming) : 0;
+        ask_keys(plan.caches[p.layer].keys, is_one, held[d]);
+        ask_values(plan.caches[p.layer].values, is_one, held[d]);
+        coming.go_on(plan);
     }
-    receive_lines(p, agenda);
-    sync_players();
-    Sight sight;
-    begin_sight(sight);
+    receive_lines(p, plan);
+    sync_compute_warps();
+    SoftmaxState softmax;
+    begin_softmax(softmax);
     NOT_UNROLLED
     for (;;) {
         UNROLL
         for (int d = 0; d < DEPTH; d++) {
-            look_at_tile(p, agenda, here, coming, held[d], sight);
-            if (!here.is_one(agenda)) return;
+            attend_tile(p, plan, here, coming, held[d], softmax);
+            if (!here.is_one(plan)) return;
         }
     }
 }
@@ -653,7 +653,7 @@ static_assert(SPLITS <= 32, "a lane has the top and the total of a split");
 // By how much each split counts, in the lane of its number. `words`: its top and its total.
 DEVICE float share_of_split(int n_splits, const u64 words[2]) {
     const bool is_one = lane() < n_splits;
-    const float own = is_one ? float_of((u32)words[0]) : UNSEEN;
+    const float own = is_one ? float_of((u32)words[0]) : MASKED;
     float top = own;
     UNROLL
     for (int mask = 1; mask < SPLITS; mask *= 2) top = larger(top, shuffle_xor(top, mask));
@@ -672,20 +672,20 @@ struct Merging {
 };
 
 // Looks at what has not come of the splits from `first` on; whether something is still missing.
-DEVICE bool look_at_parts(const Looking& p, int first, Merging& m) {
-    if (lane() < m.n_splits && !have_come(m.end, p.beat)) look_two(m.ends, m.end);
+DEVICE bool load_parts(const AttentionArgs& p, int first, Merging& m) {
+    if (lane() < m.n_splits && !have_arrived(m.end, p.tag)) load_two_relaxed(m.ends, m.end);
     UNROLL
     for (int k = 0; k < SPLITS_AT_ONCE; k++) {
-        if (first + k >= m.n_wanted || have_come(m.words[k], p.beat)) continue;
-        look_two(m.columns + (first + k) * PART_WORDS, m.words[k]);
+        if (first + k >= m.n_wanted || have_arrived(m.words[k], p.tag)) continue;
+        load_two_relaxed(m.columns + (first + k) * PART_WORDS, m.words[k]);
     }
-    bool misses = lane() < m.n_splits && !have_come(m.end, p.beat);
+    bool misses = lane() < m.n_splits && !have_arrived(m.end, p.tag);
     UNROLL
-    for (int k = 0; k < SPLITS_AT_ONCE; k++) misses |= first + k < m.n_wanted && !have_come(m.words[k], p.beat);
+    for (int k = 0; k < SPLITS_AT_ONCE; k++) misses |= first + k < m.n_wanted && !have_arrived(m.words[k], p.tag);
     return misses;
 }
 
-DEVICE void merge(const Looking& p, int number, int n_splits) {
+DEVICE void merge(const AttentionArgs& p, int number, int n_splits) {
     const int head = number / MERGES, pair = number % MERGES * 32 + lane();  // of all rows
     const u64* const parts = p.parts + (u64)head * SPLITS * PART_WORDS;
     Merging m = {parts + 2 * pair, parts + lane() * PART_WORDS + HEAD_WIDTH, n_splits, 0, {}, {}};
@@ -695,7 +695,7 @@ DEVICE void merge(const Looking& p, int number, int n_splits) {
     for (int first = 0; first < n_splits; first += SPLITS_AT_ONCE) {
         UNROLL
         for (int k = 0; k < SPLITS_AT_ONCE; k++) m.words[k][0] = m.words[k][1] = 0;
-        for (Waiting waiting(p.state); look_at_parts(p, first, m) && waiting.goes_on();) {
+        for (BoundedWait waiting(p.state); load_parts(p, first, m) && waiting.keep_waiting();) {
         }
         if (first == 0) share = share_of_split(n_splits, m.end);
         UNROLL
@@ -705,28 +705,29 @@ DEVICE void merge(const Looking& p, int number, int n_splits) {
             high += float_of((u32)m.words[k][1]) * its;
         }
     }
-    if (m.n_wanted > 0) put(p.seen + head * (HEAD_WIDTH / 2) + pair, pair_of(low, high), p.beat);
+    if (m.n_wanted > 0) put(p.attended + head * (HEAD_WIDTH / 2) + pair, pair_of(low, high), p.tag);
 }
 
-APART void merge_heads(Looking p, int n_rows) {
+APART void merge_heads(AttentionArgs p, int n_rows) {
     constexpr int A_ROW = N_HEADS * MERGES;
     NOT_UNROLLED
-    for (int i = block() + warp() * N_BLOCKS; i < n_rows * A_ROW; i += N_PLAYERS * N_BLOCKS) {
-        merge(p, i, agenda_here().n_splits[i / A_ROW]);
+    for (int i = block() + warp() * N_BLOCKS; i < n_rows * A_ROW; i += N_COMPUTE_WARPS * N_BLOCKS) {
+        merge(p, i, attention_plan_here().n_splits[i / A_ROW]);
     }
 }
 
-// From tape.qkv to tape.seen, for all rows of the step. No player may be reading activations; after it all may write.
-DEVICE void attention(Player& p, const Tape& tape, int layer, int n_rows) {
-    const Agenda& agenda = agenda_here();
-    const Looking looking = looking_at(p, tape, layer);
-    bool is_old = layer == 0 || layer == agenda.until;
+// From tape.qkv to tape.seen, for all rows of the step. No compute warp may be reading activations; after it all may
+// write.
+DEVICE void attention(ComputeThread& p, const Tape& tape, int layer, int n_rows) {
+    const AttentionPlan& plan = attention_plan_here();
+    const AttentionArgs looking = attention_args(p, tape, layer);
+    bool is_old = layer == 0 || layer == plan.until;
     NOT_UNROLLED
-    for (int first = block(); n_rows > 0 && (is_old || first < agenda.n_all); first += ITEMS_AT_ONCE * N_BLOCKS) {
-        if (is_old) note_agenda(p, tape, layer, n_rows, first);
-        if (agenda.n_items > 0) look_at_items(looking);
-        is_old = first + ITEMS_AT_ONCE * N_BLOCKS < agenda.n_all;
+    for (int first = block(); n_rows > 0 && (is_old || first < plan.n_all); first += ITEMS_AT_ONCE * N_BLOCKS) {
+        if (is_old) make_attention_plan(p, tape, layer, n_rows, first);
+        if (plan.n_items > 0) attend_items(looking);
+        is_old = first + ITEMS_AT_ONCE * N_BLOCKS < plan.n_all;
     }
     merge_heads(looking, n_rows);
-    sync_players();
+    sync_compute_warps();
 }

@@ -26,16 +26,16 @@
 DEVICE constexpr float unit() { return ACTIVATION_BF16 ? UNIT_BF16 : UNIT_F16; }
 
 // How many times larger the weights of rows 8 to 15 are, as they lie in their bytes.
-DEVICE constexpr int upper_rows(int kind) {
-    return kind == KIND_FOUR ? 16 : kind == KIND_FIVE ? 8 : kind == KIND_SIX ? 4 : 1;
+DEVICE constexpr int upper_rows(int weight_type) {
+    return weight_type == WEIGHT_FOUR ? 16 : weight_type == WEIGHT_FIVE ? 8 : weight_type == WEIGHT_SIX ? 4 : 1;
 }
 
 // Column tiles that share a scale; what a quant is less; whether a group has a minimum.
-DEVICE constexpr int tiles_a_group(int kind) { return kind == KIND_SIX ? 1 : 2; }
-DEVICE constexpr int offset_of(int kind) { return kind == KIND_SIX ? 32 : kind == KIND_EIGHT ? 128 : 0; }
-DEVICE constexpr bool has_minimum(int kind) { return kind == KIND_FOUR || kind == KIND_FIVE; }
+DEVICE constexpr int tiles_a_group(int weight_type) { return weight_type == WEIGHT_SIX ? 1 : 2; }
+DEVICE constexpr int offset_of(int weight_type) { return weight_type == WEIGHT_SIX ? 32 : weight_type == WEIGHT_EIGHT ? 128 : 0; }
+DEVICE constexpr bool has_minimum(int weight_type) { return weight_type == WEIGHT_FOUR || weight_type == WEIGHT_FIVE; }
 // Groups of a *slot* in a whole chunk: every fourth. Each slot has a partial sum.
-DEVICE constexpr int groups_a_slot(int kind) { return tiles_a_chunk(kind) / tiles_a_group(kind) / 4; }
+DEVICE constexpr int groups_a_slot(int weight_type) { return tiles_a_chunk(weight_type) / tiles_a_group(weight_type) / 4; }
 
 DEVICE void multiply_wide(float c[4], const uint4& a, u32 b0, u32 b1) {
     if (ACTIVATION_BF16) multiply_bf16(c, a, b0, b1);
@@ -62,21 +62,21 @@ DEVICE constexpr u32 less_pair(u32 power) {
     return bits << 16 | bits;
 }
 
-// --- a player's part of a chunk, read into registers ---
+// --- a compute warp's part of a chunk, read into registers ---
 
-template <int KIND>
+template <int WEIGHT_TYPE>
 struct Quants {
-    static constexpr int PER = tiles_a_chunk(KIND);
-    u32 words[KIND == KIND_EIGHT ? 2 * PER : PER];  // of each column tile one; EIGHT: of rows 0 to 7, of 8 to 15
+    static constexpr int PER = tiles_a_chunk(WEIGHT_TYPE);
+    u32 words[WEIGHT_TYPE == WEIGHT_EIGHT ? 2 * PER : PER];  // of each column tile one; EIGHT: of rows 0 to 7, of 8 to 15
     u32 high[PER];                                  // FIVE: of each four tiles one; SIX: of each two
 };
 
-template <int KIND, bool WHOLE>
-DEVICE void read_quants(const char* chunk, int warp, int lane, int n, Quants<KIND>& out) {
-    constexpr int PER = Quants<KIND>::PER;
-    const char* const quants = chunk + warp * quant_bytes(KIND, n);
-    constexpr int tiles = KIND == KIND_EIGHT ? 2 : 4;  // that 16 bytes of a lane hold
-    if (KIND == KIND_EIGHT || WHOLE) {
+template <int WEIGHT_TYPE, bool WHOLE>
+DEVICE void read_quants(const char* chunk, int warp, int lane, int n, Quants<WEIGHT_TYPE>& out) {
+    constexpr int PER = Quants<WEIGHT_TYPE>::PER;
+    const char* const quants = chunk + warp * quant_bytes(WEIGHT_TYPE, n);
+    constexpr int tiles = WEIGHT_TYPE == WEIGHT_EIGHT ? 2 : 4;  // that 16 bytes of a lane hold
+    if (WEIGHT_TYPE == WEIGHT_EIGHT || WHOLE) {
         UNROLL
         for (int t = 0; t < PER; t += tiles) {
             if (!WHOLE && t >= n) continue;
@@ -96,15 +96,15 @@ DEVICE void read_quants(const char* chunk, int warp, int lane, int n, Quants<KIN
             out.words[t + 1] = two.y;
         }
     }
-    if (KIND != KIND_FIVE && KIND != KIND_SIX) return;
-    constexpr int each = KIND == KIND_FIVE ? 4 : 2;
-    const char* const high = chunk + N_PLAYERS * quant_bytes(KIND, n) + warp * high_bytes(KIND, n);
+    if (WEIGHT_TYPE != WEIGHT_FIVE && WEIGHT_TYPE != WEIGHT_SIX) return;
+    constexpr int each = WEIGHT_TYPE == WEIGHT_FIVE ? 4 : 2;
+    const char* const high = chunk + N_COMPUTE_WARPS * quant_bytes(WEIGHT_TYPE, n) + warp * high_bytes(WEIGHT_TYPE, n);
     if (!WHOLE) {
         UNROLL
         for (int t = 0; t < PER; t += each) {
             if (t < n) out.high[t / each] = *(const u32*)(high + t / each * 128 + lane * 4);
         }
-    } else if (KIND == KIND_FIVE) {
+    } else if (WEIGHT_TYPE == WEIGHT_FIVE) {
         const uint2 two = *(const uint2*)(high + lane * 8);
         out.high[0] = two.x;
         out.high[1] = two.y;
@@ -123,12 +123,12 @@ struct Scales {
 };
 
 // As they lie in the chunk, of all groups of a slot; zero for those that the chunk has not.
-template <int KIND, bool WHOLE>
-DEVICE void read_scales(const char* chunk, int warp, int g, int n, int slot, uint2 out[groups_a_slot(KIND)]) {
-    constexpr int N = groups_a_slot(KIND);
+template <int WEIGHT_TYPE, bool WHOLE>
+DEVICE void read_scales(const char* chunk, int warp, int g, int n, int slot, uint2 out[groups_a_slot(WEIGHT_TYPE)]) {
+    constexpr int N = groups_a_slot(WEIGHT_TYPE);
     const char* const scales =
-        chunk + N_PLAYERS * (quant_bytes(KIND, n) + high_bytes(KIND, n)) + warp * scale_bytes(KIND, n);
-    if constexpr (WHOLE && N == 2 && has_minimum(KIND)) {  // both together
+        chunk + N_COMPUTE_WARPS * (quant_bytes(WEIGHT_TYPE, n) + high_bytes(WEIGHT_TYPE, n)) + warp * scale_bytes(WEIGHT_TYPE, n);
+    if constexpr (WHOLE && N == 2 && has_minimum(WEIGHT_TYPE)) {  // both together
         const uint4 both = *(const uint4*)(scales + (slot * 8 + g) * 16);
         out[0] = uint2{both.x, both.y};
         out[1] = uint2{both.z, both.w};
@@ -140,16 +140,16 @@ DEVICE void read_scales(const char* chunk, int warp, int g, int n, int slot, uin
         UNROLL
         for (int i = 0; i < N; i++) {
             const int row = (4 * i + slot) * 8 + g;
-            if (!WHOLE && (4 * i + slot) * tiles_a_group(KIND) >= n) out[i] = uint2{0, 0};
-            else if (has_minimum(KIND)) out[i] = *(const uint2*)(scales + row * 8);
+            if (!WHOLE && (4 * i + slot) * tiles_a_group(WEIGHT_TYPE) >= n) out[i] = uint2{0, 0};
+            else if (has_minimum(WEIGHT_TYPE)) out[i] = *(const uint2*)(scales + row * 8);
             else out[i] = uint2{*(const u32*)(scales + row * 4), 0};
         }
     }
 }
-template <int KIND>
+template <int WEIGHT_TYPE>
 DEVICE Scales scales_from(const uint2& words) {
     Scales out;
-    if (has_minimum(KIND)) {
+    if (has_minimum(WEIGHT_TYPE)) {
         split_f16(words.x, out.scale[0], out.minimum[0]);
         split_f16(words.y, out.scale[1], out.minimum[1]);
     } else {
@@ -165,14 +165,14 @@ DEVICE Scales scales_from(const uint2& words) {
 DEVICE u32 moved(u32 word, int right) { return right >= 0 ? word >> right : word << -right; }
 
 // Four weights of rows 0 to 7 in the bytes of `lower`, four of rows 8 to 15 in those of `upper`: all bits of both.
-template <int KIND>
-DEVICE void both_rows(const Quants<KIND>& quants, int tile, u32& lower, u32& upper) {
+template <int WEIGHT_TYPE>
+DEVICE void both_rows(const Quants<WEIGHT_TYPE>& quants, int tile, u32& lower, u32& upper) {
     const u32 word = quants.words[tile];
-    if constexpr (KIND == KIND_FIVE) {
+    if constexpr (WEIGHT_TYPE == WEIGHT_FIVE) {
         const u32 high = moved(quants.high[tile / 4], 4 * (tile / 2 % 2) + 2 * (tile % 2) - 3);
         lower = (word & 0x0F0F0F0Fu) | (high & 0x10101010u);
         upper = (word & 0xF0F0F0F0u) | (high & 0x08080808u);
-    } else if constexpr (KIND == KIND_SIX) {
+    } else if constexpr (WEIGHT_TYPE == WEIGHT_SIX) {
         const u32 high = moved(quants.high[tile / 2], 4 * (tile % 2) - 2);
         lower = (word & 0x0F0F0F0Fu) | (high & 0x30303030u);
         upper = (word & 0xF0F0F0F0u) | (high & 0x0C0C0C0Cu);
@@ -183,14 +183,14 @@ DEVICE void both_rows(const Quants<KIND>& quants, int tile, u32& lower, u32& upp
 }
 
 // As two-byte numbers: a register has bytes 0 and 2 of a word, or 1 and 3.
-template <int KIND>
-DEVICE uint4 wide_fragment(const Quants<KIND>& quants, int tile) {
-    if constexpr (KIND == KIND_FOUR) {
+template <int WEIGHT_TYPE>
+DEVICE uint4 wide_fragment(const Quants<WEIGHT_TYPE>& quants, int tile) {
+    if constexpr (WEIGHT_TYPE == WEIGHT_FOUR) {
         const u32 word = quants.words[tile], next = word >> 8;
         return uint4{word & 0x000F000Fu, word & 0x00F000F0u, next & 0x000F000Fu, next & 0x00F000F0u};
     } else {
         u32 lower, upper;
-        if constexpr (KIND == KIND_EIGHT) {  // signed: 128 more than it is
+        if constexpr (WEIGHT_TYPE == WEIGHT_EIGHT) {  // signed: 128 more than it is
             lower = quants.words[2 * tile] ^ 0x80808080u;
             upper = quants.words[2 * tile + 1] ^ 0x80808080u;
         } else both_rows(quants, tile, lower, upper);
@@ -201,13 +201,13 @@ DEVICE uint4 wide_fragment(const Quants<KIND>& quants, int tile) {
 }
 
 // Two column tiles, `tile` and the next, as bytes: four columns of a row in a register.
-template <int KIND>
-DEVICE uint4 narrow_fragment(const Quants<KIND>& quants, int tile) {
-    if constexpr (KIND == KIND_EIGHT) {
+template <int WEIGHT_TYPE>
+DEVICE uint4 narrow_fragment(const Quants<WEIGHT_TYPE>& quants, int tile) {
+    if constexpr (WEIGHT_TYPE == WEIGHT_EIGHT) {
         const u32* const words = quants.words + 2 * tile;
         return uint4{words[0], words[1], words[2], words[3]};
     } else {
-        constexpr int down = KIND == KIND_FOUR ? 4 : KIND == KIND_FIVE ? 3 : 2;  // no bit crosses into a neighbour
+        constexpr int down = WEIGHT_TYPE == WEIGHT_FOUR ? 4 : WEIGHT_TYPE == WEIGHT_FIVE ? 3 : 2;  // no bit crosses into a neighbour
         uint4 out;
         both_rows(quants, tile, out.x, out.y);
         both_rows(quants, tile + 1, out.z, out.w);

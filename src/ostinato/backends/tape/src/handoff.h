@@ -1,6 +1,6 @@
 // Hand-offs: what other blocks have put is fetched and laid into `activations` as products read it.
 //
-// A hop is an array of words, each a value below and its tag above. A word whose tag is the beat has come; there is no
+// A hop is an array of words, each a value below and its tag above. A word whose tag is the tag has come; there is no
 // barrier and no fence, and words come in any order. So a thread polls the first words that it wants, asks for all the
 // others when those have come, and looks again at whichever was late. Polling all of them from the start is slower: it
 // takes from the stream of weights what it needs to come to an end. All that is executed here lies between the last
@@ -13,16 +13,16 @@
 #pragma once
 #include "parts.h"
 
-#define PADDED(columns) (((columns) + 32 * N_PLAYERS - 1) / (32 * N_PLAYERS) * (32 * N_PLAYERS))
+#define PADDED(columns) (((columns) + 32 * N_COMPUTE_WARPS - 1) / (32 * N_COMPUTE_WARPS) * (32 * N_COMPUTE_WARPS))
 #define NORMED_COLUMNS PADDED(HIDDEN)
 // Columns of pairs that are multiplied between two additions to the sums: whole chunks of every kind.
-#define SLAB_UNIT (256 * N_PLAYERS)
+#define SLAB_UNIT (256 * N_COMPUTE_WARPS)
 #define SLAB_COLUMNS ((ACTIVATION_BYTES / (2 * MAX_ROWS) - ROW_PADDING) / SLAB_UNIT * SLAB_UNIT)
 static_assert(SLAB_COLUMNS > 0, "MAX_ROWS rows of one chunk's activations must fit");
 static_assert(MAX_ROWS * 2 * (NORMED_COLUMNS + ROW_PADDING) <= ACTIVATION_BYTES, "MAX_ROWS normed rows must fit");
 
 // Looks at two words each that a thread has under way at most: four registers a look.
-#define LOOKS_AT_ONCE 16
+#define LOADS_AT_ONCE 16
 
 // float16 overflows where bfloat16 does not: there a row is brought to size before it is rounded, not after.
 #define NORM_FIRST (WIDE && !ACTIVATION_BF16)
@@ -40,73 +40,73 @@ DEVICE constexpr int at_most(int n, int most) { return n < most ? n : most; }
 
 // --- words that come ---
 
-DEVICE bool have_come(const u64 words[2], u32 beat) {
-    return (u32)(words[0] >> 32) == beat && (u32)(words[1] >> 32) == beat;
+DEVICE bool have_arrived(const u64 words[2], u32 tag) {
+    return (u32)(words[0] >> 32) == tag && (u32)(words[1] >> 32) == tag;
 }
 
-DEVICE void await_two(const Tape& tape, const u64* place, u32 beat, u64 words[2]) {
-    for (Waiting waiting(tape.state); !have_come(words, beat) && waiting.goes_on();) {
-        look_two(place, words);
+DEVICE void await_two(const Tape& tape, const u64* place, u32 tag, u64 words[2]) {
+    for (BoundedWait waiting(tape.state); !have_arrived(words, tag) && waiting.keep_waiting();) {
+        load_two_relaxed(place, words);
     }
 }
 
-// A thread's looks at some rows, N_PLAYER_THREADS looks from one to the next.
-template <int ROWS, int LOOKS>
+// A thread's looks at some rows, N_COMPUTE_THREADS looks from one to the next.
+template <int ROWS, int LOADS>
 struct Words {
-    u64 of[ROWS][LOOKS][2];
+    u64 of[ROWS][LOADS][2];
 };
 
-// Of `n` looks at a row that the players share, those of one thread.
-DEVICE int looks_of(int thread, int n) { return n > thread ? (n - thread - 1) / N_PLAYER_THREADS + 1 : 0; }
+// Of `n` looks at a row that the compute warps share, those of one thread.
+DEVICE int loads_of(int thread, int n) { return n > thread ? (n - thread - 1) / N_COMPUTE_THREADS + 1 : 0; }
 
-template <int ROWS, int LOOKS>
-DEVICE void forget(Words<ROWS, LOOKS>& words) {  // no beat is 0
+template <int ROWS, int LOADS>
+DEVICE void forget(Words<ROWS, LOADS>& words) {  // no tag is 0
     UNROLL
-    for (int i = 0; i < ROWS * LOOKS; i++) words.of[i / LOOKS][i % LOOKS][0] = words.of[i / LOOKS][i % LOOKS][1] = 0;
+    for (int i = 0; i < ROWS * LOADS; i++) words.of[i / LOADS][i % LOADS][0] = words.of[i / LOADS][i % LOADS][1] = 0;
 }
 
 // Looks at what has not come. `own`: the thread's first words of the first row; from row to row it is `row_words`.
-template <int ROWS, int LOOKS>
-DEVICE void look_at_late(
-    u32 beat, const u64* own, int row_words, int n_rows, int n_looks, Words<ROWS, LOOKS>& words
+template <int ROWS, int LOADS>
+DEVICE void load_late(
+    u32 tag, const u64* own, int row_words, int n_rows, int n_loads, Words<ROWS, LOADS>& words
 ) {
     UNROLL
-    for (int i = 0; i < ROWS * LOOKS; i++) {
-        const int r = i / LOOKS, j = i % LOOKS;
-        if (r >= n_rows || j >= n_looks || have_come(words.of[r][j], beat)) continue;
-        look_two(own + r * row_words + 2 * j * N_PLAYER_THREADS, words.of[r][j]);
+    for (int i = 0; i < ROWS * LOADS; i++) {
+        const int r = i / LOADS, j = i % LOADS;
+        if (r >= n_rows || j >= n_loads || have_arrived(words.of[r][j], tag)) continue;
+        load_two_relaxed(own + r * row_words + 2 * j * N_COMPUTE_THREADS, words.of[r][j]);
     }
 }
 
 // Until all have come; those that nobody wants stay as they are. `polls`: these are the first of the phase, and all the
 // others are asked for once one has come.
-template <int ROWS, int LOOKS>
+template <int ROWS, int LOADS>
 DEVICE void await_words(
-    const Tape& tape, u32 beat, const u64* own, int row_words, int n_rows, int n_looks, bool polls,
-    Words<ROWS, LOOKS>& words
+    const Tape& tape, u32 tag, const u64* own, int row_words, int n_rows, int n_loads, bool polls,
+    Words<ROWS, LOADS>& words
 ) {
-    if (polls && n_looks > 0) {
-        look_two(own, words.of[0][0]);
-        await_two(tape, own, beat, words.of[0][0]);
+    if (polls && n_loads > 0) {
+        load_two_relaxed(own, words.of[0][0]);
+        await_two(tape, own, tag, words.of[0][0]);
     }
-    for (Waiting waiting(tape.state);;) {
-        look_at_late(beat, own, row_words, n_rows, n_looks, words);
+    for (BoundedWait waiting(tape.state);;) {
+        load_late(tag, own, row_words, n_rows, n_loads, words);
         bool all = true;
         UNROLL
-        for (int i = 0; i < ROWS * LOOKS; i++) {
-            const int r = i / LOOKS, j = i % LOOKS;
-            all &= r >= n_rows || j >= n_looks || have_come(words.of[r][j], beat);
+        for (int i = 0; i < ROWS * LOADS; i++) {
+            const int r = i / LOADS, j = i % LOADS;
+            all &= r >= n_rows || j >= n_loads || have_arrived(words.of[r][j], tag);
         }
-        if (all || !waiting.goes_on()) return;
+        if (all || !waiting.keep_waiting()) return;
     }
 }
 
 // --- laying down ---
 
-DEVICE u32* wide_row(const Player& p, int row, int columns) {
+DEVICE u32* wide_row(const ComputeThread& p, int row, int columns) {
     return (u32*)(p.activations + row * (columns + ROW_PADDING));
 }
-DEVICE u8* narrow_row(const Player& p, int row, int columns) {
+DEVICE u8* narrow_row(const ComputeThread& p, int row, int columns) {
     return (u8*)(p.activations + row * (columns + ROW_PADDING));
 }
 
@@ -124,17 +124,17 @@ DEVICE float steps_per_unit(float step) { return step > 0.0f ? 1.0f / step : 0.0
 
 // --- rows of the residual stream, normed ---
 
-constexpr int NORMED_LOOKS = (HIDDEN / 2 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS;  // by a thread, of a row
+constexpr int NORMED_LOADS = (HIDDEN / 2 + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS;  // by a thread, of a row
 static_assert(HIDDEN % 64 == 0, "a warp has a pair of columns for every lane, or none");
 
-// What a thread holds of some rows: columns 2 i and 2 i + 1 of each, i = thread + look * N_PLAYER_THREADS.
+// What a thread holds of some rows: columns 2 i and 2 i + 1 of each, i = thread + look * N_COMPUTE_THREADS.
 template <int ROWS>
 struct Pairs {
-    float of[ROWS][NORMED_LOOKS][2];
+    float of[ROWS][NORMED_LOADS][2];
 };
 
-// Who is in this step: asked once, since the border alone changes it.
-DEVICE void learn_rows(const Player& p, const Tape& tape, int n_rows) {
+// Who is in this step: asked once, since the step boundary alone changes it.
+DEVICE void learn_rows(const ComputeThread& p, const Tape& tape, int n_rows) {
     if (p.thread >= n_rows) return;
     const int slot = load_fresh(TABLE_row_slot(tape.view) + p.thread);
     p.shared->slot[p.thread] = slot;
@@ -148,15 +148,15 @@ DEVICE u64 embedding_begin(const Tape& tape, int row) {
 }
 
 template <int ROWS>
-DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pairs<ROWS>& pairs) {
+DEVICE void fetch_embedded(const ComputeThread& p, const Tape& tape, int row, int n, Pairs<ROWS>& pairs) {
     u64 begin[ROWS];
     UNROLL
     for (int r = 0; r < ROWS; r++) begin[r] = r < n ? embedding_begin(tape, row + r) / 2 : 0;
     UNROLL
     for (int r = 0; r < ROWS; r++) {
         UNROLL
-        for (int j = 0; j < NORMED_LOOKS; j++) {
-            const int i = p.thread + j * N_PLAYER_THREADS;
+        for (int j = 0; j < NORMED_LOADS; j++) {
+            const int i = p.thread + j * N_COMPUTE_THREADS;
             float* const pair = pairs.of[r][j];
             pair[0] = pair[1] = 0.0f;
             if (r >= n || i >= HIDDEN / 2) continue;
@@ -174,14 +174,14 @@ DEVICE void fetch_embedded(const Player& p, const Tape& tape, int row, int n, Pa
 }
 
 template <int ROWS>
-DEVICE void fetch_put(const Player& p, const Tape& tape, const u64* source, int row, int n, Pairs<ROWS>& pairs) {
-    Words<ROWS, NORMED_LOOKS> words;
+DEVICE void fetch_put(const ComputeThread& p, const Tape& tape, const u64* source, int row, int n, Pairs<ROWS>& pairs) {
+    Words<ROWS, NORMED_LOADS> words;
     const u64* const own = source + (u64)row * HIDDEN + 2 * p.thread;
     forget(words);
-    await_words(tape, p.beat, own, HIDDEN, n, looks_of(p.thread, HIDDEN / 2), row == 0, words);
+    await_words(tape, p.tag, own, HIDDEN, n, loads_of(p.thread, HIDDEN / 2), row == 0, words);
     UNROLL
-    for (int i = 0; i < ROWS * NORMED_LOOKS; i++) {
-        const int r = i / NORMED_LOOKS, j = i % NORMED_LOOKS;
+    for (int i = 0; i < ROWS * NORMED_LOADS; i++) {
+        const int r = i / NORMED_LOADS, j = i % NORMED_LOADS;
         pairs.of[r][j][0] = float_of((u32)words.of[r][j][0]);
         pairs.of[r][j][1] = float_of((u32)words.of[r][j][1]);
     }
@@ -201,27 +201,27 @@ DEVICE void keep_residual(float* kept, int first, int row, int i, const float pa
 
 // Each warp leaves its share of every row's squares. What is added to what follows from HIDDEN alone.
 template <int ROWS>
-DEVICE void leave_squares(const Player& p, int row, int n, const Pairs<ROWS>& pairs) {
+DEVICE void store_squares(const ComputeThread& p, int row, int n, const Pairs<ROWS>& pairs) {
     UNROLL
     for (int r = 0; r < ROWS; r++) {
         if (r >= n) continue;
         float sum = 0.0f;
         UNROLL
-        for (int j = 0; j < NORMED_LOOKS; j++) {
+        for (int j = 0; j < NORMED_LOADS; j++) {
             sum += pairs.of[r][j][0] * pairs.of[r][j][0] + pairs.of[r][j][1] * pairs.of[r][j][1];
         }
         for (int mask = 16; mask > 0; mask /= 2) sum += shuffle_xor(sum, mask);
         if (p.lane == 0) p.shared->small[p.warp * MAX_ROWS + row + r] = sum;
     }
 }
-DEVICE float scale_of_row(const Player& p, int row) {
+DEVICE float scale_of_row(const ComputeThread& p, int row) {
     float sum = 0.0f;
     UNROLL
-    for (int warp = 0; warp < N_PLAYERS; warp++) sum += p.shared->small[warp * MAX_ROWS + row];
+    for (int warp = 0; warp < N_COMPUTE_WARPS; warp++) sum += p.shared->small[warp * MAX_ROWS + row];
     return rsqrt_fast(sum * (1.0f / HIDDEN) + NORM_EPS);
 }
 
-DEVICE void lay_pair(const Player& p, int row, int i, float low, float high) {
+DEVICE void lay_pair(const ComputeThread& p, int row, int i, float low, float high) {
     if (WIDE) {
         wide_row(p, row, NORMED_COLUMNS)[i] = pair_of(low, high);
         return;
@@ -233,10 +233,10 @@ DEVICE void lay_pair(const Player& p, int row, int i, float low, float high) {
 }
 
 // Columns that only fill up: once more with every row, since attention works in the same memory.
-DEVICE void lay_padding(const Player& p, int n_rows) {
+DEVICE void lay_padding(const ComputeThread& p, int n_rows) {
     constexpr int n = (NORMED_COLUMNS - HIDDEN) / 2;
     constexpr int ROW = n > 0 ? n : 1;
-    for (int i = p.thread; i < n * n_rows; i += N_PLAYER_THREADS) {
+    for (int i = p.thread; i < n * n_rows; i += N_COMPUTE_THREADS) {
         const int row = i / ROW, pair = HIDDEN / 2 + i % ROW;
         if (WIDE) {
             wide_row(p, row, NORMED_COLUMNS)[pair] = 0;
@@ -251,12 +251,12 @@ DEVICE void lay_padding(const Player& p, int n_rows) {
 // ROWS of them at once.
 template <int ROWS>
 DEVICE void receive_normed_rows(
-    const Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
+    const ComputeThread& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
 ) {
-    float weight[NORMED_LOOKS][2];
+    float weight[NORMED_LOADS][2];
     UNROLL
-    for (int j = 0; j < NORMED_LOOKS; j++) {
-        const int i = p.thread + j * N_PLAYER_THREADS;
+    for (int j = 0; j < NORMED_LOADS; j++) {
+        const int i = p.thread + j * N_COMPUTE_THREADS;
         const float2 both = i < HIDDEN / 2 ? ((const float2*)weights)[i] : float2{0.0f, 0.0f};
         weight[j][0] = both.x;
         weight[j][1] = both.y;
@@ -269,15 +269,15 @@ DEVICE void receive_normed_rows(
         Pairs<ROWS> pairs;
         if (source == nullptr) fetch_embedded(p, tape, row, n, pairs);
         else fetch_put(p, tape, source, row, n, pairs);
-        leave_squares(p, row, n, pairs);
-        if (NORM_FIRST) sync_players();
+        store_squares(p, row, n, pairs);
+        if (NORM_FIRST) sync_compute_warps();
         UNROLL
         for (int r = 0; r < ROWS; r++) {
             if (r >= n) continue;
             const float scale = NORM_FIRST ? scale_of_row(p, row + r) : 1.0f;
             UNROLL
-            for (int j = 0; j < NORMED_LOOKS; j++) {
-                const int i = p.thread + j * N_PLAYER_THREADS;
+            for (int j = 0; j < NORMED_LOADS; j++) {
+                const int i = p.thread + j * N_COMPUTE_THREADS;
                 const float* const pair = pairs.of[r][j];
                 if (i >= HIDDEN / 2) continue;
                 lay_pair(p, row + r, i, pair[0] * scale * weight[j][0], pair[1] * scale * weight[j][1]);
@@ -285,7 +285,7 @@ DEVICE void receive_normed_rows(
             }
         }
     }
-    sync_players();
+    sync_compute_warps();
     if (p.thread < n_rows) p.shared->scale[p.thread] = NORM_FIRST ? 1.0f : scale_of_row(p, p.thread);
 }
 
@@ -293,9 +293,9 @@ DEVICE void receive_normed_rows(
 // be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
 // What the block's tiles from `first` on will be added to is kept.
 DEVICE void receive_normed(
-    const Player& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
+    const ComputeThread& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
 ) {
-    constexpr int MOST = LOOKS_AT_ONCE / NORMED_LOOKS < 1 ? 1 : LOOKS_AT_ONCE / NORMED_LOOKS;
+    constexpr int MOST = LOADS_AT_ONCE / NORMED_LOADS < 1 ? 1 : LOADS_AT_ONCE / NORMED_LOADS;
     constexpr int ROWS = at_most(MOST, MAX_ROWS);
     if (n_rows == 1) receive_normed_rows<1>(p, tape, source, weights, 1, kept, first);
     else receive_normed_rows<ROWS>(p, tape, source, weights, n_rows, kept, first);
@@ -303,7 +303,7 @@ DEVICE void receive_normed(
 
 // --- pairs, as attention and the gate hand them on ---
 
-DEVICE void lay_two_pairs(const Player& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
+DEVICE void lay_two_pairs(const ComputeThread& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
     if (WIDE) {
         if (wanted) ((uint2*)wide_row(p, row, columns))[at] = uint2{first, second};
         return;
@@ -328,26 +328,26 @@ DEVICE void lay_two_pairs(const Player& p, int row, int at, int columns, bool wa
 struct Slab {
     const u64* hop;
     int n_pairs, n_rows, begin, columns;
-    MEMBER int looks() const { return columns / 4; }  // at a row
-    MEMBER int real() const { return min(looks(), (2 * n_pairs - begin) / 4); }  // the others are zero
-    MEMBER const u64* words_at(int row, int look) const { return hop + (u64)row * n_pairs + begin / 2 + 2 * look; }
+    MEMBER int loads() const { return columns / 4; }  // at a row
+    MEMBER int real() const { return min(loads(), (2 * n_pairs - begin) / 4); }  // the others are zero
+    MEMBER const u64* words_at(int row, int load_relaxed) const { return hop + (u64)row * n_pairs + begin / 2 + 2 * load_relaxed; }
 };
 
 // To `activations`; `words`: those of the first rows and looks may have been asked for already.
-template <int ROWS, int LOOKS>
-DEVICE void receive_slab(const Player& p, const Tape& tape, const Slab& slab, Words<ROWS, LOOKS>& words) {
+template <int ROWS, int LOADS>
+DEVICE void receive_slab(const ComputeThread& p, const Tape& tape, const Slab& slab, Words<ROWS, LOADS>& words) {
     NOT_UNROLLED
     for (int row = 0; row < slab.n_rows; row += ROWS) {
         NOT_UNROLLED
-        for (int at = p.thread; at - p.lane < slab.looks(); at += LOOKS * N_PLAYER_THREADS) {  // by warps: lanes meet
+        for (int at = p.thread; at - p.lane < slab.loads(); at += LOADS * N_COMPUTE_THREADS) {  // by warps: lanes meet
             const bool polls = row == 0 && slab.begin == 0 && at == p.thread;
-            const int n_rows = min(ROWS, slab.n_rows - row), n_looks = looks_of(at, slab.real());
-            await_words(tape, p.beat, slab.words_at(row, at), slab.n_pairs, n_rows, n_looks, polls, words);
+            const int n_rows = min(ROWS, slab.n_rows - row), n_loads = loads_of(at, slab.real());
+            await_words(tape, p.tag, slab.words_at(row, at), slab.n_pairs, n_rows, n_loads, polls, words);
             UNROLL
-            for (int i = 0; i < ROWS * LOOKS; i++) {
-                const int r = row + i / LOOKS, place = at + i % LOOKS * N_PLAYER_THREADS;
-                const u64* const two = words.of[i / LOOKS][i % LOOKS];
-                const bool wanted = r < slab.n_rows && place < slab.looks();
+            for (int i = 0; i < ROWS * LOADS; i++) {
+                const int r = row + i / LOADS, place = at + i % LOADS * N_COMPUTE_THREADS;
+                const u64* const two = words.of[i / LOADS][i % LOADS];
+                const bool wanted = r < slab.n_rows && place < slab.loads();
                 lay_two_pairs(p, r, place, slab.columns, wanted, (u32)two[0], (u32)two[1]);
             }
             forget(words);
@@ -355,23 +355,23 @@ DEVICE void receive_slab(const Player& p, const Tape& tape, const Slab& slab, Wo
     }
 }
 
-DEVICE constexpr int looks_at(int columns) { return (columns / 4 + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS; }
+DEVICE constexpr int loads_for(int columns) { return (columns / 4 + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS; }
 
 // One row has code of its own: all of it is fetched at once. Of many the next slab may be asked for ahead (product.h).
-using OneRow = Words<1, at_most(looks_at(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), LOOKS_AT_ONCE)>;
-constexpr int SLAB_LOOKS = at_most(looks_at(SLAB_COLUMNS), LOOKS_AT_ONCE);
-using ManyRows = Words<at_most(LOOKS_AT_ONCE / SLAB_LOOKS, MAX_ROWS), SLAB_LOOKS>;
+using OneRow = Words<1, at_most(loads_for(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), LOADS_AT_ONCE)>;
+constexpr int SLAB_LOADS = at_most(loads_for(SLAB_COLUMNS), LOADS_AT_ONCE);
+using ManyRows = Words<at_most(LOADS_AT_ONCE / SLAB_LOADS, MAX_ROWS), SLAB_LOADS>;
 
-DEVICE void ask_ahead(const Player& p, const Slab& slab, ManyRows& words) {
-    look_at_late(p.beat, slab.words_at(0, p.thread), slab.n_pairs, slab.n_rows, looks_of(p.thread, slab.real()), words);
+DEVICE void ask_ahead(const ComputeThread& p, const Slab& slab, ManyRows& words) {
+    load_late(p.tag, slab.words_at(0, p.thread), slab.n_pairs, slab.n_rows, loads_of(p.thread, slab.real()), words);
 }
 
-// No player may be reading what lies in `activations`; after it all may.
-DEVICE void receive_pairs(const Player& p, const Tape& tape, const Slab& slab, ManyRows& ahead) {
+// No compute warp may be reading what lies in `activations`; after it all may.
+DEVICE void receive_pairs(const ComputeThread& p, const Tape& tape, const Slab& slab, ManyRows& ahead) {
     if (slab.n_rows == 1) {
         OneRow words;
         forget(words);
         receive_slab(p, tape, slab, words);
     } else receive_slab(p, tape, slab, ahead);
-    sync_players();
+    sync_compute_warps();
 }

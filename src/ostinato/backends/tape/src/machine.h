@@ -47,8 +47,9 @@ DEVICE char* shared_memory() {
 
 // --- registers ---
 
-// A block's are dealt out evenly, 168 to each of its 384 threads; then by four warps they change hands, so that players
-// have what they need and nothing must be kept in memory that is far away. 128 * 56 + 256 * 224 is all there are.
+// A block's are partition out evenly, 168 to each of its 384 threads; then by four warps they change hands, so that
+// compute warps have what they need and nothing must be kept in memory that is far away. 128 * 56 + 256 * 224 is all
+// there are.
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
 
@@ -60,10 +61,10 @@ DEVICE int thread_anew() {
     return number;
 }
 
-// --- together: all lanes of a warp, all players, all threads of a block ---
+// --- together: all lanes of a warp, all compute warps, all threads of a block ---
 
 DEVICE void sync_block() { __syncthreads(); }
-DEVICE void sync_players() { asm volatile("bar.sync 1, %0;" : : "n"(N_PLAYERS * 32) : "memory"); }
+DEVICE void sync_compute_warps() { asm volatile("bar.sync 1, %0;" : : "n"(N_COMPUTE_WARPS * 32) : "memory"); }
 DEVICE void sync_warp() { __syncwarp(); }
 
 template <class T>
@@ -165,21 +166,21 @@ DEVICE int lowest_bit(u32 word) { return __ffs((int)word) - 1; }  // -1: none
 DEVICE void put(u64* place, u32 value, u32 tag) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(place), "l"((u64)tag << 32 | value) : "memory");
 }
-DEVICE u64 look(const u64* place) {
+DEVICE u64 load_relaxed(const u64* place) {
     u64 value;
     asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
     return value;
 }
 // Two neighbours, 16-byte aligned; each is whole, the two need not be of one moment.
-DEVICE void look_two(const u64* place, u64 out[2]) {
+DEVICE void load_two_relaxed(const u64* place, u64 out[2]) {
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(out[0]), "=l"(out[1]) : "l"(place) : "memory");
 }
-// Whoever sees the value by `seen_at` sees what this thread wrote before, and what others of its block wrote before
-// a sync that it has passed.
-DEVICE void raise(u64* place, u64 value) {
+// Whoever sees the value by `load_acquire` sees what this thread wrote before, and what others of its block wrote
+// before a sync that it has passed.
+DEVICE void store_release(u64* place, u64 value) {
     asm volatile("st.release.gpu.global.b64 [%0], %1;" : : "l"(place), "l"(value) : "memory");
 }
-DEVICE u64 seen_at(const u64* place) {
+DEVICE u64 load_acquire(const u64* place) {
     u64 value;
     asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
     return value;
@@ -192,7 +193,7 @@ DEVICE u32 load_fresh(const u32* place) {
 }
 DEVICE int load_fresh(const int* place) { return (int)load_fresh((const u32*)place); }
 DEVICE float load_fresh(const float* place) { return __uint_as_float(load_fresh((const u32*)place)); }
-DEVICE u64 load_fresh(const u64* place) { return look(place); }
+DEVICE u64 load_fresh(const u64* place) { return load_relaxed(place); }
 DEVICE uint4 load_fresh(const uint4* place) {
     uint4 value;
     asm volatile(
@@ -276,8 +277,8 @@ DEVICE long long timer_ns() {
     return now;
 }
 DEVICE void relax() {}
-#define FIRST_GLANCE 16
-#define POLLS_A_GLANCE 256
+#define FIRST_CHECK 16
+#define POLLS_PER_CHECK 256
 
 #else
 #include "machine_cpu.h"
@@ -294,25 +295,26 @@ DEVICE void split_f16(u32 pair, float& low, float& high) {
 
 // A wait with an end: for (Waiting w(tape.state); !arrived && w.goes_on();) { look again; }
 //
-// After FIRST_GLANCE polls, then after every POLLS_A_GLANCE, it glances at the clock and at `leave`, by which anyone
+// After FIRST_GLANCE polls, then after every POLLS_A_GLANCE, it glances at the clock and at `abort`, by which anyone
 // tells all the others that a wait has outlasted DEADLINE_NS. From then on nobody waits: the step runs out on rubbish
-// and the border says so. A wait that goes well is over before the first glance, a load from one place by everybody.
-struct Waiting {
-    u32* leave;
+// and the step boundary says so. A wait that goes well is over before the first glance, a load from one place by
+// everybody.
+struct BoundedWait {
+    u32* abort;
     int polls;
     long long begun;  // 0: not looked at the clock yet
 
     template <class State>
-    MEMBER explicit Waiting(State* state) : leave(&state->leave), polls(0), begun(0) {}
+    MEMBER explicit BoundedWait(State* state) : abort(&state->abort), polls(0), begun(0) {}
 
-    MEMBER bool goes_on(CALLER) {
+    MEMBER bool keep_waiting(CALLER) {
         relax(FROM_CALLER);
-        if (++polls != FIRST_GLANCE && polls % POLLS_A_GLANCE != 0) return true;
-        if (load_fresh(leave) != 0) return false;
+        if (++polls != FIRST_CHECK && polls % POLLS_PER_CHECK != 0) return true;
+        if (load_fresh(abort) != 0) return false;
         const long long now = timer_ns();
         if (begun == 0) begun = now;
         if (now - begun <= DEADLINE_NS) return true;
-        store_fresh(leave, 1);
+        store_fresh(abort, 1);
         return false;
     }
 };

@@ -18,9 +18,9 @@
 
 // Groups of a whole chunk, in units of four. FEW: lane (g, q) has activations of group g / 2 of every unit, row g % 2,
 // and sums of group q. Else it has activations of row g, and sums of every group.
-template <int KIND, bool FEW>
+template <int WEIGHT_TYPE, bool FEW>
 struct Packing {
-    static constexpr int PER = tiles_a_chunk(KIND), TILES = tiles_a_group(KIND), N_GROUPS = PER / TILES;
+    static constexpr int PER = tiles_a_chunk(WEIGHT_TYPE), TILES = tiles_a_group(WEIGHT_TYPE), N_GROUPS = PER / TILES;
     static constexpr int N_SLOTS = FEW ? 1 : 4;                   // partial sums that a lane has
     static constexpr int N_SUMS = FEW ? N_GROUPS / 4 : N_GROUPS;  // sums that a lane scales
     static constexpr int AT_ONCE = FEW ? N_SUMS : 4;              // of those, whose products take turns
@@ -45,54 +45,54 @@ DEVICE const u16* row_of_lane(const Work& work) {
     return row_of(work, FEW ? g % 2 : g);
 }
 
-// A player's part of a piece, out of the ring.
-template <int KIND, bool FEW>
+// A compute warp's part of a piece, out of the ring.
+template <int WEIGHT_TYPE, bool FEW>
 struct Piece {
-    Quants<KIND> quants;
-    uint2 scales[Packing<KIND, FEW>::N_SUMS];
+    Quants<WEIGHT_TYPE> quants;
+    uint2 scales[Packing<WEIGHT_TYPE, FEW>::N_SUMS];
 };
 
-template <int KIND, bool FEW, bool WHOLE>
-DEVICE void take_piece(const Work& work, Place& place, int n, Piece<KIND, FEW>& out) {
-    using P = Packing<KIND, FEW>;
+template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+DEVICE void take_piece(const Work& work, Place& place, int n, Piece<WEIGHT_TYPE, FEW>& out) {
+    using P = Packing<WEIGHT_TYPE, FEW>;
     const Lane lane = lane_of(work);
     await_chunk(shared_here(), work.state, place);
     const char* const chunk = stage_at(place);
-    read_quants<KIND, WHOLE>(chunk, work.warp, work.lane, n, out.quants);
+    read_quants<WEIGHT_TYPE, WHOLE>(chunk, work.warp, work.lane, n, out.quants);
     UNROLL
     for (int slot = 0; slot < P::N_SLOTS; slot++) {
-        uint2 scales[groups_a_slot(KIND)];
-        read_scales<KIND, WHOLE>(chunk, work.warp, lane.g, n, FEW ? lane.q : slot, scales);
+        uint2 scales[groups_a_slot(WEIGHT_TYPE)];
+        read_scales<WEIGHT_TYPE, WHOLE>(chunk, work.warp, lane.g, n, FEW ? lane.q : slot, scales);
         UNROLL
-        for (int i = 0; i < groups_a_slot(KIND); i++) out.scales[i * P::N_SLOTS + slot] = scales[i];
+        for (int i = 0; i < groups_a_slot(WEIGHT_TYPE); i++) out.scales[i * P::N_SLOTS + slot] = scales[i];
     }
     free_chunk(shared_here(), work.lane, place);
 }
 
 // --- wide activations ---
 
-template <int KIND, bool FEW>
+template <int WEIGHT_TYPE, bool FEW>
 struct WideActivations {
-    using P = Packing<KIND, FEW>;
+    using P = Packing<WEIGHT_TYPE, FEW>;
     u32 b[P::PER][2];
     float start[P::N_SUMS][4];  // what the offset takes away; of kinds with a minimum: what that is multiplied by
 };
 
 // Less the offset for all 16 rows and all columns of a tile; or less one.
-template <int KIND>
+template <int WEIGHT_TYPE>
 DEVICE uint4 less_fragment() {
-    constexpr u32 least = has_minimum(KIND) ? 1 : offset_of(KIND);
-    constexpr u32 lower = less_pair(least), upper = less_pair(least * upper_rows(KIND));
+    constexpr u32 least = has_minimum(WEIGHT_TYPE) ? 1 : offset_of(WEIGHT_TYPE);
+    constexpr u32 lower = less_pair(least), upper = less_pair(least * upper_rows(WEIGHT_TYPE));
     return uint4{lower, upper, lower, upper};
 }
 
-template <int KIND, bool FEW, bool WHOLE>
-DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivations<KIND, FEW>& out) {
-    using P = Packing<KIND, FEW>;
+template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivations<WEIGHT_TYPE, FEW>& out) {
+    using P = Packing<WEIGHT_TYPE, FEW>;
     const Lane lane = lane_of(work);
     const int own = lane.g / 2;
-    const u16* const x = row_of_lane<FEW>(work) + first_column(work, KIND, chunk, n) + lane.q * 2;
-    const uint4 less = less_fragment<KIND>();
+    const u16* const x = row_of_lane<FEW>(work) + first_column(work, WEIGHT_TYPE, chunk, n) + lane.q * 2;
+    const uint4 less = less_fragment<WEIGHT_TYPE>();
     UNROLL
     for (int i = 0; i < P::N_SUMS; i++) {
         const int group = group_at<FEW>(i, own);
@@ -116,22 +116,22 @@ DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivati
 }
 
 // What a lane's own group comes to. Of two chains the other has nothing of it but what it started from.
-template <int KIND>
+template <int WEIGHT_TYPE>
 DEVICE float own_sum(const float (&c)[1][4], int k, bool) {
     return c[0][k];
 }
-template <int KIND>
+template <int WEIGHT_TYPE>
 DEVICE float own_sum(const float (&c)[2][4], int k, bool is_second) {
-    if (has_minimum(KIND)) return c[0][k] + c[1][k];  // which is zero, and an addition is cheaper than a choice
+    if (has_minimum(WEIGHT_TYPE)) return c[0][k] + c[1][k];  // which is zero, and an addition is cheaper than a choice
     return is_second ? c[1][k] : c[0][k];
 }
 
-template <int KIND, bool FEW, bool WHOLE>
+template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
 DEVICE void multiply_piece(
-    const Work& work, int n, const Piece<KIND, FEW>& piece, const WideActivations<KIND, FEW>& x,
-    float y[Packing<KIND, FEW>::N_SLOTS][4]
+    const Work& work, int n, const Piece<WEIGHT_TYPE, FEW>& piece, const WideActivations<WEIGHT_TYPE, FEW>& x,
+    float y[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4]
 ) {
-    using P = Packing<KIND, FEW>;
+    using P = Packing<WEIGHT_TYPE, FEW>;
     const bool is_second = lane_of(work).q >= 2;
     UNROLL
     for (int first = 0; first < P::N_SUMS; first += P::AT_ONCE) {
@@ -139,7 +139,7 @@ DEVICE void multiply_piece(
         UNROLL
         for (int i = 0; i < P::AT_ONCE * P::N_CHAINS * 4; i++) {
             const int sum = i / 4 / P::N_CHAINS;
-            c[sum][i / 4 % P::N_CHAINS][i % 4] = has_minimum(KIND) ? 0.0f : x.start[first + sum][i % 4];
+            c[sum][i / 4 % P::N_CHAINS][i % 4] = has_minimum(WEIGHT_TYPE) ? 0.0f : x.start[first + sum][i % 4];
         }
         UNROLL
         for (int i = 0; i < P::AT_ONCE * P::TILES_A_SUM; i++) {
@@ -151,32 +151,32 @@ DEVICE void multiply_piece(
         UNROLL
         for (int i = 0; i < P::AT_ONCE * 4; i++) {
             const int sum = first + i / 4, k = i % 4;
-            const Scales scales = scales_from<KIND>(piece.scales[sum]);
+            const Scales scales = scales_from<WEIGHT_TYPE>(piece.scales[sum]);
             float& to = y[FEW ? 0 : sum % 4][k];
-            to = fmaf(scales.scale[k / 2], own_sum<KIND>(c[i / 4], k, is_second), to);
-            if (has_minimum(KIND)) to = fmaf(scales.minimum[k / 2], x.start[sum][k], to);
+            to = fmaf(scales.scale[k / 2], own_sum<WEIGHT_TYPE>(c[i / 4], k, is_second), to);
+            if (has_minimum(WEIGHT_TYPE)) to = fmaf(scales.minimum[k / 2], x.start[sum][k], to);
         }
     }
 }
 
 // --- int8 activations ---
 
-template <int KIND, bool FEW>
+template <int WEIGHT_TYPE, bool FEW>
 struct NarrowActivations {
-    using P = Packing<KIND, FEW>;
+    using P = Packing<WEIGHT_TYPE, FEW>;
     u32 b[P::PER];              // four bytes of a column tile, in the order of the weights' bytes
     int start[P::N_SUMS][4];    // SIX: what the offset takes away
     float step[P::N_SUMS][2];   // what a step is worth, for the rows of c[0] and c[1]
     float less[P::N_SUMS][2];   // what a minimum is multiplied by
 };
 
-template <int KIND, bool FEW, bool WHOLE>
-DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActivations<KIND, FEW>& out) {
-    using P = Packing<KIND, FEW>;
+template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActivations<WEIGHT_TYPE, FEW>& out) {
+    using P = Packing<WEIGHT_TYPE, FEW>;
     const Lane lane = lane_of(work);
-    const int own = lane.g / 2, column = first_column(work, KIND, chunk, n);
+    const int own = lane.g / 2, column = first_column(work, WEIGHT_TYPE, chunk, n);
     const u8* const x = (const u8*)row_of_lane<FEW>(work) + column + 2 * lane.q;
-    const u32 least = KIND == KIND_SIX ? 0xE0E0E0E0u : 0xFFFFFFFFu;  // less 32, less 1
+    const u32 least = WEIGHT_TYPE == WEIGHT_SIX ? 0xE0E0E0E0u : 0xFFFFFFFFu;  // less 32, less 1
     const uint4 less = {least, least, least, least};
     UNROLL
     for (int i = 0; i < P::N_SUMS; i++) {
@@ -194,7 +194,7 @@ DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActiva
         }
         UNROLL
         for (int k = 0; k < 4; k++) out.start[i][k] = 0;
-        if (KIND != KIND_EIGHT) multiply_s8(out.start[i], less, bytes[0], bytes[1]);  // all slots at once
+        if (WEIGHT_TYPE != WEIGHT_EIGHT) multiply_s8(out.start[i], less, bytes[0], bytes[1]);  // all slots at once
     }
     UNROLL
     for (int i = 0; i < P::N_SUMS; i++) {
@@ -209,18 +209,18 @@ DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActiva
     }
 }
 
-template <int KIND, bool FEW, bool WHOLE>
+template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
 DEVICE void multiply_piece(
-    const Work&, int n, const Piece<KIND, FEW>& piece, const NarrowActivations<KIND, FEW>& x,
-    float y[Packing<KIND, FEW>::N_SLOTS][4]
+    const Work&, int n, const Piece<WEIGHT_TYPE, FEW>& piece, const NarrowActivations<WEIGHT_TYPE, FEW>& x,
+    float y[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4]
 ) {
-    using P = Packing<KIND, FEW>;
+    using P = Packing<WEIGHT_TYPE, FEW>;
     constexpr int PRODUCTS = (P::TILES_A_SUM + 1) / 2;  // of a sum: an instruction takes two tiles
     UNROLL
     for (int first = 0; first < P::N_SUMS; first += P::AT_ONCE) {
         int c[P::AT_ONCE][4];
         UNROLL
-        for (int i = 0; i < P::AT_ONCE * 4; i++) c[i / 4][i % 4] = KIND == KIND_SIX ? x.start[first + i / 4][i % 4] : 0;
+        for (int i = 0; i < P::AT_ONCE * 4; i++) c[i / 4][i % 4] = WEIGHT_TYPE == WEIGHT_SIX ? x.start[first + i / 4][i % 4] : 0;
         UNROLL
         for (int i = 0; i < P::AT_ONCE * PRODUCTS; i++) {
             const int sum = i % P::AT_ONCE, own = (first + sum) * P::TILES_A_SUM + i / P::AT_ONCE * 2, t = own / 2 * 2;
@@ -232,10 +232,10 @@ DEVICE void multiply_piece(
         UNROLL
         for (int i = 0; i < P::AT_ONCE * 4; i++) {
             const int sum = first + i / 4, k = i % 4;
-            const Scales scales = scales_from<KIND>(piece.scales[sum]);
+            const Scales scales = scales_from<WEIGHT_TYPE>(piece.scales[sum]);
             float& to = y[FEW ? 0 : sum % 4][k];
             to = fmaf(scales.scale[k / 2], (float)c[i / 4][k] * x.step[sum][k % 2], to);
-            if (has_minimum(KIND)) to = fmaf(scales.minimum[k / 2], x.less[sum][k % 2], to);
+            if (has_minimum(WEIGHT_TYPE)) to = fmaf(scales.minimum[k / 2], x.less[sum][k % 2], to);
         }
     }
 }
@@ -243,9 +243,9 @@ DEVICE void multiply_piece(
 // --- the sum of a piece, to those of the chunks before it ---
 
 // What sums must be multiplied by: powers of two, so nothing is rounded.
-template <int KIND>
+template <int WEIGHT_TYPE>
 DEVICE constexpr float unit_of(bool is_upper) {
-    return !WIDE ? 1.0f : is_upper ? unit() / upper_rows(KIND) : unit();
+    return !WIDE ? 1.0f : is_upper ? unit() / upper_rows(WEIGHT_TYPE) : unit();
 }
 
 // Where a lane's sums of the first tile are; those of the next are 16 rows on.
@@ -258,7 +258,7 @@ DEVICE float* own_sums(const Work& work) {
 
 // Every lane has a quarter of four sums: rows g and g + 8 of the tile, rows 0 and 1 of the activations. Of these it
 // gets one whole. For one row, what only row 1 would need is not computed.
-template <int KIND, int ROWS>
+template <int WEIGHT_TYPE, int ROWS>
 DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)[1][4]) {
     const int q = lane_of(work).q;
     const bool is_upper = q >= 2, is_odd = ROWS == 2 && q % 2 != 0;
@@ -269,11 +269,11 @@ DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)
         else half[k] = half[0];
     }
     const float sum = (is_odd ? half[1] : half[0]) + shuffle_xor(is_odd ? half[0] : half[1], 1);
-    *place = fmaf(sum, unit_of<KIND>(is_upper), adds ? *place : 0.0f);
+    *place = fmaf(sum, unit_of<WEIGHT_TYPE>(is_upper), adds ? *place : 0.0f);
 }
 
 // A lane has all of four sums: rows g and g + 8 of the tile, rows 2 q and 2 q + 1 of the activations.
-template <int KIND, int ROWS>
+template <int WEIGHT_TYPE, int ROWS>
 DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)[4][4]) {
     if (lane_of(work).q * 2 >= work.pitch) return;
     UNROLL
@@ -285,61 +285,61 @@ DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)
         for (int k = 0; k < 2; k++) {
             sum[k] = (y[0][2 * h + k] + y[2][2 * h + k]) + (y[1][2 * h + k] + y[3][2 * h + k]);
         }
-        *two = float2{fmaf(sum[0], unit_of<KIND>(h == 1), before.x), fmaf(sum[1], unit_of<KIND>(h == 1), before.y)};
+        *two = float2{fmaf(sum[0], unit_of<WEIGHT_TYPE>(h == 1), before.x), fmaf(sum[1], unit_of<WEIGHT_TYPE>(h == 1), before.y)};
     }
 }
 
 // --- a group of tiles, piece by piece ---
 
 #if WIDE
-template <int KIND, bool FEW>
-using Activations = WideActivations<KIND, FEW>;
+template <int WEIGHT_TYPE, bool FEW>
+using Activations = WideActivations<WEIGHT_TYPE, FEW>;
 #else
-template <int KIND, bool FEW>
-using Activations = NarrowActivations<KIND, FEW>;
+template <int WEIGHT_TYPE, bool FEW>
+using Activations = NarrowActivations<WEIGHT_TYPE, FEW>;
 #endif
 
 // Chunks [chunk, end), of n column tiles each. The next piece comes out of the ring while the sum of one is added.
-template <int KIND, int ROWS, bool WHOLE>
+template <int WEIGHT_TYPE, int ROWS, bool WHOLE>
 DEVICE void multiply_pieces(const Work& work, Place& place, int chunk, int end, int n) {
     constexpr bool FEW = ROWS <= FEW_ROWS;
     int n_left = (end - chunk) * work.n_tiles;
     if (n_left <= 0) return;
-    Activations<KIND, FEW> x;
-    Piece<KIND, FEW> piece;
+    Activations<WEIGHT_TYPE, FEW> x;
+    Piece<WEIGHT_TYPE, FEW> piece;
     float* const sums = own_sums<FEW>(work);
-    take_piece<KIND, FEW, WHOLE>(work, place, n, piece);
+    take_piece<WEIGHT_TYPE, FEW, WHOLE>(work, place, n, piece);
     NOT_UNROLLED
     for (; chunk < end; chunk++) {
-        prepare_activations<KIND, FEW, WHOLE>(work, chunk, n, x);
+        prepare_activations<WEIGHT_TYPE, FEW, WHOLE>(work, chunk, n, x);
         NOT_UNROLLED
         for (int tile = 0; tile < work.n_tiles; tile++) {
-            float y[Packing<KIND, FEW>::N_SLOTS][4] = {};
-            multiply_piece<KIND, FEW, WHOLE>(work, n, piece, x, y);
-            if (--n_left > 0) take_piece<KIND, FEW, WHOLE>(work, place, n, piece);
-            add_sums<KIND, ROWS>(work, sums + tile * 16 * (FEW ? 2 : work.pitch), work.adds || chunk > work.chunk, y);
+            float y[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4] = {};
+            multiply_piece<WEIGHT_TYPE, FEW, WHOLE>(work, n, piece, x, y);
+            if (--n_left > 0) take_piece<WEIGHT_TYPE, FEW, WHOLE>(work, place, n, piece);
+            add_sums<WEIGHT_TYPE, ROWS>(work, sums + tile * 16 * (FEW ? 2 : work.pitch), work.adds || chunk > work.chunk, y);
         }
     }
 }
 
 // ROWS: one, FEW_ROWS, or as many as there may be.
-template <int KIND, int ROWS>
+template <int WEIGHT_TYPE, int ROWS>
 DEVICE Place packed_chunks(const Work& work) {
-    constexpr int PER = tiles_a_chunk(KIND);
+    constexpr int PER = tiles_a_chunk(WEIGHT_TYPE);
     Place place = work.place;
-    const int end_whole = has_rest(KIND) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
-    multiply_pieces<KIND, ROWS, true>(work, place, work.chunk, end_whole, PER);
-    if constexpr (has_rest(KIND)) {
+    const int end_whole = has_rest(WEIGHT_TYPE) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
+    multiply_pieces<WEIGHT_TYPE, ROWS, true>(work, place, work.chunk, end_whole, PER);
+    if constexpr (has_rest(WEIGHT_TYPE)) {
         const int first = end_whole > work.chunk ? end_whole : work.chunk;
-        multiply_pieces<KIND, ROWS, false>(work, place, first, work.end_chunk, work.of_matrix % PER);
+        multiply_pieces<WEIGHT_TYPE, ROWS, false>(work, place, first, work.end_chunk, work.of_matrix % PER);
     }
     return place;
 }
 
-template <int KIND>
+template <int WEIGHT_TYPE>
 DEVICE Place packed_chunks_of(const Work& work) {
-    if (MAX_ROWS == 1 || work.n_rows == 1) return packed_chunks<KIND, 1>(work);
-    if (MAX_ROWS <= FEW_ROWS || work.n_rows <= FEW_ROWS) return packed_chunks<KIND, FEW_ROWS>(work);
-    if constexpr (MAX_ROWS > FEW_ROWS) return packed_chunks<KIND, MAX_ROWS>(work);
+    if (MAX_ROWS == 1 || work.n_rows == 1) return packed_chunks<WEIGHT_TYPE, 1>(work);
+    if (MAX_ROWS <= FEW_ROWS || work.n_rows <= FEW_ROWS) return packed_chunks<WEIGHT_TYPE, FEW_ROWS>(work);
+    if constexpr (MAX_ROWS > FEW_ROWS) return packed_chunks<WEIGHT_TYPE, MAX_ROWS>(work);
     else return work.place;
 }

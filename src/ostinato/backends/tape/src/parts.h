@@ -1,13 +1,14 @@
 // What the phases of the tape share: the kernel's argument, a block's shared memory, and what a thread knows of itself.
 //
 // Sizes come as constants from `shape.h`, which backends/tape/plan.py emits for one model and one card; places in the slot
-// table come from `layout.h`. The words: a *block* is one multiprocessor's; *players* are its warps that multiply; the
-// *reader* is the one warp that streams the tape. A *tile* is 16 rows of a weight matrix, a *chunk* some of its columns.
+// table come from `layout.h`. The words: a *block* is one multiprocessor's; *compute warps* are its warps that
+// multiply; the *loader* is the one warp that streams the tape. A *tile* is 16 rows of a weight matrix, a *chunk* some
+// of its columns.
 #pragma once
 #include "machine.h"
 #include "shape.h"
 
-#define N_PLAYER_THREADS (N_PLAYERS * 32)
+#define N_COMPUTE_THREADS (N_COMPUTE_WARPS * 32)
 #define QUERY_COLUMNS (N_HEADS * HEAD_WIDTH)
 #define QKV_COLUMNS ((N_HEADS + 2 * N_KV_HEADS) * HEAD_WIDTH)
 #define GROUP (N_HEADS / N_KV_HEADS)
@@ -15,20 +16,20 @@
 #define SUMMARY_WORDS 8
 
 // How a matrix's weights are kept; the numbers are those of backends/tape/pack.py.
-#define KIND_HALF 0   // bfloat16 or float16, as activations are
-#define KIND_FOUR 1   // 4 bits, scale and minimum for each 32 columns
-#define KIND_FIVE 2   // 4 and 1 bits, the same
-#define KIND_SIX 3    // 4 and 2 bits, less 32, a scale for each 16 columns
-#define KIND_EIGHT 4  // 8 bits, signed, a scale for each 32 columns
+#define WEIGHT_HALF 0   // bfloat16 or float16, as activations are
+#define WEIGHT_FOUR 1   // 4 bits, scale and minimum for each 32 columns
+#define WEIGHT_FIVE 2   // 4 and 1 bits, the same
+#define WEIGHT_SIX 3    // 4 and 2 bits, less 32, a scale for each 16 columns
+#define WEIGHT_EIGHT 4  // 8 bits, signed, a scale for each 32 columns
 
 // What plain numbers are kept as: KEPT (keys and values) and EMBEDDING_TYPE.
 #define TYPE_F32 0
 #define TYPE_F16 1
 #define TYPE_BF16 2
 
-// A matrix on the tape. Its tiles are dealt to the blocks in turn, tile 0 to block `first`.
+// A matrix on the tape. Its tiles are partition to the blocks in turn, tile 0 to block `first`.
 struct Segment {
-    int kind, n_tiles, first, columns;  // columns with padding: a whole number for each player
+    int weight_type, n_tiles, first, columns;  // columns with padding: a whole number for each compute warp
 };
 
 // The segments of a layer, in the order of the tape; after all layers comes the head.
@@ -38,8 +39,8 @@ enum { SEGMENT_Q, SEGMENT_K, SEGMENT_V, SEGMENT_OUT, SEGMENT_GATE_UP, SEGMENT_DO
 
 // What outlasts a launch, in device memory.
 struct State {
-    u32 beat;     // the last tag that was used; every launch goes on from there
-    u32 leave;    // not 0: some wait has outlasted its deadline, and nobody waits any more
+    u32 tag;     // the last tag that was used; every launch goes on from there
+    u32 abort;    // not 0: some wait has outlasted its deadline, and nobody waits any more
 };
 
 struct Cache {
@@ -63,15 +64,15 @@ struct Tape {
     u64* x;                     // [4][MAX_ROWS][HIDDEN] float32: the residual stream, before attention (0, 1) and the MLP (2, 3)
     u64* qkv;                   // [2][MAX_ROWS][QKV_COLUMNS] float32
     u64* parts;                 // [2][MAX_ROWS][N_HEADS][SPLITS][HEAD_WIDTH + 2] float32: sums, the largest, the total
-    u64* seen;                  // [2][MAX_ROWS][QUERY_COLUMNS / 2] pairs
+    u64* attended;                  // [2][MAX_ROWS][QUERY_COLUMNS / 2] pairs
     u64* inside;                // [2][MAX_ROWS][FF / 2] pairs
-    u64* summaries;             // [MAX_ROWS][N_BLOCKS][SUMMARY_WORDS]: of a block's logits; see choose.h
-    u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the border
+    u64* summaries;             // [MAX_ROWS][N_BLOCKS][SUMMARY_WORDS]: of a block's logits; see sampling.h
+    u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the step boundary
     float* logits;              // [MAX_ROWS][vocab]
     float* scaled;              // [MAX_ROWS][vocab]: as they are drawn from
     State* state;
     u64* clock;                 // [N_BLOCKS][N_CLOCKED] ns: when a block began each phase of its last step; or null
-    int single;                 // not 0: one step and its border, as the host paces them; for comparisons
+    int single;                 // not 0: one step and its step boundary, as the host paces them; for comparisons
 };
 
 // A block's shared memory; the ring's stages and then the activations follow it.
@@ -80,30 +81,30 @@ struct Tape {
 #define RING_AT ((int)(sizeof(Shared) + 127) / 128 * 128)
 struct Shared {
     Gate full[STAGES], empty[STAGES];
-    u64 agenda[AGENDA_BYTES / 8];                              // of attention; see agenda.h
-    u32 over;                                                  // the players tell the reader: no further step
-    u32 goes;                                                  // what this block heard from the border
+    u64 plan[ATTENTION_PLAN_BYTES / 8];                              // of attention; see attention_plan.h
+    u32 over;                                                  // the compute warps tell the loader: no further step
+    u32 goes;                                                  // what this block heard from the step boundary
     Segment segments[N_SEGMENTS];
-    float sums[N_PLAYERS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by player; see tiles.h
-    float small[N_PLAYERS * MAX_ROWS * 4];                     // reductions over the block
+    float sums[N_COMPUTE_WARPS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by compute warp; see tiles.h
+    float small[N_COMPUTE_WARPS * MAX_ROWS * 4];                     // reductions over the block
     float scale[MAX_ROWS];                                     // of each row's norm
     float residual[2][RESIDUAL_TILES * 16 * MAX_ROWS];         // what `output` and `down` add to, [tile][r][row]
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
 };
 
 // What a thread knows of itself.
-struct Player {
-    int thread, warp, lane;  // of the players
+struct ComputeThread {
+    int thread, warp, lane;  // of the compute warps
     int stage, phase;        // where in the ring it reads
-    int turn;                // which half of the sums the next product takes
-    u32 beat;                // the tag of the layer at hand
+    int parity;                // which half of the sums the next product takes
+    u32 tag;                // the tag of the layer at hand
     char* ring;
     u16* activations;        // [rows][columns + ROW_PADDING], or int8 of the same bytes
     Shared* shared;
 };
 
 // At the beginning of everything that is long: see thread_anew.
-DEVICE void renew(Player& p) {
+DEVICE void renew(ComputeThread& p) {
     p.thread = thread_anew();
     p.warp = p.thread / 32;
     p.lane = p.thread % 32;

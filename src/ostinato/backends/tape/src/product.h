@@ -1,30 +1,31 @@
 // Products: the block's tiles of a matrix times the rows of activations.
 //
-// Every player has its own columns (tiles.h); their sums meet in shared memory, and are added in the order of the
-// players, spread over all threads. Two sets of sums take turns, so that one sync is enough for a group of tiles;
+// Every compute warp has its own columns (tiles.h); their sums meet in shared memory, and are added in the order of the
+// compute warps, spread over all threads. Two sets of sums take turns, so that one sync is enough for a group of tiles;
 // meanwhile the ring fills.
 //
-// The order in which a row's products are added follows from the shape alone: player by player, in each chunk by four
-// sums (HALF: two), chunk by chunk. Bound by memory, packed weights with few bits by the instructions that unpack them.
+// The order in which a row's products are added follows from the shape alone: compute warp by compute warp, in each
+// chunk by four sums (HALF: two), chunk by chunk. Bound by memory, packed weights with few bits by the instructions
+// that unpack them.
 #pragma once
 #include "packed.h"
 
 // Kinds that the model has not are not compiled.
-DEVICE Place multiply_chunks(int kind, const Work& work) {
-    if constexpr (HAS_KIND_HALF) {
-        if (kind == KIND_HALF) return half_chunks(work);
+DEVICE Place multiply_chunks(int weight_type, const Work& work) {
+    if constexpr (HAS_WEIGHT_HALF) {
+        if (weight_type == WEIGHT_HALF) return half_chunks(work);
     }
-    if constexpr (HAS_KIND_FOUR) {
-        if (kind == KIND_FOUR) return packed_chunks_of<KIND_FOUR>(work);
+    if constexpr (HAS_WEIGHT_FOUR) {
+        if (weight_type == WEIGHT_FOUR) return packed_chunks_of<WEIGHT_FOUR>(work);
     }
-    if constexpr (HAS_KIND_FIVE) {
-        if (kind == KIND_FIVE) return packed_chunks_of<KIND_FIVE>(work);
+    if constexpr (HAS_WEIGHT_FIVE) {
+        if (weight_type == WEIGHT_FIVE) return packed_chunks_of<WEIGHT_FIVE>(work);
     }
-    if constexpr (HAS_KIND_SIX) {
-        if (kind == KIND_SIX) return packed_chunks_of<KIND_SIX>(work);
+    if constexpr (HAS_WEIGHT_SIX) {
+        if (weight_type == WEIGHT_SIX) return packed_chunks_of<WEIGHT_SIX>(work);
     }
-    if constexpr (HAS_KIND_EIGHT) {
-        if (kind == KIND_EIGHT) return packed_chunks_of<KIND_EIGHT>(work);
+    if constexpr (HAS_WEIGHT_EIGHT) {
+        if (weight_type == WEIGHT_EIGHT) return packed_chunks_of<WEIGHT_EIGHT>(work);
     }
     return work.place;
 }
@@ -33,20 +34,20 @@ DEVICE Place multiply_chunks(int kind, const Work& work) {
 
 // The sums of a group of tiles.
 struct Sums {
-    const float* of_players;
+    const float* of_compute_warps;
     int pitch;
     MEMBER float at(int tile, int r, int row) const {
-        const float* const place = of_players + (tile * 16 + r) * pitch + row;
+        const float* const place = of_compute_warps + (tile * 16 + r) * pitch + row;
         float sum = 0.0f;
         UNROLL
-        for (int player = 0; player < N_PLAYERS; player++) sum += place[player * TILES_AT_ONCE * 16 * pitch];
+        for (int compute_warp = 0; compute_warp < N_COMPUTE_WARPS; compute_warp++) sum += place[compute_warp * TILES_AT_ONCE * 16 * pitch];
         return sum;
     }
 };
 
 // A step without a row still takes its weights off the ring.
-DEVICE void pass_chunks(Player& p, const Tape& tape, const Segment& segment, int n_here) {
-    const int of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.kind);
+DEVICE void pass_chunks(ComputeThread& p, const Tape& tape, const Segment& segment, int n_here) {
+    const int of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.weight_type);
     Place place = {p.stage, p.phase};
     for (int i = 0; i < (of_matrix + per - 1) / per * n_here; i++) {
         await_chunk(*p.shared, tape.state, place);
@@ -57,7 +58,7 @@ DEVICE void pass_chunks(Player& p, const Tape& tape, const Segment& segment, int
 }
 
 // Whether the next slab is asked for while one is multiplied: unpacking leaves no registers for it.
-#define ASKS_AHEAD (!(HAS_KIND_FOUR || HAS_KIND_FIVE || HAS_KIND_SIX || HAS_KIND_EIGHT))
+#define ASKS_AHEAD (!(HAS_WEIGHT_FOUR || HAS_WEIGHT_FIVE || HAS_WEIGHT_SIX || HAS_WEIGHT_EIGHT))
 
 // Where the activations of a product come from.
 struct Source {
@@ -65,18 +66,18 @@ struct Source {
     int n_pairs;     // words of a row
 };
 
-// The block's tiles of W, times all rows: finish(first tile, number of tiles, sums) for each few tiles, by all players,
-// after a sync. Pairs are fetched at once where all rows have room, else slab by slab, again for each few tiles.
+// The block's tiles of W, times all rows: finish(first tile, number of tiles, sums) for each few tiles, by all compute
+// warps, after a sync. Pairs are fetched at once where all rows have room, else slab by slab, again for each few tiles.
 template <class Finish>
 DEVICE void multiply_here(
-    Player& p, const Tape& tape, const Segment& segment, const Source& source, int n_rows, Finish finish
+    ComputeThread& p, const Tape& tape, const Segment& segment, const Source& source, int n_rows, Finish finish
 ) {
     const int n_here = tiles_here(segment);
     if (n_rows == 0) pass_chunks(p, tape, segment, n_here);
     if (n_here == 0 || n_rows == 0) return;
     const int pitch = n_rows <= 2 ? 2 : n_rows <= 4 ? 4 : 8;
     const bool takes_turns = 2 * pitch <= SUM_ROWS;
-    const int chunk_columns = tiles_a_chunk(segment.kind) * 16 * N_PLAYERS;
+    const int chunk_columns = tiles_a_chunk(segment.weight_type) * 16 * N_COMPUTE_WARPS;
     const int width = source.hop ? PADDED(2 * source.n_pairs) : NORMED_COLUMNS;
     const bool whole = !source.hop || n_rows * 2 * (width + ROW_PADDING) <= ACTIVATION_BYTES;
     const int at_once = whole ? segment.columns : SLAB_COLUMNS;
@@ -91,7 +92,7 @@ DEVICE void multiply_here(
     NOT_UNROLLED
     for (int first = 0; first < n_here; first += TILES_AT_ONCE) {
         work.n_tiles = min(TILES_AT_ONCE, n_here - first);
-        work.first_sum = takes_turns ? p.turn * N_PLAYERS * TILES_AT_ONCE * 16 * pitch : 0;
+        work.first_sum = takes_turns ? p.parity * N_COMPUTE_WARPS * TILES_AT_ONCE * 16 * pitch : 0;
         NOT_UNROLLED
         for (int begin = 0; begin < segment.columns; begin += at_once) {
             const int columns = min(at_once, segment.columns - begin);
@@ -99,7 +100,7 @@ DEVICE void multiply_here(
             work.begin = begin;
             work.width = slab.columns;
             if (source.hop && (!whole || first == 0)) {
-                if (begin > 0) sync_players();  // nobody reads the slab before any more
+                if (begin > 0) sync_compute_warps();  // nobody reads the slab before any more
                 receive_pairs(p, tape, slab, ahead);
                 slab.begin += at_once;
                 if (ASKS_AHEAD && slab.begin < segment.columns) {
@@ -113,13 +114,13 @@ DEVICE void multiply_here(
             work.chunk = begin / chunk_columns;
             work.end_chunk = (begin + columns + chunk_columns - 1) / chunk_columns;
             work.adds = begin > 0;
-            work.place = multiply_chunks(segment.kind, work);
+            work.place = multiply_chunks(segment.weight_type, work);
         }
-        sync_players();
+        sync_compute_warps();
         renew(p);
         finish(first, work.n_tiles, Sums{p.shared->sums + work.first_sum, pitch});
-        if (takes_turns) p.turn ^= 1;
-        else sync_players();
+        if (takes_turns) p.parity ^= 1;
+        else sync_compute_warps();
     }
     p.stage = work.place.stage;
     p.phase = work.place.phase;
@@ -127,8 +128,8 @@ DEVICE void multiply_here(
 
 // Each value of a tile to done(which of the block's, tile, r, row, value), r < 16, by a thread of its own.
 template <class Done>
-DEVICE void hand_on(const Player& p, const Segment& segment, int n_rows, int first, int n_tiles, Sums sums, Done done) {
-    for (int i = p.thread; i < n_tiles * 16 * sums.pitch; i += N_PLAYER_THREADS) {
+DEVICE void hand_on(const ComputeThread& p, const Segment& segment, int n_rows, int first, int n_tiles, Sums sums, Done done) {
+    for (int i = p.thread; i < n_tiles * 16 * sums.pitch; i += N_COMPUTE_THREADS) {
         const int row = i % sums.pitch, r = i / sums.pitch % 16, tile = i / sums.pitch / 16;
         const int own = first + tile;
         if (row < n_rows) done(own, first_tile(segment) + own * N_BLOCKS, r, row, sums.at(tile, r, row));
@@ -139,10 +140,10 @@ DEVICE void hand_on(const Player& p, const Segment& segment, int n_rows, int fir
 // the next, since the two are handed on as a pair.
 template <class Done>
 DEVICE void hand_on_units(
-    const Player& p, const Segment& segment, int n_rows, int first, int n_tiles, Sums sums, Done done
+    const ComputeThread& p, const Segment& segment, int n_rows, int first, int n_tiles, Sums sums, Done done
 ) {
     const int n = n_tiles * 8 * sums.pitch;
-    for (int i = p.thread; i - p.lane < n; i += N_PLAYER_THREADS) {  // by whole warps: neighbours meet
+    for (int i = p.thread; i - p.lane < n; i += N_COMPUTE_THREADS) {  // by whole warps: neighbours meet
         const int row = i % sums.pitch, r = i / sums.pitch % 8, tile = i / sums.pitch / 8;
         const float gate = i < n ? sums.at(tile, r, row) : 0.0f, up = i < n ? sums.at(tile, r + 8, row) : 0.0f;
         const float next_gate = shuffle_xor(gate, sums.pitch), next_up = shuffle_xor(up, sums.pitch);

@@ -1,9 +1,10 @@
-// The ring: one thread of a block streams the block's run of the tape through shared memory, its players take turns.
+// The ring: one thread of a block streams the block's run of the tape through shared memory, its compute warps take
+// turns.
 //
 // A chunk of the tape lies in one stage of the ring. `full` of a stage opens when all its bytes have arrived, `empty`
-// when every player has read them. The reader walks the tape in the order of backends/tape/deal.py, endlessly, step
-// after step: it is ahead of the players by as much as the ring holds, and does not know what the border will decide.
-// What it has read in vain is at most a ring.
+// when every compute warp has read them. The loader walks the tape in the order of backends/tape/partition.py,
+// endlessly, step after step: it is ahead of the compute warps by as much as the ring holds, and does not know what the
+// step boundary will decide. What it has read in vain is at most a ring.
 //
 // Bound by memory. At most IN_FLIGHT chunks are asked for and have not arrived: with more, the small loads of the
 // hand-offs wait behind the stream, and a step takes longer. In a long segment hand-offs are rare, and during the head
@@ -21,31 +22,31 @@
 #ifndef ARRIVALS_A_WARP
 #define ARRIVALS_A_WARP 1
 #endif
-#define POLLS_A_LEAVE 64  // the reader looks for `leave` after so many polls, for `over` after each
+#define POLLS_PER_ABORT_CHECK 64  // the loader looks for `abort` after so many polls, for `over` after each
 
-// --- how a matrix is cut: the same as backends/tape/deal.py ---
+// --- how a matrix is cut: the same as backends/tape/partition.py ---
 
-// Column tiles that each player has of a whole chunk.
-DEVICE constexpr int tiles_a_chunk(int kind) { return kind == KIND_HALF ? 4 : kind == KIND_FOUR ? 16 : 8; }
+// Column tiles that each compute warp has of a whole chunk.
+DEVICE constexpr int tiles_a_chunk(int weight_type) { return weight_type == WEIGHT_HALF ? 4 : weight_type == WEIGHT_FOUR ? 16 : 8; }
 
-// Bytes that a chunk has for each player, of n column tiles.
-DEVICE constexpr int quant_bytes(int kind, int n) {
-    return (kind == KIND_HALF ? 512 : kind == KIND_EIGHT ? 256 : 128) * n;
+// Bytes that a chunk has for each compute warp, of n column tiles.
+DEVICE constexpr int quant_bytes(int weight_type, int n) {
+    return (weight_type == WEIGHT_HALF ? 512 : weight_type == WEIGHT_EIGHT ? 256 : 128) * n;
 }
-DEVICE constexpr int high_bytes(int kind, int n) {
-    return kind == KIND_FIVE ? (n + 3) / 4 * 128 : kind == KIND_SIX ? 64 * n : 0;
+DEVICE constexpr int high_bytes(int weight_type, int n) {
+    return weight_type == WEIGHT_FIVE ? (n + 3) / 4 * 128 : weight_type == WEIGHT_SIX ? 64 * n : 0;
 }
-DEVICE constexpr int scale_bytes(int kind, int n) {
-    return (kind == KIND_HALF ? 0 : kind == KIND_EIGHT ? 16 : 32) * n;
+DEVICE constexpr int scale_bytes(int weight_type, int n) {
+    return (weight_type == WEIGHT_HALF ? 0 : weight_type == WEIGHT_EIGHT ? 16 : 32) * n;
 }
-DEVICE constexpr int chunk_bytes(int kind, int n) {
-    return N_PLAYERS * (quant_bytes(kind, n) + high_bytes(kind, n) + scale_bytes(kind, n));
+DEVICE constexpr int chunk_bytes(int weight_type, int n) {
+    return N_COMPUTE_WARPS * (quant_bytes(weight_type, n) + high_bytes(weight_type, n) + scale_bytes(weight_type, n));
 }
 
-// Column tiles that each player has of a whole matrix, and how many of them in a chunk.
-DEVICE int column_tiles(const Segment& segment) { return segment.columns / (16 * N_PLAYERS); }
-DEVICE int tiles_in_chunk(int kind, int of_matrix, int chunk) {
-    return min(tiles_a_chunk(kind), of_matrix - chunk * tiles_a_chunk(kind));
+// Column tiles that each compute warp has of a whole matrix, and how many of them in a chunk.
+DEVICE int column_tiles(const Segment& segment) { return segment.columns / (16 * N_COMPUTE_WARPS); }
+DEVICE int tiles_in_chunk(int weight_type, int of_matrix, int chunk) {
+    return min(tiles_a_chunk(weight_type), of_matrix - chunk * tiles_a_chunk(weight_type));
 }
 
 // This block's tiles of a segment: the first, and how many; from one to the next it is N_BLOCKS.
@@ -75,15 +76,15 @@ struct Place {
 DEVICE void set_up(Shared& shared) {
     for (int stage = 0; stage < STAGES; stage++) {
         gate_init(&shared.full[stage], 1);
-        gate_init(&shared.empty[stage], N_PLAYERS * ARRIVALS_A_WARP);
+        gate_init(&shared.empty[stage], N_COMPUTE_WARPS * ARRIVALS_A_WARP);
     }
     shared.over = 0;
 }
 
-// --- the players' side; all lanes of a warp together ---
+// --- the compute warps' side; all lanes of a warp together ---
 
 DEVICE void await_chunk(Shared& shared, State* state, const Place& place) {
-    for (Waiting waiting(state); !gate_passed(&shared.full[place.stage], place.phase) && waiting.goes_on();) {
+    for (BoundedWait waiting(state); !gate_passed(&shared.full[place.stage], place.phase) && waiting.keep_waiting();) {
     }
 }
 DEVICE void free_chunk(Shared& shared, int lane, Place& place) {
@@ -92,22 +93,22 @@ DEVICE void free_chunk(Shared& shared, int lane, Place& place) {
     place.go_on();
 }
 
-// --- the reader ---
+// --- the loader ---
 
-struct Reader {
+struct Loader {
     Shared& shared;
     const State* state;
     char* ring;
     Place next, oldest;  // to be asked for; asked for, and not known to have arrived
     int n_asked, polls;
 
-    MEMBER Reader(Shared& given, const State* leaving, char* stages)
+    MEMBER Loader(Shared& given, const State* leaving, char* stages)
         : shared(given), state(leaving), ring(stages), next{0, 0}, oldest{0, 0}, n_asked(0), polls(0) {}
 
-    // Its waits have no deadline of their own: one of them may span many of the players', who have theirs.
+    // Its waits have no deadline of their own: one of them may span many of the compute warps', who have theirs.
     MEMBER bool is_over() {
         if (atomic_add_shared(&shared.over, 0u)) return true;
-        return ++polls % POLLS_A_LEAVE == 0 && load_fresh(&state->leave) != 0;
+        return ++polls % POLLS_PER_ABORT_CHECK == 0 && load_fresh(&state->abort) != 0;
     }
     // Whether the next stage may be filled; false: nobody wants it any more.
     MEMBER bool find_room(int in_flight) {
@@ -140,20 +141,20 @@ struct Reader {
 };
 
 DEVICE int in_flight_of(const Segment& segment) {
-    const int n_chunks = tiles_here(segment) * ((column_tiles(segment) - 1) / tiles_a_chunk(segment.kind) + 1);
+    const int n_chunks = tiles_here(segment) * ((column_tiles(segment) - 1) / tiles_a_chunk(segment.weight_type) + 1);
     return n_chunks >= LONG_CHUNKS ? IN_FLIGHT_LONG : IN_FLIGHT;
 }
 
 // The block's tiles of one segment, from `from` on, which goes on; false: told to stop.
-DEVICE bool read_segment(Reader& reader, const Segment& segment, int in_flight, const char*& from) {
-    const int n_here = tiles_here(segment), of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.kind);
+DEVICE bool load_segment(Loader& loader, const Segment& segment, int in_flight, const char*& from) {
+    const int n_here = tiles_here(segment), of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.weight_type);
     for (int first = 0; first < n_here; first += TILES_AT_ONCE) {
         const int n_tiles = min(TILES_AT_ONCE, n_here - first);
         for (int before = 0; before < of_matrix; before += per) {
-            const int bytes = chunk_bytes(segment.kind, min(per, of_matrix - before));
+            const int bytes = chunk_bytes(segment.weight_type, min(per, of_matrix - before));
             for (int tile = 0; tile < n_tiles; tile++) {
-                if (!reader.find_room(in_flight)) return false;
-                reader.ask(from, bytes);
+                if (!loader.find_room(in_flight)) return false;
+                loader.ask(from, bytes);
                 from += bytes;
             }
         }
@@ -161,20 +162,20 @@ DEVICE bool read_segment(Reader& reader, const Segment& segment, int in_flight, 
     return true;
 }
 
-// By one thread of the block, until the players say that it is over, or somebody that all leave.
-DEVICE void read_tape(const Tape& tape, Shared& shared, char* ring) {
+// By one thread of the block, until the compute warps say that it is over, or somebody that all leave.
+DEVICE void load_tape(const Tape& tape, Shared& shared, char* ring) {
     const char* const begin = tape.tape + tape.tape_at[block()];
-    Reader reader(shared, tape.state, ring);
+    Loader loader(shared, tape.state, ring);
     Segment segment = tape.segments[0];
     for (bool goes = true; goes;) {
         const char* from = begin;
         for (int i = 0; i < N_SEGMENTS && goes; i++) {
             const bool is_head = i == N_SEGMENTS - 1;
             const Segment following = tape.segments[is_head ? 0 : i + 1];  // on its way while this one is read
-            goes = read_segment(reader, segment, is_head ? IN_FLIGHT_HEAD : in_flight_of(segment), from);
+            goes = load_segment(loader, segment, is_head ? IN_FLIGHT_HEAD : in_flight_of(segment), from);
             segment = following;
         }
         if (goes && from == begin) return;  // more blocks than tiles: there is nothing to read in any step
     }
-    reader.drain();
+    loader.drain();
 }

@@ -1,22 +1,23 @@
 // The tape: one cooperative kernel that plays the whole decode loop, a block on every multiprocessor.
 //
-// A step is: the border (block 0; everybody else waits for its word), for each layer norm and q k v, attention, output,
-// norm and gate and up, down; then norm and head, and the choice of each row's token. Between phases blocks hand each
-// other values with tags (handoff.h); there is no barrier over the grid. Meanwhile one warp of every block streams the
-// block's weights in the order of use (ring.h), and never waits for the arithmetic as long as the ring has room.
+// A step is: the step boundary (block 0; everybody else waits for its word), for each layer norm and q k v, attention,
+// output, norm and gate and up, down; then norm and head, and the choice of each row's token. Between phases blocks
+// hand each other values with tags (handoff.h); there is no barrier over the grid. Meanwhile one warp of every block
+// streams the block's weights in the order of use (ring.h), and never waits for the arithmetic as long as the ring has
+// room.
 //
 // Every wait has a deadline. Once one has passed, nobody waits any more: the step runs out on what there is, and the
-// border, which finds `leave`, ends the loop with a fault before any of it is believed.
+// step boundary, which finds `abort`, ends the loop with a fault before any of it is believed.
 #include "parts.h"
 
 #define THREAD thread()
-#define N_THREADS N_PLAYER_THREADS
-#define SYNC() sync_players()
+#define N_THREADS N_COMPUTE_THREADS
+#define SYNC() sync_compute_warps()
 #define SHARED SHARED_BY_BLOCK
-#define BORDER_FN FUNCTION
-#define BORDER_TABLE CONSTANT_TABLE
+#define BOUNDARY_FN FUNCTION
+#define BOUNDARY_TABLE CONSTANT_TABLE
 #define UNROLLED UNROLL
-#include "border.h"
+#include "step_boundary.h"
 
 #include "ring.h"
 
@@ -24,69 +25,69 @@
 #include "product.h"
 
 #include "attention.h"
-#include "choose.h"
+#include "sampling.h"
 
 // --- when each block began what, in its last step: for the timeline (lab/tape.py), where it is asked for ---
 
 enum { CLOCK_QKV, CLOCK_ATTENTION, CLOCK_OUT, CLOCK_GATE_UP, CLOCK_DOWN, CLOCKED_A_LAYER };
-enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_CHOOSE, CLOCK_BORDER };
-static_assert(CLOCK_BORDER + 1 == N_CLOCKED, "backends/tape/plan.py makes room for other marks");
+enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_SAMPLING, CLOCK_BOUNDARY };
+static_assert(CLOCK_BOUNDARY + 1 == N_CLOCKED, "backends/tape/plan.py makes room for other marks");
 
 DEVICE int clock_of(int segment) {
     if (segment == SEGMENT_HEAD) return CLOCK_HEAD - CLOCKED_A_LAYER * N_LAYERS;
     if (segment == SEGMENT_Q) return CLOCK_QKV;
     return segment == SEGMENT_OUT ? CLOCK_OUT : segment == SEGMENT_GATE_UP ? CLOCK_GATE_UP : CLOCK_DOWN;
 }
-DEVICE void note_time(const Player& p, const Tape& tape, int phase) {
+DEVICE void note_time(const ComputeThread& p, const Tape& tape, int phase) {
     if (tape.clock && p.thread == 0) tape.clock[block() * N_CLOCKED + phase] = timer_ns();
 }
 
-// --- the border: block 0 plays it, the others wait for what it decides ---
+// --- the step boundary: block 0 plays it, the others wait for what it decides ---
 
-DEVICE u64* border_mark(const Tape& tape) { return tape.marks + N_BLOCKS + MAX_ROWS; }
+DEVICE u64* boundary_mark(const Tape& tape) { return tape.marks + N_BLOCKS + MAX_ROWS; }
 
-DEVICE void await_mark(const Tape& tape, const u64* mark, u32 beat) {
-    for (Waiting waiting(tape.state); (u32)(seen_at(mark) >> 32) != beat && waiting.goes_on();) {
+DEVICE void await_mark(const Tape& tape, const u64* mark, u32 tag) {
+    for (BoundedWait waiting(tape.state); (u32)(load_acquire(mark) >> 32) != tag && waiting.keep_waiting();) {
     }
 }
 
-// Whether a step follows, at the player's beat. `n_chosen`: rows of the step before, whose choices the border commits.
-// Through it everything that a block wrote plainly in that step (keys and values, choices) reaches all others: block 0
-// has acquired every block's mark before it raises its own, which they acquire.
-APART bool go_on(Player p, const Tape& tape, int n_chosen) {
-    const u32 chosen_at = p.beat - 1;
-    u64* const mark = border_mark(tape);
+// Whether a step follows, at the compute warp's tag. `n_chosen`: rows of the step before, whose choices the step
+// boundary commits. Through it everything that a block wrote plainly in that step (keys and values, choices) reaches
+// all others: block 0 has acquired every block's mark before it raises its own, which they acquire.
+APART bool go_on(ComputeThread p, const Tape& tape, int n_chosen) {
+    const u32 chosen_at = p.tag - 1;
+    u64* const mark = boundary_mark(tape);
     if (block() == 0) {
         if (p.thread < n_chosen) await_mark(tape, tape.marks + N_BLOCKS + p.thread, chosen_at);
-        for (int i = p.thread; n_chosen > 0 && i < N_BLOCKS; i += N_PLAYER_THREADS) {
+        for (int i = p.thread; n_chosen > 0 && i < N_BLOCKS; i += N_COMPUTE_THREADS) {
             await_mark(tape, tape.marks + i, chosen_at);
         }
-        sync_players();  // only now: any of these waits may have been the one that gave up
-        if (p.thread == 0 && load_fresh(&tape.state->leave)) store(word_at(tape.view, WORD_FAULT), FAULT_STUCK);
-        sync_players();
-        const int goes = run_border(tape.view, tape.plan_hash, tape.epoch, now_ns());
-        sync_players();
-        if (p.thread == 0) raise(mark, (u64)p.beat << 32 | (u32)goes);
+        sync_compute_warps();  // only now: any of these waits may have been the one that gave up
+        if (p.thread == 0 && load_fresh(&tape.state->abort)) store(word_at(tape.view, WORD_FAULT), FAULT_STUCK);
+        sync_compute_warps();
+        const int goes = run_boundary(tape.view, tape.plan_hash, tape.epoch, now_ns());
+        sync_compute_warps();
+        if (p.thread == 0) store_release(mark, (u64)p.tag << 32 | (u32)goes);
         return goes;
     }
-    if (p.thread == 0) {  // what the border wrote is seen by all threads once one of them has acquired its mark
-        await_mark(tape, mark, p.beat);
-        const u64 decided = seen_at(mark);
-        p.shared->goes = (u32)(decided >> 32) == p.beat && (u32)decided;
+    if (p.thread == 0) {  // what the step boundary wrote is seen by all threads once one of them has acquired its mark
+        await_mark(tape, mark, p.tag);
+        const u64 decided = load_acquire(mark);
+        p.shared->goes = (u32)(decided >> 32) == p.tag && (u32)decided;
     }
-    sync_players();
+    sync_compute_warps();
     return p.shared->goes;
 }
 
-// The last thing a block does. Block 0 waits for the others: one that came late would begin at the wrong beat.
-DEVICE void leave_the_stage(const Player& p, const Tape& tape) {
+// The last thing a block does. Block 0 waits for the others: one that came late would begin at the wrong tag.
+DEVICE void finish_block(const ComputeThread& p, const Tape& tape) {
     if (p.thread == 0) atomic_add_shared(&p.shared->over, 1u);
-    sync_players();
-    if (p.thread == 0) raise(tape.marks + block(), (u64)p.beat << 32);
+    sync_compute_warps();
+    if (p.thread == 0) store_release(tape.marks + block(), (u64)p.tag << 32);
     if (block() != 0) return;
-    for (int i = p.thread; i < N_BLOCKS; i += N_PLAYER_THREADS) await_mark(tape, tape.marks + i, p.beat);
-    sync_players();
-    if (p.thread == 0) tape.state->beat = p.beat;
+    for (int i = p.thread; i < N_BLOCKS; i += N_COMPUTE_THREADS) await_mark(tape, tape.marks + i, p.tag);
+    sync_compute_warps();
+    if (p.thread == 0) tape.state->tag = p.tag;
 }
 
 // --- a step: the segments of the tape in their order ---
@@ -99,42 +100,42 @@ DEVICE u64* hop_x(const Tape& tape, int buffer, int row) {
 }
 
 // What of the tape a step is at.
-struct Stretch {
+struct SegmentRef {
     int layer, segment;  // SEGMENT_Q to SEGMENT_DOWN, or SEGMENT_HEAD
 };
-DEVICE Stretch stretch_of(int number) {
+DEVICE SegmentRef segment_ref(int number) {
     const int layer = number / SEGMENTS_A_LAYER;
     return {layer, number == N_SEGMENTS - 1 ? SEGMENT_HEAD : number - layer * SEGMENTS_A_LAYER};
 }
 
 // Before a product: x is normed for q, k and v, for gate and up, and for the head; before `output` is attention.
-DEVICE void prepare(Player& p, const Tape& tape, const Stretch& stretch, int n_rows) {
-    const int layer = stretch.layer;
-    if (stretch.segment == SEGMENT_K || stretch.segment == SEGMENT_V) return;
-    if (stretch.segment == SEGMENT_Q || stretch.segment == SEGMENT_HEAD) p.beat++;
-    if (stretch.segment == SEGMENT_OUT) {
+DEVICE void prepare(ComputeThread& p, const Tape& tape, const SegmentRef& ref, int n_rows) {
+    const int layer = ref.layer;
+    if (ref.segment == SEGMENT_K || ref.segment == SEGMENT_V) return;
+    if (ref.segment == SEGMENT_Q || ref.segment == SEGMENT_HEAD) p.tag++;
+    if (ref.segment == SEGMENT_OUT) {
         note_time(p, tape, layer * CLOCKED_A_LAYER + CLOCK_ATTENTION);
         attention(p, tape, layer, n_rows);
     }
-    note_time(p, tape, clock_of(stretch.segment) + layer * CLOCKED_A_LAYER);
-    if (stretch.segment == SEGMENT_OUT || stretch.segment == SEGMENT_DOWN) return;
-    const bool is_second = stretch.segment == SEGMENT_GATE_UP;
+    note_time(p, tape, clock_of(ref.segment) + layer * CLOCKED_A_LAYER);
+    if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) return;
+    const bool is_second = ref.segment == SEGMENT_GATE_UP;
     const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
     // Who adds to it: `output` to what comes before attention, `down` to what comes before the MLP.
     const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
-    const bool is_head = stretch.segment == SEGMENT_HEAD;  // to which nobody adds
+    const bool is_head = ref.segment == SEGMENT_HEAD;  // to which nobody adds
     const int first = is_head ? HIDDEN : first_tile(p.shared->segments[adding]);
     receive_normed(
-        p, tape, stretch.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
+        p, tape, ref.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
         tape.norms + (2 * layer + is_second) * HIDDEN, n_rows, p.shared->residual[is_second], first
     );
 }
 
-DEVICE Source source_of(const Tape& tape, const Stretch& stretch) {
-    const int turn = stretch.layer & 1;
+DEVICE Source source_of(const Tape& tape, const SegmentRef& ref) {
+    const int parity = ref.layer & 1;
     constexpr int SEEN = QUERY_COLUMNS / 2, INSIDE = FF / 2;
-    if (stretch.segment == SEGMENT_OUT) return {tape.seen + (u64)turn * MAX_ROWS * SEEN, SEEN};
-    if (stretch.segment == SEGMENT_DOWN) return {tape.inside + (u64)turn * MAX_ROWS * INSIDE, INSIDE};
+    if (ref.segment == SEGMENT_OUT) return {tape.attended + (u64)parity * MAX_ROWS * SEEN, SEEN};
+    if (ref.segment == SEGMENT_DOWN) return {tape.inside + (u64)parity * MAX_ROWS * INSIDE, INSIDE};
     return {nullptr, 0};
 }
 
@@ -144,103 +145,104 @@ DEVICE float gated(float gate, float up, float scale) {
 }
 
 // One value of a product, to whoever needs it. `begin`: of the rows of q, k and v, the segment's first.
-DEVICE void give(
-    const Player& p, const Tape& tape, const Stretch& stretch, int begin, int own, int tile, int r, int row, float value
+DEVICE void store_output(
+    const ComputeThread& p, const Tape& tape, const SegmentRef& ref, int begin, int own, int tile, int r, int row, float value
 ) {
-    const int turn = stretch.layer & 1, column = tile * 16 + r;
-    if (stretch.segment == SEGMENT_OUT || stretch.segment == SEGMENT_DOWN) {
-        const bool is_down = stretch.segment == SEGMENT_DOWN;  // which begins the next layer
+    const int parity = ref.layer & 1, column = tile * 16 + r;
+    if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) {
+        const bool is_down = ref.segment == SEGMENT_DOWN;  // which begins the next layer
         const float sum = p.shared->residual[is_down][(own * 16 + r) * MAX_ROWS + row] + value;
-        u64* const to = hop_x(tape, is_down ? turn ^ 1 : 2 + turn, row);
-        put(to + column, bits_of(sum), p.beat + is_down);
-    } else if (stretch.segment == SEGMENT_HEAD) {
+        u64* const to = hop_x(tape, is_down ? parity ^ 1 : 2 + parity, row);
+        put(to + column, bits_of(sum), p.tag + is_down);
+    } else if (ref.segment == SEGMENT_HEAD) {
         if (column >= VOCAB(tape.view)) return;
         tape.logits[(u64)row * VOCAB(tape.view) + column] = value * p.shared->scale[row];
     } else {
         float out = value * p.shared->scale[row];
-        if (HAS_BIAS) out += tape.qkv_bias[stretch.layer * QKV_COLUMNS + begin + column];
-        put(tape.qkv + ((u64)turn * MAX_ROWS + row) * QKV_COLUMNS + begin + column, bits_of(out), p.beat);
+        if (HAS_BIAS) out += tape.qkv_bias[ref.layer * QKV_COLUMNS + begin + column];
+        put(tape.qkv + ((u64)parity * MAX_ROWS + row) * QKV_COLUMNS + begin + column, bits_of(out), p.tag);
     }
 }
 
-DEVICE void step(Player& p, const Tape& tape, int n_rows) {
+DEVICE void step(ComputeThread& p, const Tape& tape, int n_rows) {
     int begin = 0;
     NOT_UNROLLED
     for (int number = 0; number < N_SEGMENTS; number++) {
         const Segment& segment = p.shared->segments[number];
         if (segment.n_tiles == 0) continue;  // q, k and v of one type are one segment
-        const Stretch stretch = stretch_of(number);
+        const SegmentRef ref = segment_ref(number);
         renew(p);
-        if (stretch.segment == SEGMENT_Q) begin = 0;
-        prepare(p, tape, stretch, n_rows);
-        multiply_here(p, tape, segment, source_of(tape, stretch), n_rows, [&](int first, int n_tiles, Sums sums) {
-            if (stretch.segment == SEGMENT_GATE_UP) {
-                u64* const to = tape.inside + (u64)(stretch.layer & 1) * MAX_ROWS * (FF / 2);
+        if (ref.segment == SEGMENT_Q) begin = 0;
+        prepare(p, tape, ref, n_rows);
+        multiply_here(p, tape, segment, source_of(tape, ref), n_rows, [&](int first, int n_tiles, Sums sums) {
+            if (ref.segment == SEGMENT_GATE_UP) {
+                u64* const to = tape.inside + (u64)(ref.layer & 1) * MAX_ROWS * (FF / 2);
                 const auto done = [&](int unit, int row, float gate0, float up0, float gate1, float up1) {
                     const float scale = p.shared->scale[row];
                     const u32 pair = pair_of(gated(gate0, up0, scale), gated(gate1, up1, scale));
-                    put(to + row * (FF / 2) + unit / 2, pair, p.beat);
+                    put(to + row * (FF / 2) + unit / 2, pair, p.tag);
                 };
                 hand_on_units(p, segment, n_rows, first, n_tiles, sums, done);
             } else {
                 const auto done = [&](int own, int tile, int r, int row, float value) {
-                    give(p, tape, stretch, begin, own, tile, r, row, value);
+                    store_output(p, tape, ref, begin, own, tile, r, row, value);
                 };
                 hand_on(p, segment, n_rows, first, n_tiles, sums, done);
             }
         });
         // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
-        if (stretch.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_players();
+        if (ref.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_compute_warps();
         begin += segment.n_tiles * 16;
     }
     renew(p);
     summarise(p, tape, p.shared->segments[N_SEGMENTS - 1], n_rows);
-    note_time(p, tape, CLOCK_CHOOSE);
-    for (int row = block(); row < n_rows; row += N_BLOCKS) choose(p, tape, row);
+    note_time(p, tape, CLOCK_SAMPLING);
+    for (int row = block(); row < n_rows; row += N_BLOCKS) sample_row(p, tape, row);
 }
 
 // --- the loop ---
 
 DEVICE int rows_of(const Tape& tape) { return (int)load_fresh((const u32*)TABLE_n_rows(tape.view)); }
 
-DEVICE void play(Player& p, const Tape& tape) {
-    // A launch begins with a border, which lets requests in; a single step, as the host paces them, with the step.
+DEVICE void run_loop(ComputeThread& p, const Tape& tape) {
+    // A launch begins with a step boundary, which lets requests in; a single step, as the host paces them, with the
+    // step.
     int n_rows = tape.single ? rows_of(tape) : 0;
     for (bool goes = true; goes;) {
         if (tape.single || n_rows > 0) step(p, tape, n_rows);
         renew(p);
-        sync_players();
-        note_time(p, tape, CLOCK_BORDER);
-        p.beat++;
+        sync_compute_warps();
+        note_time(p, tape, CLOCK_BOUNDARY);
+        p.tag++;
         goes = go_on(p, tape, n_rows) && !tape.single;
         n_rows = rows_of(tape);
     }
-    leave_the_stage(p, tape);
+    finish_block(p, tape);
 }
 
-KERNEL(tape, Tape, given, N_PLAYER_THREADS + N_READER_THREADS) {
+KERNEL(tape, Tape, given, N_COMPUTE_THREADS + N_LOADER_THREADS) {
     Shared* const shared = (Shared*)shared_memory();
     char* const ring = shared_memory() + RING_AT;
     if (thread() == 0) {
         set_up(*shared);
         gate_init_fence();
     }
-    for (int i = thread(); i < N_SEGMENTS; i += N_PLAYER_THREADS) shared->segments[i] = given.segments[i];
+    for (int i = thread(); i < N_SEGMENTS; i += N_COMPUTE_THREADS) shared->segments[i] = given.segments[i];
     sync_block();
-    if (thread() >= N_PLAYER_THREADS) {
+    if (thread() >= N_COMPUTE_THREADS) {
         give_registers();
-        if (thread() == N_PLAYER_THREADS) read_tape(given, *shared, ring);
+        if (thread() == N_COMPUTE_THREADS) load_tape(given, *shared, ring);
     } else {
         take_registers();
-        Player p;
+        ComputeThread p;
         p.thread = thread();
         p.warp = p.thread / 32;
         p.lane = p.thread % 32;
-        p.stage = p.phase = p.turn = 0;
-        p.beat = load_fresh(&given.state->beat);
+        p.stage = p.phase = p.parity = 0;
+        p.tag = load_fresh(&given.state->tag);
         p.ring = ring;
         p.activations = (u16*)(ring + STAGES * STAGE_BYTES);
         p.shared = shared;
-        play(p, given);
+        run_loop(p, given);
     }
 }

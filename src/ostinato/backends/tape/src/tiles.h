@@ -1,8 +1,8 @@
 // What a warp multiplies: its columns of some tiles, chunk by chunk, as they come through the ring.
 //
-// Tiles are multiplied TILES_AT_ONCE together: of a chunk's columns a player keeps the activations in registers while
-// the same columns of each of those tiles pass, a *piece* each. Sums are kept in shared memory, piece by piece: in
-// registers they would make the loop long, and others' registers few. Here are the parts that all kinds of weights
+// Tiles are multiplied TILES_AT_ONCE together: of a chunk's columns a compute warp keeps the activations in registers
+// while the same columns of each of those tiles pass, a *piece* each. Sums are kept in shared memory, piece by piece:
+// in registers they would make the loop long, and others' registers few. Here are the parts that all kinds of weights
 // share, and HALF, weights as they are; packed ones are in packed.h. Twin: linear_torch over what pack.py says the
 // weights are.
 #pragma once
@@ -16,7 +16,7 @@ struct Work {
     Place place;
     int warp, lane;
     int width, begin, n_rows;         // activations: [rows][width + ROW_PADDING], from the matrix's column `begin` on
-    int of_matrix, chunk, end_chunk;  // column tiles of each player; which chunks
+    int of_matrix, chunk, end_chunk;  // column tiles of each compute warp; which chunks
     int n_tiles;                      // at most TILES_AT_ONCE
     int first_sum, pitch;             // where its sums begin, and how many rows they have: 2, 4 or 8
     bool adds;                        // to sums that are there already
@@ -26,35 +26,35 @@ DEVICE Shared& shared_here() { return *(Shared*)shared_memory(); }
 DEVICE const char* stage_at(const Place& place) { return shared_memory() + RING_AT + place.stage * STAGE_BYTES; }
 DEVICE const u16* activations_here() { return (const u16*)(shared_memory() + RING_AT + STAGES * STAGE_BYTES); }
 
-DEVICE int first_column(const Work& work, int kind, int chunk, int n) {
-    return (chunk * tiles_a_chunk(kind) * N_PLAYERS + work.warp * n) * 16 - work.begin;
+DEVICE int first_column(const Work& work, int weight_type, int chunk, int n) {
+    return (chunk * tiles_a_chunk(weight_type) * N_COMPUTE_WARPS + work.warp * n) * 16 - work.begin;
 }
 DEVICE const u16* row_of(const Work& work, int row) {
     return activations_here() + (row < work.n_rows ? row : 0) * (work.width + ROW_PADDING);
 }
 
 // Whether some matrix of this model has a last chunk that is not whole.
-DEVICE constexpr bool leaves_rest(int kind, int columns) {
-    const int unit = (kind == KIND_HALF ? 16 : 32) * N_PLAYERS;
-    return (columns + unit - 1) / unit * unit / (16 * N_PLAYERS) % tiles_a_chunk(kind) != 0;
+DEVICE constexpr bool leaves_rest(int weight_type, int columns) {
+    const int unit = (weight_type == WEIGHT_HALF ? 16 : 32) * N_COMPUTE_WARPS;
+    return (columns + unit - 1) / unit * unit / (16 * N_COMPUTE_WARPS) % tiles_a_chunk(weight_type) != 0;
 }
-DEVICE constexpr bool has_rest(int kind) {
-    return leaves_rest(kind, HIDDEN) || leaves_rest(kind, FF) || leaves_rest(kind, QUERY_COLUMNS);
+DEVICE constexpr bool has_rest(int weight_type) {
+    return leaves_rest(weight_type, HIDDEN) || leaves_rest(weight_type, FF) || leaves_rest(weight_type, QUERY_COLUMNS);
 }
 
 // --- HALF: weights as they are ---
 
 struct HalfActivations {
-    u32 b[tiles_a_chunk(KIND_HALF)][2];
-    float step[tiles_a_chunk(KIND_HALF)][2];  // int8: what a step is worth, for the rows of c[0] and c[1]
+    u32 b[tiles_a_chunk(WEIGHT_HALF)][2];
+    float step[tiles_a_chunk(WEIGHT_HALF)][2];  // int8: what a step is worth, for the rows of c[0] and c[1]
 };
 
 template <bool WHOLE>
 DEVICE void prepare_half(const Work& work, int chunk, int n, HalfActivations& out) {
-    const int g = work.lane / 4, q = work.lane % 4, column = first_column(work, KIND_HALF, chunk, n);
+    const int g = work.lane / 4, q = work.lane % 4, column = first_column(work, WEIGHT_HALF, chunk, n);
     const u16* const row = row_of(work, g);
     UNROLL
-    for (int t = 0; t < tiles_a_chunk(KIND_HALF); t++) {
+    for (int t = 0; t < tiles_a_chunk(WEIGHT_HALF); t++) {
         const bool there = WHOLE || t < n;
         const int at = column + 16 * t + 2 * q;
         UNROLL
@@ -73,20 +73,20 @@ DEVICE void prepare_half(const Work& work, int chunk, int n, HalfActivations& ou
 
 // A lane's weights of a piece: one tile of one chunk.
 struct HalfPiece {
-    uint4 of[tiles_a_chunk(KIND_HALF)];
+    uint4 of[tiles_a_chunk(WEIGHT_HALF)];
 };
 template <bool WHOLE>
 DEVICE void read_half(const Work& work, const char* chunk, int n, HalfPiece& piece) {
-    const uint4* const quants = (const uint4*)(chunk + work.warp * quant_bytes(KIND_HALF, n)) + work.lane;
+    const uint4* const quants = (const uint4*)(chunk + work.warp * quant_bytes(WEIGHT_HALF, n)) + work.lane;
     UNROLL
-    for (int t = 0; t < tiles_a_chunk(KIND_HALF); t++) {
+    for (int t = 0; t < tiles_a_chunk(WEIGHT_HALF); t++) {
         piece.of[t] = WHOLE || t < n ? quants[t * 32] : uint4{0, 0, 0, 0};
     }
 }
 
 DEVICE void multiply_half(const HalfPiece& piece, const HalfActivations& x, float c[2][4]) {
     UNROLL
-    for (int t = 0; t < tiles_a_chunk(KIND_HALF); t++) {
+    for (int t = 0; t < tiles_a_chunk(WEIGHT_HALF); t++) {
         if (WIDE) {
             multiply_wide(c[t % 2], piece.of[t], x.b[t][0], x.b[t][1]);
             continue;
@@ -142,11 +142,11 @@ DEVICE void half_pieces(const Work& work, Place& place, int chunk, int end, int 
 }
 
 DEVICE Place half_chunks(const Work& work) {
-    constexpr int PER = tiles_a_chunk(KIND_HALF);
+    constexpr int PER = tiles_a_chunk(WEIGHT_HALF);
     Place place = work.place;
-    const int end_whole = has_rest(KIND_HALF) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
+    const int end_whole = has_rest(WEIGHT_HALF) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
     half_pieces<true>(work, place, work.chunk, end_whole, PER);
-    if constexpr (has_rest(KIND_HALF)) {
+    if constexpr (has_rest(WEIGHT_HALF)) {
         const int first = end_whole > work.chunk ? end_whole : work.chunk;
         half_pieces<false>(work, place, first, work.end_chunk, work.of_matrix % PER);
     }

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.ops.attend import Rows
-from ostinato.backends.torch.ops.matmul import Prepared, stats_torch
+from ostinato.backends.torch.ops.attend import StepRows
+from ostinato.backends.torch.ops.matmul import PreparedInput, stats_torch
 
 
 def add_norm_torch(
@@ -20,9 +20,9 @@ def add_norm_torch(
     weight: Tensor,
     eps: float,
     stats: Tensor,
-    rows: Rows,
+    rows: StepRows,
     *,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
 ) -> None:
     """y_stats and stats float32 [n_slots, n_stats, 2]: sum and sum of squares of each 16 columns; weight [hidden]."""
     for row in range(int(rows.n_rows)):

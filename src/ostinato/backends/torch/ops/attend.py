@@ -102,7 +102,7 @@ class PagedKV:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class StepRows:
     """Who is in the step: views of the slot table, all int32."""
 
     n_rows: Tensor  # [1]
@@ -115,23 +115,23 @@ class Rows:
         return self.row_slot.shape[0]
 
 
-def attend_torch(qkv: Tensor, seen: Tensor, kv: PagedKV, rows: Rows, heads: Heads) -> None:
+def attend_torch(qkv: Tensor, attended: Tensor, kv: PagedKV, rows: StepRows, heads: Heads) -> None:
     """qkv float32 [n_slots, (heads + 2 kv_heads) * width] by row to seen float32 [n_slots, heads * width].
 
-    Writes `seen` of live rows and appends to `kv`; nothing else is touched.
+    Writes `attended` of live rows and appends to `kv`; nothing else is touched.
     """
     for row in range(int(rows.n_rows)):
         slot = int(rows.row_slot[row])
         position = rows.position[slot : slot + 1].long()
-        q, k, v = turned_torch(qkv[row : row + 1], position, heads)
+        q, k, v = rotate_qk_torch(qkv[row : row + 1], position, heads)
         pages = rows.pages[slot]
         kv.append(kv.cells(pages, position), k, v)
         keys, values = kv.read(kv.cells(pages, visible(int(position), heads.window, qkv.device)))
         q = (q * heads.scale).to(PRODUCT[kv.keys.dtype]).float()
-        seen[row] = look_torch(q[0], keys, values, heads).flatten()
+        attended[row] = attend_row_torch(q[0], keys, values, heads).flatten()
 
 
-def turned_torch(qkv: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_qk_torch(qkv: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
     """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed and turned."""
     parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
     n = heads.n_heads + heads.n_kv_heads
@@ -150,7 +150,7 @@ def visible(position: int, window: int | None, device: torch.device) -> Tensor:
     return torch.arange(0 if window is None else max(0, position - window + 1), position + 1, device=device)
 
 
-def look_torch(q: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
+def attend_row_torch(q: Tensor, keys: Tensor, values: Tensor, heads: Heads) -> Tensor:
     """One row's q [heads, width], scaled already, over the keys and values [n, kv_heads, width] that it sees."""
     keys, values = (x.repeat_interleave(heads.group, 1) for x in (keys, values))
     scores = torch.einsum("hw,nhw->hn", q, keys)

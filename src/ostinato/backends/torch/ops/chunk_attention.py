@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ostinato.backends.torch.ops.attend import PRODUCT, Heads, PagedKV, look_torch, turned_torch, visible
+from ostinato.backends.torch.ops.attend import PRODUCT, Heads, PagedKV, attend_row_torch, rotate_qk_torch, visible
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +30,15 @@ def append_chunk_torch(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads:
     """
     start, n = int(chunk.start), int(chunk.n)
     positions = visible(start + n - 1, n, qkv.device)
-    turned, k, v = turned_torch(qkv[:n], positions, heads)
-    q[:n] = turned.to(q.dtype)
+    rotated, k, v = rotate_qk_torch(qkv[:n], positions, heads)
+    q[:n] = rotated.to(q.dtype)
     kv.append(kv.cells(chunk.pages.flatten(), positions), k, v)
 
 
-def chunk_attention_torch(q: Tensor, seen: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> None:
+def chunk_attention_torch(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> None:
     """q [M, heads, width], normed and turned, to seen [M, heads * width] in the same type; live rows are written."""
     start = int(chunk.start)
     for row in range(int(chunk.n)):
         cells = kv.cells(chunk.pages.flatten(), visible(start + row, heads.window, q.device))
         rounded = q[row].to(PRODUCT[kv.keys.dtype]).float()
-        seen[row] = look_torch(rounded * heads.scale, *kv.read(cells), heads).flatten().to(seen.dtype)
+        attended[row] = attend_row_torch(rounded * heads.scale, *kv.read(cells), heads).flatten().to(attended.dtype)

@@ -12,20 +12,20 @@ from torch import Tensor
 
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed import rows as packed_rows
-from ostinato.backends.torch.ops.attend import Rows
-from ostinato.backends.torch.ops.matmul import Prepared, stats_torch
+from ostinato.backends.torch.ops.attend import StepRows
+from ostinato.backends.torch.ops.matmul import PreparedInput, stats_torch
 
 
 def embed_torch(
     table: Tensor | Packed,
     x: Tensor,
     stats: Tensor,
-    rows: Rows,
+    rows: StepRows,
     tokens: Tensor,
     *,
     scale: float | None = None,
     positions: Tensor | None = None,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
 ) -> None:
     """table [vocab, hidden] dense or packed; tokens int32 [n_slots] by slot; positions [length, hidden] or none.
 

@@ -29,7 +29,7 @@ class InputNorm:
     """The norm of a product's input, made from what the writer of x left in `stats`.
 
     RMS norm, or layer norm where there is a bias. weight None says that x is bfloat16 and was multiplied by the norm's
-    weight already (`Prepared`); only the root is left to divide by.
+    weight already (`PreparedInput`); only the root is left to divide by.
     """
 
     stats: Tensor  # float32 [n_slots, n_stats, 2]: sum and sum of squares of each STATS_BLOCK columns of x
@@ -39,7 +39,7 @@ class InputNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedInput:
     """What "add" also leaves for the next product: out = bfloat16(x * weight), so that it need not multiply again."""
 
     out: Tensor  # bfloat16 [n_slots, hidden]
@@ -75,7 +75,7 @@ def matmul_torch(
     softcap: float | None = None,
     activation: Activation | None = None,
     stats: Tensor | None = None,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
 ) -> None:
     """v = (norm(x) W^T + bias) * scale, soft-capped, then into out[:n_rows] by the epilogue:
 
@@ -195,7 +195,7 @@ def experts_down_torch(
     *,
     epilogue: Literal["store", "add"] = "add",
     stats: Tensor | None = None,
-    prepared: Prepared | None = None,
+    prepared: PreparedInput | None = None,
 ) -> None:
     """out[row] = or += sum over j of weights[row, j] * down_e x[row, j] for e = experts[row, j], in the order of j.
 

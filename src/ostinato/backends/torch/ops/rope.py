@@ -20,12 +20,12 @@ def rope_torch(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     half = cos.shape[-1]
     part = x[..., : 2 * half].float()
     # As complex numbers a pair turns by one product: (a + ib)(cos + i sin).
-    turn = torch.complex(cos, sin).unsqueeze(1)
+    rotation = torch.complex(cos, sin).unsqueeze(1)
     if pairing == "neighbours":
-        turned = torch.view_as_complex(part.reshape(*part.shape[:-1], half, 2)) * turn
-        out = torch.view_as_real(turned).flatten(-2)
+        rotated = torch.view_as_complex(part.reshape(*part.shape[:-1], half, 2)) * rotation
+        out = torch.view_as_real(rotated).flatten(-2)
     else:
-        turned = torch.complex(part[..., :half], part[..., half:]) * turn
-        out = torch.cat((turned.real, turned.imag), -1)
+        rotated = torch.complex(part[..., :half], part[..., half:]) * rotation
+        out = torch.cat((rotated.real, rotated.imag), -1)
     out = out.to(x.dtype)
     return out if 2 * half == x.shape[-1] else torch.cat((out, x[..., 2 * half :]), -1)

@@ -33,22 +33,22 @@ class SampleRows:
     bias: Tensor  # float32 [rows, vocab]; -inf bans
 
 
-class Chosen(NamedTuple):
+class SampledTokens(NamedTuple):
     """The token of each row, int64 [rows], and its float32 log-probability under the model."""
 
     token: Tensor
     logprob: Tensor
 
 
-def sample_torch(logits: Tensor, rows: SampleRows) -> Chosen:
+def sample_torch(logits: Tensor, rows: SampleRows) -> SampledTokens:
     """Choose one token per row of logits [rows, vocab]."""
     logits = logits.float()
     shaped = penalise_torch(logits, rows)
     token = shaped.argmax(-1)
     if bool((rows.temperature > 0).any()):
-        token = torch.where(rows.temperature > 0, draw_torch(shaped, rows), token)
+        token = torch.where(rows.temperature > 0, sample_filtered_torch(shaped, rows), token)
     logprob = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    return Chosen(token, logprob)
+    return SampledTokens(token, logprob)
 
 
 def penalise_torch(logits: Tensor, rows: SampleRows) -> Tensor:
@@ -60,10 +60,10 @@ def penalise_torch(logits: Tensor, rows: SampleRows) -> Tensor:
     return out + rows.bias
 
 
-def draw_torch(logits: Tensor, rows: SampleRows) -> Tensor:
+def sample_filtered_torch(logits: Tensor, rows: SampleRows) -> Tensor:
     """One draw per row of logits [rows, vocab] from what its filters keep; int64 [rows]."""
-    warmth = rows.temperature.clamp(min=1e-6).unsqueeze(-1)
-    ranked, order = (logits / warmth).sort(dim=-1, descending=True, stable=True)
+    safe_temperature = rows.temperature.clamp(min=1e-6).unsqueeze(-1)
+    ranked, order = (logits / safe_temperature).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).unsqueeze(-1)
     # float64 from here: the running sum then places a draw alike on every device, whatever its order of adding.

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.ops.philox import uniform_torch
-from ostinato.backends.torch.ops.sample import SampleRows, draw_torch, penalise_torch
+from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch
 
 # How far below the largest scaled logit a draw looks, step by step, before it ranks the whole vocabulary.
 _REACHES: Final = (6.0, 12.0, 24.0)
 
 
-class Fields(Protocol):
-    """The slot table or the seats, by the names of `loop/layout.py`; a dict of tensors will do."""
+class SlotFields(Protocol):
+    """The slot table or the admissions, by the names of `loop/layout.py`; a dict of tensors will do."""
 
     def __getitem__(self, name: str, /) -> Tensor: ...
 
 
 def sample_step_torch(
     logits: Tensor,
-    table: Fields,
+    table: SlotFields,
     *,
     n_rows: int | Tensor,
     row_slot: Tensor,
@@ -47,7 +47,7 @@ def sample_step_torch(
 
     logits [rows, vocab] float32. The token being chosen will stand at position[slot] + offset: 1 in the loop, whose
     `position` is that of the token just taken in. Ids from `n_tokens` on are never chosen. `first` says that nothing
-    was made yet: `made` and `counts` are then not read, so that `table` may be the seats. Of `top_ids` and
+    was made yet: `made` and `counts` are then not read, so that `table` may be the admissions. Of `top_ids` and
     `top_logprobs` [rows, MAX_TOP] the first n_logprobs of a row are written. Where all is banned, id 0 is chosen.
     """
     for row in range(int(n_rows)):
@@ -55,7 +55,7 @@ def sample_step_torch(
         raw = logits[row]
         shaped = _shaped(raw, table, slot, n_tokens, first)
         if float(table["temperature"][slot]) > 0:
-            token = _drawn(shaped, table, slot, int(position[slot]) + offset)
+            token = _sampled_token(shaped, table, slot, int(position[slot]) + offset)
         else:
             token = _first_largest(shaped)
         # Not logsumexp: this one adds up in an order that does not know the number of threads.
@@ -68,7 +68,7 @@ def sample_step_torch(
             top_logprobs[row, :n_top] = logprobs[ids]
 
 
-def _shaped(raw: Tensor, table: Fields, slot: int, n_tokens: int, first: bool) -> Tensor:
+def _shaped(raw: Tensor, table: SlotFields, slot: int, n_tokens: int, first: bool) -> Tensor:
     """The logits of ids below n_tokens after penalties, bias and bans: `raw`'s own memory where nothing applies."""
     made = 0 if first else int(table["made"][slot])
     penalised, n_bias = bool(table["penalised"][slot]), int(table["n_bias"][slot])
@@ -87,7 +87,7 @@ def _shaped(raw: Tensor, table: Fields, slot: int, n_tokens: int, first: bool) -
     return shaped
 
 
-def _penalise(shaped: Tensor, table: Fields, slot: int, penalised: bool, n_bias: int, first: bool) -> None:
+def _penalise(shaped: Tensor, table: SlotFields, slot: int, penalised: bool, n_bias: int, first: bool) -> None:
     """`penalise_torch` in place, over the ids that it can change: those seen and those with a bias."""
     n_tokens = shaped.shape[0]
     bias_ids = table["bias_ids"][slot, :n_bias].long()
@@ -110,8 +110,8 @@ def _penalise(shaped: Tensor, table: Fields, slot: int, penalised: bool, n_bias:
     shaped[ids] = penalise_torch(shaped[ids].unsqueeze(0), rows)[0]
 
 
-def _drawn(shaped: Tensor, table: Fields, slot: int, position: int) -> int:
-    """`draw_torch`, ranking no more of the vocabulary than the draw can reach.
+def _sampled_token(shaped: Tensor, table: SlotFields, slot: int, position: int) -> int:
+    """`sample_filtered_torch`, ranking no more of the vocabulary than the draw can reach.
 
     What the filters keep is a run of the ranked ids from the first one on. So the ids within a reach of the largest,
     ranked, decide alone once one of them is not kept, or top-k has all it wants, or nothing is filtered and the draw
@@ -146,11 +146,11 @@ def _drawn(shaped: Tensor, table: Fields, slot: int, position: int) -> int:
         if all_known or (unfiltered and bool(target < cumulative[-1])):
             place = min(int(torch.searchsorted(cumulative, target, right=True)), int(kept.sum()) - 1)
             return int(ids[order[place]])
-    return int(draw_torch(shaped.unsqueeze(0), rows))
+    return int(sample_filtered_torch(shaped.unsqueeze(0), rows))
 
 
 def _rows(
-    table: Fields, slot: int, position: int, *, penalised: bool, in_prompt: Tensor, made: Tensor, bias: Tensor
+    table: SlotFields, slot: int, position: int, *, penalised: bool, in_prompt: Tensor, made: Tensor, bias: Tensor
 ) -> SampleRows:
     """The slot's settings as one row of `sample.py`; tensors over ids get the row's dimension here."""
 

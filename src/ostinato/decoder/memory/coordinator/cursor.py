@@ -12,7 +12,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.cells import Bools
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory
-from ostinato.decoder.memory.recurrent_state import Run
+from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.decoder.memory.slots import Slot
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import InternalError
@@ -47,7 +47,7 @@ class RecurrentPlace:
 
     memory: RecurrentMemory
     ubatch: Ubatch
-    run: Run
+    run: StateRun
 
     def apply(self) -> None:
         self.memory.apply(self.ubatch, self.run)
@@ -57,7 +57,7 @@ class RecurrentPlace:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class CursorStep:
     """One ubatch and its place in each part that the memory has."""
 
     ubatch: Ubatch
@@ -83,7 +83,7 @@ class Step:
 class PreparedBatch:
     """A cursor over steps, or over none where the prepare failed."""
 
-    def __init__(self, steps: Sequence[Step], status: Status = Status.SUCCESS) -> None:
+    def __init__(self, steps: Sequence[CursorStep], status: Status = Status.SUCCESS) -> None:
         self.status = status
         self._steps = tuple(steps)
         self._at = 0
@@ -106,7 +106,7 @@ class PreparedBatch:
         return self._step.windowed
 
     @property
-    def recurrent(self) -> Run | None:
+    def recurrent(self) -> StateRun | None:
         place = self._step.recurrent
         return None if place is None else place.run
 
@@ -143,7 +143,7 @@ class PreparedBatch:
         return self._at < len(self._steps)
 
     @property
-    def _step(self) -> Step:
+    def _step(self) -> CursorStep:
         if self._at >= len(self._steps):
             raise InternalError("there is no current ubatch: the prepare failed, or the end is reached (MC-7)")
         return self._steps[self._at]
@@ -162,7 +162,7 @@ class WorstCase:
         self.ubatches: tuple[Ubatch, ...] = ()
         self.attention: KVPlace | None = None
         self.windowed: KVPlace | None = None
-        self.recurrent: Run | None = None
+        self.recurrent: StateRun | None = None
         self.n_kv = caches[0].size if caches else 0
         counts = [count for cache in caches for count in (cache.size, len(cache.streams))]
         self.shape: tuple[int, ...] = (*counts, *(() if recurrent is None else (0, recurrent.size)))

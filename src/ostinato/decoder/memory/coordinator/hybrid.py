@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.memory.coordinator.cursor import KVPlace, PreparedBatch, RecurrentPlace, Step, WorstCase, failed
+from ostinato.decoder.memory.coordinator.cursor import (
+    CursorStep,
+    KVPlace,
+    PreparedBatch,
+    RecurrentPlace,
+    WorstCase,
+    failed,
+)
 from ostinato.decoder.memory.coordinator.interface import Cursor, Update
 from ostinato.decoder.memory.coordinator.splits import refuse_coupling, split_equal, split_seq
 from ostinato.decoder.memory.kv_cache import KVCache
@@ -39,7 +46,7 @@ class HybridCoordinator:
             return failed()
         return PreparedBatch(
             [
-                Step(
+                CursorStep(
                     ubatch,
                     attention=KVPlace(self.attention, ubatch, slot),
                     recurrent=RecurrentPlace(self.recurrent, ubatch, run),

@@ -12,7 +12,7 @@ from typing import Protocol
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.coordinator.cursor import KVPlace
-from ostinato.decoder.memory.recurrent_state import Run
+from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import AllocationFailed, ComputeFailed, NoSlot
 
@@ -48,7 +48,7 @@ class Cursor(Protocol):
         """Where the current ubatch goes in the cache of the windowed layers, where they have one of their own."""
 
     @property
-    def recurrent(self) -> Run | None:
+    def recurrent(self) -> StateRun | None:
         """What the current ubatch's run does to recurrent states, where there are any."""
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.cursor import KVPlace, PreparedBatch, Step, WorstCase, failed
+from ostinato.decoder.memory.coordinator.cursor import CursorStep, KVPlace, PreparedBatch, WorstCase, failed
 from ostinato.decoder.memory.coordinator.interface import Cursor, Update
 from ostinato.decoder.memory.coordinator.splits import split_equal, split_simple
 from ostinato.decoder.memory.kv_cache import KVCache
@@ -38,7 +38,9 @@ class KVCoordinator:
         if ubatches is None or (slots := self.cache.prepare(ubatches)) is None:
             return failed()
         pairs = zip(ubatches, slots, strict=True)
-        return PreparedBatch([Step(ubatch, attention=KVPlace(self.cache, ubatch, slot)) for ubatch, slot in pairs])
+        return PreparedBatch(
+            [CursorStep(ubatch, attention=KVPlace(self.cache, ubatch, slot)) for ubatch, slot in pairs]
+        )
 
     def prepare_full(self) -> Cursor:
         return WorstCase([self.cache])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.cursor import PreparedBatch, RecurrentPlace, Step, WorstCase, failed
+from ostinato.decoder.memory.coordinator.cursor import CursorStep, PreparedBatch, RecurrentPlace, WorstCase, failed
 from ostinato.decoder.memory.coordinator.interface import Cursor, Update
 from ostinato.decoder.memory.coordinator.splits import split_equal, split_seq
 from ostinato.decoder.memory.recurrent import RecurrentMemory
@@ -39,7 +39,7 @@ class RecurrentCoordinator:
             return failed()
         pairs = zip(ubatches, runs, strict=True)
         return PreparedBatch(
-            [Step(ubatch, recurrent=RecurrentPlace(self.memory, ubatch, run)) for ubatch, run in pairs]
+            [CursorStep(ubatch, recurrent=RecurrentPlace(self.memory, ubatch, run)) for ubatch, run in pairs]
         )
 
     def prepare_full(self) -> Cursor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory import sequence_ops as ops
-from ostinato.decoder.memory.coordinator.cursor import KVPlace, PreparedBatch, Step, WorstCase, failed
+from ostinato.decoder.memory.coordinator.cursor import CursorStep, KVPlace, PreparedBatch, WorstCase, failed
 from ostinato.decoder.memory.coordinator.interface import Cursor, Update
 from ostinato.decoder.memory.coordinator.splits import split_equal, split_simple
 from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.memory.sequence_ops import Span
+from ostinato.decoder.memory.sequence_ops import PositionSpan
 from ostinato.decoder.memory.status import combine
 from ostinato.errors import InvalidBatch
 
@@ -66,7 +66,7 @@ class TwoCacheCoordinator:
             cache.seq_keep(s)
 
     def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
-        if not ops.shifts_nothing(Span.of(p0, p1), distance):
+        if not ops.shifts_nothing(PositionSpan.of(p0, p1), distance):
             self._check_can_shift()
         for cache in self._both:
             cache.check_add(s, p0, p1, distance)
@@ -74,7 +74,7 @@ class TwoCacheCoordinator:
             cache.seq_add(s, p0, p1, distance)
 
     def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
-        if not ops.divides_nothing(Span.of(p0, p1), divisor):
+        if not ops.divides_nothing(PositionSpan.of(p0, p1), divisor):
             self._check_can_shift()
         for cache in self._both:
             cache.check_div(s, p0, p1, divisor)
@@ -97,7 +97,7 @@ class TwoCacheCoordinator:
             return failed()
         return PreparedBatch(
             [
-                Step(ubatch, attention=KVPlace(self.full, ubatch, a), windowed=KVPlace(self.windowed, ubatch, b))
+                CursorStep(ubatch, attention=KVPlace(self.full, ubatch, a), windowed=KVPlace(self.windowed, ubatch, b))
                 for ubatch, a, b in zip(ubatches, full, windowed, strict=True)
             ]
         )

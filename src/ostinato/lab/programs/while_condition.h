@@ -8,7 +8,7 @@ extern "C" __device__ __cudart_builtin__ void CUDARTAPI
 cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
 #endif
 
-extern "C" __global__ void turn(long long* left, cudaGraphConditionalHandle again) {
+extern "C" __global__ void count_down(long long* left, cudaGraphConditionalHandle again) {
     *left -= 1;
     cudaGraphSetConditional(again, *left > 0);
 }

@@ -1,6 +1,6 @@
-"""The line in front of an engine: requests that wait, first come first served, and what other threads ask.
+"""The queue in front of an engine: requests that wait, first come first served, and what other threads ask.
 
-The only thing that callers' threads and the engine's thread both touch; one lock guards all of it. `bell` wakes the
+The only thing that callers' threads and the engine's thread both touch; one lock guards all of it. `wake` wakes the
 engine's thread.
 """
 
@@ -11,51 +11,51 @@ from collections import deque
 from collections.abc import Callable
 
 from ostinato.engine.request import Request
-from ostinato.errors import LineFull, OstinatoError
+from ostinato.errors import OstinatoError, QueueFull
 
 
-class Line:
+class RequestQueue:
     """Requests in order of arrival; cancellations; whether to close."""
 
-    def __init__(self, bound: int, n_slots: int, bell: Callable[[], None]) -> None:
+    def __init__(self, bound: int, n_slots: int, wake: Callable[[], None]) -> None:
         """`bound`: how many may wait, beside those for whom a slot is free."""
-        self._bound, self._n_free_slots, self._bell = bound, n_slots, bell
+        self._bound, self._n_free_slots, self._wake = bound, n_slots, wake
         self._room = threading.Condition()
         self._waiting: deque[Request] = deque()
         self._cancelled: list[Request] = []
-        self._shut: Callable[[], OstinatoError] | None = None
+        self._closed_error: Callable[[], OstinatoError] | None = None
         self._closing = False
-        self.n_joined = 0
+        self.n_submitted = 0
 
     # Any thread
 
-    def join(self, request: Request, *, wait: bool) -> None:
-        """Go to the end of the line. When it is full: `wait` for room, or LineFull."""
+    def put(self, request: Request, *, wait: bool) -> None:
+        """Go to the end of the queue. When it is full: `wait` for room, or QueueFull."""
         with self._room:
-            while self._shut is None and len(self._waiting) >= self._bound + self._n_free_slots:
+            while self._closed_error is None and len(self._waiting) >= self._bound + self._n_free_slots:
                 if not wait:
-                    raise LineFull(
+                    raise QueueFull(
                         f"every slot is taken, and {len(self._waiting)} requests wait already, the most that may (the "
                         "option `queue`); try again later"
                     )
                 self._room.wait()
-            if self._shut is not None:
-                raise self._shut()
+            if self._closed_error is not None:
+                raise self._closed_error()
             self._waiting.append(request)
-            self.n_joined += 1
-        self._bell()
+            self.n_submitted += 1
+        self._wake()
 
     def cancel(self, request: Request) -> None:
         """Ask for a cancellation."""
         with self._room:
             self._cancelled.append(request)
-        self._bell()
+        self._wake()
 
     def close(self) -> None:
         """Ask the engine's thread to end."""
         with self._room:
             self._closing = True
-        self._bell()
+        self._wake()
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -67,12 +67,12 @@ class Line:
         return self._closing
 
     def first(self) -> Request | None:
-        """Who is next; they stay in line."""
+        """Who is next; they stay in queue."""
         with self._room:
             return self._waiting[0] if self._waiting else None
 
-    def seat_first(self) -> None:
-        """The first leaves the line for a slot."""
+    def admit_first(self) -> None:
+        """The first leaves the queue for a slot."""
         with self._room:
             self._waiting.popleft()
             self._n_free_slots -= 1
@@ -84,8 +84,8 @@ class Line:
             self._n_free_slots += 1
             self._room.notify_all()
 
-    def drop(self, request: Request) -> bool:
-        """Take a request out of the line; False where it is not in it."""
+    def remove(self, request: Request) -> bool:
+        """Take a request out of the queue; False where it is not in it."""
         with self._room:
             if request not in self._waiting:
                 return False
@@ -96,13 +96,13 @@ class Line:
     def take_cancelled(self) -> list[Request]:
         """Who asked to be cancelled since the last time."""
         with self._room:
-            asked, self._cancelled = self._cancelled, []
-            return asked
+            cancelled, self._cancelled = self._cancelled, []
+            return cancelled
 
-    def shut(self, why: Callable[[], OstinatoError]) -> list[Request]:
+    def refuse_all(self, why: Callable[[], OstinatoError]) -> list[Request]:
         """Nobody may join any more: they are told `why`. Who was still waiting."""
         with self._room:
-            self._shut = self._shut or why
+            self._closed_error = self._closed_error or why
             left = list(self._waiting)
             self._waiting.clear()
             self._room.notify_all()

@@ -1,11 +1,12 @@
 // From logits to tokens: what backends/torch/ops/sample_step.py defines, by all blocks together, then by one block for each row.
 //
 // `summarise`: every block shapes the logits of its own head tiles (penalties, bias, bans) and tells of each row its
-// largest, the sum of exponentials, and for a row that draws the weight of it all. `choose`: a greedy row is decided by
-// these summaries alone, one hop after the head. A row that draws is ranked by its own block, no further than the draw
-// can reach: a first pass over `scaled` lists the ids from a floor up that the blocks' largest give, which is enough
-// for most settings; else the row is counted into buckets by value, and only the bucket where a filter cuts and the one
-// where the draw falls are listed. Too many for a list: that bucket is cut into buckets again, by value and then by id.
+// largest, the sum of exponentials, and for a row that draws the weight of it all. `sample_row`: a greedy row is
+// decided by these summaries alone, one hop after the head. A row that draws is ranked by its own block, no further
+// than the draw can reach: a first pass over `scaled` lists the ids from a floor up that the blocks' largest give,
+// which is enough for most settings; else the row is counted into buckets by value, and only the bucket where a filter
+// cuts and the one where the draw falls are listed. Too many for a list: that bucket is cut into buckets again, by
+// value and then by id.
 //
 // Greedy tokens are the twin's. Draws go by rank as the twin's do. Weights are whole numbers, e^(x - largest) in units
 // of 2^-WEIGHT_BITS, so that their sums have the same bits in any order. The twin adds up float64: its sums lie some
@@ -29,7 +30,7 @@
 constexpr int WEIGHT_BITS = VOCAB(any) <= 1 << 17 ? 45 : 42;  // the whole vocabulary weighs less than 2^63
 static_assert(LISTED >= MAX_TOP, "the most likely are listed");
 static_assert(VOCAB(any) <= 1 << 20, "the weights of so many ids may not fit 64 bits");
-static_assert(MAX_ROWS <= 32 && N_PLAYERS <= 32, "rows are told by the bits of a word, players by the lanes of a warp");
+static_assert(MAX_ROWS <= 32 && N_COMPUTE_WARPS <= 32, "rows are told by the bits of a word, compute warps by the lanes of a warp");
 
 // --- ranks: a value and its id as one number, the larger before the smaller ---
 
@@ -59,14 +60,14 @@ DEVICE float exp_of(float value) { return exp2_fast(value * 1.4426950408889634f)
 
 // --- what a row's slot asks for ---
 
-struct Wish {
+struct SamplingParams {
     int slot, n_top, top_k, n_bias, n_stop;
-    bool draws, penalised, waits, constrained;
-    float warmth, repetition, presence, frequency;
+    bool samples, penalised, waits, constrained;
+    float safe_temperature, repetition, presence, frequency;
 };
 
 // Everything is loaded before anything is asked, so that the waits are one.
-DEVICE Wish wish_of(const Tape& tape, int row) {
+DEVICE SamplingParams params_of(const Tape& tape, int row) {
     const View& view = tape.view;
     const int slot = load_fresh(TABLE_row_slot(view) + row);
     const float temperature = load_fresh(TABLE_temperature(view) + slot);
@@ -75,73 +76,73 @@ DEVICE Wish wish_of(const Tape& tape, int row) {
     const int penalised = load_fresh(TABLE_penalised(view) + slot);
     const int constrained = load_fresh(TABLE_constrained(view) + slot);
     const int made = load_fresh(TABLE_made(view) + slot), min_tokens = load_fresh(TABLE_min_tokens(view) + slot);
-    Wish wish;
-    wish.repetition = load_fresh(TABLE_repetition(view) + slot);
-    wish.presence = load_fresh(TABLE_presence(view) + slot);
-    wish.frequency = load_fresh(TABLE_frequency(view) + slot);
-    wish.slot = slot;
-    wish.n_top = n_logprobs < MAX_TOP ? n_logprobs : MAX_TOP;
-    if (wish.n_top > VOCAB(view)) wish.n_top = VOCAB(view);
-    wish.top_k = top_k < N_TOKENS ? top_k : 0;
-    wish.n_bias = n_bias < MAX_LOGIT_BIAS ? n_bias : MAX_LOGIT_BIAS;
-    wish.n_stop = n_stop < MAX_STOP_IDS ? n_stop : MAX_STOP_IDS;
-    wish.draws = temperature > 0.0f;
-    wish.penalised = penalised != 0;
-    wish.waits = made < min_tokens;
-    wish.constrained = constrained != 0;
-    wish.warmth = temperature > 1e-6f ? temperature : 1e-6f;
-    return wish;
+    SamplingParams params;
+    params.repetition = load_fresh(TABLE_repetition(view) + slot);
+    params.presence = load_fresh(TABLE_presence(view) + slot);
+    params.frequency = load_fresh(TABLE_frequency(view) + slot);
+    params.slot = slot;
+    params.n_top = n_logprobs < MAX_TOP ? n_logprobs : MAX_TOP;
+    if (params.n_top > VOCAB(view)) params.n_top = VOCAB(view);
+    params.top_k = top_k < N_TOKENS ? top_k : 0;
+    params.n_bias = n_bias < MAX_LOGIT_BIAS ? n_bias : MAX_LOGIT_BIAS;
+    params.n_stop = n_stop < MAX_STOP_IDS ? n_stop : MAX_STOP_IDS;
+    params.samples = temperature > 0.0f;
+    params.penalised = penalised != 0;
+    params.waits = made < min_tokens;
+    params.constrained = constrained != 0;
+    params.safe_temperature = temperature > 1e-6f ? temperature : 1e-6f;
+    return params;
 }
 
 // What another lane has loaded.
-DEVICE Wish wish_at(const Wish& own, int lane) {
-    Wish wish;
-    wish.slot = shuffle(own.slot, lane);
-    wish.n_top = shuffle(own.n_top, lane);
-    wish.top_k = shuffle(own.top_k, lane);
-    wish.n_bias = shuffle(own.n_bias, lane);
-    wish.n_stop = shuffle(own.n_stop, lane);
-    const int flags = shuffle(own.draws | own.penalised << 1 | own.waits << 2 | own.constrained << 3, lane);
-    wish.draws = flags & 1;
-    wish.penalised = flags & 2;
-    wish.waits = flags & 4;
-    wish.constrained = flags & 8;
-    wish.warmth = shuffle(own.warmth, lane);
-    wish.repetition = shuffle(own.repetition, lane);
-    wish.presence = shuffle(own.presence, lane);
-    wish.frequency = shuffle(own.frequency, lane);
-    return wish;
+DEVICE SamplingParams params_at(const SamplingParams& own, int lane) {
+    SamplingParams params;
+    params.slot = shuffle(own.slot, lane);
+    params.n_top = shuffle(own.n_top, lane);
+    params.top_k = shuffle(own.top_k, lane);
+    params.n_bias = shuffle(own.n_bias, lane);
+    params.n_stop = shuffle(own.n_stop, lane);
+    const int flags = shuffle(own.samples | own.penalised << 1 | own.waits << 2 | own.constrained << 3, lane);
+    params.samples = flags & 1;
+    params.penalised = flags & 2;
+    params.waits = flags & 4;
+    params.constrained = flags & 8;
+    params.safe_temperature = shuffle(own.safe_temperature, lane);
+    params.repetition = shuffle(own.repetition, lane);
+    params.presence = shuffle(own.presence, lane);
+    params.frequency = shuffle(own.frequency, lane);
+    return params;
 }
 
 // Whether the row's block needs more than the summaries.
-DEVICE bool listens(const Wish& wish) { return wish.draws || wish.n_top > 0; }
+DEVICE bool needs_logits(const SamplingParams& params) { return params.samples || params.n_top > 0; }
 
 // --- shape: penalties, bias and bans, each the same float32 operations as the twin's ---
 
 DEVICE bool has_bit(const int* words, int id) { return load_fresh((const u32*)words + id / 32) >> id % 32 & 1; }
 
-DEVICE float penalised(const Tape& tape, const Wish& wish, int id, float x) {
-    const int made = load_fresh(TABLE_counts(tape.view) + (u64)wish.slot * VOCAB(tape.view) + id);
-    const bool in_prompt = has_bit(TABLE_prompt_bits(tape.view) + wish.slot * MASK_WORDS(tape.view), id);
-    const float factor = in_prompt || made > 0 ? wish.repetition : 1.0f;
+DEVICE float penalised(const Tape& tape, const SamplingParams& params, int id, float x) {
+    const int made = load_fresh(TABLE_counts(tape.view) + (u64)params.slot * VOCAB(tape.view) + id);
+    const bool in_prompt = has_bit(TABLE_prompt_bits(tape.view) + params.slot * MASK_WORDS(tape.view), id);
+    const float factor = in_prompt || made > 0 ? params.repetition : 1.0f;
     x = x > 0.0f ? rounded_quotient(x, factor) : rounded_product(x, factor);
-    x = rounded_sum(x, made > 0 ? -wish.presence : -0.0f);
-    return rounded_sum(x, -rounded_product(wish.frequency, (float)made));
+    x = rounded_sum(x, made > 0 ? -params.presence : -0.0f);
+    return rounded_sum(x, -rounded_product(params.frequency, (float)made));
 }
 
 // All lanes of a warp together: each looks at one pair in turn, and a pair for an id of theirs is handed around. Its
 // 32 ids are two tiles.
-DEVICE float bias_of(const Player& p, const Tape& tape, const Wish& wish, int id) {
-    const int* const ids = TABLE_bias_ids(tape.view) + wish.slot * MAX_LOGIT_BIAS;
-    const float* const values = TABLE_bias_values(tape.view) + wish.slot * MAX_LOGIT_BIAS;
+DEVICE float bias_of(const ComputeThread& p, const Tape& tape, const SamplingParams& params, int id) {
+    const int* const ids = TABLE_bias_ids(tape.view) + params.slot * MAX_LOGIT_BIAS;
+    const float* const values = TABLE_bias_values(tape.view) + params.slot * MAX_LOGIT_BIAS;
     const int first = shuffle(id, 0) / 16, second = shuffle(id, 16) / 16;
     float bias = 0.0f;
     NOT_UNROLLED
-    for (int begin = 0; begin < wish.n_bias; begin += 32) {
-        const int at = begin + p.lane < wish.n_bias ? begin + p.lane : begin;
+    for (int begin = 0; begin < params.n_bias; begin += 32) {
+        const int at = begin + p.lane < params.n_bias ? begin + p.lane : begin;
         const int named = load_fresh(ids + at), tile = named / 16;
         const float value = load_fresh(values + at);
-        u32 hits = votes(begin + p.lane < wish.n_bias && (tile == first || tile == second));
+        u32 hits = votes(begin + p.lane < params.n_bias && (tile == first || tile == second));
         NOT_UNROLLED
         for (; hits; hits &= hits - 1) {
             const int from = lowest_bit(hits), hit = shuffle(named, from);
@@ -153,21 +154,21 @@ DEVICE float bias_of(const Player& p, const Tape& tape, const Wish& wish, int id
 }
 
 // A logit as it is chosen from; called by all lanes of a warp, whose ids are those of two tiles.
-DEVICE float shaped(const Player& p, const Tape& tape, const Wish& wish, int id, float x) {
-    if (wish.penalised) x = penalised(tape, wish, id, x);
-    if (wish.n_bias > 0) x = rounded_sum(x, bias_of(p, tape, wish, id));
+DEVICE float shaped(const ComputeThread& p, const Tape& tape, const SamplingParams& params, int id, float x) {
+    if (params.penalised) x = penalised(tape, params, id, x);
+    if (params.n_bias > 0) x = rounded_sum(x, bias_of(p, tape, params, id));
     bool banned = false;
     NOT_UNROLLED
-    for (int i = 0; wish.waits && i < wish.n_stop; ++i) {
-        banned |= load_fresh(TABLE_stop_ids(tape.view) + wish.slot * MAX_STOP_IDS + i) == id;
+    for (int i = 0; params.waits && i < params.n_stop; ++i) {
+        banned |= load_fresh(TABLE_stop_ids(tape.view) + params.slot * MAX_STOP_IDS + i) == id;
     }
-    if (wish.constrained) banned |= !has_bit(TABLE_mask_bits(tape.view) + wish.slot * MASK_WORDS(tape.view), id);
+    if (params.constrained) banned |= !has_bit(TABLE_mask_bits(tape.view) + params.slot * MASK_WORDS(tape.view), id);
     return banned ? float_of(0xFF800000u) : x;
 }
 
 // --- summaries: what a block says of the logits of its own tiles ---
 
-// Words of a summary; all have the beat as their tag. The last two only of a row that draws.
+// Words of a summary; all have the tag as their tag. The last two only of a row that draws.
 enum { SUMMARY_ORDER, SUMMARY_ID, SUMMARY_PEAK, SUMMARY_SUM, SUMMARY_RAW, SUMMARY_SPARE, SUMMARY_LOW, SUMMARY_HIGH };
 
 DEVICE u64* summary_of(const Tape& tape, int row, int block) {
@@ -196,16 +197,16 @@ DEVICE void join_lanes(Part& part) {
     }
 }
 
-// What the players of a block bring together, in the activations' memory.
+// What the compute warps of a block bring together, in the activations' memory.
 struct Summing {
-    Part parts[MAX_ROWS][N_PLAYERS];
-    u64 weights[MAX_ROWS][N_PLAYERS];
+    Part parts[MAX_ROWS][N_COMPUTE_WARPS];
+    u64 weights[MAX_ROWS][N_COMPUTE_WARPS];
 };
 static_assert(sizeof(Summing) <= ACTIVATION_BYTES, "no room for the parts of a summary");
 
 // Calls each(id, value, inside) for the ids of the block's own tiles, with all lanes of a warp at once.
 template <class Each>
-DEVICE void for_own_ids(const Player& p, const Segment& head, const float* values, Each each) {
+DEVICE void for_own_ids(const ComputeThread& p, const Segment& head, const float* values, Each each) {
     const int first = (block() - head.first + N_BLOCKS) % N_BLOCKS;
     const int n_own = first < head.n_tiles ? (head.n_tiles - first + N_BLOCKS - 1) / N_BLOCKS * 16 : 0;
     const auto id_at = [&](int at) {
@@ -213,40 +214,40 @@ DEVICE void for_own_ids(const Player& p, const Segment& head, const float* value
         return at < n_own && id < VOCAB(any) ? id : NO_ID;
     };
     NOT_UNROLLED
-    for (int begin = p.warp * 32; begin < n_own; begin += 4 * N_PLAYER_THREADS) {
+    for (int begin = p.warp * 32; begin < n_own; begin += 4 * N_COMPUTE_THREADS) {
         float some[4];  // loaded together, so that the waits are one
         UNROLL
-        for (int k = 0; k < 4; ++k) some[k] = values[max(id_at(begin + k * N_PLAYER_THREADS + p.lane), 0)];
+        for (int k = 0; k < 4; ++k) some[k] = values[max(id_at(begin + k * N_COMPUTE_THREADS + p.lane), 0)];
         NOT_UNROLLED
-        for (int k = 0; k < 4 && begin + k * N_PLAYER_THREADS < n_own; ++k) {
-            const int id = id_at(begin + k * N_PLAYER_THREADS + p.lane);
+        for (int k = 0; k < 4 && begin + k * N_COMPUTE_THREADS < n_own; ++k) {
+            const int id = id_at(begin + k * N_COMPUTE_THREADS + p.lane);
             each(max(id, 0), k == 0 ? some[0] : k == 1 ? some[1] : k == 2 ? some[2] : some[3], id != NO_ID);
         }
     }
 }
 
 // The thread's part of a row; what a row that draws is drawn from is left in `scaled`.
-DEVICE Part own_part(const Player& p, const Tape& tape, const Segment& head, int row, const Wish& wish) {
+DEVICE Part own_part(const ComputeThread& p, const Tape& tape, const Segment& head, int row, const SamplingParams& params) {
     float* const scaled = tape.scaled + (u64)row * VOCAB(tape.view);
     Part part = {0, LOWEST, 0.0f};
     for_own_ids(p, head, tape.logits + (u64)row * VOCAB(tape.view), [&](int id, float raw, bool inside) {
-        float value = shaped(p, tape, wish, id, raw);
+        float value = shaped(p, tape, params, id, raw);
         if (!inside) return;
         const float peak = raw > part.peak ? raw : part.peak;
         part.sum = part.sum * exp_of(part.peak - peak) + exp_of(raw - peak);
         part.peak = peak;
         if (id >= N_TOKENS) return;
-        if (wish.draws) scaled[id] = value = rounded_quotient(value, wish.warmth) + 0.0f;
+        if (params.samples) scaled[id] = value = rounded_quotient(value, params.safe_temperature) + 0.0f;
         const Ranked item = ranked(value, id);
         if (item > part.best) part.best = item;
     });
     return part;
 }
 
-// By one warp: the players' parts as one, told to the row's block.
-DEVICE void tell_summary(const Player& p, const Tape& tape, const Summing& summing, int row) {
+// By one warp: the compute warps' parts as one, told to the row's block.
+DEVICE void put_summary(const ComputeThread& p, const Tape& tape, const Summing& summing, int row) {
     Part part = {0, LOWEST, 0.0f};
-    if (p.lane < N_PLAYERS) part = summing.parts[row][p.lane];
+    if (p.lane < N_COMPUTE_WARPS) part = summing.parts[row][p.lane];
     join_lanes(part);
     const Ranked best = shuffle(part.best, 0);
     const float raw = best ? tape.logits[(u64)row * VOCAB(tape.view) + id_of(best)] : 0.0f;
@@ -257,7 +258,7 @@ DEVICE void tell_summary(const Player& p, const Tape& tape, const Summing& summi
     for (int i = 0; i <= SUMMARY_SPARE; ++i) {
         if (p.lane == i) word = words[i];
     }
-    if (p.lane <= SUMMARY_SPARE) put(summary_of(tape, row, block()) + p.lane, word, p.beat);
+    if (p.lane <= SUMMARY_SPARE) put(summary_of(tape, row, block()) + p.lane, word, p.tag);
 }
 
 // The lane's sum over all lanes; of whole numbers, so that every lane has the same.
@@ -267,10 +268,10 @@ DEVICE u64 sum_over_lanes(u64 value) {
 }
 
 // The warp's weight of a row, beside the largest value of the block.
-DEVICE u64 warp_weight(const Player& p, const Tape& tape, const Segment& head, const Summing& summing, int row) {
+DEVICE u64 warp_weight(const ComputeThread& p, const Tape& tape, const Segment& head, const Summing& summing, int row) {
     Ranked best = 0;
-    for (int player = 0; player < N_PLAYERS; ++player) {
-        const Ranked theirs = summing.parts[row][player].best;
+    for (int compute_warp = 0; compute_warp < N_COMPUTE_WARPS; ++compute_warp) {
+        const Ranked theirs = summing.parts[row][compute_warp].best;
         if (theirs > best) best = theirs;
     }
     const float* const scaled = tape.scaled + (u64)row * VOCAB(tape.view);
@@ -286,51 +287,51 @@ DEVICE u64 warp_weight(const Player& p, const Tape& tape, const Segment& head, c
 
 // Every block, once its logits are written: what it has to say of each row, and its mark, by which everything that it
 // wrote in this step is seen. Uses the activations' memory.
-APART void summarise(Player p, const Tape& tape, const Segment& head, int n_rows) {
+APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int n_rows) {
     Summing& summing = *(Summing*)p.activations;
-    const Wish own = wish_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
-    sync_players();  // the logits are written, and the activations are read
-    u32 drawing = 0;
-    bool heard = false;
+    const SamplingParams own = params_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
+    sync_compute_warps();  // the logits are written, and the activations are read
+    u32 sampling = 0;
+    bool row_summary = false;
     NOT_UNROLLED
     for (int row = 0; row < n_rows; ++row) {
-        const Wish wish = wish_at(own, row);
-        drawing |= (u32)wish.draws << row;
-        heard |= listens(wish);
-        Part part = own_part(p, tape, head, row, wish);
+        const SamplingParams params = params_at(own, row);
+        sampling |= (u32)params.samples << row;
+        row_summary |= needs_logits(params);
+        Part part = own_part(p, tape, head, row, params);
         join_lanes(part);
         if (p.lane == 0) summing.parts[row][p.warp] = part;
     }
-    sync_players();
+    sync_compute_warps();
     NOT_UNROLLED
-    for (int row = p.warp; row < n_rows; row += N_PLAYERS) tell_summary(p, tape, summing, row);
+    for (int row = p.warp; row < n_rows; row += N_COMPUTE_WARPS) put_summary(p, tape, summing, row);
     // By the last warp, since the first may have a row to choose; and `scaled` of rows that draw is written before.
-    const bool raises = p.thread == N_PLAYER_THREADS - 32;
-    if (!heard) {
-        if (raises) raise(tape.marks + block(), (u64)p.beat << 32);
+    const bool raises = p.thread == N_COMPUTE_THREADS - 32;
+    if (!row_summary) {
+        if (raises) store_release(tape.marks + block(), (u64)p.tag << 32);
         return;
     }
 
     NOT_UNROLLED
-    for (u32 rows = drawing; rows; rows &= rows - 1) {
+    for (u32 rows = sampling; rows; rows &= rows - 1) {
         const int row = lowest_bit(rows);
         const u64 weight = warp_weight(p, tape, head, summing, row);
         if (p.lane == 0) summing.weights[row][p.warp] = weight;
     }
-    sync_players();
-    if (raises) raise(tape.marks + block(), (u64)p.beat << 32);
+    sync_compute_warps();
+    if (raises) store_release(tape.marks + block(), (u64)p.tag << 32);
     NOT_UNROLLED
-    for (int row = p.warp; row < n_rows; row += N_PLAYERS) {
-        if (!(drawing >> row & 1)) continue;
-        const u64 weight = sum_over_lanes(p.lane < N_PLAYERS ? summing.weights[row][p.lane] : 0);
+    for (int row = p.warp; row < n_rows; row += N_COMPUTE_WARPS) {
+        if (!(sampling >> row & 1)) continue;
+        const u64 weight = sum_over_lanes(p.lane < N_COMPUTE_WARPS ? summing.weights[row][p.lane] : 0);
         u64* const to = summary_of(tape, row, block()) + SUMMARY_LOW;
-        if (p.lane < 2) put(to + p.lane, (u32)(weight >> 32 * p.lane), p.beat);
+        if (p.lane < 2) put(to + p.lane, (u32)(weight >> 32 * p.lane), p.tag);
     }
 }
 
 // --- what the row's block hears ---
 
-struct Heard {
+struct RowSummary {
     Ranked best;
     float raw, peak;   // the logit of the best, unless the row draws; the largest logit
     double log_total;  // of e^(logit - peak)
@@ -338,38 +339,38 @@ struct Heard {
 };
 
 // What a row's block works in: the activations' memory.
-struct Choosing {
+struct SamplingScratch {
     Ranked list[LISTED];      // ranked
     u64 through[LISTED];      // the weight of the list up to and with each of them
     u64 sums[N_BUCKETS];      // the same of buckets
     u32 counts[N_BUCKETS];    // ids up to and with each bucket
     u32 tops[N_BLOCKS], peaks[N_BLOCKS];  // the blocks' largest, by order
-    u64 of_warp[N_PLAYERS];
-    Heard heard;
+    u64 of_warp[N_COMPUTE_WARPS];
+    RowSummary row_summary;
     u32 n_found, floor;
 };
-static_assert(sizeof(Choosing) <= ACTIVATION_BYTES, "no room to choose in");
+static_assert(sizeof(SamplingScratch) <= ACTIVATION_BYTES, "no room to choose in");
 
 #define BLOCKS_A_LANE ((N_BLOCKS + 31) / 32)
 
 // By one warp: the summaries of all blocks as one. `tops` and `peaks` [N_BLOCKS], or null.
-DEVICE Heard hear(const Player& p, const Tape& tape, int row, bool draws, u32* tops, u32* peaks) {
+DEVICE RowSummary collect_summaries(const ComputeThread& p, const Tape& tape, int row, bool samples, u32* tops, u32* peaks) {
     u64 words[BLOCKS_A_LANE][6];
     bool all;
-    Waiting waiting(tape.state);
+    BoundedWait waiting(tape.state);
     do {
         all = true;
         UNROLL
         for (int i = 0; i < BLOCKS_A_LANE; ++i) {
             const int block = p.lane + 32 * i < N_BLOCKS ? p.lane + 32 * i : N_BLOCKS - 1;
             const u64* const summary = summary_of(tape, row, block);
-            look_two(summary + SUMMARY_ORDER, words[i]);
-            look_two(summary + SUMMARY_PEAK, words[i] + 2);
-            look_two(summary + (draws ? SUMMARY_LOW : SUMMARY_RAW), words[i] + 4);
+            load_two_relaxed(summary + SUMMARY_ORDER, words[i]);
+            load_two_relaxed(summary + SUMMARY_PEAK, words[i] + 2);
+            load_two_relaxed(summary + (samples ? SUMMARY_LOW : SUMMARY_RAW), words[i] + 4);
         }
         UNROLL
-        for (int i = 0; i < 6 * BLOCKS_A_LANE; ++i) all &= (u32)(words[i / 6][i % 6] >> 32) == p.beat;
-    } while (!all && waiting.goes_on());
+        for (int i = 0; i < 6 * BLOCKS_A_LANE; ++i) all &= (u32)(words[i / 6][i % 6] >> 32) == p.tag;
+    } while (!all && waiting.keep_waiting());
 
     Ranked best = 0;
     float peak = LOWEST, raw = 0.0f;
@@ -395,7 +396,7 @@ DEVICE Heard hear(const Player& p, const Tape& tape, int row, bool draws, u32* t
     raw = shuffle(raw, lowest_bit(votes(own == best)));
 
     const float most = value_of(best);
-    const bool weighs = draws && is_finite(most);
+    const bool weighs = samples && is_finite(most);
     double sum = 0, weight = 0;
     UNROLL
     for (int i = 0; i < BLOCKS_A_LANE; ++i) {
@@ -412,15 +413,15 @@ DEVICE Heard hear(const Player& p, const Tape& tape, int row, bool draws, u32* t
     return {best, raw, peak, log_exact(shuffle(sum, 0)), (u64)(shuffle(weight, 0) + 0.5)};
 }
 
-DEVICE float logprob_of(const Heard& heard, float raw) {
-    return (float)((double)raw - (double)heard.peak - heard.log_total);
+DEVICE float logprob_of(const RowSummary& row_summary, float raw) {
+    return (float)((double)raw - (double)row_summary.peak - row_summary.log_total);
 }
 
-// All players: until the logits of every block lie in memory. They are there for all after the next sync.
-DEVICE void await_logits(const Player& p, const Tape& tape) {
+// All compute warps: until the logits of every block lie in memory. They are there for all after the next sync.
+DEVICE void await_logits(const ComputeThread& p, const Tape& tape) {
     NOT_UNROLLED
-    for (int i = p.thread; i < N_BLOCKS; i += N_PLAYER_THREADS) {
-        for (Waiting waiting(tape.state); (u32)(seen_at(tape.marks + i) >> 32) != p.beat && waiting.goes_on();) {
+    for (int i = p.thread; i < N_BLOCKS; i += N_COMPUTE_THREADS) {
+        for (BoundedWait waiting(tape.state); (u32)(load_acquire(tape.marks + i) >> 32) != p.tag && waiting.keep_waiting();) {
         }
     }
 }
@@ -444,12 +445,12 @@ static_assert(QUADS == 8, "word_of halves eight of them");
 
 // Calls take(value, id) for each of the n values that is not below `least`; a row may begin at any multiple of 4 bytes.
 template <class Take>
-DEVICE void for_each_from(const Player& p, const float* values, int n, float least, Take take) {
+DEVICE void for_each_from(const ComputeThread& p, const float* values, int n, float least, Take take) {
     const int n_ahead = min(n, (int)(-(u64)values >> 2 & 3)), n_quads = (n - n_ahead) / 4;
     const uint4* const quads = (const uint4*)(values + n_ahead);
     const int alone = p.thread < n_ahead ? p.thread : 4 * n_quads + p.thread;  // ahead of the quads or behind them
     NOT_UNROLLED
-    for (int begin = p.thread;; begin += N_PLAYER_THREADS * QUADS) {
+    for (int begin = p.thread;; begin += N_COMPUTE_THREADS * QUADS) {
         uint4 some[QUADS];
         u32 taken = 0;
         const bool ends = begin >= n_quads;
@@ -459,34 +460,34 @@ DEVICE void for_each_from(const Player& p, const float* values, int n, float lea
         } else {
             UNROLL
             for (int k = 0; k < QUADS; ++k) {
-                some[k] = load_fresh(quads + min(begin + k * N_PLAYER_THREADS, n_quads - 1));
+                some[k] = load_fresh(quads + min(begin + k * N_COMPUTE_THREADS, n_quads - 1));
             }
             UNROLL
             for (int k = 0; k < 4 * QUADS; ++k) {
-                const bool there = begin + k / 4 * N_PLAYER_THREADS < n_quads;
+                const bool there = begin + k / 4 * N_COMPUTE_THREADS < n_quads;
                 taken |= (u32)(there && !(float_of(word_of(some[k / 4], k % 4)) < least)) << k;
             }
         }
         NOT_UNROLLED
         for (; taken; taken &= taken - 1) {
             const int k = lowest_bit(taken);
-            const int id = ends ? alone : n_ahead + 4 * (begin + k / 4 * N_PLAYER_THREADS) + k % 4;
+            const int id = ends ? alone : n_ahead + 4 * (begin + k / 4 * N_COMPUTE_THREADS) + k % 4;
             take(float_of(word_of(some, k)), id);
         }
         if (ends) return;
     }
 }
 
-// The largest of all players' items.
-DEVICE Ranked first_of_block(const Player& p, Choosing& c, Ranked item) {
+// The largest of all compute warps' items.
+DEVICE Ranked first_of_block(const ComputeThread& p, SamplingScratch& c, Ranked item) {
     for (int apart = 16; apart > 0; apart /= 2) {
         const Ranked other = shuffle_xor(item, apart);
         if (other > item) item = other;
     }
-    sync_players();
+    sync_compute_warps();
     if (p.lane == 0) c.of_warp[p.warp] = item;
-    sync_players();
-    for (int i = 0; i < N_PLAYERS; ++i) {
+    sync_compute_warps();
+    for (int i = 0; i < N_COMPUTE_WARPS; ++i) {
         if (c.of_warp[i] > item) item = c.of_warp[i];
     }
     return item;
@@ -494,8 +495,8 @@ DEVICE Ranked first_of_block(const Player& p, Choosing& c, Ranked item) {
 
 // Each of n items becomes the sum of those up to and with it. Everybody has to have written them, and may read them.
 template <class T>
-DEVICE void accumulate(const Player& p, Choosing& c, T* items, int n) {
-    const int each = (n + N_PLAYER_THREADS - 1) / N_PLAYER_THREADS;
+DEVICE void accumulate(const ComputeThread& p, SamplingScratch& c, T* items, int n) {
+    const int each = (n + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS;
     const int begin = min(n, p.thread * each), end = min(n, begin + each);
     T sum = 0;
     NOT_UNROLLED
@@ -506,12 +507,12 @@ DEVICE void accumulate(const Player& p, Choosing& c, T* items, int n) {
         if (p.lane >= apart) with += lower;
     }
     if (p.lane == 31) c.of_warp[p.warp] = with;
-    sync_players();
+    sync_compute_warps();
     T before = with - sum;
     for (int i = 0; i < p.warp; ++i) before += (T)c.of_warp[i];
     NOT_UNROLLED
     for (int i = begin; i < end; ++i) items[i] = before += items[i];
-    sync_players();
+    sync_compute_warps();
 }
 
 // The first of n rising items that reaches the goal, or n.
@@ -530,17 +531,17 @@ DEVICE int first_to_reach(const T* items, int n, T goal) {
 // --- the list: some ids that follow each other in rank ---
 
 // Largest first, by a bitonic network. Pairs no more than 32 apart: a warp's are 64 items that no other warp touches.
-DEVICE void sort(const Player& p, Ranked* items, int n) {
+DEVICE void sort(const ComputeThread& p, Ranked* items, int n) {
     int size = 2;
     while (size < n) size *= 2;
-    for (int i = n + p.thread; i < size; i += N_PLAYER_THREADS) items[i] = 0;
-    sync_players();
+    for (int i = n + p.thread; i < size; i += N_COMPUTE_THREADS) items[i] = 0;
+    sync_compute_warps();
     NOT_UNROLLED
     for (int run = 2; run <= size; run *= 2) {
         NOT_UNROLLED
         for (int apart = run / 2; apart > 0; apart /= 2) {
             NOT_UNROLLED
-            for (int pair = p.thread; pair < size / 2; pair += N_PLAYER_THREADS) {
+            for (int pair = p.thread; pair < size / 2; pair += N_COMPUTE_THREADS) {
                 const int at = (pair & ~(apart - 1)) * 2 + (pair & (apart - 1));
                 const Ranked first = items[at], second = items[at + apart];
                 if ((first < second) == ((at & run) == 0)) {
@@ -548,51 +549,51 @@ DEVICE void sort(const Player& p, Ranked* items, int n) {
                     items[at + apart] = first;
                 }
             }
-            if (apart > 32 || (apart == 1 && run > 32)) sync_players();
+            if (apart > 32 || (apart == 1 && run > 32)) sync_compute_warps();
             else sync_warp();
         }
     }
-    sync_players();
+    sync_compute_warps();
 }
 
 // Everybody from `least` on who belongs, ranked; returns how many there are. More than LISTED are not ranked.
 template <class Belongs>
-DEVICE int make_list(const Player& p, Choosing& c, const float* values, int n, float least, Belongs belongs) {
-    sync_players();
+DEVICE int make_list(const ComputeThread& p, SamplingScratch& c, const float* values, int n, float least, Belongs belongs) {
+    sync_compute_warps();
     if (p.thread == 0) c.n_found = 0;
-    sync_players();
+    sync_compute_warps();
     for_each_from(p, values, n, least, [&](float value, int id) {
         const Ranked item = ranked(value, id);
         if (!belongs(value, item)) return;
         const u32 place = atomic_add_shared(&c.n_found, 1u);
         if (place < LISTED) c.list[place] = item;
     });
-    sync_players();
+    sync_compute_warps();
     const int n_found = (int)c.n_found;
     if (n_found <= LISTED) sort(p, c.list, n_found);
     return n_found;
 }
 
 // The n-th largest of what the blocks said, by order: no fewer than n ids reach it. 0: there are not so many blocks.
-DEVICE u32 floor_of(const Player& p, Choosing& c, const u32* said, int n) {
-    sync_players();
+DEVICE u32 floor_of(const ComputeThread& p, SamplingScratch& c, const u32* said, int n) {
+    sync_compute_warps();
     if (p.thread == 0) c.floor = 0;
-    sync_players();
+    sync_compute_warps();
     NOT_UNROLLED
-    for (int i = p.thread; i < N_BLOCKS; i += N_PLAYER_THREADS) {
+    for (int i = p.thread; i < N_BLOCKS; i += N_COMPUTE_THREADS) {
         const u32 own = said[i];
         int n_before = 0;
         for (int k = 0; k < N_BLOCKS; ++k) n_before += said[k] > own || (said[k] == own && k < i);
         if (n_before == n - 1) c.floor = own;
     }
-    sync_players();
+    sync_compute_warps();
     return c.floor;
 }
 
 // --- a draw ---
 
-// What all players know alike of the draw that they make together.
-struct Draw {
+// What all compute warps know alike of the draw that they make together.
+struct SampleSearch {
     const float* values;  // [N_TOKENS]
     float most, least;    // the largest of them, finite; who is below `least` weighs nothing
     int n_listed;
@@ -609,9 +610,9 @@ struct Scope {
     int shift;
 };
 
-DEVICE int bucket_of(const Draw& draw, const Scope& scope, float value, Ranked item) {
+DEVICE int bucket_of(const SampleSearch& search, const Scope& scope, float value, Ranked item) {
     if (!scope.by_value) return item > scope.high || item < scope.low ? -1 : (int)((scope.high - item) >> scope.shift);
-    const float below = (draw.most - value) * (N_BUCKETS / REACH);
+    const float below = (search.most - value) * (N_BUCKETS / REACH);
     return below < (float)N_BUCKETS ? (int)below : N_BUCKETS - 1;
 }
 
@@ -630,32 +631,32 @@ DEVICE void add_shared(u64* place, u64 value) {
     if (high) atomic_add_shared(halves + 1, high);
 }
 
-DEVICE void count(const Player& p, Choosing& c, const Draw& draw, const Scope& scope) {
-    sync_players();
-    for (int i = p.thread; i < N_BUCKETS; i += N_PLAYER_THREADS) c.sums[i] = c.counts[i] = 0;
-    sync_players();
-    for_each_from(p, draw.values, N_TOKENS, draw.least, [&](float value, int id) {
-        const int bucket = bucket_of(draw, scope, value, ranked(value, id));
+DEVICE void count(const ComputeThread& p, SamplingScratch& c, const SampleSearch& search, const Scope& scope) {
+    sync_compute_warps();
+    for (int i = p.thread; i < N_BUCKETS; i += N_COMPUTE_THREADS) c.sums[i] = c.counts[i] = 0;
+    sync_compute_warps();
+    for_each_from(p, search.values, N_TOKENS, search.least, [&](float value, int id) {
+        const int bucket = bucket_of(search, scope, value, ranked(value, id));
         if (bucket < 0) return;
         atomic_add_shared(&c.counts[bucket], 1u);
-        add_shared(&c.sums[bucket], weight_of(value, draw.most));
+        add_shared(&c.sums[bucket], weight_of(value, search.most));
     });
-    sync_players();
+    sync_compute_warps();
     accumulate(p, c, c.counts, N_BUCKETS);
     accumulate(p, c, c.sums, N_BUCKETS);
 }
 
 // The first and the last rank in a bucket.
-DEVICE Scope scope_of_bucket(const Player& p, Choosing& c, const Draw& draw, const Scope& scope, int bucket) {
+DEVICE Scope scope_of_bucket(const ComputeThread& p, SamplingScratch& c, const SampleSearch& search, const Scope& scope, int bucket) {
     if (!scope.by_value) {
         const u64 width = 1ull << scope.shift;
         const Ranked high = scope.high - (u64)bucket * width, room = high - scope.low;
         return scope_between(high, room < width ? scope.low : high - width + 1);
     }
     Ranked high = 0, low = 0;  // the low one's complement, so that both are largest
-    for_each_from(p, draw.values, N_TOKENS, draw.least, [&](float value, int id) {
+    for_each_from(p, search.values, N_TOKENS, search.least, [&](float value, int id) {
         const Ranked item = ranked(value, id);
-        if (bucket_of(draw, scope, value, item) != bucket) return;
+        if (bucket_of(search, scope, value, item) != bucket) return;
         if (item > high) high = item;
         if (~item > low) low = ~item;
     });
@@ -664,46 +665,46 @@ DEVICE Scope scope_of_bucket(const Player& p, Choosing& c, const Draw& draw, con
     return scope_between(high, low < high ? low : high);
 }
 
-DEVICE void weigh_list(const Player& p, Choosing& c, Draw& draw, int n_found) {
-    draw.n_listed = n_found <= LISTED ? n_found : 0;
+DEVICE void weigh_list(const ComputeThread& p, SamplingScratch& c, SampleSearch& search, int n_found) {
+    search.n_listed = n_found <= LISTED ? n_found : 0;
     NOT_UNROLLED
-    for (int i = p.thread; i < draw.n_listed; i += N_PLAYER_THREADS) {
-        c.through[i] = weight_of(value_of(c.list[i]), draw.most);
+    for (int i = p.thread; i < search.n_listed; i += N_COMPUTE_THREADS) {
+        c.through[i] = weight_of(value_of(c.list[i]), search.most);
     }
-    sync_players();
-    accumulate(p, c, c.through, draw.n_listed);
+    sync_compute_warps();
+    accumulate(p, c, c.through, search.n_listed);
 }
 
-DEVICE void list_from_top(const Player& p, Choosing& c, Draw& draw, float down_to) {
-    const int n_found = make_list(p, c, draw.values, N_TOKENS, down_to, [](float, Ranked) { return true; });
-    weigh_list(p, c, draw, n_found);
-    draw.n_before = 0;
-    draw.before = 0;
-    draw.down_to = n_found <= LISTED ? down_to : -LOWEST;
+DEVICE void list_from_top(const ComputeThread& p, SamplingScratch& c, SampleSearch& search, float down_to) {
+    const int n_found = make_list(p, c, search.values, N_TOKENS, down_to, [](float, Ranked) { return true; });
+    weigh_list(p, c, search, n_found);
+    search.n_before = 0;
+    search.before = 0;
+    search.down_to = n_found <= LISTED ? down_to : -LOWEST;
 }
 
 // The place in the list of the first in rank with whom so many, or so much weight, are reached; or none.
 #define NO_PLACE (-1)
-DEVICE int place_in_list(const Choosing& c, const Draw& draw, u64 goal, bool counting) {
-    const u64 before = counting ? draw.n_before : draw.before;
+DEVICE int place_in_list(const SamplingScratch& c, const SampleSearch& search, u64 goal, bool counting) {
+    const u64 before = counting ? search.n_before : search.before;
     if (goal <= before) return NO_PLACE;
     const u64 wanted = goal - before;
-    if (counting) return wanted <= (u64)draw.n_listed ? (int)wanted - 1 : NO_PLACE;
-    const int place = first_to_reach(c.through, draw.n_listed, wanted);
-    return place < draw.n_listed ? place : NO_PLACE;
+    if (counting) return wanted <= (u64)search.n_listed ? (int)wanted - 1 : NO_PLACE;
+    const int place = first_to_reach(c.through, search.n_listed, wanted);
+    return place < search.n_listed ? place : NO_PLACE;
 }
 
 // The same of the whole row. If the list does not have it, one is made that does: bucket by bucket, ever narrower.
-DEVICE int place_of(const Player& p, Choosing& c, Draw& draw, u64 goal, bool counting) {
-    const int place = place_in_list(c, draw, goal, counting);
+DEVICE int place_of(const ComputeThread& p, SamplingScratch& c, SampleSearch& search, u64 goal, bool counting) {
+    const int place = place_in_list(c, search, goal, counting);
     if (place != NO_PLACE) return place;
     Scope scope = {true, 0, 0, 0};
     u32 n_before = 0;
     u64 before = 0;
     NOT_UNROLLED
     for (int round = 0; round < 64; ++round) {
-        if (!scope.by_value || !draw.counted) count(p, c, draw, scope);
-        draw.counted = scope.by_value;
+        if (!scope.by_value || !search.counted) count(p, c, search, scope);
+        search.counted = scope.by_value;
         const u64 wanted = goal - (counting ? n_before : before);
         const int bucket = counting ? first_to_reach(c.counts, N_BUCKETS, (u32)wanted)
                                     : first_to_reach(c.sums, N_BUCKETS, wanted);
@@ -715,27 +716,27 @@ DEVICE int place_of(const Player& p, Choosing& c, Draw& draw, u64 goal, bool cou
             before += c.sums[bucket - 1];
         }
         if (from_top || n_here <= LISTED) {
-            const int n_found = make_list(p, c, draw.values, N_TOKENS, draw.least, [&](float value, Ranked item) {
-                const int theirs = bucket_of(draw, scope, value, item);
+            const int n_found = make_list(p, c, search.values, N_TOKENS, search.least, [&](float value, Ranked item) {
+                const int theirs = bucket_of(search, scope, value, item);
                 return theirs == bucket || (from_top && theirs < bucket);
             });
-            weigh_list(p, c, draw, n_found);
-            draw.n_before = n_before;
-            draw.before = before;
-            draw.down_to = -LOWEST;
-            return place_in_list(c, draw, goal, counting);
+            weigh_list(p, c, search, n_found);
+            search.n_before = n_before;
+            search.before = before;
+            search.down_to = -LOWEST;
+            return place_in_list(c, search, goal, counting);
         }
-        scope = scope_of_bucket(p, c, draw, scope, bucket);
+        scope = scope_of_bucket(p, c, search, scope, bucket);
     }
     return NO_PLACE;
 }
 
 // The weight of everybody who weighs at least so much.
-DEVICE u64 weight_from(const Player& p, Choosing& c, const Draw& draw, double least) {
+DEVICE u64 weight_from(const ComputeThread& p, SamplingScratch& c, const SampleSearch& search, double least) {
     const auto weighs = [&](int place) { return c.through[place] - (place > 0 ? c.through[place - 1] : 0); };
-    const int n = draw.n_listed;
-    const bool known = (double)weight_of(draw.down_to < draw.most ? draw.down_to : draw.most, draw.most) < least;
-    if (n > 0 && draw.n_before == 0 && (known || (double)weighs(n - 1) < least)) {
+    const int n = search.n_listed;
+    const bool known = (double)weight_of(search.down_to < search.most ? search.down_to : search.most, search.most) < least;
+    if (n > 0 && search.n_before == 0 && (known || (double)weighs(n - 1) < least)) {
         int low = 1, high = n;  // how many are kept: the first always is
         NOT_UNROLLED
         while (low < high) {
@@ -746,16 +747,16 @@ DEVICE u64 weight_from(const Player& p, Choosing& c, const Draw& draw, double le
         return c.through[low - 1];
     }
     u64 weight = 0;
-    for_each_from(p, draw.values, N_TOKENS, draw.least, [&](float value, int) {
-        const u64 theirs = weight_of(value, draw.most);
+    for_each_from(p, search.values, N_TOKENS, search.least, [&](float value, int) {
+        const u64 theirs = weight_of(value, search.most);
         if ((double)theirs >= least) weight += theirs;
     });
     weight = sum_over_lanes(weight);
-    sync_players();
+    sync_compute_warps();
     if (p.lane == 0) c.of_warp[p.warp] = weight;
-    sync_players();
+    sync_compute_warps();
     weight = 0;
-    for (int i = 0; i < N_PLAYERS; ++i) weight += c.of_warp[i];
+    for (int i = 0; i < N_COMPUTE_WARPS; ++i) weight += c.of_warp[i];
     return weight;
 }
 
@@ -777,54 +778,54 @@ DEVICE u32 random_24(u64 seed, u64 position) {
 }
 
 // The limits that are looked for in the ranks, each within the one before; min-p is one of value.
-enum { TOP_K, TOP_P, THE_DRAW };
+enum { TOP_K, TOP_P, THE_SAMPLE };
 
 // One draw from `scaled`; the largest of it is finite.
-DEVICE int drawn(const Player& p, const Tape& tape, Choosing& c, int row, const Wish& wish, const Heard& heard) {
-    const double top_p = load_fresh(TABLE_top_p(tape.view) + wish.slot), one = (double)(1ull << WEIGHT_BITS);
-    const double min_p = load_fresh(TABLE_min_p(tape.view) + wish.slot);
-    const u64 seed = load_fresh((const u64*)TABLE_seed(tape.view) + wish.slot);
-    const long long position = (long long)load_fresh(TABLE_position(tape.view) + wish.slot) + 1;
+DEVICE int sample_token(const ComputeThread& p, const Tape& tape, SamplingScratch& c, int row, const SamplingParams& params, const RowSummary& row_summary) {
+    const double top_p = load_fresh(TABLE_top_p(tape.view) + params.slot), one = (double)(1ull << WEIGHT_BITS);
+    const double min_p = load_fresh(TABLE_min_p(tape.view) + params.slot);
+    const u64 seed = load_fresh((const u64*)TABLE_seed(tape.view) + params.slot);
+    const long long position = (long long)load_fresh(TABLE_position(tape.view) + params.slot) + 1;
     const double number = (double)random_24(seed, (u64)position) * 0x1p-24;
-    Draw draw = {tape.scaled + (u64)row * VOCAB(tape.view), value_of(heard.best), 0.0f, 0, 0, 0, -LOWEST, false};
-    draw.least = draw.most - REACH > LOWEST ? draw.most - REACH : LOWEST;
+    SampleSearch search = {tape.scaled + (u64)row * VOCAB(tape.view), value_of(row_summary.best), 0.0f, 0, 0, 0, -LOWEST, false};
+    search.least = search.most - REACH > LOWEST ? search.most - REACH : LOWEST;
 
     // The first list: as far down as the blocks' largest, or min-p, make likely that it is enough.
-    const int n_wanted = wish.top_k > 0 && wish.top_k < N_BLOCKS ? wish.top_k : N_BLOCKS - N_BLOCKS / 4;
+    const int n_wanted = params.top_k > 0 && params.top_k < N_BLOCKS ? params.top_k : N_BLOCKS - N_BLOCKS / 4;
     float down_to = LOWEST;
-    if (wish.top_k > 0 || top_p < 1 || min_p == 0) {
+    if (params.top_k > 0 || top_p < 1 || min_p == 0) {
         const float floor = value_of(floor_of(p, c, c.tops, n_wanted));
         if (floor > down_to) down_to = floor;
     }
-    if (wish.top_k == 0 && min_p > 0) {
-        const float bound = draw.most + (float)log_exact(min_p) - 0.01f;  // a little lower, as it is rounded
+    if (params.top_k == 0 && min_p > 0) {
+        const float bound = search.most + (float)log_exact(min_p) - 0.01f;  // a little lower, as it is rounded
         if (bound > down_to) down_to = bound;
     }
-    list_from_top(p, c, draw, down_to);
+    list_from_top(p, c, search, down_to);
 
-    u64 kept = heard.total;
+    u64 kept = row_summary.total;
     int place = NO_PLACE;
     NOT_UNROLLED
-    for (int limit = TOP_K; limit <= THE_DRAW; ++limit) {  // a loop, so that the search is there once
-        u64 goal = (u64)wish.top_k;
-        if (limit == TOP_K && wish.top_k == 0) continue;
+    for (int limit = TOP_K; limit <= THE_SAMPLE; ++limit) {  // a loop, so that the search is there once
+        u64 goal = (u64)params.top_k;
+        if (limit == TOP_K && params.top_k == 0) continue;
         if (limit == TOP_P) {
             const double wanted = top_p * (double)kept;
-            if (min_p > 0) kept = min(kept, weight_from(p, c, draw, min_p * one));
+            if (min_p > 0) kept = min(kept, weight_from(p, c, search, min_p * one));
             if (top_p >= 1 || wanted >= (double)kept) continue;
             goal = (u64)wanted;  // kept is whoever has less than is wanted before him, and the first
             if ((double)goal < wanted || goal == 0) ++goal;
         }
-        if (limit == THE_DRAW) goal = 1 + (u64)((double)kept * number);
-        place = place_of(p, c, draw, goal, limit == TOP_K);
-        if (place != NO_PLACE) kept = min(kept, draw.before + c.through[place]);
+        if (limit == THE_SAMPLE) goal = 1 + (u64)((double)kept * number);
+        place = place_of(p, c, search, goal, limit == TOP_K);
+        if (place != NO_PLACE) kept = min(kept, search.before + c.through[place]);
     }
-    return id_of(place != NO_PLACE ? c.list[place] : heard.best);
+    return id_of(place != NO_PLACE ? c.list[place] : row_summary.best);
 }
 
 // --- the most likely, for whoever asked ---
 
-DEVICE void write_likely(const Player& p, const Tape& tape, Choosing& c, int row, int n_top, const Heard& heard) {
+DEVICE void write_likely(const ComputeThread& p, const Tape& tape, SamplingScratch& c, int row, int n_top, const RowSummary& row_summary) {
     const float* const logits = tape.logits + (u64)row * VOCAB(tape.view);
     int* const ids = TABLE_top_ids(tape.view) + row * MAX_TOP;
     float* const logprobs = TABLE_top_logprobs(tape.view) + row * MAX_TOP;
@@ -843,10 +844,10 @@ DEVICE void write_likely(const Player& p, const Tape& tape, Choosing& c, int row
         last = first_of_block(p, c, next);
         if (p.thread == 0) c.list[i] = last;
     }
-    sync_players();
+    sync_compute_warps();
     if (p.thread >= n_top) return;
     ids[p.thread] = id_of(c.list[p.thread]);
-    logprobs[p.thread] = logprob_of(heard, value_of(c.list[p.thread]));
+    logprobs[p.thread] = logprob_of(row_summary, value_of(c.list[p.thread]));
 }
 
 // --- the whole, by the row's block ---
@@ -856,39 +857,39 @@ DEVICE void write_chosen(const Tape& tape, int row, int token, float logprob) {
     TABLE_chosen_logprob(tape.view)[row] = logprob;
 }
 
-// The token of a row, its log-probability and the most likely ones, into the table; then the row's mark. All players of
-// the row's block, after summarise. Uses the activations' memory.
-APART void choose(Player p, const Tape& tape, int row) {
-    const Wish wish = wish_of(tape, row);
-    // Before the row's mark can be raised: behind it the border may change what the slot asks for. And what summarise
-    // has left is read.
-    sync_players();
+// The token of a row, its log-probability and the most likely ones, into the table; then the row's mark. All compute
+// warps of the row's block, after summarise. Uses the activations' memory.
+APART void sample_row(ComputeThread p, const Tape& tape, int row) {
+    const SamplingParams params = params_of(tape, row);
+    // Before the row's mark can be raised: behind it the step boundary may change what the slot asks for. And what
+    // summarise has left is read.
+    sync_compute_warps();
     u64* const mark = tape.marks + N_BLOCKS + row;
-    if (!listens(wish)) {
+    if (!needs_logits(params)) {
         if (p.warp != 0) return;
-        const Heard heard = hear(p, tape, row, false, nullptr, nullptr);
+        const RowSummary row_summary = collect_summaries(p, tape, row, false, nullptr, nullptr);
         if (p.lane == 0) {
-            write_chosen(tape, row, id_of(heard.best), logprob_of(heard, heard.raw));
-            raise(mark, (u64)p.beat << 32);
+            write_chosen(tape, row, id_of(row_summary.best), logprob_of(row_summary, row_summary.raw));
+            store_release(mark, (u64)p.tag << 32);
         }
         return;
     }
-    Choosing& c = *(Choosing*)p.activations;
+    SamplingScratch& c = *(SamplingScratch*)p.activations;
     if (p.warp == 0) {
-        const Heard heard = hear(p, tape, row, wish.draws, c.tops, c.peaks);
-        if (p.lane == 0) c.heard = heard;
+        const RowSummary row_summary = collect_summaries(p, tape, row, params.samples, c.tops, c.peaks);
+        if (p.lane == 0) c.row_summary = row_summary;
     }
     await_logits(p, tape);
-    sync_players();
-    const Heard heard = c.heard;
-    int token = id_of(heard.best);
-    float raw = heard.raw;
-    if (wish.draws) {
-        if (is_finite(value_of(heard.best))) token = drawn(p, tape, c, row, wish, heard);
+    sync_compute_warps();
+    const RowSummary row_summary = c.row_summary;
+    int token = id_of(row_summary.best);
+    float raw = row_summary.raw;
+    if (params.samples) {
+        if (is_finite(value_of(row_summary.best))) token = sample_token(p, tape, c, row, params, row_summary);
         raw = load_fresh(tape.logits + (u64)row * VOCAB(tape.view) + ((u32)token < N_TOKENS ? token : 0));
     }
-    if (p.thread == 0) write_chosen(tape, row, token, logprob_of(heard, raw));
-    if (wish.n_top > 0) write_likely(p, tape, c, row, wish.n_top, heard);
-    sync_players();
-    if (p.thread == 0) raise(mark, (u64)p.beat << 32);
+    if (p.thread == 0) write_chosen(tape, row, token, logprob_of(row_summary, raw));
+    if (params.n_top > 0) write_likely(p, tape, c, row, params.n_top, row_summary);
+    sync_compute_warps();
+    if (p.thread == 0) store_release(mark, (u64)p.tag << 32);
 }

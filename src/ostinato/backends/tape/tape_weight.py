@@ -10,20 +10,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.backends.tape.deal import Deal
+from ostinato.backends.tape.partition import Partition
 
 
 class Tape:
     """A tape and its map, as one reads it who is not its kernel: `half` is the type of its HALF weights, and `places`
     [matrix, block] where a block's tiles of a matrix begin, on the tape's device."""
 
-    def __init__(self, tape: Tensor, dealt: Deal, half: torch.dtype) -> None:
-        self.bytes, self.dealt, self.half = tape, dealt, half
-        self.places = torch.tensor(dealt.places, dtype=torch.int64, device=tape.device)
+    def __init__(self, tape: Tensor, partition: Partition, half: torch.dtype) -> None:
+        self.bytes, self.partition, self.half = tape, partition, half
+        self.places = torch.tensor(partition.places, dtype=torch.int64, device=tape.device)
 
 
 @dataclass(frozen=True, slots=True)
-class Taped:
+class TapeWeight:
     """A weight [rows, cols] that is these matrices of a tape, one above the other."""
 
     tape: Tape
@@ -31,7 +31,7 @@ class Taped:
 
     @property
     def shape(self) -> tuple[int, int]:
-        found = [self.tape.dealt.matrices[number] for number in self.matrices]
+        found = [self.tape.partition.matrices[number] for number in self.matrices]
         return sum(matrix.rows for matrix in found), found[0].columns
 
     @property

@@ -1,4 +1,4 @@
-"""What a slot is admitted with, and how it is written into the table or the seats: for the samplers' tests."""
+"""What a slot is admitted with, and how it is written into the table or the admissions: for the samplers' tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def bits(ids: frozenset[int], vocab: int) -> Tensor:
     return torch.from_numpy(np.packbits(flags, bitorder="little").view(np.int32))
 
 
-def seat(table: Arena, slot: int, setting: Setting, vocab: int) -> None:
+def write_admission(table: Arena, slot: int, setting: Setting, vocab: int) -> None:
     """Write a setting into a slot as an admission would, over whatever lay there."""
     for name in ("temperature", "top_k", "top_p", "min_p", "repetition", "presence", "frequency", "seed"):
         table[name][slot] = getattr(setting, name)

@@ -1,8 +1,8 @@
-"""The border: the twin keeps its promises, and the C++ does to every byte what the twin does.
+"""The step boundary: the twin keeps its promises, and the C++ does to every byte what the twin does.
 
 The same random scripts of a host (admissions, cancellations, grants, masks, a slow reader) run over several copies of
-the arenas: one by the twin, one by `border.cpp`, one by lanes that take turns as the threads of a CUDA block would, and
-one by the GPU, where there is one.
+the arenas: one by the twin, one by `step_boundary.cpp`, one by lanes that take turns as the threads of a CUDA block
+would, and one by the GPU, where there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 from ostinato import build
 from ostinato.backends.cuda.start import source
 from ostinato.errors import HardwareCannot
-from ostinato.loop.border import Border, border, native_headers
 from ostinato.loop.layout import (
     GRANT_PAGES,
     MAX_STOP_IDS,
@@ -39,6 +38,7 @@ from ostinato.loop.layout import (
     Tables,
     Word,
 )
+from ostinato.loop.step_boundary import StepBoundary, native_headers, step_boundary
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 4
@@ -89,12 +89,12 @@ class Table:
         self.tables = Tables.on(self.layout, CPU)
         self.tables.table.host("plan_hash")[0] = as_int64(PLAN_HASH)
         self.tables.table.host("epoch")[0] = EPOCH
-        self._twin = Border(
+        self._twin = StepBoundary(
             self.tables, plan_hash=PLAN_HASH, epoch=EPOCH, page_tokens=PAGE_TOKENS, clock=lambda: self.clock_ns
         )
 
     def run(self) -> None:
-        """One border."""
+        """One step boundary."""
         if self.native is None:
             self._twin()
         else:
@@ -126,13 +126,13 @@ class Table:
         entry[InboxWord.PAGES : InboxWord.PAGES + len(pages)] = pages
         self.set_word(Word.INBOX_HEAD, head + 1)
 
-    def admit(self, slot: int, generation: int, *, first_token: int = 1, **seat: int | tuple[int, ...]) -> None:
-        """Stage a seat and publish it; what is not given is what a plain request has."""
-        for name in self.tables.seats.names:
-            self.tables.seats.host(name)[slot] = 0
+    def admit(self, slot: int, generation: int, *, first_token: int = 1, **admission: int | tuple[int, ...]) -> None:
+        """Stage a admission and publish it; what is not given is what a plain request has."""
+        for name in self.tables.admissions.names:
+            self.tables.admissions.host(name)[slot] = 0
         plain = {"generation": generation, "position": 5, "left": 9, "granted": self.layout.max_pages * PAGE_TOKENS}
-        for name, value in {**plain, **seat}.items():
-            row = self.tables.seats.host(name)[slot : slot + 1]
+        for name, value in {**plain, **admission}.items():
+            row = self.tables.admissions.host(name)[slot : slot + 1]
             if isinstance(value, tuple):
                 row[0, : len(value)] = value
             else:
@@ -141,7 +141,7 @@ class Table:
         self.publish(InboxKind.ADMIT, slot, generation)
 
     def step(self, *tokens: int) -> None:
-        """A step whose sampler chooses these tokens, one for each row, and its border."""
+        """A step whose sampler chooses these tokens, one for each row, and its step boundary."""
         assert self.of("n_rows")[0] == len(tokens)
         self.of("chosen")[: len(tokens)] = tokens
         self.clock_ns += 10
@@ -189,30 +189,30 @@ def library(source: str, name: str, layout: Layout) -> ctypes.CDLL:
     try:
         path = build.shared_object(source, name, headers=native_headers(layout, PAGE_TOKENS), flags=flags)
     except HardwareCannot as error:
-        pytest.skip(f"the C++ border was not tested: {error}")
+        pytest.skip(f"the C++ step boundary was not tested: {error}")
     return ctypes.CDLL(str(path))
 
 
 def in_cpp(layout: Layout) -> Native:
-    """border.h compiled for the CPU, with its sizes as constants as a GPU has them."""
-    return called(cpp_library(layout).border_at)
+    """step_boundary.h compiled for the CPU, with its sizes as constants as a GPU has them."""
+    return called(cpp_library(layout).boundary_at)
 
 
 def cpp_library(layout: Layout) -> ctypes.CDLL:
-    return library(Path(__file__).with_name("border.cpp").read_text(), "border.cpp", layout)
+    return library(Path(__file__).with_name("step_boundary.cpp").read_text(), "step_boundary.cpp", layout)
 
 
 def in_lanes(layout: Layout) -> Native:
-    """border.h in lanes that take turns."""
+    """step_boundary.h in lanes that take turns."""
     if not sys.platform.startswith("linux"):
-        pytest.skip("the border was not run in lanes: they are switched as Linux does")
+        pytest.skip("the step boundary was not run in lanes: they are switched as Linux does")
     source = Path(__file__).with_name("lanes.cpp").read_text()
-    return called(library(source, "lanes.cpp", layout).border_in_lanes)
+    return called(library(source, "lanes.cpp", layout).boundary_in_lanes)
 
 
 def called(function: Callable[..., int]) -> Native:
     def run(tables: Tables, now_ns: int, order: int) -> int:
-        arenas = (tables.table, tables.seats, tables.rings)
+        arenas = (tables.table, tables.admissions, tables.rings)
         at = [ctypes.c_void_p(arena.memory.data_ptr()) for arena in arenas]
         rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns), ctypes.c_uint32(order))
         return int(function(*at, *rest))
@@ -222,23 +222,23 @@ def called(function: Callable[..., int]) -> Native:
 
 @cache  # a module is loaded once and never unloaded (E-8)
 def in_cuda(layout: Layout) -> Native:
-    """border.cu on the GPU, over copies of the arenas."""
+    """step_boundary.cu on the GPU, over copies of the arenas."""
     if not torch.cuda.is_available():
-        pytest.skip("the CUDA border was not run: no GPU")
+        pytest.skip("the CUDA step boundary was not run: no GPU")
     from cuda.core import Device, LaunchConfig, ObjectCode, launch
 
     Device(0).set_current()
     major, minor = torch.cuda.get_device_capability(0)
     headers = native_headers(layout, PAGE_TOKENS)
-    binary = build.cubin(source("border.cu"), "border.cu", arch=f"sm_{major}{minor}", headers=headers)
-    kernel = ObjectCode.from_cubin(binary).get_kernel("border")
+    binary = build.cubin(source("step_boundary.cu"), "step_boundary.cu", arch=f"sm_{major}{minor}", headers=headers)
+    kernel = ObjectCode.from_cubin(binary).get_kernel("step_boundary")
     stream = Device(0).create_stream()
 
     def run(tables: Tables, now_ns: int, order: int) -> int:
         table = tables.table.memory.cuda()
-        seats, rings = tables.seats.memory.pin_memory(), tables.rings.memory.pin_memory()
+        admissions, rings = tables.admissions.memory.pin_memory(), tables.rings.memory.pin_memory()
         torch.cuda.synchronize()
-        at = (table.data_ptr(), seats.data_ptr(), rings.data_ptr())
+        at = (table.data_ptr(), admissions.data_ptr(), rings.data_ptr())
         shape = LaunchConfig(grid=1, block=128)
         launch(stream, shape, kernel, *at, np.uint64(PLAN_HASH), np.uint64(EPOCH))
         torch.cuda.synchronize()
@@ -267,7 +267,7 @@ BODIES = {"cpp": in_cpp, "lanes": in_lanes, **({"cuda": in_cuda} if torch.cuda.i
     ids=["twin", *BODIES],
 )
 def laid(request: pytest.FixtureRequest, home: None) -> Laid:
-    """A table for a layout, with the border in each of its bodies."""
+    """A table for a layout, with the step boundary in each of its bodies."""
     return lambda layout: Table(layout, request.param and request.param(layout))
 
 
@@ -384,7 +384,7 @@ def test_a_sequence_that_finishes_in_the_step_is_not_cancelled_as_well(table: Ta
     assert [e.finish for e in table.drain()] == [Finish.NONE, Finish.LENGTH]
 
 
-def test_a_cancelled_slot_is_seated_anew_at_the_same_border(table: Table) -> None:
+def test_a_cancelled_slot_is_admitted_anew_at_the_same_boundary(table: Table) -> None:
     table.admit(0, generation=1)
     table.run()
     table.publish(InboxKind.CANCEL, 0, 1)
@@ -411,7 +411,7 @@ def test_a_slot_without_pages_pauses_until_it_is_granted_more(table: Table) -> N
     assert table.of("granted")[0] == 3 * PAGE_TOKENS
     assert table.of("pages")[0, :3].tolist() == [9, 5, 6]
     assert table.word(Word.GO) == 1
-    assert len(table.drain()) == 2, "a border that only wakes commits nothing"
+    assert len(table.drain()) == 2, "a step boundary that only wakes commits nothing"
 
 
 def test_a_constrained_slot_waits_for_a_mask_after_every_token(table: Table) -> None:
@@ -419,7 +419,7 @@ def test_a_constrained_slot_waits_for_a_mask_after_every_token(table: Table) -> 
     table.admit(1, generation=2)
     table.run()
     assert table.states()[:2] == [SlotState.PAUSED, SlotState.LIVE]
-    table.tables.seats.host("mask_bits")[0] = 0b101
+    table.tables.admissions.host("mask_bits")[0] = 0b101
     table.publish(InboxKind.MASK, 0, 1)
     table.step(3)
     assert table.of("mask_bits")[0, 0] == 0b101
@@ -564,10 +564,10 @@ def test_an_admission_waits_in_the_inbox_while_the_outbox_is_full_and_a_cancella
     assert table.states() == [SlotState.FINISHED, SlotState.LIVE]
 
 
-def test_one_call_is_the_same_as_a_border_that_is_kept() -> None:
+def test_one_call_is_the_same_as_a_boundary_that_is_kept() -> None:
     table = Table(ROOMY)
     table.admit(0, generation=1)
-    border(table.tables, plan_hash=PLAN_HASH, epoch=EPOCH, page_tokens=PAGE_TOKENS)
+    step_boundary(table.tables, plan_hash=PLAN_HASH, epoch=EPOCH, page_tokens=PAGE_TOKENS)
     assert table.word(Word.GO) == 1
     assert table.drain()[0].time_ns > 0
 
@@ -577,7 +577,7 @@ def test_one_call_is_the_same_as_a_border_that_is_kept() -> None:
 
 @dataclass(frozen=True)
 class Act:
-    """Something that happens between two borders; what does not fit the moment is left out."""
+    """Something that happens between two step boundaries; what does not fit the moment is left out."""
 
     what: str
     slot: int = 0
@@ -613,7 +613,7 @@ class Script:
         self.heard: list[Entry] = []
 
     def play(self, act: Act) -> None:
-        """Apply one act; a border is run by `step` alone."""
+        """Apply one act; a step boundary is run by `step` alone."""
         slot = act.slot % self.table.layout.n_slots
         table, rng = self.table, np.random.default_rng(act.seed)
         generation = self.seated.get(slot, 0) if act.right else 99_999
@@ -634,7 +634,7 @@ class Script:
             first = int(rng.integers(0, table.layout.max_pages - count + 1))
             table.publish(InboxKind.GRANT, slot, generation, first, tuple(rng.integers(0, 99, count).tolist()))
         elif act.what == "mask":
-            bits = table.tables.seats.host("mask_bits")
+            bits = table.tables.admissions.host("mask_bits")
             bits[slot] = rng.integers(-(2**31), 2**31, bits.shape[1])
             table.publish(InboxKind.MASK, slot, generation)
         elif act.what == "stop":
@@ -647,9 +647,9 @@ class Script:
         if slot in self.seated and self.seated[slot] not in self.finished:
             return
         table, layout = self.table, self.table.layout
-        for name in table.tables.seats.names:  # every byte of a seat must arrive, whatever it is
-            seat = table.tables.seats.host(name)[slot : slot + 1].view(np.int32)
-            seat[:] = rng.integers(-(2**31), 2**31, seat.shape)
+        for name in table.tables.admissions.names:  # every byte of a admission must arrive, whatever it is
+            admission = table.tables.admissions.host(name)[slot : slot + 1].view(np.int32)
+            admission[:] = rng.integers(-(2**31), 2**31, admission.shape)
         self.generation += 1
         values = {
             "generation": self.generation,
@@ -662,8 +662,8 @@ class Script:
             "penalised": int(rng.integers(0, 2)),
         }
         for name, value in values.items():
-            table.tables.seats.host(name)[slot] = value
-        table.tables.seats.host("stop_ids")[slot] = rng.integers(0, layout.vocab, MAX_STOP_IDS)
+            table.tables.admissions.host(name)[slot] = value
+        table.tables.admissions.host("stop_ids")[slot] = rng.integers(0, layout.vocab, MAX_STOP_IDS)
         table.of("first_token")[slot] = rng.integers(0, layout.vocab)
         table.of("first_logprob")[slot] = rng.random()
         table.of("first_top_ids")[slot] = rng.integers(0, layout.vocab, MAX_TOP)
@@ -731,7 +731,7 @@ def test_whatever_the_host_does_every_admission_is_told_whole_and_ends_once(layo
 
 
 def compare(native: Native, layout: Layout, script: list[Act], drifts: str | None) -> None:
-    """Play a script over two copies of the arenas; after each border every byte must agree."""
+    """Play a script over two copies of the arenas; after each step boundary every byte must agree."""
     twin, other = Table(layout), Table(layout)
     hosts = Script(twin), Script(other)
     for i, act in enumerate(script):
@@ -793,8 +793,8 @@ def test_cpp_tells_the_time_of_its_own_clock(home: None) -> None:
     layout = LAYOUTS[2]
     table = Table(layout)
     table.admit(0, generation=1)
-    native = cpp_library(layout).border
-    arenas = (table.tables.table, table.tables.seats, table.tables.rings)
+    native = cpp_library(layout).step_boundary
+    arenas = (table.tables.table, table.tables.admissions, table.tables.rings)
     at = [ctypes.c_void_p(arena.memory.data_ptr()) for arena in arenas]
     native(*at, ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH))
     (entry,) = table.drain()

@@ -1,7 +1,7 @@
 """A loop driven by hand: sequences are seated one by one, then the loop runs to its end, or goes step by step.
 
 What an engine does without its line, its cache and its threads, for whoever compares or measures. Prompts are ids;
-pages are dealt in order from the first.
+pages are partition in order from the first.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ostinato.engine.open import Loop
 from ostinato.errors import EngineDead, InternalError
-from ostinato.loop.host import OutEntry, Seat
+from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
 from ostinato.options import Sampling
 
@@ -21,8 +21,8 @@ GREEDY: Final = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetit
 DEADLINE_S: Final = 600.0  # for any single wait; a large model on a slow machine needs seconds
 
 
-class ByHand:
-    """Seats sequences and keeps what the loop sends, in order. Owns the loop: close it here."""
+class LoopDriver:
+    """Admits sequences and keeps what the loop sends, in order. Owns the loop: close it here."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -30,7 +30,7 @@ class ByHand:
         self._generation = 0
         self._next_page = 0
 
-    def seat(
+    def admit(
         self,
         slot: int,
         prompt: Sequence[int],
@@ -57,8 +57,8 @@ class ByHand:
             raise InternalError(f"{loop.options.n_pages} pages of keys and values do not hold these sequences")
         self.prefill(slot, prompt, pages)
         granted = n_pages * loop.page_tokens if granted is None else granted
-        seat = Seat(self._generation, prompt, most, pages, granted, sampling, stop_ids=stop_ids)
-        loop.host.stage(slot, seat)
+        admission = Admission(self._generation, prompt, most, pages, granted, sampling, stop_ids=stop_ids)
+        loop.host.stage(slot, admission)
         loop.beside(lambda: loop.prefill.first(slot)).result(DEADLINE_S)
         if admit and not loop.host.admit(slot, self._generation):
             raise InternalError("the inbox is full: more sequences than it holds were seated before a step")
@@ -101,7 +101,7 @@ class ByHand:
         """
         mode = self.loop.mode
         if self.loop.start.executable == 0:
-            mode.enter()  # builds, and leaves plan hash and epoch where the border looks for them
+            mode.enter()  # builds, and leaves plan hash and epoch where the step boundary looks for them
             mode.exit()
         try:
             mode.step()

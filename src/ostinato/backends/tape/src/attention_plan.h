@@ -15,7 +15,7 @@ constexpr int ITEMS_AT_ONCE = MOST_ITEMS < FEW_ITEMS ? MOST_ITEMS : FEW_ITEMS;  
 constexpr int LONGEST_SPLIT =
     (MAX_PAGES(0) * PAGE_TOKENS(0) + LEAST_SPLIT * SPLITS - 1) / (LEAST_SPLIT * SPLITS) * LEAST_SPLIT;
 constexpr int PAGES_OF_SPLIT = LONGEST_SPLIT / PAGE_TOKENS(0) + 2;
-constexpr int TURNS = ROPE_HALF > 0 ? ROPE_HALF : 1;
+constexpr int ROPE_PAIRS = ROPE_HALF > 0 ? ROPE_HALF : 1;
 
 // One split of one key head of one row.
 struct Item {
@@ -26,9 +26,9 @@ struct Item {
     int padding;
 };
 
-struct Agenda {
+struct AttentionPlan {
     Cache caches[N_LAYERS];
-    float2 turns[MAX_ROWS][TURNS];  // cosine and sine of each pair
+    float2 cos_sin[MAX_ROWS][ROPE_PAIRS];  // cosine and sine of each pair
     Item items[ITEMS_AT_ONCE];      // of this block: the first ones, or those at hand where there are more
     int pages[ITEMS_AT_ONCE][PAGES_OF_SPLIT];  // of each item, from that of `begin` on
     int n_splits[MAX_ROWS];
@@ -36,7 +36,7 @@ struct Agenda {
     int n_all;                      // of all blocks
     int until;                      // the layer where it is to be made anew
 };
-static_assert(sizeof(Agenda) <= AGENDA_BYTES, "backends/tape/plan.py makes room for another agenda");
+static_assert(sizeof(AttentionPlan) <= ATTENTION_PLAN_BYTES, "backends/tape/plan.py makes room for another attention plan");
 
 // Made from shared_memory() at hand, it is known to lie there.
-DEVICE Agenda& agenda_here() { return *(Agenda*)((Shared*)shared_memory())->agenda; }
+DEVICE AttentionPlan& attention_plan_here() { return *(AttentionPlan*)((Shared*)shared_memory())->plan; }

@@ -1,8 +1,8 @@
-"""The border between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
+"""The step boundary between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
 
-This is the twin of `loop/border.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
-calls that one, and on a GPU the same border is one kernel. It touches the three arenas of `layout.py` and nothing else:
-no model, no pages, no text. Who may write which word, and when, is told in docs/ring.md.
+This is the twin of `loop/step_boundary.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
+calls that one, and on a GPU the same step boundary is one kernel. It touches the three arenas of `layout.py` and
+nothing else: no model, no pages, no text. Who may write which word, and when, is told in docs/ring.md.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from ostinato.loop.sources import source
 Clock = Callable[[], int]
 
 _ALL_BITS: Final = (1 << 64) - 1
-_SEATED: Final = (SlotState.LIVE, SlotState.PAUSED)
+_OCCUPIED: Final = (SlotState.LIVE, SlotState.PAUSED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class _Choices:
         )
 
 
-class Border:
-    """A border over these tables, to be called once before the first step and after every step.
+class StepBoundary:
+    """A step boundary over these tables, to be called once before the first step and after every step.
 
     It keeps views of the arenas and no state of its own, so that any number of them may be made of the same tables.
     Host memory only.
@@ -94,11 +94,13 @@ class Border:
         self._step = _Choices.of(table, "chosen", "chosen_logprob", "top")
         self._first = _Choices.of(table, "first_token", "first_logprob", "first_top")
 
-        self._seats = [(table.host(field.name), tables.seats.host(field.name)) for field in tables.layout.seat_fields]
+        self._admissions = [
+            (table.host(field.name), tables.admissions.host(field.name)) for field in tables.layout.admission_fields
+        ]
         self._count_rows = table.host("counts")
         self._pages = table.host("pages")
         self._mask_bits = table.host("mask_bits")
-        self._seat_mask_bits = tables.seats.host("mask_bits")
+        self._admission_mask_bits = tables.admissions.host("mask_bits")
 
         self._words = rings.host("words")[:, 0].data
         self._inbox = rings.host("inbox")
@@ -108,7 +110,7 @@ class Border:
         self._outbox_top_logprobs = rings.host("outbox_top_logprobs")
 
     def __call__(self) -> None:
-        """Run the border once; `words[GO]` says whether a step follows."""
+        """Run the step boundary once; `words[GO]` says whether a step follows."""
         words = self._words
         fault = words[Word.FAULT] or self._drift()
         if fault:
@@ -130,7 +132,7 @@ class Border:
             elif n_live == 0:
                 ends = End.IDLE
         if ends is not None:
-            self._n_rows[0] = 0  # the border of the next trigger must not commit this step again
+            self._n_rows[0] = 0  # the step boundary of the next trigger must not commit this step again
 
         words[Word.OUTBOX_HEAD] = head
         words[Word.INBOX_TAIL] = taken
@@ -229,7 +231,7 @@ class Border:
                 self._admit(slot)
                 self._commit(slot, self._first, slot, head)
                 head += 1
-            elif self._generation[slot] == generation and self._state[slot] in _SEATED:
+            elif self._generation[slot] == generation and self._state[slot] in _OCCUPIED:
                 if kind == InboxKind.CANCEL:
                     self._state[slot] = SlotState.FINISHED
                     self._write(head, slot, -1, Finish.CANCELLED, 0)
@@ -237,7 +239,7 @@ class Border:
                 elif kind == InboxKind.GRANT:
                     self._grant(slot, entry[InboxWord.FIRST], entry[InboxWord.COUNT], entry[InboxWord.PAGES :])
                 else:
-                    self._mask_bits[slot] = self._seat_mask_bits[slot]
+                    self._mask_bits[slot] = self._admission_mask_bits[slot]
                     self._mask_ready[slot] = 1
             tail += 1
         return tail, head, None
@@ -248,7 +250,7 @@ class Border:
         if not (InboxKind.ADMIT <= kind <= InboxKind.MASK and 0 <= slot < self._layout.n_slots):
             return False
         if kind == InboxKind.ADMIT:
-            return self._state[slot] not in _SEATED
+            return self._state[slot] not in _OCCUPIED
         if kind == InboxKind.GRANT:
             first, count = entry[InboxWord.FIRST], entry[InboxWord.COUNT]
             return 0 <= count <= GRANT_PAGES and 0 <= first <= self._layout.max_pages - count
@@ -256,8 +258,8 @@ class Border:
 
     def _admit(self, slot: int) -> None:
         """The whole row at once: nothing of who sat there before is left (E-71)."""
-        for row, seat in self._seats:
-            row[slot] = seat[slot]
+        for row, admission in self._admissions:
+            row[slot] = admission[slot]
         if self._penalised[slot]:
             self._count_rows[slot] = 0
         self._made[slot] = 0
@@ -275,7 +277,7 @@ class Border:
 
     def _pause_and_wake(self) -> None:
         for slot in range(self._layout.n_slots):
-            if self._state[slot] in _SEATED:
+            if self._state[slot] in _OCCUPIED:
                 unpaged = self._position[slot] >= self._granted[slot]
                 unmasked = self._constrained[slot] and not self._mask_ready[slot]
                 self._state[slot] = SlotState.PAUSED if unpaged or unmasked else SlotState.LIVE
@@ -290,13 +292,13 @@ class Border:
         return n_rows
 
 
-def border(
+def step_boundary(
     tables: Tables, *, plan_hash: int, epoch: int, page_tokens: int, clock: Clock = time.perf_counter_ns
 ) -> None:
-    """Run one border over tables in host memory; `Border` is the same with its views kept."""
-    Border(tables, plan_hash=plan_hash, epoch=epoch, page_tokens=page_tokens, clock=clock)()
+    """Run one step boundary over tables in host memory; `StepBoundary` is the same with its views kept."""
+    StepBoundary(tables, plan_hash=plan_hash, epoch=epoch, page_tokens=page_tokens, clock=clock)()
 
 
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
-    """What `border.cu` includes, by name, for these sizes."""
-    return {"layout.h": layout.header(page_tokens), "border.h": source("border.h")}
+    """What `step_boundary.cu` includes, by name, for these sizes."""
+    return {"layout.h": layout.header(page_tokens), "step_boundary.h": source("step_boundary.h")}

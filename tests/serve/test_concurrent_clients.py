@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ostinato.engine.request import Cancelled
-from ostinato.serve.mailbox import Box
-from ostinato.serve.settings import Limits
+from ostinato.serve.settings import ServeLimits
+from ostinato.serve.token_queue import TokenQueue
 from tests.serve.running import DEADLINE_S, Running, serving
 
 CHAT = "/v1/chat/completions"
@@ -63,9 +63,9 @@ def test_a_client_that_leaves_frees_its_slot(tiny: Path, stream: bool) -> None:
 
 def test_who_has_read_everything_waits_for_more_and_is_not_told_to_look_again() -> None:
     async def read() -> None:
-        box = Box(8, lambda: None)
+        box = TokenQueue(8, lambda: None)
         box.put(0, Cancelled())
-        assert box.take() == (0, Cancelled())  # found without a look, whose bell has rung meanwhile
+        assert box.take() == (0, Cancelled())  # found without a look, whose wake event has rung meanwhile
         assert box.take() is None
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
@@ -98,7 +98,7 @@ def test_more_clients_than_slots_all_get_their_own_answers(server: Running) -> N
 
 
 def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
-    limits = Limits(keep_alive_s=0.05)
+    limits = ServeLimits(keep_alive_s=0.05)
     with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server, server.http() as http:
         with http.stream("POST", CHAT, json={**LONG, "stream": True}) as first:
             parts = first.iter_bytes()
@@ -114,7 +114,7 @@ def test_whoever_waits_is_kept_company_by_comments(tiny: Path) -> None:
 
 @pytest.mark.slow
 def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
-    limits = Limits(unread_tokens=200, write_s=0.5)
+    limits = ServeLimits(unread_tokens=200, write_s=0.5)
     with serving(tiny, llm={**SLOW, "slots": 2}, limits=limits) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
         body = json.dumps({**LONG, "stream": True, "n": 1, "logprobs": True, "top_logprobs": 20}).encode()
@@ -132,7 +132,7 @@ def test_a_slow_reader_is_cut_off_and_holds_nobody_up(tiny: Path) -> None:
 
 
 def test_a_request_that_takes_too_long_ends_with_an_error_event(tiny: Path) -> None:
-    limits = Limits(request_s=0.2, keep_alive_s=0.05)
+    limits = ServeLimits(request_s=0.2, keep_alive_s=0.05)
     with serving(tiny, llm={**SLOW, "slots": 1}, limits=limits) as server:
         text = server.post(CHAT, {**LONG, "stream": True}).text
         last = json.loads(text.strip().split("\n\n")[-1].removeprefix("data: "))
@@ -192,8 +192,8 @@ def test_an_engine_that_dies_sends_each_client_one_error_and_ends_its_worker(tin
 
 def kill(server: Running) -> None:
     """Let the engine's own thread find that its loop is dead."""
-    usher = server.llm._engine._usher
-    usher._keep_going = lambda: usher._die("broken on purpose")  # type: ignore[method-assign]
+    scheduler = server.llm._engine._scheduler
+    scheduler._ensure_running = lambda: scheduler._die("broken on purpose")  # type: ignore[method-assign]
     server.llm._engine.loop.changed.set()
 
 
@@ -275,7 +275,7 @@ def test_embeddings_take_turns_in_a_bounded_line_that_whoever_leaves_is_out_of(
         return torch.ones((1, 4))
 
     body = {"input": "x"}
-    with serving(tiny, llm={"context": 64, "slots": 1}, limits=Limits(beside_line=1)) as server:
+    with serving(tiny, llm={"context": 64, "slots": 1}, limits=ServeLimits(beside_line=1)) as server:
         monkeypatch.setattr(server.llm, "embed", slow)
         with ThreadPoolExecutor(2) as clients:
             first = clients.submit(server.post, "/v1/embeddings", body)

@@ -1,7 +1,7 @@
-"""A bell that native code can ring: an event for whoever waits in Python, set by a write to a file.
+"""A wake event that native code can ring: an event for whoever waits in Python, set by a write to a file.
 
-The native loop rings at every border without touching the interpreter; whoever waits sleeps in the kernel until then.
-It has the words of `threading.Event`, so that a loop paced by Python can have one of those in its place.
+The native loop rings at every step boundary without touching the interpreter; whoever waits sleeps in the kernel until
+then. It has the words of `threading.Event`, so that a loop paced by Python can have one of those in its place.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Protocol
 
 
-class Bell(Protocol):
+class WakeEvent(Protocol):
     """Set whenever something may have happened; cleared by the one who listens, before it looks."""
 
     def set(self) -> None: ...
@@ -26,17 +26,17 @@ class Bell(Protocol):
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
-class FileBell:
-    """A bell with a file to ring it by: eight bytes written to `fd`."""
+class FileWakeEvent:
+    """A wake event with a file to ring it by: eight bytes written to `fd`."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
-            self.fd = self._heard = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self.fd = self._poll = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
-            self._heard, self.fd = os.pipe()
-            os.set_blocking(self._heard, False)
+            self._poll, self.fd = os.pipe()
+            os.set_blocking(self._poll, False)
             os.set_blocking(self.fd, False)
-        for file in {self.fd, self._heard}:
+        for file in {self.fd, self._poll}:
             # Not before nobody holds it: a number that was closed may be somebody else's file by then.
             weakref.finalize(self, os.close, file)
 
@@ -46,7 +46,7 @@ class FileBell:
 
     def clear(self) -> None:
         with suppress(BlockingIOError):  # nothing, or nothing more
-            while os.read(self._heard, 4096):
+            while os.read(self._poll, 4096):
                 pass
 
     def is_set(self) -> bool:
@@ -58,5 +58,5 @@ class FileBell:
 
     def _polled(self, milliseconds: int | None) -> bool:
         poll = select.poll()
-        poll.register(self._heard, select.POLLIN)
+        poll.register(self._poll, select.POLLIN)
         return bool(poll.poll(milliseconds))

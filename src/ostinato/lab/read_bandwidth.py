@@ -24,20 +24,20 @@ class _Plane(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_void_p), ("n_bytes", ctypes.c_int64))
 
 
-def read_turns(model: Model, threads: int, turns: int) -> float:
+def read_passes(model: Model, threads: int, passes: int) -> float:
     """How many times a second all weights of a model can be read."""
     weights = {tensor.data_ptr(): tensor for _, tensor in tensors_of(model, "")}
-    return turns / read_seconds(list(weights.values()), threads, turns)
+    return passes / read_seconds(list(weights.values()), threads, passes)
 
 
-def read_seconds(tensors: Sequence[Tensor], threads: int, turns: int) -> float:
+def read_seconds(tensors: Sequence[Tensor], threads: int, passes: int) -> float:
     """Seconds to read some tensors of the CPU so many times, after once to warm; raises HardwareCannot."""
     read = cpu_library().ostinato_read
     read.restype, read.argtypes = ctypes.c_uint64, (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
     planes = (_Plane * len(tensors))(*(_Plane(one.data_ptr(), one.numel() * one.element_size()) for one in tensors))
     read(planes, len(tensors), threads, 1)
     started = time.perf_counter()
-    read(planes, len(tensors), threads, turns)
+    read(planes, len(tensors), threads, passes)
     return time.perf_counter() - started
 
 

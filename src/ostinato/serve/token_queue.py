@@ -14,14 +14,14 @@ from contextlib import suppress
 from ostinato.engine.request import Message, Request
 
 
-class Box:
+class TokenQueue:
     """What came for one HTTP request, each with the number of the answer it belongs to, until it is read."""
 
     def __init__(self, bound: int, overflowing: Callable[[], None]) -> None:
         """`overflowing` is called when more than `bound` messages wait: the reader is too slow."""
         self._bound, self._overflowing = bound, overflowing
         self._messages: deque[tuple[int, Message]] = deque()
-        self._came = asyncio.Event()
+        self._arrival = asyncio.Event()
         self.overflowed = False
 
     def put(self, index: int, message: Message) -> None:
@@ -33,34 +33,34 @@ class Box:
             self.overflowed = True
             self._messages.clear()
             self._overflowing()
-        self._came.set()
+        self._arrival.set()
 
     def wake(self) -> None:
         """Let the reader look, though nothing came."""
-        self._came.set()
+        self._arrival.set()
 
     async def look(self) -> None:
         """Return when there is something to read, or somebody rang."""
-        await self._came.wait()
-        self._came.clear()
+        await self._arrival.wait()
+        self._arrival.clear()
 
     def take(self) -> tuple[int, Message] | None:
         """The next message; None where there is none now: then whoever rang before was heard, and `look` waits anew."""
         if self._messages:
             return self._messages.popleft()
-        self._came.clear()
+        self._arrival.clear()
         return None
 
 
-class Mailbox:
+class TokenDispatcher:
     """One for all requests of an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._arrived: deque[tuple[Box, int, Message]] = deque()
+        self._arrived: deque[tuple[TokenQueue, int, Message]] = deque()
         self._woken = False
 
-    def sink(self, box: Box, index: int) -> Callable[[Request, Message], None]:
+    def sink(self, box: TokenQueue, index: int) -> Callable[[Request, Message], None]:
         """What an engine is given to tell an answer's messages to."""
 
         def put(_: Request, message: Message) -> None:

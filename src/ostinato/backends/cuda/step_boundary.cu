@@ -1,5 +1,5 @@
-// The border on CUDA: one block of 128 threads, the last node of every step. See border.h.
-#include "border.h"
+// The step boundary on CUDA: one block of 128 threads, the last node of every step. See step_boundary.h.
+#include "step_boundary.h"
 
 // NVRTC knows the type but not the function, which is the device runtime's and built in.
 extern "C" __device__ __cudart_builtin__ void CUDARTAPI
@@ -7,16 +7,16 @@ cudaGraphSetConditional(cudaGraphConditionalHandle handle, unsigned int value);
 
 // For the modes in which the host paces the steps: it reads GO.
 extern "C" __global__ void __launch_bounds__(128)
-border(char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch) {
-    run_border(View{table, seats, rings}, plan_hash, epoch, now_ns());
+step_boundary(char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch) {
+    run_boundary(View{table, admissions, rings}, plan_hash, epoch, now_ns());
 }
 
 // For the WHILE graph: the body runs again while the condition is set.
 extern "C" __global__ void __launch_bounds__(128)
-border_loop(
-    char* table, char* seats, char* rings, unsigned long long plan_hash, unsigned long long epoch,
+boundary_loop(
+    char* table, char* admissions, char* rings, unsigned long long plan_hash, unsigned long long epoch,
     cudaGraphConditionalHandle handle
 ) {
-    int go = run_border(View{table, seats, rings}, plan_hash, epoch, now_ns());
+    int go = run_boundary(View{table, admissions, rings}, plan_hash, epoch, now_ns());
     ONE cudaGraphSetConditional(handle, go);
 }

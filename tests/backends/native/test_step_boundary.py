@@ -1,4 +1,4 @@
-"""The border in the object that serves any engine: with its layout in words, it does what the twin does."""
+"""The step boundary in the object that serves any engine: with its layout in words, it does what the twin does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 from ostinato.backends.native.library import cpu_library
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout, Tables, Word
-from tests.loop.test_border import EPOCH, LAYOUTS, PAGE_TOKENS, PLAN_HASH, ROOMY, Act, Native, Table, acts, compare
+from tests.loop.test_step_boundary import (
+    EPOCH,
+    LAYOUTS,
+    PAGE_TOKENS,
+    PLAN_HASH,
+    ROOMY,
+    Act,
+    Native,
+    Table,
+    acts,
+    compare,
+)
 
 
 class View(ctypes.Structure):
@@ -19,25 +30,25 @@ class View(ctypes.Structure):
 
     _fields_ = (
         ("table", ctypes.c_void_p),
-        ("seats", ctypes.c_void_p),
+        ("admissions", ctypes.c_void_p),
         ("rings", ctypes.c_void_p),
         ("layout", ctypes.c_void_p),
     )
 
 
 def in_object(layout: Layout) -> Native:
-    """`ostinato_border` of the CPU library."""
+    """`ostinato_boundary` of the CPU library."""
     try:
         library = cpu_library()
     except HardwareCannot as error:
-        pytest.skip(f"the border of the CPU library was not tested: {error}")
+        pytest.skip(f"the step boundary of the CPU library was not tested: {error}")
     words = layout.words(PAGE_TOKENS)
 
     def run(tables: Tables, now_ns: int, order: int) -> int:
-        arenas = (tables.table, tables.seats, tables.rings)
+        arenas = (tables.table, tables.admissions, tables.rings)
         view = View(*(arena.memory.data_ptr() for arena in arenas), words.ctypes.data)
         rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns))
-        return int(library.ostinato_border(ctypes.byref(view), *rest))
+        return int(library.ostinato_boundary(ctypes.byref(view), *rest))
 
     return run
 

@@ -20,7 +20,7 @@ from ostinato import build
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import MAX_TOP, Arena, Layout, Tables, sampled
-from tests.backends.seats import Setting, seat
+from tests.backends.admissions import Setting, write_admission
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of, words
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow  # each shape is compiled
 
 # Every block copies the logits of its own tiles, as the head's product would leave them; then the two calls of tape.cu.
 SOURCE = r"""
-#include "choose.h"
+#include "sampling.h"
 
 struct Given {
     char* table;
@@ -39,7 +39,7 @@ struct Given {
     State* state;
 };
 
-KERNEL(choosing, Given, all, N_PLAYER_THREADS) {
+KERNEL(choosing, Given, all, N_COMPUTE_THREADS) {
     Tape tape = {};
     tape.view.table = all.table;
     tape.summaries = all.summaries;
@@ -47,11 +47,11 @@ KERNEL(choosing, Given, all, N_PLAYER_THREADS) {
     tape.logits = all.logits;
     tape.scaled = all.scaled;
     tape.state = all.state;
-    Player p = {};
+    ComputeThread p = {};
     p.thread = thread();
     p.warp = p.thread / 32;
     p.lane = p.thread % 32;
-    p.beat = all.state->beat;
+    p.tag = all.state->tag;
     p.activations = (u16*)shared_memory();
     const int n_rows = *TABLE_n_rows(tape.view);
     for (int row = 0; row < n_rows; ++row) {
@@ -61,18 +61,18 @@ KERNEL(choosing, Given, all, N_PLAYER_THREADS) {
         });
     }
     summarise(p, tape, *all.head, n_rows);
-    for (int row = block(); row < n_rows; row += N_BLOCKS) choose(p, tape, row);
+    for (int row = block(); row < n_rows; row += N_BLOCKS) sample_row(p, tape, row);
 }
 """
 
-# The same with a border that begins as soon as it may, and changes what every slot asks for.
+# The same with a step boundary that begins as soon as it may, and changes what every slot asks for.
 CHANGING = (
     SOURCE.rstrip().removesuffix("}")
     + r"""
-    sync_players();
+    sync_compute_warps();
     if (block() != 0 || p.thread != 0) return;
     for (int row = 0; row < n_rows; ++row) {
-        while ((u32)(seen_at(tape.marks + N_BLOCKS + row) >> 32) != p.beat) relax();
+        while ((u32)(load_acquire(tape.marks + N_BLOCKS + row) >> 32) != p.tag) relax();
         TABLE_temperature(tape.view)[TABLE_row_slot(tape.view)[row]] = 1.0f;
     }
 }
@@ -87,7 +87,7 @@ class Shape:
     vocab: int = VOCAB
     n_tokens: int = VOCAB - 9
     n_blocks: int = 3
-    n_players: int = 2
+    n_compute_warps: int = 2
     max_rows: int = 8
     first: int = 1  # the block that has the head's first tile
     listed: int = 1024
@@ -103,7 +103,7 @@ class Shape:
     def headers(self) -> dict[str, str]:
         shape = constants(
             N_BLOCKS=self.n_blocks,
-            N_PLAYERS=self.n_players,
+            N_COMPUTE_WARPS=self.n_compute_warps,
             MAX_ROWS=self.max_rows,
             N_TOKENS=self.n_tokens,
             LISTED=self.listed,
@@ -150,7 +150,7 @@ def seated(shape: Shape, rows: list[Setting]) -> Arena:
     table = Tables.on(shape.layout, torch.device("cpu")).table
     for row, setting in enumerate(rows):
         table["row_slot"][row] = row + 1
-        seat(table, row + 1, setting, shape.vocab)
+        write_admission(table, row + 1, setting, shape.vocab)
     table["n_rows"][0] = len(rows)
     table["chosen"].fill_(-7)
     table["top_ids"].fill_(-7)
@@ -172,25 +172,25 @@ def by_twin(shape: Shape, logits: Tensor, rows: list[Setting]) -> Step:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What lies in the card's memory. Hops hold the beat before, and what was not written is no number."""
+    """What lies in the card's memory. Hops hold the tag before, and what was not written is no number."""
 
     shape: Shape
     table: Arena
     given: np.ndarray
-    beat: int = 77
+    tag: int = 77
 
     def run(self, *, n_blocks: int, seed: int = 0) -> tuple[list[bool], bool]:
         """Which rows are told to be chosen, and whether somebody gave up waiting."""
-        shape, before = self.shape, (self.beat - 1) << 32
+        shape, before = self.shape, (self.tag - 1) << 32
         head = np.array([0, -(-shape.vocab // 16), shape.first, 0], np.int32)
         summaries = np.full(shape.max_rows * shape.n_blocks * 8 + 1, before | 5, np.uint64)
         summaries = summaries[summaries.ctypes.data % 16 // 8 :]
         marks = np.full(shape.n_blocks + shape.max_rows, before, np.uint64)
         room = np.full((2, shape.max_rows, shape.vocab), np.nan, np.float32)
-        state = np.array([self.beat, 0], np.uint32)
+        state = np.array([self.tag, 0], np.uint32)
         argument = words(self.table.memory.numpy(), self.given, head, summaries, marks, room[0], room[1], state)
         shape.program.run("choosing", argument, n_blocks=n_blocks, shared_bytes=32 * 1024, seed=seed)
-        told = [bool(mark == self.beat << 32) for mark in marks]
+        told = [bool(mark == self.tag << 32) for mark in marks]
         assert all(told[:n_blocks])  # what they wrote lies in memory, whoever draws
         return told[shape.n_blocks :], bool(state[1])
 
@@ -285,7 +285,11 @@ def test_ids_beyond_the_tokens_are_likely_but_never_chosen() -> None:
 
 
 def test_where_all_is_banned_id_zero_is_chosen() -> None:
-    rows = [Setting(temperature=warmth, allowed=frozenset(), n_logprobs=n) for warmth in (0.0, 1.0) for n in (0, 2)]
+    rows = [
+        Setting(temperature=safe_temperature, allowed=frozenset(), n_logprobs=n)
+        for safe_temperature in (0.0, 1.0)
+        for n in (0, 2)
+    ]
     logits = torch.arange(float(VOCAB)).expand(4, -1)
     made = by_tape(SMALL, logits, rows)
     assert_same(made, by_twin(SMALL, logits, rows))
@@ -362,8 +366,8 @@ def test_a_row_alone_has_the_bits_that_it_has_among_neighbours(shape: Shape) -> 
         assert by_tape(shape, logits[row : row + 1], MIXED[row : row + 1], seed=row).bits == together.row(row).bits
 
 
-def test_whoever_comes_late_to_a_choice_asks_no_slot_that_the_border_has_changed() -> None:
-    shape, rows = replace(SMALL, n_players=8, source=CHANGING), [Setting()] * 3
+def test_whoever_comes_late_to_a_choice_asks_no_slot_that_the_boundary_has_changed() -> None:
+    shape, rows = replace(SMALL, n_compute_warps=8, source=CHANGING), [Setting()] * 3
     logits = torch.stack([noise(VOCAB, row, 2.0) for row in range(3)])
     for seed in range(160):
         assert by_tape(shape, logits, rows, seed=seed).tokens == logits[:, : shape.n_tokens].argmax(1).tolist()
@@ -394,7 +398,7 @@ def cubin(shape: Shape) -> bytes:
 
 def test_it_compiles_for_the_card() -> None:
     try:
-        binary = cubin(Shape(vocab=128_256, n_tokens=128_256, n_blocks=132, n_players=8))
+        binary = cubin(Shape(vocab=128_256, n_tokens=128_256, n_blocks=132, n_compute_warps=8))
     except HardwareCannot as error:
         pytest.skip(f"nothing was compiled for CUDA: {error}")
     assert b"choosing" in binary

@@ -1,0 +1,273 @@
+"""Who reads what of the weights, and where it lies: the tape's map, in plain integers.
+
+A *tile* is 16 rows of a matrix. Tiles are counted through the whole model and partition to the blocks in turn, so every
+block reads about the same number of bytes. What one block reads in a step is one run of memory, the blocks' runs one
+after the other: for each matrix, for each few of the block's tiles, for each *chunk* of columns, for each of those
+tiles, the chunk. A chunk has, for every compute warp, some neighbouring column tiles (16 columns each): all quants
+first, then further bits, then scales; `pack.py` says what their bytes mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from ostinato.errors import InternalError
+
+TILE_ROWS: Final = 16
+TILE_COLUMNS: Final = 16
+RUN_ALIGNMENT: Final = 128  # bytes: where a block's run may begin
+
+
+class WeightType(IntEnum):
+    """How a matrix's weights are kept; the numbers are those of parts.h."""
+
+    HALF = 0
+    FOUR = 1
+    FIVE = 2
+    SIX = 3
+    EIGHT = 4
+
+
+# Column tiles that a compute warp has of a chunk, so that a chunk is some 10 to 20 KB.
+PER_COMPUTE_WARP: Final[Mapping[WeightType, int]] = MappingProxyType(
+    {WeightType.HALF: 4, WeightType.FOUR: 16, WeightType.FIVE: 8, WeightType.SIX: 8, WeightType.EIGHT: 8}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TapeGrid:
+    """How the work is divided: blocks, a block's compute warps, and how many tiles of a block are multiplied at
+    once."""
+
+    n_blocks: int
+    n_compute_warps: int = 8
+    tiles_at_once: int = 4
+
+    def __post_init__(self) -> None:
+        if min(self.n_blocks, self.n_compute_warps, self.tiles_at_once) < 1:
+            raise InternalError(f"{self} divides the work among nobody; every number must be at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class TapeMatrix:
+    """A matrix of the model. `paired`: two of rows / 2 each, one above the other (gate over up), whose rows stand
+    eight and eight in a tile, so that whoever has a gate has its up."""
+
+    weight_type: WeightType
+    rows: int
+    columns: int
+    paired: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rows < 1 or self.columns < 1 or (self.paired and self.rows % 2):
+            raise InternalError(f"{self} is no matrix that tiles could be cut from")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMatrices:
+    """The matrices of a layer, in the order of the tape."""
+
+    q: TapeMatrix
+    k: TapeMatrix
+    v: TapeMatrix
+    out: TapeMatrix
+    gate_up: TapeMatrix
+    down: TapeMatrix
+
+
+class Segment(NamedTuple):
+    """A matrix on the tape, as parts.h has it: tile 0 is block `first`'s; columns are those with padding."""
+
+    weight_type: WeightType
+    n_tiles: int
+    first: int
+    columns: int
+
+
+class TapeChunk(NamedTuple):
+    """Some columns of a tile: compute warp w has the `n` column tiles from `first` + w * n on."""
+
+    first: int
+    n: int
+    n_bytes: int
+
+
+class TapePiece(NamedTuple):
+    """What a block reads next: a chunk of a tile of a segment, and where on the tape it lies."""
+
+    segment: int
+    tile: int
+    chunk: int
+    at: int
+    n_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Partition:
+    """The whole map of one model on one grid. `begins` [n_blocks + 1] says where each block's run begins, and at last
+    where the tape ends; `places` [segment][block] where the block's tiles of a segment do."""
+
+    grid: TapeGrid
+    matrices: tuple[TapeMatrix, ...]
+    segments: tuple[Segment, ...]
+    begins: tuple[int, ...]
+    places: tuple[tuple[int, ...], ...]
+
+    @property
+    def n_bytes(self) -> int:
+        return self.begins[-1]
+
+
+def in_order(layers: Iterable[LayerMatrices], head: TapeMatrix) -> tuple[TapeMatrix, ...]:
+    """The matrices of a model in the order of the tape."""
+    each = ((layer.q, layer.k, layer.v, layer.out, layer.gate_up, layer.down) for layer in layers)
+    return (*(matrix for matrices in each for matrix in matrices), head)
+
+
+def make_partition(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> Partition:
+    """The map of these matrices, in this order."""
+    segments = segments_of(matrices, grid)
+    sizes = [tile_bytes(segment.weight_type, segment.columns, grid.n_compute_warps) for segment in segments]
+    begins = [0]
+    places: list[list[int]] = [[] for _ in segments]
+    for block in range(grid.n_blocks):
+        at = begins[-1]
+        for segment, size, here in zip(segments, sizes, places, strict=True):
+            here.append(at)
+            at += len(own_tiles(segment, block, grid)) * size
+        begins.append(at + -at % RUN_ALIGNMENT)
+    return Partition(grid, tuple(matrices), segments, tuple(begins), tuple(map(tuple, places)))
+
+
+def segments_of(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> tuple[Segment, ...]:
+    """The matrices as the kernel sees them: a tile is partition to the block after the one that has the tile before
+    it."""
+    n_tiles = [-(-matrix.rows // TILE_ROWS) for matrix in matrices]
+    before = accumulate(n_tiles, initial=0)
+    return tuple(
+        Segment(
+            matrix.weight_type,
+            n,
+            first % grid.n_blocks,
+            padded_columns(matrix.weight_type, matrix.columns, grid.n_compute_warps),
+        )
+        for matrix, n, first in zip(matrices, n_tiles, before, strict=False)
+    )
+
+
+def padded_columns(weight_type: WeightType, columns: int, n_compute_warps: int) -> int:
+    """Columns with the padding that gives every compute warp whole groups: of 16 columns, or of the 32 of a scale.
+
+    >>> padded_columns(Kind.HALF, 576, 8), padded_columns(Kind.FOUR, 576, 8)
+    (640, 768)
+    """
+    unit = (TILE_COLUMNS if weight_type == WeightType.HALF else 2 * TILE_COLUMNS) * n_compute_warps
+    return columns + -columns % unit
+
+
+def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
+    """The tiles of a segment that a block has.
+
+    >>> own_tiles(Segment(Kind.HALF, 6, 2, 128), 1, Grid(n_blocks=3))
+    range(2, 6, 3)
+    """
+    return range((block - segment.first) % grid.n_blocks, segment.n_tiles, grid.n_blocks)
+
+
+def chunks_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> tuple[TapeChunk, ...]:
+    """The chunks of a tile of so many columns (with padding); only the last may be smaller.
+
+    >>> [chunk.n for chunk in chunks_of(Kind.HALF, 1280, 8)]
+    [4, 4, 2]
+    """
+    each, rest = divmod(columns, TILE_COLUMNS * n_compute_warps)
+    if rest:
+        raise InternalError(f"{columns} columns are no whole column tiles for {n_compute_warps} compute warps each")
+    per = PER_COMPUTE_WARP[weight_type]
+    sizes = [min(per, each - first) for first in range(0, each, per)]
+    return tuple(
+        TapeChunk(i * per * n_compute_warps, n, chunk_bytes(weight_type, n, n_compute_warps))
+        for i, n in enumerate(sizes)
+    )
+
+
+def part_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> tuple[int, int, int]:
+    """Bytes of the quants, further bits and scales of a chunk that has n column tiles for each compute warp."""
+    groups = n // 2
+    each = {
+        WeightType.HALF: (512 * n, 0, 0),
+        WeightType.FOUR: (256 * groups, 0, 64 * groups),
+        WeightType.FIVE: (256 * groups, 128 * -(-groups // 2), 64 * groups),
+        WeightType.SIX: (256 * groups, 128 * groups, 32 * n),
+        WeightType.EIGHT: (512 * groups, 0, 32 * groups),
+    }[weight_type]
+    quants, high, scales = (n_compute_warps * part for part in each)
+    return quants, high, scales
+
+
+def chunk_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> int:
+    """Bytes of a chunk that has n column tiles for each compute warp.
+
+    >>> chunk_bytes(Kind.HALF, 4, 8), chunk_bytes(Kind.FOUR, 16, 8)
+    (16384, 20480)
+    """
+    return sum(part_bytes(weight_type, n, n_compute_warps))
+
+
+def tile_bytes(weight_type: WeightType, columns: int, n_compute_warps: int) -> int:
+    """Bytes of all chunks of a tile; columns are those with padding."""
+    return sum(chunk.n_bytes for chunk in chunks_of(weight_type, columns, n_compute_warps))
+
+
+def matrix_bytes(weight_type: WeightType, rows: int, columns: int, n_compute_warps: int = 8) -> int:
+    """Bytes that a matrix takes on the tape, with its padding.
+
+    >>> matrix_bytes(Kind.HALF, 2048, 2048)
+    8388608
+    """
+    return -(-rows // TILE_ROWS) * tile_bytes(
+        weight_type, padded_columns(weight_type, columns, n_compute_warps), n_compute_warps
+    )
+
+
+def largest_chunk(segments: Iterable[Segment], n_compute_warps: int) -> int:
+    """Bytes that a stage of the ring must hold."""
+    return max(
+        chunk.n_bytes
+        for segment in segments
+        for chunk in chunks_of(segment.weight_type, segment.columns, n_compute_warps)
+    )
+
+
+def walk(partition: Partition, block: int) -> Iterator[TapePiece]:
+    """What a block reads in one step, piece by piece: the order of its run, of its reader and of its compute warps."""
+    at, grid = partition.begins[block], partition.grid
+    for number, segment in enumerate(partition.segments):
+        tiles = own_tiles(segment, block, grid)
+        chunks = chunks_of(segment.weight_type, segment.columns, grid.n_compute_warps)
+        for start in range(0, len(tiles), grid.tiles_at_once):
+            for index, chunk in enumerate(chunks):
+                for tile in tiles[start : start + grid.tiles_at_once]:
+                    yield TapePiece(number, tile, index, at, chunk.n_bytes)
+                    at += chunk.n_bytes
+
+
+def bytes_by_block(partition: Partition) -> tuple[int, ...]:
+    """How much each block reads in a step."""
+    read = [0] * partition.grid.n_blocks
+    for segment in partition.segments:
+        each = tile_bytes(segment.weight_type, segment.columns, partition.grid.n_compute_warps)
+        for block in range(len(read)):
+            read[block] += len(own_tiles(segment, block, partition.grid)) * each
+    return tuple(read)
+
+
+def balance(partition: Partition) -> float:
+    """The largest of the blocks' bytes over their mean: a step lasts at least so much longer than an even deal's."""
+    read = bytes_by_block(partition)
+    return max(read) * len(read) / sum(read)
