@@ -440,10 +440,10 @@ def test_a_refused_attempt_changes_nothing_and_the_running_requests_finish() -> 
         requests = [engine.submit(prompt(i, 5), wanted) for i in range(3)]
         first = next(requests[0])
         for attempt in (
-            engine.loop.mode.teardown,
-            engine.loop.mode.rebuild,
+            engine.loop.start.close,
+            engine.loop.start.build,
             engine.loop.mode.enter,
-            lambda: engine.loop.mode.write_slot("position", 0, 3),
+            engine.loop.mode.step,
         ):
             with pytest.raises(DecodeInvariantError):
                 attempt()
