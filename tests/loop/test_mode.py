@@ -138,7 +138,7 @@ def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal
     driver.seat(0, PROMPT)
     driver.loop.mode.enter()
     moved(driver)
-    with pytest.raises(PlanStale, match="I-6.*logits"):
+    with pytest.raises(PlanStale, match=r"I-6.*logits"):
         driver.loop.mode.trigger()
     with pytest.raises(EngineDead, match="restarted"):
         driver.loop.mode.trigger()
@@ -152,7 +152,7 @@ def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_i
         driver.loop.mode.trigger()
         kept = driver.loop.plan.buffer("logits").tensor.detach()  # where the loop still writes
         moved(driver)
-    with pytest.raises(PlanStale, match="I-6.*logits"):
+    with pytest.raises(PlanStale, match=r"I-6.*logits"):
         driver.loop.mode.exit()
     with pytest.raises(EngineDead, match="restarted"):
         driver.loop.mode.enter()
