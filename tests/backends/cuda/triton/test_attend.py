@@ -263,7 +263,7 @@ def test_more_splits_than_a_merge_takes_at_once_equal_the_twin(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_the_boundary_where_splits_grow_equals_the_twin() -> None:
+def test_the_border_where_splits_grow_equals_the_twin() -> None:
     assert_like_the_twin(Case((4095, 4096), n_heads=1, width=16))
 
 
