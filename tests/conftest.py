@@ -32,7 +32,10 @@ VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).pa
 
 
 # What takes longest: first, so that no process is left alone with it at the end.
-LONG = ("scale", "test_wheel.py", "serve", "backends/cuda/triton", "backends/tape", "models", "backends/native", "decoder", "engine", "text")
+LONG = (
+    *("scale", "test_wheel.py", "serve", "backends/cuda/triton", "backends/tape", "models"),
+    *("backends/native", "decoder", "engine", "text"),
+)
 TOGETHER = "tests/scale/"  # by one process, so that Ray's cluster is started once; other modules go to whoever is free
 
 

@@ -585,7 +585,7 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "shape_kernel": test_sample.test_greedy_rows_take_what_the_twin_takes,
     "gather_kernel": partial(test_sample.test_draws_are_the_twins_whether_listed_or_searched, test_sample.ROOMY),
     "choose_kernel": test_sample.test_greedy_rows_take_what_the_twin_takes,
-    "dequantize_tape_kernel": test_unpack.test_plain_weights_come_back_to_the_bit,
+    "unpack_kernel": test_unpack.test_plain_weights_come_back_to_the_bit,
 }
 
 
