@@ -73,9 +73,6 @@ NOT_YET = {
     "engine/sequential.py imports torch",
     "engine/scheduler.py imports torch",
     "engine/verify.py imports torch",
-    "files/checkpoint.py imports torch",
-    "files/gguf.py imports torch",
-    "files/safetensors.py imports torch",
     "llm.py imports torch",
     "loop/layout.py imports torch",
     "loop/mode.py imports torch",
@@ -114,6 +111,7 @@ NOT_YET = {
     "models/weights.py imports ostinato.backends.cuda.upload",
     "models/weights.py imports ostinato.backends.native.tile_weights",
     "models/weights.py imports ostinato.backends.native.tiles",
+    "models/weights.py imports ostinato.backends.torch.arrays",
     "models/weights.py imports torch",
 }
 

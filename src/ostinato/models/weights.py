@@ -32,6 +32,7 @@ from ostinato.backends.allocate import Allocate, empty
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, Weight, laid_out, put
 from ostinato.backends.cuda.upload import THREADS, Uploads
 from ostinato.backends.native.tile_weights import TilePiece, TileReader
+from ostinato.backends.torch.arrays import array_of, dtype_of
 from ostinato.errors import BadFile
 from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.files.quants import BLOCKS
@@ -297,14 +298,14 @@ class Weights:
     def _read(self, name: str, out: Tensor) -> None:
         transform = self._transform(name)
         if transform is _AS_IT_IS and out.device.type == "cpu" and out.is_contiguous():
-            self._checkpoint.read(self._names[name], out)
+            self._checkpoint.read(self._names[name], array_of(out))
             return
         info = self._checkpoint.tensors[self._names[name]]
-        if transform is _AS_IT_IS and out.is_contiguous() and holds_as_it_is(info.type, out.dtype):
+        if transform is _AS_IT_IS and out.is_contiguous() and holds_as_it_is(info.type, dtype_of(out.dtype)):
             self._uploads.put(self._checkpoint.raw(self._names[name]), out)
             return
         plain = torch.empty(tuple(info.shape), dtype=out.dtype)
-        self._checkpoint.read(self._names[name], plain)
+        self._checkpoint.read(self._names[name], array_of(plain))
         values = transform.values(plain).reshape(out.shape)
         if out.device.type == "cpu" or not out.is_contiguous():
             out.copy_(values)

@@ -76,7 +76,7 @@ class TileReader:
 
     def _pack_changed(self, name: str, values: Callable[[Tensor], Tensor], tiles: TileMatrix) -> None:
         plain = torch.empty(tuple(self._checkpoint.tensors[name].shape), dtype=torch.float32)
-        self._checkpoint.read(name, plain)
+        self._checkpoint.read(name, plain.numpy())
         ours = values(plain).reshape(tiles.rows, tiles.cols).contiguous()
         fill_tiles(tiles, ours.view(torch.uint8).numpy(), 0)
 
