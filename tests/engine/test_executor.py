@@ -26,7 +26,7 @@ from bench.gpu_executor import perplexity
 from bench.gpu_models import moved
 from ostinato.backends.allocate import BumpAllocator
 from ostinato.backends.cuda.graph import CudaGraph
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.plan import Fusions
 from ostinato.backends.cuda.prefill import BUCKETS, FusedPrefill
 from ostinato.backends.cuda.stamps import Stamps
@@ -34,18 +34,21 @@ from ostinato.backends.cuda.start import CudaEager, source
 from ostinato.backends.cuda.step import triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.torch.kv_store import cell_bytes
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
 from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.weights import Stack
 from ostinato.build import cubin
+from ostinato.engine.load import build_model
 from ostinato.engine.placement import choose_device
 from ostinato.errors import BadFile, BadPointer, EngineDead, HardwareCannot, InternalError, PlanStale
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.lab.random_weights import random_blocks
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Finish, Layout, Tables, Word
 from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import GatedMLP, Layer, Model
-from ostinato.models.random import random_blocks
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.blocks import GatedMLP, Layer
+from ostinato.models.registry import read_shape
 from ostinato.text.of_checkpoint import tokenizer_of
 from tests.backends.cuda.test_plan import fused_driver
 from tests.backends.cuda.triton.test_attend import Case, made, reference, run

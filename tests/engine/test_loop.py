@@ -8,10 +8,10 @@ import threading
 import pytest
 import torch
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.loop.layout import End, Finish, SlotState, Word
-from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
 from tests.random_model import MemoryKind, random_model

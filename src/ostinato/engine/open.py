@@ -24,6 +24,7 @@ from ostinato.backends.native.plan import NativeStep, native_plan, why_not_nativ
 from ostinato.backends.native.prefill import NativePrefill
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.tape.plan import TapeStep, tape_plan, why_no_tape_on, why_not_tape, why_too_large
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, PagedMemory
 from ostinato.backends.torch.plan import torch_plan
 from ostinato.backends.torch.prefill import TorchPrefill
@@ -36,7 +37,6 @@ from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import PendingWork, Start
 from ostinato.loop.wake import FileWakeEvent, WakeEvent
-from ostinato.models.blocks import Model
 from ostinato.options import Activations, KVType
 
 if TYPE_CHECKING:

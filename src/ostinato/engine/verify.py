@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle
 from typing import Any, Final, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.decoder.batch.batch import Batch
@@ -32,7 +33,7 @@ from ostinato.errors import EngineDead, HardwareCannot, InternalError
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.plan import Buffer, Plan
-from ostinato.models.blocks import AnyLayer, Experts, Layer, Model
+from ostinato.models.blocks import Experts, Layer
 from ostinato.options import Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
@@ -549,21 +550,19 @@ class RouteJudge:
 
     def routed(self, model: Model) -> Model:
         """The model with these routes; it goes through all positions at once."""
-        layers = [self._with_routes(number, layer) for number, layer in enumerate(model.layers)]
-        return replace(model, layers=layers)
-
-    def _with_routes(self, number: int, layer: AnyLayer) -> AnyLayer:
-        if not isinstance(layer, Layer) or not isinstance(layer.mlp, Experts):
-            return layer
+        numbers = cycle(
+            [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
+        )  # in whose order the layers ask
 
         def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+            number = next(numbers)
             asked = self.routes[number].to(scores.device)
             chosen = asked.clamp(0, scores.shape[-1] - 1)  # what is no expert is told below, and stops nothing here
             self._judge(number, scores.float(), asked, chosen, n_used)
             shares = scores.float().softmax(-1).gather(-1, chosen)
             return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
 
-        return replace(layer, mlp=replace(layer.mlp, ops=replace(layer.mlp.ops, route=route)))
+        return replace(model, ops=replace(model.ops, route=route))
 
     def _judge(self, number: int, scores: Tensor, asked: Tensor, chosen: Tensor, n_used: int) -> None:
         if len(scores) != len(chosen):

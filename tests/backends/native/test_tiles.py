@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, shape_of, stacked
 from ostinato.backends.native import tiles as tiles_module
 from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.tiles import (
@@ -27,6 +26,7 @@ from ostinato.backends.native.tiles import (
 from ostinato.backends.torch.ops.experts import experts_torch
 from ostinato.backends.torch.ops.linear import linear_torch
 from ostinato.backends.torch.weight import dense_of, rows_of
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, HardwareCannot, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 
@@ -232,7 +232,7 @@ def test_the_sizes_of_planes_are_those_of_the_library(type: str) -> None:
 
 def test_a_stack_of_tiles_is_multiplied_part_by_part() -> None:
     q, k = blocks("Q4_1", 48, 64), blocks("Q8_0", 20, 64)
-    stack = stacked([pack_tiles("Q4_1", q), pack_tiles("Q8_0", k)])
+    stack = Stack((pack_tiles("Q4_1", q), pack_tiles("Q8_0", k)))
     assert isinstance(stack, Stack)
     assert shape_of(stack) == (68, 64)
     x, bias = noise(5, 64), noise(68)

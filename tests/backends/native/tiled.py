@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, Weight
 from ostinato.backends.native.tiles import TileMatrix, pack_tiles
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import dense_of
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model
-from ostinato.models.random import random_blocks
+from ostinato.backends.weights import Stack, Weight
+from ostinato.lab.random_weights import random_blocks
+from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 

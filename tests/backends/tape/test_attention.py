@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
-from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.build import cubin
 from ostinato.loop.layout import Arena, Layout, Tables
+from ostinato.models.rope import Pairing
 from tests.backends.tape import stage
 from tests.backends.tape.emulator import headers_of
 from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, words

@@ -8,7 +8,7 @@ steps, runs a chunk of a prompt, and keeps alive whatever C points at.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure, addressof, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
 from typing import Any, Final
@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
-from ostinato.backends.cuda.packed import Stack, Weight, shape_of
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.backends.weights import Stack, Weight, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm
+from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, Norm
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Multipliers, Shape
 from ostinato.options import Activations, KVType
@@ -273,7 +274,7 @@ class NativeStep:
         out.window, out.rope = shape.windows[number] or 0, -1 if rope is None else ropes.index(rope)
         return out
 
-    def _set_mlp(self, out: _Layer, mlp: Callable[[Tensor], Tensor], shape: Shape) -> None:
+    def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
         if isinstance(mlp, GatedMLP):
             out.ff_width = shape.ff_width
             out.gate_up, out.down = self._inner(mlp.gate_up.weight, mlp.gate_up.bias), self._product(mlp.down)

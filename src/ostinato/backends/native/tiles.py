@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.streamed import streamed
+from ostinato.backends.weights import Floats, HostMatrix
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
@@ -64,7 +65,7 @@ class TileMatrixStruct(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class TileMatrix:
+class TileMatrix(HostMatrix):
     """A matrix [rows, cols] of one type in tiles: quants, scales and more, uint8; what a type lacks of these is empty.
 
     `wide` says how finely activations are rounded before they are multiplied with it.
@@ -91,6 +92,14 @@ class TileMatrix:
     @property
     def n_bytes(self) -> int:
         return sum(plane.numel() for plane in self.planes)
+
+    def rows_at(self, ids: NDArray[Any]) -> Floats:
+        """Some rows, to the bit as `files/quants.py` reads them."""
+        return tile_rows(self, torch.from_numpy(ids)).numpy()
+
+    def product(self, x: Floats, n_threads: int) -> Floats:
+        """x [n, cols] times the matrix, transposed: [n, rows]."""
+        return product(torch.from_numpy(x), self, n_threads).numpy()
 
     @property
     def matrix(self) -> TileMatrixStruct:
@@ -176,14 +185,14 @@ def pack_tiles(type: str, raw: Tensor, *, wide: bool = True, n_threads: int = 1)
     return tiles
 
 
-def product(x: Tensor, tiles: TileMatrix) -> Tensor:
-    """x [n, cols] times the matrix, transposed: float32 [n, rows], computed on torch's number of threads."""
+def product(x: Tensor, tiles: TileMatrix, n_threads: int | None = None) -> Tensor:
+    """x [n, cols] times the matrix, transposed: float32 [n, rows]; on torch's number of threads unless told."""
     x = x.to(torch.float32).contiguous()
     assert x.shape == (len(x), tiles.cols), f"{tuple(x.shape)} times {tiles.shape}"
     out = torch.empty((len(x), tiles.rows))
-    matrix, threads = tiles.matrix, torch.get_num_threads()
+    matrix, n_threads = tiles.matrix, n_threads or torch.get_num_threads()
     failed = _library().ostinato_product(
-        ctypes.byref(matrix), x.data_ptr(), len(x), out.data_ptr(), int(tiles.wide), threads
+        ctypes.byref(matrix), x.data_ptr(), len(x), out.data_ptr(), int(tiles.wide), n_threads
     )
     if failed:
         raise MemoryError(f"no memory for {len(x)} rows of {tiles.cols} activations")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.chip import Chip
-from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
     Segment,
@@ -33,14 +33,15 @@ from ostinato.backends.tape.partition import (
     segments_of,
 )
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
 from ostinato.backends.torch.weight import rows_of
+from ostinato.backends.weights import Stack, Weight, shape_of
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import GatedMLP, Layer, Linear, Model
-from ostinato.models.rebuilt import rebuilt
+from ostinato.models.blocks import GatedMLP, Layer, Linear, with_leaves
 from ostinato.models.shape import Multipliers, Shape
 from ostinato.options import Activations, KVType
 
@@ -438,7 +439,7 @@ class TapeStep:
             weights[id(linear.weight)] = TapeWeight(tape, range(at, at + n_parts))
             at += n_parts
         weights[id(model.embedding)] = self.buffers["embedding"]
-        return rebuilt(model, lambda weight: weights.get(id(weight), weight))
+        return with_leaves(model, lambda weight: weights.get(id(weight), weight))
 
     def built(self, plan_hash: int, executable: int) -> None:
         """What the step boundary compares at every step (I-10)."""

@@ -21,6 +21,6 @@ def tensor_of(array: NDArray[Any]) -> Tensor:
     return tensor.view(torch.bfloat16) if array.dtype == BFLOAT16 else tensor
 
 
-def dtype_of(dtype: torch.dtype) -> np.dtype[Any]:
+def array_dtype(dtype: torch.dtype) -> np.dtype[Any]:
     """What an array over a tensor of this dtype has."""
     return array_of(torch.empty(0, dtype=dtype)).dtype

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
 from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import AnyLayer, Model
+from ostinato.models.blocks import AnyLayer
 
 
 class TorchStep:
@@ -48,7 +49,7 @@ class TorchStep:
 
     def layer(self, layer: AnyLayer) -> None:
         for row, (memory, angles) in enumerate(zip(self._rows, self._angles, strict=True)):
-            self.x[row] = layer(self.x[row : row + 1], angles, memory)[0]
+            self.x[row] = self._model.through_layer(layer, self.x[row : row + 1], angles, memory)[0]
 
     def head(self) -> None:
         for row in range(len(self._rows)):
