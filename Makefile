@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: run serve test quick check bench soak sanitize test-gpu wheel clean
+.PHONY: run serve test tests quick check bench soak sanitize test-gpu wheel clean
 
 run: .venv/installed
 	@$(BIN)/ostinato run "$$PROMPT"
@@ -15,8 +15,12 @@ export PROMPT
 serve: .venv/installed
 	@$(BIN)/ostinato serve
 
-test: check
+# The types are checked while tests wait for something. What Python compiles is kept, whatever the shell says.
+test: .venv/installed-dev
+	@$(MAKE) --no-print-directory --jobs 2 check tests
+tests: .venv/installed-dev
 	$(BIN)/pytest --numprocesses 2 --dist loadscope
+test quick: export PYTHONDONTWRITEBYTECODE :=
 
 quick: .venv/installed-dev  # without what takes seconds, servers, Ray and the emulated tape
 	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale --ignore tests/backends/tape
@@ -35,9 +39,7 @@ soak: .venv/installed-dev
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
 
 test-gpu: .venv/installed-dev
-	$(BIN)/python -m bench.gpu_check --part exact
-	$(BIN)/python -m bench.gpu_check --part speed
-	$(BIN)/python -m bench.gpu_check --part stress
+	for part in exact speed stress tape; do $(BIN)/python -m bench.gpu_check --part $$part || exit 1; done
 
 # With objects of the CPU loop for two levels of x86-64, where there is a compiler; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
 wheel: .venv/installed

@@ -4,8 +4,9 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -30,14 +31,30 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
 
 
-# Whose modules take longest: first, so that no process is left alone with one of them at the end.
-LONG = ("scale", "serve", "tape", "loop")
+# What takes longest: first, so that no process is left alone with it at the end.
+LONG = ("scale", "test_wheel.py", "serve", "backends/cuda/triton", "backends/tape", "models", "backends/native", "decoder", "engine", "text")
+TOGETHER = "tests/scale/"  # by one process, so that Ray's cluster is started once; other modules go to whoever is free
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    order = {here / name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path.parent, len(order)))
+    order = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+
+    def place(item: pytest.Item) -> int:
+        return min(order.get(path, len(order)) for path in (item.path, item.path.parent))
+
+    items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InOrder(LoadScopeScheduling):  # type: ignore[misc]  # untyped
+        def _split_scope(self, nodeid: str) -> str:
+            return TOGETHER if nodeid.startswith(TOGETHER) else str(super()._split_scope(nodeid))
+
+    config.option.loadscopereorder = False  # not by the number of tests, but as they are sorted above
+    return InOrder(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,6 +64,27 @@ def native_library() -> None:
 
     with suppress(HardwareCannot):
         cpu_library()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Triton's interpreter puts its own functions in the language's place at each call of a function within a kernel,
+    searching all of the language for them: a third of its time. Where they are there already, it need not."""
+    with suppress(ImportError):
+        import triton.language as tl
+        from triton.runtime import interpreter
+
+        patch = interpreter._patch_lang
+
+        @cache
+        def languages(function: Any) -> list[Any]:
+            return [value for value in function.__globals__.values() if value is tl or value is tl.core]
+
+        def patch_once(function: Any) -> Any:
+            members = [tl.tensor.to, *(language.load for language in languages(function))]
+            return patch(function) if any(map(tl.core.is_builtin, members)) else interpreter._LangPatchScope()
+
+        interpreter._patch_lang = patch_once
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""How often a test repeats: in full under `make soak`, a tenth otherwise."""
+"""How often a test repeats: in full under `make soak`, a tenth or less otherwise."""
 
 import os
 
@@ -8,6 +8,6 @@ def soaking() -> bool:
     return os.environ.get("OSTINATO_SOAK") == "1"
 
 
-def soak(n: int) -> int:
-    """`n` when OSTINATO_SOAK=1, else a tenth of it."""
-    return n if soaking() else max(1, n // 10)
+def soak(n: int, *, part: int = 10) -> int:
+    """`n` when OSTINATO_SOAK=1, else a tenth of it, or less where each takes long."""
+    return n if soaking() else max(1, n // part)

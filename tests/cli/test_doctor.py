@@ -7,6 +7,7 @@ import os
 import platform
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,58 @@ def test_every_choice_for_a_chip_has_its_reason_and_capabilities_are_numbers() -
         # As text "10.0" would come before "8.0".
         assert found["products of bfloat16"]["choice"] == ("float32 units" if capability[0] == 7 else "tensor cores")
         assert ("refused" in found["shared memory of a block"]["choice"]) == (shared < 227)
-        assert ("tuned for capability 9.0" in found["tiles of products"]["choice"]) == (capability != (9, 0))
+        assert found["tiles of products"]["choice"].startswith("by type and shape")
+
+
+def test_no_chip_changes_how_products_are_cut_and_the_report_says_where_that_was_tuned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """E-82: whatever card torch finds, a weight's tile is the same."""
+    import torch
+
+    from ostinato.backends.cuda.packed import PACKED_TYPES, pack
+    from ostinato.backends.cuda.triton.matmul import bind_matmul
+    from ostinato.backends.cuda.triton.tiles import tile_for
+    from ostinato.files.quants import BLOCKS
+
+    def packed(type: str, k: int) -> Any:
+        row_bytes = k // BLOCKS[type].elements * BLOCKS[type].n_bytes
+        return pack(type, torch.zeros(512, row_bytes, dtype=torch.uint8), 512, k)
+
+    short, long = ([torch.zeros(512, k), *(packed(type, k) for type in PACKED_TYPES)] for k in (256, 6400))
+
+    def cuts(chip: Chip) -> list[dict[str, Any]]:
+        card = SimpleNamespace(
+            major=chip.capability[0],
+            minor=chip.capability[1],
+            multi_processor_count=chip.n_multiprocessors,
+            shared_memory_per_block_optin=chip.shared_bytes,
+            L2_cache_size=chip.l2_bytes,
+        )
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: chip.capability)
+        count = torch.ones(1, dtype=torch.int32)
+        launches: list[Any] = [
+            bind_matmul(torch.zeros(2, k), weight, torch.zeros(2, 512), count)
+            for k, group in ((256, short), (6400, long))
+            for weight in group
+        ]
+        return [dict(launch.constants) for launch in launches]
+
+    chips = {one: Chip(one, 132, 227 << 10, 50 << 20) for one in ((7, 5), (8, 9), (9, 0), (10, 0))}
+    found = {one: cuts(chip) for one, chip in chips.items()}
+    assert all(cut == found[9, 0] for cut in found.values())
+    tiles = [[tile_for(weight) for weight in group] for group in (short, long)]
+    assert len(set(tiles[0])) > 3
+    assert tiles[0] != tiles[1]
+    said = {one: {row["what"]: row["choice"] for row in doctor.kernel_choices(chip)} for one, chip in chips.items()}
+    assert {one: rows["tiles of products"] for one, rows in said.items()} == {
+        (7, 5): "by type and shape, as tuned for capability 9.0",
+        (8, 9): "by type and shape, as tuned for capability 9.0",
+        (9, 0): "by type and shape",
+        (10, 0): "by type and shape, as tuned for capability 9.0",
+    }
 
 
 def test_without_the_default_model_there_is_no_memory_plan(ostinato: RunCli) -> None:

@@ -393,7 +393,7 @@ def test_a_decoder_does_what_the_token_histories_say(kind: Kind) -> None:
     run_state_machine_as_test(
         type("Operations", (Operations,), {"kind": kind}),
         settings=settings(
-            max_examples=soak(240),
+            max_examples=soak(240, part=20),
             stateful_step_count=24,
             derandomize=True,
             database=None,

@@ -16,7 +16,7 @@ from tests.counts import soak
 from tests.engine.opened import bits, line_held, open_engine, sampling
 from tests.random_model import MemoryKind
 
-N_TRIALS = soak(1000)
+N_TRIALS = soak(1000, part=20)
 CONTEXT = 96
 KINDS: tuple[MemoryKind, ...] = ("kv", "kv", "swa", "recurrent", "hybrid")
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError, replace
 
+import numpy as np
 import pytest
 import torch
 
 from ostinato.backends.native.start import NativeLoop
 from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
-from ostinato.loop.layout import End, Fault, Finish, Word
-from tests.engine.rig import DEADLINE_S, Driver, open_loop
+from ostinato.loop.host import Admission
+from ostinato.loop.layout import MAX_STOP_IDS, End, Fault, Finish, Word
+from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
 
 PROMPT = [5, 9, 2, 77, 31]
 
@@ -34,17 +37,10 @@ def undisturbed() -> list[int]:
 
 
 ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
-    "the step is built again": ("I-1", lambda d: d.loop.mode.rebuild()),
-    "the start is built again": ("I-1", lambda d: d.loop.start.build()),
+    "the step is built again": ("I-1", lambda d: d.loop.start.build()),
     "a token is submitted by a second trigger": ("I-2", lambda d: d.loop.mode.trigger()),
     "a step is submitted to the start": ("I-2", lambda d: d.loop.start.step()),
-    "the executable is destroyed": ("I-3", lambda d: d.loop.mode.teardown()),
-    "the start is closed": ("I-3", lambda d: d.loop.start.close()),
-    "the host sets a position": ("I-4", lambda d: d.loop.mode.write_slot("position", 0, 3)),
-    "the host sets a token": ("I-4", lambda d: d.loop.mode.write_slot("token", 0, 3)),
-    "the host patches a parameter": ("I-5", lambda d: d.loop.mode.write_slot("temperature", 0, 1.0)),
-    "the host advances a counter": ("I-5", lambda d: d.loop.mode.write_slot("made", 0, 1)),
-    "a buffer is moved": ("I-6", lambda d: d.loop.mode.move("logits", torch.zeros(4, 128))),
+    "the executable is destroyed": ("I-3", lambda d: d.loop.start.close()),
     "placement is evaluated again": ("I-7", lambda d: d.loop.mode.replace(d.loop.plan, d.loop.start)),
     "the host takes part in a step": ("I-8", lambda d: d.loop.mode.step()),
     "decode mode is entered twice": ("I-9", lambda d: d.loop.mode.enter()),
@@ -59,16 +55,45 @@ def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alo
     before = driver.loop.plan.hash, driver.loop.start.executable
 
     assert isinstance(driver.loop.start, NativeLoop)
-    with (
-        driver.loop.start.exclusive()
-    ):  # the loop waits at its first step boundary: it surely runs while the attack is made
+    # The loop waits at its first step boundary: it surely runs while the attack is made.
+    with ThreadPoolExecutor(1) as other, driver.loop.start.exclusive():
         driver.loop.mode.trigger()
         with pytest.raises(DecodeInvariantError) as refused:
-            strike(driver)
+            other.submit(strike, driver).result(5)  # one that is let through may wait for the loop
         assert refused.value.invariant == invariant
     driver.wait()
     driver.loop.mode.exit()
     assert (driver.loop.plan.hash, driver.loop.start.executable) == before
+    assert driver.tokens(generation) == undisturbed()
+
+
+HOT = replace(GREEDY, temperature=2.0, seed=7, logit_bias={3: 50.0})
+STALE = 99  # a generation that never sat anywhere
+ORDERS: dict[str, Callable[[Driver], object]] = {
+    "another position, other pages, other parameters": lambda d: d.loop.host.stage(
+        0, Admission(STALE, [1, 2], 3, [40, 41], 32, HOT, stop_ids=range(MAX_STOP_IDS))
+    ),
+    "the end of another sequence": lambda d: d.loop.host.cancel(0, STALE),
+    "pages of another sequence": lambda d: d.loop.host.grant(0, STALE, 0, [50, 51]),
+    "a mask of another sequence": lambda d: d.loop.host.mask(0, STALE, np.zeros(4, np.int32)),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_host_can_give_a_running_slot_no_number_of_its_own(driver: Driver, order: str) -> None:
+    """I-4, I-5: what it says lies in admissions and rings, and the loop takes none of it for whoever runs."""
+    generation = driver.admit(0, PROMPT, most=24, granted=16)
+    driver.run()  # until it waits for its second page
+    assert isinstance(driver.loop.start, NativeLoop)
+    with driver.loop.start.exclusive():
+        driver.loop.mode.trigger()
+        table = driver.loop.tables.table.memory
+        before = table.clone()
+        ORDERS[order](driver)
+        assert driver.loop.host.grant(0, generation, 1, [1])
+        assert torch.equal(table, before)
+    driver.wait()
+    assert driver.loop.host.all_taken
     assert driver.tokens(generation) == undisturbed()
 
 
@@ -93,24 +118,45 @@ def test_a_trigger_needs_decode_mode(driver: Driver) -> None:
         driver.loop.mode.trigger()
 
 
-def test_outside_decode_mode_everything_may_be_changed(driver: Driver) -> None:
+def test_outside_decode_mode_the_step_may_be_built_again_and_makes_the_same_tokens(driver: Driver) -> None:
+    built = driver.loop.start.executable
     driver.loop.mode.enter()
     driver.loop.mode.exit()
-    driver.loop.mode.rebuild()
-    driver.loop.mode.write_slot("position", 0, 3)
-    moved = driver.loop.mode.move("logits", torch.zeros(4, 128))
-    assert moved.buffer("logits").address != driver.loop.plan.buffer("logits").address
+    driver.loop.start.build()
+    assert driver.loop.start.executable != built
+    generation = driver.admit(0, PROMPT, most=24)
+    driver.run()
+    assert driver.tokens(generation) == undisturbed()
+
+
+def moved(driver: Driver, name: str = "logits") -> None:
+    tensor = driver.loop.plan.buffer(name).tensor
+    tensor.set_(torch.zeros_like(tensor).untyped_storage())
 
 
 def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
     driver.admit(0, PROMPT)
     driver.loop.mode.enter()
-    logits = driver.loop.plan.buffer("logits").tensor
-    logits.set_(torch.zeros_like(logits).untyped_storage())
-    with pytest.raises(PlanStale, match="logits"):
+    moved(driver)
+    with pytest.raises(PlanStale, match=r"I-6.*logits"):
         driver.loop.mode.trigger()
     with pytest.raises(EngineDead, match="restarted"):
         driver.loop.mode.trigger()
+
+
+def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_is_fatal(driver: Driver) -> None:
+    driver.admit(0, PROMPT)
+    driver.loop.mode.enter()
+    assert isinstance(driver.loop.start, NativeLoop)
+    with driver.loop.start.exclusive():
+        driver.loop.mode.trigger()
+        kept = driver.loop.plan.buffer("logits").tensor.detach()  # where the loop still writes
+        moved(driver)
+    with pytest.raises(PlanStale, match=r"I-6.*logits"):
+        driver.loop.mode.exit()
+    with pytest.raises(EngineDead, match="restarted"):
+        driver.loop.mode.enter()
+    del kept
 
 
 def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: Driver) -> None:

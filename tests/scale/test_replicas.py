@@ -136,9 +136,10 @@ def test_replicas_are_added_when_requests_wait(in_turn: Replicas) -> None:
 
     def ask(number: int) -> None:
         while not enough.is_set():
-            in_turn.post("/v1/completions", {**LONG, "prompt": f"{number}", "stream": False, "max_tokens": 300})
+            in_turn.post("/v1/completions", {**LONG, "prompt": f"{number}", "stream": False, "max_tokens": 100})
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(10)]
+    # So many that the average of half a minute, which Serve looks at, is soon above what two replicas should have.
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
     for thread in threads:
         thread.start()
     try:

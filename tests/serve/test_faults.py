@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ostinato.text import template
 from tests.cli import tiny_model
 from tests.serve.running import Running, serving
 
@@ -26,7 +27,9 @@ def _the_next_client_is_answered(server: Running) -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_a_template_that_loops_is_given_up(tmp_path: Path) -> None:
+def test_a_template_that_loops_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template, "RENDER_SECONDS", 1.0)
+
     def looping(metadata: dict[str, Any]) -> None:
         source = "{% if messages[0]['content'] == 'loop' %}" + LOOPING + "{% endif %}ok"
         metadata["tokenizer.chat_template"].value = source

@@ -7,17 +7,16 @@ compares the plan's hash and the epoch at every step: a difference is fatal. doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from ostinato.errors import DecodeInvariantError, EngineDead, PlanStale
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import Fault, Tables, Word
-from ostinato.loop.plan import Buffer, Plan
+from ostinato.loop.plan import Plan
 from ostinato.loop.start import Start
 
 EXIT_DEADLINE_S: Final = 600.0
@@ -118,43 +117,16 @@ class DecodeMode:
 
     # What may be changed, outside decode mode only
 
-    @property
-    def plan(self) -> Plan:
-        return self._plan
-
-    def rebuild(self) -> None:
-        """Make the executable again, as after a change of the plan (I-1)."""
-        self._guard.allow("I-1", "building the step again")
-        self._start.build()
-
     def replace(self, plan: Plan, start: Start) -> None:
         """Run another plan, placed anew, from now on (I-7, I-9)."""
         self._guard.allow("I-7", "placing the plan anew")
         self._start.close()
         self._plan, self._start = plan, start
 
-    def move(self, name: str, memory: Tensor) -> Plan:
-        """The plan with a buffer elsewhere; its nodes must be bound again by whoever made it (I-6)."""
-        self._guard.allow("I-6", f"moving the buffer {name}")
-        buffers = tuple(Buffer.of(name, memory) if b.name == name else b for b in self._plan.buffers)
-        return replace(self._plan, buffers=buffers)
-
-    def write_slot(self, field: str, slot: int, value: float) -> None:
-        """Set a field of a slot from the host (I-4, I-5)."""
-        self._guard.allow(
-            "I-4" if field in ("position", "token", "granted") else "I-5", f"writing {field} of slot {slot}"
-        )
-        self._tables.table[field][slot] = value
-
     def step(self) -> None:
         """One step by the host's own hand: forward, sampling and commit (I-2, I-8)."""
         self._guard.allow("I-8", "a step in which the host takes part")
         self._start.step()
-
-    def teardown(self) -> None:
-        """Destroy the executable (I-3)."""
-        self._guard.allow("I-3", "destroying the executable")
-        self._start.close()
 
     # Inside
 

@@ -1,5 +1,7 @@
 """The tape's own source on the CPU: compiled with `machine_cpu.h` in place of the card, and run with ctypes.
 
+The machine itself (`machine_cpu.cpp`) is one library, which every program finds its names in.
+
 Whoever tests a part of the tape writes a source that includes its headers and ends in a KERNEL; `compiled` makes a
 library of it, and `Program.run` runs the whole grid in fibers, in an order that follows from a seed. Nothing here
 needs a GPU, and ctypes lets go of the interpreter while the grid runs, so that another thread can play the host.
@@ -32,10 +34,12 @@ FOLDERS: Final = (SOURCES, sources.FOLDER, HERE)
 
 # A kernel reads its memory as whatever type it likes, as on the card; but what the card would not do, or would do
 # otherwise, is trapped: words that are not aligned, shifts by more than a word, places out of an array.
-FLAGS: Final = (
-    *("-std=c++17", "-Og", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing"),
+_CHECKED: Final = (
+    *("-std=c++17", "-g1", "-Wall", "-Wextra", "-Werror", "-fno-strict-aliasing"),
     *("-fsanitize=alignment,bounds,shift-exponent", "-fsanitize-undefined-trap-on-error"),
 )
+FLAGS: Final = ("-Og", *_CHECKED)
+MACHINE_FLAGS: Final = ("-O2", *_CHECKED)  # compiled once
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _INCLUDE: Final = re.compile(r'^\s*#include "([^"]+)"', re.MULTILINE)
@@ -102,11 +106,10 @@ class Program:
             argument = (ctypes.c_char * len(argument)).from_buffer_copy(argument)
         function = getattr(self.library, f"{kernel}_on_cpu")
         function.restype = ctypes.c_int
-        self.library.emulator_report.restype = ctypes.c_char_p
-        self.library.emulator_limit(ctypes.c_double(limit_s))
+        _machine().emulator_limit(ctypes.c_double(limit_s))
         ended = function(ctypes.byref(argument), n_blocks, shared_bytes, ctypes.c_uint64(seed))
         if ended != 0:
-            report = self.library.emulator_report().decode("utf-8", "replace")
+            report = _machine().emulator_report().decode("utf-8", "replace")
             raise DidNotEnd(f"{kernel}, seed {seed}: {_ENDS.get(ended, ended)}: {self._with_lines(report)}")
 
     def _with_lines(self, report: str) -> str:
@@ -132,10 +135,21 @@ def compiled(source: str, name: str = "test.cpp", *, headers: Mapping[str, str] 
 
 
 @cache
+def _machine() -> ctypes.CDLL:
+    source = (HERE / "machine_cpu.cpp").read_text("utf-8")
+    headers = headers_of(source, {"shape.h": constants()})
+    path = build.shared_object(source, "machine_cpu.cpp", headers=headers, flags=MACHINE_FLAGS)
+    library = ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+    library.emulator_report.restype = ctypes.c_char_p
+    return library
+
+
+@cache
 def _compiled(source: str, name: str, headers: tuple[tuple[str, str], ...]) -> Program:
     if not sys.platform.startswith("linux"):
         pytest.skip("the tape was not emulated: its fibers are made as Linux does")
     try:
+        _machine()
         path = build.shared_object(source, name, headers=dict(headers), flags=FLAGS)
     except HardwareCannot as error:
         pytest.skip(f"the tape was not emulated: {error}")

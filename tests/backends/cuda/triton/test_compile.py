@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.chip import TUNED_SHARED_BYTES
 from tests.counts import soaking
 
 MODULES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]
@@ -175,7 +176,7 @@ def compile_all(target: str) -> Iterator[dict[str, Any]]:
             found = [word for word in ("mma.sync", "wgmma.mma_async", "v_mfma", "griddepcontrol") if word in text]
             # A tile that goes back to shared memory after it was loaded: a detour on the way to the tensor cores.
             detours = sum("ttg.local_alloc %" in line for line in made.asm["ttgir"].splitlines())
-            yield {"name": case.name, "found": found, "detours": detours}
+            yield {"name": case.name, "found": found, "detours": detours, "shared": made.metadata.shared}
 
 
 def compiled(target: str, cache: Path) -> dict[str, Any]:
@@ -198,6 +199,7 @@ def compiled(target: str, cache: Path) -> dict[str, Any]:
 @pytest.mark.soak
 def test_kernels_compile_for_hopper_and_multiply_on_its_tensor_cores(tmp_path: Path) -> None:
     made = compiled("hopper", tmp_path)
+    assert max(row["shared"] for row in made.values()) <= TUNED_SHARED_BYTES  # as `doctor` says of such a chip
     for name, row in made.items():
         if name.startswith("gemm"):
             assert "wgmma.mma_async" in row["found"], name
