@@ -28,10 +28,11 @@ from ostinato.backends.torch.paged import PAGE_TOKENS, PagedMemory
 from ostinato.backends.torch.plan import torch_plan
 from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuEager, CpuLoop
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import HardwareCannot, Unsupported
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
-from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
+from ostinato.loop.layout import OUTBOX_ENTRIES, Layout
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import PendingWork, Start
@@ -93,7 +94,7 @@ class Loop:
         )
         max_pages = -(-options.context // self.page_tokens)
         layout = Layout(options.n_slots, max_pages, model.shape.vocab, outbox_entries=outbox_entries or OUTBOX_ENTRIES)
-        self.tables = Tables.on(layout, model.device)
+        self.tables = tensor_tables(layout, model.device)
         self.host = HostSide(self.tables)
         self.guard = Guard()
         self.mode_name, self.why_not = choose_mode(options.mode, model, options)

@@ -524,7 +524,8 @@ def prompt_routes(loop: Loop, n_prompt: int) -> Tensor | None:
 
 def step_routes(loop: Loop) -> Tensor:
     """The same of the first row of the last step, [n_layers, 1, n_used]."""
-    return loop.plan.buffer("experts").tensor[:, :1].long().cpu()
+    experts: Tensor = loop.plan.buffer("experts").tensor
+    return experts[:, :1].long().cpu()
 
 
 @dataclass(slots=True)

@@ -22,10 +22,10 @@ from ostinato.backends.cuda.packed import Stack, Weight, shape_of
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
-from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Multipliers, Shape
@@ -200,8 +200,7 @@ class NativeStep:
         self, shape: Shape, memory: PagedMemory, tables: Tables, n_tokens: int, activations: Activations
     ) -> None:
         words = self._kept.array(tables.layout.words(memory.page_tokens))
-        arenas = (tables.table, tables.admissions, tables.rings)
-        self._plan.view = _NativeView(*(arena.memory.data_ptr() for arena in arenas), words)
+        self._plan.view = _NativeView(*tables.addresses, words)
         assert memory.kv is not None
         experts = shape.experts
         sizes = {
@@ -381,4 +380,4 @@ def native_plan(model: Model, memory: PagedMemory, tables: Tables, step: NativeS
     read = (*written, *(buffer.name for buffer in weights))
     n_bytes = sum(buffer.n_bytes for buffer in weights)
     node = Node("step", "native step", step.step, read, written, n_bytes)
-    return Plan(model.device, (*own, *kept, *weights), (node,), memory.page_tokens, constants)
+    return Plan(str(model.device), (*own, *kept, *weights), (node,), memory.page_tokens, constants)
