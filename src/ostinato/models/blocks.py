@@ -228,7 +228,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return torch.device(self.embedding.device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
         """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.

@@ -1,10 +1,11 @@
 """Any weight as plain numbers: a tensor, a packed matrix, tiles, one on the tape, or several on top of each other."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.packed import Packed, Stack, Weight, dense, rows
-from ostinato.backends.native.tiles import TileMatrix, tile_rows
+from ostinato.backends.native.tiles import TileMatrix, product, tile_rows
 from ostinato.backends.tape.pack import unpack_torch
 from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.errors import InternalError
@@ -17,7 +18,7 @@ def dense_of(weight: Weight, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, Packed):
         return dense(weight, dtype)
     if isinstance(weight, TileMatrix):
-        return tile_rows(weight, torch.arange(weight.rows)).to(dtype)
+        return torch.from_numpy(tile_rows(weight, np.arange(weight.rows))).to(dtype)
     if isinstance(weight, TapeWeight):
         return unpacked(weight).to(dtype)
     return torch.cat([dense_of(part, dtype) for part in weight.parts])
@@ -28,7 +29,14 @@ def rows_of(weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
     if isinstance(weight, Tensor):
         return weight.index_select(0, ids).to(dtype)
     assert not isinstance(weight, Stack | TapeWeight), "an embedding is one matrix, and never on the tape alone"
-    return (tile_rows(weight, ids) if isinstance(weight, TileMatrix) else rows(weight, ids)).to(dtype)
+    if isinstance(weight, TileMatrix):
+        return torch.from_numpy(tile_rows(weight, ids.numpy())).to(dtype)
+    return rows(weight, ids).to(dtype)
+
+
+def tile_product(x: Tensor, weight: TileMatrix) -> Tensor:
+    """x [n, cols] times a matrix in tiles: float32 [n, rows], with the very bits that the native loop has."""
+    return torch.from_numpy(product(x.float().numpy(), weight, torch.get_num_threads()))
 
 
 def unpacked(weight: TapeWeight) -> Tensor:
