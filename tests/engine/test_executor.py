@@ -134,7 +134,7 @@ def test_a_plan_in_which_a_launch_overwrites_what_it_reads_is_refused() -> None:
     buffers = (Buffer.of("a", memory[:6]), Buffer.of("b", memory[4:]), Buffer.of("c", memory[6:]))
 
     def plan(reads: str, writes: str) -> Plan:
-        return Plan(CPU, buffers, (Node("n", "test", lambda: None, (reads,), (writes,)),), 16)
+        return Plan("cpu", buffers, (Node("n", "test", lambda: None, (reads,), (writes,)),), 16)
 
     with pytest.raises(InternalError, match="node n writes b, which overlaps a"):
         plan("a", "b")
@@ -148,10 +148,10 @@ def test_any_buffer_of_a_plan_that_was_moved_is_named() -> None:
     plan = driver.loop.plan
     for buffer in plan.buffers:
         kept = buffer.tensor.detach()
-        buffer.tensor.set_(kept.clone())  # type: ignore[call-overload]  # torch types it for storages alone
+        buffer.tensor.set_(kept.clone())
         with pytest.raises(PlanStale, match=f"the buffer {re.escape(buffer.name)} was at"):
             plan.check()
-        buffer.tensor.set_(kept)  # type: ignore[call-overload]
+        buffer.tensor.set_(kept)
         plan.check()
     driver.loop.close()
 
@@ -211,9 +211,9 @@ class StandIn:
 
 def stand_in_start(kind: Any, cuda: StandIn, monkeypatch: pytest.MonkeyPatch, n_steps: int = 3) -> Any:
     """A start of that kind over a plan of two nodes; the step boundary says go for so many steps."""
-    tables = Tables.on(Layout(n_slots=2, max_pages=1, vocab=8), CPU)
+    tables = Tables.of(Layout(n_slots=2, max_pages=1, vocab=8))
     nodes = tuple(Node(name, "test", partial(cuda.note, name), (), ("x",)) for name in ("one", "two"))
-    start = kind(Plan(CPU, (Buffer.of("x", torch.zeros(4)),), nodes, 64), tables, Guard())
+    start = kind(Plan("cpu", (Buffer.of("x", torch.zeros(4)),), nodes, 64), tables, Guard())
     words, left = tables.rings.host("words"), [n_steps]
 
     def step_boundary() -> None:

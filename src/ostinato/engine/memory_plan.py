@@ -164,7 +164,6 @@ def meta_model(shape: Shape, dtype: torch.dtype) -> Model:
         norm=None,
         head=None,
         ops=TWINS,
-        frequencies={},
         dtype=dtype,
         device=_META,
     )

@@ -180,7 +180,7 @@ class Verifier:
             driver.step()
             driver.step()
             first = next(entry for entry in driver.entries if entry.slot == case.slot)
-            found = driver.loop.plan.buffer("logits").tensor[0].float().cpu()
+            found = _buffer(driver.loop, "logits")[0].float().cpu()
             routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(driver.loop)), 1)
         assert first.token is not None
         tolerance = tolerance_of(self.model)
@@ -288,7 +288,7 @@ class Verifier:
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
             return _Found(n_compared, None, figures)
-        rows = [driver.loop.plan.buffer("logits").tensor[:1].float().cpu() for driver in (base, other)]
+        rows = [_buffer(driver.loop, "logits")[:1].float().cpu() for driver in (base, other)]
         figures |= _nearness(rows[1][0], rows[0][0])
         return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
@@ -341,7 +341,7 @@ class Verifier:
         written = {name for node in driver.loop.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
-                driver.loop.plan.buffer(name).tensor.zero_()
+                _buffer(driver.loop, name).zero_()
         driver.synchronize()
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
@@ -420,7 +420,7 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
     for node in base.plan.nodes:
         for name in node.writes:
             if last[name] == node.name and name != "table" and not _is_scratch(name):
-                expected, found = base.plan.buffer(name).tensor, other.plan.buffer(name).tensor
+                expected, found = _buffer(base, name), _buffer(other, name)
                 if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
                     expected, found = expected[: base.options.n_slots], found[: base.options.n_slots]
                 yield node.name, name, expected, found
@@ -428,7 +428,13 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
         if name not in _OF_THE_RUN:
             writer = last.get("table", "sample") if name in _BY_SAMPLER else "step boundary"
-            yield writer, f"table.{name}", base.tables.table[name], other.tables.table[name]
+            expected, found = (torch.as_tensor(loop.tables.table[name]) for loop in (base, other))
+            yield writer, f"table.{name}", expected, found
+
+
+def _buffer(loop: Loop, name: str) -> Tensor:
+    """Memory of a plan as a tensor, whatever the backend keeps it in."""
+    return torch.as_tensor(loop.plan.buffer(name).tensor)
 
 
 def _is_scratch(name: str) -> bool:
@@ -525,7 +531,7 @@ def prompt_routes(loop: Loop, n_prompt: int) -> Tensor | None:
 
 def step_routes(loop: Loop) -> Tensor:
     """The same of the first row of the last step, [n_layers, 1, n_used]."""
-    return loop.plan.buffer("experts").tensor[:, :1].long().cpu()
+    return _buffer(loop, "experts")[:, :1].long().cpu()
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
 from ostinato.backends.torch.load import constant
 from ostinato.backends.torch.model import Model
-from ostinato.backends.weights import Stack, Weight
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
 from ostinato.files.quants import BLOCKS
 from ostinato.models.blocks import ModelBlocks, leaves_of, with_leaves

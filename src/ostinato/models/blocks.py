@@ -7,10 +7,11 @@ row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_wid
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias, TypeVar
 
+from ostinato.models.rope import Rope
 from ostinato.models.shape import Activation, ExpertShape, Mamba2Shape, MambaShape, Shape
 
 Leaf: TypeAlias = Any  # a reference, or what a backend has in its place
@@ -204,6 +205,7 @@ class ModelBlocks(Block):
     embedding_norm: Norm | None = None
     ranking: RankingHead | None = None
     spare: frozenset[str] = frozenset()  # tensors that a file may have besides: read elsewhere, or of no use here
+    frequencies: Mapping[Rope, Leaf] = field(default_factory=dict)  # the angles of each rope, once a backend has them
 
 
 B = TypeVar("B", bound=Block)
@@ -219,6 +221,8 @@ def _changed(part: Any, change: Callable[[Leaf], Leaf]) -> Any:
         return with_leaves(part, change)
     if isinstance(part, list | tuple):
         return type(part)(_changed(one, change) for one in part)
+    if isinstance(part, Mapping):
+        return {key: _changed(value, change) for key, value in part.items()}
     return change(part) if hasattr(part, "shape") else part
 
 

@@ -18,7 +18,8 @@ from ostinato.backends.torch.load import DenseLoader
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.experts import expert_of
 from ostinato.backends.torch.table import TWINS
-from ostinato.backends.weights import Stack, Weight
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack
 from ostinato.engine.load import build_model
 from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
 from ostinato.lab.random_weights import random_blocks

@@ -51,14 +51,19 @@ def opened(model: Model, *, threads: int = 2, n_slots: int = 4, kv_type: KVType 
     return Driver(Loop(model, options))
 
 
+def logits_of(driver: LoopDriver, row: int) -> Tensor:
+    """Of the last step, in memory of their own; of any backend."""
+    return torch.as_tensor(driver.loop.plan.buffer("logits").tensor[row]).clone()
+
+
 def steps_of(driver: LoopDriver, prompt: Sequence[int], most: int, slot: int = 0) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits of every step, [most - 1, vocab]: those of the first token are prefill's own."""
     generation = driver.admit(slot, prompt, most=most)
     logits = []
     while driver.step():
-        logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+        logits.append(logits_of(driver, 0))
     tokens = [e.token for e in driver.entries if e.generation == generation and e.token is not None]
-    logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+    logits.append(logits_of(driver, 0))
     return tokens, torch.stack(logits[1:])  # before the first step there were none
 
 
@@ -175,7 +180,7 @@ def bits_of(
         for step in range(12):
             driver.step()
             if step:
-                logits.append(driver.loop.plan.buffer("logits").tensor[beside].clone())
+                logits.append(logits_of(driver, beside))
         return driver.tokens(generation), torch.stack(logits)
 
 
@@ -263,7 +268,7 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
             driver.admit(3, prompt, most=6)
             for _ in range(5):
                 driver.step()
-            found.append(driver.loop.plan.buffer("logits").tensor[n_others].clone())
+            found.append(logits_of(driver, n_others))
     assert all(torch.equal(one, found[0]) for one in found)
 
 

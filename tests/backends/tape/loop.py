@@ -17,7 +17,7 @@ from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_t
 from ostinato.backends.tape.start import tape_headers, tape_source
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.prefill import TorchPrefill
-from ostinato.backends.torch.start import CpuDevice
+from ostinato.backends.torch.start import torch_device
 from ostinato.backends.weights import Stack
 from ostinato.engine.open import TWIN, Loop, LoopOptions
 from ostinato.loop.guard import Guard
@@ -42,7 +42,7 @@ class EmulatedTape(Launched):
 
     def __init__(self, plan: Plan, step: TapeStep, program: Program, guard: Guard, seed: int) -> None:
         self._plan, self._step, self._program, self._guard, self._seed = plan, step, program, guard, seed
-        self._card = CpuDevice("emulated-tape")
+        self._card = torch_device("emulated-tape")
         self.executable = self.n_launches = self.n_instantiations = 0
 
     def build(self) -> None:

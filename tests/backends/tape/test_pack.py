@@ -42,7 +42,8 @@ from ostinato.backends.tape.partition import (
     padded_columns,
     walk,
 )
-from ostinato.backends.weights import Stack, Weight
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 

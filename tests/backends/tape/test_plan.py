@@ -47,10 +47,11 @@ from ostinato.backends.tape.plan import (
 from ostinato.backends.tape.start import SOURCES, tape_headers, tape_source
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.backends.weights import Stack
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.lab.random_weights import random_blocks
-from ostinato.loop.layout import Layout, Tables
+from ostinato.loop.layout import Layout
 from ostinato.models.blocks import GatedMLP, Layer, Linear, PlainMLP
 from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
 from ostinato.options import Activations, KVType
@@ -480,7 +481,7 @@ class Laid:
         on_tape: bool = False,
     ) -> None:
         self.memory = PagedMemory.of(model, n_slots=n_slots, n_pages=6, kv_type=kv_type, page_tokens=16)
-        self.tables = Tables.on(Layout(n_slots, 4, model.shape.vocab), CPU)
+        self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU)
         chip = Chip((9, 0), 3, 227 << 10, 0)
         n_tokens = model.shape.vocab
         words: dict[str, Any] = {"kv_type": kv_type, "n_compute_warps": n_compute_warps, "on_tape": on_tape}

@@ -12,7 +12,7 @@ from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, unpack_t
 from ostinato.backends.tape.partition import TapeGrid, make_partition
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.tape.unpack import bind_unpack
-from ostinato.backends.weights import Weight
+from ostinato.backends.torch.weight import Weight
 from ostinato.errors import BadPointer, InternalError
 from ostinato.files.quants import BLOCKS
 from tests.backends.cuda.triton.test_compile import Case, case_of

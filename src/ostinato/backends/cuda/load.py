@@ -19,7 +19,8 @@ from ostinato.backends.allocate import Allocate, empty
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, laid_out, put
 from ostinato.backends.loading import Piece
 from ostinato.backends.torch.load import DenseLoader
-from ostinato.backends.weights import Stack, Weight
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack
 from ostinato.files.quants import BLOCKS
 from ostinato.models.tensors import ExpertMatrices, Matrices, Tensors, TensorTable
 

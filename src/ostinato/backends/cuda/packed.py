@@ -28,7 +28,8 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import Allocate, empty
-from ostinato.backends.weights import DeviceMatrix, Stack, Weight
+from ostinato.backends.torch.weight import DeviceMatrix, Weight
+from ostinato.backends.weights import Stack
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 

@@ -26,11 +26,12 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import tensors_of, without_repeats
-from ostinato.backends.weights import Stack, Weight, shape_of
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
-from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 
 
@@ -160,7 +161,7 @@ class FusedPlan:
         known = {buffer.address for buffer in named}
         buffers = (*named, *(buffer for buffer in without_repeats(rest) if buffer.address not in known))
         constants = f"{self._model.shape}, {self._n_tokens} tokens, fused"
-        return Plan(self._model.device, buffers, tuple(self._nodes), self._memory.page_tokens, constants)
+        return Plan(str(self._model.device), buffers, tuple(self._nodes), self._memory.page_tokens, constants)
 
     # Nodes
 

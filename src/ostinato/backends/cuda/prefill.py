@@ -31,7 +31,7 @@ from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk
 from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.weights import Weight
+from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
 from ostinato.loop.layout import MAX_TOP, Tables
 from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Norm, PlainMLP

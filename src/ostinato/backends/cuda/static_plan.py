@@ -23,11 +23,11 @@ from ostinato.backends.cuda.step import Launch, StepKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, StepRows
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
-from ostinato.loop.plan import Buffer, Node, Plan
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
 
 # Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
@@ -186,7 +186,7 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
         nodes.append(Node(f"sample.{name}", "sample", run, ("logits", "table", *sampling), ("table", *sampling)))
     held = [Buffer.of(name, tensor) for name, tensor in buffers.items()]
     constants = f"{model.shape}, {n_tokens} tokens, static"
-    return Plan(model.device, (*held, *weights), tuple(nodes), memory.page_tokens, constants)
+    return Plan(str(model.device), (*held, *weights), tuple(nodes), memory.page_tokens, constants)
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:

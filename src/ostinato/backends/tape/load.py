@@ -29,5 +29,4 @@ def without_matrices_on(model: Model, device: torch.device) -> Model:
             return embedding
         return weight.to(device) if isinstance(weight, Tensor) and weight.dim() == 1 else weight
 
-    frequencies = {rope: there(tensor) for rope, tensor in model.frequencies.items()}
-    return replace(with_leaves(model, there), frequencies=frequencies, device=device)
+    return replace(with_leaves(model, there), device=device)

@@ -58,7 +58,8 @@ from ostinato.backends.tape.partition import (
     tile_bytes,
 )
 from ostinato.backends.tape.tape_weight import TapeWeight
-from ostinato.backends.weights import Stack, Weight, shape_of
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.tape.partition import Partition
-from ostinato.backends.weights import DeviceMatrix
+from ostinato.backends.torch.weight import DeviceMatrix
 from ostinato.errors import InternalError
 
 

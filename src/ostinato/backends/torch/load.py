@@ -19,7 +19,7 @@ from ostinato.backends.loading import Piece, Progress, read_all
 from ostinato.backends.torch.arrays import array_dtype, array_of, tensor_of
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.upload import THREADS, Uploads
-from ostinato.backends.weights import Weight
+from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.models.blocks import ModelBlocks, with_leaves

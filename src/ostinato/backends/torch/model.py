@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +16,6 @@ from ostinato.backends.torch.table import Ops, ops_for
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
 from ostinato.models.blocks import AnyLayer, ModelBlocks, with_leaves
-from ostinato.models.rope import Rope
 
 Device: TypeAlias = torch.device
 DType: TypeAlias = torch.dtype
@@ -27,7 +26,6 @@ class Model(ModelBlocks):
     """Blocks whose leaves are weights: tensors, or matrices in the layout of a backend (`backends/weights.py`)."""
 
     ops: Ops
-    frequencies: dict[Rope, Tensor]
     dtype: torch.dtype  # what rows between layers are, unless the residual is wide
     device: torch.device
 
@@ -38,13 +36,9 @@ class Model(ModelBlocks):
         """The model of loaded blocks, for an engine of that context; their arrays become tensors over that memory."""
         blocks = with_leaves(blocks, lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf)
         ropes = [rope for rope in dict.fromkeys(blocks.shape.ropes) if rope is not None]
-        return Model(
-            **{field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)},
-            ops=ops or ops_for(device),
-            frequencies={rope: frequencies_of(rope, context).to(device) for rope in ropes},
-            dtype=dtype,
-            device=device,
-        )
+        blocks = replace(blocks, frequencies={rope: frequencies_of(rope, context).to(device) for rope in ropes})
+        given = {field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)}
+        return Model(**given, ops=ops or ops_for(device), dtype=dtype, device=device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
         """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.

@@ -24,7 +24,7 @@ from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.backends.torch.ops.sample import SampledTokens, SampleRows, sample_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
-from ostinato.backends.weights import Weight
+from ostinato.backends.torch.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

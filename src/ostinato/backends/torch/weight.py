@@ -2,11 +2,44 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import TypeAlias
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.weights import HostMatrix, Stack, Weight
+from ostinato.backends.weights import HostMatrix, Stack
+
+
+class DeviceMatrix(ABC):
+    """A matrix [rows, cols] on a device, in a layout that the backend's kernels read; torch makes it dense first."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """What rows are multiplied in."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    @abstractmethod
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix itself, rounded to dtype."""
+
+    @abstractmethod
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """Some rows, [len(ids), cols], not rounded further than they are."""
+
+
+Weight: TypeAlias = Tensor | DeviceMatrix | HostMatrix | Stack
 
 
 def dense_of(weight: Weight, dtype: torch.dtype) -> Tensor:

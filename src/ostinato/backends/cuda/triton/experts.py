@@ -47,7 +47,8 @@ from ostinato.backends.cuda.triton.matmul import (
 )
 from ostinato.backends.cuda.triton.tiles import Tile, tile_for
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
-from ostinato.backends.weights import Stack, Weight, shape_of
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.models.shape import Activation
 

@@ -40,7 +40,8 @@ from ostinato.backends.cuda.triton.unpack import (
     signed_byte_of,
     words_at,
 )
-from ostinato.backends.weights import Stack, Weight, shape_of
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,8 @@ from ostinato.backends.cuda.triton.unpack import (
     scaled_unit,
 )
 from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput, n_stats
-from ostinato.backends.weights import Stack, Weight, shape_of
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.models.shape import Activation
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.matmul import PreparedInput, stats_torch
-from ostinato.backends.weights import DeviceMatrix
+from ostinato.backends.torch.weight import DeviceMatrix
 
 
 def embed_torch(

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.activation import gated_torch
 from ostinato.backends.torch.ops.linear import linear_torch
-from ostinato.backends.torch.weight import rows_of
-from ostinato.backends.weights import DeviceMatrix, Stack, Weight
+from ostinato.backends.torch.weight import DeviceMatrix, Weight, rows_of
+from ostinato.backends.weights import Stack
 from ostinato.models.shape import Activation
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.backends.torch.weight import dense_of
-from ostinato.backends.weights import Weight
+from ostinato.backends.torch.weight import Weight, dense_of
 
 
 def gemm_torch(

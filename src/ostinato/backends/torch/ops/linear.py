@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.backends.torch.weight import dense_of
-from ostinato.backends.weights import HostMatrix, Stack, Weight
+from ostinato.backends.torch.weight import Weight, dense_of
+from ostinato.backends.weights import HostMatrix, Stack
 
 
 def linear_torch(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:

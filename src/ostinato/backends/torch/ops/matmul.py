@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.activation import activate_torch
 from ostinato.backends.torch.ops.experts import expert_of, route_torch
-from ostinato.backends.torch.weight import dense_of, dtype_of
-from ostinato.backends.weights import Stack, Weight
+from ostinato.backends.torch.weight import Weight, dense_of, dtype_of
+from ostinato.backends.weights import Stack
 from ostinato.models.shape import Activation
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
