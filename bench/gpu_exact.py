@@ -29,16 +29,17 @@ from bench.gpu_models import (
     placement_of,
 )
 from ostinato.backends.cuda.static_plan import WHY_NO_LOOP
+from ostinato.backends.torch.model import Model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
+from ostinato.engine.load import build_model
 from ostinato.engine.open import why_not
 from ostinato.engine.request import Request
 from ostinato.engine.verify import Verifier
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.blocks import Model
-from ostinato.models.random import DTYPES, MIXES
-from ostinato.models.registry import build_model, read_shape
+from ostinato.lab.random_weights import DTYPES, MIXES
+from ostinato.models.registry import read_shape
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES
 

@@ -31,18 +31,19 @@ import torch
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
 from ostinato.backends.torch.kv_store import cell_bytes
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
+from ostinato.engine.load import build_model
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
 from ostinato.loop.guard import Guard
 from ostinato.loop.plan import Node
-from ostinato.models.blocks import Model
-from ostinato.models.random import SHAPES
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.named_shapes import SHAPES
+from ostinato.models.registry import read_shape
 from ostinato.options import KVType
 
 MB: Final = 1 << 20

@@ -15,14 +15,17 @@ from torch import Tensor
 
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.table import Ops
+from ostinato.engine.load import build_model
 from ostinato.engine.placement import Placement, settle
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.blocks import Model, Norm
-from ostinato.models.random import DTYPES, MIXES, SHAPES, random_model
-from ostinato.models.registry import build_model, read_shape
+from ostinato.lab.random_weights import DTYPES, MIXES, random_model
+from ostinato.models.blocks import Norm
+from ostinato.models.named_shapes import SHAPES
+from ostinato.models.registry import read_shape
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType, LoadOptions
@@ -92,7 +95,7 @@ def moved(model: Model, device: torch.device, dtype: torch.dtype | None = None) 
     """A model elsewhere, in another dtype if one is given. Norms and frequencies stay in float32, packed as it is."""
     memo: dict[int, Any] = {}
     there: Model = _moved(model, device, dtype, memo)
-    return there if dtype is None else replace(there, dtype=dtype)
+    return replace(there, device=device, dtype=dtype or model.dtype)
 
 
 def _moved(part: Any, device: torch.device, dtype: torch.dtype | None, memo: dict[int, Any]) -> Any:

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, place
-from ostinato.backends.cuda.packed import Stack
 from ostinato.backends.tape.plan import scratch_elements
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.weights import Stack
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import Loop, LoopOptions
-from ostinato.models.blocks import Model
-from ostinato.models.rebuilt import rebuilt
+from ostinato.models.blocks import with_leaves
 
 LENGTHS: Final = (5, 64, 300, 1_100)  # of one chunk, of a whole bucket, and of several chunks
 LONG, REPEATS = 4_096, 5
@@ -80,7 +80,7 @@ def _hosted(model: Model) -> Model:
             return weight
         return Stack(tuple(map(there, weight.parts))) if isinstance(weight, Stack) else weight.to("cpu")
 
-    return rebuilt(model, there)
+    return with_leaves(model, there)
 
 
 def _bytes(part: Any) -> int:

@@ -20,14 +20,14 @@ import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.request import Token
 from ostinato.lab.bench import Bench, kv_read_bytes, read_bandwidth
-from ostinato.models.blocks import Model
-from ostinato.models.random import SHAPES
+from ostinato.models.named_shapes import SHAPES
 from ostinato.options import Sampling
 
 DEPTH, N_GEN, REPEATS, SLOTS = 500, 256, 3, 8

@@ -30,6 +30,7 @@ from bench.gpu_calls import CannotCount, counters
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_child, say
 from bench.gpu_models import kv_type_of, model_on, modes_of, placement_of
 from ostinato.backends.cuda.pool import pool_of
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
@@ -37,7 +38,6 @@ from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.request import Request, RequestSpec, Token
 from ostinato.errors import EngineDead, OstinatoError
 from ostinato.loop.host import OutEntry
-from ostinato.models.blocks import Model
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
 

@@ -27,14 +27,14 @@ from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, place, p
 from bench.gpu_speed import Meter
 from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
 from bench.gpu_yield import judge_yield, tape_yield
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.placement import Placement
 from ostinato.lab.bench import read_bandwidth
-from ostinato.models.blocks import Model
-from ostinato.models.random import MIXES
+from ostinato.lab.random_weights import MIXES
 from ostinato.options import Activations, KVType
 
 N_PROMPTS, N_POSITIONS, LONGEST_PROMPT = 10, 256, 100

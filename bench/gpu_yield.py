@@ -19,12 +19,12 @@ from typing import Final
 
 from bench.gpu_frame import Ended, Outcome, Record, Setting, Verdict
 from bench.gpu_models import TAPE, kv_type_of, model_on, placement_of
+from ostinato.backends.torch.model import Model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import InternalError
 from ostinato.loop.layout import End, Word
-from ostinato.models.blocks import Model
 
 LENGTHS: Final = (32, 512)  # of the prompts that come in
 N_PROMPTS: Final = 40  # of each length

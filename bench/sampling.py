@@ -25,6 +25,7 @@ from bench.note import versions
 from bench.replay import replays_us
 from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
+from ostinato.backends.torch.tables import dtype_of
 from ostinato.loop.layout import Arena, Layout, arena_bytes, sampled
 
 VOCAB: Final = 128_256
@@ -78,7 +79,7 @@ class Bench:
         self.layout = Layout(n_slots=n_slots, max_pages=2, vocab=VOCAB)
         self.fields = self.layout.table_fields
         memory = torch.zeros(arena_bytes(self.fields), dtype=torch.uint8, device="cuda")
-        self.table = Arena(self.fields, memory)
+        self.table = Arena(self.fields, memory, dtype_of)
         self.logits = logits.cuda()
         self._admit(case)
         spaces = sample_workspace(n_slots, VOCAB).items()
@@ -113,7 +114,7 @@ class Bench:
 
     def twin(self) -> Arena:
         """The same step by the twin, in a copy of the table on the host."""
-        table = Arena(self.fields, self.table.memory.cpu().clone())
+        table = Arena(self.fields, self.table.memory.cpu().clone(), dtype_of)
         sample_step_torch(
             self.logits.cpu(),
             table,
@@ -131,7 +132,7 @@ def check_tokens(case: Case) -> list[str]:
     for _ in range(3 if case.settings.get("temperature", 0) else 1):
         bench.step()
         twin = bench.twin()
-        mine = Arena(bench.fields, bench.table.memory.cpu().clone())
+        mine = Arena(bench.fields, bench.table.memory.cpu().clone(), dtype_of)
         if not unfiltered and mine["chosen"].tolist() != twin["chosen"].tolist():
             wrong.append(f"tokens {mine['chosen'].tolist()} are not the twin's {twin['chosen'].tolist()}")
         rows = torch.arange(16)

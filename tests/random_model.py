@@ -5,16 +5,18 @@ For tests that ask how a decoder behaves, not what a published model says.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from functools import cache
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.load import constant
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.table import TWINS
 from ostinato.models.bert import BERT
-from ostinato.models.blocks import Model
+from ostinato.models.blocks import with_leaves
 from ostinato.models.builder import Builder
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.family import Family
@@ -22,17 +24,19 @@ from ostinato.models.llama import LLAMA
 from ostinato.models.mamba import MAMBA2, without_attention
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Mamba2Shape, Shape
-from ostinato.models.weights import Weights
+from ostinato.models.tensors import Constant, ExpertMatrices, Sizes
 
 MemoryKind = Literal["kv", "swa", "recurrent", "hybrid", "encoder"]
 WINDOW = 16
+CPU = torch.device("cpu")
 
 
-class RandomWeights(Weights):
+class RandomWeights:
     """Weights that no file has: every tensor asked for is there, filled from a seed."""
 
+    dtype = torch.float32
+
     def __init__(self, seed: int) -> None:
-        self.dtype, self.device = torch.float32, torch.device("cpu")
         self._random = torch.Generator().manual_seed(seed)
 
     def has(self, name: str) -> bool:
@@ -41,24 +45,29 @@ class RandomWeights(Weights):
     def rows(self, name: str) -> int:
         return 2
 
-    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:
-        noise = torch.randn(tuple(shape), generator=self._random)
+    def take(self, name: str, shape: Sizes, *, exact: bool = False) -> Tensor:
+        """`exact`: what stays float32, whatever the model's dtype."""
+        noise = torch.randn(shape, generator=self._random)
         if name.endswith("norm.weight"):
             return 1 + 0.1 * noise
         if name.endswith("ssm_a"):
             return -noise.abs() - 0.1
         return noise * (0.5 if len(shape) < 2 else shape[-1] ** -0.5)
 
-    def take_stacked(
-        self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return torch.cat([self.take(name, shape) for name, shape in zip(names, shapes, strict=True)])
+    def leaf(self, reference: Any) -> Tensor:
+        """What takes the place of a reference."""
+        if isinstance(reference, Constant):
+            return constant(reference, self.dtype, CPU)
+        if isinstance(reference, ExpertMatrices):
+            parts = [torch.stack([self.take(n, reference.size) for n in names]) for names in reference.parts]
+            return torch.cat(parts, 1)
+        return torch.cat([self.take(name, shape, exact=reference.exact) for name, shape in reference.wanted])
 
-    def take_matrix(self, names: Sequence[str], shapes: Sequence[Sequence[int]]) -> Tensor:
-        return self.take_stacked(names, shapes)
-
-    def pass_over(self, name: str) -> None:
-        return
+    def model(self, family: Family, shape: Shape, context: int) -> Model:
+        """A model of that family and shape."""
+        with torch.inference_mode(False):
+            blocks = with_leaves(family.build(Builder(shape, self), family.layer), cache(self.leaf))
+            return Model.of(blocks, dtype=self.dtype, device=CPU, context=context, ops=TWINS)
 
 
 def attention_shape(family: str, n_vocab: int, hidden: int, context: int) -> Shape:
@@ -106,5 +115,4 @@ def random_model(
 ) -> Model:
     """A model of two layers whose memory is of that kind."""
     family, shape = shape_of(kind, n_vocab, hidden, context)
-    with torch.inference_mode(False):
-        return family.build(Builder(shape, RandomWeights(seed), TWINS, context), family.layer)
+    return RandomWeights(seed).model(family, shape, context)

@@ -29,6 +29,7 @@ from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
+from ostinato.engine.load import build_model
 from ostinato.engine.placement import Placement, settle, use_threads
 from ostinato.engine.request import Message, Request, Token, waited_for
 from ostinato.engine.sequential import Continuation, Sequential
@@ -36,7 +37,7 @@ from ostinato.engine.stats import SlotView, Stats
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.registry import read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of

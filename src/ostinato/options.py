@@ -22,6 +22,7 @@ Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 Activations = Literal["wide", "int8"]
 Prompts = Literal["auto", "plain", "tape"]
 
+Q8_BLOCK = 32  # keys or values of one scale
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
@@ -48,6 +49,15 @@ _FP8_NAMES = ("fp8", "f8", "float8")
 def _check(condition: bool, option: str, value: object, wanted: str) -> None:
     if not condition:
         raise BadOption(f"{option} is {value!r}; it must be {wanted}")
+
+
+def check_kv_width(kv_type: KVType, width: int) -> None:
+    """Refuse a kv_type that heads of this width cannot have."""
+    if kv_type == "q8_0" and width % Q8_BLOCK:
+        raise BadOption(
+            f"kv_type q8_0 needs heads whose width is a multiple of {Q8_BLOCK}, and this model's is {width}; "
+            "use f16 or bf16"
+        )
 
 
 def _is_number(value: object) -> bool:

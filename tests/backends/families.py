@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
-
-from ostinato.backends.torch.table import TWINS
-from ostinato.models.blocks import Model
-from ostinato.models.builder import Builder
+from ostinato.backends.torch.model import Model
 from ostinato.models.gemma import GEMMA2, GEMMA3, two_ropes
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.llama import LLAMA
@@ -29,15 +25,6 @@ class FamilyWeights(RandomWeights):
 
     def has(self, name: str) -> bool:
         return not name.endswith("_exps.weight") and name != "output.bias"
-
-    def check(self, names: object, shapes: object) -> None:
-        return
-
-    def empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape)
-
-    def take_into(self, name: str, out: torch.Tensor) -> None:
-        out.copy_(self.take(name, out.shape))
 
 
 def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
@@ -72,4 +59,4 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "phi3": (PHI3, replace(plain, ropes=(replace(rope, width=24), replace(rope, width=24)))),
         "gpt2": (GPT2, gpt2),
     }[name]
-    return family.build(Builder(shape or own, FamilyWeights(seed), TWINS, CONTEXT), family.layer)
+    return FamilyWeights(seed).model(family, shape or own, CONTEXT)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ostinato.backends.torch.plan import tensors_of
+from ostinato.engine import load
 from ostinato.engine.verify import Check
-from ostinato.models import registry
 from tests.cli.conftest import RunCli
 
 verify = import_module("ostinato.cli.verify")  # the room has the verb under this name
@@ -52,7 +52,7 @@ def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:
 
 
 def test_a_difference_is_named_and_exits_with_3(ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build = registry.build_model
+    build = load.build_model
     built: list[object] = []
 
     def flipped(*given: Any, **words: Any) -> Any:
@@ -64,7 +64,7 @@ def test_a_difference_is_named_and_exits_with_3(ostinato: RunCli, tiny: Path, mo
         built.append(model)
         return model
 
-    monkeypatch.setattr(registry, "build_model", flipped)
+    monkeypatch.setattr(load, "build_model", flipped)
     ran = ostinato("verify", "--model", tiny, "--device", "cpu")
     assert ran.code == 3
     assert "DIFFERS at load: model.layers.0.mlp.down.weight.planes.0[50] is" in ran.out

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ostinato.engine.open import Loop, LoopOptions
 from tests.backends.native.tiled import tiled
@@ -36,14 +35,10 @@ class NativeStepper:
         self.events: list[Event] = []
         loop = self._driver.loop
         self._table, self._logits = loop.tables.table, loop.plan.buffer("logits").tensor
-        assert loop.memory.kv is not None
-        heads, width = model.shape.n_kv_heads, model.shape.head_width
         # As attention.h orders a page: keys with positions side by side, values one position after the other.
-        self._halves = {
-            (layer, what): half.values.view(n_pages, heads, *((width, PAGE) if what == "key" else (PAGE, width)))
-            for what, halves in (("key", loop.memory.kv.keys), ("value", loop.memory.kv.values))
-            for layer, half in halves.items()
-        }
+        self._halves: dict[tuple[int, str], np.ndarray] = {}
+        for layer, pages in enumerate(loop.memory.layers):
+            self._halves |= {(layer, "key"): pages.keys, (layer, "value"): pages.values}
 
     def __del__(self) -> None:
         self._driver.close()
@@ -64,7 +59,7 @@ class NativeStepper:
         before, kept = self._entries(), self._saved()
         self._play(tokens)
         wrote = self._written(before)
-        after, logits = self._saved(), self._logits[: len(tokens)].clone()
+        after, logits = self._saved(), self._logits[: len(tokens)].copy()
         reads = self._reads(tokens, positions, kept, logits)
         self._restore(after)
         self.events += [*wrote, *reads, Committed(frozenset(Place(s, p) for s, p in positions.items()))]
@@ -88,7 +83,7 @@ class NativeStepper:
         return {slot: found[slot] for slot in asked}
 
     def _reads(
-        self, tokens: Mapping[int, int], positions: Mapping[int, int], kept: list[Tensor], logits: Tensor
+        self, tokens: Mapping[int, int], positions: Mapping[int, int], kept: list[np.ndarray], logits: np.ndarray
     ) -> list[Event]:
         """Who reads which entry of the past: whose logits change when it is another one."""
         seen: dict[tuple[int, int], list[Place]] = {
@@ -101,44 +96,44 @@ class NativeStepper:
                     self._restore(kept)
                     for what in ("key", "value"):
                         cell = self._cell(layer, what, Place(slot, position))
-                        cell.mul_(-2).add_(1)
+                        cell[:] = cell * -2 + 1
                     self._play(tokens)
                     for row, reader in enumerate(tokens):
-                        if not torch.equal(self._logits[row], logits[row]):
+                        if not np.array_equal(self._logits[row], logits[row]):
                             seen[layer, reader].append(Place(slot, position))
         return [
             Read(layer, Place(slot, positions[slot]), tuple(sorted(places))) for (layer, slot), places in seen.items()
         ]
 
-    def _length_in(self, kept: list[Tensor], slot: int) -> int:
+    def _length_in(self, kept: list[np.ndarray], slot: int) -> int:
         self._restore(kept)
         return int(self._table["position"][slot])
 
-    def _cell(self, layer: int, what: str, place: Place) -> Tensor:
+    def _cell(self, layer: int, what: str, place: Place) -> np.ndarray:
         page, cell = place.sequence * PAGES_EACH + place.position // PAGE, place.position % PAGE
         half = self._halves[layer, what]
         return half[page, :, :, cell] if what == "key" else half[page, :, cell]
 
-    def _entries(self) -> dict[tuple[int, str], Tensor]:
-        return {name: half.clone() for name, half in self._halves.items()}
+    def _entries(self) -> dict[tuple[int, str], np.ndarray]:
+        return {name: half.copy() for name, half in self._halves.items()}
 
-    def _written(self, before: Mapping[tuple[int, str], Tensor]) -> list[Event]:
+    def _written(self, before: Mapping[tuple[int, str], np.ndarray]) -> list[Event]:
         events: list[Event] = []
         for (layer, what), half in self._halves.items():
             axes = (1, 2) if what == "key" else (1, 3)
             changed = (half != before[layer, what]).any(axes[1]).any(axes[0])  # [pages, cells]
-            for page, cell in changed.nonzero().tolist():
+            for page, cell in np.argwhere(changed).tolist():
                 place = Place(page // PAGES_EACH, page % PAGES_EACH * PAGE + cell)
                 events.append(Wrote(layer, what, place))
         return events
 
-    def _memories(self) -> list[Tensor]:
+    def _memories(self) -> list[np.ndarray]:
         tables = self._driver.loop.tables
         return [tables.table.memory, tables.rings.memory, *self._halves.values()]
 
-    def _saved(self) -> list[Tensor]:
-        return [memory.clone() for memory in self._memories()]
+    def _saved(self) -> list[np.ndarray]:
+        return [memory.copy() for memory in self._memories()]
 
-    def _restore(self, saved: list[Tensor]) -> None:
+    def _restore(self, saved: list[np.ndarray]) -> None:
         for memory, kept in zip(self._memories(), saved, strict=True):
-            memory.copy_(kept)
+            memory[:] = kept

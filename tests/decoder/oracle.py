@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ostinato.models.blocks import Model
+from ostinato.backends.torch.model import Model
 
 
 class Sight(NamedTuple):

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from ostinato.backends.torch.kv_store import KVStore
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.decoder import Decoder
@@ -24,7 +25,6 @@ from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory
 from ostinato.decoder.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
-from ostinato.models.blocks import Model
 from tests.decoder.memory.makers import digest
 from tests.decoder.oracle import Held, Oracle
 from tests.random_model import MemoryKind, random_model

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from ostinato.backends.torch.model import Model
 from ostinato.engine.defaults import OURS
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import TWIN
 from ostinato.engine.placement import Placement
 from ostinato.engine.request import Request, Token
-from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model

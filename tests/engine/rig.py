@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.torch.model import Model
 from ostinato.engine.driver import GREEDY as GREEDY
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import TWIN, Loop, LoopOptions
 from ostinato.loop.layout import Word
-from ostinato.models.blocks import Model
 from ostinato.options import KVType, Sampling
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model

@@ -28,7 +28,7 @@ from bench.gpu_executor import perplexity
 from bench.gpu_models import moved
 from ostinato.backends.allocate import BumpAllocator
 from ostinato.backends.cuda.graph import CudaGraph
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.plan import Fusions
 from ostinato.backends.cuda.prefill import BUCKETS, FusedPrefill
 from ostinato.backends.cuda.stamps import Stamps
@@ -38,18 +38,21 @@ from ostinato.backends.cuda.step import triton_kernels, twin_kernels, twin_promp
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.torch.kv_store import cell_bytes
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
 from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.weights import Stack
 from ostinato.build import cubin, shared_object
+from ostinato.engine.load import build_model
 from ostinato.engine.placement import choose_device
 from ostinato.errors import BadFile, BadPointer, EngineDead, HardwareCannot, InternalError, PlanStale
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.lab.random_weights import random_blocks
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Finish, Layout, Tables, Word
 from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import GatedMLP, Layer, Model
-from ostinato.models.random import random_blocks
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.blocks import GatedMLP, Layer
+from ostinato.models.registry import read_shape
 from ostinato.text.of_checkpoint import tokenizer_of
 from tests.backends.cuda.test_plan import fused_driver
 from tests.backends.cuda.triton import (
@@ -131,7 +134,7 @@ def test_a_plan_in_which_a_launch_overwrites_what_it_reads_is_refused() -> None:
     buffers = (Buffer.of("a", memory[:6]), Buffer.of("b", memory[4:]), Buffer.of("c", memory[6:]))
 
     def plan(reads: str, writes: str) -> Plan:
-        return Plan(CPU, buffers, (Node("n", "test", lambda: None, (reads,), (writes,)),), 16)
+        return Plan("cpu", buffers, (Node("n", "test", lambda: None, (reads,), (writes,)),), 16)
 
     with pytest.raises(InternalError, match="node n writes b, which overlaps a"):
         plan("a", "b")
@@ -145,10 +148,10 @@ def test_any_buffer_of_a_plan_that_was_moved_is_named() -> None:
     plan = driver.loop.plan
     for buffer in plan.buffers:
         kept = buffer.tensor.detach()
-        buffer.tensor.set_(kept.clone())  # type: ignore[call-overload]  # torch types it for storages alone
+        buffer.tensor.set_(kept.clone())
         with pytest.raises(PlanStale, match=f"the buffer {re.escape(buffer.name)} was at"):
             plan.check()
-        buffer.tensor.set_(kept)  # type: ignore[call-overload]
+        buffer.tensor.set_(kept)
         plan.check()
     driver.loop.close()
 
@@ -208,9 +211,9 @@ class StandIn:
 
 def stand_in_start(kind: Any, cuda: StandIn, monkeypatch: pytest.MonkeyPatch, n_steps: int = 3) -> Any:
     """A start of that kind over a plan of two nodes; the step boundary says go for so many steps."""
-    tables = Tables.on(Layout(n_slots=2, max_pages=1, vocab=8), CPU)
+    tables = Tables.of(Layout(n_slots=2, max_pages=1, vocab=8))
     nodes = tuple(Node(name, "test", partial(cuda.note, name), (), ("x",)) for name in ("one", "two"))
-    start = kind(Plan(CPU, (Buffer.of("x", torch.zeros(4)),), nodes, 64), tables, Guard())
+    start = kind(Plan("cpu", (Buffer.of("x", torch.zeros(4)),), nodes, 64), tables, Guard())
     words, left = tables.rings.host("words"), [n_steps]
 
     def step_boundary() -> None:

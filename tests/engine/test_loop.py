@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import threading
 
+import numpy as np
 import pytest
 import torch
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.loop.layout import End, Finish, SlotState, Word
-from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
 from tests.random_model import MemoryKind, random_model
@@ -203,17 +204,13 @@ def test_the_cells_of_other_sequences_are_neither_read_nor_written() -> None:
     model = random_model("kv")
     driver = open_loop(model=model)
     generation = driver.admit(0, [1, 2, 3], most=20, pages=[7, 2])
-    memory = driver.loop.memory
-    assert memory.kv is not None
-    cells = memory.n_pages * memory.page_tokens
-    mine = torch.zeros(cells, dtype=torch.bool)
-    for page in (7, 2):
-        mine[page * memory.page_tokens : (page + 1) * memory.page_tokens] = True
-    for half in memory.kv.halves:
-        half.values[0, ~mine] = float("nan")
+    halves = [half for layer in driver.loop.memory.layers for half in (layer.keys, layer.values)]
+    others = [page for page in range(len(halves[0])) if page not in (7, 2)]
+    for half in halves:
+        half[others] = np.nan
     driver.run()
     assert driver.tokens(generation) == alone([1, 2, 3], model=model, most=20)
-    assert all(bool(half.values[0, ~mine].isnan().all()) for half in memory.kv.halves)
+    assert all(np.isnan(half[others]).all() and not np.isnan(half[[7, 2]]).any() for half in halves)
     driver.loop.close()
 
 

@@ -12,7 +12,7 @@ from ostinato.backends.torch.plan import tensors_of
 from ostinato.engine.memory_plan import ATTENTION_CUTS, GPU_LIBRARIES, MemoryPlan, Wanted, memory_plan, rows_of
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.errors import HardwareCannot
-from ostinato.models.random import SHAPES
+from ostinato.models.named_shapes import SHAPES
 from tests.backends.families import family_model
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model, shape_of

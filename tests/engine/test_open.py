@@ -14,12 +14,12 @@ from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.static_plan import SPARE_STATES, WHY_NO_LOOP
 from ostinato.backends.cuda.step import twin_kernels
 from ostinato.backends.native.start import NativeLoop
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuEager
 from ostinato.engine.open import MODES, NO_ROOM, TAKEN, LoopOptions, choose_mode, mode_below, why_not
 from ostinato.errors import HardwareCannot
-from ostinato.models.blocks import Model
 from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import open_loop
 from tests.random_model import MemoryKind, random_model

@@ -12,6 +12,8 @@ import torch
 from ostinato.backends.cuda.plan import fused_plan
 from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import StepKernels, twin_kernels, twin_prompts
+from ostinato.backends.torch.forward import through_mlp
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop
 from ostinato.engine.driver import GREEDY, LoopDriver
@@ -28,12 +30,12 @@ from ostinato.engine.verify import (
 )
 from ostinato.engine.verify import _Found as Found
 from ostinato.errors import HardwareCannot
+from ostinato.lab.random_weights import random_model as named_model
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Finish
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Node, Plan
-from ostinato.models.blocks import Experts, Layer, Model
-from ostinato.models.random import random_model as named_model
+from ostinato.models.blocks import Experts, Layer
 from tests.backends.native.tiled import packed_blocks, tiled
 from tests.random_model import MemoryKind, random_model
 
@@ -331,7 +333,9 @@ def test_an_expert_that_nobody_would_choose_is_found_and_its_layer_named() -> No
 def test_an_expert_that_does_not_exist_is_found(wrong: int) -> None:
     model = named_model("tiny-mixtral", torch.bfloat16, torch.device("cpu"))
     judge = RouteJudge(torch.tensor([[[0, wrong]]] * 2), 0.1)
-    judge.routed(model).layers[1].mlp(torch.ones(1, 256, dtype=torch.bfloat16))  # type: ignore[attr-defined]
+    layer = model.layers[1]
+    assert isinstance(layer, Layer)
+    through_mlp(judge.routed(model).ops, layer.mlp, torch.ones(1, 256, dtype=torch.bfloat16))
     assert judge.difference is not None
     assert str([0, wrong]) in judge.difference.found
 

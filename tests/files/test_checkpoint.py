@@ -233,9 +233,9 @@ def test_a_file_that_vanished_has_no_fingerprint(home: Path, small: Path) -> Non
 @pytest.mark.slow
 def test_the_default_model_is_read_by_two_threads_in_little_time(default_model: Path) -> None:
     file = open_checkpoint(default_model)
-    outs = {name: torch.empty(info.shape) for name, info in file.tensors.items()}
+    outs = {name: np.empty(info.shape, np.float32) for name, info in file.tensors.items()}
     start = time.process_time()  # of both threads, not the clock: a busy machine must not fail this
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda name: file.read(name, outs[name]), outs))
     assert time.process_time() - start < 2 * 1.5
-    assert all(np.isfinite(out.numpy().sum()) for out in outs.values())
+    assert all(np.isfinite(out.sum()) for out in outs.values())

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from ostinato.backends.torch.arrays import array_of
 from ostinato.errors import BadFile, OstinatoError, UnknownName, Unsupported
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.files.safetensors import SafetensorsFolder
@@ -70,7 +71,7 @@ def assert_holds_some_tensors(file: SafetensorsFolder) -> None:
         assert info.n_bytes == value.numel() * value.element_size()
         for dtype in (torch.float32, torch.bfloat16, torch.float16, value.dtype):
             out = torch.full(info.shape, 7.0, dtype=dtype)
-            file.read(name, out)
+            file.read(name, array_of(out))
             torch.testing.assert_close(out, value.to(dtype), rtol=0, atol=0)
 
 
@@ -121,10 +122,10 @@ def test_whole_numbers_are_listed_and_odd_ones_refused_when_read(tmp_path: Path)
     save_file({"ids": torch.arange(3), "mask": torch.tensor([True])}, tmp_path / SINGLE)
     file = SafetensorsFolder(folder_with(tmp_path))
     out = torch.empty(3)
-    file.read("ids", out)
+    file.read("ids", array_of(out))
     assert out.tolist() == [0, 1, 2]
     with pytest.raises(Unsupported, match="'mask': is stored as BOOL"):
-        file.read("mask", torch.empty(1))
+        file.read("mask", np.empty(1, np.float32))
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "fp8", "bitsandbytes", "compressed-tensors", "mxfp4"])

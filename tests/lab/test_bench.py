@@ -10,7 +10,7 @@ import torch
 from ostinato.engine.placement import Placement
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.lab.bench import Bench, Figure, Task, TimedRun, kv_read_bytes, read_bandwidth, why_not_profiled
-from ostinato.models.random import SHAPES
+from ostinato.models.named_shapes import SHAPES
 from tests.backends.native.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from ostinato import build
+from ostinato.backends.torch.tables import as_tensors
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import (
-    ALIGNMENT,
     GRANT_PAGES,
     INBOX_WORDS,
     OUTBOX_WORDS,
@@ -29,10 +28,10 @@ from ostinato.loop.layout import (
     arena_bytes,
     words_header,
 )
+from ostinato.loop.memory import ALIGNMENT
 from ostinato.loop.sources import source
 
 LAYOUTS = [Layout(1, 1, 1), Layout(3, 7, 40, 16, 64), Layout(64, 2048, 151_936)]
-CPU = torch.device("cpu")
 PAGE_TOKENS = 16
 
 
@@ -67,20 +66,28 @@ def test_a_admission_lies_in_the_table_where_it_lies_in_the_admissions(layout: L
 
 
 def test_writing_one_field_changes_no_other() -> None:
-    tables = Tables.on(LAYOUTS[1], CPU)
+    tables = Tables.of(LAYOUTS[1])
     for arena in (tables.table, tables.admissions, tables.rings):
         for name in arena.names:
-            arena.memory.zero_()
-            arena[name].view(torch.uint8).fill_(255)
+            arena.memory.fill(0)
+            arena[name].view(np.uint8).fill(255)
             assert int((arena.memory == 255).sum()) == arena[name].nbytes
             assert all(not arena[other].any() for other in arena.names if other != name)
 
 
-def test_host_views_are_the_same_bytes() -> None:
-    tables = Tables.on(LAYOUTS[1], CPU)
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_host_views_are_the_same_bytes(kind: str) -> None:
+    tables = Tables.of(LAYOUTS[1])
+    seen = as_tensors(tables) if kind == "torch" else tables
+    assert seen.addresses == tables.addresses
     tables.table.host("position")[2] = 7
-    assert tables.table["position"].tolist() == [0, 0, 7]
-    assert tables.rings.host("words").dtype == np.int64
+    assert seen.table["position"].tolist() == [0, 0, 7]
+    assert seen.table.host("position").tolist() == [0, 0, 7]
+    assert seen.rings.host("words").dtype == np.int64
+
+
+def test_arenas_begin_where_a_cache_line_does() -> None:
+    assert all(address % ALIGNMENT == 0 for address in Tables.of(LAYOUTS[1]).addresses)
 
 
 def test_every_control_word_has_its_own_cache_line() -> None:

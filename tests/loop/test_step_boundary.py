@@ -86,7 +86,7 @@ class Table:
     tables: Tables = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tables = Tables.on(self.layout, CPU)
+        self.tables = Tables.of(self.layout)
         self.tables.table.host("plan_hash")[0] = as_int64(PLAN_HASH)
         self.tables.table.host("epoch")[0] = EPOCH
         self._twin = StepBoundary(
@@ -212,8 +212,7 @@ def in_lanes(layout: Layout) -> Native:
 
 def called(function: Callable[..., int]) -> Native:
     def run(tables: Tables, now_ns: int, order: int) -> int:
-        arenas = (tables.table, tables.admissions, tables.rings)
-        at = [ctypes.c_void_p(arena.memory.data_ptr()) for arena in arenas]
+        at = [ctypes.c_void_p(address) for address in tables.addresses]
         rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns), ctypes.c_uint32(order))
         return int(function(*at, *rest))
 
@@ -235,8 +234,8 @@ def in_cuda(layout: Layout) -> Native:
     stream = Device(0).create_stream()
 
     def run(tables: Tables, now_ns: int, order: int) -> int:
-        table = tables.table.memory.cuda()
-        admissions, rings = tables.admissions.memory.pin_memory(), tables.rings.memory.pin_memory()
+        table, admissions, rings = (torch.from_numpy(arena.memory) for arena in tables.arenas)
+        table, admissions, rings = table.cuda(), admissions.pin_memory(), rings.pin_memory()
         torch.cuda.synchronize()
         at = (table.data_ptr(), admissions.data_ptr(), rings.data_ptr())
         shape = LaunchConfig(grid=1, block=128)
@@ -244,8 +243,8 @@ def in_cuda(layout: Layout) -> Native:
         torch.cuda.synchronize()
         words, step_ns = tables.rings.host("words"), tables.table.host("step_ns")
         head, last_ns = int(words[Word.OUTBOX_HEAD, 0]), int(step_ns[0])
-        tables.table.memory.copy_(table)
-        tables.rings.memory.copy_(rings)
+        tables.table.memory[:] = table.cpu().numpy()
+        tables.rings.memory[:] = rings.numpy()
         # The device's time is its own: what it stamped becomes what the test expects, and only that.
         if step_ns[0] != last_ns:
             times = tables.rings.host("outbox").view(np.int64)[:, OutboxWord.TIME // 2]
@@ -794,8 +793,7 @@ def test_cpp_tells_the_time_of_its_own_clock(home: None) -> None:
     table = Table(layout)
     table.admit(0, generation=1)
     native = cpp_library(layout).step_boundary
-    arenas = (table.tables.table, table.tables.admissions, table.tables.rings)
-    at = [ctypes.c_void_p(arena.memory.data_ptr()) for arena in arenas]
+    at = [ctypes.c_void_p(address) for address in table.tables.addresses]
     native(*at, ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH))
     (entry,) = table.drain()
     assert entry.time_ns > 0

@@ -10,10 +10,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attention import attention_torch
+from ostinato.engine.load import build_model
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.blocks import Model
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
 
 

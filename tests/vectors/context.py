@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.flow import never
 from ostinato.decoder.sample_router import BackendSampler, GreedySampler, TopKSampler
 from ostinato.errors import DecodeError, OstinatoError
-from ostinato.models.blocks import Model
 from tests.random_model import MemoryKind, random_model
 from tests.vectors.memory_steps import SEQUENCE_OPS, seq_pos, sequence_op
 from tests.vectors.sanitizer import batch_of

@@ -18,9 +18,9 @@ from ostinato.options import LoadOptions
 if TYPE_CHECKING:
     import torch
 
+    from ostinato.backends.torch.model import Model
     from ostinato.engine.placement import Placement
     from ostinato.files.checkpoint import Checkpoint
-    from ostinato.models.blocks import Model
     from ostinato.models.shape import Shape
 
 
@@ -35,7 +35,7 @@ class Bare:
     def load(self, device: torch.device | None = None, *, dense: bool = False) -> Model:
         """The model with its weights, where it will run unless another device is given; `dense`: none of them packed,
         as `eager` has them on a CPU."""
-        from ostinato.models.registry import build_model
+        from ostinato.engine.load import build_model
 
         placement, progress = self.placement, LoadProgress()
         try:

@@ -29,9 +29,9 @@ from ostinato.options import LoadOptions, Mode
 if TYPE_CHECKING:
     import torch
 
+    from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import Checkpoint
     from ostinato.lab.bench import Figure, Profile
-    from ostinato.models.blocks import Model
     from ostinato.models.shape import Shape
     from ostinato.options import Activations, KVType
 
@@ -208,7 +208,8 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
 
     from ostinato.backends.torch.amx import make_bfloat16_safe
     from ostinato.engine.placement import choose_device, choose_dtype, choose_tiles, threads_for
-    from ostinato.models.random import DTYPES, MIXES, named_shape, random_model, weight_bytes
+    from ostinato.lab.random_weights import DTYPES, MIXES, random_model, weight_bytes
+    from ostinato.models.named_shapes import named_shape
 
     sizes = named_shape(shape)
     if type is not None and type not in (*DTYPES, *MIXES):

@@ -111,8 +111,8 @@ def _read_shape(checkpoint: Checkpoint) -> Shape:
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """By type, how many there are and their bytes, how many of them a GPU multiplies as they are in the file, how many
     are matrices, and the type that those have in the tiles of the CPU's native loop."""
+    from ostinato.backends.cuda.load import stays_packed
     from ostinato.backends.native.tile_weights import is_matrix, tile_type
-    from ostinato.models.weights import stays_packed
 
     types: dict[str, dict[str, Any]] = {}
     for tensor in checkpoint.tensors.values():

@@ -18,9 +18,9 @@ from ostinato.errors import BadInput, BadOption, HardwareCannot
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
     from ostinato.lab.work import Machine, Workload
-    from ostinato.models.blocks import Model
     from ostinato.options import Activations
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and kernels that stay.")
@@ -335,7 +335,8 @@ def _model(machine: Machine, shape: str) -> tuple[Model, str]:
     import torch
 
     from ostinato.backends.native.library import why_no_native
-    from ostinato.models.random import named_shape, random_model
+    from ostinato.lab.random_weights import random_model
+    from ostinato.models.named_shapes import named_shape
 
     named_shape(shape)
     if machine.kind == "gpu":

@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from torch import Tensor
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.encode_flow import EncodeFlow
 from ostinato.decoder.flow import Decoded, DecodeFlow, never
@@ -27,7 +28,6 @@ from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.decoder.sample_router import BackendSampler
 from ostinato.decoder.settings import Settings, settle
 from ostinato.errors import BadOption, Unsupported
-from ostinato.models.blocks import Model
 from ostinato.options import KVType
 
 

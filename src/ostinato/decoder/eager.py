@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.clean import CleanBatch
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.compute_executor import Abort, Computed, Extractor
 from ostinato.decoder.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
 from ostinato.decoder.memory.forward import EncoderMemory, ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
-from ostinato.models.blocks import Model
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
@@ -23,7 +24,6 @@ from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.decoder.sample_router import SampleRouter
 from ostinato.decoder.settings import Settings
 from ostinato.errors import ComputeFailed, InternalError, InvalidBatch
-from ostinato.models.blocks import Model
 
 
 class EncodeFlow:

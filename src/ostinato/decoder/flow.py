@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
 from ostinato.decoder.batch.splitter import Splitter
@@ -27,7 +28,6 @@ from ostinato.decoder.sample_router import SampleRouter
 from ostinato.decoder.settings import Settings
 from ostinato.decoder.ubatch_executor import UbatchExecutor
 from ostinato.errors import Aborted, InternalError, InvalidBatch
-from ostinato.models.blocks import Model
 
 
 @dataclass(frozen=True, slots=True)

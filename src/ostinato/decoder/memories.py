@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
+from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.window import Window, windowed_size
 from ostinato.decoder.memory.coordinator.hybrid import HybridCoordinator
@@ -23,7 +24,6 @@ from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory
 from ostinato.decoder.settings import Settings, settle
 from ostinato.errors import Unsupported
-from ostinato.models.blocks import Model
 from ostinato.options import KVType
 
 if TYPE_CHECKING:

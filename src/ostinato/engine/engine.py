@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Final, Self
 from weakref import WeakKeyDictionary
 
+from ostinato.backends.torch.model import Model
 from ostinato.engine.constraint import Constrain, Constraint
 from ostinato.engine.open import Loop, LoopOptions
 from ostinato.engine.placement import Placement
@@ -27,7 +28,6 @@ from ostinato.engine.stats import SlotView, Stats
 from ostinato.errors import Unsupported
 from ostinato.loop.layout import Word
 from ostinato.loop.start import Helper
-from ostinato.models.blocks import Model
 from ostinato.options import DEFAULT_QUEUE, Sampling
 
 CLOSE_TIMEOUT_S: Final = 30.0

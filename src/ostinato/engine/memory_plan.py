@@ -18,13 +18,13 @@ from ostinato.backends.cuda.plan import StepBuffers
 from ostinato.backends.cuda.prefill import BUCKETS
 from ostinato.backends.cuda.static_plan import SPARE_STATES
 from ostinato.backends.native.plan import CHUNK_ROWS
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, PagedMemory, page_bytes
 from ostinato.backends.torch.prefill import MANY_ROWS
 from ostinato.backends.torch.table import TWINS
 from ostinato.errors import HardwareCannot
 from ostinato.files.fetch import megabytes
 from ostinato.loop.layout import Layout, arena_bytes
-from ostinato.models.blocks import Model
 from ostinato.models.shape import Shape
 from ostinato.options import KVType
 
@@ -156,7 +156,17 @@ def rows_of(wanted: Wanted) -> tuple[MemoryRow, ...]:
 def meta_model(shape: Shape, dtype: torch.dtype) -> Model:
     """A model of that shape without layers or memory, for whoever asks a model how large its buffers will be."""
     embedding = torch.empty((shape.vocab, shape.hidden), dtype=dtype, device=_META)
-    return Model(shape, TWINS, embedding, None, (), None, None, {}, dtype)
+    return Model(
+        shape=shape,
+        embedding=embedding,
+        position_embedding=None,
+        layers=(),
+        norm=None,
+        head=None,
+        ops=TWINS,
+        dtype=dtype,
+        device=_META,
+    )
 
 
 def _state_bytes(wanted: Wanted) -> int:

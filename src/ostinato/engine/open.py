@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -20,14 +20,18 @@ from ostinato.backends.cuda.plan import fused_plan, why_not_fused
 from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.static_plan import SPARE_STATES, WHY_NO_LOOP, static_plan, why_not_static
 from ostinato.backends.native.library import why_no_native
+from ostinato.backends.native.pages import NativePages
 from ostinato.backends.native.plan import NativeStep, native_plan, why_not_native_model
 from ostinato.backends.native.prefill import NativePrefill
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.tape.plan import TapeStep, tape_plan, why_no_tape_on, why_not_tape, why_too_large
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, PagedMemory
 from ostinato.backends.torch.plan import torch_plan
 from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuEager, CpuLoop
+from ostinato.backends.torch.tables import as_tensors, tensor_tables
+from ostinato.engine.cores import default_threads
 from ostinato.errors import HardwareCannot, Unsupported
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
@@ -36,7 +40,6 @@ from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import PendingWork, Start
 from ostinato.loop.wake import FileWakeEvent, WakeEvent
-from ostinato.models.blocks import Model
 from ostinato.options import Activations, KVType
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ class LoopOptions:
     kv_type: KVType
     n_tokens: int  # ids that the tokenizer knows; those beyond are never chosen
     activations: Activations = "wide"  # of weights in tiles
-    threads: int | None = None  # of the native loop; None: as many as torch has
+    threads: int | None = None  # of the native loop; None: as many as the machine has cores
     prompts_on_tape: bool = False  # of `persistent`: whether matrices lie on its tape alone, and prompts read that
     room_for_tape: bool = True  # False: `auto` must do without it
 
@@ -83,20 +86,17 @@ class Loop:
     ) -> None:
         self.options, self.model = options, model
         self.page_tokens = PAGE_TOKENS[model.device.type]
-        self.memory = PagedMemory.of(
-            model,
-            # A GPU's step has all rows at once; those that serve nobody need somewhere to leave their states.
-            n_slots=options.n_slots + (SPARE_STATES if model.device.type == "cuda" else 0),
-            n_pages=options.n_pages,
-            kv_type=options.kv_type,
-            page_tokens=self.page_tokens,
-        )
+        self.mode_name, self.why_not = choose_mode(options.mode, model, options)
         max_pages = -(-options.context // self.page_tokens)
         layout = Layout(options.n_slots, max_pages, model.shape.vocab, outbox_entries=outbox_entries or OUTBOX_ENTRIES)
-        self.tables = Tables.on(layout, model.device)
+        self.memory: Any  # pages and states, of the backend's own kind
+        if self.is_native:
+            self.memory = NativePages.of(model.shape, n_pages=options.n_pages, kv_type=options.kv_type)
+            self.tables = Tables.of(layout)
+        else:
+            self.memory, self.tables = self._paged_memory(), tensor_tables(layout, model.device)
         self.host = HostSide(self.tables)
         self.guard = Guard()
-        self.mode_name, self.why_not = choose_mode(options.mode, model, options)
         self.changed: WakeEvent = FileWakeEvent() if self.is_native else threading.Event()
         self.plan, self.start, self.prefill = self._made()
         self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
@@ -137,6 +137,17 @@ class Loop:
             self.guard.unlock()
             self.start.close()
 
+    def _paged_memory(self) -> PagedMemory:
+        model, options = self.model, self.options
+        return PagedMemory.of(
+            model,
+            # A GPU's step has all rows at once; those that serve nobody need somewhere to leave their states.
+            n_slots=options.n_slots + (SPARE_STATES if model.device.type == "cuda" else 0),
+            n_pages=options.n_pages,
+            kv_type=options.kv_type,
+            page_tokens=self.page_tokens,
+        )
+
     def _build(self) -> None:
         """Make the executable. What `auto` chose and cannot be made is not tried again: the mode below it is (E-57)."""
         try:
@@ -148,6 +159,8 @@ class Loop:
             self.fell_back = f"{self.mode_name}: {error} (tried once; {lower} runs instead)"
             self.why_not = (self.fell_back, *self.why_not)
             has_own_plan = self.is_native or self.mode_name == "persistent"  # others run the nodes of the same one
+            if self.is_native:  # what was staged stays: the same tables, as tensors
+                self.memory, self.tables = self._paged_memory(), as_tensors(self.tables)
             self.mode_name = lower
             plan, start, prefill = self._made() if has_own_plan else (self.plan, self._start(self.plan), self.prefill)
             self.mode.replace(plan, start)  # closes the one that failed
@@ -185,14 +198,13 @@ class Loop:
     def _made_native(self) -> tuple[Plan, Start, Prefill]:
         model, options = self.model, self.options
         assert isinstance(self.changed, FileWakeEvent)
-        threads = options.threads or torch.get_num_threads()
         native = NativeStep(
             model,
             self.memory,
             self.tables,
             options.n_tokens,
             activations=options.activations,
-            threads=threads,
+            threads=options.threads or default_threads(),
             wake=self.changed.fd,
         )
         constants = f"{model.shape}, {options.n_tokens} tokens, {options.activations} activations"

@@ -15,6 +15,7 @@ from typing import Final, Literal
 import torch
 
 from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.load import stays_packed
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.plan import why_not_native
 from ostinato.backends.native.tile_weights import tiled_bytes
@@ -30,7 +31,6 @@ from ostinato.engine.open import why_no_while_graph
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.models.shape import Shape
-from ostinato.models.weights import stays_packed
 from ostinato.options import Activations, KVType, LoadOptions
 
 # The rest is for activations, logits and whoever else lives on the machine.

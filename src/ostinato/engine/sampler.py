@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample import SampleRows
 from ostinato.backends.torch.table import Ops
-from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 
 

@@ -16,6 +16,7 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memory.state_file import describe
@@ -25,7 +26,6 @@ from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import FinishReason, Token
 from ostinato.engine.sampler import Sampler
 from ostinato.errors import BadFile, BadInput, InternalError, Unsupported
-from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 
 # Rows of one forward. Fixed, so that a prompt's bits do not depend on anything but the prompt; wide enough that the

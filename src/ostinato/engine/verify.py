@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, cycle
 from typing import Any, Final, Literal
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.decoder.batch.batch import Batch
@@ -32,7 +33,7 @@ from ostinato.errors import EngineDead, HardwareCannot, InternalError
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.plan import Buffer, Plan
-from ostinato.models.blocks import AnyLayer, Experts, Layer, Model
+from ostinato.models.blocks import Experts, Layer
 from ostinato.options import Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
@@ -179,7 +180,7 @@ class Verifier:
             driver.step()
             driver.step()
             first = next(entry for entry in driver.entries if entry.slot == case.slot)
-            found = driver.loop.plan.buffer("logits").tensor[0].float().cpu()
+            found = _buffer(driver.loop, "logits")[0].float().cpu()
             routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(driver.loop)), 1)
         assert first.token is not None
         tolerance = tolerance_of(self.model)
@@ -287,7 +288,7 @@ class Verifier:
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
             return _Found(n_compared, None, figures)
-        rows = [driver.loop.plan.buffer("logits").tensor[:1].float().cpu() for driver in (base, other)]
+        rows = [_buffer(driver.loop, "logits")[:1].float().cpu() for driver in (base, other)]
         figures |= _nearness(rows[1][0], rows[0][0])
         return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
@@ -340,7 +341,7 @@ class Verifier:
         written = {name for node in driver.loop.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
-                driver.loop.plan.buffer(name).tensor.zero_()
+                _buffer(driver.loop, name).zero_()
         driver.synchronize()
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
@@ -419,7 +420,7 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
     for node in base.plan.nodes:
         for name in node.writes:
             if last[name] == node.name and name != "table" and not _is_scratch(name):
-                expected, found = base.plan.buffer(name).tensor, other.plan.buffer(name).tensor
+                expected, found = _buffer(base, name), _buffer(other, name)
                 if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
                     expected, found = expected[: base.options.n_slots], found[: base.options.n_slots]
                 yield node.name, name, expected, found
@@ -427,7 +428,13 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
         if name not in _OF_THE_RUN:
             writer = last.get("table", "sample") if name in _BY_SAMPLER else "step boundary"
-            yield writer, f"table.{name}", base.tables.table[name], other.tables.table[name]
+            expected, found = (torch.as_tensor(loop.tables.table[name]) for loop in (base, other))
+            yield writer, f"table.{name}", expected, found
+
+
+def _buffer(loop: Loop, name: str) -> Tensor:
+    """Memory of a plan as a tensor, whatever the backend keeps it in."""
+    return torch.as_tensor(loop.plan.buffer(name).tensor)
 
 
 def _is_scratch(name: str) -> bool:
@@ -524,7 +531,7 @@ def prompt_routes(loop: Loop, n_prompt: int) -> Tensor | None:
 
 def step_routes(loop: Loop) -> Tensor:
     """The same of the first row of the last step, [n_layers, 1, n_used]."""
-    return loop.plan.buffer("experts").tensor[:, :1].long().cpu()
+    return _buffer(loop, "experts")[:, :1].long().cpu()
 
 
 @dataclass(slots=True)
@@ -549,21 +556,19 @@ class RouteJudge:
 
     def routed(self, model: Model) -> Model:
         """The model with these routes; it goes through all positions at once."""
-        layers = [self._with_routes(number, layer) for number, layer in enumerate(model.layers)]
-        return replace(model, layers=layers)
-
-    def _with_routes(self, number: int, layer: AnyLayer) -> AnyLayer:
-        if not isinstance(layer, Layer) or not isinstance(layer.mlp, Experts):
-            return layer
+        numbers = cycle(
+            [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
+        )  # in whose order the layers ask
 
         def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+            number = next(numbers)
             asked = self.routes[number].to(scores.device)
             chosen = asked.clamp(0, scores.shape[-1] - 1)  # what is no expert is told below, and stops nothing here
             self._judge(number, scores.float(), asked, chosen, n_used)
             shares = scores.float().softmax(-1).gather(-1, chosen)
             return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
 
-        return replace(layer, mlp=replace(layer.mlp, ops=replace(layer.mlp.ops, route=route)))
+        return replace(model, ops=replace(model.ops, route=route))
 
     def _judge(self, number: int, scores: Tensor, asked: Tensor, chosen: Tensor, n_used: int) -> None:
         if len(scores) != len(chosen):

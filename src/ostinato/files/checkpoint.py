@@ -1,8 +1,8 @@
-"""What every kind of model file offers: metadata, tensors, their bytes, and their values as torch tensors.
+"""What every kind of model file offers: metadata, tensors, their bytes, and their values as arrays.
 
-`open_checkpoint` decides by content, never by file name. Nothing here knows families or devices; torch is
-imported only where a tensor is filled. The two kinds are in `gguf.py` and `safetensors.py`, block layouts
-in `quants.py`.
+`open_checkpoint` decides by content, never by file name. Nothing here knows families or devices. numpy has no bfloat16:
+an array of uint16 (`BFLOAT16`) holds its bits. The two kinds are in `gguf.py` and `safetensors.py`, block layouts in
+`quants.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,18 +22,16 @@ from ostinato.files.mapped import MappedFile, status
 from ostinato.files.quants import BLOCKS, CHUNK_ELEMENTS, dequantize_into
 from ostinato.files.sniff import not_a_model, refuse_folder
 
-if TYPE_CHECKING:
-    import torch
-
-_SAME_DTYPE = {
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F64": "float64",
-    "I8": "int8",
-    "I16": "int16",
-    "I32": "int32",
-    "I64": "int64",
+BFLOAT16: Final = np.dtype(np.uint16)
+_SAME_DTYPE: Final = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": BFLOAT16,
+    "F64": np.float64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
 }
 
 
@@ -75,8 +73,8 @@ class Checkpoint(Protocol):
     def raw(self, name: str) -> NDArray[np.uint8]:
         """The stored bytes, uint8 [rows, row_bytes], a read-only view of the memory map."""
 
-    def read(self, name: str, out: torch.Tensor) -> None:
-        """Fill `out` (contiguous, with as many elements, any float dtype, any device) with the values."""
+    def read(self, name: str, out: NDArray[Any]) -> None:
+        """Fill `out` (contiguous, with as many elements, of any float dtype or BFLOAT16) with the values."""
 
     def let_go(self, name: str, first: int, last: int) -> None:
         """Rows [first, last) of `raw` were read and are not needed in memory any more."""
@@ -111,41 +109,46 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return GGUFFile(path)
 
 
-def holds_as_it_is(type: str, dtype: torch.dtype) -> bool:
-    """Whether a tensor of this dtype has the bytes that a file of this type has."""
-    return str(dtype) == f"torch.{_SAME_DTYPE.get(type)}"
+def holds_as_it_is(type: str, dtype: np.dtype[Any]) -> bool:
+    """Whether an array of this dtype has the bytes that a file of this type has."""
+    return type in _SAME_DTYPE and dtype == _SAME_DTYPE[type]
 
 
-def fill(info: TensorInfo, raw: NDArray[np.uint8], out: torch.Tensor) -> None:
+def fill(info: TensorInfo, raw: NDArray[np.uint8], out: NDArray[Any]) -> None:
     """Write the values of `raw` (contiguous, any shape) to `out` in chunks, without full-size temporaries."""
-    import torch
-
-    if out.numel() != info.n_elements or not out.is_contiguous():
-        layout = "contiguous" if out.is_contiguous() else "non-contiguous"
+    whole = out.flags.c_contiguous
+    if out.size != info.n_elements or not whole:
         raise InternalError(
-            f"tensor {info.name!r} of shape {list(info.shape)} cannot be read into a {layout} tensor of shape "
-            f"{list(out.shape)}; give a contiguous one with {info.n_elements} elements"
+            f"tensor {info.name!r} of shape {list(info.shape)} cannot be read into a "
+            f"{'contiguous' if whole else 'non-contiguous'} array of shape {list(out.shape)}; "
+            f"give a contiguous one with {info.n_elements} elements"
         )
-    flat = out.detach().view(-1)
-    if flat.device.type == "cpu" and holds_as_it_is(info.type, flat.dtype):
-        flat.view(torch.uint8).numpy()[:] = raw.reshape(-1)
+    flat = out.reshape(-1)
+    if holds_as_it_is(info.type, flat.dtype):
+        flat.view(np.uint8)[:] = raw.reshape(-1)
         return
     block = BLOCKS[info.type]
     blocks = raw.reshape(-1, block.n_bytes)
-    if flat.device.type == "cpu" and flat.dtype == torch.float32:
-        dequantize_into(blocks, info.type, flat.numpy().reshape(-1, block.elements))
-    else:
-        _fill_through_buffer(info.type, blocks, flat)
-
-
-def _fill_through_buffer(type: str, blocks: NDArray[np.uint8], flat: torch.Tensor) -> None:
-    """Dequantise to float32 piece by piece and let torch convert and move each; larger pieces to a device."""
-    import torch
-
-    elements = BLOCKS[type].elements
-    step = CHUNK_ELEMENTS * (1 if flat.device.type == "cpu" else 64) // elements
-    buffer = np.empty((min(step, len(blocks)), elements), np.float32)
+    if flat.dtype == np.float32:
+        dequantize_into(blocks, info.type, flat.reshape(-1, block.elements))
+        return
+    step = CHUNK_ELEMENTS // block.elements
+    buffer = np.empty((min(step, len(blocks)), block.elements), np.float32)
     for start in range(0, len(blocks), step):
         values = buffer[: min(step, len(blocks) - start)]
-        dequantize_into(blocks[start : start + step], type, values)
-        flat[start * elements :][: values.size].copy_(torch.from_numpy(values).view(-1))
+        dequantize_into(blocks[start : start + step], info.type, values)
+        flat[start * block.elements :][: values.size] = rounded(values.reshape(-1), flat.dtype)
+
+
+def rounded(values: NDArray[np.float32], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """The values as another dtype, each rounded once, to the nearest and of two to the even one.
+
+    >>> rounded(np.array([1.0, -2.0], np.float32), BFLOAT16).tolist() == [0x3F80, 0xC000]
+    True
+    """
+    if dtype != BFLOAT16:
+        with np.errstate(over="ignore"):  # too large a number is infinite, as anywhere
+            return values.astype(dtype)
+    bits = values.view(np.uint32)
+    nearest = ((bits >> 16 & 1) + 0x7FFF + bits) >> 16
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)

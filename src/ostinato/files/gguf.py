@@ -13,7 +13,7 @@ import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.gguf_header import GGUFHeader, read_header
 from ostinato.files.mapped import MappedFile
 from ostinato.files.quants import BLOCKS, check_readable
-
-if TYPE_CHECKING:
-    import torch
 
 _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 4096
@@ -130,7 +127,7 @@ class GGUFFile:
         block = BLOCKS[info.type]
         return file.view(start, info.n_bytes).reshape(-1, info.shape[-1] // block.elements * block.n_bytes)
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: NDArray[Any]) -> None:
         """Fill `out` with the values of a tensor; see `Checkpoint.read`."""
         raw = self.raw(name)
         check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")

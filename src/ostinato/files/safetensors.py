@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,9 +24,6 @@ from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
 from ostinato.files.quants import check_readable
 from ostinato.files.safetensors_header import TensorPlace, read_header
-
-if TYPE_CHECKING:
-    import torch
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -124,7 +121,7 @@ class SafetensorsFolder:
         rows = math.prod(place.shape[:-1])
         return file.view(place.start, place.n_bytes).reshape(rows, place.n_bytes // max(rows, 1))
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: NDArray[Any]) -> None:
         """Fill `out` with the values of a tensor; see `Checkpoint.read`."""
         raw = self.raw(name)
         check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")

@@ -20,6 +20,7 @@ import torch
 
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.torch.kv_store import cell_bytes
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
@@ -29,7 +30,6 @@ from ostinato.engine.request import Request, Token
 from ostinato.errors import BadOption, HardwareCannot, InternalError
 from ostinato.lab.read_bandwidth import cpu_bandwidth
 from ostinato.loop.plan import Node
-from ostinato.models.blocks import Model
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 

@@ -10,12 +10,12 @@ import time
 from dataclasses import replace
 from typing import Any
 
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import MODES, why_not
 from ostinato.engine.placement import Placement
-from ostinato.models.blocks import Model
 from ostinato.options import KVType
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.native.library import cpu_library
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import HardwareCannot
-from ostinato.models.blocks import Model
 
 
 class _Plane(ctypes.Structure):

@@ -17,11 +17,11 @@ from typing import Final
 
 from ostinato.backends.tape.plan import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import Loop, LoopOptions, why_not
 from ostinato.errors import HardwareCannot, InternalError
-from ostinato.models.blocks import Model
 from ostinato.options import KVType
 
 OF_A_LAYER: Final = ("norm, q k v", "attention", "output", "norm, gate and up", "down")

@@ -9,7 +9,7 @@ and when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -18,10 +18,9 @@ from typing import Any, Final, Literal
 from zlib import crc32
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from ostinato.errors import InternalError
+from ostinato.loop.memory import ALIGNMENT, address_of, host_zeros
 from ostinato.options import MAX_SLOTS
 
 MAX_STOP_IDS: Final = 16
@@ -29,10 +28,8 @@ MAX_LOGIT_BIAS: Final = 512
 MAX_TOP: Final = 20
 INBOX_ENTRIES: Final = 1024
 OUTBOX_ENTRIES: Final = 65_536
-ALIGNMENT: Final = 256
 
 Kind = Literal["int32", "int64", "float32"]
-_TORCH: Final = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32}
 _C: Final = {"int32": "int", "int64": "long long", "float32": "float"}
 _HEADER: Final = ("// Emitted by loop/layout.py; edit there.", "#pragma once")
 
@@ -145,27 +142,28 @@ class Field:
 
     @property
     def n_bytes(self) -> int:
-        return prod(self.shape) * _TORCH[self.kind].itemsize
+        return prod(self.shape) * np.dtype(self.kind).itemsize
 
 
 class Arena:
     """One piece of memory and the fields in it."""
 
-    def __init__(self, fields: Sequence[Field], memory: Tensor) -> None:
-        """`memory` is uint8, at least as long as the fields reach, and stays where it is."""
+    def __init__(self, fields: Sequence[Field], memory: Any, dtype_of: Callable[[Kind], Any] = np.dtype) -> None:
+        """`memory` is uint8, at least as long as the fields reach, and stays where it is: numpy's, or of a kind that
+        slices and views as numpy's does and calls its types by `dtype_of`."""
         self.memory = memory
-        self._views: dict[str, Tensor] = {}
+        self._views: dict[str, Any] = {}
         for field in fields:
             piece = memory[field.offset : field.offset + field.n_bytes]
-            self._views[field.name] = piece.view(_TORCH[field.kind]).view(field.shape)
+            self._views[field.name] = piece.view(dtype_of(field.kind)).reshape(field.shape)
 
-    def __getitem__(self, name: str) -> Tensor:
-        """The field of that name, a view."""
+    def __getitem__(self, name: str) -> Any:
+        """The field of that name, a view of the arena's own kind."""
         return self._views[name]
 
     def host(self, name: str) -> np.ndarray:
         """The field of that name as numpy, of an arena in host memory; the same bytes."""
-        return self._views[name].numpy()
+        return np.asarray(self._views[name])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -263,12 +261,17 @@ class Layout:
             ]
         )
 
+    @property
+    def n_bytes(self) -> tuple[int, ...]:
+        """How long each arena is."""
+        return tuple(arena_bytes(fields) for fields in self.fields.values())
+
     def header(self, page_tokens: int) -> str:
         """Offsets, sizes and numbers as C constants: what `loop/step_boundary.h` is compiled with for one engine."""
         lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}"]
         lines += ["struct View {", "    char *table, *admissions, *rings;", "};"]
         lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
-        for arena, fields in self._arenas.items():
+        for arena, fields in self.fields.items():
             lines += [_place(arena, field, str(field.offset)) for field in fields]
         rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in self.admission_fields)
         lines.append(f"#define ADMISSION_ROWS {rows}")
@@ -281,12 +284,13 @@ class Layout:
         """
         if self.n_slots > MAX_SLOTS:
             raise InternalError(f"a layout of {self.n_slots} slots; compiled objects have room for {MAX_SLOTS}")
-        places = [field.offset for fields in self._arenas.values() for field in fields]
+        places = [field.offset for fields in self.fields.values() for field in fields]
         rows = [_row_words(field) for field in self.admission_fields]
         return np.array([_mark(), *self._sizes(page_tokens).values(), *places, *rows], dtype=np.int64)
 
     @property
-    def _arenas(self) -> dict[str, tuple[Field, ...]]:
+    def fields(self) -> dict[str, tuple[Field, ...]]:
+        """The fields of each arena."""
         return {"table": self.table_fields, "admissions": self.admission_fields, "rings": self.ring_fields}
 
     def _sizes(self, page_tokens: int) -> dict[str, int]:
@@ -315,7 +319,7 @@ def words_header() -> str:
     for name in any_layout._sizes(1):
         lines.append(f"#define {name}(view) ((int)(view).layout[{at}])")
         at += 1
-    for arena, fields in any_layout._arenas.items():
+    for arena, fields in any_layout.fields.items():
         if arena == "admissions":
             lines.append(f"#define ADMISSION_PLACES(view) ((view).layout + {at})  // of each field in turn")
         for field in fields:
@@ -335,15 +339,25 @@ class Tables:
     rings: Arena
 
     @staticmethod
-    def on(layout: Layout, device: torch.device) -> Tables:
-        """Zeroed arenas: the table on the device, admissions and rings where both can reach them."""
-        pinned = device.type == "cuda"
-        return Tables(
-            layout,
-            Arena(layout.table_fields, torch.zeros(arena_bytes(layout.table_fields), dtype=torch.uint8, device=device)),
-            Arena(layout.admission_fields, _host_bytes(arena_bytes(layout.admission_fields), pinned=pinned)),
-            Arena(layout.ring_fields, _host_bytes(arena_bytes(layout.ring_fields), pinned=pinned)),
-        )
+    def of(layout: Layout) -> Tables:
+        """Zeroed arenas of the host's memory."""
+        return Tables.over(layout, [host_zeros((n_bytes,), np.uint8) for n_bytes in layout.n_bytes])
+
+    @staticmethod
+    def over(layout: Layout, memories: Iterable[Any], dtype_of: Callable[[Kind], Any] = np.dtype) -> Tables:
+        """Arenas over zeroed memory that a backend gives, of `Layout.n_bytes`: the table is the device's, the others
+        lie where both sides reach them."""
+        arenas = zip(layout.fields.values(), memories, strict=True)
+        return Tables(layout, *(Arena(fields, memory, dtype_of) for fields, memory in arenas))
+
+    @property
+    def arenas(self) -> tuple[Arena, Arena, Arena]:
+        """In the order in which native code is given them."""
+        return self.table, self.admissions, self.rings
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(address_of(arena.memory) for arena in self.arenas)
 
 
 def sampled(table: Arena) -> dict[str, Any]:
@@ -363,10 +377,6 @@ def sampled(table: Arena) -> dict[str, Any]:
 def arena_bytes(fields: Sequence[Field]) -> int:
     """How long an arena of these fields is."""
     return _aligned(fields[-1].offset + fields[-1].n_bytes)
-
-
-def _host_bytes(n_bytes: int, *, pinned: bool) -> Tensor:
-    return torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=pinned)
 
 
 def _laid_out(fields: Sequence[tuple[str, Kind, tuple[int, ...]]]) -> tuple[Field, ...]:
@@ -409,7 +419,7 @@ def _place(arena: str, field: Field, offset: str) -> str:
 def _mark() -> int:
     """A sum of the names and their order, so that words of another version are not taken for these."""
     any_layout = Layout(1, 1, 1)
-    names = [f"{arena}.{f.name}.{f.kind}" for arena, fields in any_layout._arenas.items() for f in fields]
+    names = [f"{arena}.{f.name}.{f.kind}" for arena, fields in any_layout.fields.items() for f in fields]
     return crc32(" ".join([*any_layout._sizes(1), *names]).encode())
 
 

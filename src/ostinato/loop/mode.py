@@ -10,12 +10,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-import torch
-
 from ostinato.errors import DecodeInvariantError, EngineDead, PlanStale
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import Fault, Tables, Word
+from ostinato.loop.memory import address_of
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import Start
 
@@ -55,8 +54,7 @@ class DecodeMode:
         # What the loop compares at every step with what its step boundary was built with.
         self._tables.table["plan_hash"][0] = self._plan.hash
         self._tables.table["epoch"][0] = self._start.executable
-        if self._plan.device.type == "cuda":
-            torch.cuda.synchronize(self._plan.device)  # the loop's stream does not wait for the one that wrote them
+        self._start.synchronize()
         self._entered = self._now()
         self._guard.lock()
 
@@ -144,7 +142,7 @@ class DecodeMode:
             raise
 
     def _now(self) -> Entered:
-        addresses = tuple((b.name, b.tensor.data_ptr(), b.n_bytes) for b in self._plan.buffers)
+        addresses = tuple((b.name, address_of(b.tensor), b.n_bytes) for b in self._plan.buffers)
         return Entered(self._start.executable, self._plan.hash, addresses)
 
     def _compare(self, entered: Entered) -> None:

@@ -11,11 +11,10 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from ostinato.errors import InternalError, PlanStale
+from ostinato.loop.memory import address_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +22,13 @@ class Buffer:
     """Memory that nodes use: where it was when the plan was made."""
 
     name: str
-    tensor: Tensor
+    tensor: Any  # an array of numpy's or a tensor of the backend's, asked again where it lies
     address: int
     n_bytes: int
 
     @staticmethod
-    def of(name: str, tensor: Tensor) -> Buffer:
-        return Buffer(name, tensor, tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    def of(name: str, tensor: Any) -> Buffer:
+        return Buffer(name, tensor, address_of(tensor), tensor.nbytes)
 
     @property
     def text(self) -> str:
@@ -60,7 +59,7 @@ class Plan:
     """A step up to its step boundary, which each start builds for itself: what the step boundary decides is who
     paces."""
 
-    device: torch.device
+    device: str  # as torch writes it: cpu, cuda:0
     buffers: tuple[Buffer, ...]
     nodes: tuple[Node, ...]
     page_tokens: int
@@ -79,7 +78,7 @@ class Plan:
     @cached_property
     def text(self) -> str:
         """The plan for a reader, and for the hash: the same in every process."""
-        head = [self.constants, f"on {self.device.type}, pages of {self.page_tokens} positions"]
+        head = [self.constants, f"on {self.device.partition(':')[0]}, pages of {self.page_tokens} positions"]
         return "\n".join([*head, *(b.text for b in self.buffers), *(n.text for n in self.nodes)])
 
     @cached_property
@@ -124,3 +123,11 @@ class Plan:
 
 def _overlap(a: Buffer, b: Buffer) -> bool:
     return bool(a.n_bytes and b.n_bytes) and a.address < b.address + b.n_bytes and b.address < a.address + a.n_bytes
+
+
+def without_repeats(buffers: list[Buffer]) -> list[Buffer]:
+    """A tied head is the embedding once more: it is listed once."""
+    seen: dict[int, Buffer] = {}
+    for buffer in buffers:
+        seen.setdefault(buffer.address, buffer)
+    return list(seen.values())

@@ -42,6 +42,9 @@ class Launched:
     alone = False
     _launched: Future[None] | None = None
 
+    def synchronize(self) -> None:
+        """The host's own memory: what was written is there."""
+
     @property
     def running(self) -> bool:
         return self._launched is not None and not self._launched.done()
@@ -77,6 +80,9 @@ class Start(Protocol):
 
     def build(self) -> None:
         """Make the executable."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has what was written to its memory: a launch does not wait for who wrote it."""
 
     def launch(self) -> None:
         """Begin: a step boundary, then steps while it says go. Returns at once."""

@@ -10,12 +10,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models import rope as ropes
-from ostinato.models.blocks import AnyLayer, Model, PostNormLayer
+from ostinato.models.blocks import AnyLayer, ModelBlocks, PostNormLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import BUFFERS, Family
 from ostinato.models.fields import Fields
@@ -164,23 +162,20 @@ def nomic_layer(b: Builder, i: int) -> PostNormLayer:
 
 def post_norm(b: Builder, i: int, mlp: Callable[[int], Any]) -> PostNormLayer:
     return PostNormLayer(
-        attention=b.attention(i, fused=b.weights.has(f"blk.{i}.attn_qkv.weight")),
+        attention=b.attention(i, fused=b.names.has(f"blk.{i}.attn_qkv.weight")),
         attention_norm=b.norm(f"blk.{i}.attn_output_norm", bias=True),
         mlp=mlp(i),
         mlp_norm=b.norm(f"blk.{i}.layer_output_norm", bias=True),
     )
 
 
-def build_bert(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> Model:
-    positions = b.weights.take("position_embd.weight", (b.shape.context, b.shape.hidden))
-    return build_encoder(b, layer, positions)
-
-
-def build_encoder(b: Builder, layer: Callable[[Builder, int], AnyLayer], positions: Tensor | None = None) -> Model:
-    if b.shape.n_classes is None:
-        for name in ("cls.weight", "cls.bias"):
-            b.weights.pass_over(name)  # a folder's pooler: trained for the next sentence, no part of a row
+def build_bert(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
+    positions = b.tensor("position_embd.weight", b.shape.context, b.shape.hidden)
     return b.encoder([layer(b, i) for i in range(b.shape.n_layers)], positions=positions)
+
+
+def build_nomic(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
+    return b.encoder([layer(b, i) for i in range(b.shape.n_layers)], positions=None)
 
 
 # Names
@@ -242,5 +237,5 @@ NOMIC_BERT = Family(
     shape_from_config=nomic_from_config,
     names=with_prefix("nomic_bert.", NOMIC_STEMS),
     ignored=OTHER_HEADS,
-    build=build_encoder,
+    build=build_nomic,
 )

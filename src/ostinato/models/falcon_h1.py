@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ostinato.errors import BadFile
 from ostinato.files.checkpoint import Checkpoint
+from ostinato.models.blocks import HybridLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Fields
@@ -20,7 +21,6 @@ from ostinato.models.mamba import (
     only_silu,
     step_limit,
 )
-from ostinato.models.recurrent import HybridLayer
 from ostinato.models.shape import Mamba2Shape, Multipliers, Shape, common_from_config, common_from_gguf
 
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.models.blocks import AnyLayer, Model
+from ostinato.models.blocks import AnyLayer, ModelBlocks
 from ostinato.models.builder import Builder
 from ostinato.models.shape import Shape
-from ostinato.models.weights import Transform
+from ostinato.models.tensors import Transform
 
 # The stems of tensor names in most safetensors folders, and ours.
 COMMON_NAMES: Mapping[str, str] = {
@@ -33,7 +33,7 @@ BUFFERS = re.compile(
 )
 
 
-def rms_layers(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> Model:
+def rms_layers(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
     """The usual model: its layers, an RMS norm, a head."""
     return b.model([layer(b, i) for i in range(b.shape.n_layers)], b.norm("output_norm"))
 
@@ -54,4 +54,4 @@ class Family:
     gguf_transforms: Mapping[str, Transform] = field(default_factory=dict)
     config_transforms: Mapping[str, Transform] = field(default_factory=dict)
     ignored: re.Pattern[str] = BUFFERS  # tensors of a folder that have no part in what the model gives
-    build: Callable[[Builder, Callable[[Builder, int], AnyLayer]], Model] = rms_layers
+    build: Callable[[Builder, Callable[[Builder, int], AnyLayer]], ModelBlocks] = rms_layers

@@ -13,7 +13,7 @@ from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Fields
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape, common_from_config, common_from_gguf, layer_types
-from ostinato.models.weights import PLUS_ONE
+from ostinato.models.tensors import PLUS_ONE
 
 LOCAL_BASE = 10_000.0
 # GGUF does not state the scale of the queries: these sizes take it from the hidden size, all others from the head.

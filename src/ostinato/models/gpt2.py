@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ostinato.files.checkpoint import Checkpoint
-from ostinato.models.blocks import AnyLayer, Layer, Model
+from ostinato.models.blocks import AnyLayer, Layer, ModelBlocks
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Fields
@@ -19,7 +19,7 @@ from ostinato.models.shape import (
     everywhere,
     limited,
 )
-from ostinato.models.weights import TRANSPOSED
+from ostinato.models.tensors import TRANSPOSED
 
 
 def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
@@ -68,8 +68,8 @@ def layer(b: Builder, i: int) -> Layer:
     )
 
 
-def build(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> Model:
-    positions = b.weights.take("position_embd.weight", (b.shape.context, b.shape.hidden))
+def build(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
+    positions = b.tensor("position_embd.weight", b.shape.context, b.shape.hidden)
     layers = [layer(b, i) for i in range(b.shape.n_layers)]
     return b.model(layers, b.norm("output_norm", bias=True), positions=positions)
 

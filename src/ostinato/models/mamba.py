@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.checkpoint import Checkpoint
+from ostinato.models.blocks import RecurrentLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Fields
-from ostinato.models.recurrent import RecurrentLayer
 from ostinato.models.shape import (
     Mamba2Shape,
     MambaShape,
@@ -23,7 +23,7 @@ from ostinato.models.shape import (
     limited,
     vocab_rows,
 )
-from ostinato.models.weights import CHANNELS, COLUMN, FLAT, MINUS_EXP
+from ostinato.models.tensors import CHANNELS, COLUMN, FLAT, MINUS_EXP
 
 # Their authors state no longest sequence: a state does not grow. The same number as in GGUF files.
 CONTEXT = 2**20

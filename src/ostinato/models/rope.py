@@ -1,20 +1,20 @@
 """Rotary positions of a family: the base, how far each frequency is stretched, and by how much to amplify.
 
 Every scaling scheme (linear, llama3, yarn, longrope, a tensor of factors) comes down to one divisor per
-frequency and one amplitude, so that is all `Rope` keeps. Turning the rows is `backends/torch/ops/rope.py`.
+frequency and one amplitude, so that is all `Rope` keeps. Which two elements of a head make a pair is how a file stored
+its query and key rows: `halves` pairs element i with i + width/2, `neighbours` pairs 2i with 2i + 1; the two are the
+same model with rows permuted. The angles and the turning are a backend's (`backends/torch/ops/rope.py`).
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
-from torch import Tensor
-
-from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.errors import BadFile, Unsupported
 from ostinato.models.fields import Fields
 
+Pairing = Literal["halves", "neighbours"]
 WIDEST = 65_536  # elements of a head that turn; no model comes near, and a list of that length is made from it
 
 
@@ -31,18 +31,10 @@ class Rope:
     long_divisors: tuple[float, ...] | None = None
     original_context: int | None = None
 
-    def frequencies(self, context: int) -> Tensor:
-        """The angle each pair turns by per position, float32 [width / 2], for an engine of that context."""
-        powers = torch.arange(0, self.width, 2, dtype=torch.int64).float() / self.width
-        plain = 1.0 / self.base**powers
+    def divisors_for(self, context: int) -> tuple[float, ...] | None:
+        """What the frequencies are divided by in an engine of that context; None for nothing."""
         long = self.long_divisors if self.original_context and context > self.original_context else None
-        divisors = long or self.divisors
-        return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float32)
-
-    def cos_sin(self, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for positions [rows], float32 [rows, width / 2], amplified."""
-        angles = positions.float().unsqueeze(-1) * frequencies
-        return angles.cos() * self.amplitude, angles.sin() * self.amplitude
+        return long or self.divisors
 
 
 def linear(width: int, factor: float) -> tuple[float, ...]:

@@ -9,19 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ostinato.backends.torch.ops.activation import Activation
-from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.errors import BadFile, Unsupported
 from ostinato.models import rope as ropes
 from ostinato.models.fields import Fields
-from ostinato.models.rope import Rope
+from ostinato.models.rope import Pairing, Rope
 
 if TYPE_CHECKING:
     from ostinato.files.checkpoint import Checkpoint
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]
 
 
 @dataclass(frozen=True, slots=True)

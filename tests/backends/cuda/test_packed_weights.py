@@ -7,16 +7,25 @@ from typing import Any
 
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, Weight, dense
+from ostinato.backends.allocate import empty
+from ostinato.backends.cuda.load import PackedLoader, stays_packed
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
+from ostinato.backends.torch.forward import through_linear, through_mlp
+from ostinato.backends.torch.load import DenseLoader
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.experts import expert_of
-from ostinato.files.checkpoint import TensorInfo, open_checkpoint
-from ostinato.files.quants import dequantize
-from ostinato.models.blocks import Experts, Layer, Model
-from ostinato.models.random import random_blocks
-from ostinato.models.registry import build_model, read_shape
-from ostinato.models.weights import Weights, stays_packed
+from ostinato.backends.torch.table import TWINS
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack
+from ostinato.engine.load import build_model
+from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
+from ostinato.lab.random_weights import random_blocks
+from ostinato.models.blocks import Experts, Layer
+from ostinato.models.registry import read_shape
+from ostinato.models.tensors import ExpertMatrices, TensorTable
 from tests.models import tiny, tiny_gguf
 
 
@@ -38,7 +47,8 @@ def test_the_default_model_keeps_its_blocks_and_computes_the_same(default_model:
     assert weight.type == "Q4_1"
     assert isinstance(packed.embedding, Packed)
     x = torch.randn(3, plain.shape.hidden)
-    torch.testing.assert_close(layer.attention.qkv(x), twin.attention.qkv(x))
+    ours, theirs = (through_linear(TWINS, one.attention.qkv, x) for one in (layer, twin))
+    torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(packed.embed(torch.tensor([1, 77])), plain.embed(torch.tensor([1, 77])))
 
 
@@ -57,9 +67,8 @@ class Kept:
     def raw(self, name: str) -> Any:
         return self._blocks[name].numpy()
 
-    def read(self, name: str, out: Tensor) -> None:
-        values = dequantize(self.raw(name), self.tensors[name].type)
-        out.copy_(torch.from_numpy(values).view(out.shape))
+    def read(self, name: str, out: NDArray[Any]) -> None:
+        fill(self.tensors[name], self.raw(name), out)
 
 
 def experts_of(types: dict[str, str], n: int, size: tuple[int, int], *, one_by_one: bool = False) -> Kept:
@@ -77,10 +86,12 @@ def experts_of(types: dict[str, str], n: int, size: tuple[int, int], *, one_by_o
 
 
 def taken(checkpoint: Any, parts: list[list[str]], n: int, size: tuple[int, int], *, packed: bool) -> Weight:
-    names = {name: name for name in checkpoint.tensors}
-    weights = Weights(checkpoint, names, torch.float32, torch.device("cpu"), packed=packed)
-    weight = weights.take_experts(parts, n, size)
-    weights.fill()
+    table = TensorTable(checkpoint, {name: name for name in checkpoint.tensors})
+    reference = ExpertMatrices(tuple(map(tuple, parts)), n, size)
+    table.check([reference])
+    loader = (PackedLoader if packed else DenseLoader)(table, torch.float32, torch.device("cpu"), empty)
+    weight = loader.leaf(reference)
+    loader.read()
     return weight
 
 
@@ -89,7 +100,7 @@ def taken(checkpoint: Any, parts: list[list[str]], n: int, size: tuple[int, int]
 def test_experts_stay_packed_gate_before_up_and_mean_what_the_dequantised_ones_do(
     type: str, one_by_one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ostinato.models.weights._PIECE_BYTES", 1)  # as few experts at once as there can be
+    monkeypatch.setattr("ostinato.backends.cuda.load._PIECE_BYTES", 1)  # as few experts at once as there can be
     n, size = 4, (20, 256)  # 40 rows an expert: two of them are whole runs of rows
     kept = experts_of({"gate": type, "up": type}, n, size, one_by_one=one_by_one)
     parts = [[name for name in kept.tensors if name.startswith(part)] for part in ("gate", "up")]
@@ -98,7 +109,7 @@ def test_experts_stay_packed_gate_before_up_and_mean_what_the_dequantised_ones_d
     assert isinstance(plain, Tensor)
     assert isinstance(packed, Packed)
     assert (packed.type, packed.rows, packed.cols) == (type, n * 2 * 20, 256)
-    assert torch.equal(dense(packed, torch.float32), plain.flatten(0, 1))
+    assert torch.equal(packed.dense(torch.float32), plain.flatten(0, 1))
 
 
 @pytest.mark.parametrize(("gate", "up"), [("Q4_K", "Q6_K"), ("Q8_0", "F16"), ("F32", "Q5_1")])
@@ -153,4 +164,4 @@ def test_a_file_with_quantised_experts_computes_the_same_packed(name: str, tmp_p
     assert isinstance(layer.mlp.gate_up, Packed)
     assert isinstance(layer.mlp.down, Packed)
     x = torch.randn(5, plain.shape.hidden)
-    torch.testing.assert_close(layer.mlp(x), twin.mlp(x))
+    torch.testing.assert_close(through_mlp(TWINS, layer.mlp, x), through_mlp(TWINS, twin.mlp, x))

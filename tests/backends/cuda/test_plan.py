@@ -8,11 +8,11 @@ import torch
 from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan, why_not_fused
 from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import StepKernels, triton_kernels, twin_kernels, twin_prompts
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuLoop
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
-from ostinato.models.blocks import Model
 from tests.backends.families import FAMILIES, family_model
 from tests.engine.rig import Driver, open_loop
 from tests.random_model import random_model

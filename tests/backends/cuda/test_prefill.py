@@ -11,17 +11,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ostinato.backends.cuda.packed import Packed, Stack
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
-from ostinato.backends.torch.table import TWINS
-from ostinato.models.blocks import Experts, Layer, Model
-from ostinato.models.builder import Builder
+from ostinato.backends.weights import Stack
+from ostinato.lab.random_weights import Kind, RandomLoader, random_model, random_model_of
+from ostinato.models.blocks import Experts, Layer
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.qwen3 import QWEN3_MOE
-from ostinato.models.random import RandomWeights, random_model
 from ostinato.models.shape import ExpertShape
+from ostinato.models.tensors import ExpertMatrices
 from tests.backends.cuda.test_plan import PROMPTS, fused_driver, logits_of
 from tests.backends.families import FAMILIES, family_model
 from tests.engine.rig import Driver, open_loop
@@ -113,7 +114,7 @@ def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
     one_layer = replace(plain, n_layers=1, ropes=plain.ropes[:1], windows=plain.windows[:1])
     shape = replace(one_layer, family=family, experts=ExpertShape(5, 2, 64, renormalise=True))
     made = MIXTRAL if family == "mixtral" else QWEN3_MOE
-    return made.build(Builder(shape, RandomWeights(shape, dtype, CPU, 3, mix), TWINS, shape.context), made.layer)
+    return random_model_of(made, Kind(shape, dtype, mix), CPU, 3)
 
 
 def with_two_types(model: Model) -> Model:
@@ -123,8 +124,8 @@ def with_two_types(model: Model) -> Model:
         assert isinstance(layer, Layer)
         assert isinstance(layer.mlp, Experts)
         n, ff, hidden = layer.mlp.experts.n_experts, layer.mlp.experts.ff_width, model.shape.hidden
-        weights = RandomWeights(model.shape, model.dtype, CPU, 4, "q5_1")
-        gate = weights.take_experts([["gate_exps.weight"]], n, (ff, hidden))
+        loader = RandomLoader(Kind(model.shape, model.dtype, "q5_1"), CPU, 4)
+        gate = loader.leaf(ExpertMatrices((("gate_exps.weight",),), n, (ff, hidden)))
         assert isinstance(gate, Packed)
         up = (torch.randn(n * ff, hidden, generator=chance) * hidden**-0.5).half()
         layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=Stack((gate, up)))))

@@ -15,18 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.static_plan import SPARE_STATES, static_plan, why_not_static
 from ostinato.backends.cuda.step import StepKernels, twin_kernels
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuLoop
-from ostinato.backends.torch.table import TWINS
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Word
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Node
-from ostinato.models.blocks import Model
-from ostinato.models.builder import Builder
 from ostinato.models.mamba import MAMBA, without_attention
 from ostinato.models.shape import MambaShape
+from ostinato.models.tensors import Sizes
 from ostinato.options import Sampling
 from tests.backends.families import family_model
 from tests.engine.rig import GREEDY, Driver, open_loop
@@ -107,23 +106,21 @@ def mamba_model() -> Model:
         without_attention("mamba", 64, 2, 128, 1e-5),
         recurrent=MambaShape.of(inner=96, state=8, kernel=4, dt_rank=4, bias=False, conv_bias=True, norm_eps=None),
     )
-    return MAMBA.build(Builder(shape, RandomWeights(3), TWINS, 1024), MAMBA.layer)
+    return RandomWeights(3).model(MAMBA, shape, 1024)
 
 
 class NarrowWeights(RandomWeights):
     """In bfloat16, except what must be wide."""
 
-    def __init__(self, seed: int) -> None:
-        super().__init__(seed)
-        self.dtype = torch.bfloat16
+    dtype = torch.bfloat16
 
-    def take(self, name: str, shape: Sequence[int], *, dtype: torch.dtype | None = None) -> Tensor:
-        return super().take(name, shape).to(dtype or self.dtype)
+    def take(self, name: str, shape: Sizes, *, exact: bool = False) -> Tensor:
+        return super().take(name, shape).to(torch.float32 if exact else self.dtype)
 
 
 def narrow_model(kind: MemoryKind) -> Model:
     family, shape = shape_of(kind, 128, 64, 1024)
-    return family.build(Builder(shape, NarrowWeights(0), TWINS, 1024), family.layer)
+    return NarrowWeights(0).model(family, shape, 1024)
 
 
 # Tokens and logits

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -24,13 +24,13 @@ from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.plan import why_not_native, why_not_native_model
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix
+from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import Loop, LoopOptions, choose_mode
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
-from ostinato.models.blocks import Model
 from ostinato.models.rope import Rope
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES, family_model
@@ -51,14 +51,19 @@ def opened(model: Model, *, threads: int = 2, n_slots: int = 4, kv_type: KVType 
     return Driver(Loop(model, options))
 
 
+def logits_of(driver: LoopDriver, row: int) -> Tensor:
+    """Of the last step, in memory of their own; of any backend."""
+    return torch.as_tensor(driver.loop.plan.buffer("logits").tensor[row]).clone()
+
+
 def steps_of(driver: LoopDriver, prompt: Sequence[int], most: int, slot: int = 0) -> tuple[list[int], Tensor]:
     """Greedy tokens and the logits of every step, [most - 1, vocab]: those of the first token are prefill's own."""
     generation = driver.admit(slot, prompt, most=most)
     logits = []
     while driver.step():
-        logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+        logits.append(logits_of(driver, 0))
     tokens = [e.token for e in driver.entries if e.generation == generation and e.token is not None]
-    logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+    logits.append(logits_of(driver, 0))
     return tokens, torch.stack(logits[1:])  # before the first step there were none
 
 
@@ -121,10 +126,10 @@ def test_every_type_of_tiles_has_the_logits_of_the_same_numbers_dense(type: str,
 def test_a_matrix_of_gate_and_up_together_gives_the_bits_of_both_apart() -> None:
     model = random_model("kv")
     apart = tiled(model)
-    layers = []
-    for layer, before in zip(apart.layers, model.layers, strict=True):
-        gate_up = replace(layer.mlp.gate_up, weight=plain_tiles()(before.mlp.gate_up.weight))  # type: ignore[attr-defined]
-        layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=gate_up)))  # type: ignore[type-var, attr-defined]
+    layers: list[Any] = []
+    for layer, before in zip(list[Any](apart.layers), list[Any](model.layers), strict=True):
+        gate_up = replace(layer.mlp.gate_up, weight=plain_tiles()(before.mlp.gate_up.weight))
+        layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=gate_up)))
     with closing(opened(apart)) as one, closing(opened(replace(apart, layers=layers))) as other:
         assert torch.equal(steps_of(one, PROMPT, 9)[1], steps_of(other, PROMPT, 9)[1])
 
@@ -144,7 +149,7 @@ def test_a_window_shorter_than_a_page_and_one_longer_than_a_block_are_seen_alike
     for window in (5, 16, 33, 200):
         model = random_model("swa")
         model = replace(model, shape=replace(model.shape, windows=(window, None)))
-        layers = [replace(b, attention=replace(b.attention, shape=model.shape)) for b in model.layers]  # type: ignore[type-var, attr-defined]
+        layers = [replace(b, attention=replace(b.attention, shape=model.shape)) for b in list[Any](model.layers)]
         model = replace(model, layers=layers)
         prompt = [(7 * i + window) % 128 for i in range(210)]
         with closing(opened(tiled(model))) as driver:
@@ -175,7 +180,7 @@ def bits_of(
         for step in range(12):
             driver.step()
             if step:
-                logits.append(driver.loop.plan.buffer("logits").tensor[beside].clone())
+                logits.append(logits_of(driver, beside))
         return driver.tokens(generation), torch.stack(logits)
 
 
@@ -263,7 +268,7 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
             driver.admit(3, prompt, most=6)
             for _ in range(5):
                 driver.step()
-            found.append(driver.loop.plan.buffer("logits").tensor[n_others].clone())
+            found.append(logits_of(driver, n_others))
     assert all(torch.equal(one, found[0]) for one in found)
 
 

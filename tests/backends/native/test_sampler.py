@@ -19,9 +19,10 @@ from ostinato.backends.native.cpu_levels import LEVELS, features
 from ostinato.backends.native.library import cpu_library, source
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.build import shared_object
 from ostinato.errors import HardwareCannot
-from ostinato.loop.layout import MAX_TOP, Layout, Tables, sampled
+from ostinato.loop.layout import MAX_TOP, Layout, sampled
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.native.test_step_boundary import View
 from tests.counts import soak
@@ -61,7 +62,7 @@ class Chooser:
 
     def __init__(self, library: ctypes.CDLL, vocab: int, n_slots: int = 3) -> None:
         self.layout = Layout(n_slots=n_slots, max_pages=2, vocab=vocab, inbox_entries=4, outbox_entries=8)
-        self.tables = Tables.on(self.layout, CPU)
+        self.tables = tensor_tables(self.layout, CPU)
         self._words = self.layout.words(PAGE_TOKENS)
         self._library = library
         library.ostinato_sampler_bytes.restype = ctypes.c_uint64
@@ -69,8 +70,7 @@ class Chooser:
         self._n_bytes = int(library.ostinato_sampler_bytes(vocab))
         self._scratch = np.full(self._n_bytes + 128, 0xAB, dtype=np.uint8)
         self._first_byte = -self._scratch.ctypes.data % 64
-        arenas = (self.tables.table, self.tables.admissions, self.tables.rings)
-        self._view = View(*(arena.memory.data_ptr() for arena in arenas), self._words.ctypes.data)
+        self._view = View(*self.tables.addresses, self._words.ctypes.data)
 
     def native(self, logits: Tensor, slot: int, n_tokens: int, *, row: int = 0, first: bool = False) -> Choice:
         assert logits.is_contiguous()

@@ -45,8 +45,7 @@ def in_object(layout: Layout) -> Native:
     words = layout.words(PAGE_TOKENS)
 
     def run(tables: Tables, now_ns: int, order: int) -> int:
-        arenas = (tables.table, tables.admissions, tables.rings)
-        view = View(*(arena.memory.data_ptr() for arena in arenas), words.ctypes.data)
+        view = View(*tables.addresses, words.ctypes.data)
         rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns))
         return int(library.ostinato_boundary(ctypes.byref(view), *rest))
 

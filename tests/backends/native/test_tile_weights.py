@@ -17,17 +17,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ostinato.backends.cuda.packed import Stack
+from ostinato.backends.loading import read_all
 from ostinato.backends.native import tile_weights
-from ostinato.backends.native.tile_weights import PIECE_BYTES, TileReader, q8_0_blocks, tile_type, tiled_bytes
+from ostinato.backends.native.tile_weights import PIECE_BYTES, TileLoader, q8_0_blocks, tile_type, tiled_bytes
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles
-from ostinato.backends.torch.weight import dense_of, rows_of
+from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.weight import dense_of, dtype_of, rows_of
+from ostinato.backends.weights import Stack
+from ostinato.engine.load import build_model
 from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
 from ostinato.files.quants import BLOCKS, READABLE, dequantize
-from ostinato.models.blocks import Experts, Layer, Model
-from ostinato.models.random import random_blocks
-from ostinato.models.registry import build_model, read_shape
-from ostinato.models.weights import Weights
+from ostinato.lab.random_weights import random_blocks
+from ostinato.models.blocks import Experts, Layer
+from ostinato.models.registry import read_shape
+from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
 from tests.models import tiny
 from tests.models.plain_memory import PlainMemory
 
@@ -53,7 +56,7 @@ class Bytes:
     def raw(self, name: str) -> NDArray[np.uint8]:
         return self._raw[name]
 
-    def read(self, name: str, out: torch.Tensor) -> None:
+    def read(self, name: str, out: NDArray[Any]) -> None:
         fill(self.tensors[name], self._raw[name], out)
 
     def let_go(self, name: str, first: int, last: int) -> None:
@@ -74,10 +77,16 @@ def blocks_of(type: str, rows: int, cols: int, seed: int = 0) -> NDArray[np.uint
 
 
 def loaded(checkpoint: Any, names: list[str], shapes: list[tuple[int, int]]) -> Any:
-    weights = Weights(checkpoint, {name: name for name in names}, torch.float32, CPU, tiles="wide")
-    taken = weights.take_matrix(names, shapes)
-    weights.fill()
-    return taken
+    return taken(checkpoint, Matrices(tuple(names), tuple(shapes)))
+
+
+def taken(checkpoint: Any, reference: Matrices | ExpertMatrices, *, wide: bool = True) -> Any:
+    table = TensorTable(checkpoint, {name: name.removesuffix(".weight") for name, _ in reference.wanted})
+    table.check([reference])
+    loader = TileLoader(table, wide=wide)
+    tiles = loader.leaf(reference)
+    read_all(loader.pieces(), 2)
+    return tiles
 
 
 @settings(max_examples=60, deadline=None)
@@ -144,9 +153,7 @@ def test_one_tensor_of_all_experts_becomes_a_matrix_for_each() -> None:
     checkpoint = Bytes(ffn_up_exps=("Q4_0", raw))
     info = TensorInfo("ffn_up_exps", (3, 24, 64), "Q4_0", raw.size)
     checkpoint.tensors = {"ffn_up_exps": info}
-    weights = Weights(checkpoint, {"ffn_up_exps.weight": "ffn_up_exps"}, torch.float32, CPU, tiles="int8")  # type: ignore[arg-type]
-    experts = weights.take_tiled_experts(["ffn_up_exps.weight"], 3, (24, 64))
-    weights.fill()
+    experts = taken(checkpoint, ExpertMatrices((("ffn_up_exps.weight",),), 3, (24, 64)), wide=False)
     together = torch.cat([dense_of(expert, torch.float32) for expert in experts])
     assert np.array_equal(together.numpy(), dequantize(raw, "Q4_0"))
     assert not experts[0].wide
@@ -173,7 +180,7 @@ def test_a_piece_that_fails_stops_the_loading(monkeypatch: pytest.MonkeyPatch) -
     def broken(*_: object) -> None:
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(TileReader, "_pack", broken)
+    monkeypatch.setattr(TileLoader, "_pack", broken)
     with pytest.raises(OSError, match="the disk is gone"):
         loaded(Bytes(m=("Q8_0", blocks_of("Q8_0", 64, 64))), ["m"], [(64, 64)])
 
@@ -226,7 +233,7 @@ def test_a_tied_head_is_the_embedding_itself(tiny_files: Path) -> None:
     assert model.head is not None
     assert model.head.weight is model.embedding
     assert isinstance(model.embedding, TileMatrix)
-    assert model.head.dtype == torch.float32
+    assert dtype_of(model.head.weight) == torch.float32
 
 
 # Memory
@@ -237,7 +244,8 @@ from pathlib import Path
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.tiles import empty_tiles
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.registry import read_shape
+from ostinato.engine.load import build_model
 
 def kib(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

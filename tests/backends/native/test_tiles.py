@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, shape_of, stacked
 from ostinato.backends.native import tiles as tiles_module
 from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.tiles import (
@@ -19,16 +18,20 @@ from ostinato.backends.native.tiles import (
     empty_tiles,
     fill_tiles,
     nearest_type,
-    pack_tiles,
     plane_bytes,
-    product,
-    tile_rows,
 )
 from ostinato.backends.torch.ops.experts import experts_torch
 from ostinato.backends.torch.ops.linear import linear_torch
 from ostinato.backends.torch.weight import dense_of, rows_of
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, HardwareCannot, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
+from tests.backends.native.tiled import pack_tiles
+
+
+def product(x: Tensor, tiles: TileMatrix) -> Tensor:
+    return linear_torch(x, tiles, None)
+
 
 QUANTISED = tuple(type for type in TILE_TYPES if BLOCKS[type].elements > 1)
 LEVELS = ("v4", "v3", "plain")
@@ -40,7 +43,7 @@ HALVES = {"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0],
 def each_plane_alone() -> Iterator[None]:
     """Planes on their own, so that a sanitizer sees whoever reads or writes past one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles_module, "streamed", lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8))
+        patch.setattr(tiles_module, "streamed", lambda n_bytes: torch.empty(n_bytes, dtype=torch.uint8).numpy())
         yield
 
 
@@ -89,7 +92,7 @@ def test_a_row_comes_back_to_the_bit(type: str, rows: int) -> None:
     tiles = pack_tiles(type, raw)
     assert tiles.shape == shape_of(tiles) == (rows, columns(type, 3))
     ids = torch.tensor([rows - 1, 0, 5, 5])
-    assert torch.equal(tile_rows(tiles, ids), values_of(type, raw)[ids])
+    assert torch.equal(rows_of(tiles, ids, torch.float32), values_of(type, raw)[ids])
     assert torch.equal(dense_of(tiles, torch.float32), values_of(type, raw))
     assert torch.equal(rows_of(tiles, ids, torch.bfloat16), values_of(type, raw)[ids].bfloat16())
 
@@ -164,11 +167,11 @@ def test_every_level_of_cpu_gives_the_same_bits(level: str, monkeypatch: pytest.
         pytest.skip(str(error))
     for type, raw, x, tiles, narrow, by_wide, by_int8 in cases:
         packed = pack_tiles(type, raw)
-        assert all(torch.equal(a, b) for a, b in zip(packed.planes, tiles.planes, strict=True)), type
+        assert all(np.array_equal(a, b) for a, b in zip(packed.planes, tiles.planes, strict=True)), type
         for n in (1, 2, 5, 30):
             assert torch.equal(product(x[:n], tiles), by_wide[:n]), type
             assert torch.equal(product(x[:n], narrow), by_int8[:n]), type
-        assert torch.equal(tile_rows(tiles, torch.arange(50)), values_of(type, raw))
+        assert torch.equal(dense_of(tiles, torch.float32), values_of(type, raw))
 
 
 @pytest.mark.parametrize("type", QUANTISED)
@@ -217,7 +220,7 @@ def test_tiles_can_be_filled_piece_by_piece(type: str) -> None:
     for start in (32, 0):
         fill_tiles(tiles, raw.numpy()[start : start + 32], start)
     whole = pack_tiles(type, raw)
-    assert all(torch.equal(a, b) for a, b in zip(tiles.planes, whole.planes, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(tiles.planes, whole.planes, strict=True))
 
 
 @pytest.mark.parametrize("type", TILE_TYPES)
@@ -232,7 +235,7 @@ def test_the_sizes_of_planes_are_those_of_the_library(type: str) -> None:
 
 def test_a_stack_of_tiles_is_multiplied_part_by_part() -> None:
     q, k = blocks("Q4_1", 48, 64), blocks("Q8_0", 20, 64)
-    stack = stacked([pack_tiles("Q4_1", q), pack_tiles("Q8_0", k)])
+    stack = Stack((pack_tiles("Q4_1", q), pack_tiles("Q8_0", k)))
     assert isinstance(stack, Stack)
     assert shape_of(stack) == (68, 64)
     x, bias = noise(5, 64), noise(68)
@@ -275,8 +278,8 @@ def test_a_type_without_tiles_is_kept_as_the_nearest() -> None:
 
 
 def test_what_does_not_fit_is_refused_in_words() -> None:
-    with pytest.raises(Unsupported, match="as Q8_0"):
-        pack_tiles("Q2_K", torch.zeros((16, 84), dtype=torch.uint8))
+    with pytest.raises(Unsupported, match="Q2_K weights are not packed into tiles"):
+        empty_tiles("Q2_K", 16, 256)
     with pytest.raises(Unsupported, match="rows of 40 columns are no whole Q4_1 blocks"):
         empty_tiles("Q4_1", 16, 40)
     with pytest.raises(BadFile, match="take 40 bytes"):

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, Weight
-from ostinato.backends.native.tiles import TileMatrix, pack_tiles
-from ostinato.backends.torch.weight import dense_of
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model
-from ostinato.models.random import random_blocks
+from ostinato.backends.native.tiles import TILE_ROWS, TileMatrix, empty_tiles, fill_tiles
+from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.weight import Weight, dense_of
+from ostinato.backends.weights import Stack
+from ostinato.files.quants import BLOCKS
+from ostinato.lab.random_weights import random_blocks
+from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 Pack = Callable[[Tensor], TileMatrix]
+
+
+def pack_tiles(type: str, raw: Tensor, *, wide: bool = True, n_threads: int = 1) -> TileMatrix:
+    """The tiles of raw, uint8 [rows, row_bytes] as in the file; raw is not kept."""
+    block = BLOCKS[type]
+    rows, row_bytes = raw.shape
+    tiles = empty_tiles(type, rows, row_bytes // block.n_bytes * block.elements, wide=wide)
+    blocks = raw.numpy()
+    step = -(-tiles.n_tiles // n_threads) * TILE_ROWS
+    with ThreadPoolExecutor(n_threads) as pool:
+        list(pool.map(lambda start: fill_tiles(tiles, blocks[start : start + step], start), range(0, rows, step)))
+    return tiles
 
 
 def plain_tiles(type: str = "F32", *, wide: bool = True) -> Pack:

@@ -12,17 +12,18 @@ from torch import Tensor
 
 from ostinato.backends.base import Prefill
 from ostinato.backends.cuda.chip import Chip
-from ostinato.backends.cuda.packed import Packed, Stack, dequantize_torch, unpack
+from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_tape
 from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.prefill import TorchPrefill
-from ostinato.backends.torch.start import CpuDevice
+from ostinato.backends.torch.start import torch_device
+from ostinato.backends.weights import Stack
 from ostinato.engine.open import TWIN, Loop, LoopOptions
 from ostinato.loop.guard import Guard
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Launched, Start, next_executable
 from ostinato.models import blocks
-from ostinato.models.blocks import Model
 from ostinato.options import Activations, KVType
 from tests.backends.tape.emulator import Program, compiled
 from tests.engine.rig import Driver
@@ -41,7 +42,7 @@ class EmulatedTape(Launched):
 
     def __init__(self, plan: Plan, step: TapeStep, program: Program, guard: Guard, seed: int) -> None:
         self._plan, self._step, self._program, self._guard, self._seed = plan, step, program, guard, seed
-        self._card = CpuDevice("emulated-tape")
+        self._card = torch_device("emulated-tape")
         self.executable = self.n_launches = self.n_instantiations = 0
 
     def build(self) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from ostinato.backends.torch.table import TWINS
-from ostinato.models.blocks import Model
-from ostinato.models.builder import Builder
+from ostinato.backends.torch.model import Model
+from ostinato.lab.random_weights import Kind, random_model_of
 from ostinato.models.llama import LLAMA
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3
-from ostinato.models.random import RandomWeights
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 
@@ -49,6 +47,5 @@ def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, No
 def small(shape: Shape, *, dtype: torch.dtype = torch.bfloat16, mix: str | None = None, seed: int = 0) -> Model:
     """A model of that shape; `mix`: packed as a file of that kind."""
     family = FAMILIES[shape.family]
-    weights = RandomWeights(shape, dtype, torch.device("cpu"), seed, mix)
     with torch.inference_mode(False):
-        return family.build(Builder(shape, weights, TWINS, shape.context), family.layer)
+        return random_model_of(family, Kind(shape, dtype, mix), torch.device("cpu"), seed)

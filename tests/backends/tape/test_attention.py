@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
-from ostinato.backends.torch.ops.rope import Pairing
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.build import cubin
-from ostinato.loop.layout import Arena, Layout, Tables
+from ostinato.loop.layout import Arena, Layout
+from ostinato.models.rope import Pairing
 from tests.backends.tape import stage
 from tests.backends.tape.emulator import headers_of
 from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, words
@@ -152,7 +153,7 @@ class Step:
 def made(case: Case) -> Step:
     """Past keys and values random, whatever nobody may look at NaN. Each row has its own source of chance."""
     layout, dtype = case.layout, TORCH[case.store]
-    tables = Tables.on(layout, torch.device("cpu"))
+    tables = tensor_tables(layout, torch.device("cpu"))
     g = torch.Generator().manual_seed(case.data)
     slots = torch.randperm(MAX_ROWS, generator=g)[: len(case.positions)]
     pages = torch.randperm(MAX_ROWS * layout.max_pages, generator=g).view(MAX_ROWS, layout.max_pages).int()

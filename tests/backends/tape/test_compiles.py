@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import empty
 from ostinato.backends.tape.plan import TapeSizes, why_not_tape
 from ostinato.backends.tape.start import tape_binary
-from ostinato.backends.torch.table import TWINS
+from ostinato.backends.torch.model import Model
 from ostinato.errors import HardwareCannot
+from ostinato.lab.random_weights import Kind, random_model_of
 from ostinato.loop.layout import Layout
-from ostinato.models.blocks import Model
-from ostinato.models.builder import Builder
-from ostinato.models.random import RandomWeights
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
 from tests.backends.tape.models import FAMILIES, shape_of
@@ -26,15 +23,6 @@ from tests.backends.tape.test_plan import H200, headers_for, matrices_of
 BILLION = {"hidden": 2048, "n_heads": 32, "n_kv_heads": 8, "ff_width": 8192, "vocab": 4096}
 
 
-class Unfilled(RandomWeights):
-    """Plain weights that nobody multiplies."""
-
-    def take_stacked(
-        self, names: Sequence[str], shapes: Sequence[Sequence[int]], *, dtype: torch.dtype | None = None
-    ) -> Tensor:
-        return empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype or self.dtype, self.device)
-
-
 def one_layer(family: str) -> Shape:
     shape = shape_of(family, windows=(None,), n_layers=1, **BILLION)
     return shape_of(family, windows=(None,), n_layers=1, ropes=shape.ropes[:1], **BILLION)
@@ -42,8 +30,8 @@ def one_layer(family: str) -> Shape:
 
 def unfilled(family: str, dtype: torch.dtype, mix: str | None) -> Model:
     shape, weight_type = one_layer(family), FAMILIES[family]
-    weights = Unfilled(shape, dtype, torch.device("cpu"), 0, mix)
-    return weight_type.build(Builder(shape, weights, TWINS, shape.context), weight_type.layer)
+    with patch.object(Tensor, "normal_", lambda *_, **__: None):  # plain weights that nobody multiplies
+        return random_model_of(weight_type, Kind(shape, dtype, mix), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.build import cubin
-from ostinato.loop.layout import Layout, Tables
+from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import headers_of
 from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, given, headers, program, words
 
@@ -229,7 +230,7 @@ def test_layer_0_takes_the_embedding_of_the_rows_token(kept: str) -> None:
     g = torch.Generator().manual_seed(3)
     embedding = torch.randn(64, 192, generator=g).to(dtype)
     weights = torch.randn(192, generator=g)
-    tables = Tables.on(LAYOUT, torch.device("cpu"))
+    tables = tensor_tables(LAYOUT, torch.device("cpu"))
     slots, tokens = torch.tensor([6, 0, 3]), torch.tensor([63, 0, 17])
     tables.table["row_slot"][:3] = slots.int()
     tables.table["token"][slots] = tokens.int()

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, Weight, pack, stacked
+from ostinato.backends.cuda.packed import pack, stacked
 from ostinato.backends.tape import pack as pack_module
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
@@ -42,6 +42,8 @@ from ostinato.backends.tape.partition import (
     padded_columns,
     walk,
 )
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.backends.cuda.chip import Chip
-from ostinato.backends.cuda.packed import Packed, Stack, pack
+from ostinato.backends.cuda.packed import Packed, pack
 from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
 from ostinato.backends.tape.plan import (
     GATES_BYTES,
@@ -45,11 +45,14 @@ from ostinato.backends.tape.plan import (
     why_not_weights,
 )
 from ostinato.backends.tape.start import SOURCES, tape_headers, tape_source
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.tables import tensor_tables
+from ostinato.backends.weights import Stack
 from ostinato.errors import HardwareCannot, InternalError
-from ostinato.loop.layout import Layout, Tables
-from ostinato.models.blocks import Linear, Model, PlainMLP
-from ostinato.models.random import random_blocks
+from ostinato.lab.random_weights import random_blocks
+from ostinato.loop.layout import Layout
+from ostinato.models.blocks import GatedMLP, Layer, Linear, PlainMLP
 from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
 from ostinato.options import Activations, KVType
 from tests.backends.tape.emulator import Program, compiled
@@ -106,11 +109,16 @@ def test_models_that_it_plays_have_none(dtype: torch.dtype, mix: str | None) -> 
 
 def changed_layer(model: Model, **parts: Any) -> Model:
     """The model with another second layer."""
-    return replace(model, layers=[model.layers[0], replace(model.layers[1], **parts)])  # type: ignore[type-var]
+    return replace(model, layers=[model.layers[0], replace(second(model), **parts)])
+
+
+def second(model: Model) -> Layer:
+    assert isinstance(model.layers[1], Layer)
+    return model.layers[1]
 
 
 def with_mlp(model: Model, **parts: Any) -> Model:
-    return changed_layer(model, mlp=replace(model.layers[1].mlp, **parts))  # type: ignore[attr-defined]
+    return changed_layer(model, mlp=replace(second(model).mlp, **parts))
 
 
 def with_weight(model: Model, weight: Packed | Tensor | Stack) -> Model:
@@ -118,9 +126,9 @@ def with_weight(model: Model, weight: Packed | Tensor | Stack) -> Model:
 
 
 def gate_up(model: Model) -> Linear:
-    found = model.layers[1].mlp.gate_up  # type: ignore[attr-defined]
-    assert isinstance(found, Linear)
-    return found
+    mlp = second(model).mlp
+    assert isinstance(mlp, GatedMLP)
+    return mlp.gate_up
 
 
 def packed(mix: str) -> Packed:
@@ -130,8 +138,8 @@ def packed(mix: str) -> Packed:
 
 
 def with_plain_mlp(model: Model) -> Model:
-    mlp: Any = model.layers[1].mlp  # type: ignore[attr-defined]
-    return changed_layer(model, mlp=PlainMLP(model.ops, mlp.gate_up, mlp.down, "silu"))
+    mlp: Any = second(model).mlp
+    return changed_layer(model, mlp=PlainMLP(mlp.gate_up, mlp.down, "silu"))
 
 
 def with_head(model: Model, **parts: Any) -> Model:
@@ -473,7 +481,7 @@ class Laid:
         on_tape: bool = False,
     ) -> None:
         self.memory = PagedMemory.of(model, n_slots=n_slots, n_pages=6, kv_type=kv_type, page_tokens=16)
-        self.tables = Tables.on(Layout(n_slots, 4, model.shape.vocab), CPU)
+        self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU)
         chip = Chip((9, 0), 3, 227 << 10, 0)
         n_tokens = model.shape.vocab
         words: dict[str, Any] = {"kv_type": kv_type, "n_compute_warps": n_compute_warps, "on_tape": on_tape}
@@ -544,15 +552,15 @@ def test_plans_of_other_kernels_have_other_hashes() -> None:
 @pytest.mark.parametrize("n_parts", [1, 2, 3])
 def test_q_k_and_v_are_three_segments_of_which_those_after_the_last_part_are_empty(n_parts: int) -> None:
     model = small(PACKABLE)
-    whole: Any = model.layers[0].attention.qkv  # type: ignore[attr-defined]
+    before: Any = model.layers
     n_q, n_kv = 4 * 64, 2 * 64
     rows = {1: [n_q + 2 * n_kv], 2: [n_q + n_kv, n_kv], 3: [n_q, n_kv, n_kv]}[n_parts]
     mixes = ("q4_k", "q6_k", "q8_0")
     parts = tuple(quantised(mix, n) for mix, n in zip(mixes, rows, strict=False))
     weight = parts[0] if n_parts == 1 else Stack(parts)
     layers = [
-        replace(layer, attention=replace(layer.attention, qkv=replace(whole, weight=weight)))  # type: ignore[type-var,attr-defined]
-        for layer in model.layers
+        replace(layer, attention=replace(layer.attention, qkv=replace(before[0].attention.qkv, weight=weight)))
+        for layer in before
     ]
     changed = replace(model, layers=layers)
     assert why_not_tape(changed, 1, "f32") is None

@@ -15,22 +15,23 @@ from torch import Tensor
 from ostinato import LLM, Sampling
 from ostinato.backends.base import Prefill
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.packed import shape_of as shape_of_weight
 from ostinato.backends.cuda.plan import why_not_fused
 from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
+from ostinato.backends.weights import shape_of as shape_of_weight
+from ostinato.engine.load import build_model
 from ostinato.engine.open import TWIN, Loop, LoopOptions
 from ostinato.engine.placement import Placement
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import Start
-from ostinato.models.blocks import Layer, Linear, Model
-from ostinato.models.rebuilt import rebuilt
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.blocks import Layer, Linear, with_leaves
+from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
 from tests.backends.cuda.test_prefill import Allocations, without_kernels
 from tests.backends.tape.loop import EmulatedLoop
@@ -98,7 +99,7 @@ def test_so_they_do_by_kernels(name: str) -> None:
 
 def as_on_tape(model: Model) -> Model:
     """A model on the tape with every matrix unpacked once, into a tensor of its own."""
-    again = rebuilt(model, lambda weight: weight)
+    again = with_leaves(model, lambda weight: weight)
 
     def plain(linear: Linear) -> Linear:
         return replace(linear, weight=dense_of(linear.weight, model.dtype))

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ostinato import build
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import HardwareCannot
-from ostinato.loop.layout import MAX_TOP, Arena, Layout, Tables, sampled
+from ostinato.loop.layout import MAX_TOP, Arena, Layout, sampled
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of, words
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB
@@ -147,7 +148,7 @@ class Step:
 
 def seated(shape: Shape, rows: list[Setting]) -> Arena:
     """A table in which row r is slot r + 1, and every other slot holds something else."""
-    table = Tables.on(shape.layout, torch.device("cpu")).table
+    table = tensor_tables(shape.layout, torch.device("cpu")).table
     for row, setting in enumerate(rows):
         table["row_slot"][row] = row + 1
         write_admission(table, row + 1, setting, shape.vocab)

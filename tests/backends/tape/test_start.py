@@ -16,9 +16,10 @@ from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan
 from ostinato.backends.tape.start import TapeLoop, is_taken
 from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import DecodeInvariantError, HardwareCannot
 from ostinato.loop.guard import Guard
-from ostinato.loop.layout import Layout, Tables
+from ostinato.loop.layout import Layout
 from tests.backends.tape.models import shape_of, small
 from tests.engine.test_executor import StandIn
 
@@ -100,7 +101,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 def start_on(card: Card) -> TapeLoop:
     model = small(shape_of())
     memory = PagedMemory.of(model, n_slots=3, n_pages=6, kv_type="f32", page_tokens=16)
-    tables = Tables.on(Layout(3, 4, model.shape.vocab), CPU)
+    tables = tensor_tables(Layout(3, 4, model.shape.vocab), CPU)
     step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_compute_warps=2)
     return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("wake event"))
 

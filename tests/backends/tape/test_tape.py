@@ -14,13 +14,13 @@ from torch import Tensor
 
 from ostinato.backends.tape.plan import TapeStep
 from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.backends.torch.model import Model
 from ostinato.engine.engine import Engine
 from ostinato.engine.open import TWIN
 from ostinato.engine.placement import Placement
 from ostinato.errors import EngineDead
 from ostinato.loop.host import Admission, bits_of
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
-from ostinato.models.blocks import Model
 from ostinato.options import Sampling
 from tests.backends.tape.emulator import compiled
 from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened

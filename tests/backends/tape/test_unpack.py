@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Weight
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, unpack_torch
 from ostinato.backends.tape.partition import TapeGrid, make_partition
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.tape.unpack import bind_unpack
+from ostinato.backends.torch.weight import Weight
 from ostinato.errors import BadPointer, InternalError
 from ostinato.files.quants import BLOCKS
 from tests.backends.cuda.triton.test_compile import Case, case_of

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
-from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of, rope_torch
 from ostinato.decoder.memories import context_bytes, memory_bytes, memory_for
 from ostinato.decoder.memory.recurrent_state import Move, StateRun, StateSource
 from ostinato.decoder.settings import settle
@@ -22,7 +22,7 @@ TYPES: Sequence[KVType] = ("f32", "bf16", "f16", "q8_0")
 
 
 def store_of(shape: Shape, kv_type: KVType, *, streams: int = 1, cells: int = 8) -> KVStore:
-    ropes = {rope: rope.frequencies(64) for rope in shape.ropes if rope is not None}
+    ropes = {rope: frequencies_of(rope, 64) for rope in shape.ropes if rope is not None}
     return KVStore(shape, [0, 1], kv_type, streams=streams, cells=cells, device=CPU, frequencies=ropes)
 
 
@@ -85,7 +85,7 @@ def test_shifted_keys_are_those_of_the_new_position_and_values_never_turn(shape:
     assert isinstance(rope, Rope)
 
     def at(position: int) -> torch.Tensor:
-        cos, sin = rope.cos_sin(torch.tensor([position]), rope.frequencies(64))
+        cos, sin = cos_sin(rope, torch.tensor([position]), frequencies_of(rope, 64))
         return rope_torch(noise(1, 2, 32), cos, sin, rope.pairing)
 
     store = store_of(shape, kv_type)

@@ -15,8 +15,9 @@ from torch import Tensor
 from ostinato.backends.torch.ops.sample import SampleRows, sample_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.table import ops_for
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.engine.sampler import Sampler
-from ostinato.loop.layout import Arena, Layout, Tables, sampled
+from ostinato.loop.layout import Arena, Layout, sampled
 from ostinato.options import Sampling
 from tests.backends.admissions import Setting, write_admission
 
@@ -56,7 +57,7 @@ def row_of(setting: Setting, vocab: int, n_tokens: int) -> SampleRows:
 
 
 def table_of(n_slots: int, vocab: int) -> Arena:
-    return Tables.on(Layout(n_slots=n_slots, max_pages=2, vocab=vocab), torch.device("cpu")).table
+    return tensor_tables(Layout(n_slots=n_slots, max_pages=2, vocab=vocab), torch.device("cpu")).table
 
 
 def step(logits: Tensor, table: Arena, n_rows: int, n_tokens: int) -> None:
@@ -183,7 +184,7 @@ def test_a_request_goes_as_the_engines_sampler_goes() -> None:
 
 def test_the_first_token_comes_from_the_admissions_alone() -> None:
     layout = Layout(n_slots=2, max_pages=2, vocab=40)
-    tables = Tables.on(layout, torch.device("cpu"))
+    tables = tensor_tables(layout, torch.device("cpu"))
     setting = Setting(temperature=1.0, repetition=1.5, prompt=(3, 4), seed=9, position=17, min_tokens=1, stop_ids=(2,))
     write_admission(tables.admissions, 1, setting, 40)
     logits = torch.randn((1, 40), generator=torch.Generator().manual_seed(2))

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from ostinato.backends.torch.start import CpuDevice
+from ostinato.backends.torch.start import torch_device
+from ostinato.loop.cpu_device import CpuDevice
 from tests.engine.rig import DEADLINE_S
 
 
 @pytest.fixture
 def device() -> Iterator[CpuDevice]:
-    made = CpuDevice()
+    made = torch_device()
     yield made
     made.close()
 

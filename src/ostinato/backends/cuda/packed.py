@@ -28,22 +28,31 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import Allocate, empty
-from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.tape.tape_weight import TapeWeight
-from ostinato.errors import BadFile, Unsupported
+from ostinato.backends.torch.weight import DeviceMatrix, Weight
+from ostinato.backends.weights import Stack
+from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
 PLANES: Final = ("quants", "high", "scales", "blocks")  # the order in which a matrix has them
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(DeviceMatrix):
     """A matrix [rows, cols] of one quantised type; planes are in the order of PLANES, without those the type lacks."""
 
     type: str
     rows: int
     cols: int
     planes: tuple[Tensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows, self.cols
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What a GPU's kernels round rows to."""
+        return torch.bfloat16
 
     @property
     def run(self) -> int:
@@ -71,28 +80,20 @@ class Packed:
         """The same matrix on another device."""
         return replace(self, planes=tuple(plane.to(device) for plane in self.planes))
 
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The matrix itself: exactly what `files/quants.py` reads, rounded to dtype."""
+        return dequantize_torch(unpack(self), self.type).to(dtype)
 
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """Matrices over the same columns, one above the other, of types that may differ."""
-
-    parts: tuple[Packed | Tensor | TileMatrix, ...]
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        sizes = [shape_of(part) for part in self.parts]
-        return sum(rows for rows, _ in sizes), sizes[0][1]
+    def rows_at(self, ids: Tensor) -> Tensor:
+        """Rows `ids`, int [n], dequantised: float32 [n, cols]; what an embedding needs, or one expert of many."""
+        return dequantize_torch(raw_rows(self, ids), self.type)
 
 
-Weight = Packed | Tensor | Stack | TileMatrix | TapeWeight
-
-
-def shape_of(weight: Weight) -> tuple[int, int]:
-    """[rows, cols] of any weight."""
-    if isinstance(weight, Packed):
-        return weight.rows, weight.cols
-    rows, cols = weight.shape
-    return rows, cols
+def for_a_gpu(weight: Weight) -> Tensor | Packed:
+    """A weight that a GPU's kernels multiply as it is: not one of another backend, or one that is unpacked first."""
+    if not isinstance(weight, Tensor | Packed):
+        raise InternalError(f"a GPU's kernels were given a {type(weight).__name__}, which they do not multiply")
+    return weight
 
 
 def run_of(rows: int) -> int:
@@ -193,20 +194,9 @@ def raw_rows(packed: Packed, ids: Tensor) -> Tensor:
     return _raw(packed, {n: plane[ids // packed.run, ids % packed.run] for n, plane in _by_row(packed).items()})
 
 
-def rows(packed: Packed, ids: Tensor) -> Tensor:
-    """Rows `ids`, int [n], dequantised: float32 [n, cols]; what an embedding needs, or one expert of many."""
-    return dequantize_torch(raw_rows(packed, ids), packed.type)
-
-
-def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """The matrix itself, [rows, cols]: exactly what `files/quants.py` reads, rounded to dtype."""
-    return dequantize_torch(unpack(packed), packed.type).to(dtype)
-
-
-def stacked(parts: Sequence[Packed | Tensor | TileMatrix]) -> Weight:
-    """Matrices one above the other: neighbours of one type become one matrix, the others stay apart in a `Stack`, and
-    so do tiles."""
-    merged: list[Packed | Tensor | TileMatrix] = []
+def stacked(parts: Sequence[Packed | Tensor]) -> Weight:
+    """Matrices one above the other: neighbours of one type become one matrix, the others stay apart in a `Stack`."""
+    merged: list[Packed | Tensor] = []
     for part in parts:
         last = merged[-1] if merged else None
         if isinstance(part, Tensor) and isinstance(last, Tensor) and last.dtype == part.dtype:

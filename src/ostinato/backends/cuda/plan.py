@@ -19,17 +19,20 @@ from torch import Tensor
 
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.launch import Launches
-from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.step import StepKernels
 from ostinato.backends.tape.plan import lies_on_tape
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import tensors_of, without_repeats
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
-from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
+from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 
 
 def why_not_fused(model: Model) -> str | None:
@@ -158,7 +161,7 @@ class FusedPlan:
         known = {buffer.address for buffer in named}
         buffers = (*named, *(buffer for buffer in without_repeats(rest) if buffer.address not in known))
         constants = f"{self._model.shape}, {self._n_tokens} tokens, fused"
-        return Plan(self._model.device, buffers, tuple(self._nodes), self._memory.page_tokens, constants)
+        return Plan(str(self._model.device), buffers, tuple(self._nodes), self._memory.page_tokens, constants)
 
     # Nodes
 
@@ -412,7 +415,7 @@ def _apart(linear: Linear, *, halved: bool) -> list[Linear]:
         mine = slice(at, at + shape_of(part)[0])
         bias = None if linear.bias is None else linear.bias[mine]
         scale = linear.scale[mine] if isinstance(linear.scale, Tensor) else linear.scale
-        made.append(Linear(linear.ops, part, bias, scale))
+        made.append(Linear(part, bias, scale))
         at = mine.stop
     return made
 

@@ -21,19 +21,20 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
-from ostinato.backends.cuda.packed import Weight
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
 from ostinato.backends.tape.partition import TILE_ROWS
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk
 from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
 from ostinato.loop.layout import MAX_TOP, Tables
-from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Model, Norm, PlainMLP
+from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape
 
 BUCKETS: Final = (64, 128, 256, 512)

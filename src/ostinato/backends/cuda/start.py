@@ -18,9 +18,10 @@ import torch
 
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.pool import Pool, pool_of
-from ostinato.backends.torch.start import CpuDevice
+from ostinato.backends.torch.start import torch_device
 from ostinato.build import cubin
 from ostinato.errors import EngineDead, HardwareCannot
+from ostinato.loop.cpu_device import CpuDevice
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout, Tables, Word
 from ostinato.loop.plan import Plan
@@ -73,11 +74,12 @@ def boundary_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
     (E-8)."""
     from cuda.core import Device, ObjectCode
 
-    Device(plan.device.index or 0).set_current()
+    device = torch.device(plan.device)
+    Device(device.index or 0).set_current()
     headers = native_headers(layout, page_tokens=plan.page_tokens)
-    key = (str(plan.device), headers["layout.h"])
+    key = (plan.device, headers["layout.h"])
     if key not in _BOUNDARIES:
-        binary = cubin(source("step_boundary.cu"), "step_boundary.cu", headers=headers, arch=Chip.of(plan.device).arch)
+        binary = cubin(source("step_boundary.cu"), "step_boundary.cu", headers=headers, arch=Chip.of(device).arch)
         module = ObjectCode.from_cubin(binary)
         _BOUNDARIES[key] = module.get_kernel("step_boundary"), module.get_kernel("boundary_loop")
     return _BOUNDARIES[key]
@@ -95,10 +97,11 @@ class CudaStart(Launched):
     def __init__(self, plan: Plan, tables: Tables, guard: Guard, wake: Callable[[], None] = lambda: None) -> None:
         self._plan, self._tables, self._guard, self._wake = plan, tables, guard, wake
         self._words = tables.rings.host("words")
+        self.device = torch.device(plan.device)
         self.executable = 0
         self.n_launches = 0
         self.n_instantiations = 0
-        self._pool = pool_of(plan.device)
+        self._pool = pool_of(self.device)
         self.stream = self._pool.stream(LOOP_PRIORITY)
         self.side = self._pool.stream(SIDE_PRIORITY)
         self._passed = self._pool.event()  # of the last step, or the last loop
@@ -109,9 +112,7 @@ class CudaStart(Launched):
 
     @property
     def _boundary_arguments(self) -> tuple[Any, ...]:
-        arenas = (self._tables.table, self._tables.admissions, self._tables.rings)
-        addresses = tuple(arena.memory.data_ptr() for arena in arenas)
-        return (*addresses, np.uint64(self._plan.hash), np.uint64(self.executable))
+        return (*self._tables.addresses, np.uint64(self._plan.hash), np.uint64(self.executable))
 
     def _run_boundary(self) -> None:
         """Launch the step boundary on the loop's stream."""
@@ -129,10 +130,13 @@ class CudaStart(Launched):
         self._warm()
         self._make()
 
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
     def _warm(self) -> None:
         """Run every node once with nobody in the step: compiled and loaded, and nothing changed (E-9)."""
         self._tables.table["n_rows"].zero_()
-        torch.cuda.synchronize(self._plan.device)
+        self.synchronize()
         with torch.cuda.stream(self.stream):
             for node in self._plan.nodes:
                 node.run()
@@ -158,7 +162,7 @@ class CudaStart(Launched):
 
     def launch(self) -> None:
         if self._pacer is None:
-            self._pacer = CpuDevice()
+            self._pacer = torch_device()
         self._launched = self._pacer.submit(self._pace)
 
     def step(self) -> None:
@@ -210,7 +214,7 @@ class CudaStart(Launched):
         try:
             self.stream.synchronize()
             with torch.cuda.stream(self.side):
-                total = int(torch.ones(1, device=self._plan.device).sum())
+                total = int(torch.ones(1, device=self.device).sum())
             if total != 1:
                 raise EngineDead("the GPU no longer adds; the process must be restarted")
         except RuntimeError as error:

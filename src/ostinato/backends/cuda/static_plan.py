@@ -20,14 +20,15 @@ from torch import Tensor
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.plan import paged_kv_of
 from ostinato.backends.cuda.step import Launch, StepKernels
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, StepRows
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
+from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
-from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import Angles, AnyLayer, Model
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
+from ostinato.models.blocks import AnyLayer
 
 # Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
 # that they all leave theirs in, in any order. If they began with what they left, no two runs would agree on them.
@@ -145,13 +146,13 @@ class StaticStep:
         position = table["position"].index_select(0, slot).long().masked_fill(dead, 0)
         x = rows_of(model.embedding, token, model.dtype)
         self.x.copy_(model.embed_inputs(x if self._scale is None else x * self._scale, position))
-        for rope, found in model.angles(position).cos_sin.items():
+        for rope, found in model.angles(position).items():
             for kept, new in zip(self.cos_sin[rope], found, strict=True):
                 kept.copy_(new)
 
     @torch.inference_mode()
     def layer(self, layer: AnyLayer) -> None:
-        self.x.copy_(layer(self.x, Angles(self.cos_sin), self.memory))
+        self.x.copy_(self._model.through_layer(layer, self.x, self.cos_sin, self.memory))
 
     @torch.inference_mode()
     def head(self) -> None:
@@ -185,7 +186,7 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
         nodes.append(Node(f"sample.{name}", "sample", run, ("logits", "table", *sampling), ("table", *sampling)))
     held = [Buffer.of(name, tensor) for name, tensor in buffers.items()]
     constants = f"{model.shape}, {n_tokens} tokens, static"
-    return Plan(model.device, (*held, *weights), tuple(nodes), memory.page_tokens, constants)
+    return Plan(str(model.device), (*held, *weights), tuple(nodes), memory.page_tokens, constants)
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:

@@ -8,25 +8,21 @@ steps, runs a chunk of a prompt, and keeps alive whatever C points at.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import Structure, addressof, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
 from typing import Any, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ostinato.backends.allocate import zeros
-from ostinato.backends.cuda.packed import Stack, Weight, shape_of
 from ostinato.backends.native.library import cpu_library
+from ostinato.backends.native.pages import PAGE_TOKENS, LayerPages, NativePages
 from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
-from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
-from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Model, Norm
+from ostinato.loop.memory import address_of, host_zeros, memory_in
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
+from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, ModelBlocks, Norm
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Multipliers, Shape
 from ostinato.options import Activations, KVType
@@ -104,7 +100,7 @@ def why_not_native(shape: Shape) -> str | None:
     return None
 
 
-def why_not_native_model(model: Model) -> str | None:
+def why_not_native_model(model: ModelBlocks) -> str | None:
     """The same for a model that is loaded: its weights must be in tiles."""
     reason = why_not_native(model.shape)
     if reason is None and not isinstance(model.embedding, TileMatrix):
@@ -120,8 +116,8 @@ class NativeStep:
 
     def __init__(
         self,
-        model: Model,
-        memory: PagedMemory,
+        model: ModelBlocks,
+        memory: NativePages,
         tables: Tables,
         n_tokens: int,
         *,
@@ -132,16 +128,16 @@ class NativeStep:
         """`wake`: a file that is written to at every step boundary; -1 for none."""
         self._library, self._kept = _declared(cpu_library()), _Kept()
         self._plan = _Plan()
-        self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * memory.page_tokens)
+        self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self._max_pages = threads, tables.layout.max_pages
-        self.logits = zeros((tables.layout.n_slots, model.shape.vocab), torch.float32, model.device)
-        self.last = zeros((tables.layout.n_slots, model.shape.hidden), torch.float32, model.device)
+        self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)
+        self.last = host_zeros((tables.layout.n_slots, model.shape.hidden), np.float32)
         self._set_sizes(model.shape, memory, tables, n_tokens, activations)
         self._set_model(model, memory)
         self._plan.wake = wake
         n_bytes = self._library.ostinato_scratch_bytes(pointer(self._plan))
-        self.scratch = zeros((n_bytes,), torch.uint8, model.device)
-        self._plan.scratch = self.scratch.data_ptr()
+        self.scratch = host_zeros((n_bytes,), np.uint8)
+        self._plan.scratch = address_of(self.scratch)
         self._opened: int | None = self._library.ostinato_open(pointer(self._plan))
         if not self._opened:
             raise InternalError("the native loop could not be opened: no memory or no threads")
@@ -158,7 +154,7 @@ class NativeStep:
 
     def chunk(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
         """Positions [start, start + len(tokens)) of a prompt into its pages; between two steps of what plays."""
-        if not 0 < len(tokens) <= self.chunk_rows or start + len(tokens) > len(pages) * LANES:
+        if not 0 < len(tokens) <= self.chunk_rows or start + len(tokens) > len(pages) * PAGE_TOKENS:
             raise InternalError(f"a chunk of {len(tokens)} rows from {start} on does not fit into {len(pages)} pages")
         if min(tokens) < 0 or max(tokens) >= self._plan.head.rows:
             raise InternalError(f"a prompt has the id {max(tokens)}, and this model has {self._plan.head.rows}")
@@ -197,12 +193,10 @@ class NativeStep:
     # From blocks to structs
 
     def _set_sizes(
-        self, shape: Shape, memory: PagedMemory, tables: Tables, n_tokens: int, activations: Activations
+        self, shape: Shape, memory: NativePages, tables: Tables, n_tokens: int, activations: Activations
     ) -> None:
-        words = self._kept.array(tables.layout.words(memory.page_tokens))
-        arenas = (tables.table, tables.admissions, tables.rings)
-        self._plan.view = _NativeView(*(arena.memory.data_ptr() for arena in arenas), words)
-        assert memory.kv is not None
+        words = self._kept.array(tables.layout.words(PAGE_TOKENS))
+        self._plan.view = _NativeView(*tables.addresses, words)
         experts = shape.experts
         sizes = {
             "n_layers": shape.n_layers,
@@ -215,7 +209,7 @@ class NativeStep:
             "n_used": 0 if experts is None else experts.n_used,
             "renormalise": 0 if experts is None else experts.renormalise,
             "activation": _ACTIVATIONS[shape.activation],
-            "kept": _KEPT[memory.kv.kv_type],
+            "kept": _KEPT[memory.kv_type],
             "wide": activations == "wide",
             "n_threads": self.threads,
             "n_slots": tables.layout.n_slots,
@@ -231,7 +225,7 @@ class NativeStep:
         for name, value in sizes.items():
             setattr(self._plan, name, value)
 
-    def _set_model(self, model: Model, memory: PagedMemory) -> None:
+    def _set_model(self, model: ModelBlocks, memory: NativePages) -> None:
         kept, plan, shape = self._kept, self._plan, model.shape
         assert isinstance(model.embedding, TileMatrix)
         if model.embedding.wide != bool(plan.wide):
@@ -243,15 +237,15 @@ class NativeStep:
         plan.n_ropes = len(ropes)
         plan.layers = kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers])
         plan.norm = self._norm(model.norm)
-        plan.embedding = _matrix(model.embedding)
+        plan.embedding = model.embedding.matrix
         plan.head = self._product(model.head)
-        plan.logits, plan.last = self.logits.data_ptr(), self.last.data_ptr()
+        plan.logits, plan.last = address_of(self.logits), address_of(self.last)
 
-    def _rope(self, rope: Rope, frequencies: Tensor) -> _Rope:
+    def _rope(self, rope: Rope, frequencies: Any) -> _Rope:
         neighbours = rope.pairing == "neighbours"
         return _Rope(self._kept.floats(frequencies), rope.width // 2, neighbours, rope.amplitude)
 
-    def _layer(self, layer: Any, shape: Shape, memory: PagedMemory, ropes: list[Rope]) -> _Layer:
+    def _layer(self, layer: Any, shape: Shape, memory: NativePages, ropes: list[Rope]) -> _Layer:
         if not isinstance(layer, Layer) or not isinstance(layer.attention, Attention):
             raise InternalError(f"the native loop was given a layer of {shape.family} that it does not know")
         attention, number = layer.attention, layer.attention.layer
@@ -268,12 +262,12 @@ class NativeStep:
             setattr(out, f"{name}_norm", None if norm is None else self._norm(norm))
         out.qkv, out.out = self._product(attention.qkv), self._product(attention.out)
         self._set_mlp(out, layer.mlp, shape)
-        out.cache = _cache(memory, number)
+        out.cache = _cache(memory.layers[number])
         rope = shape.ropes[number]
         out.window, out.rope = shape.windows[number] or 0, -1 if rope is None else ropes.index(rope)
         return out
 
-    def _set_mlp(self, out: _Layer, mlp: Callable[[Tensor], Tensor], shape: Shape) -> None:
+    def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
         if isinstance(mlp, GatedMLP):
             out.ff_width = shape.ff_width
             out.gate_up, out.down = self._inner(mlp.gate_up.weight, mlp.gate_up.bias), self._product(mlp.down)
@@ -298,18 +292,18 @@ class NativeStep:
             raise InternalError("the native loop has no scaled products")
         return self._of(linear.weight, linear.bias)
 
-    def _inner(self, weight: Weight, bias: Tensor | None = None) -> _Product:
+    def _inner(self, weight: Any, bias: Any = None) -> _Product:
         """Gate and up: their columns must begin at a tile each."""
-        rows, _ = shape_of(weight)
-        if not isinstance(weight, Stack) and rows // 2 % LANES:
-            raise InternalError(f"gate and up in one matrix of {rows} rows: up begins inside a tile")
+        parts = _parts(weight)
+        if len(parts) == 1 and parts[0].rows // 2 % LANES:
+            raise InternalError(f"gate and up in one matrix of {parts[0].rows} rows: up begins inside a tile")
         return self._of(weight, bias)
 
-    def _of(self, weight: Weight, bias: Tensor | None = None) -> _Product:
-        parts = weight.parts if isinstance(weight, Stack) else (weight,)
-        out = _Product(len(parts), shape_of(weight)[0])
+    def _of(self, weight: Any, bias: Any = None) -> _Product:
+        parts = _parts(weight)
+        out = _Product(len(parts), sum(part.rows for part in parts))
         for number, part in enumerate(parts):
-            out.parts[number] = _matrix(part)
+            out.parts[number] = part.matrix
         out.bias = None if bias is None else self._kept.floats(bias)
         return out
 
@@ -330,15 +324,13 @@ class _Kept:
         self._things: list[Any] = []
         self._floats: dict[int, int] = {}
 
-    def floats(self, tensor: Tensor) -> int:
-        """The address of a tensor as float32 in one piece; it stays there."""
-        wide = tensor.detach().float().contiguous()
-        self._things += [tensor, wide]
-        return wide.data_ptr()
+    def floats(self, values: Any) -> int:
+        """The address of an array, or of a tensor of the host, as float32 in one piece; it stays there."""
+        return self.array(np.ascontiguousarray(values, np.float32))
 
     def array(self, array: np.ndarray) -> int:
         self._things.append(array)
-        return int(array.ctypes.data)
+        return address_of(array)
 
     def structs(self, kind: type[Any], structs: Sequence[Any]) -> int:
         """The address of structs one behind the other."""
@@ -347,28 +339,24 @@ class _Kept:
         return addressof(array)
 
 
-def _matrix(weight: Any) -> TileMatrixStruct:
-    if not isinstance(weight, TileMatrix):
+def _parts(weight: Any) -> tuple[TileMatrix, ...]:
+    """The matrices of a weight: itself, or those that are stacked in it."""
+    parts: tuple[TileMatrix, ...] = getattr(weight, "parts", (weight,))
+    if not all(isinstance(part, TileMatrix) for part in parts):
         raise InternalError("the native loop multiplies weights in tiles only")
-    return weight.matrix
+    return parts
 
 
-def _cache(memory: PagedMemory, layer: int) -> _Cache:
-    """Keys and values of a layer. The tensors are as long as the twin's; within a page the native loop orders them
-    its own way (attention.h), and nobody else looks."""
-    assert memory.kv is not None
-    keys, values = memory.kv.keys[layer], memory.kv.values[layer]
-    scales = [None if half.scales is None else half.scales.data_ptr() for half in (keys, values)]
-    return _Cache(keys.values.data_ptr(), values.values.data_ptr(), *scales)
+def _cache(layer: LayerPages) -> _Cache:
+    arrays = (layer.keys, layer.values, layer.key_scales, layer.value_scales)
+    return _Cache(*(address_of(array) if array.nbytes else None for array in arrays))
 
 
-def native_plan(model: Model, memory: PagedMemory, tables: Tables, step: NativeStep, constants: str) -> Plan:
+def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: NativeStep, constants: str) -> Plan:
     """Everything that a step reads and writes, as one node: C plays it whole."""
-    # Not every type of tiles has all its planes.
-    weights = without_repeats(
-        [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model") if tensor.numel()]
-    )
-    kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
+    # Not every type of tiles has all its planes, nor every kv_type scales.
+    weights = without_repeats([Buffer.of(name, array) for name, array in memory_in(model, "model") if array.nbytes])
+    kept = [Buffer.of(name, array) for name, array in memory_in(memory.layers, "memory") if array.nbytes]
     own = [
         Buffer.of("table", tables.table.memory),
         Buffer.of("admissions", tables.admissions.memory),
@@ -381,4 +369,4 @@ def native_plan(model: Model, memory: PagedMemory, tables: Tables, step: NativeS
     read = (*written, *(buffer.name for buffer in weights))
     n_bytes = sum(buffer.n_bytes for buffer in weights)
     node = Node("step", "native step", step.step, read, written, n_bytes)
-    return Plan(model.device, (*own, *kept, *weights), (node,), memory.page_tokens, constants)
+    return Plan("cpu", (*own, *kept, *weights), (node,), PAGE_TOKENS, constants)

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Literal
 
 from ostinato.backends.native.plan import NativeStep
-from ostinato.backends.torch.start import LOOK_AGAIN_S, CpuDevice
 from ostinato.errors import EngineDead
+from ostinato.loop.cpu_device import LOOK_AGAIN_S, CpuDevice
 from ostinato.loop.guard import Guard
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Launched, next_executable

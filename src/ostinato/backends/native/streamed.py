@@ -12,27 +12,27 @@ import weakref
 from contextlib import suppress
 from typing import Final
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from ostinato.backends.allocate import empty
 from ostinato.errors import HardwareCannot
+from ostinato.loop.memory import host_zeros
 
 RUN_BYTES: Final = 256 << 20  # of addresses; memory is taken as it is written
-_LINE: Final = 64  # of a cache: where each tensor begins
+_LINE: Final = 64  # of a cache: where each array begins
 _HUGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
-# The run that the next tensors are taken from, as long as somebody uses it.
+# The run that the next arrays are taken from, as long as somebody uses it.
 _lock: Final = threading.Lock()
 _current: weakref.ref[mmap.mmap] | None = None
 _taken = 0
 
 
-def streamed(n_bytes: int) -> Tensor:
-    """Uint8 [n_bytes] on the CPU, on a step boundary of 64 bytes; nobody may read it before writing it."""
+def streamed(n_bytes: int) -> NDArray[np.uint8]:
+    """Uint8 [n_bytes] from a multiple of 64 on; nobody may read it before writing it."""
     global _current, _taken
     if _HUGE is None or n_bytes == 0:
-        return empty((n_bytes,), torch.uint8, torch.device("cpu"))
+        return host_zeros((n_bytes,), np.uint8)
     with _lock:
         run = None if _current is None else _current()
         at = _taken
@@ -40,7 +40,7 @@ def streamed(n_bytes: int) -> Tensor:
             run, at = _run(max(n_bytes, RUN_BYTES), _HUGE), 0
             _current = weakref.ref(run)
         _taken = at + -(-n_bytes // _LINE) * _LINE
-        return torch.frombuffer(run, dtype=torch.uint8, count=n_bytes, offset=at)
+        return np.frombuffer(run, np.uint8, n_bytes, at)
 
 
 def _run(n_bytes: int, advice: int) -> mmap.mmap:

@@ -2,83 +2,138 @@
 
 A matrix is packed a few tiles at a time, straight from the file's pages, which are let go as soon as they were read: no
 weight is in memory twice, and any number of threads can work at one large tensor. What a tile cannot hold as the file
-has it is dequantised and kept as the nearest type that one can.
+has it is dequantised and kept as the nearest type that one can. What is no matrix becomes an array of float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from ostinato.backends.loading import Piece, Progress, read_all
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles, fill_tiles, nearest_type, tile_bytes
+from ostinato.backends.weights import Stack
+from ostinato.errors import InternalError
 from ostinato.files.quants import BLOCKS, check_readable, dequantize
+from ostinato.models.blocks import ModelBlocks, with_leaves
+from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Tensors, TensorTable, is_whole
+from ostinato.options import Activations
 
 if TYPE_CHECKING:
-    from ostinato.files.checkpoint import Checkpoint, TensorInfo
+    from ostinato.files.checkpoint import TensorInfo
 
 TILE_ROWS: Final = 16
 # Of the file, packed by one call: enough that the call is nothing beside it, little enough to be shared out.
 PIECE_BYTES: Final = 1 << 20
-_PLAIN: Final = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_FLOAT32: Final = np.dtype(np.float32)
 
 
-@dataclass(frozen=True, slots=True)
-class TilePiece:
-    """Some bytes of the file to be read and put where they belong; may run beside any other."""
+def load_tiles(
+    blocks: ModelBlocks,
+    table: TensorTable,
+    activations: Activations,
+    n_threads: int,
+    progress: Progress | None = None,
+) -> ModelBlocks:
+    """The blocks over tiles, to be multiplied with such activations, and over arrays of float32."""
+    loader = TileLoader(table, wide=activations == "wide")
+    loaded = with_leaves(blocks, cache(loader.leaf))  # a tied head is the embedding: made once
+    read_all(loader.pieces(), n_threads, progress)
+    return loaded
 
-    n_bytes: int
-    read: Callable[[], None]
 
+class TileLoader:
+    """Lays out what takes the place of references, and reads it piece by piece. Tiles lie in runs of their own
+    (`backends/native/streamed.py`)."""
 
-class TileReader:
-    """Lays out tiles for the matrices of a checkpoint, and packs them piece by piece."""
-
-    def __init__(self, checkpoint: Checkpoint, *, wide: bool) -> None:
-        self._checkpoint, self._wide = checkpoint, wide
+    def __init__(self, table: TensorTable, *, wide: bool) -> None:
+        self._table, self._wide = table, wide
+        self._arrays: list[tuple[str, NDArray[np.float32]]] = []
         self._matrices: list[tuple[str, int, TileMatrix]] = []  # of a tensor, from which row of its bytes on
-        self._changed: list[tuple[str, Callable[[Tensor], Tensor], TileMatrix]] = []
+        self._changed: list[tuple[str, TileMatrix]] = []  # kept by the file otherwise than we do
 
-    def matrix(self, name: str, rows: int, cols: int, *, first: int = 0) -> TileMatrix:
-        """Tiles for rows [first, first + rows) of a tensor of the file; filled when its pieces were read."""
-        tiles = empty_tiles(tile_type(self._checkpoint.tensors[name].type), rows, cols, wide=self._wide)
-        self._matrices.append((name, first, tiles))
-        return tiles
+    def leaf(self, reference: Reference) -> Any:
+        match reference:
+            case Constant():
+                return np.repeat(np.array(reference.values, np.float32), reference.sizes)
+            case ExpertMatrices():
+                return self._experts(reference)
+            case Matrices():
+                return self._stack(reference)
+            case Tensors():
+                return self._array(reference)
+        raise InternalError(f"{reference!r} is no reference to tensors")
 
-    def changed(self, name: str, rows: int, cols: int, values: Callable[[Tensor], Tensor]) -> TileMatrix:
-        """Tiles for a tensor that the format keeps otherwise than we do: its values, changed, as float32."""
-        tiles = empty_tiles("F32", rows, cols, wide=self._wide)
-        self._changed.append((name, values, tiles))
-        return tiles
-
-    def pieces(self) -> Iterator[TilePiece]:
+    def pieces(self) -> Iterator[Piece]:
         """Everything there is to read, each byte once."""
+        for name, out in self._arrays:
+            yield Piece(self._table.info(name).n_bytes, partial(self._read, name, out))
         for name, first, tiles in self._matrices:
-            row_bytes = max(1, self._checkpoint.raw(name).shape[1])
+            row_bytes = max(1, self._table.raw(name).shape[1])
             step = max(1, PIECE_BYTES // row_bytes // TILE_ROWS) * TILE_ROWS
             for start in range(0, tiles.rows, step):
                 stop = min(tiles.rows, start + step)
-                yield TilePiece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
-        for name, values, tiles in self._changed:
-            yield TilePiece(self._checkpoint.tensors[name].n_bytes, partial(self._pack_changed, name, values, tiles))
+                yield Piece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
+        for name, tiles in self._changed:
+            yield Piece(self._table.info(name).n_bytes, partial(self._pack_changed, name, tiles))
+
+    def _array(self, reference: Tensors) -> NDArray[np.float32]:
+        out = np.empty(reference.shape, np.float32)
+        start = 0
+        for name, shape in reference.wanted:
+            self._arrays.append((name, out[start : start + shape[0]]))
+            start += shape[0]
+        return out
+
+    def _stack(self, reference: Matrices) -> TileMatrix | Stack:
+        """One matrix for each tensor; two for one that is halves, because the second would begin inside of a tile."""
+        if reference.halves:
+            (name,), (rows, cols) = reference.names, reference.shape
+            return Stack(tuple(self._rows(name, rows // 2, cols, first) for first in (0, rows // 2)))
+        tiles = [self._matrix(name, *shape) for name, shape in reference.wanted]
+        return tiles[0] if len(tiles) == 1 else Stack(tuple(tiles))
+
+    def _experts(self, reference: ExpertMatrices) -> tuple[TileMatrix | Stack, ...]:
+        """Every expert by itself: the native loop multiplies with those that a row was sent to."""
+        parts = [self._of_experts(names, reference) for names in reference.parts]
+        return tuple(own[0] if len(own) == 1 else Stack(own) for own in zip(*parts, strict=True))
+
+    def _of_experts(self, names: Sequence[str], reference: ExpertMatrices) -> list[TileMatrix]:
+        rows, cols = reference.size
+        if not is_whole(tuple(names)):
+            return [self._matrix(name, rows, cols) for name in names]
+        return [self._rows(names[0], rows, cols, expert * rows) for expert in range(reference.n_experts)]
+
+    def _matrix(self, name: str, rows: int, cols: int) -> TileMatrix:
+        """One tensor; float32 where the format keeps it otherwise than we do."""
+        if self._table.is_as_stored(name):
+            return self._rows(name, rows, cols, 0)
+        tiles = empty_tiles("F32", rows, cols, wide=self._wide)
+        self._changed.append((name, tiles))
+        return tiles
+
+    def _rows(self, name: str, rows: int, cols: int, first: int) -> TileMatrix:
+        """Rows [first, first + rows) of a tensor."""
+        tiles = empty_tiles(tile_type(self._table.info(name).type), rows, cols, wide=self._wide)
+        self._matrices.append((name, first, tiles))
+        return tiles
+
+    def _read(self, name: str, out: NDArray[np.float32]) -> None:
+        out[:] = self._table.values(name, _FLOAT32).reshape(out.shape)
 
     def _pack(self, name: str, first: int, tiles: TileMatrix, start: int, stop: int) -> None:
-        stored = self._checkpoint.tensors[name].type
-        raw = self._checkpoint.raw(name)[first + start : first + stop]
-        fill_tiles(tiles, raw if stored == tiles.type else requantised(raw, stored, tiles.type), start)
-        self._checkpoint.let_go(name, first + start, first + stop)
+        stored = self._table.info(name)
+        raw = self._table.raw(name)[first + start : first + stop]
+        fill_tiles(tiles, raw if stored.type == tiles.type else requantised(raw, stored.type, tiles.type), start)
+        self._table.checkpoint.let_go(stored.name, first + start, first + stop)
 
-    def _pack_changed(self, name: str, values: Callable[[Tensor], Tensor], tiles: TileMatrix) -> None:
-        plain = torch.empty(tuple(self._checkpoint.tensors[name].shape), dtype=torch.float32)
-        self._checkpoint.read(name, plain)
-        ours = values(plain).reshape(tiles.rows, tiles.cols).contiguous()
-        fill_tiles(tiles, ours.view(torch.uint8).numpy(), 0)
+    def _pack_changed(self, name: str, tiles: TileMatrix) -> None:
+        ours = self._table.values(name, _FLOAT32).reshape(tiles.shape)
+        fill_tiles(tiles, ours.view(np.uint8), 0)
 
 
 def tile_type(stored: str) -> str:
@@ -94,7 +149,7 @@ def is_matrix(tensor: TensorInfo) -> bool:
 def tiled_bytes(tensor: TensorInfo) -> int:
     """What a tensor takes in memory beside the native loop: tiles, or float32 where it is no matrix."""
     if not is_matrix(tensor):
-        return tensor.n_elements * torch.float32.itemsize
+        return tensor.n_elements * _FLOAT32.itemsize
     *outer, rows, cols = tensor.shape
     return int(np.prod(outer, dtype=np.int64)) * tile_bytes(tile_type(tensor.type), rows, cols)
 
@@ -103,9 +158,7 @@ def requantised(raw: NDArray[np.uint8], stored: str, kept: str) -> NDArray[np.ui
     """Rows of one type, uint8 [rows, row_bytes], as rows of another."""
     check_readable(stored, "the tensor")
     values = dequantize(raw, stored)
-    if kept == "Q8_0":
-        return q8_0_blocks(values)
-    return torch.from_numpy(values).to(_PLAIN[kept]).view(torch.uint8).numpy()
+    return q8_0_blocks(values) if kept == "Q8_0" else values.view(np.uint8)
 
 
 def q8_0_blocks(values: NDArray[np.float32]) -> NDArray[np.uint8]:

@@ -1,7 +1,7 @@
 """Weight matrices for the CPU's native loop: packed into tiles of 16 rows, and multiplied by its library.
 
 One packing serves a single row, a batch and a prompt. `src/tiles.h` says how a tile lies in memory and how
-products are computed; here are its tensors, and the same products for whoever runs in torch over these weights.
+products are computed; here are its planes, and the same products for whoever runs in torch over these weights.
 Activations are rounded to integers with a step for each 32 columns: `wide` keeps about 15 bits, enough for the logits
 of float32, and otherwise there are 8. A row's product has the same bits alone, in any batch and on any CPU.
 """
@@ -10,19 +10,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.streamed import streamed
+from ostinato.backends.weights import Floats, HostMatrix
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
@@ -50,7 +48,7 @@ _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
 
 
 class TileMatrixStruct(ctypes.Structure):
-    """A matrix as tiles.h has it; who makes one keeps its tensors alive."""
+    """A matrix as tiles.h has it; who makes one keeps its planes alive."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -63,8 +61,8 @@ class TileMatrixStruct(ctypes.Structure):
     )
 
 
-@dataclass(frozen=True, slots=True)
-class TileMatrix:
+@dataclass(frozen=True, slots=True, eq=False)  # one is itself alone: planes are too long to compare
+class TileMatrix(HostMatrix):
     """A matrix [rows, cols] of one type in tiles: quants, scales and more, uint8; what a type lacks of these is empty.
 
     `wide` says how finely activations are rounded before they are multiplied with it.
@@ -73,7 +71,7 @@ class TileMatrix:
     type: str
     rows: int
     cols: int
-    planes: tuple[Tensor, Tensor, Tensor]
+    planes: tuple[NDArray[np.uint8], NDArray[np.uint8], NDArray[np.uint8]]
     wide: bool = True
 
     @property
@@ -81,8 +79,8 @@ class TileMatrix:
         return self.rows, self.cols
 
     @property
-    def device(self) -> torch.device:
-        return self.planes[0].device
+    def device(self) -> str:
+        return "cpu"
 
     @property
     def n_tiles(self) -> int:
@@ -90,12 +88,20 @@ class TileMatrix:
 
     @property
     def n_bytes(self) -> int:
-        return sum(plane.numel() for plane in self.planes)
+        return sum(plane.nbytes for plane in self.planes)
+
+    def rows_at(self, ids: NDArray[Any]) -> Floats:
+        """Some rows, to the bit as `files/quants.py` reads them."""
+        return tile_rows(self, ids)
+
+    def product(self, x: Floats, n_threads: int) -> Floats:
+        """x [n, cols] times the matrix, transposed: [n, rows]."""
+        return product(x, self, n_threads)
 
     @property
     def matrix(self) -> TileMatrixStruct:
         """What native code is given; good as long as this matrix lives."""
-        pointers = (plane.data_ptr() for plane in self.planes)
+        pointers = (plane.ctypes.data for plane in self.planes)
         return TileMatrixStruct(TILE_TYPES.index(self.type), self.rows, self.cols, 0, *pointers)
 
 
@@ -159,46 +165,29 @@ def fill_tiles(tiles: TileMatrix, raw: NDArray[np.uint8], start: int = 0) -> Non
     _library().ostinato_pack(ctypes.byref(matrix), raw.ctypes.data, first, last)
 
 
-def pack_tiles(type: str, raw: Tensor, *, wide: bool = True, n_threads: int = 1) -> TileMatrix:
-    """The tiles of raw, uint8 [rows, row_bytes] as in the file; raw is not kept."""
-    if type not in TILE_TYPES:
-        raise Unsupported(f"{type} weights are not packed into tiles as they are, but as {nearest_type(type)}")
-    block = BLOCKS[type]
-    rows, row_bytes = raw.shape
-    tiles = empty_tiles(type, rows, row_bytes // block.n_bytes * block.elements, wide=wide)
-    blocks = raw.numpy()
-    if n_threads == 1:
-        fill_tiles(tiles, blocks)
-        return tiles
-    step = -(-tiles.n_tiles // n_threads) * TILE_ROWS
-    with ThreadPoolExecutor(n_threads) as pool:
-        list(pool.map(lambda start: fill_tiles(tiles, blocks[start : start + step], start), range(0, rows, step)))
-    return tiles
-
-
-def product(x: Tensor, tiles: TileMatrix) -> Tensor:
-    """x [n, cols] times the matrix, transposed: float32 [n, rows], computed on torch's number of threads."""
-    x = x.to(torch.float32).contiguous()
-    assert x.shape == (len(x), tiles.cols), f"{tuple(x.shape)} times {tiles.shape}"
-    out = torch.empty((len(x), tiles.rows))
-    matrix, threads = tiles.matrix, torch.get_num_threads()
+def product(x: NDArray[np.float32], tiles: TileMatrix, n_threads: int = 1) -> NDArray[np.float32]:
+    """x [n, cols] times the matrix, transposed: [n, rows]."""
+    assert x.shape == (len(x), tiles.cols), f"{x.shape} times {tiles.shape}"
+    x = np.ascontiguousarray(x, np.float32)
+    out = np.empty((len(x), tiles.rows), np.float32)
+    matrix = tiles.matrix
     failed = _library().ostinato_product(
-        ctypes.byref(matrix), x.data_ptr(), len(x), out.data_ptr(), int(tiles.wide), threads
+        ctypes.byref(matrix), x.ctypes.data, len(x), out.ctypes.data, int(tiles.wide), n_threads
     )
     if failed:
         raise MemoryError(f"no memory for {len(x)} rows of {tiles.cols} activations")
     return out
 
 
-def tile_rows(tiles: TileMatrix, ids: Tensor) -> Tensor:
-    """Rows `ids`, int [n], dequantised: float32 [n, cols], to the bit as `files/quants.py` reads them."""
-    wanted = ids.to(torch.int32).contiguous()
-    out = torch.empty((len(wanted), tiles.cols))
+def tile_rows(tiles: TileMatrix, ids: NDArray[np.integer]) -> NDArray[np.float32]:
+    """Rows `ids`, [n], dequantised: [n, cols], to the bit as `files/quants.py` reads them."""
+    wanted = np.ascontiguousarray(ids, np.int32)
+    out = np.empty((len(wanted), tiles.cols), np.float32)
     if len(wanted):
         low, high = int(wanted.min()), int(wanted.max())
         assert 0 <= low <= high < tiles.rows, f"rows {low} to {high} of a matrix of {tiles.rows}"
         matrix = tiles.matrix
-        _library().ostinato_rows(ctypes.byref(matrix), wanted.data_ptr(), len(wanted), out.data_ptr())
+        _library().ostinato_rows(ctypes.byref(matrix), wanted.ctypes.data, len(wanted), out.ctypes.data)
     return out
 
 

@@ -43,8 +43,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ostinato.backends.allocate import Allocate, zeros
-from ostinato.backends.cuda.packed import OFFSETS, Packed, Stack, Weight, quants_of, raw_rows, scales_of, shape_of
-from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.cuda.packed import OFFSETS, Packed, for_a_gpu, quants_of, raw_rows, scales_of
 from ostinato.backends.tape.partition import (
     PER_COMPUTE_WARP,
     TILE_COLUMNS,
@@ -59,6 +58,8 @@ from ostinato.backends.tape.partition import (
     tile_bytes,
 )
 from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
@@ -197,14 +198,8 @@ def why_not_packed(weight: Weight | FileBlocks, half: torch.dtype, *, paired: bo
 
 
 def _parts_of(weight: Weight | FileBlocks) -> list[Part]:
-    parts: list[Part] = []
-    for part in weight.parts if isinstance(weight, Stack) else (weight,):
-        if isinstance(part, TileMatrix):
-            raise InternalError("the tape was given tiles, which are the CPU's weights")
-        if isinstance(part, TapeWeight):
-            raise InternalError("the tape was given a weight that lies on a tape already")
-        parts.append(part)
-    return parts
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    return [part if isinstance(part, FileBlocks) else for_a_gpu(part) for part in parts]
 
 
 def _moved(part: Part, device: torch.device) -> Part:

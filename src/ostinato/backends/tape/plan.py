@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.chip import Chip
-from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
     Segment,
@@ -33,14 +33,15 @@ from ostinato.backends.tape.partition import (
     segments_of,
 )
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import memory_tensors, tensors_of, without_repeats
-from ostinato.backends.torch.weight import rows_of
+from ostinato.backends.torch.plan import memory_tensors, tensors_of
+from ostinato.backends.torch.weight import Weight, rows_of
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
-from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import GatedMLP, Layer, Linear, Model
-from ostinato.models.rebuilt import rebuilt
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
+from ostinato.models.blocks import GatedMLP, Layer, Linear, with_leaves
 from ostinato.models.shape import Multipliers, Shape
 from ostinato.options import Activations, KVType
 
@@ -438,7 +439,7 @@ class TapeStep:
             weights[id(linear.weight)] = TapeWeight(tape, range(at, at + n_parts))
             at += n_parts
         weights[id(model.embedding)] = self.buffers["embedding"]
-        return rebuilt(model, lambda weight: weights.get(id(weight), weight))
+        return with_leaves(model, lambda weight: weights.get(id(weight), weight))
 
     def built(self, plan_hash: int, executable: int) -> None:
         """What the step boundary compares at every step (I-10)."""
@@ -508,8 +509,7 @@ class TapeStep:
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
 
     def _argument(self, tables: Tables) -> Argument:
-        arenas = (tables.table, tables.admissions, tables.rings)
-        argument = Argument(_TapeView(*(arena.memory.data_ptr() for arena in arenas)))
+        argument = Argument(_TapeView(*tables.addresses))
         for name, tensor in self.buffers.items():
             setattr(argument, name, tensor.data_ptr())
         argument.clock = None  # marks cost a little: they are left where they were asked for
@@ -529,7 +529,7 @@ def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep)
     read = (*written, "admissions", *(name for name in step.buffers if name not in _WRITTEN))
     node = Node("step", "tape", _run_whole, read, written, step.n_bytes, 1)
     constants = f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; {step.prompts}"
-    return Plan(model.device, (*own, *kept, *plain), (node,), memory.page_tokens, constants)
+    return Plan(str(model.device), (*own, *kept, *plain), (node,), memory.page_tokens, constants)
 
 
 _WRITTEN: Final = (

@@ -73,7 +73,7 @@ class TapeLoop(DevicePaced):
         super().__init__(plan, tables, guard, wake)
         self._step = step
         self._counts = True
-        _open[plan.device] += 1
+        _open[self.device] += 1
 
     def build(self) -> None:
         self._guard.allow("I-1", "building the step again")
@@ -104,16 +104,16 @@ class TapeLoop(DevicePaced):
         self._kernel = None
         if self._counts:
             self._counts = False
-            _open[self._plan.device] -= 1
+            _open[self.device] -= 1
 
     def _loaded(self) -> Any:
         """The kernel, compiled for this card; HardwareCannot where its blocks would not all be there at once (E-83)."""
         from cuda.bindings import driver
         from cuda.core import Device, ObjectCode
 
-        device = Device(self._plan.device.index or 0)
+        device = Device(self.device.index or 0)
         device.set_current()
-        sizes, chip = self._step.sizes, Chip.of(self._plan.device)
+        sizes, chip = self._step.sizes, Chip.of(self.device)
         headers = tape_headers(self._step, self._tables, self._plan.page_tokens)
         binary = tape_binary(headers, chip, self.defines)
         self._module = ObjectCode.from_cubin(binary)
@@ -136,7 +136,7 @@ class TapeLoop(DevicePaced):
         from cuda.bindings import driver
         from cuda.core import Device
 
-        Device(self._plan.device.index or 0).set_current()  # of this thread, which need not be the one that built
+        Device(self.device.index or 0).set_current()  # of this thread, which need not be the one that built
         argument = Argument.from_buffer_copy(self._step.argument)
         argument.single = single
         places = (c_void_p * 1)(addressof(argument))

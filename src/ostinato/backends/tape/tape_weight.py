@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.tape.partition import Partition
+from ostinato.backends.torch.weight import DeviceMatrix
+from ostinato.errors import InternalError
 
 
 class Tape:
@@ -23,7 +25,7 @@ class Tape:
 
 
 @dataclass(frozen=True, slots=True)
-class TapeWeight:
+class TapeWeight(DeviceMatrix):
     """A weight [rows, cols] that is these matrices of a tape, one above the other."""
 
     tape: Tape
@@ -42,3 +44,19 @@ class TapeWeight:
     @property
     def device(self) -> torch.device:
         return self.tape.bytes.device
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """In memory of its own: by the kernel where the tape lies on a GPU, else by its twin."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        if self.device.type == "cuda":
+            from ostinato.backends.tape.unpack import bind_unpack
+
+            bind_unpack(self, out)()
+        else:
+            from ostinato.backends.tape.pack import unpack_torch
+
+            unpack_torch(self, out)
+        return out.to(dtype)
+
+    def rows_at(self, ids: Tensor) -> Tensor:
+        raise InternalError("some rows were asked of a weight that lies on a tape; an embedding never does")

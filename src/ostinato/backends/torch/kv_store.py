@@ -18,9 +18,8 @@ from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quant
 from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.cache.sequences import Ints
 from ostinato.decoder.memory.recurrent_state import StateRun
-from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
-from ostinato.options import KVType
+from ostinato.options import KVType, check_kv_width
 
 if TYPE_CHECKING:
     from ostinato.models.shape import RecurrentShape, Shape
@@ -79,11 +78,7 @@ class KVStore:
         device: torch.device,
         frequencies: Mapping[Rope, Tensor],
     ) -> None:
-        if kv_type == "q8_0" and shape.head_width % BLOCK:
-            raise BadOption(
-                f"kv_type q8_0 needs heads whose width is a multiple of {BLOCK}, and this model's is "
-                f"{shape.head_width}; use f16 or bf16"
-            )
+        check_kv_width(kv_type, shape.head_width)
         self.kv_type = kv_type
         self._shape, self._frequencies = shape, frequencies
         size = (streams, cells, shape.n_kv_heads, shape.head_width)

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
 from ostinato.cache.sequences import Ints
-from ostinato.models.blocks import Model
 from ostinato.models.shape import Shape
 from ostinato.options import KVType
 

@@ -6,19 +6,20 @@ row's bits are the same whoever else is in the step; who is not in it costs noth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
 from ostinato.loop.layout import Tables, sampled
-from ostinato.loop.plan import Buffer, Node, Plan
-from ostinato.models.blocks import AnyLayer, Model
+from ostinato.loop.memory import memory_in
+from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
+from ostinato.models.blocks import AnyLayer
 
 
 class TorchStep:
@@ -48,7 +49,7 @@ class TorchStep:
 
     def layer(self, layer: AnyLayer) -> None:
         for row, (memory, angles) in enumerate(zip(self._rows, self._angles, strict=True)):
-            self.x[row] = layer(self.x[row : row + 1], angles, memory)[0]
+            self.x[row] = self._model.through_layer(layer, self.x[row : row + 1], angles, memory)[0]
 
     def head(self) -> None:
         for row in range(len(self._rows)):
@@ -85,7 +86,7 @@ def torch_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int)
         Node("sample", "sample", step.sample, ("logits", "table"), ("table",)),
     ]
     constants = f"{model.shape}, {n_tokens} tokens"
-    return Plan(model.device, tuple(buffers), tuple(nodes), memory.page_tokens, constants)
+    return Plan(str(model.device), tuple(buffers), tuple(nodes), memory.page_tokens, constants)
 
 
 def _bound(step: TorchStep, layer: AnyLayer) -> Any:
@@ -93,18 +94,9 @@ def _bound(step: TorchStep, layer: AnyLayer) -> Any:
 
 
 def tensors_of(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor inside blocks, lists and mappings, by its path."""
-    if isinstance(part, Tensor):
-        yield name, part
-    elif is_dataclass(part) and not isinstance(part, type):
-        for field in fields(part):
-            yield from tensors_of(getattr(part, field.name), f"{name}.{field.name}")
-    elif isinstance(part, Mapping):
-        for number, value in enumerate(part.values()):
-            yield from tensors_of(value, f"{name}.{number}")
-    elif isinstance(part, list | tuple):
-        for number, value in enumerate(part):
-            yield from tensors_of(value, f"{name}.{number}")
+    """Every tensor inside blocks, lists and mappings, by its path; arrays as tensors over their memory."""
+    for path, memory in memory_in(part, name):
+        yield path, torch.as_tensor(memory)
 
 
 def memory_tensors(memory: PagedMemory) -> Iterator[tuple[str, Tensor]]:
@@ -119,11 +111,3 @@ def memory_tensors(memory: PagedMemory) -> Iterator[tuple[str, Tensor]]:
         for layer, states in memory.states.layers.items():
             for number, state in enumerate(states):
                 yield f"memory.{layer}.state.{number}", state
-
-
-def without_repeats(buffers: list[Buffer]) -> list[Buffer]:
-    """A tied head is the embedding once more: it is listed once."""
-    seen: dict[int, Buffer] = {}
-    for buffer in buffers:
-        seen.setdefault(buffer.address, buffer)
-    return list(seen.values())

@@ -18,9 +18,9 @@ import torch
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.prefill import FirstToken
 from ostinato.backends.cuda.step import StepKernels, twin_kernels
+from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import ChunkMemory, PagedMemory
 from ostinato.loop.layout import Tables
-from ostinato.models.blocks import Model
 
 # Rows of one forward on the CPU: few for a short prompt, whose answer begins sooner; for others as many as products
 # need to be at full speed. A running loop waits for no more than one of them.

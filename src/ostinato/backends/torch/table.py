@@ -4,13 +4,14 @@ Models are built with an `Ops` and call nothing else, so that a device gains a f
 what runs can be seen by printing the table. The CPU's column is the twins.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Weight
 from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
 from ostinato.backends.torch.ops.attention import attention_torch
 from ostinato.backends.torch.ops.causal_conv import causal_conv_torch
@@ -23,6 +24,7 @@ from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.backends.torch.ops.sample import SampledTokens, SampleRows, sample_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
+from ostinato.backends.torch.weight import Weight
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
-from ostinato.backends.torch.ops.activation import Activation, activate_rows_torch, gated_rows_torch
+from ostinato.backends.torch.ops.activation import activate_rows_torch, gated_rows_torch
 from ostinato.errors import BadPointer
+from ostinato.models.shape import Activation
 
 FLOATS = (torch.float32, torch.bfloat16)
 

@@ -24,8 +24,8 @@ from torch import Tensor
 from ostinato.backends.cuda.triton import attend
 from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bind_attend
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
-from ostinato.backends.torch.ops.rope import Pairing
 from ostinato.errors import BadOption, BadPointer
+from ostinato.models.rope import Pairing
 
 CPU = torch.device("cpu")
 STORES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}

@@ -15,7 +15,7 @@ from ostinato.backends.cuda.triton import chunk_attention
 from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import Chunk, append_chunk_torch, chunk_attention_torch
-from ostinato.backends.torch.ops.rope import Pairing
+from ostinato.models.rope import Pairing
 from tests.backends.cuda.triton.test_attend import (
     STORES,
     Case,

@@ -96,8 +96,8 @@ def gemm_case(type: str) -> Case:
 
 
 def expert_cases() -> list[Case]:
-    from ostinato.backends.cuda.packed import Stack
     from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.backends.weights import Stack
 
     x, act = torch.zeros(8, 1024), torch.zeros(8, 2, 512)
     live, chosen = torch.ones(1, dtype=torch.int32), torch.zeros(8, 2, dtype=torch.int32)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack
 from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
 from ostinato.backends.cuda.triton.tiles import Tile
 from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, n_stats, route_rows_torch
+from ostinato.backends.weights import Stack
 from ostinato.errors import BadPointer, InternalError
 from tests.backends.cuda.triton.test_matmul import CLOSE, NAN, TYPES, columns_of, noise, rows_of, weight_of
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, dense
 from ostinato.backends.cuda.triton.gemm import GEMM_TILES, GemmTile, bind_gemm
 from ostinato.backends.torch.ops.matmul import product_torch
+from ostinato.backends.weights import Stack
 from ostinato.errors import BadPointer
 from tests.backends.cuda.triton.test_matmul import DENSE, TYPES, columns_of, noise, weight_of
 
@@ -20,7 +20,7 @@ def product(x: Tensor, weight: Any) -> Tensor:
     if isinstance(weight, Stack):
         return torch.cat([product(x, part) for part in weight.parts], 1)
     if not isinstance(weight, Tensor):
-        weight = dense(weight, torch.bfloat16)
+        weight = weight.dense(torch.bfloat16)
     return product_torch(x, weight, None)
 
 

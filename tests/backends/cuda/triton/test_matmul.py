@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launch, Launches
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.triton.matmul import bind_matmul
 from ostinato.backends.cuda.triton.tiles import TILES, Tile, class_of, step_columns, tile_for
 from ostinato.backends.torch.ops.matmul import (
@@ -19,6 +19,7 @@ from ostinato.backends.torch.ops.matmul import (
     n_stats,
     stats_torch,
 )
+from ostinato.backends.weights import Stack
 from ostinato.errors import BadPointer, InternalError
 from ostinato.files.quants import BLOCKS
 from tests.backends.cuda.triton.test_packed import random_blocks

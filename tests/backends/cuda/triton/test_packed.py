@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, dense, pack, rows, shape_of, stacked, unpack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack, stacked, unpack
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 
@@ -48,17 +49,17 @@ def test_a_packed_matrix_means_what_the_file_means(type: str) -> None:
         raw = random_blocks(type, n_rows, cols)
         packed = pack(type, raw, n_rows, cols)
         expected = torch.from_numpy(dequantize(raw.numpy(), type))
-        assert torch.equal(dense(packed, torch.float32), expected)
-        assert torch.equal(dense(packed, torch.bfloat16), expected.bfloat16())
+        assert torch.equal(packed.dense(torch.float32), expected)
+        assert torch.equal(packed.dense(torch.bfloat16), expected.bfloat16())
         ids = torch.tensor([n_rows - 1, 0, 1])
-        assert torch.equal(rows(packed, ids), expected[ids])
+        assert torch.equal(packed.rows_at(ids), expected[ids])
 
 
 def test_the_values_of_a_block_come_in_the_documented_order() -> None:
     low, high = np.arange(16, dtype=np.uint8), np.arange(15, -1, -1, dtype=np.uint8)
     block = np.concatenate([np.array([1.0], np.float16).view(np.uint8), low | high << 4])
     packed = pack("Q4_0", torch.from_numpy(block[None]), 1, 32)
-    assert dense(packed, torch.float32)[0].tolist() == [*range(-8, 8), *range(7, -9, -1)]
+    assert packed.dense(torch.float32)[0].tolist() == [*range(-8, 8), *range(7, -9, -1)]
 
 
 def test_a_large_matrix_is_packed_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:

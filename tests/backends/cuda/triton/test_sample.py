@@ -20,8 +20,9 @@ from torch import Tensor
 from ostinato.backends.cuda.triton.sample import Tiles, bind_sample, sample_workspace, tiles_for, uniform
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import penalise_torch
+from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import BadPointer
-from ostinato.loop.layout import Arena, Layout, Tables, sampled
+from ostinato.loop.layout import Arena, Layout, sampled
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB, row_of, step, table_of
 
@@ -217,7 +218,8 @@ def drawn(logits: Tensor, setting: Setting, n: int, tiles: Tiles) -> list[int]:
         buffer.copy_(buffer[:1].expand_as(buffer).clone())
     table["n_rows"].fill_(n)
     choose()
-    return table["chosen"].tolist()
+    chosen: list[int] = table["chosen"].tolist()
+    return chosen
 
 
 @pytest.mark.slow
@@ -267,7 +269,7 @@ def test_a_row_does_not_know_its_place_or_its_company() -> None:
 
 
 def test_a_first_token_needs_the_admissions_alone() -> None:
-    tables = Tables.on(Layout(n_slots=2, max_pages=2, vocab=VOCAB), torch.device("cpu"))
+    tables = tensor_tables(Layout(n_slots=2, max_pages=2, vocab=VOCAB), torch.device("cpu"))
     setting = Setting(repetition=1.5, frequency=2.0, prompt=tuple(range(90)), position=17, min_tokens=1, stop_ids=(2,))
     logits = noise(1, VOCAB)
     logits[0, 2], logits[0, 5], logits[0, 100] = 50.0, 20.0, 19.0  # banned, seen, and so the largest

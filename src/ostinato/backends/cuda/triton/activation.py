@@ -19,7 +19,7 @@ from torch import Tensor
 from ostinato.backends.cuda.launch import Launch, checked
 from ostinato.backends.cuda.triton.matmul import ACTIVATIONS, activate
 from ostinato.backends.cuda.triton.unpack import narrowed
-from ostinato.backends.torch.ops.activation import Activation
+from ostinato.models.shape import Activation
 
 BLOCK: Final = 1024  # columns of a program
 

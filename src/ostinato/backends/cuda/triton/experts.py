@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launch, Launches, checked
-from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.packed import Packed, for_a_gpu
 from ostinato.backends.cuda.triton.matmul import (
     ACT,
     ACTIVATIONS,
@@ -46,10 +46,11 @@ from ostinato.backends.cuda.triton.matmul import (
     put,
 )
 from ostinato.backends.cuda.triton.tiles import Tile, tile_for
-from ostinato.backends.torch.ops.activation import Activation
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
-from ostinato.backends.torch.weight import for_a_gpu
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
+from ostinato.models.shape import Activation
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launch, Launches, checked
-from ostinato.backends.cuda.packed import Packed, Stack, Weight, shape_of
+from ostinato.backends.cuda.packed import Packed, for_a_gpu
 from ostinato.backends.cuda.triton.matmul import FLOATS, planes_of
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
@@ -40,7 +40,8 @@ from ostinato.backends.cuda.triton.unpack import (
     signed_byte_of,
     words_at,
 )
-from ostinato.backends.torch.weight import for_a_gpu
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 
 
 @dataclass(frozen=True, slots=True)

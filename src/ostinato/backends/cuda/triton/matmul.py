@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launch, Launches, checked
-from ostinato.backends.cuda.packed import PLANES, Packed, Stack, Weight, entries_of, shape_of
+from ostinato.backends.cuda.packed import PLANES, Packed, entries_of, for_a_gpu
 from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
@@ -40,10 +40,11 @@ from ostinato.backends.cuda.triton.unpack import (
     rows_in_plane,
     scaled_unit,
 )
-from ostinato.backends.torch.ops.activation import Activation
 from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput, n_stats
-from ostinato.backends.torch.weight import for_a_gpu
+from ostinato.backends.torch.weight import Weight
+from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
+from ostinato.models.shape import Activation
 
 ROWS: Final = 16  # of a tile: what one tensor-core instruction takes at once
 FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)

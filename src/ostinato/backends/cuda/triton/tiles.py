@@ -13,9 +13,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Packed, shape_of
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.triton.unpack import INTERPRETED
 from ostinato.backends.torch.ops.matmul import Epilogue
+from ostinato.backends.weights import shape_of
 
 
 @dataclass(frozen=True, slots=True)

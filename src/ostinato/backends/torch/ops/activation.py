@@ -1,11 +1,9 @@
 """The bends between two matrices of a feed-forward block."""
 
-from typing import Literal
-
 import torch.nn.functional as F
 from torch import Tensor
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]
+from ostinato.models.shape import Activation
 
 
 def activate_torch(x: Tensor, activation: Activation) -> Tensor:

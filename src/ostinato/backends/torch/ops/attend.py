@@ -15,8 +15,9 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
-from ostinato.backends.torch.ops.rope import Pairing, rope_torch
+from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.errors import BadOption
+from ostinato.models.rope import Pairing
 
 # What q and K, and the weights and V, are multiplied in, by the type of the store. Sums are float32 always.
 PRODUCT: Final = {

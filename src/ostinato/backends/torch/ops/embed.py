@@ -10,14 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.packed import rows as packed_rows
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.matmul import PreparedInput, stats_torch
+from ostinato.backends.torch.weight import DeviceMatrix
 
 
 def embed_torch(
-    table: Tensor | Packed,
+    table: Tensor | DeviceMatrix,
     x: Tensor,
     stats: Tensor,
     rows: StepRows,
@@ -34,7 +33,7 @@ def embed_torch(
     for row in range(int(rows.n_rows)):
         slot = int(rows.row_slot[row])
         token = tokens[slot : slot + 1].long()
-        taken = table[token][0] if isinstance(table, Tensor) else packed_rows(table, token)[0]
+        taken = table[token][0] if isinstance(table, Tensor) else table.rows_at(token)[0]
         if scale is not None:
             taken = taken * torch.tensor(scale, dtype=taken.dtype, device=taken.device)
         x[row] = taken.float()

@@ -1,12 +1,15 @@
 """Routed experts: each row goes through the few experts its router scores highest, weighted by those scores."""
 
+from __future__ import annotations
+
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Stack, Weight, shape_of
-from ostinato.backends.torch.ops.activation import Activation, gated_torch
+from ostinato.backends.torch.ops.activation import gated_torch
 from ostinato.backends.torch.ops.linear import linear_torch
-from ostinato.backends.torch.weight import rows_of
+from ostinato.backends.torch.weight import DeviceMatrix, Weight, rows_of
+from ostinato.backends.weights import Stack
+from ostinato.models.shape import Activation
 
 
 def route_torch(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
@@ -49,7 +52,7 @@ def _through(x: Tensor, weight: Weight | tuple[Weight, ...], expert: int, n_rows
 def _width(down: Weight | tuple[Weight, ...]) -> int:
     """How wide an expert is inside: the columns of what leads back."""
     one = down[0] if isinstance(down, tuple) else down
-    return one.shape[-1] if isinstance(one, Tensor) else shape_of(one)[1]
+    return int(one.shape[-1])
 
 
 def expert_of(weight: Weight, expert: int, n_rows: int, dtype: torch.dtype) -> Tensor:
@@ -59,4 +62,5 @@ def expert_of(weight: Weight, expert: int, n_rows: int, dtype: torch.dtype) -> T
         return torch.cat([expert_of(part, expert, share, dtype) for part in weight.parts])
     if isinstance(weight, Tensor):
         return (weight[expert] if weight.dim() == 3 else weight[expert * n_rows : (expert + 1) * n_rows]).to(dtype)
+    assert isinstance(weight, DeviceMatrix), "experts that multiply themselves are one matrix each"
     return rows_of(weight, torch.arange(expert * n_rows, (expert + 1) * n_rows, device=weight.device), dtype)

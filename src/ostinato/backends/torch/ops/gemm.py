@@ -1,10 +1,11 @@
 """The products of a prompt's chunk: y = x W^T + b, scaled, as it should be. The kernel: `triton/gemm.py`."""
 
+from __future__ import annotations
+
 import torch.nn.functional as F
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Weight
-from ostinato.backends.torch.weight import dense_of
+from ostinato.backends.torch.weight import Weight, dense_of
 
 
 def gemm_torch(

@@ -14,10 +14,11 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Packed, Stack, Weight, dense
-from ostinato.backends.torch.ops.activation import Activation, activate_torch
+from ostinato.backends.torch.ops.activation import activate_torch
 from ostinato.backends.torch.ops.experts import expert_of, route_torch
-from ostinato.backends.torch.weight import for_a_gpu
+from ostinato.backends.torch.weight import Weight, dense_of, dtype_of
+from ostinato.backends.weights import Stack
+from ostinato.models.shape import Activation
 
 STATS_BLOCK: Final = 16  # columns that share one (sum, sum of squares)
 
@@ -105,16 +106,12 @@ def matmul_torch(
 def product_torch(x: Tensor, weight: Weight, norm: InputNorm | None) -> Tensor:
     """norm(x) W^T of x [rows, in], in float32."""
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
-    columns = []
-    for part in map(for_a_gpu, parts):
-        wide = dense(part, torch.float32) if isinstance(part, Packed) else part.float()
-        columns.append(_product(x, part, wide, norm))
-    return torch.cat(columns, 1)
+    return torch.cat([_product(x, part, dense_of(part, torch.float32), norm) for part in parts], 1)
 
 
-def _product(x: Tensor, weight: Tensor | Packed, wide: Tensor, norm: InputNorm | None) -> Tensor:
+def _product(x: Tensor, weight: Weight, wide: Tensor, norm: InputNorm | None) -> Tensor:
     """norm(x) times some rows of a weight, `wide` in float32."""
-    narrow = isinstance(weight, Packed) or weight.dtype == torch.bfloat16
+    narrow = dtype_of(weight) == torch.bfloat16
     inside, after = _normed(x, norm)
     inside = inside.bfloat16().float() if narrow else inside
     return (inside @ wide.T) * after
@@ -181,13 +178,13 @@ def _of_expert(x: Tensor, weight: Weight, expert: int, n_rows: int, norm: InputN
     """norm(x) through one expert's rows, [1, n_rows]; of a `Stack`, through its share of every part."""
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
     share = n_rows // len(parts)
-    products = [_product(x, p, expert_of(p, expert, share, torch.float32), norm) for p in map(for_a_gpu, parts)]
+    products = [_product(x, p, expert_of(p, expert, share, torch.float32), norm) for p in parts]
     return torch.cat(products, 1)
 
 
 def experts_down_torch(
     x: Tensor,
-    weight: Tensor | Packed,
+    weight: Weight,
     out: Tensor,
     experts: Tensor,
     weights: Tensor,

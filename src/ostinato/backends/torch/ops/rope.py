@@ -1,15 +1,22 @@
-"""Rotary positions: each pair (a, b) of a head turns by its angle into (a cos - b sin, b cos + a sin).
-
-Which two elements make a pair is how a file stored its query and key rows: `halves` pairs element i with
-i + width/2, `neighbours` pairs 2i with 2i + 1. The two are the same model with rows permuted.
-"""
-
-from typing import Literal
+"""Rotary positions: each pair (a, b) of a head turns by its angle into (a cos - b sin, b cos + a sin)."""
 
 import torch
 from torch import Tensor
 
-Pairing = Literal["halves", "neighbours"]
+from ostinato.models.rope import Pairing, Rope
+
+
+def frequencies_of(rope: Rope, context: int) -> Tensor:
+    """The angle each pair turns by per position, float32 [width / 2], for an engine of that context."""
+    powers = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
+    plain, divisors = 1.0 / rope.base**powers, rope.divisors_for(context)
+    return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float32)
+
+
+def cos_sin(rope: Rope, positions: Tensor, frequencies: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines for positions [rows], float32 [rows, width / 2], amplified."""
+    angles = positions.float().unsqueeze(-1) * frequencies
+    return angles.cos() * rope.amplitude, angles.sin() * rope.amplitude
 
 
 def rope_torch(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.backends.cuda.upload import Uploads
+from ostinato.backends.torch.upload import Uploads
 
 CPU = torch.device("cpu")
 

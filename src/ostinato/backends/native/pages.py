@@ -1,0 +1,53 @@
+"""Keys and values of the native loop: whole pages of each layer, ordered as `src/attention.h` reads them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from ostinato.loop.memory import host_zeros
+from ostinato.options import Q8_BLOCK, KVType, check_kv_width
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import Shape
+
+PAGE_TOKENS: Final = 16
+_DTYPES: Final = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.int8}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPages:
+    """Keys [pages, kv_heads, head_width, 16] and values [pages, kv_heads, 16, head_width] of a layer; scales where
+    they are Q8_0, one for each 32 numbers of a head, and empty elsewhere."""
+
+    keys: np.ndarray
+    values: np.ndarray
+    key_scales: np.ndarray
+    value_scales: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class NativePages:
+    """The pages of every layer; bfloat16 is kept as its bits."""
+
+    kv_type: KVType
+    layers: tuple[LayerPages, ...]
+
+    @staticmethod
+    def of(shape: Shape, *, n_pages: int, kv_type: KVType) -> NativePages:
+        check_kv_width(kv_type, shape.head_width)
+        heads, width = (n_pages, shape.n_kv_heads), shape.head_width
+        blocks = width // Q8_BLOCK if kv_type == "q8_0" else 0
+        kind = _DTYPES[kv_type]
+
+        def layer() -> LayerPages:
+            return LayerPages(
+                host_zeros((*heads, width, PAGE_TOKENS), kind),
+                host_zeros((*heads, PAGE_TOKENS, width), kind),
+                host_zeros((*heads, blocks, PAGE_TOKENS), np.float16),
+                host_zeros((*heads, PAGE_TOKENS, blocks), np.float16),
+            )
+
+        return NativePages(kv_type, tuple(layer() for _ in range(shape.n_layers)))

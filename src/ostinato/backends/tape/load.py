@@ -1,0 +1,32 @@
+"""A model on its way to the tape: its matrices wait in the host's memory, and go to the device one at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.load import load
+from ostinato.backends.torch.model import Model
+from ostinato.models.blocks import ModelBlocks, with_leaves
+from ostinato.models.tensors import TensorTable
+
+
+def load_on_host(blocks: ModelBlocks, table: TensorTable, *, device: torch.device, **how: Any) -> Model:
+    """The model as `load` gives it, but for its matrices, which stay in the host's memory."""
+    return without_matrices_on(load(blocks, table, device=torch.device("cpu"), **how), device)
+
+
+def without_matrices_on(model: Model, device: torch.device) -> Model:
+    """A model whose matrices stay where they are, while the embedding and all that is no matrix come to a device. A
+    tied head is the embedding, there too."""
+    embedding = model.embedding.to(device)
+
+    def there(weight: Any) -> Any:
+        if weight is model.embedding:
+            return embedding
+        return weight.to(device) if isinstance(weight, Tensor) and weight.dim() == 1 else weight
+
+    return replace(with_leaves(model, there), device=device)

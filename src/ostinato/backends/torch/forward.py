@@ -1,0 +1,184 @@
+"""Blocks as torch computes them: one function for each kind, over the ops of `table.py`.
+
+What a forward remembers goes through a `ForwardState`, so a block does not know how it is kept. Shapes as in
+`models/blocks.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.table import Ops
+from ostinato.backends.torch.weight import dtype_of
+from ostinato.models.blocks import (
+    MLP,
+    AnyLayer,
+    Attention,
+    Conv,
+    Experts,
+    GatedMLP,
+    HybridLayer,
+    Layer,
+    Linear,
+    Mamba2Mixer,
+    MambaMixer,
+    Mixer,
+    Norm,
+    PlainMLP,
+    PostNormLayer,
+    RankingHead,
+    RecurrentLayer,
+)
+from ostinato.models.rope import Rope
+
+Angles = Mapping[Rope, tuple[Tensor, Tensor]]  # cosines and sines of a forward's rows, for each kind of rope
+
+
+class ForwardState(Protocol):
+    """What one forward reads of its sequences and leaves for the next: keys and values, and recurrent states."""
+
+    @property
+    def n_seqs(self) -> int:
+        """The rows are this many runs of equal length, one after the other: what recurrent layers go through."""
+
+    @property
+    def n_planes(self) -> int:
+        """How many states of each run to keep: the newest and, for roll back, those before its last tokens."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        """Append k and v, then attend each row of q to what it may see; [rows, heads, head_width]."""
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        """The states that the runs start from, each [n_seqs, ...] as the shape says; zeros for a new sequence."""
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        """The states to remember, each tensor [n_seqs, planes, ...], the newest plane first; planes may be fewer than
+        n_planes where a run was shorter."""
+
+
+def normed(ops: Ops, norm: Norm, x: Tensor) -> Tensor:
+    if norm.bias is None:
+        return ops.rms_norm(x, norm.weight, norm.eps)
+    return ops.layer_norm(x, norm.weight, norm.bias, norm.eps)
+
+
+def through_linear(ops: Ops, linear: Linear, x: Tensor) -> Tensor:
+    y = ops.linear(x, linear.weight, linear.bias)
+    return y if linear.scale is None else y * linear.scale
+
+
+def through_mlp(ops: Ops, mlp: MLP, x: Tensor) -> Tensor:
+    match mlp:
+        case GatedMLP():
+            return through_linear(ops, mlp.down, ops.gated(through_linear(ops, mlp.gate_up, x), mlp.activation))
+        case PlainMLP():
+            return through_linear(ops, mlp.down, ops.activate(through_linear(ops, mlp.up, x), mlp.activation))
+        case Experts():
+            scores = through_linear(ops, mlp.router, x)
+            weights, chosen = ops.route(scores, mlp.experts.n_used, mlp.experts.renormalise)
+            return ops.experts(x, mlp.gate_up, mlp.down, weights, chosen, mlp.activation)
+
+
+def ranked(ops: Ops, head: RankingHead, pooled: Tensor) -> Tensor:
+    inside = pooled if head.dense is None else torch.tanh(through_linear(ops, head.dense, pooled))
+    return inside if head.out is None else through_linear(ops, head.out, inside)
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One forward's rows on their way through layers."""
+
+    ops: Ops
+    angles: Angles
+    memory: ForwardState
+
+    def layer(self, layer: AnyLayer, x: Tensor) -> Tensor:
+        """Rows [rows, hidden] to rows of the same shape."""
+        ops = self.ops
+        match layer:
+            case Layer():
+                seen = self.attention(layer.attention, normed(ops, layer.attention_norm, x))
+                x = x + (seen if layer.after_attention is None else normed(ops, layer.after_attention, seen))
+                thought = through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
+                return x + (thought if layer.after_mlp is None else normed(ops, layer.after_mlp, thought))
+            case PostNormLayer():
+                x = normed(ops, layer.attention_norm, x + self.attention(layer.attention, x))
+                return normed(ops, layer.mlp_norm, x + through_mlp(ops, layer.mlp, x))
+            case RecurrentLayer():
+                return x + self.mixer(layer.mixer, normed(ops, layer.norm, x))
+            case HybridLayer():
+                inside = normed(ops, layer.norm, x)
+                mixed = self.mixer(layer.mixer, inside * layer.mixer_in)
+                x = x + (mixed + self.attention(layer.attention, inside * layer.attention_in))
+                return x + through_mlp(ops, layer.mlp, normed(ops, layer.mlp_norm, x))
+
+    def attention(self, block: Attention, x: Tensor) -> Tensor:
+        s, ops = block.shape, self.ops
+        heads = through_linear(ops, block.qkv, x).view(len(x), s.n_heads + 2 * s.n_kv_heads, s.head_width)
+        qk, v = heads[:, : -s.n_kv_heads], heads[:, -s.n_kv_heads :]
+        if block.q_norm is not None and block.k_norm is not None:
+            q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
+            qk = torch.cat((normed(ops, block.q_norm, q), normed(ops, block.k_norm, k)), 1)
+        rope = s.ropes[block.layer]
+        if rope is not None:
+            qk = ops.rope(qk, *self.angles[rope], rope.pairing)
+        q, k = qk[:, : s.n_heads], qk[:, s.n_heads :]
+        seen = self.memory.attend(block.layer, q, k, v, scale=s.query_scale, softcap=s.attention_softcap)
+        return through_linear(ops, block.out, seen.flatten(1))
+
+    def mixer(self, mixer: Mixer, x: Tensor) -> Tensor:
+        """Rows [rows, hidden] to rows, with the past in memory."""
+        rows = through_linear(self.ops, mixer.into, x.to(dtype_of(mixer.into.weight)))
+        runs = rows.view(self.memory.n_seqs, -1, rows.shape[-1])
+        return self._mamba(mixer, runs) if isinstance(mixer, MambaMixer) else self._mamba2(mixer, runs)
+
+    def _mamba(self, mixer: MambaMixer, runs: Tensor) -> Tensor:
+        s, ops, memory, decay = mixer.shape, self.ops, self.memory, mixer.decay
+        conv_state, scan_state = memory.states(mixer.layer)
+        u, gate = runs.chunk(2, -1)
+        u, conv_planes = self._conv(mixer.conv, u, conv_state)
+        parts = torch.split(through_linear(ops, mixer.select, u), [s.dt_rank, s.state, s.state], -1)
+        if mixer.norms is not None:
+            parts = tuple(normed(ops, norm, part) for norm, part in zip(mixer.norms, parts, strict=True))
+        dt, b, c = parts
+        step = through_linear(ops, mixer.step, dt)
+        scan = {"a": decay.a, "d": decay.d, "dt_bias": decay.dt_bias, "state": scan_state, "n_planes": memory.n_planes}
+        y, scan_planes = ops.selective_scan(u, step, b, c, **scan)
+        memory.keep(mixer.layer, (conv_planes, scan_planes))
+        return through_linear(ops, mixer.out, (y * ops.activate(gate, "silu")).flatten(0, 1))
+
+    def _mamba2(self, mixer: Mamba2Mixer, runs: Tensor) -> Tensor:
+        s, ops, memory, decay = mixer.shape, self.ops, self.memory, mixer.decay
+        conv_state, scan_state = memory.states(mixer.layer)
+        gate, u, dt = torch.split(runs, [s.inner, s.conv_width, s.n_heads], -1)
+        u, conv_planes = self._conv(mixer.conv, u, conv_state)
+        u, b, c = torch.split(u, [s.inner, s.n_groups * s.state, s.n_groups * s.state], -1)
+        n, t = len(u), u.shape[1]
+        y, scan_planes = ops.ssd_scan(
+            u.view(n, t, s.n_heads, -1),
+            dt,
+            b.view(n, t, s.n_groups, -1),
+            c.view(n, t, s.n_groups, -1),
+            a=decay.a,
+            d=decay.d,
+            dt_bias=decay.dt_bias,
+            dt_limit=s.dt_limit,
+            state=scan_state,
+            n_planes=memory.n_planes,
+        )
+        memory.keep(mixer.layer, (conv_planes, scan_planes))
+        y = y.flatten(-2)
+        if mixer.norm is None:
+            y = y * ops.activate(gate, "silu")
+        else:
+            y = ops.gated_norm(y, gate, mixer.norm, mixer.norm_eps, s.norm_first)
+        return through_linear(ops, mixer.out, y.flatten(0, 1))
+
+    def _conv(self, conv: Conv, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y, planes = self.ops.causal_conv(x, state, conv.weight, conv.bias, self.memory.n_planes)
+        return self.ops.activate(y, "silu"), planes

@@ -1,0 +1,100 @@
+"""A model as torch runs it: blocks over loaded weights, and the way of rows through them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.arrays import tensor_of
+from ostinato.backends.torch.forward import Angles, Forward, ForwardState, normed, ranked, through_linear
+from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of
+from ostinato.backends.torch.table import Ops, ops_for
+from ostinato.backends.torch.weight import rows_of
+from ostinato.errors import Unsupported
+from ostinato.models.blocks import AnyLayer, ModelBlocks, with_leaves
+
+Device: TypeAlias = torch.device
+DType: TypeAlias = torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model(ModelBlocks):
+    """Blocks whose leaves are weights: tensors, or matrices in the layout of a backend (`backends/weights.py`)."""
+
+    ops: Ops
+    dtype: torch.dtype  # what rows between layers are, unless the residual is wide
+    device: torch.device
+
+    @staticmethod
+    def of(
+        blocks: ModelBlocks, *, dtype: torch.dtype, device: torch.device, context: int, ops: Ops | None = None
+    ) -> Model:
+        """The model of loaded blocks, for an engine of that context; their arrays become tensors over that memory."""
+        blocks = with_leaves(blocks, lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf)
+        ropes = [rope for rope in dict.fromkeys(blocks.shape.ropes) if rope is not None]
+        blocks = replace(blocks, frequencies={rope: frequencies_of(rope, context).to(device) for rope in ropes})
+        given = {field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)}
+        return Model(**given, ops=ops or ops_for(device), dtype=dtype, device=device)
+
+    def hidden(self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
+        """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.
+
+        types int64 [rows], for models that tell two texts apart: 0, the first, unless given.
+        """
+        return self.through(self.embed(tokens), positions, memory, types)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [rows] to what the model takes in for them, [rows, hidden]."""
+        x = rows_of(self.embedding, tokens, self.dtype)
+        if self.shape.embedding_scale is not None:
+            # Rounded to the model's dtype first, as the models of this kind were trained.
+            x = x * torch.tensor(self.shape.embedding_scale, dtype=x.dtype, device=x.device)
+        return x
+
+    def through(self, x: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
+        """Rows [rows, hidden], embedded tokens or given, to the last hidden rows; otherwise as `hidden`."""
+        x = self.embed_inputs(x, positions, types)
+        angles = self.angles(positions)
+        for layer in self.layers:
+            x = self.through_layer(layer, x, angles, memory)
+        return self.final_norm(x)
+
+    def embed_inputs(self, x: Tensor, positions: Tensor, types: Tensor | None = None) -> Tensor:
+        """Embedded rows to what the first layer takes in."""
+        if self.type_embedding is not None:
+            x = x + (self.type_embedding[0] if types is None else self.type_embedding[types])
+        if self.position_embedding is not None:
+            x = x + self.position_embedding[positions]
+        if self.embedding_norm is not None:
+            x = normed(self.ops, self.embedding_norm, x)
+        return x.float() if self.shape.wide_residual else x
+
+    def angles(self, positions: Tensor) -> Angles:
+        """What rotary positions turn by, of every kind of rope in the model."""
+        return {rope: cos_sin(rope, positions, frequencies) for rope, frequencies in self.frequencies.items()}
+
+    def through_layer(self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
+        """Rows through one layer."""
+        return Forward(self.ops, angles, memory).layer(layer, x)
+
+    def final_norm(self, x: Tensor) -> Tensor:
+        """What the last layer gives to hidden rows, normalised."""
+        return (x if self.norm is None else normed(self.ops, self.norm, x)).to(self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden rows [rows, hidden] to float32 logits [rows, vocab]."""
+        if self.head is None:
+            raise Unsupported(f"{self.shape.family} is an encoder: it embeds text and has no logits")
+        logits = through_linear(self.ops, self.head, hidden).float()
+        cap = self.shape.logit_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def rank(self, pooled: Tensor) -> Tensor:
+        """Pooled rows [rows, hidden] to float32 scores [rows, n_classes]."""
+        if self.ranking is None:
+            raise Unsupported(f"this {self.shape.family} model has no head to rank with")
+        return ranked(self.ops, self.ranking, pooled.to(self.dtype)).float()

@@ -1,0 +1,26 @@
+"""The tables of the loop as tensors: what plans and prompts in torch, and a GPU's kernels, are given."""
+
+import torch
+
+from ostinato.loop.layout import Kind, Layout, Tables
+
+
+def tensor_tables(layout: Layout, device: torch.device) -> Tables:
+    """Zeroed tables: the table on the device, admissions and rings where both sides reach them."""
+    if device.type == "cpu":
+        return as_tensors(Tables.of(layout))
+    own, *mapped = layout.n_bytes
+    table = torch.zeros(own, dtype=torch.uint8, device=device)
+    pinned = [torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=True) for n_bytes in mapped]
+    return Tables.over(layout, [table, *pinned], dtype_of)
+
+
+def as_tensors(tables: Tables) -> Tables:
+    """The same bytes of the host as tensors."""
+    return Tables.over(tables.layout, [torch.as_tensor(arena.memory) for arena in tables.arenas], dtype_of)
+
+
+def dtype_of(kind: Kind) -> torch.dtype:
+    """torch's name for the type of a field."""
+    dtype: torch.dtype = getattr(torch, kind)
+    return dtype

@@ -1,0 +1,54 @@
+"""Memory as the loop knows it: where it lies and how long it is. Whose library made it does not matter.
+
+On the host it is numpy's. A backend may give memory of its own kind, which answers to the same names and tells its
+address by `data_ptr`, as torch's tensors do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ostinato.errors import HardwareCannot
+
+ALIGNMENT: Final = 256  # bytes
+
+
+def host_zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
+    """Zeroed memory of the host, aligned; the system hands it out page by page, as it is first written."""
+    kind = np.dtype(dtype)
+    n_bytes = prod(shape) * kind.itemsize
+    try:
+        memory = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError) as error:  # ValueError: more than an address can tell
+        sizes = " x ".join(map(str, shape))
+        raise HardwareCannot(
+            f"the CPU has no memory for a tensor of {sizes} {kind}; take a smaller model or context"
+        ) from error
+    first = -memory.ctypes.data % ALIGNMENT
+    return memory[first : first + n_bytes].view(kind).reshape(shape)
+
+
+def address_of(memory: Any) -> int:
+    """Where an array or a tensor begins."""
+    return int(memory.ctypes.data if isinstance(memory, np.ndarray) else memory.data_ptr())
+
+
+def memory_in(part: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Every array and tensor inside blocks, lists and mappings, by its path."""
+    if isinstance(part, np.ndarray) or hasattr(part, "data_ptr"):
+        yield name, part
+    elif is_dataclass(part) and not isinstance(part, type):
+        for field in fields(part):
+            yield from memory_in(getattr(part, field.name), f"{name}.{field.name}")
+    elif isinstance(part, Mapping):
+        for number, value in enumerate(part.values()):
+            yield from memory_in(value, f"{name}.{number}")
+    elif isinstance(part, list | tuple):
+        for number, value in enumerate(part):
+            yield from memory_in(value, f"{name}.{number}")

@@ -1,0 +1,238 @@
+"""References to the tensors of a file, by one set of names, and the table that finds and checks them.
+
+The names are those of GGUF (`blk.3.attn_q.weight`); a safetensors folder's are translated by its family. Blocks are
+made over references, so all that a model takes is known before a byte is read: `TensorTable.check` refuses a file with
+a missing or misshapen tensor, or with one that nobody takes. A backend then puts what it loads in the place of each.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ostinato.errors import BadFile
+from ostinato.files.checkpoint import rounded
+
+if TYPE_CHECKING:
+    from ostinato.files.checkpoint import Checkpoint, TensorInfo
+
+NOT_WEIGHTS: Final = frozenset({"I8", "I16", "I32", "I64", "BOOL", "U8", "U16", "U32", "U64"})
+LEAVES: Final = {"gamma": "weight", "beta": "bias"}  # how the first files of bert call them
+_NUMBER: Final = re.compile(r"(?<=\.)\d+(?=\.|$)")
+Sizes = tuple[int, ...]
+Wanted = Iterator[tuple[str, Sizes]]  # names, and the shape that each must have
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """Tensors of a file on top of each other, along their rows. `exact`: float32, whatever the model's dtype."""
+
+    names: tuple[str, ...]
+    shapes: tuple[Sizes, ...]
+    exact: bool = False
+
+    @property
+    def shape(self) -> Sizes:
+        return sum(shape[0] for shape in self.shapes), *self.shapes[0][1:]
+
+    @property
+    def wanted(self) -> Wanted:
+        return zip(self.names, self.shapes, strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices(Tensors):
+    """The same for what is multiplied with: every backend keeps matrices its own way. `halves`: one tensor that is two
+    matrices, one above the other."""
+
+    halves: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMatrices:
+    """The matrices of all experts, each of `size`; a part (gate, up or down) is one tensor for all, or one for each."""
+
+    parts: tuple[tuple[str, ...], ...]
+    n_experts: int
+    size: tuple[int, int]
+
+    @property
+    def shape(self) -> Sizes:
+        return self.n_experts, len(self.parts) * self.size[0], self.size[1]
+
+    @property
+    def wanted(self) -> Wanted:
+        for names in self.parts:
+            shape = (self.n_experts, *self.size) if is_whole(names) else self.size
+            yield from ((name, shape) for name in names)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """Numbers that no file has: each of `values`, as often as `sizes` says, in the model's dtype."""
+
+    sizes: Sizes
+    values: tuple[float, ...]
+
+    @property
+    def shape(self) -> Sizes:
+        return (sum(self.sizes),)
+
+    @property
+    def wanted(self) -> Wanted:
+        return iter(())
+
+
+Reference: TypeAlias = Tensors | ExpertMatrices | Constant
+
+
+def is_whole(names: tuple[str, ...]) -> bool:
+    """Whether one tensor has all experts; else there is one for each."""
+    return "_exps." in names[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """How a format keeps a tensor otherwise: the shape there, given ours, and how its values, float32, become ours."""
+
+    shape: Callable[[Sizes], Sizes] = lambda ours: ours
+    values: Callable[[NDArray[np.float32]], NDArray[np.float32]] = lambda stored: stored
+
+
+def _minus_exp(stored: NDArray[np.float32]) -> NDArray[np.float32]:
+    return (-np.exp(stored.astype(np.float64))).astype(np.float32)
+
+
+TRANSPOSED: Final = Transform(shape=lambda ours: ours[::-1], values=np.transpose)  # a matrix as [in, out]
+PLUS_ONE: Final = Transform(values=lambda stored: stored + 1)  # a norm's weight as its distance from 1
+MINUS_EXP: Final = Transform(values=_minus_exp)  # a rate of decay as its logarithm
+COLUMN: Final = Transform(shape=lambda ours: (*ours, 1))  # a vector as a matrix of one column
+FLAT: Final = Transform(shape=lambda ours: (math.prod(ours),))  # rows one after the other
+CHANNELS: Final = Transform(shape=lambda ours: (ours[0], 1, *ours[1:]))  # a convolution of each channel alone
+_AS_IT_IS: Final = Transform()
+
+
+@dataclass(frozen=True, slots=True)
+class TensorTable:
+    """The tensors of a checkpoint by our names. `names` maps ours to the file's; `transforms` maps ours, without the
+    layer, to a change on read; `spell` says how the file would call one of our names, for messages."""
+
+    checkpoint: Checkpoint
+    names: Mapping[str, str]
+    transforms: Mapping[str, Transform] = field(default_factory=dict)
+    spell: Callable[[str], str] = str
+
+    def has(self, name: str) -> bool:
+        return name in self.names
+
+    def rows(self, name: str) -> int:
+        """The outermost size of a tensor."""
+        return self.info(name).shape[0]
+
+    def info(self, name: str) -> TensorInfo:
+        """What the file says of a tensor, under its own name."""
+        return self.checkpoint.tensors[self.names[name]]
+
+    def is_as_stored(self, name: str) -> bool:
+        """Whether the format keeps a tensor as we want it."""
+        return self._transform(name) is _AS_IT_IS
+
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of the file."""
+        return self.checkpoint.raw(self.names[name])
+
+    def values(self, name: str, dtype: np.dtype[Any]) -> NDArray[Any]:
+        """The values as we want them, in a new array; of the file's shape, or as the transform leaves it."""
+        as_stored = self.is_as_stored(name)
+        out = np.empty(self.info(name).shape, dtype if as_stored else np.float32)
+        self.checkpoint.read(self.names[name], out)
+        return out if as_stored else np.ascontiguousarray(rounded(self._transform(name).values(out), dtype))
+
+    def check(self, references: Iterable[Reference], spare: Iterable[str] = ()) -> None:
+        """Refuse a file that lacks a tensor, has it in another shape, or has one that nobody takes; `spare` names may
+        be there."""
+        taken = set(spare)
+        for reference in references:
+            for name, shape in reference.wanted:
+                self._check_one(name, shape)
+                taken.add(name)
+        unused = sorted(self.names[name] for name in self.names.keys() - taken)
+        if unused:
+            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+            raise BadFile(
+                f"{self.checkpoint.path}: it holds {len(unused)} tensors that this model has no use for: {shown}; "
+                "running without them would give other answers than the model's"
+            )
+
+    def _check_one(self, name: str, shape: Sizes) -> None:
+        path = self.checkpoint.path
+        if name not in self.names:
+            raise BadFile(f"{path}: the tensor {self.spell(name)} is missing; it is incomplete")
+        found, wanted = self.info(name), self._transform(name).shape(shape)
+        if tuple(found.shape) != wanted:
+            raise BadFile(
+                f"{path}: the tensor {found.name} has the shape {list(found.shape)}; this model needs {list(wanted)}"
+            )
+        if found.type in NOT_WEIGHTS:
+            raise BadFile(f"{path}: the tensor {found.name} holds {found.type}, which no weights are")
+
+    def _transform(self, name: str) -> Transform:
+        return self.transforms.get(without_layer(name), _AS_IT_IS)
+
+
+def without_layer(name: str) -> str:
+    return re.sub(r"^blk\.\d+\.", "", name)
+
+
+def translate(
+    tensors: Iterable[str], table: Mapping[str, str], ignored: re.Pattern[str] | None = None
+) -> dict[str, str]:
+    """Our names to the file's, by a table of the file's names in which `*` stands for a number.
+
+    The table holds whole names (`...mixer.A_log`), or names without their last part, which then stays as it is.
+    A name the table lacks stays as it is, and `TensorTable.check` refuses it; what `ignored` matches holds no weights.
+
+    >>> translate(["model.layers.3.mlp.up_proj.weight"], {"model.layers.*.mlp.up_proj": "blk.*.ffn_up"})
+    {'blk.3.ffn_up.weight': 'model.layers.3.mlp.up_proj.weight'}
+    """
+    ours = {}
+    for name in tensors:
+        if ignored is not None and ignored.fullmatch(name):
+            continue
+        stem, _, leaf = name.rpartition(".")
+        target = table.get(_starred(name))
+        if target is None and (target := table.get(_starred(stem))) is not None:
+            target = f"{target}.{LEAVES.get(leaf, leaf)}"
+        ours[name if target is None else _numbered(target, name)] = name
+    return ours
+
+
+def spelled(table: Mapping[str, str], name: str) -> str:
+    """How a file with these names would call one of ours; our own name where it has none for it.
+
+    >>> spelled({"model.layers.*.mlp.up_proj": "blk.*.ffn_up"}, "blk.3.ffn_up.weight")
+    'model.layers.3.mlp.up_proj.weight'
+    """
+    stem, _, leaf = name.rpartition(".")
+    theirs = {ours: their for their, ours in list(table.items())[::-1]}
+    if (whole := theirs.get(_starred(name))) is not None:
+        return _numbered(whole, name)
+    found = theirs.get(_starred(stem))
+    return name if found is None else _numbered(f"{found}.{leaf}", name)
+
+
+def _starred(name: str) -> str:
+    return _NUMBER.sub("*", name)
+
+
+def _numbered(target: str, name: str) -> str:
+    """The numbers of a name in the places that a target has for them."""
+    for number in _NUMBER.findall(name):
+        target = target.replace("*", number, 1)
+    return target
