@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import Prefill
+from ostinato.backends.base import Chunks
+from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed import shape_of as shape_of_weight
 from ostinato.backends.cuda.plan import why_not_fused
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
@@ -32,7 +32,7 @@ from ostinato.models.blocks import Layer, Linear, Model
 from ostinato.models.rebuilt import rebuilt
 from ostinato.models.registry import build_model, read_shape
 from ostinato.models.shape import Shape
-from tests.backends.cuda.test_prefill import Allocations, without_kernels
+from tests.backends.cuda.test_chunks import Allocations, without_kernels
 from tests.backends.tape.loop import EmulatedLoop
 from tests.backends.tape.models import shape_of, small
 from tests.backends.tape.test_plan import Laid, linears
@@ -50,7 +50,7 @@ def on_tape(model: Model) -> Model:
 def prefill_of(driver: Driver, model: Model, *, triton: bool = False, buckets: tuple[int, ...] = (16, 32)) -> None:
     loop = driver.loop
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedPrefill(model, loop.memory, loop.tables, model.shape.vocab, kernels, prompts, buckets=buckets)
+    loop.prefill = FusedChunks(model, loop.memory, loop.tables, model.shape.vocab, kernels, prompts, buckets=buckets)
 
 
 def prompted(model: Model, *, triton: bool = False) -> tuple[list[int], list[Tensor]]:
@@ -157,11 +157,11 @@ def test_no_launch_of_a_chunk_from_the_tape_allocates(monkeypatch: pytest.Monkey
 class Emulated(EmulatedLoop):
     """The emulated tape, with prompts as a card has them, by twins."""
 
-    def _made(self) -> tuple[Plan, Start, Prefill]:
+    def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start, _ = super()._made()
         self.model = self.step.on_tape(self._on_card) if self.options.prompts_on_tape else self._on_card
         words = (self.memory, self.tables, self.options.n_tokens, twin_kernels(), twin_prompts())
-        return plan, start, FusedPrefill(self.model, *words, buckets=(16, 64))
+        return plan, start, FusedChunks(self.model, *words, buckets=(16, 64))
 
 
 @pytest.mark.slow
@@ -215,10 +215,10 @@ def test_beside_the_tape_there_is_the_embedding_and_no_other_matrix(mix: str | N
 class CardLoop(Loop):
     """A loop as a card has it, on a driver that only notes; its kernels are the twins."""
 
-    def _made(self) -> tuple[Plan, Start, Prefill]:
+    def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start = self._tape()
         words = (self.memory, self.tables, self.options.n_tokens, twin_kernels(), twin_prompts())
-        return plan, start, FusedPrefill(self.model, *words, buckets=(16,))
+        return plan, start, FusedChunks(self.model, *words, buckets=(16,))
 
 
 @pytest.mark.parametrize("prompts_on_tape", [True, False])

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.packed import Packed, Stack
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.table import TWINS
@@ -45,10 +45,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return out
 
 
-def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedPrefill:
+def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedChunks:
     loop = driver.loop
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedPrefill(
+    loop.prefill = FusedChunks(
         loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts, buckets=buckets
     )
     return loop.prefill
@@ -95,7 +95,7 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
     driver = open_loop(mode="twin", model=random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_0"), n_slots=2)
     one, four = (prefill_of(driver, triton=False, buckets=sizes) for sizes in ((64,), (8, 16, 32, 64)))
 
-    def held(prefill: FusedPrefill) -> int:
+    def held(prefill: FusedChunks) -> int:
         own = [tensor for _, tensor in tensors_of([vars(prefill)[name] for name in sorted(vars(prefill))], "")]
         model = {tensor.data_ptr() for _, tensor in tensors_of(driver.loop.model, "")}
         return sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in model)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
+from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
 from ostinato.backends.cuda.packed import Weight
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
@@ -39,7 +40,7 @@ from ostinato.models.shape import ExpertShape
 BUCKETS: Final = (64, 128, 256, 512)
 
 
-class FusedPrefill:
+class FusedChunks:
     """Prefill by kernels. `run` and `first` enqueue on the current stream and return at once."""
 
     rows = BUCKETS[-1]
@@ -87,6 +88,7 @@ class FusedPrefill:
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
+        self.max_outputs = 0
         self._last = made(tables.layout.n_slots, shape.hidden)
         self._scratch = made(scratch_elements(model), dtype=model.dtype) if lies_on_tape(model) else None
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
@@ -118,7 +120,11 @@ class FusedPrefill:
     def rows_for(self, n_prompt: int) -> int:
         return self.rows  # of a chunk; its bits are the same in any bucket
 
-    def run(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int], rows: int) -> None:
+    def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
+        (part,) = parts
+        slot, tokens, start, pages = part.slot, part.tokens, part.start, part.pages
+        assert slot is not None
+        assert want is None
         n, most = len(tokens), self.rows
         bucket = next((size for size in self._buckets if size >= n), None)
         if bucket is None:
@@ -137,6 +143,7 @@ class FusedPrefill:
         else:
             _play(self._launches[bucket])
         self._last[slot].copy_(self._x[n - 1])
+        return ChunkOutput()
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
