@@ -30,6 +30,7 @@ import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
+from ostinato.backends.base import ChunkPart
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
@@ -577,7 +578,7 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
                 with torch.inference_mode(), torch.cuda.stream(side):
                     cuda._sleep(20_000_000)  # the host has queued everything before it begins
                     began.record()
-                    prefill.run(0, tokens, 0, pages, prefill.rows)
+                    prefill.run([ChunkPart(tokens, 0, pages, 0)], prefill.rows)
                     ended.record()
                 ended.synchronize()
                 spent.append(float(began.elapsed_time(ended)))

@@ -20,6 +20,7 @@ import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
+from ostinato.backends.base import ChunkPart
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.driver import GREEDY, LoopDriver
@@ -216,7 +217,7 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
         side: Any = getattr(loop.start, "side", None)
 
         def run() -> None:
-            loop.prefill.run(0, tokens, 0, list(range(n_pages)), loop.prefill.rows)
+            loop.prefill.run([ChunkPart(tokens, 0, range(n_pages), 0)], loop.prefill.rows)
 
         for _ in range(REPEATS + 2):
             began, ended = event(enable_timing=True), event(enable_timing=True)
@@ -302,18 +303,18 @@ def _import_kernels() -> None:
 
 def graph_memory(device: str, *, shape: str, type: str, slots: Sequence[int] = GRAPH_SLOTS) -> Iterator[Record]:
     """What the card holds more of after graphs were made than before, by number of slots; code is loaded before."""
-    from ostinato.backends.cuda.prefill import FusedPrefill
+    from ostinato.backends.cuda.chunks import FusedChunks
 
     model = model_on(shape, type, device)
     taken: dict[str, int] = {}
-    capture = FusedPrefill.capture
+    capture = FusedChunks.capture
 
-    def watched(self: FusedPrefill, *given: Any, **words: Any) -> None:
+    def watched(self: FusedChunks, *given: Any, **words: Any) -> None:
         before = _card_bytes()
         capture(self, *given, **words)
         taken["prompts"] = _card_bytes() - before
 
-    FusedPrefill.capture = watched  # type: ignore[method-assign]  # to look, for this process alone
+    FusedChunks.capture = watched  # type: ignore[method-assign]  # to look, for this process alone
     for number, n_slots in enumerate((*slots, *slots)):  # the first time round loads kernels
         context, page = 1024, PAGE_TOKENS["cuda"]
         n_pages = -(-context // page)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
 from ostinato.backends.torch.model import Model
 from ostinato.engine.defaults import OURS
 from ostinato.engine.engine import Engine
@@ -107,10 +108,10 @@ class Gate:
         prefill = engine.loop.prefill
         run = prefill.run
 
-        def gated(slot: int, tokens: Sequence[int], start: int, pages: Sequence[int], rows: int) -> None:
+        def gated(parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
             self.reached.set()
             assert self._open.wait(DEADLINE_S)
-            run(slot, tokens, start, pages, rows)
+            return run(parts, rows, want)
 
         prefill.run = gated  # type: ignore[method-assign]  # stands in the way on purpose
 

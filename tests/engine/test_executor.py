@@ -27,10 +27,11 @@ import ostinato
 from bench.gpu_executor import perplexity
 from bench.gpu_models import moved
 from ostinato.backends.allocate import BumpAllocator
+from ostinato.backends.base import ChunkPart
+from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.graph import CudaGraph
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.plan import Fusions
-from ostinato.backends.cuda.prefill import BUCKETS, FusedPrefill
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaEager
 from ostinato.backends.cuda.start import source as cuda_source
@@ -436,14 +437,14 @@ def test_a_mark_compiles_for_a_card() -> None:
     assert cubin(cuda_source("stamp.cu"), "stamp.cu", arch="sm_90").startswith(b"\x7fELF")
 
 
-def fused_prefill(driver: Driver, model: Model, buckets: Sequence[int]) -> FusedPrefill:
+def fused_prefill(driver: Driver, model: Model, buckets: Sequence[int]) -> FusedChunks:
     loop = driver.loop
     words = (model, loop.memory, loop.tables, model.shape.vocab, twin_kernels(), twin_prompts())
-    loop.prefill = FusedPrefill(*words, buckets=buckets)
+    loop.prefill = FusedChunks(*words, buckets=buckets)
     return loop.prefill
 
 
-def if_anybody(prefill: FusedPrefill, launch: Callable[[], object]) -> None:
+def if_anybody(prefill: FusedChunks, launch: Callable[[], object]) -> None:
     if int(prefill._n):
         launch()
 
@@ -696,7 +697,7 @@ def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_se
         driver = open_loop(model=model, mode="eager", context=8192, n_pages=600)
         sizes = Sizes()  # type: ignore[no-untyped-call]
         with sizes:
-            driver.loop.prefill.run(0, list(range(64)), start, list(range(300)), 64)
+            driver.loop.prefill.run([ChunkPart(list(range(64)), start, list(range(300)), 0)], 64)
         largest.append(sizes.largest)
         driver.loop.close()
     assert largest[0] >= 64 * model.shape.hidden * 4  # its rows: the ops were seen

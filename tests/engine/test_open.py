@@ -14,9 +14,9 @@ from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.static_plan import SPARE_STATES, WHY_NO_LOOP
 from ostinato.backends.cuda.step import twin_kernels
 from ostinato.backends.native.start import NativeLoop
+from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuEager
 from ostinato.engine.open import MODES, NO_ROOM, TAKEN, LoopOptions, choose_mode, mode_below, why_not
 from ostinato.errors import HardwareCannot
@@ -251,7 +251,7 @@ def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, m
     loop.mode.replace(plan, start)
     loop.plan, loop.start, loop.prefill = plan, start, prefill
     assert plan.constants.endswith("static")
-    assert isinstance(prefill, TorchPrefill)
+    assert isinstance(prefill, TorchChunks)
     generation = driver.admit(2, PROMPT, most=8)
     driver.run()
     assert driver.tokens(generation) == expected

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 
+from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
 from ostinato.engine.engine import Engine
 from ostinato.engine.request import Message, Request, Token
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, PromptTooLong, QueueFull
@@ -240,10 +241,10 @@ def test_a_prompt_that_fails_ends_its_own_request_and_no_other() -> None:
     with open_engine() as engine:
         run = engine.loop.prefill.run
 
-        def fails(slot: int, tokens: Sequence[int], start: int, pages: Sequence[int], rows: int) -> None:
-            if tokens[0] == 77:
+        def fails(parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
+            if parts[0].tokens[0] == 77:
                 raise RuntimeError("no such luck")
-            run(slot, tokens, start, pages, rows)
+            return run(parts, rows, want)
 
         engine.loop.prefill.run = fails  # type: ignore[method-assign]  # fails on purpose
         good, bad, later = (engine.submit([first, 1, 2, 3], SHORT) for first in (1, 77, 2))

@@ -9,8 +9,8 @@ from functools import partial
 import pytest
 import torch
 
+from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import fused_plan
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import StepKernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.forward import through_mlp
 from ostinato.backends.torch.model import Model
@@ -258,7 +258,7 @@ def opens_fused(kernels: StepKernels) -> Callable[[Model, LoopOptions], Loop]:
         loop.plan = fused_plan(model, loop.memory, loop.tables, options.n_tokens, kernels)
         loop.start = CpuEager(loop.plan, loop.tables, loop.guard, loop.changed.set)
         loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
-        loop.prefill = FusedPrefill(
+        loop.prefill = FusedChunks(
             model, loop.memory, loop.tables, options.n_tokens, kernels, twin_prompts(), buckets=(32,)
         )
         return loop
@@ -318,7 +318,7 @@ def test_another_route_of_a_near_tie_is_no_difference(monkeypatch: pytest.Monkey
     assert 0 < turned.figures["route_widest"] < 0.1
     assert turned.figures["relative"] < 0.05
     # What a comparison would say that did not look at the routes.
-    monkeypatch.setattr(FusedPrefill, "routes", None)
+    monkeypatch.setattr(FusedChunks, "routes", None)
     assert mixtral_beside_twins(route_then(partial(take, 2, within=0.03))).difference is not None
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from ostinato.backends.base import ChunkPart
 from ostinato.engine.open import Loop
 from ostinato.errors import EngineDead, InternalError
 from ostinato.loop.host import Admission, OutEntry
@@ -72,7 +73,7 @@ class LoopDriver:
             chunk = list(prompt[first : first + rows])
 
             def run(chunk: list[int] = chunk, first: int = first) -> None:
-                prefill.run(slot, chunk, first, list(pages), rows)
+                prefill.run([ChunkPart(chunk, first, list(pages), slot)], rows)
 
             self.loop.beside(run).result(DEADLINE_S)
 

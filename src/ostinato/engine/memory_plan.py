@@ -14,13 +14,13 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.chunks import BUCKETS
 from ostinato.backends.cuda.plan import StepBuffers
-from ostinato.backends.cuda.prefill import BUCKETS
 from ostinato.backends.cuda.static_plan import SPARE_STATES
 from ostinato.backends.native.plan import CHUNK_ROWS
+from ostinato.backends.torch.chunks import MANY_ROWS
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, PagedMemory, page_bytes
-from ostinato.backends.torch.prefill import MANY_ROWS
 from ostinato.backends.torch.table import TWINS
 from ostinato.errors import HardwareCannot
 from ostinato.files.fetch import megabytes

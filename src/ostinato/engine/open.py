@@ -14,21 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from ostinato.backends.base import Prefill
+from ostinato.backends.base import Chunks
 from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import fused_plan, why_not_fused
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.static_plan import SPARE_STATES, WHY_NO_LOOP, static_plan, why_not_static
+from ostinato.backends.native.chunks import NativeChunks
 from ostinato.backends.native.library import why_no_native
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.native.plan import NativeStep, native_plan, why_not_native_model
-from ostinato.backends.native.prefill import NativePrefill
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.tape.plan import TapeStep, tape_plan, why_no_tape_on, why_not_tape, why_too_large
+from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, PagedMemory
 from ostinato.backends.torch.plan import torch_plan
-from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuEager, CpuLoop
 from ostinato.backends.torch.tables import as_tensors, tensor_tables
 from ostinato.engine.cores import default_threads
@@ -185,7 +185,7 @@ class Loop:
         kinds = {"eager": CudaEager, "graph": CudaGraph, "loop": WhileGraph}
         return kinds[self.mode_name](plan, self.tables, self.guard, self.changed.set)
 
-    def _made(self) -> tuple[Plan, Start, Prefill]:
+    def _made(self) -> tuple[Plan, Start, Chunks]:
         """The plan, the start of the chosen mode, and prefill."""
         model, n_tokens = self.model, self.options.n_tokens
         if model.device.type == "cuda":
@@ -193,9 +193,9 @@ class Loop:
         if self.is_native:
             return self._made_native()
         plan = torch_plan(model, self.memory, self.tables, n_tokens)
-        return plan, self._start(plan), TorchPrefill(model, self.memory, self.tables, n_tokens)
+        return plan, self._start(plan), TorchChunks(model, self.memory, self.tables, n_tokens)
 
-    def _made_native(self) -> tuple[Plan, Start, Prefill]:
+    def _made_native(self) -> tuple[Plan, Start, Chunks]:
         model, options = self.model, self.options
         assert isinstance(self.changed, FileWakeEvent)
         native = NativeStep(
@@ -209,20 +209,20 @@ class Loop:
         )
         constants = f"{model.shape}, {options.n_tokens} tokens, {options.activations} activations"
         plan = native_plan(model, self.memory, self.tables, native, constants)
-        return plan, NativeLoop(plan, native, self.guard), NativePrefill(native)
+        return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)
 
-    def _made_for_cuda(self) -> tuple[Plan, Start, Prefill]:
+    def _made_for_cuda(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.step import triton_kernels, triton_prompts
 
         model, n_tokens = self.model, self.options.n_tokens
         kernels = triton_kernels()
         if model.shape.recurrent is not None:
             plan = static_plan(model, self.memory, self.tables, n_tokens, kernels)
-            in_torch = TorchPrefill(model, self.memory, self.tables, n_tokens, kernels)
+            in_torch = TorchChunks(model, self.memory, self.tables, n_tokens, kernels)
             in_torch.warm()
             return plan, self._start(plan), in_torch
         plan, start = self._tape() if self.mode_name == "persistent" else self._fused(kernels)
-        prefill = FusedPrefill(self.model, self.memory, self.tables, n_tokens, kernels, triton_prompts())
+        prefill = FusedChunks(self.model, self.memory, self.tables, n_tokens, kernels, triton_prompts())
         prefill.capture(start.side)
         return plan, start, prefill
 

@@ -18,6 +18,7 @@ from typing import Final
 import numpy as np
 import torch
 
+from ostinato.backends.base import ChunkPart
 from ostinato.cache.reserve import Lease, Reserve
 from ostinato.engine.constraint import Masks
 from ostinato.engine.open import Loop
@@ -294,7 +295,7 @@ class Scheduler:
 
         def run() -> None:
             try:
-                loop.prefill.run(slot, tokens, start, pages, rows)
+                loop.prefill.run([ChunkPart(tokens, start, pages, slot)], rows)
                 if is_last:
                     loop.prefill.first(slot)
             finally:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan, why_not_fused
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import StepKernels, triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
@@ -77,7 +77,7 @@ def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family
     model = family_model(family)
     plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
     loop = fused.loop
-    loop.prefill = FusedPrefill(
+    loop.prefill = FusedChunks(
         model, loop.memory, loop.tables, model.shape.vocab, twin_kernels(), twin_prompts(), buckets=(16, 32)
     )
     assert first_tokens(fused) == first_tokens(plain)

@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.static_plan import SPARE_STATES, static_plan, why_not_static
 from ostinato.backends.cuda.step import StepKernels, twin_kernels
+from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import CpuLoop
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Word
@@ -55,7 +55,7 @@ def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: 
         kv_type=kv_type,  # type: ignore[arg-type]
         page_tokens=loop.page_tokens,
     )
-    loop.prefill = TorchPrefill(model, loop.memory, loop.tables, model.shape.vocab, kernels)
+    loop.prefill = TorchChunks(model, loop.memory, loop.tables, model.shape.vocab, kernels)
     loop.plan = static_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels)
     loop.start = CpuLoop(loop.plan, loop.tables, loop.guard, loop.changed.set)
     loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)

@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ostinato.backends.base import ChunkPart
 from ostinato.backends.native.library import chosen_level
 from ostinato.backends.native.plan import why_not_native, why_not_native_model
 from ostinato.backends.native.start import NativeLoop
@@ -173,7 +174,7 @@ def bits_of(
         generation = driver.admit(7, prompt, most=12, pages=pages, admit=False)
         for start, stop in zip((0, *cuts), (*cuts, len(prompt)), strict=True):
             chunk = prompt[start:stop]
-            driver.loop.prefill.run(7, chunk, start, list(pages), len(chunk))
+            driver.loop.prefill.run([ChunkPart(chunk, start, list(pages), 7)], len(chunk))
         driver.loop.prefill.first(7)
         assert driver.loop.host.admit(7, generation)
         logits = []

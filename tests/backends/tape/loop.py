@@ -10,13 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import Prefill
+from ostinato.backends.base import Chunks
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_tape
 from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.prefill import TorchPrefill
 from ostinato.backends.torch.start import torch_device
 from ostinato.backends.weights import Stack
 from ostinato.engine.open import TWIN, Loop, LoopOptions
@@ -102,7 +102,7 @@ class EmulatedLoop(Loop):
         self._deadline_ns = deadline_ns
         super().__init__(widened(model), options, outbox_entries=outbox_entries)
 
-    def _made(self) -> tuple[Plan, Start, Prefill]:
+    def _made(self) -> tuple[Plan, Start, Chunks]:
         model, options = self._on_card, self.options
         reason = why_not_tape(model, options.n_slots, options.kv_type)
         assert reason is None, reason
@@ -121,7 +121,7 @@ class EmulatedLoop(Loop):
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
         program = compiled(tape_source(), "tape.cpp", headers=headers)
-        prefill = TorchPrefill(self.model, self.memory, self.tables, options.n_tokens)
+        prefill = TorchChunks(self.model, self.memory, self.tables, options.n_tokens)
         return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
 
 

@@ -8,15 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import Prefill
+from ostinato.backends.base import ChunkPart, Chunks, ChunkWant
+from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.plan import why_not_fused
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
@@ -33,7 +34,7 @@ from ostinato.loop.start import Start
 from ostinato.models.blocks import Layer, Linear, with_leaves
 from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
-from tests.backends.cuda.test_prefill import Allocations, without_kernels
+from tests.backends.cuda.test_chunks import Allocations, without_kernels
 from tests.backends.tape.loop import EmulatedLoop
 from tests.backends.tape.models import shape_of, small
 from tests.backends.tape.test_plan import Laid, linears
@@ -51,7 +52,7 @@ def on_tape(model: Model) -> Model:
 def prefill_of(driver: Driver, model: Model, *, triton: bool = False, buckets: tuple[int, ...] = (16, 32)) -> None:
     loop = driver.loop
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedPrefill(model, loop.memory, loop.tables, model.shape.vocab, kernels, prompts, buckets=buckets)
+    loop.prefill = FusedChunks(model, loop.memory, loop.tables, model.shape.vocab, kernels, prompts, buckets=buckets)
 
 
 def prompted(model: Model, *, triton: bool = False) -> tuple[list[int], list[Tensor]]:
@@ -88,6 +89,23 @@ SHAPES: dict[str, Shape] = {
 def test_plain_weights_give_the_same_bits_from_the_tape(name: str) -> None:
     model = small(SHAPES[name])
     same(prompted(on_tape(model)), prompted(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "untied"])
+def test_a_chunk_from_the_tape_gives_the_same_rows_logits_and_log_probabilities(name: str) -> None:
+    model, found = small(SHAPES[name]), []
+    parts = [ChunkPart(PROMPTS[0], 0, [0], outputs=[1, 4]), ChunkPart(PROMPTS[1][:9], 0, [3], outputs=[8])]
+    wants = (ChunkWant("hidden"), ChunkWant("logits"), ChunkWant("logprobs", [5, 6, 7], top=2))
+    for given in (on_tape(model), model):
+        driver = open_loop(model=given, mode="twin", n_slots=3)
+        prefill_of(driver, given)
+        outputs = [driver.loop.prefill.run(parts, 32, want) for want in wants]
+        found.append([outputs[0].hidden, outputs[1].logits, outputs[2].logprobs, outputs[2].top_ids])
+        driver.loop.close()
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
@@ -158,11 +176,11 @@ def test_no_launch_of_a_chunk_from_the_tape_allocates(monkeypatch: pytest.Monkey
 class Emulated(EmulatedLoop):
     """The emulated tape, with prompts as a card has them, by twins."""
 
-    def _made(self) -> tuple[Plan, Start, Prefill]:
+    def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start, _ = super()._made()
         self.model = self.step.on_tape(self._on_card) if self.options.prompts_on_tape else self._on_card
         words = (self.memory, self.tables, self.options.n_tokens, twin_kernels(), twin_prompts())
-        return plan, start, FusedPrefill(self.model, *words, buckets=(16, 64))
+        return plan, start, FusedChunks(self.model, *words, buckets=(16, 64))
 
 
 @pytest.mark.slow
@@ -216,10 +234,10 @@ def test_beside_the_tape_there_is_the_embedding_and_no_other_matrix(mix: str | N
 class CardLoop(Loop):
     """A loop as a card has it, on a driver that only notes; its kernels are the twins."""
 
-    def _made(self) -> tuple[Plan, Start, Prefill]:
+    def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start = self._tape()
         words = (self.memory, self.tables, self.options.n_tokens, twin_kernels(), twin_prompts())
-        return plan, start, FusedPrefill(self.model, *words, buckets=(16,))
+        return plan, start, FusedChunks(self.model, *words, buckets=(16,))
 
 
 @pytest.mark.parametrize("prompts_on_tape", [True, False])

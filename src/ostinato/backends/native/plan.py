@@ -10,10 +10,11 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from ctypes import Structure, addressof, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
+from ctypes import Array, Structure, addressof, byref, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
 from typing import Any, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.pages import PAGE_TOKENS, LayerPages, NativePages
@@ -58,6 +59,17 @@ class _Layer(Structure):
 
 class _Rope(Structure):
     _fields_ = (("frequencies", c_void_p), ("half", c_int), ("neighbours", c_int), ("amplitude", c_float))
+
+
+class PartStruct(Structure):
+    _fields_ = (("pages", c_void_p), *((name, c_int) for name in ("n_rows", "start", "slot", "reserved")))
+
+
+class OutputsStruct(Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("rows", "hidden", "logits", "targets", "logprobs", "top_ids", "top_logprobs")),
+        *((name, c_int) for name in ("n", "slice", "n_top", "n_tokens")),
+    )
 
 
 class _NativeView(Structure):
@@ -129,7 +141,7 @@ class NativeStep:
         self._library, self._kept = _declared(cpu_library()), _Kept()
         self._plan = _Plan()
         self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * PAGE_TOKENS)
-        self.threads, self._max_pages = threads, tables.layout.max_pages
+        self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
         self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)
         self.last = host_zeros((tables.layout.n_slots, model.shape.hidden), np.float32)
         self._set_sizes(model.shape, memory, tables, n_tokens, activations)
@@ -152,15 +164,9 @@ class NativeStep:
         """One step and its step boundary."""
         self._call("ostinato_step")
 
-    def chunk(self, slot: int, tokens: Sequence[int], start: int, pages: Sequence[int]) -> None:
-        """Positions [start, start + len(tokens)) of a prompt into its pages; between two steps of what plays."""
-        if not 0 < len(tokens) <= self.chunk_rows or start + len(tokens) > len(pages) * PAGE_TOKENS:
-            raise InternalError(f"a chunk of {len(tokens)} rows from {start} on does not fit into {len(pages)} pages")
-        if min(tokens) < 0 or max(tokens) >= self._plan.head.rows:
-            raise InternalError(f"a prompt has the id {max(tokens)}, and this model has {self._plan.head.rows}")
-        ids = (c_int * len(tokens))(*tokens)
-        places = (c_int * len(pages))(*pages)
-        self._call("ostinato_chunk", c_int(slot), ids, c_int(len(tokens)), c_int(start), places)
+    def chunk(self, parts: Array[PartStruct], ids: NDArray[np.int32], outputs: OutputsStruct) -> None:
+        """Rows of some sequences into their pages, and what is asked for of them; between two steps of what plays."""
+        self._call("ostinato_chunk", parts, c_int(len(parts)), c_void_p(ids.ctypes.data), byref(outputs))
 
     def first(self, slot: int) -> None:
         """The first token of a slot, from the last row that ran for it, by its staged admission."""
@@ -311,7 +317,7 @@ class NativeStep:
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     """The library with the types of what it returns, and the same idea of a plan as ours."""
     library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
-    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Rope)]
+    ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Rope, PartStruct, OutputsStruct)]
     if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:
         raise InternalError("the native library has another idea of a plan than backends/native/plan.py")
     return library

@@ -1,5 +1,5 @@
-// The loop: a decode step for every live slot, a chunk of a prompt, and the play that goes from step boundary to step
-// boundary.
+// The loop: a decode step for every live slot, a chunk of prompts or of other texts, and the play that goes from step
+// boundary to step boundary.
 //
 // One way through the model serves both: rows go through the layers side by side, each with its own position and
 // pages. Every product is shared out over the members of the team by tiles of its output, everything between products
@@ -66,6 +66,28 @@ struct Plan {
     float eps, query_scale, attention_softcap, logit_softcap, embedding_scale;  // 0: no cap, no scale
 };
 
+// --- a chunk: the same structs in backends/native/plan.py ---
+
+// Consecutive positions of one sequence, from `start` on.
+struct Part {
+    const int* pages;
+    int n_rows, start, slot;  // whose `last` row gets the last of these; -1: nobody's
+    int reserved;
+};
+
+// What is asked for of some rows of a chunk; null where it is not. They are taken in slices, so that the logits behind
+// log-probabilities need little room.
+struct Outputs {
+    const int* rows;      // [n], of the chunk
+    float* hidden;        // [n][hidden], behind the last norm
+    float* logits;        // [n][vocab]; where log-probabilities are asked for, [slice][vocab], and nobody's afterwards
+    const int* targets;   // [n], and the log-probability of each
+    float* logprobs;      // [n]
+    int* top_ids;         // [n][n_top], of the first n_tokens ids, the most likely first
+    float* top_logprobs;  // [n][n_top]
+    int n, slice, n_top, n_tokens;
+};
+
 static inline int padded(int n) { return (n + LANES - 1) / LANES * LANES; }
 
 // Pieces of one memory, each on a line of its own; without memory it only counts.
@@ -94,9 +116,11 @@ struct ForwardPass {
 
     // The rows that are going through.
     int n_rows = 0;
-    bool is_chunk = false;  // rows of one sequence, one after the other; else each of its own
-    const int *tokens = nullptr, *chunk_pages = nullptr;
-    int chunk_slot = 0, chunk_start = 0;
+    bool is_chunk = false;  // rows of parts, one after the other; else each of its own slot
+    const int* tokens = nullptr;
+    const Part* parts = nullptr;
+    const Outputs* outputs = nullptr;
+    int n_runs = 0, first_slot = 0;
 
     // Memory that members share.
     int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units;
@@ -104,6 +128,8 @@ struct ForwardPass {
     float* first_logits;
     // Of experts: by row and choice who it is; by taker its row and choice; the other way; by expert its first taker.
     int *chosen, *taker, *place, *first_of;
+    // Of a chunk: by row its part and position; the first row of each run of rows that attention takes together.
+    int *part_of, *chunk_position, *run_begins;
     unsigned char *inputs, *expert_inputs;
     std::vector<ThreadScratch> own;
 
@@ -152,6 +178,9 @@ struct ForwardPass {
         expert_out = pieces.take<float>(size_t(experts_rows) * hidden_stride);
         expert_inputs = pieces.take<unsigned char>(experts_rows * expert_row_bytes());
         first_logits = pieces.take<float>(p.head.rows);
+        part_of = pieces.take<int>(rows);
+        chunk_position = pieces.take<int>(rows);
+        run_begins = pieces.take<int>(rows + 1);
         own.clear();
         for (int i = 0; i < p.n_threads; i++) {
             ThreadScratch mine;
@@ -176,9 +205,9 @@ struct ForwardPass {
     bool few() const { return n_rows <= FEW_ROWS; }
     int slot_of(int row) const { return TABLE_row_slot(plan.view)[row]; }
     int token_of(int row) const { return is_chunk ? tokens[row] : TABLE_token(plan.view)[slot_of(row)]; }
-    int position_of(int row) const { return is_chunk ? chunk_start + row : TABLE_position(plan.view)[slot_of(row)]; }
+    int position_of(int row) const { return is_chunk ? chunk_position[row] : TABLE_position(plan.view)[slot_of(row)]; }
     const int* pages_of(int row) const {
-        return is_chunk ? chunk_pages : TABLE_pages(plan.view) + size_t(slot_of(row)) * plan.max_pages;
+        return is_chunk ? parts[part_of[row]].pages : TABLE_pages(plan.view) + size_t(slot_of(row)) * plan.max_pages;
     }
     const float* cos_sin_of(int row, int rope) const {
         const float* at = cos_sin + size_t(row) * cos_sin_width(plan);
@@ -325,29 +354,75 @@ struct ForwardPass {
         m.barrier();
     }
 
-    // Behind the last layer: a step's rows stay with whoever holds them, a chunk's last row goes where `first` looks.
+    // Behind the last layer: a step's rows stay with whoever holds them, the last of a part goes where `first` looks.
     void finish_rows(team::Member& m, const float* after) {
         int first = 0, last = n_rows;
         if (!few()) m.share(n_rows, first, last);
         for (int row = first; row < last; row++)
             gain(residual(m, row), out + size_t(row) * hidden_stride, after, normed_row(m, row));
-        const int final = n_rows - 1;
-        if (is_chunk && first <= final && final < last && (m.me == 0 || !few()))
-            memcpy(plan.last + size_t(chunk_slot) * plan.hidden, residual(m, final), plan.hidden * sizeof(float));
+        if (!is_chunk || (few() && m.me != 0)) return;
+        for (int row = first; row < last; row++) {
+            const int slot = parts[part_of[row]].slot;
+            if (slot < 0 || (row + 1 < n_rows && part_of[row + 1] == part_of[row])) continue;
+            memcpy(plan.last + size_t(slot) * plan.hidden, residual(m, row), plan.hidden * sizeof(float));
+        }
     }
 
     void head(team::Member& m, float* logits) {
-        const Inputs in = next_block(m, nullptr, nullptr, plan.norm);
+        head_product(m, next_block(m, nullptr, nullptr, plan.norm), n_rows, logits);
+    }
+
+    void head_product(team::Member& m, const Inputs& in, int n, float* logits) {
         const int vocab = plan.head.rows;
         int first, last;
         m.share(n_tiles(plan.head), first, last);
-        tiles_of(plan.head, in, n_rows, logits, vocab, first, last);
+        tiles_of(plan.head, in, n, logits, vocab, first, last);
         if (plan.logit_softcap > 0) {
             const int begin = first * LANES, stop = last * LANES < vocab ? last * LANES : vocab;
-            for (int row = 0; row < n_rows; row++)
+            for (int row = 0; row < n; row++)
                 block::soft_cap(logits + size_t(row) * vocab + begin, plan.logit_softcap, stop - begin);
         }
         m.barrier();
+    }
+
+    // --- a chunk's outputs ---
+
+    void give_outputs(team::Member& m) {
+        const Outputs& o = *outputs;
+        m.barrier();  // every row is there
+        for (int begin = 0; begin < o.n; begin += o.slice) {
+            const int n = o.n - begin < o.slice ? o.n - begin : o.slice;
+            const Inputs in = inputs_over(inputs, plan.hidden, n, plan.wide != 0);
+            int first, last;
+            m.share(n, first, last);
+            for (int i = first; i < last; i++) {
+                float* to = o.hidden ? o.hidden + size_t(begin + i) * plan.hidden : normed + size_t(i) * hidden_stride;
+                block::rms_norm(residual(m, o.rows[begin + i]), plan.norm, plan.hidden, plan.eps, to);
+                if (o.logits) prepare(in, to, 0, i, i + 1);
+            }
+            if (!o.logits) continue;
+            m.barrier();
+            float* logits = o.logits + (o.logprobs ? 0 : size_t(begin) * plan.head.rows);
+            head_product(m, in, n, logits);
+            if (!o.logprobs) continue;
+            for (int i = first; i < last; i++) logprobs_of(m, logits + size_t(i) * plan.head.rows, begin + i);
+            m.barrier();  // before the next slice's logits
+        }
+    }
+
+    // The log-probabilities of a row of logits, by one member: the sampler's own sums.
+    void logprobs_of(const team::Member& m, const float* logits, int row) {
+        const Outputs& o = *outputs;
+        const int vocab = plan.head.rows;
+        const double most = largest_of(logits, vocab), log_total = std::log(sum_of_exp(logits, vocab, float(most)));
+        o.logprobs[row] = float(double(logits[o.targets[row]]) - most - log_total);
+        if (o.n_top == 0) return;
+        Ranked* top = workspace_over(own[m.me].sampler, vocab).ranked;
+        ranked_top(logits, o.n_tokens, o.n_top, top);
+        for (int i = 0; i < o.n_top; i++) {
+            o.top_ids[size_t(row) * o.n_top + i] = top[i].id;
+            o.top_logprobs[size_t(row) * o.n_top + i] = float(double(top[i].value) - most - log_total);
+        }
     }
 
     // --- attention ---
@@ -474,22 +549,34 @@ struct ForwardPass {
         return to;
     }
 
-    // Rows of one sequence: all keys and values first, then rows together, key head by key head.
+    // Where the rows of a chunk are, and which of them attention takes together: up to so many of one part.
+    void place_rows(int n_parts) {
+        n_rows = n_runs = 0;
+        for (int part = 0; part < n_parts; part++)
+            for (int i = 0; i < parts[part].n_rows; i++, n_rows++) {
+                if (i % ROWS_TOGETHER == 0) run_begins[n_runs++] = n_rows;
+                part_of[n_rows] = part;
+                chunk_position[n_rows] = parts[part].start + i;
+            }
+        run_begins[n_runs] = n_rows;
+    }
+
+    // All keys and values first, then rows of one sequence together, key head by key head.
     void attend_chunk(team::Member& m, const Layer& layer) {
         int first, last;
         m.share(n_rows, first, last);
         for (int row = first; row < last; row++)
             for (int kv = 0; kv < plan.n_kv_heads; kv++) keep(layer, row, kv);
         m.barrier();
-        const int n_runs = (n_rows + ROWS_TOGETHER - 1) / ROWS_TOGETHER;
-        for (int unit = m.me; unit < n_runs * plan.n_kv_heads; unit += m.n)
-            attend_run(m, layer, unit / plan.n_kv_heads * ROWS_TOGETHER, unit % plan.n_kv_heads);
+        for (int unit = m.me; unit < n_runs * plan.n_kv_heads; unit += m.n) {
+            const int run = unit / plan.n_kv_heads;
+            attend_run(m, layer, run_begins[run], run_begins[run + 1], unit % plan.n_kv_heads);
+        }
     }
 
-    void attend_run(team::Member& m, const Layer& layer, int begin, int kv) {
+    void attend_run(team::Member& m, const Layer& layer, int begin, int end, int kv) {
         const attention::Heads of = heads();
         ThreadScratch& mine = own[m.me];
-        const int end = begin + ROWS_TOGETHER < n_rows ? begin + ROWS_TOGETHER : n_rows;
         const int total = (end - begin) * of.group;
         for (int done = 0; done < total; done += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
@@ -502,7 +589,7 @@ struct ForwardPass {
                 queries[i] = {q, first_visible(layer, position_of(row)), position_of(row) + 1};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::attend(of, layer.cache, chunk_pages, kv, queries, n, to, mine.partial);
+            attention::attend(of, layer.cache, pages_of(begin), kv, queries, n, to, mine.partial);
         }
     }
 
@@ -623,13 +710,18 @@ struct Loop : ForwardPass {
     }
 
     void first(team::Member& m) {
-        memcpy(residual(m, 0), plan.last + size_t(chunk_slot) * plan.hidden, plan.hidden * sizeof(float));
+        memcpy(residual(m, 0), plan.last + size_t(first_slot) * plan.hidden, plan.hidden * sizeof(float));
         head(m, first_logits);
-        if (m.me == 0) sample_row(plan.view, first_logits, 0, chunk_slot, true, plan.n_tokens, own[0].sampler);
+        if (m.me == 0) sample_row(plan.view, first_logits, 0, first_slot, true, plan.n_tokens, own[0].sampler);
+    }
+
+    void chunk(team::Member& m) {
+        through(m);
+        if (outputs->n > 0) give_outputs(m);
     }
 
     static void step_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->step(m); }
-    static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->through(m); }
+    static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->chunk(m); }
     static void first_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->first(m); }
 
     // A step boundary, then steps while it says go. Whoever waits for the team has it between two steps.
@@ -649,11 +741,12 @@ struct Loop : ForwardPass {
         team.release();
     }
 
-    // Positions [start, start + n) of a prompt into these pages.
-    void run_chunk(int slot, const int* ids, int n, int start, const int* pages) {
+    // Rows of these parts into their pages, and what is asked for of them.
+    void run_chunk(const Part* of, int n_parts, const int* ids, const Outputs* asked) {
         team.acquire();
         is_chunk = true;
-        n_rows = n, tokens = ids, chunk_slot = slot, chunk_start = start, chunk_pages = pages;
+        parts = of, tokens = ids, outputs = asked;
+        place_rows(n_parts);
         team.run(chunk_job, this);
         team.release();
     }
@@ -662,7 +755,7 @@ struct Loop : ForwardPass {
     void run_first(int slot) {
         team.acquire();
         is_chunk = true;
-        n_rows = 1, chunk_slot = slot;
+        n_rows = 1, first_slot = slot;
         team.run(first_job, this);
         team.release();
     }

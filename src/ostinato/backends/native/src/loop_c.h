@@ -7,9 +7,10 @@
 
 extern "C" {
 
-// How long each struct is here, so that Python can compare: Plan, Layer, Product, Rope.
+// How long each struct is here, so that Python can compare: Plan, Layer, Product, Rope, Part, Outputs.
 int ostinato_plan_bytes(int which) {
-    const size_t bytes[] = {sizeof(loop::Plan), sizeof(loop::Layer), sizeof(loop::Product), sizeof(loop::Rope)};
+    const size_t bytes[] = {sizeof(loop::Plan), sizeof(loop::Layer), sizeof(loop::Product),
+                            sizeof(loop::Rope), sizeof(loop::Part),  sizeof(loop::Outputs)};
     return int(bytes[which]);
 }
 
@@ -37,8 +38,8 @@ void ostinato_built(void* opened, unsigned long long hash, unsigned long long ep
 
 void ostinato_run(void* opened) { static_cast<loop::Loop*>(opened)->run_loop(); }
 void ostinato_step(void* opened) { static_cast<loop::Loop*>(opened)->run_one_step(); }
-void ostinato_chunk(void* opened, int slot, const int* ids, int n, int start, const int* pages) {
-    static_cast<loop::Loop*>(opened)->run_chunk(slot, ids, n, start, pages);
+void ostinato_chunk(void* opened, const loop::Part* parts, int n_parts, const int* ids, const loop::Outputs* outputs) {
+    static_cast<loop::Loop*>(opened)->run_chunk(parts, n_parts, ids, outputs);
 }
 void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->run_first(slot); }
 

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ostinato.backends.base import ChunkPart, ChunkWant
+from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.outputs import output_bytes
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.prefill import FusedPrefill
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
@@ -46,10 +48,10 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return out
 
 
-def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedPrefill:
+def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedChunks:
     loop = driver.loop
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedPrefill(
+    loop.prefill = FusedChunks(
         loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts, buckets=buckets
     )
     return loop.prefill
@@ -96,12 +98,29 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
     driver = open_loop(mode="twin", model=random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_0"), n_slots=2)
     one, four = (prefill_of(driver, triton=False, buckets=sizes) for sizes in ((64,), (8, 16, 32, 64)))
 
-    def held(prefill: FusedPrefill) -> int:
+    def held(prefill: FusedChunks) -> int:
         own = [tensor for _, tensor in tensors_of([vars(prefill)[name] for name in sorted(vars(prefill))], "")]
         model = {tensor.data_ptr() for _, tensor in tensors_of(driver.loop.model, "")}
         return sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in model)
 
     assert held(one) == held(four)
+    driver.loop.close()
+
+
+def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said() -> None:
+    model = random_model("tiny", torch.bfloat16, CPU)
+    driver = open_loop(mode="twin", model=model, n_slots=2)
+    prefill = prefill_of(driver, triton=False)
+    prefill._outputs.warm(prefill._x)
+    part = ChunkPart([5, 6, 7], 0, [0], outputs=[2])
+    prefill.run([replace(part, outputs=())], 64)
+    assert prefill._outputs._room is None
+    prefill.run([part], 64, ChunkWant("hidden"))
+    room = prefill._outputs._room
+    prefill.run([part], 64, ChunkWant("logits"))
+    assert room is prefill._outputs._room
+    held = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(room, ""))
+    assert held == output_bytes(model.shape, model.dtype, prefill.rows)
     driver.loop.close()
 
 

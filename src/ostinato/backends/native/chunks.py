@@ -1,0 +1,91 @@
+"""Chunks by the native loop: nothing is padded, because a row's bits are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, Floats, output_rows, rows_of_logits
+from ostinato.backends.native.plan import LANES, NativeStep, OutputsStruct, PartStruct
+from ostinato.errors import InternalError
+
+Ints = NDArray[np.int32]
+
+
+class NativeChunks:
+    """Chunks through the same packed weights as the steps; each goes between two of them."""
+
+    n_copies = 0
+    failures: Mapping[int, str] = MappingProxyType({})
+
+    def __init__(self, native: NativeStep) -> None:
+        self._native = native
+        self.rows = native.chunk_rows
+        self.max_outputs = rows_of_logits(native.vocab, self.rows)
+        self._logits: Floats | None = None  # behind log-probabilities, from the first of them on
+
+    def rows_for(self, n_prompt: int) -> int:
+        return self.rows
+
+    def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
+        ids = np.array([token for part in parts for token in part.tokens], np.int32)
+        self._check(parts, ids)
+        pages = [np.array(part.pages, np.int32) for part in parts]
+        placed = [
+            PartStruct(_at(own), len(part.tokens), part.start, -1 if part.slot is None else part.slot)
+            for part, own in zip(parts, pages, strict=True)
+        ]
+        asked = np.array(output_rows(parts, want, self.max_outputs, self._native.vocab), np.int32)
+        targets = np.array(want.targets if want is not None else (), np.int32)
+        output = self._room(len(asked), want)
+        self._native.chunk((PartStruct * len(placed))(*placed), ids, self._outputs(asked, targets, output, want))
+        return output
+
+    def first(self, slot: int) -> None:
+        self._native.first(slot)
+
+    def _check(self, parts: Sequence[ChunkPart], ids: Ints) -> None:
+        if not 0 < len(ids) <= self.rows:
+            raise InternalError(f"a chunk of {len(ids)} rows; there is room for 1 to {self.rows}")
+        for part in parts:
+            n, n_pages = len(part.tokens), len(part.pages)
+            if part.start + n > n_pages * LANES:
+                raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
+        if ids.min() < 0 or ids.max() >= self._native.vocab:
+            raise InternalError(f"a chunk has the id {ids.max()}, and this model has {self._native.vocab}")
+
+    def _room(self, n: int, want: ChunkWant | None) -> ChunkOutput:
+        """The arrays that the chunk fills."""
+        if want is None:
+            return ChunkOutput()
+        if want.kind == "hidden":
+            return ChunkOutput(hidden=np.empty((n, self._native.hidden), np.float32))
+        if want.kind == "logits":
+            return ChunkOutput(logits=np.empty((n, self._native.vocab), np.float32))
+        return ChunkOutput(
+            logprobs=np.empty(n, np.float32),
+            top_ids=np.empty((n, want.top), np.int32),
+            top_logprobs=np.empty((n, want.top), np.float32),
+        )
+
+    def _outputs(self, asked: Ints, targets: Ints, output: ChunkOutput, want: ChunkWant | None) -> OutputsStruct:
+        logits = output.logits
+        if output.logprobs is not None:
+            if self._logits is None:
+                self._logits = np.empty((self.max_outputs, self._native.vocab), np.float32)
+            logits = self._logits
+        return OutputsStruct(
+            *map(_at, (asked, output.hidden, logits, targets, output.logprobs, output.top_ids, output.top_logprobs)),
+            len(asked),
+            self.max_outputs if logits is not None else len(asked),
+            0 if want is None else want.top,
+            self._native.vocab if want is None else want.n_tokens or self._native.vocab,
+        )
+
+
+def _at(array: NDArray[np.int32] | Floats | None) -> int | None:
+    """Where an array lies; None where there is none."""
+    return None if array is None else array.ctypes.data
