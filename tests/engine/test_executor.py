@@ -783,7 +783,7 @@ def test_a_thousand_tokens_say_nothing_and_a_plan_is_the_same_in_another_process
     code = """
 from tests.engine.rig import open_loop
 driver = open_loop(context=1024, n_pages=80)
-driver.admission(0, [1, 2, 3], most=1000)
+driver.admit(0, [1, 2, 3], most=1000)
 driver.run()
 driver.loop.close()
 print(len(driver.entries), driver.loop.plan.text)

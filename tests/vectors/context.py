@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.cell_flow import never
 from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.flow import never
 from ostinato.decoder.sample_router import BackendSampler, GreedySampler, TopKSampler
 from ostinato.errors import DecodeError, OstinatoError
 from ostinato.models.blocks import Model
