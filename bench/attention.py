@@ -18,7 +18,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from bench.note import versions
@@ -29,7 +31,7 @@ from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bin
 from ostinato.backends.cuda.triton.embed import bind_embed
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
-from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_attention_torch
+from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_attention_torch, chunk_tables
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.matmul import n_stats, stats_torch
 
@@ -94,9 +96,18 @@ def rows_at(contexts: Sequence[int], device: torch.device) -> StepRows:
     return StepRows(*(t.to(device) for t in (torch.tensor([len(contexts)]).int(), row_slot, position, pages)))
 
 
-def chunk_of(start: int, n: int, pages: Tensor) -> Chunk:
-    first, count = (torch.tensor([i], dtype=torch.int32, device=pages.device) for i in (start, n))
-    return Chunk(first, count, pages)
+def chunk_of(start: int, n: int, pages: Tensor, rows: int) -> Chunk:
+    """Rows of one sequence, in a chunk of so many."""
+    placed = chunk_tables([start], [n])
+
+    def padded(numbers: NDArray[np.int32], rows: int = rows) -> Tensor:
+        out = torch.zeros(rows, *numbers.shape[1:], dtype=torch.int32)
+        out[: len(numbers)] = torch.from_numpy(numbers)
+        return out.to(pages.device)
+
+    live, n_tiles = (padded(np.array([count], np.int32), 1) for count in (n, len(placed.tiles)))
+    tables = (padded(placed.tiles), padded(placed.positions), padded(placed.parts))
+    return Chunk(live, n_tiles, *tables, pages.unsqueeze(0))
 
 
 # Checks
@@ -149,7 +160,7 @@ def check_prompt(size: Size, store: str, device: torch.device, n_tokens: int = 7
         seen = torch.empty(bucket, size.n_heads * size.width, device=device, dtype=dtype)
         padded = torch.full((bucket, heads.n_columns), torch.nan, device=device, dtype=dtype)
         for n in cuts:
-            chunk = chunk_of(start + at, n, pages)
+            chunk = chunk_of(start + at, n, pages, bucket)
             padded[:n] = qkv[at : at + n]
             bind_append_chunk(padded, q, mine, chunk, heads)()
             bind_chunk_attention(q, seen, mine, chunk, heads)()
@@ -162,7 +173,7 @@ def check_prompt(size: Size, store: str, device: torch.device, n_tokens: int = 7
     other, _, _ = prefilled([n_tokens // 7, 1, n_tokens - n_tokens // 7 - 1], -(-n_tokens // 64) * 64 + 64)
     faults = [] if torch.equal(whole, other) else [f"{size.name} {store} prompt: where it is cut changes bits"]
     twin = torch.empty(16, size.n_heads * size.width, device=device, dtype=dtype)
-    chunk_attention_torch(q[-16:], twin, filled, chunk_of(start + n_tokens - 16, 16, pages), heads)
+    chunk_attention_torch(q[-16:], twin, filled, chunk_of(start + n_tokens - 16, 16, pages, 16), heads)
     error = float((whole[-16:].float() - twin.float()).abs().max() / twin.float().abs().max())
     limit = TOLERANCE[store] + (0 if dtype == torch.float32 else 8e-3)
     return faults if error < limit else [*faults, f"{size.name} {store} prompt: differs from the twin by {error:.1e}"]
@@ -254,7 +265,7 @@ def time_prompts(size: Size, device: torch.device) -> list[dict[str, object]]:
         n_pages = (start + m) // PAGE
         kv = store_of(size, "bf16", n_pages * PAGE, device)
         pages = torch.randperm(n_pages).int().to(device)
-        chunk = chunk_of(start, m, pages)
+        chunk = chunk_of(start, m, pages, m)
         qkv = torch.randn(m, heads.n_columns, device=device).bfloat16()
         q = torch.empty(m, size.n_heads, size.width, device=device, dtype=torch.bfloat16)
         seen = torch.empty(m, size.n_heads * size.width, device=device, dtype=torch.bfloat16)

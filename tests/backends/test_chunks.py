@@ -7,7 +7,7 @@ The oracle is the decoder's own flow over dense weights.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import get_args
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, OutputKind, output_rows
+from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.torch.plan import memory_tensors
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
@@ -78,10 +80,10 @@ def memory_of(driver: Driver) -> list[Tensor]:
     return [tensor.clone() for _, tensor in memory_tensors(driver.loop.memory)]
 
 
-def chunks_of(texts: Sequence[Text], seed: int) -> Iterator[list[ChunkPart]]:
+def chunks_of(texts: Sequence[Text]) -> list[list[ChunkPart]]:
     """Chunks of random parts of random texts, until every text is through; every row is asked for, or some are."""
-    chance = random.Random(seed)
-    done = [0] * len(texts)
+    chance = random.Random(len(texts))
+    done, chunks = [0] * len(texts), []
     while any(n < len(text.ids) for n, text in zip(done, texts, strict=True)):
         room, parts = ROWS, []
         for number in chance.sample(range(len(texts)), len(texts)):
@@ -92,16 +94,15 @@ def chunks_of(texts: Sequence[Text], seed: int) -> Iterator[list[ChunkPart]]:
                 parts.append(texts[number].part(done[number], done[number] + n, list(asked)))
                 done[number] += n
                 room -= n
-        if parts:
-            yield parts
+        chunks += [parts] if parts else []
+    return chunks
 
 
-def check_bits(driver: Driver, texts: Sequence[Text], kinds: Sequence[OutputKind]) -> None:
+def check_bits(driver: Driver, chunks: Sequence[list[ChunkPart]], kinds: Sequence[OutputKind]) -> None:
     """The same chunks with all parts side by side, and each part in a chunk of its own."""
     vocab = driver.loop.model.shape.vocab
     for kind in kinds:
         together, alone = [], []
-        chunks = list(chunks_of(texts, seed=len(texts)))
         for parts in chunks:
             found = arrays(run(driver, parts, want_of(kind, parts, vocab)))
             together.append(found)
@@ -125,21 +126,46 @@ def test_rows_beside_others_have_the_bits_they_have_alone_natively(family: str, 
     model = family_model(family)
     for threads in (1, 3):
         with closing(open_loop(model=model, n_slots=6, kv_type=kv_type, threads=threads)) as driver:
-            check_bits(driver, texts_of(model.shape.vocab, LENGTHS, seed=threads, slots=False), KINDS)
+            check_bits(driver, chunks_of(texts_of(model.shape.vocab, LENGTHS, seed=threads, slots=False)), KINDS)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "qwen3moe"])
 def test_rows_beside_others_have_the_bits_they_have_alone_by_torch(family: str) -> None:
     model = family_model(family)
     with closing(open_loop(model=model, mode="twin", n_slots=6)) as driver:
-        check_bits(driver, texts_of(model.shape.vocab, LENGTHS, seed=3, slots=False), KINDS)
+        check_bits(driver, chunks_of(texts_of(model.shape.vocab, LENGTHS, seed=3, slots=False)), KINDS)
+
+
+def fused(driver: Driver, *, triton: bool, buckets: Sequence[int] = (16, ROWS)) -> None:
+    """Chunks as a GPU has them, by Triton's interpreter or by the twins."""
+    loop = driver.loop
+    kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
+    given = (loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts)
+    loop.prefill = FusedChunks(*given, buckets=buckets)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("hidden", marks=pytest.mark.slow), "logprobs"])
+def test_rows_beside_others_have_the_bits_they_have_alone_by_kernels(
+    kind: OutputKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone they go in another bucket; logits go in slices of two rows."""
+    model = random_model("kv")
+    monkeypatch.setattr("ostinato.backends.base.LOGITS_BYTES", 2 * 4 * model.shape.vocab)
+    with closing(open_loop(model=model, mode="twin", n_slots=6)) as driver:
+        fused(driver, triton=True, buckets=(4, 8, 16))
+        texts = texts_of(model.shape.vocab, (7, 1, 17), seed=6, slots=False)
+        chunks = [
+            [texts[0].part(0, 5, [1, 4]), texts[2].part(0, 10)],
+            [texts[2].part(10, 17, [3]), texts[1].part(0, 1, [0]), texts[0].part(5, 7, [0])],
+        ]
+        check_bits(driver, chunks, [kind])
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
 def test_states_advance_beside_others_as_they_do_alone(kind: str) -> None:
     model = random_model(kind)  # type: ignore[arg-type]
     with closing(open_loop(model=model, mode="twin", n_slots=6)) as driver:
-        check_bits(driver, texts_of(model.shape.vocab, LENGTHS, seed=4, slots=True), KINDS)
+        check_bits(driver, chunks_of(texts_of(model.shape.vocab, LENGTHS, seed=4, slots=True)), KINDS)
         with pytest.raises(InternalError, match="without a slot"):
             run(driver, [ChunkPart([1, 2], 0, [0])])
 
@@ -185,6 +211,14 @@ def check_outputs(driver: Driver, model: Model, tolerance: float) -> None:
 def test_outputs_are_near_those_of_dense_weights(family: str, mode: str) -> None:
     model = family_model(family)
     with closing(open_loop(model=model, mode=mode)) as driver:
+        check_outputs(driver, model, 1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_chunks_of_twins_are_near_dense_weights(family: str) -> None:
+    model = family_model(family)
+    with closing(open_loop(model=model, mode="twin")) as driver:
+        fused(driver, triton=False)
         check_outputs(driver, model, 1e-3)
 
 

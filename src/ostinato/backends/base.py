@@ -66,8 +66,11 @@ class Chunks(Protocol):
 
     rows: int  # of any chunk, at most
     max_outputs: int  # rows of logits of one chunk, at most; hidden rows and log-probabilities are given of every row
-    n_copies: int  # between host and device, so far
     failures: Mapping[int, str]  # chunks, by their rows, that could not be captured, and why
+
+    @property
+    def n_copies(self) -> int:
+        """Copies between host and device, so far."""
 
     def rows_for(self, n_prompt: int) -> int:
         """Rows of every chunk of a prompt of this length; prompts with the same number share what was computed."""

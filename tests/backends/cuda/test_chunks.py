@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from ostinato.backends.base import ChunkPart, ChunkWant
 from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.outputs import output_bytes
 from ostinato.backends.cuda.packed import Packed, Stack
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.torch.plan import tensors_of
@@ -101,6 +103,23 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
         return sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in model)
 
     assert held(one) == held(four)
+    driver.loop.close()
+
+
+def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said() -> None:
+    model = random_model("tiny", torch.bfloat16, CPU)
+    driver = open_loop(mode="twin", model=model, n_slots=2)
+    prefill = prefill_of(driver, triton=False)
+    prefill._outputs.warm(prefill._x)
+    part = ChunkPart([5, 6, 7], 0, [0], outputs=[2])
+    prefill.run([replace(part, outputs=())], 64)
+    assert prefill._outputs._room is None
+    prefill.run([part], 64, ChunkWant("hidden"))
+    room = prefill._outputs._room
+    prefill.run([part], 64, ChunkWant("logits"))
+    assert room is prefill._outputs._room
+    held = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(room, ""))
+    assert held == output_bytes(model.shape, model.dtype, prefill.rows)
     driver.loop.close()
 
 

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import Chunks
+from ostinato.backends.base import ChunkPart, Chunks, ChunkWant
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.packed import shape_of as shape_of_weight
@@ -87,6 +88,23 @@ SHAPES: dict[str, Shape] = {
 def test_plain_weights_give_the_same_bits_from_the_tape(name: str) -> None:
     model = small(SHAPES[name])
     same(prompted(on_tape(model)), prompted(model))
+
+
+@pytest.mark.parametrize("name", ["llama", "untied"])
+def test_a_chunk_from_the_tape_gives_the_same_rows_logits_and_log_probabilities(name: str) -> None:
+    model, found = small(SHAPES[name]), []
+    parts = [ChunkPart(PROMPTS[0], 0, [0], outputs=[1, 4]), ChunkPart(PROMPTS[1][:9], 0, [3], outputs=[8])]
+    wants = (ChunkWant("hidden"), ChunkWant("logits"), ChunkWant("logprobs", [5, 6, 7], top=2))
+    for given in (on_tape(model), model):
+        driver = open_loop(model=given, mode="twin", n_slots=3)
+        prefill_of(driver, given)
+        outputs = [driver.loop.prefill.run(parts, 32, want) for want in wants]
+        found.append([outputs[0].hidden, outputs[1].logits, outputs[2].logprobs, outputs[2].top_ids])
+        driver.loop.close()
+    for one, other in zip(*found, strict=True):
+        assert one is not None
+        assert other is not None
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -1,9 +1,10 @@
-"""Prompts on a GPU: chunks through kernels whose rows do not know each other, one graph per bucket of rows.
+"""Chunks on a GPU, through kernels whose rows do not know each other: one graph per bucket of rows.
 
-A chunk is padded to its bucket, 64 to 512 rows; every product has fixed tiles and no split, and attention walks the
-past in blocks from position 0, so the bits of a position depend on its tokens and on nothing else: not on where the
-prompt was cut, nor on the bucket. All memory is made here, once, for the largest bucket, and the others use its first
-rows: no launch allocates, so graphs keep no memory but their own. A chunk copies its ids and pages in and replays.
+The rows of all parts lie one after the other, padded to a bucket of 64 to 512; every product has fixed tiles and no
+split, and attention walks the past in blocks from position 0, so the bits of a position depend on its tokens and on
+nothing else: not on where the prompt was cut, nor on the bucket, nor on the other parts. All memory is made here, once,
+for the largest bucket, and the others use its first rows: no launch allocates, so graphs keep no memory but their own.
+A chunk copies its ids and pages in and replays; what is asked for of its rows follows (`outputs.py`).
 
 A model whose matrices lie on the tape alone has them unpacked one by one, each right before its product, into memory
 that all of them share.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any, Final
 
@@ -21,15 +23,15 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
-from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
+from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows
+from ostinato.backends.cuda.outputs import ChunkOutputs, head_launches
 from ostinato.backends.cuda.packed import Weight
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
-from ostinato.backends.tape.partition import TILE_ROWS
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.torch.ops.attend import StepRows
-from ostinato.backends.torch.ops.chunk_attention import Chunk
+from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
 from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.errors import InternalError
@@ -41,10 +43,7 @@ BUCKETS: Final = (64, 128, 256, 512)
 
 
 class FusedChunks:
-    """Prefill by kernels. `run` and `first` enqueue on the current stream and return at once."""
-
-    rows = BUCKETS[-1]
-    n_copies = 0
+    """Chunks by kernels. `run` and `first` enqueue on the current stream and return at once."""
 
     def __init__(
         self,
@@ -66,14 +65,15 @@ class FusedChunks:
         def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return zeros(size, dtype, device)
 
-        # What a chunk brings: start, n, ids, positions and pages, in one copy. The staged side is ours and stays,
-        # because the copy runs on when the caller has gone (E-34).
-        size = 2 + 2 * most + max_pages
+        # What a chunk brings, in one copy: how many rows and tiles, the tiles, ids, positions and parts of the rows,
+        # and the parts' page tables, as many as there are. The staged side is ours and stays, because the copy runs
+        # on when the caller has gone (E-34).
+        size = 4 + 7 * most + most * max_pages
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._brought = made(size, dtype=torch.int32)
-        self._start, self._n = self._brought[:1], self._brought[1:2]
-        self._tokens, self._positions = self._brought[2 : 2 + most], self._brought[2 + most : 2 + 2 * most]
-        self._pages = self._brought[2 + 2 * most :]
+        self._to_stage, brought = (_Brought.over(memory, most, max_pages) for memory in (self._staged, self._brought))
+        self._n, self._tokens, self._positions = brought.n, brought.tokens, brought.positions
+        self._chunk = Chunk(brought.n, brought.n_tiles, brought.tiles, brought.positions, brought.parts, brought.pages)
 
         wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
         n_qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width
@@ -88,16 +88,20 @@ class FusedChunks:
         self._stats = made(most, n_stats(shape.hidden), 2)  # which the embedding leaves, and prompts need not
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
-        self.max_outputs = 0
         self._last = made(tables.layout.n_slots, shape.hidden)
         self._scratch = made(scratch_elements(model), dtype=model.dtype) if lies_on_tape(model) else None
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
         self._first = FirstToken(model, tables, n_tokens, kernels, prompts, self._scratch)
+        self._outputs = ChunkOutputs(model, prompts, most, self._scratch)
+        self.max_outputs = self._outputs.max_outputs
+        self._n_copies = 0
 
     def capture(self, stream: Any) -> None:
-        """Warm and capture every bucket on this stream, and the first token: nothing is compiled or made later."""
+        """Warm and capture every bucket on this stream, and what follows a chunk: nothing is compiled later."""
+        with torch.cuda.stream(stream):
+            self._outputs.warm(self._x)
         for rows, launches in self._launches.items():
             with torch.cuda.stream(stream):
                 self._brought.zero_()
@@ -120,30 +124,28 @@ class FusedChunks:
     def rows_for(self, n_prompt: int) -> int:
         return self.rows  # of a chunk; its bits are the same in any bucket
 
+    @property
+    def n_copies(self) -> int:
+        return self._n_copies + self._outputs.n_copies
+
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
-        (part,) = parts
-        slot, tokens, start, pages = part.slot, part.tokens, part.start, part.pages
-        assert slot is not None
-        assert want is None
-        n, most = len(tokens), self.rows
-        bucket = next((size for size in self._buckets if size >= n), None)
+        counts = [len(part.tokens) for part in parts]
+        asked = output_rows(parts, want, self.max_outputs, self._model.shape.vocab)
+        bucket = next((size for size in self._buckets if size >= sum(counts) > 0), None)
         if bucket is None:
-            raise InternalError(f"a chunk of {n} tokens; at most {most} go at once")
-        staged = self._staged
-        staged[0], staged[1] = start, n
-        staged[2 : 2 + n] = torch.tensor(tokens, dtype=torch.int32)
-        # Padding stands at the last position: any that exists will do, nobody looks at its rows.
-        staged[2 + most : 2 + 2 * most] = torch.arange(start, start + most).clamp(max=start + n - 1)
-        staged[2 + 2 * most : 2 + 2 * most + len(pages)] = torch.tensor(pages, dtype=torch.int32)
-        self._brought.copy_(staged, non_blocking=True)
-        self.n_copies += 1
+            raise InternalError(f"a chunk of {sum(counts)} tokens; 1 to {self.rows} go at once")
+        n_brought = self._to_stage.fill(parts, counts)
+        self._brought[:n_brought].copy_(self._staged[:n_brought], non_blocking=True)
+        self._n_copies += 1
         graph = self._graphs.get(bucket)
         if graph is not None:
             graph.replay()
         else:
             _play(self._launches[bucket])
-        self._last[slot].copy_(self._x[n - 1])
-        return ChunkOutput()
+        for part, stop in zip(parts, accumulate(counts), strict=True):
+            if part.slot is not None:
+                self._last[part.slot].copy_(self._x[stop - 1])
+        return ChunkOutput() if want is None else self._outputs.give(self._x, asked, want)
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
@@ -159,7 +161,7 @@ class FusedChunks:
 
     def _embedding(self, rows: int) -> Launch:
         model, n_rows = self._model, self._count(rows)
-        placed = StepRows(n_rows, self._row_slot[:rows], self._positions[:rows], self._pages.view(1, -1))
+        placed = StepRows(n_rows, self._row_slot[:rows], self._positions[:rows], self._chunk.pages)
         return self._kernels.embed(
             model.embedding,
             self._x[:rows],
@@ -176,13 +178,12 @@ class FusedChunks:
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
         prompts, attention = self._prompts, layer.attention
         heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
-        chunk = Chunk(self._start, self._n, self._pages)
         qkv, q, attended = self._qkv[:rows], self._q[:rows], self._attended[:rows]
         return [
             self._norm(layer.attention_norm, rows),
             self._product(self._h[:rows], attention.qkv, qkv),
-            prompts.append(qkv, q, kv, chunk, heads),
-            prompts.attend(q, attended, kv, chunk, heads),
+            prompts.append(qkv, q, kv, self._chunk, heads),
+            prompts.attend(q, attended, kv, self._chunk, heads),
             *self._into_residual(attended, attention.out, layer.after_attention, rows),
             *self._mlp(number, layer, rows),
         ]
@@ -245,6 +246,42 @@ class FusedChunks:
         plain = self._scratch[: prod(weight.shape)].view(weight.shape)
         product = self._prompts.gemm(given, plain, out, bias=linear.bias, scale=linear.scale)
         return partial(_play, (self._prompts.unpack(weight, plain), product))
+
+
+@dataclass(frozen=True, slots=True)
+class _Brought:
+    """What a chunk brings, as pieces of one memory, int32."""
+
+    n: Tensor
+    n_tiles: Tensor
+    tiles: Tensor  # [rows, 4]
+    tokens: Tensor  # [rows], as the next two
+    positions: Tensor
+    parts: Tensor
+    pages: Tensor  # [parts, max_pages], at most as many parts as rows
+
+    @staticmethod
+    def over(memory: Tensor, rows: int, max_pages: int) -> _Brought:
+        n, n_tiles, _, tiles, tokens, positions, parts, pages = memory.split(
+            [1, 1, 2, 4 * rows, rows, rows, rows, rows * max_pages]
+        )
+        return _Brought(n, n_tiles, tiles.view(rows, 4), tokens, positions, parts, pages.view(rows, max_pages))
+
+    def fill(self, parts: Sequence[ChunkPart], counts: Sequence[int]) -> int:
+        """Write a chunk's rows; returns how many numbers of the memory are to be copied."""
+        placed = chunk_tables([part.start for part in parts], counts)
+        n, n_tiles = sum(counts), len(placed.tiles)
+        self.n.fill_(n)
+        self.n_tiles.fill_(n_tiles)
+        self.tiles.numpy()[:n_tiles] = placed.tiles
+        self.tokens.numpy()[:n] = [token for part in parts for token in part.tokens]
+        self.positions.numpy()[:n] = placed.positions
+        # Padding stands at the last position: any that exists will do, nobody looks at its rows.
+        self.positions.numpy()[n:] = placed.positions[-1]
+        self.parts.numpy()[:n] = placed.parts
+        for number, part in enumerate(parts):
+            self.pages.numpy()[number, : len(part.pages)] = part.pages
+        return self.pages[: len(parts)].numel() + int(self.pages.storage_offset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,19 +370,13 @@ class FirstToken:
         assert norm is not None
         assert head is not None
         normed = torch.zeros_like(self._row)
-        scale, cap = head.scale, model.shape.logit_softcap
+        words = {"bias": head.bias, "scale": head.scale, "softcap": model.shape.logit_softcap}
+
+        def product(weight: Weight, out: Tensor) -> Launch:
+            return kernels.matmul(normed, weight, out, one, **words)
+
         norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
-        if not isinstance(head.weight, TapeWeight):
-            product = kernels.matmul(normed, head.weight, logits, one, bias=head.bias, scale=scale, softcap=cap)
-            return [norming, product]
-        assert scratch is not None
-        assert (head.bias, scale, cap) == (None, None, None), "the tape knows none of them"
-        launches = [norming]
-        for own in slices_of(*head.weight.shape, len(scratch)):
-            plain = scratch[: (own.stop - own.start) * normed.shape[1]].view(-1, normed.shape[1])
-            launches.append(prompts.unpack(head.weight, plain, own.start))
-            launches.append(kernels.matmul(normed, plain, logits[:, own], one))
-        return launches
+        return [norming, *head_launches(head, logits, product, prompts, scratch)]
 
     def play(self) -> None:
         """Run the launches as they are: what warms them."""
@@ -358,19 +389,6 @@ class FirstToken:
         self.play()
         for name, made in self._made.items():
             self._table[f"first_{name}"][slot : slot + 1].copy_(made)
-
-
-def slices_of(rows: int, columns: int, most: int) -> list[slice]:
-    """Rows of a matrix in slices of about one size, each of whole tiles and of at most so many numbers: a small one
-    would be cut otherwise by its product (`triton/tiles.py`), and its sums have other bits.
-
-    >>> slices_of(1000, 8, 4000)
-    [slice(0, 336, None), slice(336, 672, None), slice(672, 1000, None)]
-    """
-    at_most = most // columns // TILE_ROWS * TILE_ROWS
-    each = -(-rows // -(-rows // at_most))
-    each += -each % TILE_ROWS
-    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
 def _play(launches: Sequence[Callable[[], Any]]) -> None:

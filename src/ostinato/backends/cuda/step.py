@@ -21,6 +21,7 @@ from ostinato.backends.torch.ops.attend import attend_torch
 from ostinato.backends.torch.ops.chunk_attention import append_chunk_torch, chunk_attention_torch
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.gemm import gemm_torch
+from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, matmul_torch, route_rows_torch
 from ostinato.backends.torch.ops.norm import norm_rows_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
@@ -56,6 +57,7 @@ class PromptKernels:
     attend: Bind
     activate: Bind
     gated: Bind
+    logprobs: Bind
 
 
 def twin_kernels() -> StepKernels:
@@ -121,6 +123,7 @@ def twin_prompts() -> PromptKernels:
         attend=partial(partial, chunk_attention_torch),
         activate=partial(partial, activate_rows_torch),
         gated=partial(partial, gated_rows_torch),
+        logprobs=partial(partial, logprobs_torch),
     )
 
 
@@ -129,6 +132,7 @@ def triton_prompts() -> PromptKernels:
     from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
     from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
     from ostinato.backends.cuda.triton.gemm import bind_gemm
+    from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.norm import bind_norm
     from ostinato.backends.tape.unpack import bind_unpack
 
@@ -140,4 +144,5 @@ def triton_prompts() -> PromptKernels:
         attend=bind_chunk_attention,
         activate=bind_activate,
         gated=bind_gated,
+        logprobs=bind_logprobs,
     )

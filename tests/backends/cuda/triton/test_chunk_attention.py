@@ -7,14 +7,22 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.backends.cuda.triton import chunk_attention
 from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
-from ostinato.backends.torch.ops.chunk_attention import Chunk, append_chunk_torch, chunk_attention_torch
+from ostinato.backends.torch.ops.chunk_attention import (
+    TILE_ROWS,
+    Chunk,
+    append_chunk_torch,
+    chunk_attention_torch,
+    chunk_tables,
+)
 from ostinato.backends.torch.ops.rope import Pairing
 from tests.backends.cuda.triton.test_attend import (
     STORES,
@@ -68,8 +76,21 @@ def store_of(store: str, width: int, n_pages: int, page_tokens: int = 64) -> tup
     return kv, pages
 
 
-def chunk_of(start: int, n: int, pages: Tensor) -> Chunk:
-    return Chunk(torch.tensor([start], dtype=torch.int32), torch.tensor([n], dtype=torch.int32), pages)
+def chunk_of(start: int, n: int, pages: Tensor, rows: int) -> Chunk:
+    return chunk_of_parts([start], [n], pages.unsqueeze(0), rows)
+
+
+def chunk_of_parts(starts: list[int], counts: list[int], pages: Tensor, rows: int) -> Chunk:
+    """Parts of so many rows from these positions on; what is beyond the live rows is nobody's."""
+    placed = chunk_tables(starts, counts)
+
+    def padded(numbers: NDArray[np.int32]) -> Tensor:
+        out = torch.full((rows, *numbers.shape[1:]), -1_000_000, dtype=torch.int32)
+        out[: len(numbers)] = torch.from_numpy(numbers)
+        return out
+
+    live, n_tiles = (torch.tensor([n], dtype=torch.int32) for n in (sum(counts), len(placed.tiles)))
+    return Chunk(live, n_tiles, padded(placed.tiles), padded(placed.positions), padded(placed.parts), pages)
 
 
 def prefilled(
@@ -82,7 +103,7 @@ def prefilled(
     padded = torch.full((rows, qkv.shape[1]), math.nan, dtype=qkv.dtype)
     out, start = [], 0
     for n in cuts:
-        chunk = chunk_of(start, n, pages)
+        chunk = chunk_of(start, n, pages, rows)
         padded.fill_(math.nan)
         padded[:n] = qkv[start : start + n]
         bind_append_chunk(padded, q.fill_(math.nan), kv, chunk, heads)()
@@ -99,7 +120,7 @@ def prefilled(
 def test_appending_equals_the_twin_and_touches_nobody_else(store: str, dtype: torch.dtype) -> None:
     heads = heads_of(3, 96, normed=True, n_rotary=64, pairing="neighbours")
     kv, pages = store_of(store, 96, 5, page_tokens=16)
-    chunk = chunk_of(13, 22, pages)
+    chunk = chunk_of(13, 22, pages, 48)
     qkv = torch.full((48, heads.n_columns), math.nan, dtype=dtype)
     qkv[:22] = torch.randn(22, heads.n_columns, generator=torch.Generator().manual_seed(2)).to(dtype)
     q, twin_q = torch.full((2, 48, 3, 96), math.nan, dtype=dtype)
@@ -135,8 +156,8 @@ def test_every_row_of_a_chunk_equals_the_twin(store: str, dtype: torch.dtype, gr
         q = torch.full((128, group, width), math.nan, dtype=dtype)
         q[:n] = torch.randn(n, group, width, generator=g).to(dtype)
         seen, twin = torch.full((2, 128, group * width), math.nan, dtype=dtype)
-        bind_chunk_attention(q, seen, kv, chunk_of(start, n, pages), heads)()
-        chunk_attention_torch(q, twin, kv, chunk_of(start, n, pages), heads)
+        bind_chunk_attention(q, seen, kv, chunk_of(start, n, pages, 128), heads)()
+        chunk_attention_torch(q, twin, kv, chunk_of(start, n, pages, 128), heads)
         assert torch.isnan(seen[n:]).all()
         error = (seen[:n].float() - twin[:n].float()).abs().max()
         assert error <= (TOLERANCE[store] + ROUNDED[dtype]) * twin[:n].float().abs().max()
@@ -151,7 +172,7 @@ def test_windows_and_caps_equal_float64(window: int | None) -> None:
     first = 0 if window is None else 90 - window + 1  # what nobody sees stays NaN
     kv.append(kv.cells(pages, torch.arange(first, 150)), k[first:], v[first:])
     seen = torch.empty(64, 16)
-    bind_chunk_attention(q[90:].contiguous(), seen, kv, chunk_of(90, 60, pages), heads)()
+    bind_chunk_attention(q[90:].contiguous(), seen, kv, chunk_of(90, 60, pages, 60), heads)()
     scores = torch.tanh(q[90:, 0].double() @ k[:, 0].double().T * heads.scale / 3) * 3
     there, at = torch.arange(150), torch.arange(90, 150).unsqueeze(-1)
     allowed = (there <= at) & (there > at - (window or 1000))
@@ -179,14 +200,51 @@ def test_a_rows_bits_do_not_depend_on_how_the_prompt_is_cut(store: str, dtype: t
         assert same_store(filled, expected_kv)
 
 
+@pytest.mark.parametrize(
+    ("store", "dtype", "window"),
+    [("f32", torch.float32, None), pytest.param("q8_0", torch.bfloat16, 40, marks=pytest.mark.slow)],
+)
+def test_rows_beside_other_sequences_have_the_bits_they_have_alone(
+    store: str, dtype: torch.dtype, window: int | None
+) -> None:
+    """Parts with a past and without one, shorter and longer than a tile, and more tiles than programs."""
+    heads = heads_of(2, 32, normed=True, window=window)
+    starts, counts = [5, 0, 61, 0, 130, 3], [3, 70, 6, 1, 2, 4]
+    kv, pages = store_of(store, 32, 3 * len(starts))
+    pages = pages.view(len(starts), 3)
+    g = torch.Generator().manual_seed(7)
+    for start, own in ((start, own) for start, own in zip(starts, pages, strict=True) if start):
+        kv.append(kv.cells(own, torch.arange(start)), *torch.randn(2, start, 1, 32, generator=g))
+    qkv = torch.randn(sum(counts), heads.n_columns, generator=g).to(dtype)
+    alone_kv, twin_kv, out, row = copied(kv), copied(kv), [], 0
+    for start, n, own in zip(starts, counts, pages, strict=True):
+        q, seen = torch.empty(n, 2, 32, dtype=dtype), torch.empty(n, 64, dtype=dtype)
+        chunk = chunk_of(start, n, own, n)
+        bind_append_chunk(qkv[row : row + n].contiguous(), q, alone_kv, chunk, heads)()
+        bind_chunk_attention(q, seen, alone_kv, chunk, heads)()
+        out.append(seen)
+        row += n
+    q, seen, twin = torch.empty(row, 2, 32, dtype=dtype), *torch.empty(2, row, 64, dtype=dtype)
+    chunk = chunk_of_parts(starts, counts, pages, row)
+    assert int(chunk.n_tiles) > 2 * -(-row // TILE_ROWS)
+    bind_append_chunk(qkv, q, kv, chunk, heads)()
+    bind_chunk_attention(q, seen, kv, chunk, heads)()
+    assert torch.equal(bits(seen), bits(torch.cat(out)))
+    assert same_store(kv, alone_kv)
+    append_chunk_torch(qkv, q, twin_kv, chunk, heads)
+    chunk_attention_torch(q, twin, twin_kv, chunk, heads)
+    limit = (TOLERANCE[store] + ROUNDED[dtype]) * float(twin.float().abs().max())
+    assert float((seen.float() - twin.float()).abs().max()) <= limit
+
+
 def test_an_empty_chunk_writes_nothing() -> None:
     heads = heads_of(1, 16)
     kv, pages = store_of("f32", 16, 2)
     before = copied(kv)
     qkv = torch.zeros(64, heads.n_columns)
     q, seen = torch.full((64, 1, 16), math.nan), torch.full((64, 16), math.nan)
-    bind_append_chunk(qkv, q, kv, chunk_of(5, 0, pages), heads)()
-    bind_chunk_attention(q, seen, kv, chunk_of(5, 0, pages), heads)()
+    bind_append_chunk(qkv, q, kv, chunk_of(5, 0, pages, 64), heads)()
+    bind_chunk_attention(q, seen, kv, chunk_of(5, 0, pages, 64), heads)()
     assert torch.isnan(q).all()
     assert torch.isnan(seen).all()
     assert same_store(kv, before)
@@ -201,7 +259,7 @@ def compile_all() -> None:
     ):
         heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024)
         kv, pages = store_of(store, width, 4)
-        chunk = chunk_of(0, 1, pages)
+        chunk = chunk_of(0, 1, pages, 64)
         qkv = torch.zeros(64, heads.n_columns, dtype=dtype)
         q, seen = torch.zeros(64, n_heads, width, dtype=dtype), torch.zeros(64, n_heads * width, dtype=dtype)
         append = partial(bind_append_chunk, qkv, q, kv, chunk, heads)

@@ -1,16 +1,17 @@
-"""A prompt's attention, chunk by chunk: append k and v, then softmax(scale * q k^T) v of each row over all before it.
+"""A chunk's attention: append k and v, then softmax(scale * q k^T) v of each row over its own sequence so far.
 
     append = bind_append_chunk(qkv, q, kv, chunk, heads)           # QK norm, rotary, append: qkv to q and the store
     attend = bind_chunk_attention(q, seen, kv, chunk, heads)       # q over the store
 
 Shapes are the twin's (`torch/ops/`): qkv [M, (heads + 2 kv_heads) * width], q [M, heads, width] and
-seen [M, heads * width] in float32, bfloat16 or float16. Grids follow from M alone; `start` and `n` are read on the
-device, and rows from n on are neither read nor written. Products are in the type of the store, bfloat16 for int8; sums
-are float32. Bound by the products where the past is long.
+seen [M, heads * width] in float32, bfloat16 or float16. Grids follow from M alone; where rows are and whose is read on
+the device, and rows from n on are neither read nor written. Products are in the type of the store, bfloat16 for int8;
+sums are float32. Bound by the products where the past is long.
 
-Key blocks of 64 begin at position 0 whatever the chunk, and a block that a row may not see changes no bit of it: its
-weights are exact zeros and its scale is one. So a row's bits depend on its position and contents, not on where the
-prompt was cut, on M or on the other rows.
+A tile is up to 64 rows of one sequence. A program takes one, and another one behind it where many short sequences make
+more tiles than there are programs. Key blocks of 64 begin at position 0 whatever the chunk, and a block that a row may
+not see changes no bit of it: its weights are exact zeros and its scale is one. So a row's bits depend on its position
+and contents, not on where the prompt was cut, on M or on the other rows.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from ostinato.backends.cuda.triton.attend import (
     store_cells,
 )
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
-from ostinato.backends.torch.ops.chunk_attention import Chunk
+from ostinato.backends.torch.ops.chunk_attention import TILE_ROWS, Chunk
 
-_ROWS: Final = 64  # query rows of a tile
 _BLOCK: Final = 64  # key positions of a step
 _APPENDED: Final = 16  # rows that a program appends
+_PROGRAMS: Final = 2  # for each tile that the rows of one sequence have
 
 
 def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
@@ -53,7 +54,7 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     m, device = qkv.shape[0], qkv.device
     checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device)
     checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
-    _check_chunk(chunk, device)
+    _check_chunk(chunk, m, device)
     check_kv(kv, heads, device)
     check_heads(heads, device)
     optional = (kv.key_scales, kv.value_scales, heads.q_norm, heads.k_norm, heads.frequencies)
@@ -62,8 +63,9 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
         q,
         kv.keys,
         kv.values,
-        chunk.start,
         chunk.n,
+        chunk.positions,
+        chunk.parts,
         chunk.pages,
         *(qkv if t is None else t for t in optional),
     )
@@ -74,8 +76,10 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     }
     grid = (triton.cdiv(m, _APPENDED), heads.n_heads + 2 * heads.n_kv_heads)
 
+    numbers = (chunk.pages.shape[1], heads.norm_eps, heads.amplitude)
+
     def launch() -> None:
-        append_chunk_kernel[grid](*tensors, heads.norm_eps, heads.amplitude, **constants, num_warps=4)
+        append_chunk_kernel[grid](*tensors, *numbers, **constants, num_warps=4)
 
     return launch
 
@@ -85,24 +89,24 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
     m, device = q.shape[0], q.device
     checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
     checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * heads.head_width), device=device)
-    _check_chunk(chunk, device)
+    _check_chunk(chunk, m, device)
     check_kv(kv, heads, device)
     scales = (q if t is None else t for t in (kv.key_scales, kv.value_scales))
-    tensors = (q, attended, kv.keys, kv.values, *scales, chunk.start, chunk.n, chunk.pages)
+    tensors = (q, attended, kv.keys, kv.values, *scales, chunk.n_tiles, chunk.tiles, chunk.pages)
     constants: dict[str, Any] = {
         "HEADS": heads.n_heads,
         "KV_HEADS": heads.n_kv_heads,
         "WIDTH": heads.head_width,
         "D": max(16, triton.next_power_of_2(heads.head_width)),
         "PAGE": kv.page_tokens,
-        "ROWS": _ROWS,
+        "ROWS": TILE_ROWS,
         "BLOCK": _BLOCK,
         "WINDOW": heads.window or 0,
         "CAPPED": heads.softcap is not None,
         "Q8": kv.keys.dtype == torch.int8,
     }
-    numbers = (heads.scale, heads.softcap or 1.0)
-    grid = (triton.cdiv(m, _ROWS), heads.n_heads)
+    numbers = (chunk.pages.shape[1], heads.scale, heads.softcap or 1.0)
+    grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
     exact = kv.keys.dtype == torch.float32
     warps = 8 if exact or heads.head_width > 128 else 4
     # Float32 blocks of wide heads fill the shared memory by themselves.
@@ -114,10 +118,17 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
     return launch
 
 
-def _check_chunk(chunk: Chunk, device: torch.device) -> None:
-    checked("start", chunk.start, dtype=torch.int32, shape=(1,), device=device)
-    checked("n", chunk.n, dtype=torch.int32, shape=(1,), device=device)
-    checked("pages", chunk.pages, dtype=torch.int32, shape=chunk.pages.shape, device=device)
+def _check_chunk(chunk: Chunk, m: int, device: torch.device) -> None:
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "n": (1,),
+        "n_tiles": (1,),
+        "tiles": (1, 4),
+        "positions": (m,),
+        "parts": (m,),
+        "pages": (1, None),
+    }
+    for name, shape in shapes.items():
+        checked(name, getattr(chunk, name), dtype=torch.int32, shape=shape, device=device)
 
 
 @triton.jit
@@ -126,14 +137,16 @@ def append_chunk_kernel(
     q,
     keys,
     values,
-    start,
     n,
+    positions,
+    parts,
     pages,
     key_scales,
     value_scales,
     q_weight,
     k_weight,
     frequencies,
+    max_pages,
     eps,
     amplitude,
     HEADS: tl.constexpr,
@@ -152,8 +165,9 @@ def append_chunk_kernel(
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         head = tl.program_id(1)
         d = tl.arange(0, D)[None, :]
-        mask = (row < n_live) & (d < WIDTH)
-        p = tl.load(start) + row
+        live = row < n_live
+        mask = live & (d < WIDTH)
+        p = tl.load(positions + row, mask=live, other=0)
         at = qkv + row * ((HEADS + 2 * KV_HEADS) * WIDTH) + head * WIDTH
         if head < HEADS:
             cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
@@ -161,7 +175,8 @@ def append_chunk_kernel(
             to = q + (row * HEADS + head) * WIDTH + d
             tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
         else:
-            page = tl.load(pages + p // PAGE, mask=row < n_live, other=0).to(tl.int64)
+            its_pages = pages + tl.load(parts + row, mask=live, other=0) * max_pages
+            page = tl.load(its_pages + p // PAGE, mask=live, other=0).to(tl.int64)
             cell = page * PAGE + p % PAGE
             if head < HEADS + KV_HEADS:
                 cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
@@ -181,9 +196,10 @@ def chunk_attention_kernel(
     values,
     key_scales,
     value_scales,
-    start,
-    n,
+    n_tiles,
+    tiles,
     pages,
+    max_pages,
     scale,
     softcap,
     HEADS: tl.constexpr,
@@ -197,33 +213,33 @@ def chunk_attention_kernel(
     CAPPED: tl.constexpr,
     Q8: tl.constexpr,
 ):
-    n_live = tl.load(n)
-    tile = tl.program_id(0) * ROWS
-    if tile < n_live:
-        head = tl.program_id(1)
-        kv_head = head // (HEADS // KV_HEADS)
-        begins = tl.load(start)
-        row = tile + tl.arange(0, ROWS)
-        d = tl.arange(0, D)
-        mask = (row < n_live)[:, None] & (d < WIDTH)[None, :]
+    head = tl.program_id(1)
+    kv_head = head // (HEADS // KV_HEADS)
+    d = tl.arange(0, D)
+    for tile in range(tl.program_id(0), tl.load(n_tiles), tl.num_programs(0)):
+        row = tl.load(tiles + 4 * tile) + tl.arange(0, ROWS)
+        n_live, begins = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2)
+        its_pages = pages + tl.load(tiles + 4 * tile + 3) * max_pages
+        live = tl.arange(0, ROWS) < n_live
+        mask = live[:, None] & (d < WIDTH)[None, :]
         at = (row * (HEADS * WIDTH) + head * WIDTH)[:, None] + d[None, :]
         queries = narrowed(tl.load(q + at, mask=mask, other=0.0), tl.bfloat16 if Q8 else keys.dtype.element_ty)
-        p = begins + row
-        end = begins + tl.minimum(tile + ROWS, n_live)
-        first = tl.maximum(begins + tile - (WINDOW - 1), 0) if WINDOW else 0
+        p = begins + tl.arange(0, ROWS)
+        end = begins + n_live
+        first = tl.maximum(begins - (WINDOW - 1), 0) if WINDOW else 0
 
         top = tl.full([ROWS], float("-inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
         earliest = first // BLOCK * BLOCK
-        page = page_at(pages, earliest, end, PAGE, BLOCK)
+        page = page_at(its_pages, earliest, end, PAGE, BLOCK)
         for block in range(earliest, end, BLOCK):
             where = block + tl.arange(0, BLOCK)
             there = (where >= first) & (where < end)
             lines = cells_at(page, block, PAGE, BLOCK) * KV_HEADS + kv_head
             k = load_cells(keys, key_scales, lines, there, WIDTH, D, BLOCK, Q8)
             v = load_cells(values, value_scales, lines, there, WIDTH, D, BLOCK, Q8)
-            page = page_at(pages, block + BLOCK, end, PAGE, BLOCK)
+            page = page_at(its_pages, block + BLOCK, end, PAGE, BLOCK)
             where = where[None, :]
             allowed = where <= p[:, None]
             if WINDOW:
@@ -238,6 +254,6 @@ def chunk_attention_kernel(
             total = total * faded + tl.sum(weights, 1)
             acc = acc * faded[:, None] + product(narrowed(weights, v.dtype), v)
             top = higher
-        total = tl.where(row < n_live, total, 1.0)
+        total = tl.where(live, total, 1.0)
         # Adding zero makes a negative zero a positive one, as a block of zeros would.
         tl.store(attended + at, narrowed(acc / total[:, None] + 0.0, attended.dtype.element_ty), mask=mask)

@@ -1,0 +1,177 @@
+"""What is asked for of a chunk's rows on a GPU: the last norm, the head's product, log-probabilities.
+
+Rows go in slices, by the kernels of prompts: a row's bits depend on the row alone, and logits need room for one slice.
+That room is made when it is first needed. Results are copied into pinned memory, which becomes the caller's: whoever
+asks waits for the work's event, and nobody here waits at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.allocate import zeros
+from ostinato.backends.base import ChunkOutput, ChunkWant, rows_of_logits
+from ostinato.backends.cuda.packed import Weight
+from ostinato.backends.cuda.step import Launch, PromptKernels
+from ostinato.backends.tape.partition import TILE_ROWS
+from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.models.blocks import Linear, Model
+from ostinato.models.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """Of one slice of rows: as a chunk left them, behind the last norm, and their logits."""
+
+    x: Tensor  # float32 [rows, hidden]
+    h: Tensor  # the same, as the head's product takes them
+    logits: Tensor  # float32 [rows, vocab]
+
+    @staticmethod
+    def of(model: Model, rows: int) -> _Room:
+        shape, device = model.shape, model.device
+        return _Room(
+            zeros((rows, shape.hidden), torch.float32, device),
+            zeros((rows, shape.hidden), _product_type(model.dtype), device),
+            zeros((rows, shape.vocab), torch.float32, device),
+        )
+
+
+def output_bytes(shape: Shape, dtype: torch.dtype, rows: int) -> int:
+    """What outputs take on the device from their first use on, where a chunk has so many rows."""
+    row_bytes = 4 * shape.hidden + _product_type(dtype).itemsize * shape.hidden + 4 * shape.vocab
+    return rows_of_logits(shape.vocab, rows) * row_bytes
+
+
+class ChunkOutputs:
+    """Turns rows of a chunk into what is wanted of them. `scratch`: where a head on the tape is unpacked."""
+
+    def __init__(self, model: Model, prompts: PromptKernels, rows: int, scratch: Tensor | None) -> None:
+        self._model, self._prompts, self._scratch = model, prompts, scratch
+        self.max_outputs = rows_of_logits(model.shape.vocab, rows)
+        self.n_copies = 0
+        self._room: _Room | None = None
+
+    def warm(self, x: Tensor) -> None:
+        """Give what nobody asked for of one row, so that nothing is compiled when somebody asks (E-9)."""
+        self._room = _Room.of(self._model, 1)
+        for want in (ChunkWant("hidden"), ChunkWant("logprobs", [0]), ChunkWant("logprobs", [0], top=1)):
+            self.give(x, [0], want)
+        self._room = None  # which was one row long
+
+    def give(self, x: Tensor, rows: Sequence[int], want: ChunkWant) -> ChunkOutput:
+        """Of these rows of x float32 [M, hidden], behind the last layer. Enqueues on the current stream."""
+        shape, n = self._model.shape, len(rows)
+        if self._room is None:
+            self._room = _Room.of(self._model, self.max_outputs)
+        room, most = self._room, len(self._room.x)
+        at = self._brought(rows)
+        slices = [slice(begin, min(begin + most, n)) for begin in range(0, n, most)]
+        if want.kind == "hidden":
+            hidden = self._on_host(n, shape.hidden)
+            for own in slices:
+                normed = self._gathered(room, x, at[own])
+                self._norm(normed, normed)
+                self._take(hidden[own], normed)
+            return ChunkOutput(hidden=hidden.numpy())
+        if want.kind == "logits":
+            logits = self._on_host(n, shape.vocab)
+            for own in slices:
+                self._take(logits[own], self._logits(room, x, at[own]))
+            return ChunkOutput(logits=logits.numpy())
+        return self._logprobs(room, x, at, slices, want)
+
+    def _logprobs(self, room: _Room, x: Tensor, at: Tensor, slices: Sequence[slice], want: ChunkWant) -> ChunkOutput:
+        n, device = len(at), x.device
+        targets = self._brought(want.targets)
+        logprobs, top_logprobs = torch.empty(n, device=device), torch.empty((n, want.top), device=device)
+        top_ids = torch.empty((n, want.top), dtype=torch.int32, device=device)
+        for own in slices:
+            given = self._logits(room, x, at[own]), targets[own], logprobs[own], top_ids[own], top_logprobs[own]
+            self._prompts.logprobs(*given, n_tokens=want.n_tokens or self._model.shape.vocab)()
+        found = [(logprobs, self._on_host(n)), (top_logprobs, self._on_host(n, want.top))]
+        ids = self._on_host(n, want.top, dtype=torch.int32)
+        for made, out in (*found, (top_ids, ids)):
+            self._take(out, made)
+        return ChunkOutput(logprobs=found[0][1].numpy(), top_ids=ids.numpy(), top_logprobs=found[1][1].numpy())
+
+    def _gathered(self, room: _Room, x: Tensor, at: Tensor) -> Tensor:
+        return torch.index_select(x, 0, at, out=room.x[: len(at)])
+
+    def _norm(self, x: Tensor, y: Tensor) -> None:
+        norm = self._model.norm
+        assert norm is not None
+        self._prompts.norm(x, y, norm.weight, norm.bias, norm.eps)()
+
+    def _logits(self, room: _Room, x: Tensor, at: Tensor) -> Tensor:
+        head, cap = self._model.head, self._model.shape.logit_softcap
+        assert head is not None
+        h, logits = room.h[: len(at)], room.logits[: len(at)]
+        self._norm(self._gathered(room, x, at), h)
+
+        def product(weight: Weight, out: Tensor) -> Launch:
+            return self._prompts.gemm(h, weight, out, bias=head.bias, scale=head.scale)
+
+        for launch in head_launches(head, logits, product, self._prompts, self._scratch):
+            launch()
+        return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+
+    # Between host and device
+
+    def _brought(self, numbers: Sequence[int]) -> Tensor:
+        """Whole numbers on the device, int32."""
+        staged = self._on_host(len(numbers), dtype=torch.int32)
+        staged.copy_(torch.tensor(numbers, dtype=torch.int32))
+        self.n_copies += 1
+        return staged.to(self._model.device, non_blocking=True)
+
+    def _on_host(self, *size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=self._model.device.type == "cuda")
+
+    def _take(self, out: Tensor, made: Tensor) -> None:
+        self.n_copies += 1
+        out.copy_(made, non_blocking=True)
+
+
+def head_launches(
+    head: Linear,
+    logits: Tensor,
+    product: Callable[[Weight, Tensor], Launch],
+    prompts: PromptKernels,
+    scratch: Tensor | None,
+) -> list[Callable[[], Any]]:
+    """The head's product into logits [rows, vocab]; one on the tape comes by slices of its rows through `scratch`."""
+    weight = head.weight
+    if not isinstance(weight, TapeWeight):
+        return [product(weight, logits)]
+    assert scratch is not None
+    assert (head.bias, head.scale) == (None, None), "the tape knows none of them"
+    vocab, hidden = weight.shape
+    launches: list[Callable[[], Any]] = []
+    for own in slices_of(vocab, hidden, len(scratch)):
+        plain = scratch[: (own.stop - own.start) * hidden].view(-1, hidden)
+        launches += [prompts.unpack(weight, plain, own.start), product(plain, logits[:, own])]
+    return launches
+
+
+def slices_of(rows: int, columns: int, most: int) -> list[slice]:
+    """Rows of a matrix in slices of about one size, each of whole tiles and of at most so many numbers: a small one
+    would be cut otherwise by its product (`triton/tiles.py`), and its sums have other bits.
+
+    >>> slices_of(1000, 8, 4000)
+    [slice(0, 336, None), slice(336, 672, None), slice(672, 1000, None)]
+    """
+    at_most = most // columns // TILE_ROWS * TILE_ROWS
+    each = -(-rows // -(-rows // at_most))
+    each += -each % TILE_ROWS
+    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+
+
+def _product_type(dtype: torch.dtype) -> torch.dtype:
+    """What rows are multiplied in."""
+    return dtype if dtype == torch.float32 else torch.bfloat16
