@@ -70,7 +70,6 @@ NOT_YET = {
     "engine/memory_plan.py imports torch",
     "engine/open.py imports torch",
     "engine/placement.py imports torch",
-    "engine/sampler.py imports torch",
     "engine/scheduler.py imports torch",
     "engine/sequential.py imports torch",
     "engine/verify.py imports torch",

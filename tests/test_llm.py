@@ -83,7 +83,7 @@ def test_a_model_without_a_template_says_so(tiny_files: Path, tmp_path: Path) ->
 def test_score_is_the_cross_entropy_of_each_token_after_the_first(tiny_llm: LLM) -> None:
     text = "the sea and the wind in the old tower"
     ids = tiny_llm.tokenize(text)
-    rows = tiny_llm.logits(ids).double().log_softmax(-1)
+    rows = torch.from_numpy(tiny_llm.logits(ids)).double().log_softmax(-1)
     nll = -sum(float(rows[i, ids[i + 1]]) for i in range(len(ids) - 1))
     score = tiny_llm.score(text)
     assert score.n_tokens == len(ids) - 1
@@ -93,13 +93,13 @@ def test_score_is_the_cross_entropy_of_each_token_after_the_first(tiny_llm: LLM)
 
 def test_each_token_has_its_logprob_and_the_likeliest_beside_it(tiny_llm: LLM) -> None:
     ids = tiny_llm.tokenize("the quick brown fox")
-    rows = tiny_llm.logits(ids[:-1]).log_softmax(-1)
+    rows = torch.from_numpy(tiny_llm.logits(ids[:-1])).log_softmax(-1)
     told = tiny_llm.token_logprobs(ids, top=3)
     assert [one.token_id for one in told] == ids[1:]
     for one, row in zip(told, rows, strict=True):
-        assert one.logprob == float(row[one.token_id])
-        assert [value for _, value in one.top] == row.topk(3).values.tolist()
-        assert [float(row[token]) for token, _ in one.top] == [value for _, value in one.top]
+        assert one.logprob == pytest.approx(float(row[one.token_id]), abs=1e-5)
+        assert [token for token, _ in one.top] == row.topk(3).indices.tolist()
+        assert [value for _, value in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-5)
     assert math.isclose(-sum(one.logprob for one in told), tiny_llm.score("the quick brown fox").nll, rel_tol=1e-6)
     assert tiny_llm.token_logprobs(ids[:1]) == ()
     for wrong in ([], [5, 10**6], [5] * 5000):
@@ -122,14 +122,14 @@ def test_embeddings_are_one_unit_vector_per_text_by_the_pooling_asked_for(tiny_l
     texts = ["the sea", "the wind and the rain"]
     means = tiny_llm.embed(texts, pooling="mean")
     assert means.shape == (2, tiny_llm.shape.hidden)
-    torch.testing.assert_close(means.norm(dim=-1), torch.ones(2))
-    assert not torch.allclose(means, tiny_llm.embed(texts, pooling="last"))
-    torch.testing.assert_close(means[1:], tiny_llm.embed(texts[1]))
+    np.testing.assert_allclose(np.linalg.norm(means, axis=-1), 1, rtol=1e-6)
+    assert not np.allclose(means, tiny_llm.embed(texts, pooling="last"))
+    np.testing.assert_array_equal(means[1:], tiny_llm.embed(texts[1]))
     decoder = tiny_llm.decoder(embeddings=True)
     decoder.decode(Batch(token=tiny_llm.tokenize(texts[0])))
     first = decoder.embedding(0)
     assert first is not None
-    torch.testing.assert_close(tiny_llm.embed(texts[0], "cls", normalize=False)[0], first)
+    np.testing.assert_allclose(tiny_llm.embed(texts[0], "cls", normalize=False)[0], first.numpy(), atol=1e-3)
     with pytest.raises(BadOption, match=r"mean \(the nearest\)"):
         tiny_llm.embed(texts, pooling="men")
 
@@ -219,7 +219,7 @@ def test_a_long_text_after_a_short_one_is_embedded_whole(tiny_llm: LLM, tiny_ggu
     text = "the sea and the wind " * 12
     tiny_llm.embed("the sea")
     with LLM(tiny_gguf, device="cpu", context=128) as other:
-        torch.testing.assert_close(tiny_llm.embed(text), other.embed(text))
+        np.testing.assert_array_equal(tiny_llm.embed(text), other.embed(text))
 
 
 def test_a_decoder_of_ones_own_refuses_unknown_settings(tiny_llm: LLM) -> None:
@@ -235,11 +235,12 @@ def test_a_memory_that_no_machine_has_is_a_matter_of_hardware(tiny_llm: LLM) -> 
 
 
 def test_a_state_whose_note_was_tampered_with_is_refused_by_name(tiny_llm: LLM, tmp_path: Path) -> None:
-    list(tiny_llm.stream("the sea", GREEDY, reuse=True))
+    decoder = tiny_llm.decoder()
+    decoder.decode(Batch(token=tiny_llm.tokenize("the sea")))
     fingerprint = tiny_llm._checkpoint.fingerprint()
     for note in ({}, {"model": fingerprint}, {"model": fingerprint, "note": {}, "ids": [1, 2]}):
         path = tmp_path / "bad.state"
-        path.write_bytes(tiny_llm._sequential._causal().save_sequence(0, note))
+        path.write_bytes(decoder.save_sequence(0, note))
         with pytest.raises(BadFile, match=r"bad\.state"):
             tiny_llm.load_state(path)
 

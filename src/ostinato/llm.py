@@ -18,11 +18,12 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 
-import torch
-from torch import Tensor
+import numpy as np
 
+from ostinato.backends.base import Floats
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memory import state_file
+from ostinato.decoder.text_encoder import TextEncoder
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
@@ -31,9 +32,11 @@ from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import build_model
 from ostinato.engine.placement import Placement, settle, use_threads
+from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import Message, Request, Token, waited_for
-from ostinato.engine.sequential import Continuation, Sequential
+from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
+from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
@@ -123,10 +126,10 @@ class LLM:
         if self._loop_engine is not None:
             model = self._loop_engine.loop.model  # whose matrices may lie on the tape alone
         self.shape, self._model = shape, model
-        self._sequential = Sequential(model, placement, ends, n_tokens, constrain)
+        self._encoder = None if shape.causal else TextEncoder(model)
         for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
             talk(sentence)
-        self._recent: list[int] | None = None  # what memory would hold after the last answer, if it was not `reuse`
+        self._recent: list[int] = []  # what was read to make the last answer, or was loaded
         return placement
 
     @property
@@ -294,25 +297,35 @@ class LLM:
 
     # What the model computes
 
-    def logits(self, ids: Sequence[int]) -> Tensor:
+    def logits(self, ids: Sequence[int]) -> Floats:
         """Teacher forced: float32 [n, vocab], row i being what the model expects after ids[: i + 1]."""
-        return torch.cat(list(self._sequential.logits(ids)))
+        return logits_of(self._engine, ids)
 
-    def score(self, text: str) -> Score:
-        """How well the model predicts a text, every token but the first from those before it.
+    @overload
+    def score(self, text: str) -> Score: ...
+    @overload
+    def score(self, text: list[str]) -> list[Score]: ...
+    def score(self, text: str | list[str]) -> Score | list[Score]:
+        """How well the model predicts a text, every token but the first from those before it; a list gives a list.
 
         A text longer than the context is scored in stretches of the context that share one token.
         """
-        ids = self.tokenize(text)
-        if len(ids) < 2:
+        texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else text)]
+        if any(len(ids) < 2 for ids in texts):
             raise BadInput("a text of at least two tokens is needed to score one by the other")
         step = max(1, self.context - 1)
-        nll = 0.0
-        for start in range(0, len(ids) - 1, step):
-            for _, chosen in self._logprob_rows(ids[start : start + step + 1]):
-                nll -= float(chosen.double().sum())
-        n_tokens = len(ids) - 1
-        return Score(n_tokens, nll, math.exp(min(nll / n_tokens, 700.0)))
+        stretches = [
+            (number, ids[start : start + step + 1])
+            for number, ids in enumerate(texts)
+            for start in range(0, len(ids) - 1, step)
+        ]
+        nll = [0.0] * len(texts)
+        found = logprobs_of(self._engine, [ids for _, ids in stretches]) if stretches else []
+        for (number, _), one in zip(stretches, found, strict=True):
+            nll[number] -= float(one.logprobs.sum(dtype=np.float64))
+        counts = [len(ids) - 1 for ids in texts]
+        scores = [Score(n, sum, math.exp(min(sum / n, 700.0))) for n, sum in zip(counts, nll, strict=True)]
+        return scores[0] if isinstance(text, str) else scores
 
     def token_logprobs(self, ids: Sequence[int], top: int = 0) -> tuple[TokenLogprob, ...]:
         """What the model gives each token but the first, after those before it, and the `top` most likely ones there.
@@ -321,24 +334,15 @@ class LLM:
         """
         if not 0 <= top <= MAX_LOGPROBS:
             raise BadOption(f"top is {top}; it must be a whole number from 0 to {MAX_LOGPROBS}")
-        self._sequential.check(ids)
-        told: list[TokenLogprob] = []
-        for rows, chosen in self._logprob_rows(ids):
-            values, tokens = rows[:, : self.tokenizer.vocab_size].topk(top)  # beyond it is padding of the embedding
-            for logprob, row_values, row_tokens in zip(chosen.tolist(), values.tolist(), tokens.tolist(), strict=True):
-                beside = tuple(zip(row_tokens, row_values, strict=True))
-                told.append(TokenLogprob(ids[len(told) + 1], logprob, beside))
-        return tuple(told)
-
-    def _logprob_rows(self, ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log-probabilities after each token but the last, [rows, vocab], and those of the tokens that came, [rows]."""
-        targets = torch.tensor(ids[1:])
-        done = 0
-        for chunk in self._sequential.logits(ids[:-1]) if len(ids) > 1 else ():
-            rows = chunk.log_softmax(-1)
-            came = targets[done : done + len(rows)].to(rows.device)
-            yield rows, rows.gather(-1, came[:, None])[:, 0]
-            done += len(rows)
+        self._engine.check_text(ids)
+        if len(ids) < 2:
+            return ()
+        (found,) = logprobs_of(self._engine, [ids], top, self.tokenizer.vocab_size)  # beyond it is padding
+        rows = zip(found.logprobs.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+        return tuple(
+            TokenLogprob(token, logprob, tuple(zip(tokens, values, strict=True)))
+            for token, (logprob, tokens, values) in zip(ids[1:], rows, strict=True)
+        )
 
     def embed(
         self,
@@ -346,7 +350,7 @@ class LLM:
         pooling: str | None = None,
         *,
         normalize: bool | None = None,
-    ) -> Tensor:
+    ) -> Floats:
         """One vector per text (or its token ids), float32 [texts, hidden], from the last hidden rows.
 
         `pooling` is the model's own, else mean; with `rank` a ranking model gives its scores [texts, classes].
@@ -359,22 +363,34 @@ class LLM:
         wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
         texts = [texts] if isinstance(texts, str) else texts
         if not texts:
-            return torch.empty((0, self.shape.hidden))
+            return np.empty((0, self.shape.hidden), np.float32)
         ids = [self.tokenize(text) if isinstance(text, str) else list(text) for text in texts]
-        vectors = torch.stack(self._sequential.embed(ids, wanted))
+        if self._encoder is None:
+            vectors = vectors_of(self._engine, ids, wanted)
+        else:
+            for text in ids:
+                check_prompt(text, vocab=self.shape.vocab, context=self.context)
+            vectors = self._encoder.vectors(ids, wanted)
         if normalize is None:
             normalize = wanted != "rank" and (self.shape.causal or self.shape.normalise)
-        return torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
+        if normalize:
+            vectors /= np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), np.float32(1e-12))
+        return vectors
 
-    def rank(self, query: str, texts: Sequence[str]) -> Tensor:
+    def rank(self, query: str, texts: Sequence[str]) -> Floats:
         """How well each text answers the query, by a model made for it: float32 [texts, classes], one class mostly.
 
         >>> llm.rank("what is a lighthouse?", ["a tower with a lamp", "a kind of fish"])  # doctest: +SKIP
         """
+        if not texts:
+            return np.empty((0, self.shape.n_classes or 1), np.float32)
         first = self.tokenize(query)
         pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
-        scores = self._sequential.rank(pairs)
-        return torch.stack(scores) if scores else torch.empty((0, self.shape.n_classes or 1))
+        for pair in pairs:
+            check_prompt([*pair[0], *pair[1]], vocab=self.shape.vocab, context=self.context)
+        if self._encoder is None:
+            return vectors_of(self._engine, [[*first, *second] for first, second in pairs], "rank")
+        return self._encoder.pairs(pairs)
 
     # Memory
 
@@ -393,18 +409,20 @@ class LLM:
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
         """Write the last answer, its prompt and its memory to a file, with a note of the caller's own (JSON).
 
-        What was answered without `reuse` is computed once more for it: the loop's own memory is not written.
+        What is in memory still is not computed again.
         """
+        if not self._recent:
+            raise BadInput("there is no answer yet whose state could be saved")
         content = {
             "model": self._checkpoint.fingerprint(),
             "activations": self.activations,
             "note": dict(note or {}),
         }
-        state_file.write(path, self._sequential.save(content, self._recent))
+        state_file.write(path, save_sequence(self._engine, self._recent, content))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
         """Put a saved sequence into memory, and give back its note; the next call with `reuse` goes on from it."""
-        data = state_file.read(path, limit=self._sequential.largest_state_bytes)
+        data = state_file.read(path, limit=largest_state_bytes(self._engine))
         try:
             content = state_file.describe(data).note or {}
             if content.get("model") != self._checkpoint.fingerprint() or not isinstance(content.get("note"), dict):
@@ -414,8 +432,7 @@ class LLM:
                     f"this state was saved with {_spelled(saved)}, and the model has {_spelled(self.activations)}; an "
                     "answer that mixed the two would be neither's: load the model as it was then"
                 )
-            self._sequential.load(data)
-            self._recent = None
+            self._recent = load_sequence(self._engine, data)
         except BadFile as error:
             raise BadFile(f"{path}: {error}") from error
         note: Mapping[str, Any] = content["note"]
@@ -427,7 +444,8 @@ class LLM:
         """Cancel what runs, give back the file, threads and the template's process; of no use afterwards."""
         if self.template is not None:
             self.template.close()
-        self._sequential.close()
+        if self._encoder is not None:
+            self._encoder.close()
         if self._loop_engine is not None:
             self._loop_engine.close()
         self._checkpoint.close()
@@ -466,8 +484,7 @@ class LLM:
         return self._pieces(prompt, settled, reuse=reuse, fresh=fresh)
 
     def _pieces(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
-        source: Request | Continuation
-        source = self._sequential.generate(prompt, sampling) if reuse else self._engine.submit(prompt, sampling)
+        source = self._engine.submit(prompt, sampling, resume=reuse, keep=True)
         answer = Answer(self._origin, prompt, sampling, source, fresh=fresh)
         try:
             for token in source:
@@ -476,7 +493,7 @@ class LLM:
                     yield piece
                     continue
                 source.cancel()  # a stop string ends it before the engine would
-                self._recent = None if reuse else answer.held
+                self._recent = answer.held
                 yield piece
                 return
         finally:
@@ -498,7 +515,7 @@ class LLM:
                     prompt, settled = asks[len(order)]
                     try:
                         request = self._engine.submit(
-                            prompt, settled, wait=not answers, sink=lambda *told: heard.put(told)
+                            prompt, settled, wait=not answers, sink=lambda *told: heard.put(told), keep=True
                         )
                     except QueueFull:
                         break

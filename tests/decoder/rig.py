@@ -19,8 +19,8 @@ from ostinato.backends.torch.kv_store import KVStore
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.cache.sequences import MAX_SEQ
+from ostinato.decoder.cell_flow import DecodeFlow, never
 from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.flow import DecodeFlow, never
 from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory

@@ -103,13 +103,13 @@ def test_a_wrong_option_is_refused_before_anything_is_opened(wrong: dict[str, An
 CPU = torch.device("cpu")
 
 
-def test_there_are_pages_for_every_slot_or_for_half_of_the_memory_and_for_one_context_at_least() -> None:
+def test_there_are_pages_for_every_slot_or_for_what_memory_there_is_and_for_one_context_at_least() -> None:
     shape = random_model("kv").shape
     size = page_bytes(shape, "f32", PAGE_TOKENS["cpu"])
     a_lot = 10_000 * size
     assert placement.choose_pages(shape, "f32", 100, 8, a_lot, CPU) == 8 * 7
-    assert placement.choose_pages(shape, "f32", 100, 8, 40 * size, CPU) == 20
-    assert placement.choose_pages(shape, "f32", 100, 8, 8 * size, CPU) == 7
+    assert placement.choose_pages(shape, "f32", 100, 8, 40 * size, CPU) == 40
+    assert placement.choose_pages(shape, "f32", 100, 8, 6 * size, CPU) == 7
 
 
 def test_pages_of_a_model_without_keys_cost_nothing() -> None:
@@ -161,8 +161,8 @@ def test_keys_and_values_get_what_the_weights_and_the_tape_leave(
             return placement.settle(checkpoint, shape, options, lambda _: None).n_pages
 
         on_a_gpu(monkeypatch, int((weights + tape + 40 * size) / placement.USABLE_SHARE) + 1)
-        assert pages("persistent") == 20
-        assert pages("auto") == pages("loop") == min(64 * 4, (tape + 40 * size) // 2 // size)
+        assert pages("persistent") == 40
+        assert pages("auto") == pages("loop") == min(64 * 4, (tape + 40 * size) // size)
         on_a_gpu(monkeypatch, int((weights + tape / 2) / placement.USABLE_SHARE))
         with pytest.raises(
             HardwareCannot, match=r"once more for the persistent kernel, and cuda:0 has .*; try --prompts tape, or"

@@ -11,7 +11,7 @@ from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.flow import DecodeFlow
+from ostinato.decoder.cell_flow import DecodeFlow
 from ostinato.decoder.memories import memory_for
 from ostinato.decoder.settings import settle
 from ostinato.errors import UnknownName

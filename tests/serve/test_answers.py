@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 
 from ostinato import Sampling
 from tests.cli import tiny_model
@@ -115,7 +116,7 @@ def test_logprobs_of_an_echoed_prompt_are_what_the_model_gives_each_token(server
     body = {"prompt": "the rain", "echo": True, "logprobs": 2, "max_tokens": 6, "seed": 3, "ignore_eos": True}
     choice = server.post("/v1/completions", body).json()["choices"][0]
     told, ids = choice["logprobs"], server.llm.tokenize("the rain")
-    rows = server.llm.logits(ids[:-1]).log_softmax(-1)
+    rows = torch.from_numpy(server.llm.logits(ids[:-1])).log_softmax(-1)
     assert told["token_logprobs"][0] is told["top_logprobs"][0] is None
     for row, id, logprob, top in zip(rows, ids[1:], told["token_logprobs"][1:], told["top_logprobs"][1:], strict=False):
         assert logprob == pytest.approx(float(row[id]), abs=1e-4)

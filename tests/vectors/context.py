@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.cell_flow import never
 from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.flow import never
 from ostinato.decoder.sample_router import BackendSampler, GreedySampler, TopKSampler
 from ostinato.errors import DecodeError, OstinatoError
 from tests.random_model import MemoryKind, random_model

@@ -74,6 +74,7 @@ class Reserve:
         self._prefixes = PrefixCache(self._pages, kind) if reuse else None
         self._leases: list[Lease] = []
         self._holders: dict[int, int] = {}  # of each leased page, the number of leases
+        self._kept: list[int] = []  # pages of one sequence that has ended
 
     @property
     def n_available(self) -> int:
@@ -88,13 +89,15 @@ class Reserve:
     def pages_for(self, n_positions: int) -> int:
         return -(-n_positions // self.page_tokens)
 
-    def open(self, prompt: Sequence[int], n_positions: int, *, all_now: bool) -> Lease | None:
+    def open(
+        self, prompt: Sequence[int], n_positions: int, *, all_now: bool, begin: Sequence[int] | None = None
+    ) -> Lease | None:
         """Lease pages for a prompt that may grow to n_positions; None, and no change, while that is not safe.
 
-        Its beginning is shared where it is cached. `all_now` asks for all it may need; if that is not safe, and
-        without it, a part will do: the prompt and one page more.
+        Its beginning is shared where it is cached, or is what `begin` says. `all_now` asks for all it may need; if that
+        is not safe, and without it, a part will do: the prompt and one page more.
         """
-        found = self._found(prompt)
+        found = self.find(prompt) if begin is None else list(begin)
         lease = Lease(found, self.pages_for(n_positions))
         least = min(lease.worst, self.pages_for(len(prompt)) + 1)
         self._leases.append(lease)
@@ -117,7 +120,7 @@ class Reserve:
 
     def share(self, lease: Lease, prompt: Sequence[int]) -> int:
         """Put cached pages in the place of a lease's own, before it is written; how many positions are cached then."""
-        found = self._found(prompt)
+        found = self.find(prompt)
         own = [(place, page) for place, page in enumerate(found) if lease.pages[place] != page]
         self._pages.hold(page for _, page in own)
         self._count(page for _, page in own)
@@ -133,13 +136,36 @@ class Reserve:
         if self._prefixes is not None:
             self._prefixes.add(prompt, lease.pages[: n_done // self.page_tokens])
 
+    def keep(self, lease: Lease, n_positions: int) -> None:
+        """Give everything back, but hold the pages of its first positions until they are needed, or others are kept."""
+        kept = lease.pages[: self.pages_for(n_positions)]
+        self._pages.hold(kept)
+        self.close(lease)
+        self.forget()
+        self._kept = kept
+
+    @property
+    def kept(self) -> Sequence[int]:
+        """The pages that are kept; none where there are none, or they were needed."""
+        return self._kept
+
+    def is_kept_alone(self, page: int) -> bool:
+        """Whether a page that is kept is neither leased nor cached: whoever takes it may write to it."""
+        return self._pages.n_holders(page) == 1
+
+    def forget(self) -> None:
+        """Keep nothing."""
+        self._pages.release(self._kept)
+        self._kept = []
+
     def close(self, lease: Lease) -> None:
         """Give everything back."""
         self._leases.remove(lease)
         self._discount(lease.pages)
         self._pages.release(lease.pages)
 
-    def _found(self, prompt: Sequence[int]) -> list[int]:
+    def find(self, prompt: Sequence[int]) -> list[int]:
+        """The pages of the prompt's longest beginning that is cached."""
         return [] if self._prefixes is None else self._prefixes.find(prompt)
 
     def _is_safe(self, lease: Lease, n_more: int) -> bool:
@@ -155,14 +181,21 @@ class Reserve:
         return Holding(len(lease.pages) - len(shared) + n_more, shared, lease.short - n_more)
 
     def _take(self, lease: Lease, n: int) -> list[int]:
-        if self._prefixes is not None and n > self._pages.n_free:
-            self._prefixes.evict(n - self._pages.n_free)
+        self._evict(n)
+        if self._kept and n > self._pages.n_free:
+            self.forget()
+            self._evict(n)
         taken = self._pages.take(n)
         if taken is None:
             raise InternalError(f"{n} pages were promised, and {self._pages.n_free} of {self.n_pages} are free")
         self._count(taken)
         lease.pages.extend(taken)
         return taken
+
+    def _evict(self, n: int) -> None:
+        """Give up prefixes, so that n pages are free if that can be."""
+        if self._prefixes is not None and n > self._pages.n_free:
+            self._prefixes.evict(n - self._pages.n_free)
 
     def _count(self, pages: Iterable[int]) -> None:
         for page in pages:

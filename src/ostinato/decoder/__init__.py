@@ -1,1 +1,1 @@
-"""Tokens through the model: prompts, scoring, embeddings and single steps all run through `flow.py`."""
+"""Tokens through the model: chunks of single sequences through `flow.py`, any batch through `decoder.py`."""

@@ -1,6 +1,6 @@
 """One graph run in six stages: validate, prepare, allocate, bind, run, extract (CX-1..7).
 
-The stages are given by `flow.py` and know the model; here is their order, what class each failure has, and the
+The stages are given by `cell_flow.py` and know the model; here is their order, what class each failure has, and the
 order in which results reach the output rows.
 """
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.cell_flow import Decoded, DecodeFlow, never
 from ostinato.decoder.encode_flow import EncodeFlow
-from ostinato.decoder.flow import Decoded, DecodeFlow, never
 from ostinato.decoder.memories import MemoryParts, memory_for
 from ostinato.decoder.memory import state_file
 from ostinato.decoder.memory.coordinator.interface import Memory

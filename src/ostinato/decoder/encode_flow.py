@@ -14,9 +14,9 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
+from ostinato.decoder.cell_flow import Decoded, never
 from ostinato.decoder.compute_executor import ComputeExecutor, Extractor, Threads
 from ostinato.decoder.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
-from ostinato.decoder.flow import Decoded, never
 from ostinato.decoder.graphs import GraphKey, GraphLimits, GraphScheduler, Setup
 from ostinato.decoder.memory.forward import EncoderMemory
 from ostinato.decoder.output import Outputs

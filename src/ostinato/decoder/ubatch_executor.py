@@ -1,7 +1,7 @@
 """One ubatch, wholly or not at all: memory applied, the graph run, the rows counted, and undone on any failure.
 
 Memory is known only as a cursor with `apply` and `roll_back`; what runs is a callable, in practice
-`ComputeExecutor.execute`. Which ubatch comes next is `flow.py`'s business.
+`ComputeExecutor.execute`. Which ubatch comes next is `cell_flow.py`'s business.
 """
 
 from __future__ import annotations

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ostinato.engine.request import FinishReason, Request, Token
-from ostinato.engine.sequential import Continuation
 from ostinato.options import Sampling
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
@@ -113,7 +112,7 @@ class Answer:
         origin: Origin,
         prompt: Sequence[int],
         sampling: Sampling,
-        source: Request | Continuation,
+        source: Request,
         *,
         fresh: bool,
         show: Collection[str] = (),

@@ -25,6 +25,7 @@ from ostinato.engine.queue import RequestQueue
 from ostinato.engine.request import Message, Request, RequestSpec, Token
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
+from ostinato.engine.work import Work, WorkSpec
 from ostinato.errors import Unsupported
 from ostinato.loop.layout import Word
 from ostinato.loop.start import Helper
@@ -137,18 +138,37 @@ class Engine:
         *,
         wait: bool = False,
         sink: Callable[[Request, Message], None] | None = None,
+        resume: bool = False,
+        keep: bool = False,
     ) -> Request:
         """Ask for an answer, first come first served; returns at once. QueueFull when too many wait, or `wait` for
         room.
 
-        The request is read from what is returned; or `sink` is told of everything, on the engine's thread.
+        The request is read from what is returned; or `sink` is told of everything, on the engine's thread. `resume`: it
+        goes on from what was kept or loaded last; `keep`: its sequence is kept in its turn, to be saved or resumed.
         """
-        spec = self.check(prompt, sampling)
+        spec = replace(self.check(prompt, sampling), resume=resume, keep=keep)
         request = Request(next(self._ids), spec, self._queue.cancel, sink, self.helper)
-        if self.helper is not None and threading.current_thread() is threading.main_thread():
-            self.helper.lend()
+        self._lend()
         self._queue.put(request, wait=wait)
         return request
+
+    def work(self, spec: WorkSpec) -> Work:
+        """Ask for rows of texts, first come first served among the requests; returns at once. To be read to its end."""
+        for text in spec.texts:
+            self.check_text(text.tokens)
+        work = Work(spec, self._queue.cancel, self.helper)
+        self._lend()
+        self._queue.put_work(work)
+        return work
+
+    def check_text(self, ids: Sequence[int]) -> None:
+        """Refuse ids that are no tokens of this model, or too many for the context."""
+        check_prompt(ids, vocab=self._vocab, context=self.context)
+
+    def _lend(self) -> None:
+        if self.helper is not None and threading.current_thread() is threading.main_thread():
+            self.helper.lend()
 
     @property
     def helper(self) -> Helper | None:

@@ -266,13 +266,10 @@ def choose_context(
 
 
 def choose_pages(shape: Shape, kv_type: KVType, context: int, n_slots: int, free: int, device: torch.device) -> int:
-    """Pages for every slot's whole context, or what fits half of the free memory; at least one whole context.
-
-    The other half is for whatever is computed one sequence at a time, and for activations.
-    """
+    """Pages for every slot's whole context, or what fits the free memory; at least one whole context."""
     one = _pages_for(context, device)
     size = page_bytes(shape, kv_type, PAGE_TOKENS[device.type])
-    return n_slots * one if not size else min(n_slots * one, max(one, free // 2 // size))
+    return n_slots * one if not size else min(n_slots * one, max(one, free // size))
 
 
 def _pages_for(context: int, device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""The queue in front of an engine: requests that wait, first come first served, and what other threads ask.
+"""The queue in front of an engine: requests and work that wait, first come first served, and what other threads ask.
 
 The only thing that callers' threads and the engine's thread both touch; one lock guards all of it. `wake` wakes the
 engine's thread.
@@ -11,18 +11,20 @@ from collections import deque
 from collections.abc import Callable
 
 from ostinato.engine.request import Request
+from ostinato.engine.work import Work
 from ostinato.errors import OstinatoError, QueueFull
 
 
 class RequestQueue:
-    """Requests in order of arrival; cancellations; whether to close."""
+    """Requests and work in order of arrival; cancellations; whether to close."""
 
     def __init__(self, bound: int, n_slots: int, wake: Callable[[], None]) -> None:
-        """`bound`: how many may wait, beside those for whom a slot is free."""
+        """`bound`: how many requests may wait, beside those for whom a slot is free. Work may always wait."""
         self._bound, self._n_free_slots, self._wake = bound, n_slots, wake
         self._room = threading.Condition()
-        self._waiting: deque[Request] = deque()
-        self._cancelled: list[Request] = []
+        self._waiting: deque[Request | Work] = deque()
+        self._n_requests = 0  # of those that wait
+        self._cancelled: list[Request | Work] = []
         self._closed_error: Callable[[], OstinatoError] | None = None
         self._closing = False
         self.n_submitted = 0
@@ -32,20 +34,29 @@ class RequestQueue:
     def put(self, request: Request, *, wait: bool) -> None:
         """Go to the end of the queue. When it is full: `wait` for room, or QueueFull."""
         with self._room:
-            while self._closed_error is None and len(self._waiting) >= self._bound + self._n_free_slots:
+            while self._closed_error is None and self._n_requests >= self._bound + self._n_free_slots:
                 if not wait:
                     raise QueueFull(
-                        f"every slot is taken, and {len(self._waiting)} requests wait already, the most that may (the "
+                        f"every slot is taken, and {self._n_requests} requests wait already, the most that may (the "
                         "option `queue`); try again later"
                     )
                 self._room.wait()
             if self._closed_error is not None:
                 raise self._closed_error()
             self._waiting.append(request)
+            self._n_requests += 1
             self.n_submitted += 1
         self._wake()
 
-    def cancel(self, request: Request) -> None:
+    def put_work(self, work: Work) -> None:
+        """Go to the end of the queue."""
+        with self._room:
+            if self._closed_error is not None:
+                raise self._closed_error()
+            self._waiting.append(work)
+        self._wake()
+
+    def cancel(self, request: Request | Work) -> None:
         """Ask for a cancellation."""
         with self._room:
             self._cancelled.append(request)
@@ -58,7 +69,8 @@ class RequestQueue:
         self._wake()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        """Requests that wait."""
+        return self._n_requests
 
     # The engine's thread
 
@@ -66,17 +78,16 @@ class RequestQueue:
     def closing(self) -> bool:
         return self._closing
 
-    def first(self) -> Request | None:
-        """Who is next; they stay in queue."""
+    def first(self, *, has_slot: bool) -> Request | Work | None:
+        """Who is next; they stay in queue. While no slot is free, that is the first that needs none."""
         with self._room:
-            return self._waiting[0] if self._waiting else None
+            return next((one for one in self._waiting if has_slot or isinstance(one, Work)), None)
 
-    def admit_first(self) -> None:
-        """The first leaves the queue for a slot."""
+    def admit(self, request: Request) -> None:
+        """The first request leaves the queue for a slot."""
         with self._room:
-            self._waiting.popleft()
+            self._take(request)
             self._n_free_slots -= 1
-            self._room.notify_all()
 
     def free_slot(self) -> None:
         """A slot is free again."""
@@ -84,26 +95,31 @@ class RequestQueue:
             self._n_free_slots += 1
             self._room.notify_all()
 
-    def remove(self, request: Request) -> bool:
-        """Take a request out of the queue; False where it is not in it."""
+    def remove(self, one: Request | Work) -> bool:
+        """Take a request or work out of the queue; False where it is not in it."""
         with self._room:
-            if request not in self._waiting:
+            if one not in self._waiting:
                 return False
-            self._waiting.remove(request)
-            self._room.notify_all()
+            self._take(one)
             return True
 
-    def take_cancelled(self) -> list[Request]:
+    def _take(self, one: Request | Work) -> None:
+        self._waiting.remove(one)
+        self._n_requests -= isinstance(one, Request)
+        self._room.notify_all()
+
+    def take_cancelled(self) -> list[Request | Work]:
         """Who asked to be cancelled since the last time."""
         with self._room:
             cancelled, self._cancelled = self._cancelled, []
             return cancelled
 
-    def refuse_all(self, why: Callable[[], OstinatoError]) -> list[Request]:
+    def refuse_all(self, why: Callable[[], OstinatoError]) -> list[Request | Work]:
         """Nobody may join any more: they are told `why`. Who was still waiting."""
         with self._room:
             self._closed_error = self._closed_error or why
             left = list(self._waiting)
             self._waiting.clear()
+            self._n_requests = 0
             self._room.notify_all()
             return left

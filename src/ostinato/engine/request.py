@@ -63,7 +63,8 @@ Message: TypeAlias = Token | Cancelled | Exception
 class RequestSpec:
     """What is asked for, checked and settled: `most` tokens at most, ended by any of `stop_ids`.
 
-    `constraint` is what the answer must follow; it belongs to this request alone.
+    `constraint` is what the answer must follow; it belongs to this request alone. `resume`: it goes on from what was
+    kept last, where they begin alike; `keep`: it is kept in its turn, until its pages are needed.
     """
 
     prompt: Sequence[int]
@@ -71,6 +72,8 @@ class RequestSpec:
     stop_ids: tuple[int, ...]
     most: int
     constraint: Constraint | None = None
+    resume: bool = False
+    keep: bool = False
 
     @property
     def n_positions(self) -> int:

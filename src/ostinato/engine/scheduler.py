@@ -1,5 +1,6 @@
 """The engine's own thread: it admits who waits, runs their prompts, feeds the loop's inbox and drains its outbox.
 
+Scores and embeddings (`work.py`) wait in the same queue; their chunks and those of prompts take turns.
 It alone touches the loop below it, and takes no part in any step: tokens are the device's. Other threads speak to it
 through `queue.py` and hear of it through their requests. It sleeps while nothing happens; while the loop runs it looks
 again when told to, or after a bounded nap where the device cannot tell.
@@ -11,25 +12,27 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
 import numpy as np
 import torch
 
-from ostinato.backends.base import ChunkPart
-from ostinato.cache.reserve import Lease, Reserve
+from ostinato.cache.reserve import Reserve
+from ostinato.decoder.flow import PagedFlow, PendingChunk
+from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, SequencePart
+from ostinato.engine.active_work import ActiveWork
 from ostinato.engine.constraint import Masks
 from ostinato.engine.open import Loop
 from ostinato.engine.queue import RequestQueue
 from ostinato.engine.request import FinishReason, Request, Token
 from ostinato.engine.stats import GapMeter, SlotView
+from ostinato.engine.work import Work
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, InternalError, OstinatoError
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Finish, Word
 from ostinato.loop.mode import MUST_RESTART
-from ostinato.loop.start import PendingWork
 
 # How long to sleep beside a loop that cannot ring, and beside one that rings but might die without a sound.
 POLL_S: Final = 0.0005
@@ -49,26 +52,20 @@ class ActiveSequence:
     request: Request
     slot: int
     generation: int
-    lease: Lease
-    n_done: int = 0  # positions of the prompt that are in memory
+    paged: PagedSequence  # its prompt, on the way into its pages
     last: int = 0  # the position of its last token that was heard of
     last_ns: int = 0  # and when that one was made
     admitted: bool = False
+    answer: list[int] = field(default_factory=list)  # its tokens, where it is kept
     mask_asked_at: float = 0.0  # when a mask was last asked for, by the host's clock
 
-    @property
-    def prompt_left(self) -> int:
-        return len(self.request.spec.prompt) - self.n_done
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkUnderWay:
+    """A chunk on its way through the device, of a prompt or of work."""
 
-@dataclass(slots=True, eq=False)
-class PromptChunk:
-    """A part of a prompt on its way through the device."""
-
-    sequence: ActiveSequence
-    n: int
-    returned: bool = False  # its host's part is over; on a GPU the device's may not be
-    work: PendingWork | None = None
+    owner: ActiveSequence | ActiveWork
+    pending: PendingChunk
 
 
 class Scheduler:
@@ -79,18 +76,25 @@ class Scheduler:
         self._host, self._mode = loop.host, loop.mode
         options = loop.options
         self.reserve = Reserve(options.n_pages, loop.page_tokens, reuse=reuse, kind=loop.prefill.rows_for)
+        self._recurs = loop.model.shape.recurrent is not None
+        self._memory = PagedSequences(self.reserve, recurs=self._recurs)
+        self._flow = PagedFlow(self._memory, loop.prefill, loop.beside)
         self._poll_s = POLL_S if loop.model.device.type == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots
         self._by_id: dict[int, ActiveSequence] = {}
-        self._prompts: deque[ActiveSequence] = deque()  # whose prompts are not done; the first has a chunk under way
-        self._chunk: PromptChunk | None = None
+        self._prompts: deque[ActiveSequence] = deque()  # whose prompts are not done; the first goes on
+        self._works: deque[ActiveWork] = deque()  # in turns, a chunk each
+        self._work_slots: set[int] = set()  # that texts of work are in, where the model recurs
+        self._chunk: ChunkUnderWay | None = None
+        self._work_is_next = True  # where both a prompt and work could go on
         self._unsent: deque[Callable[[], bool]] = deque()  # entries for the inbox, in order
         self._masks: Masks[ActiveSequence] = Masks(loop.changed.set)
         self._generations = count(1)
         self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they were last seen to change
         self._loop_active = False  # whether the loop may speak, as far as is known
         self._ends = 0  # how often the loop had ended when it was last triggered
-        self._first_does_not_fit = False  # whether the first in queue was refused, and nothing has changed since
+        self._first_does_not_fit = False  # whether somebody was refused pages, and nothing has changed since
+        self._queue_is_next = False  # whether that was the first in queue, and not work
         self.fault: str | None = None  # why it is dead
         self.gaps = GapMeter()
         self.n_ended: Counter[str] = Counter()
@@ -154,7 +158,7 @@ class Scheduler:
         """How long to sleep if nobody rings: for ever while nothing is under way."""
         if self.fault is not None:
             return None
-        if self._unsent or (self._chunk is not None and self._chunk.returned):
+        if self._unsent or (self._chunk is not None and self._chunk.pending.returned):
             return POLL_S  # the inbox is full; a chunk is done on the host's side: both are soon over
         return self._poll_s if self._loop_active else None
 
@@ -178,6 +182,8 @@ class Scheduler:
             sequence.last, sequence.last_ns = entry.position, entry.time_ns
             if not request.ended:
                 self.n_tokens += 1
+                if request.spec.keep:
+                    sequence.answer.append(entry.token)
                 reason = _REASONS.get(entry.finish)
                 token = Token(entry.token, entry.logprob, entry.top, entry.position, entry.time_ns, reason)
                 if reason is not None:
@@ -193,63 +199,107 @@ class Scheduler:
     # Cancelling
 
     def _cancel(self) -> None:
-        for request in self._queue.take_cancelled():
-            if request.ended:
+        for one in self._queue.take_cancelled():
+            if one.ended:
                 continue
-            sequence = self._by_id.get(request.id)
-            if sequence is None and not self._queue.remove(request):
-                raise InternalError(f"request {request.id} neither waits nor sits, and has not ended")
-            self._end_cancelled(request)
-            if sequence is None:
+            if self._queue.remove(one):
                 self._first_does_not_fit = False  # perhaps it was the first in queue
-            elif sequence.admitted:
-                self._post_cancel(sequence)
-            elif self._chunk is None or self._chunk.sequence is not sequence:
-                self._prompts.remove(sequence)
-                self._release(sequence)  # else when its chunk is done: the device writes to its pages until then
+            elif isinstance(one, Work):
+                self._cancel_work(one)
+            else:
+                self._cancel_sequence(one)
+            self._end_cancelled(one)
 
-    def _end_cancelled(self, request: Request) -> None:
-        if not request.ended:
-            self.n_ended["cancelled"] += 1
-            request.end_cancelled()
+    def _cancel_sequence(self, request: Request) -> None:
+        sequence = self._by_id.get(request.id)
+        if sequence is None:
+            raise InternalError(f"request {request.id} neither waits nor sits, and has not ended")
+        if sequence.admitted:
+            self._post_cancel(sequence)
+        elif self._chunk is None or self._chunk.owner is not sequence:
+            self._prompts.remove(sequence)
+            self._release(sequence)  # else when its chunk is done: the device writes to its pages until then
 
-    def _fail(self, request: Request, error: Exception) -> None:
-        if not request.ended:
-            self.n_ended["error"] += 1
-            request.fail(error)
+    def _cancel_work(self, work: Work) -> None:
+        active = next(active for active in self._works if active.work is work)
+        if self._chunk is None or self._chunk.owner is not active:
+            self._drop(active)
+
+    def _end_cancelled(self, one: Request | Work) -> None:
+        if not one.ended:
+            if isinstance(one, Request):
+                self.n_ended["cancelled"] += 1
+            one.end_cancelled()
+
+    def _fail(self, one: Request | Work, error: Exception) -> None:
+        if not one.ended:
+            if isinstance(one, Request):
+                self.n_ended["error"] += 1
+            one.fail(error)
 
     # Admissions
 
     def _admit(self) -> None:
-        """Seat the first in queue, and the next: one that finds no room keeps its place, and nobody passes it."""
-        while not self._first_does_not_fit and None in self._slots:
-            request = self._queue.first()
-            if request is None:
-                return
-            spec = request.spec
-            lease = self.reserve.open(spec.prompt, spec.n_positions, all_now=len(self._queue) == 1)
-            if lease is None:
+        """Seat the first in queue, and the next: one that finds no pages keeps its place, and nobody passes it. Work
+        needs no slot, and passes whoever waits for one; its texts and the queue take turns where pages are few."""
+        while not self._first_does_not_fit:
+            if not self._queue_is_next and not all(active.lease(self._free_slot) for active in self._works):
                 self._first_does_not_fit = True
                 return
-            self._queue.admit_first()
-            sequence = ActiveSequence(request, self._slots.index(None), next(self._generations), lease)
-            self._slots[sequence.slot] = self._by_id[request.id] = sequence
-            self._prompts.append(sequence)
+            one = self._queue.first(has_slot=self._free_slot() is not None)
+            if one is None and not self._queue_is_next:
+                return
+            self._queue_is_next = False
+            if isinstance(one, Work):
+                self._queue.remove(one)
+                self._works.append(ActiveWork(one, self._flow, self._work_slots if self._recurs else None))
+            elif one is not None and not self._seat(one):
+                self._first_does_not_fit = self._queue_is_next = True
+
+    def _free_slot(self, wish: int | None = None) -> int | None:
+        """A slot that nobody is in: this one, if that can be."""
+        free = [slot for slot, taken in enumerate(self._slots) if taken is None and slot not in self._work_slots]
+        return wish if wish in free else free[0] if free else None
+
+    def _seat(self, request: Request) -> bool:
+        """Give a request a free slot and pages; False where there are none of these."""
+        spec, all_now = request.spec, len(self._queue) == 1
+        slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
+        assert slot is not None
+        opened = self._memory.resume if spec.resume else self._memory.open
+        paged = opened(spec.prompt, spec.n_positions, slot=slot, all_now=all_now)
+        if paged is None:
+            return False
+        self._queue.admit(request)
+        sequence = ActiveSequence(request, slot, next(self._generations), paged)
+        self._slots[slot] = self._by_id[request.id] = sequence
+        self._prompts.append(sequence)
+        return True
 
     def _release(self, sequence: ActiveSequence) -> None:
         """The slot and the pages are free: neither loop nor prefill touches them any more."""
-        self.reserve.close(sequence.lease)
+        # The last token of an answer was read by nobody; after a cancellation a state may be further than that.
+        if sequence.answer and not (self._recurs and sequence.request.finish_reason == "cancelled"):
+            self._memory.keep(sequence.paged, (*sequence.paged.tokens, *sequence.answer[:-1]))
+        else:
+            self._memory.close(sequence.paged)
         self._slots[sequence.slot] = None
         del self._by_id[sequence.request.id]
         self._first_does_not_fit = False
         self._queue.free_slot()
 
+    def _drop(self, active: ActiveWork) -> None:
+        """Work is over, and gives everything back."""
+        active.close()
+        self._works.remove(active)
+        self._first_does_not_fit = False
+
     def _grant_pages(self) -> None:
         """Give more pages to whoever has used half of what was granted beyond the prompt."""
         for sequence in self._slots:
-            if sequence is None or not sequence.admitted or not sequence.lease.short:
+            if sequence is None or not sequence.admitted or not sequence.paged.lease.short:
                 continue
-            n_prompt, lease = len(sequence.request.spec.prompt), sequence.lease
+            n_prompt, lease = len(sequence.request.spec.prompt), sequence.paged.lease
             granted = len(lease.pages) * self._loop.page_tokens - n_prompt
             if 2 * (sequence.last + 1 - n_prompt) >= granted:
                 beyond = len(lease.pages) - self.reserve.pages_for(n_prompt)
@@ -271,88 +321,103 @@ class Scheduler:
                 self._fail(request, error or InternalError("there is no mask, and no reason"))
                 self._post_cancel(sequence)
 
-    # Prompts
+    # Prompts and work
 
     def _begin_chunk(self) -> None:
-        """Start the next part of the first unfinished prompt, beside the loop."""
-        if self._chunk is not None or not self._prompts:
+        """Start the next part of the first unfinished prompt, or of work, beside the loop: by turns where there is
+        both."""
+        if self._chunk is not None:
             return
-        sequence = self._prompts[0]
-        request, loop = sequence.request, self._loop
-        prompt = request.spec.prompt
-        if request.prefill_began is None:
-            # Only now: whoever was seated before has left its pages by this time.
-            sequence.n_done = request.cached_tokens = self.reserve.share(sequence.lease, prompt)
-            request.prefill_began = time.perf_counter()
-            self.n_cached_tokens += sequence.n_done
-        start, rows = sequence.n_done, loop.prefill.rows_for(len(prompt))
-        tokens = list(prompt[start : start + rows])
-        chunk = PromptChunk(sequence, len(tokens))
-        is_last = chunk.n == sequence.prompt_left
-        if is_last:
-            self._stage(sequence)
-        slot, pages = sequence.slot, list(sequence.lease.pages)
+        work = next((active for active in self._works if active.ready), None)
+        if work is not None and (self._work_is_next or not self._prompts):
+            self._work_is_next = False
+            self._works.rotate(-1)
+            self._begin(work, work.begin)
+        elif self._prompts:
+            self._work_is_next = True
+            sequence = self._prompts[0]
+            self._begin(sequence, lambda: self._begin_prompt(sequence))
 
-        def run() -> None:
-            try:
-                loop.prefill.run([ChunkPart(tokens, start, pages, slot)], rows)
-                if is_last:
-                    loop.prefill.first(slot)
-            finally:
-                chunk.returned = True
-
-        self._chunk = chunk
-        if loop.start.alone:
+    def _begin(self, owner: ActiveSequence | ActiveWork, begin: Callable[[], PendingChunk]) -> None:
+        if self._loop.start.alone:
             self._host.set_yield(True)  # until the next trigger, which goes behind this chunk
         try:
-            chunk.work = loop.beside(run)
+            self._chunk = ChunkUnderWay(owner, begin())
         except Exception as error:  # where the host's part of a job runs at once
-            self._chunk = None
-            self._fail_prompt(sequence, error)
+            self._fail_chunk(owner, error)
+
+    def _begin_prompt(self, sequence: ActiveSequence) -> PendingChunk:
+        request, paged = sequence.request, sequence.paged
+        if request.prefill_began is None:
+            # Only now: whoever was seated before has left its pages by this time.
+            request.cached_tokens = self._memory.find(paged)
+            request.prefill_began = time.perf_counter()
+            self.n_cached_tokens += request.cached_tokens
+        rows = self._flow.chunks.rows_for(len(paged.tokens))
+        n = min(rows, paged.n_left)
+        is_last = n == paged.n_left
+        if is_last:
+            self._stage(sequence)
+        return self._flow.begin((SequencePart(paged, n),), rows, first=sequence.slot if is_last else None)
 
     def _finish_chunk(self) -> None:
-        """Take note of a chunk that is done: its pages can be found, and after the last one its slot is admitted."""
+        """Take note of a chunk that is done."""
         chunk = self._chunk
-        if chunk is None or chunk.work is None or not chunk.work.done():
+        if chunk is None or not chunk.pending.done:
             return
         self._chunk = None
-        sequence = chunk.sequence
+        owner = chunk.owner
         try:
-            chunk.work.result(0)
+            if isinstance(owner, ActiveWork):
+                owner.finish(chunk.pending)
+            else:
+                self._flow.finish(chunk.pending)
         except Exception as error:
-            self._fail_prompt(sequence, error)
+            self._fail_chunk(owner, error)
             return
-        request = sequence.request
-        sequence.n_done += chunk.n
-        self.n_prompt_tokens += chunk.n
-        self.reserve.remember(sequence.lease, request.spec.prompt, sequence.n_done)
         self._first_does_not_fit = False  # what is cached now may be what the first in queue begins with
+        if isinstance(owner, ActiveWork):
+            if owner.work.ended or owner.done:  # cancelled meanwhile, or complete
+                self._drop(owner)
+                owner.work.end()
+        else:
+            self._go_on(owner, chunk.pending.parts[0].n)
+
+    def _go_on(self, sequence: ActiveSequence, n: int) -> None:
+        """So many more tokens of a prompt can be found in memory; after the last its slot is admitted."""
+        request = sequence.request
+        self.n_prompt_tokens += n
         if request.ended:  # cancelled meanwhile
             self._prompts.popleft()
             self._release(sequence)
-        elif not sequence.prompt_left:
+        elif not sequence.paged.n_left:
             self._prompts.popleft()
             request.prefill_ended = time.perf_counter()
             sequence.last = len(request.spec.prompt) - 1
             sequence.admitted = True
             self._post_admit(sequence)
 
-    def _fail_prompt(self, sequence: ActiveSequence, error: Exception) -> None:
-        """A prompt that failed ends its own request, and no other; unless the device is dead."""
+    def _fail_chunk(self, owner: ActiveSequence | ActiveWork, error: Exception) -> None:
+        """A chunk that failed ends its own request or work, and no other; unless the device is dead."""
         self._check_alive()
         if self.fault is not None:
             return
-        self._prompts.popleft()
         if not isinstance(error, OstinatoError):
-            wrapped = InternalError(f"the prompt could not be computed: {error!r}")
+            what = "text" if isinstance(owner, ActiveWork) else "prompt"
+            wrapped = InternalError(f"the {what} could not be computed: {error!r}")
             wrapped.__cause__ = error
             error = wrapped
-        self._fail(sequence.request, error)
-        self._release(sequence)
+        if isinstance(owner, ActiveWork):
+            self._drop(owner)
+            self._fail(owner.work, error)
+        else:
+            self._prompts.popleft()
+            self._fail(owner.request, error)
+            self._release(owner)
         self._loop.changed.set()  # look again: the next prompt may begin
 
     def _stage(self, sequence: ActiveSequence) -> None:
-        spec, pages = sequence.request.spec, sequence.lease.pages
+        spec, pages = sequence.request.spec, sequence.paged.lease.pages
         admission = Admission(
             generation=sequence.generation,
             prompt=spec.prompt,
@@ -435,7 +500,7 @@ class Scheduler:
             self._die(why)
 
     def _die(self, why: str, cause: Exception | None = None) -> None:
-        """Every request that runs or waits gets one error, and nobody may join any more."""
+        """All requests and work that run or wait get one error each, and nobody may join any more."""
         self.fault = why
         self._mode.die(why)
 
@@ -444,19 +509,19 @@ class Scheduler:
             dead.__cause__ = cause
             return dead
 
-        for request in [*self._queue.refuse_all(error), *self._active_requests()]:
-            self._fail(request, error())
+        for one in [*self._queue.refuse_all(error), *self._active()]:
+            self._fail(one, error())
 
     def _close(self) -> None:
-        """Every request that runs or waits is cancelled; then the loop ends, and everything is given back."""
+        """All requests and work that run or wait are cancelled; then the loop ends, and everything is given back."""
         left = self._queue.refuse_all(lambda: BadInput("this engine is closed; open it again to ask more"))
-        for request in [*left, *self._active_requests()]:
-            self._end_cancelled(request)
+        for one in [*left, *self._active()]:
+            self._end_cancelled(one)
         self._masks.close()
         self._host.set_yield(True)
-        if self._chunk is not None and self._chunk.work is not None:
+        if self._chunk is not None and self._chunk.pending.work is not None:
             with suppress(Exception):
-                self._chunk.work.result(END_S)
+                self._chunk.pending.work.result(END_S)
         # What was found wrong has been told to whoever was waiting; here it only must not keep threads alive.
         try:
             self._mode.exit()
@@ -465,8 +530,9 @@ class Scheduler:
         with suppress(DecodeInvariantError):
             self._loop.start.close()
 
-    def _active_requests(self) -> list[Request]:
-        return [sequence.request for sequence in self._slots if sequence is not None]
+    def _active(self) -> list[Request | Work]:
+        seated = [sequence.request for sequence in self._slots if sequence is not None]
+        return [*seated, *(active.work for active in self._works)]
 
 
 def _view(slot: int, sequence: ActiveSequence | None) -> SlotView:
@@ -475,5 +541,5 @@ def _view(slot: int, sequence: ActiveSequence | None) -> SlotView:
     spec = sequence.request.spec
     n_prompt = len(spec.prompt)
     if not sequence.admitted:
-        return SlotView(slot, "prefill", sequence.request.id, n_prompt, sequence.n_done, 0, spec.most)
+        return SlotView(slot, "prefill", sequence.request.id, n_prompt, sequence.paged.n_held, 0, spec.most)
     return SlotView(slot, "live", sequence.request.id, n_prompt, n_prompt, sequence.last + 1 - n_prompt, spec.most)

@@ -24,7 +24,7 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.flow import DecodeFlow
+from ostinato.decoder.cell_flow import DecodeFlow
 from ostinato.decoder.memories import memory_for
 from ostinato.decoder.settings import settle
 from ostinato.engine.driver import GREEDY, LoopDriver

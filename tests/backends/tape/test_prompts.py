@@ -308,6 +308,6 @@ def test_a_model_for_the_tape_is_loaded_with_its_matrices_in_the_hosts_memory(ti
     assert (split.head.weight is split.embedding) == tied
 
 
-def test_whoever_computes_one_sequence_at_a_time_has_the_model_of_the_loop(tiny_gguf: Path) -> None:
+def test_a_decoder_of_ones_own_has_the_model_of_the_loop(tiny_gguf: Path) -> None:
     with LLM(tiny_gguf, device="cpu") as llm:
-        assert llm._model is llm._engine.loop.model is llm._sequential._model
+        assert llm._engine.loop.model is llm.decoder(n_ctx=64).model

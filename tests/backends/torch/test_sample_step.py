@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -14,16 +12,13 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.sample import SampleRows, sample_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
-from ostinato.backends.torch.table import ops_for
 from ostinato.backends.torch.tables import tensor_tables
-from ostinato.engine.sampler import Sampler
 from ostinato.loop.layout import Arena, Layout, sampled
-from ostinato.options import Sampling
 from tests.backends.admissions import Setting, write_admission
 
 
 def row_of(setting: Setting, vocab: int, n_tokens: int) -> SampleRows:
-    """The same setting as one row of `sample_torch`, put together as the engine's Sampler does."""
+    """The same setting as one row of `sample_torch`, put together from the request's own values."""
 
     def one(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor([value], dtype=dtype)
@@ -134,27 +129,8 @@ def test_a_large_vocabulary_is_drawn_from_as_sample_torch_draws(setting: Setting
         assert chosen_by_step(logits, setting, 20_000)[0] == int(expected.token)
 
 
-def test_a_request_goes_as_the_engines_sampler_goes() -> None:
-    sampling = Sampling(
-        max_tokens=30,
-        min_tokens=6,
-        temperature=0.9,
-        top_k=20,
-        top_p=0.95,
-        min_p=0.01,
-        repetition_penalty=1.2,
-        presence_penalty=0.3,
-        frequency_penalty=0.2,
-        logit_bias={3: 4.0, 9: -2.5},
-        seed=77,
-        logprobs=4,
-    )
+def test_the_tokens_of_a_request_are_those_of_sample_torch() -> None:
     prompt, ends = [1, 5, 5, 9], (3, 11)
-    model = cast(
-        Any,
-        SimpleNamespace(shape=SimpleNamespace(vocab=64), device=torch.device("cpu"), ops=ops_for(torch.device("cpu"))),
-    )
-    sampler = Sampler.of(sampling, prompt, ends, model, 60)
     setting = Setting(
         temperature=0.9,
         top_k=20,
@@ -174,10 +150,12 @@ def test_a_request_goes_as_the_engines_sampler_goes() -> None:
     noise = torch.Generator().manual_seed(5)
     for _ in range(30):
         logits = torch.randn(64, generator=noise) * 2
-        choice = sampler.choose(logits.unsqueeze(0))
+        choice = sample_torch(logits.unsqueeze(0), row_of(setting, 64, 60))
+        likeliest = logits.log_softmax(-1).topk(4)
         token, logprob, table = chosen_by_step(logits, setting, 60)
         top = zip(table["top_ids"][0, :4].tolist(), table["top_logprobs"][0, :4].tolist(), strict=True)
-        assert (token, logprob, tuple(top)) == (choice.token, choice.logprob, choice.top)
+        assert (token, logprob) == (int(choice.token), float(choice.logprob))
+        assert list(top) == list(zip(likeliest.indices.tolist(), likeliest.values.tolist(), strict=True))
         made = {**setting.made, token: setting.made.get(token, 0) + 1}
         setting = replace(setting, made=made, position=setting.position + 1)
 

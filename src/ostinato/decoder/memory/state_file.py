@@ -27,7 +27,7 @@ from ostinato.cache.state_bytes import (
     write,
 )
 from ostinato.decoder.memory.state_block import DAMAGED, StateBlock
-from ostinato.decoder.memory.state_parts import SavedKV, SavedStates, StatePart
+from ostinato.decoder.memory.state_parts import AttentionPart, SavedKV, SavedStates, StatePart
 from ostinato.errors import BadFile
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "SavedParts",
     "SavedStates",
     "StateInfo",
+    "StateParts",
     "describe",
     "largest",
     "load_all",
@@ -47,19 +48,19 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class SavedParts:
+class StateParts:
     """Everything that a memory remembers, and the architecture whose memory it is."""
 
     architecture: str
-    kv: tuple[SavedKV, ...] = ()
-    recurrent: SavedStates | None = None
+    kv: tuple[AttentionPart, ...] = ()
+    recurrent: StatePart | None = None
 
     @property
     def all(self) -> list[StatePart]:
         return [*self.kv, *([] if self.recurrent is None else [self.recurrent])]
 
     @property
-    def left_out(self) -> list[SavedKV]:
+    def left_out(self) -> list[AttentionPart]:
         """What a partial state leaves out: full attention, where there is something else to keep (ST-12)."""
         full = [part for part in self.kv if part.forgets_nothing]
         return full if len(full) < len(self.all) else []
@@ -81,22 +82,30 @@ class SavedParts:
                 part.check_id(s)
 
 
-def save_all(parts: SavedParts, *, note: Mapping[str, Any] | None = None) -> bytes:
+@dataclass(frozen=True, slots=True)
+class SavedParts(StateParts):
+    """Those of the cell kinds."""
+
+    kv: tuple[SavedKV, ...] = ()
+    recurrent: SavedStates | None = None
+
+
+def save_all(parts: StateParts, *, note: Mapping[str, Any] | None = None) -> bytes:
     """The whole of memory, with the application's own note (JSON) beside it."""
     return _save(parts, "whole", None, partial=False, note=note)
 
 
-def save_sequence(parts: SavedParts, s: int, *, partial: bool = False, note: Mapping[str, Any] | None = None) -> bytes:
+def save_sequence(parts: StateParts, s: int, *, partial: bool = False, note: Mapping[str, Any] | None = None) -> bytes:
     """One sequence. `partial` leaves out full attention, for a load into a memory that still has it (ST-4, ST-12)."""
     return _save(parts, "sequence", s, partial=partial, note=note)
 
 
-def load_all(parts: SavedParts, data: bytes) -> None:
+def load_all(parts: StateParts, data: bytes) -> None:
     """Memory holds what was saved and nothing else (ST-7)."""
     _load(parts, "whole", None, data)
 
 
-def load_sequence(parts: SavedParts, s: int, data: bytes) -> None:
+def load_sequence(parts: StateParts, s: int, data: bytes) -> None:
     """Sequence s is what was saved, under whatever id; the others stay. NoSlot when they leave no room (ST-5).
 
     A partial state needs the rest of its sequence to be there still; what came after its end is removed (ST-12).
@@ -104,14 +113,14 @@ def load_sequence(parts: SavedParts, s: int, data: bytes) -> None:
     _load(parts, "sequence", s, data)
 
 
-def largest(parts: SavedParts) -> int:
+def largest(parts: StateParts) -> int:
     """No state that these parts can take has more bytes: the limit for `read`."""
     cells = [(part.n_streams, part.form) for part in parts.all]
     n_bytes = sum(n * form.n_bytes(StreamCounts(form.size, form.size * MAX_SEQ)) for n, form in cells)
     return n_bytes + MAX_OVERHEAD_BYTES
 
 
-def _save(parts: SavedParts, kind: Kind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
+def _save(parts: StateParts, kind: Kind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
     parts.check(s)
     chosen = [(part, part.choose(s)) for part in parts.kept(partial)]
     sections = tuple(Section(part.layout, tuple(stream.counts for stream in streams)) for part, streams in chosen)
@@ -119,7 +128,7 @@ def _save(parts: SavedParts, kind: Kind, s: int | None, *, partial: bool, note: 
     return pack(kind, parts.architecture, StateHeader(sections, partial, note), pieces)
 
 
-def _load(parts: SavedParts, kind: Kind, s: int | None, data: bytes) -> None:
+def _load(parts: StateParts, kind: Kind, s: int | None, data: bytes) -> None:
     parts.check(s)
     identity = identify(data)
     if identity.kind != kind:
@@ -194,7 +203,7 @@ def _difference(name: str, saved: Any, mine: Any) -> str:
     return f"its {name} is {str(saved)[:80]}, not {mine}"
 
 
-def _end_left_out(parts: SavedParts, s: int, blocks: Sequence[tuple[StatePart, Sequence[StateBlock]]]) -> None:
+def _end_left_out(parts: StateParts, s: int, blocks: Sequence[tuple[StatePart, Sequence[StateBlock]]]) -> None:
     """The parts that a partial state left out end where it ends; they too are empty, where it is (ST-6)."""
     lasts = [int(block.rows.position.max()) for _, streams in blocks for block in streams if block.n_cells]
     for part in parts.left_out:

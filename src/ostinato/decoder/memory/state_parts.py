@@ -56,6 +56,17 @@ class StatePart(Protocol):
         """Take blocks that have been checked, what they replace being forgotten."""
 
 
+class AttentionPart(StatePart, Protocol):
+    """A part with keys and values."""
+
+    @property
+    def forgets_nothing(self) -> bool:
+        """Whether partial states leave it out: while others move on, it still has what it had (ST-12)."""
+
+    def end_at(self, s: int, last: int) -> None:
+        """Forget what came after the end of a partial state; BadFile where the part does not reach that far."""
+
+
 @dataclass(frozen=True, slots=True)
 class SavedKV:
     """A KV cache and its tensors."""

@@ -1,0 +1,95 @@
+"""Vectors of texts by an encoder: as many in one forward as fit a batch; a call at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import numpy as np
+
+from ostinato.backends.base import Floats
+from ostinato.backends.torch.model import Model
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.decoder import Decoder
+from ostinato.errors import BadInput, InternalError
+
+# Tokens of one batch, unless a text has more: every row is multiplied with all of them, whoever's they are.
+BATCH_TOKENS: Final = 512
+
+
+class TextEncoder:
+    """An encoder and the buffers of its last batch, which grow with the longest text."""
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._made: tuple[str, Decoder] | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def close(self) -> None:
+        """No text is taken any more."""
+        self._closed = True
+
+    def vectors(
+        self, texts: Sequence[Sequence[int]], pooling: str, segments: Sequence[Sequence[int]] | None = None
+    ) -> Floats:
+        """One float32 vector per text [texts, hidden], or its scores [texts, classes] with pooling `rank`.
+
+        `segments`: which of two texts each token is of, for models that tell them apart.
+        """
+        found: list[Floats] = []
+        with self._lock:
+            if self._closed:
+                raise BadInput("this LLM is closed; open it again to ask more")
+            decoder = self._decoder(pooling, max(map(len, texts)))
+            for own in _batches(texts):
+                ids = [token for text in own for token in texts[text]]
+                owners = [[number] for number, text in enumerate(own) for _ in texts[text]]
+                kinds = None if segments is None else [kind for text in own for kind in segments[text]]
+                decoder.decode(Batch(token=ids, seq_id=owners, segment=kinds))
+                found += [self._vector(decoder, number) for number in range(len(own))]
+        return np.stack(found)
+
+    def pairs(self, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Floats:
+        """The scores [pairs, classes] of pairs of texts, by a model that ranks."""
+        types = self._model.type_embedding
+        second_kind = 1 if types is not None and len(types) > 1 else 0
+        segments = [[0] * len(first) + [second_kind] * len(second) for first, second in pairs]
+        return self.vectors([[*first, *second] for first, second in pairs], "rank", segments)
+
+    def _decoder(self, pooling: str, n_tokens: int) -> Decoder:
+        made = self._made
+        if made is None or made[0] != pooling or made[1].settings.n_batch < n_tokens:
+            self._made = None  # given back before more is asked for
+            size = -(-n_tokens // BATCH_TOKENS) * BATCH_TOKENS
+            decoder = Decoder(
+                self._model,
+                n_ctx=size,
+                n_batch=size,
+                n_ubatch=size,
+                n_seq_max=MAX_SEQ,
+                embeddings=True,
+                pooling=pooling,
+            )
+            self._made = made = pooling, decoder
+        return made[1]
+
+    def _vector(self, decoder: Decoder, number: int) -> Floats:
+        vector = decoder.pooled(number)
+        if vector is None:
+            raise InternalError("a pooled vector was asked for and is not there")
+        found: Floats = vector.cpu().numpy().copy()
+        return found
+
+
+def _batches(texts: Sequence[Sequence[int]]) -> Iterator[range]:
+    """Texts that go together, one after the other."""
+    first = n_tokens = 0
+    for number, text in enumerate(texts):
+        if number > first and (n_tokens + len(text) > BATCH_TOKENS or number - first == MAX_SEQ):
+            yield range(first, number)
+            first, n_tokens = number, 0
+        n_tokens += len(text)
+    yield range(first, len(texts))

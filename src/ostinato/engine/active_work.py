@@ -1,0 +1,137 @@
+"""Work under way: its texts get pages as their turn comes, and go into chunks together, as many as one has rows for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from ostinato.backends.base import ChunkOutput, ChunkWant
+from ostinato.decoder.flow import PagedFlow, PendingChunk
+from ostinato.decoder.memory.paged import PagedSequence, SequencePart
+from ostinato.engine.work import PageCopyJob, Work, WorkRows, WorkText
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActiveText:
+    """A text that has pages."""
+
+    number: int
+    text: WorkText
+    sequence: PagedSequence
+
+
+class ActiveWork:
+    """Work that has left the queue; mutable, because it moves on from chunk to chunk."""
+
+    def __init__(self, work: Work, flow: PagedFlow, slots: set[int] | None) -> None:
+        """`slots`: of a model that recurs, those that texts are in; None where a text needs none."""
+        self.work, self._flow, self._slots = work, flow, slots
+        texts, chunks = work.spec.texts, flow.chunks
+        self.rows = max(chunks.rows_for(len(text.tokens)) for text in texts)
+        self._copy = work.spec.copy  # while it has not begun
+        self._n_begun = 0
+        self._open: deque[ActiveText] = deque()
+
+    @property
+    def ready(self) -> bool:
+        """Whether a text has pages, and rows to be computed."""
+        return bool(self._open)
+
+    @property
+    def done(self) -> bool:
+        return self._n_begun == len(self.work.spec.texts) and not self._open
+
+    def lease(self, free_slot: Callable[[int | None], int | None]) -> bool:
+        """Let texts have pages, enough for the next chunk; False where there were none to be had."""
+        texts = self.work.spec.texts
+        n_open = sum(text.sequence.n_left for text in self._open)
+        while self._n_begun < len(texts) and n_open < self.rows:
+            slot = None
+            if self._slots is not None:
+                slot = None if self._open else free_slot(self._flow.memory.kept_slot if self._copy else None)
+                if slot is None:
+                    return True  # states are one text's at a time
+            text = texts[self._n_begun]
+            sequence = self._sequence(text, slot)
+            if sequence is None:
+                return False
+            if slot is not None and self._slots is not None:
+                self._slots.add(slot)
+            self._open.append(ActiveText(self._n_begun, text, sequence))
+            self._n_begun += 1
+            n_open += sequence.n_left
+        return True
+
+    def begin(self) -> PendingChunk:
+        """Start the next chunk."""
+        if self._copy is not None and not self._open[0].sequence.n_left:
+            return self._begin_copy(self._copy, self._open[0].sequence)
+        parts, targets, spec = list[SequencePart](), list[int](), self.work.spec
+        rows_left = self.rows
+        outputs_left = self._flow.chunks.max_outputs if spec.kind == "logits" else rows_left
+        for text in self._open:
+            start, outputs = text.sequence.n_held, text.text.outputs
+            stop = start + min(text.sequence.n_left, rows_left)
+            asked = range(max(outputs.start, start), min(outputs.stop, stop))
+            if len(asked) > outputs_left:
+                asked = asked[:outputs_left]
+                stop = asked.stop
+            if stop == start:
+                break
+            parts.append(SequencePart(text.sequence, stop - start, range(asked.start - start, asked.stop - start)))
+            targets += text.text.targets[asked.start - outputs.start : asked.stop - outputs.start]
+            rows_left -= stop - start
+            outputs_left -= len(asked)
+        wanted = any(part.outputs for part in parts)
+        want = ChunkWant(spec.kind, targets, spec.top, spec.n_tokens) if wanted else None
+        return self._flow.begin(parts, self.rows, want)
+
+    def finish(self, chunk: PendingChunk) -> None:
+        """Hand on the rows of a chunk that is done; texts that are through give their pages back."""
+        output, row = self._flow.finish(chunk), 0
+        for part, text in zip(chunk.parts, list(self._open), strict=False):
+            if part.outputs:
+                self.work.put(WorkRows(text.number, _rows(output, row, row + len(part.outputs))))
+                row += len(part.outputs)
+        while self._copy is None and self._open and not self._open[0].sequence.n_left:
+            self._close(self._open.popleft(), complete=True)
+
+    def close(self) -> None:
+        """Give back everything; no chunk of it is under way."""
+        while self._open:
+            self._close(self._open.popleft(), complete=False)
+
+    def _begin_copy(self, copy: PageCopyJob, sequence: PagedSequence) -> PendingChunk:
+        self._copy = None
+        pages, slot = list(sequence.lease.pages), sequence.slot
+        return self._flow.begin_copy(lambda: copy.run(pages, slot))
+
+    def _sequence(self, text: WorkText, slot: int | None) -> PagedSequence | None:
+        n, memory = len(text.tokens), self._flow.memory
+        if self._copy is not None and self._copy.computes:
+            sequence = memory.resume(text.tokens, n, slot=slot, least_left=0)
+        else:
+            shared = not self._copy and text.outputs.start >= n - 1 and self.rows == self._flow.chunks.rows_for(n)
+            sequence = memory.open(text.tokens, n, slot=slot, shared=shared)
+        if sequence is None:
+            return None
+        if self._copy is not None and not self._copy.computes:
+            sequence.n_held = n  # the copy brings it
+        else:
+            memory.find(sequence)
+        return sequence
+
+    def _close(self, text: ActiveText, *, complete: bool) -> None:
+        memory, sequence = self._flow.memory, text.sequence
+        if complete and self.work.spec.copy is not None:
+            memory.keep(sequence, sequence.tokens)
+        else:
+            memory.close(sequence)
+        if self._slots is not None and sequence.slot is not None:
+            self._slots.remove(sequence.slot)
+
+
+def _rows(output: ChunkOutput, first: int, stop: int) -> ChunkOutput:
+    found = {field.name: getattr(output, field.name) for field in fields(output)}
+    return ChunkOutput(**{name: None if array is None else array[first:stop] for name, array in found.items()})

@@ -1,0 +1,47 @@
+"""Saved sequences: out of the engine's pages into bytes, and back. What is in pages still is not computed again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ostinato.backends.torch.sequence_copy import SequenceCopy
+from ostinato.cache.state_bytes import describe
+from ostinato.decoder.memory.paged_state import PagedState
+from ostinato.engine.engine import Engine
+from ostinato.engine.work import PageCopyJob, WorkSpec, WorkText
+from ostinato.errors import BadFile
+
+
+def save_sequence(engine: Engine, ids: Sequence[int], note: Mapping[str, Any]) -> bytes:
+    """The state of these tokens, with their ids and a note beside it; BadInput where there are none."""
+    state = _state(engine)
+    _copied(engine, ids, PageCopyJob(lambda pages, slot: state.read(pages, slot, len(ids)), computes=True))
+    return state.save({**note, "ids": list(ids)})
+
+
+def load_sequence(engine: Engine, data: bytes) -> list[int]:
+    """Put a saved sequence into pages, where the next request that resumes finds it; its tokens."""
+    ids = (describe(data).note or {}).get("ids")
+    if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+        raise BadFile("this state does not say which tokens it holds; save it again")
+    state = _state(engine)
+    state.load(data, len(ids))
+    _copied(engine, ids, PageCopyJob(state.write, computes=False))
+    return ids
+
+
+def largest_state_bytes(engine: Engine) -> int:
+    """No saved state of this engine is larger."""
+    return _state(engine).largest
+
+
+def _state(engine: Engine) -> PagedState:
+    loop = engine.loop
+    return PagedState(loop.model.shape, SequenceCopy(loop.memory, native=loop.is_native), engine.context)
+
+
+def _copied(engine: Engine, ids: Sequence[int], job: PageCopyJob) -> None:
+    n = len(ids)
+    for _ in engine.work(WorkSpec([WorkText(ids, range(n, n))], copy=job)):
+        pass

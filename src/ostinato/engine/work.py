@@ -1,0 +1,112 @@
+"""Work beside answers: texts of which rows are asked for, or whose keys and values are copied to or from pages.
+
+It waits in the same queue as requests do, and runs chunk by chunk between their prompts. The engine's thread puts rows
+in, in the order of the texts; one other thread takes them out. It ends once: after the last row, or with an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NamedTuple
+
+from ostinato.backends.base import ChunkOutput, OutputKind
+from ostinato.engine.request import waited_for
+from ostinato.errors import BadInput
+from ostinato.loop.start import Helper
+
+
+@dataclass(frozen=True, slots=True)
+class WorkText:
+    """Token ids, and which of their rows are asked for; for log-probabilities, the token that follows each of those."""
+
+    tokens: Sequence[int]
+    outputs: range
+    targets: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopyJob:
+    """A copy of one text's pages and state. `computes`: what is not in memory is computed before it; else the copy
+    brings all of it. `run` is told the pages and the slot; the text is kept afterwards."""
+
+    run: Callable[[Sequence[int], int | None], None]
+    computes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class WorkSpec:
+    """Texts, checked, and what is computed of their rows (`ChunkWant`); or one text, and its copy."""
+
+    texts: Sequence[WorkText]
+    kind: OutputKind = "hidden"
+    top: int = 0
+    n_tokens: int | None = None
+    copy: PageCopyJob | None = None
+
+
+class WorkRows(NamedTuple):
+    """The next rows of a text, by its number."""
+
+    text: int
+    output: ChunkOutput
+
+
+class _End(NamedTuple):
+    """All rows have come, or it was cancelled."""
+
+    cancelled: bool
+
+
+class Work:
+    """Accepted work. Read it once, to its end: `for rows in work`; whoever stops half-way cancels it."""
+
+    def __init__(self, spec: WorkSpec, cancel: Callable[[Work], None], helper: Helper | None) -> None:
+        self.spec = spec
+        self.ended = False
+        self._cancel, self._helper = cancel, helper
+        self._messages: SimpleQueue[WorkRows | _End | Exception] = SimpleQueue()
+
+    def cancel(self) -> None:
+        """End it as soon as may be; nothing where it has ended. From any thread."""
+        if not self.ended:
+            self._cancel(self)
+
+    def __iter__(self) -> Iterator[WorkRows]:
+        try:
+            while True:
+                message = waited_for(self._messages, self._helper)
+                if isinstance(message, Exception):
+                    raise message
+                if isinstance(message, _End):
+                    if message.cancelled:
+                        raise BadInput("this LLM is closed; open it again to ask more")
+                    return
+                yield message
+        finally:
+            self.cancel()
+
+    # The engine's side: called on its thread alone
+
+    def put(self, rows: WorkRows) -> None:
+        """The next rows; nothing after the end."""
+        if not self.ended:
+            self._messages.put(rows)
+
+    def end(self) -> None:
+        """All rows have come."""
+        self._end(_End(cancelled=False))
+
+    def end_cancelled(self) -> None:
+        """The end, unless it has come."""
+        self._end(_End(cancelled=True))
+
+    def fail(self, error: Exception) -> None:
+        """The end by an error, unless it has come."""
+        self._end(error)
+
+    def _end(self, message: _End | Exception) -> None:
+        if not self.ended:
+            self.ended = True
+            self._messages.put(message)
