@@ -21,22 +21,23 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from ostinato.backends.base import Settled
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memory import state_file
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
+from ostinato.engine.choose import backend_of, choose
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
-from ostinato.engine.placement import Placement, settle, use_threads
 from ostinato.engine.request import Message, Request, Token, waited_for
 from ostinato.engine.sequential import Continuation, Sequential
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.models.registry import build_model, read_shape
+from ostinato.models.registry import read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
@@ -83,7 +84,7 @@ class LLM:
         self._checkpoint = open_checkpoint(self.path)
         self._options = wanted
         try:
-            self._placement = self._load(say, progress)
+            self._choice = self._load(say, progress)
         except BaseException:
             self._checkpoint.close()
             raise
@@ -93,45 +94,34 @@ class LLM:
             facts["activations"] = self.activations  # whose arithmetic is not eager's
         self._origin = Origin(self.tokenizer, self.load_s, facts, self._checkpoint.fingerprint)
 
-    def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Placement:
+    def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Settled:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
-        placement = settle(checkpoint, shape, self._options, talk)
-        use_threads(placement)
+        settled = choose(checkpoint, shape, self._options, talk)
         self.tokenizer = tokenizer_of(checkpoint)
         self.template = template_of(checkpoint, self.tokenizer)
         self.defaults = default_sampling(checkpoint)
-        model = build_model(
-            checkpoint,
-            shape,
-            dtype=placement.dtype,
-            device=placement.device,
-            context=placement.context,
-            progress=progress,
-            packed=placement.packed,
-            tiles=placement.tiles,
-            on_host=placement.prompts == "tape",
-        )
+        model = backend_of(settled).load(checkpoint, shape, settled, progress)
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
         constrain = Grammars(self.tokenizer, shape.vocab).matcher
         self._loop_engine = (
-            Engine(model, placement, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
+            Engine(model, settled, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
             if shape.causal
             else None
         )
         if self._loop_engine is not None:
             model = self._loop_engine.loop.model  # whose matrices may lie on the tape alone
         self.shape, self._model = shape, model
-        self._sequential = Sequential(model, placement, ends, n_tokens, constrain)
+        self._sequential = Sequential(model, settled, ends, n_tokens, constrain)
         for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
             talk(sentence)
         self._recent: list[int] | None = None  # what memory would hold after the last answer, if it was not `reuse`
-        return placement
+        return settled
 
     @property
     def device(self) -> str:
         """Where it runs: cpu, or cuda:N."""
-        return str(self._placement.device)
+        return self._choice.device
 
     @property
     def mode(self) -> str:
@@ -155,27 +145,27 @@ class LLM:
     @property
     def dtype(self) -> str:
         """What it computes in."""
-        return str(self._placement.dtype).removeprefix("torch.")
+        return self._choice.dtype
 
     @property
     def activations(self) -> str | None:
         """What the CPU's native loop multiplies weights with, `wide` or `int8`; None where it does not run."""
-        return self._placement.tiles
+        return self._choice.activations if self._choice.weights == "tiles" else None
 
     @property
     def threads(self) -> int | None:
         """How many threads compute on the CPU; None on a GPU."""
-        return self._placement.threads
+        return self._choice.threads
 
     @property
     def kv_type(self) -> str:
         """How keys and values are kept."""
-        return self._placement.kv_type
+        return self._choice.kv_type
 
     @property
     def context(self) -> int:
         """Tokens of prompt and answer together, at most."""
-        return self._placement.context
+        return self._choice.context
 
     # Answers
 
@@ -386,7 +376,7 @@ class LLM:
         for word in settings:
             if word not in known:
                 raise BadOption(f"unknown setting {word!r} of a decoder; known: {listing(word, known)}")
-        wanted = {"n_ctx": self.context, "kv_type": self._placement.kv_type, **settings}
+        wanted = {"n_ctx": self.context, "kv_type": self._choice.kv_type, **settings}
         return Decoder(self._model, **wanted)
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:

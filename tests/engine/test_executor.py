@@ -33,11 +33,11 @@ from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaEager, source
 from ostinato.backends.cuda.step import triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.cuda.while_graph import WhileGraph
+from ostinato.backends.machine import choose_device
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.build import cubin
-from ostinato.engine.placement import choose_device
 from ostinato.errors import BadFile, BadPointer, EngineDead, HardwareCannot, InternalError, PlanStale
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.loop.guard import Guard
@@ -103,7 +103,7 @@ def test_a_gpu_number_that_is_not_there_is_refused_with_how_many_there_are(monke
     """E-12."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("cuda:1") == torch.device("cuda", 1)
+    assert choose_device("cuda:1") == "cuda:1"
     with pytest.raises(HardwareCannot, match=r"cuda:99: this machine has 2 GPU\(s\), numbered from 0"):
         choose_device("cuda:99")
 

@@ -319,10 +319,10 @@ def tape(
 def _machine(device: str) -> Machine:
     import torch
 
-    from ostinato.engine.placement import choose_device
+    from ostinato.backends.machine import choose_device
     from ostinato.lab.cpu import CpuMachine
 
-    chosen = choose_device(device)
+    chosen = torch.device(choose_device(device))
     if chosen.type == "cpu":
         return CpuMachine()
     from ostinato.lab.gpu import GpuMachine

@@ -18,9 +18,9 @@ from typing import Final
 import numpy as np
 import torch
 
+from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Lease, Reserve
 from ostinato.engine.constraint import Masks
-from ostinato.engine.open import Loop
 from ostinato.engine.queue import RequestQueue
 from ostinato.engine.request import FinishReason, Request, Token
 from ostinato.engine.stats import GapMeter, SlotView
@@ -73,10 +73,10 @@ class PromptChunk:
 class Scheduler:
     """Everything between the queue and the loop. `run` is the thread; `stats` words may be read from others."""
 
-    def __init__(self, loop: Loop, queue: RequestQueue, *, reuse: bool) -> None:
+    def __init__(self, loop: Runner, queue: RequestQueue, *, reuse: bool) -> None:
         self._loop, self._queue = loop, queue
         self._host, self._mode = loop.host, loop.mode
-        options = loop.options
+        options = loop.settled
         self.reserve = Reserve(options.n_pages, loop.page_tokens, reuse=reuse, kind=loop.prefill.rows_for)
         self._poll_s = POLL_S if loop.model.device.type == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots

@@ -16,11 +16,11 @@ from typing import Any, Final
 import numpy as np
 from torch import Tensor
 
+from ostinato.backends.base import Settled
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memory.state_file import describe
 from ostinato.engine.constraint import Constrain
-from ostinato.engine.placement import Placement
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import FinishReason, Token
 from ostinato.engine.sampler import Sampler
@@ -57,7 +57,7 @@ class Sequential:
     def __init__(
         self,
         model: Model,
-        placement: Placement,
+        settled: Settled,
         eog_ids: frozenset[int],
         n_tokens: int,
         constrain: Constrain = lambda _: None,
@@ -67,9 +67,9 @@ class Sequential:
         self._constrain = constrain
         self._model = model
         self._n_tokens = n_tokens
-        self._placement = placement
+        self._settled = settled
         self._eog_ids = eog_ids
-        self.context = placement.context
+        self.context = settled.context
         self._decoder: Decoder | None = None
         self._ids: list[int] = []  # the tokens that memory holds
         self._embedder: tuple[str, Decoder] | None = None
@@ -201,7 +201,7 @@ class Sequential:
 
     def _new_decoder(self, **settings: Any) -> Decoder:
         wanted: dict[str, Any] = {"n_ctx": self.context, "n_batch": CHUNK_ROWS, "n_ubatch": CHUNK_ROWS, **settings}
-        return Decoder(self._model, kv_type=self._placement.kv_type, **wanted)
+        return Decoder(self._model, kv_type=self._settled.kv_type, **wanted)
 
     def _causal(self) -> Decoder:
         if not self._model.shape.causal:

@@ -22,6 +22,7 @@ from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, Stack, Weight, p
 from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
 from ostinato.backends.torch.table import TWINS, Ops, ops_for
 from ostinato.errors import UnknownName, listing
+from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.quants import BLOCKS
 from ostinato.models.blocks import Model
 from ostinato.models.builder import Builder
@@ -30,6 +31,7 @@ from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape, everywhere
+from ostinato.models.tensors import tensors_in
 from ostinato.models.weights import Weights
 from ostinato.options import Activations
 
@@ -366,6 +368,19 @@ def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None, tiles
     counter = _Counter(shape, dtype, torch.device("meta"), mix, tiles)
     _built(shape, counter, TWINS)
     return counter.n_bytes
+
+
+def random_tensors(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> dict[str, TensorInfo]:
+    """The tensors of such a model as a file's header would list them."""
+    found = tensors_in(_built(shape, _Counter(shape, dtype, torch.device("meta"), None, None), TWINS))
+    return found if mix is None else {name: _mixed_info(mix, tensor, shape) for name, tensor in found.items()}
+
+
+def _mixed_info(mix: str, tensor: TensorInfo, shape: Shape) -> TensorInfo:
+    if len(tensor.shape) < 2 or _stays_plain([tensor.name]):
+        return tensor
+    type = kept_as(mix, tensor.name, tensor.shape[-1], shape)
+    return replace(tensor, type=type, n_bytes=tensor.n_elements // BLOCKS[type].elements * BLOCKS[type].n_bytes)
 
 
 class _Counter(RandomWeights):

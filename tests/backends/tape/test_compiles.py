@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import empty
-from ostinato.backends.tape.plan import TapeSizes, why_not_tape
+from ostinato.backends.tape.plan import TapeSizes
 from ostinato.backends.tape.start import tape_binary
 from ostinato.backends.torch.table import TWINS
 from ostinato.errors import HardwareCannot
@@ -19,6 +19,7 @@ from ostinato.models.builder import Builder
 from ostinato.models.random import RandomWeights
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
+from tests.backends.tape.loop import why_not_tape
 from tests.backends.tape.models import FAMILIES, shape_of
 from tests.backends.tape.test_plan import H200, headers_for, matrices_of
 
