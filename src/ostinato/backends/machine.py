@@ -10,6 +10,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 DeviceKind = Literal["cpu", "cuda"]
-GPU_PACKAGES: Final = ("triton", "cuda-core", "cuda-bindings")
+GPU_PACKAGES: Final = {"triton": "triton", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # and modules
 FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
 PROGRAMS_PER_MULTIPROCESSOR: Final = 4  # of a step's attention; their number changes its speed and no bit
 TUNED_SHARED_BYTES: Final = 227 << 10  # what tiles of products may take of a block's shared memory
@@ -116,7 +117,14 @@ def why_no_cuda() -> str | None:
 
 def missing_packages() -> tuple[str, ...]:
     """Those of the packages for a GPU that are not installed."""
-    return tuple(name for name in GPU_PACKAGES if package_version(name) is None)
+    return tuple(name for name, module in GPU_PACKAGES.items() if not _is_here(module))
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
 
 
 def package_version(package: str) -> str | None:

@@ -22,7 +22,6 @@ from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN
 from ostinato.cache.kv_bytes import page_bytes
-from ostinato.decoder.memories import context_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
@@ -241,6 +240,8 @@ def _narrower(settled: Settled) -> str:
 
 def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk) -> int:
     """The context asked for, or as much of the model's own as fits."""
+    from ostinato.decoder.memories import context_bytes
+
     device, kv_type = settled.device, settled.kv_type
 
     def needed(context: int) -> int:
@@ -327,8 +328,9 @@ def settle_model(
 
 
 def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = None) -> dict[str, str | None]:
-    """Every mode from low to high, and why it cannot run a model whose weights are there already."""
-    options = LoadOptions(dtype=_asked_dtype(model), slots=n_slots)
+    """Every mode from low to high, and why it cannot run a model whose weights are there already, however short the
+    context; None where it can."""
+    options = LoadOptions(dtype=_asked_dtype(model), slots=n_slots, context=1)
     return why_not(model.shape, tensors_in(model), options, machine or machine_at(str(model.device)))
 
 

@@ -105,9 +105,13 @@ class FusedRunner(CudaRunner):
         from ostinato.backends.cuda.step import triton_kernels, triton_prompts
 
         plan, start = self._step()
-        kernels = triton_kernels()
-        prefill = FusedPrefill(self.model, self.memory, self.tables, self.n_tokens, kernels, triton_prompts())
-        prefill.capture(start.side)
+        try:
+            kernels = triton_kernels()
+            prefill = FusedPrefill(self.model, self.memory, self.tables, self.n_tokens, kernels, triton_prompts())
+            prefill.capture(start.side)
+        except BaseException:
+            start.close()  # which may hold the card
+            raise
         return plan, start, prefill
 
     def _step(self) -> tuple[Plan, CudaStart]:
