@@ -58,7 +58,7 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
         started = time.perf_counter()
         model = bare.load()
         figures = {"load_s": time.perf_counter() - started}
-        bench = Bench(model, "f32", 1.0, repeats=1, tiles=bare.placement.tiles, threads=threads)
+        bench = Bench(model, "f32", 1.0, repeats=1, activations=bare.settled.activations, threads=threads)
         before = read_passes(model, threads, READ_PASSES)
         with bench.engine("loop", 1, DEEP + NEW_TOKENS_DEEP + PROMPT_TOKENS) as engine:
             figures["decode_tok_s"] = bench.generated(engine, Task("tg", NEW_TOKENS, SHORT, 1, "loop")).tok_s

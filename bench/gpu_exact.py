@@ -26,14 +26,13 @@ from bench.gpu_models import (
     model_on,
     modes_of,
     place,
-    placement_of,
+    settled_for,
 )
-from ostinato.backends.cuda.static_plan import WHY_NO_LOOP
+from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.torch.model import Model
+from ostinato.engine.choose import why_not_model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
-from ostinato.engine.load import build_model
-from ostinato.engine.open import why_not
 from ostinato.engine.request import Request
 from ostinato.engine.verify import Verifier
 from ostinato.errors import HardwareCannot
@@ -42,6 +41,7 @@ from ostinato.lab.random_weights import DTYPES, MIXES
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES
+from tests.built import build_model
 
 Witness = tuple[int, str, tuple[tuple[int, str], ...], int, str | None]
 
@@ -94,7 +94,7 @@ def verify_file(device: str, *, path: str) -> Iterator[Record]:
 
 def verified(model: Model, fresh: Model | None, kv_type: KVType, modes: Sequence[str] | None = None) -> Record:
     """`fresh` is what the twins compute with: a copy on the CPU, or the model itself where it is large."""
-    reason = why_not("eager", model)
+    reason = why_not_model(model)["eager"]
     if reason is not None:
         return {"skipped": reason}
     try:
@@ -172,8 +172,8 @@ def _same_tokens(model: Model, device: str, called: str, kv_type: KVType) -> Ite
     ]
     heard: dict[str, list[list[Witness]]] = {}
     for mode in modes_of(device):
-        placement = placement_of(model, mode, n_slots=4, context=1024, kv_type=kv_type)
-        with Engine(model, placement) as engine:
+        settled = settled_for(model, mode, n_slots=4, context=1024, kv_type=kv_type)
+        with Engine(model, settled) as engine:
             requests = [engine.submit(case.prompt, case.sampling, wait=True) for case in cases]
             heard[mode] = [witnesses(request) for request in requests]
     base = heard["eager"]
@@ -255,10 +255,8 @@ def trials(
     counts = {"trials": 0, "requests": 0, "cached": 0, "cancelled": 0, "tokens": 0}
     wrong: list[str] = []
     # Alone: one slot, no reuse, another context; nothing of how it is configured may be seen in the bits.
-    alone_at = placement_of(model, mode, n_slots=1, context=min(model.shape.context, 2 * sizes.context), kv_type=kv)
-    crowd_at = placement_of(
-        model, mode, n_slots=sizes.n_slots, context=sizes.context, kv_type=kv, n_pages=sizes.n_pages
-    )
+    alone_at = settled_for(model, mode, n_slots=1, context=min(model.shape.context, 2 * sizes.context), kv_type=kv)
+    crowd_at = settled_for(model, mode, n_slots=sizes.n_slots, context=sizes.context, kv_type=kv, n_pages=sizes.n_pages)
     started = time.perf_counter()
     with Engine(model, alone_at, reuse=False) as alone, Engine(model, crowd_at) as crowd:
         opened_s = _since(started)

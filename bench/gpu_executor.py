@@ -29,15 +29,16 @@ from typing import Any, Final
 import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
-from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
+from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
 from ostinato.backends.base import ChunkPart
+from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
-from ostinato.engine.load import build_model
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
@@ -46,6 +47,7 @@ from ostinato.loop.plan import Node
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
 from ostinato.options import KVType
+from tests.built import build_model
 
 MB: Final = 1 << 20
 PACE_SHARE: Final = 0.02  # that a failed capture may cost the steps after it
@@ -66,7 +68,7 @@ def _ids(model: Model, n: int, seed: int = 1) -> list[int]:
 
 
 def _engine(model: Model, type: str, *, mode: str = "loop", context: int = 2048) -> Engine:
-    return Engine(model, placement_of(model, mode, n_slots=8, context=context, kv_type=kv_type_of(type)))
+    return Engine(model, settled_for(model, mode, n_slots=8, context=context, kv_type=kv_type_of(type)))
 
 
 def _by_hand(
@@ -74,7 +76,8 @@ def _by_hand(
 ) -> LoopDriver:
     n_pages = n_slots * -(-context // PAGE_TOKENS[model.device.type])
     kv = kv_type or kv_type_of(type)
-    return LoopDriver(Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv, model.shape.vocab)))
+    settled = settle_model(model, mode, context=context, n_pages=n_pages, n_slots=n_slots, kv_type=kv)
+    return LoopDriver(open_runner(model, settled))
 
 
 def _synchronize(device: str) -> None:
@@ -125,7 +128,7 @@ def _pace(driver: LoopDriver, model: Model, n_tokens: int, runs: int) -> list[fl
     return rates[1:]
 
 
-def _broken_capture(loop: Loop, how: str) -> Record:
+def _broken_capture(loop: Runner, how: str) -> Record:
     """A capture of this loop's own step with a node in its middle that may not be captured; both kinds of graphs."""
     from ostinato.backends.cuda.graph import CudaGraph
     from ostinato.backends.cuda.while_graph import WhileGraph
@@ -408,7 +411,7 @@ def long_prompt(device: str, *, name: str, type: str, lengths: Sequence[int]) ->
     for n in lengths:
         with closing(_by_hand(model, type, mode="eager", context=n + 64, n_slots=1)) as driver:
             loop = driver.loop
-            n_pages = loop.options.n_pages
+            n_pages = loop.settled.n_pages
             kv = n_pages * page_bytes(model.shape, kv_type_of(type), loop.page_tokens)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -566,7 +569,7 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
     with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
         loop, cuda = driver.loop, _cuda()
         prefill: Any = loop.prefill
-        tokens, pages = _ids(model, n_tokens), list(range(loop.options.n_pages))
+        tokens, pages = _ids(model, n_tokens), list(range(loop.settled.n_pages))
         side: Any = loop.start.side  # type: ignore[attr-defined]  # a start on CUDA has one
         times: dict[str, float] = {}
         graphs = dict(prefill._graphs)
@@ -715,7 +718,7 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
         chosen = Fusions() if off is None else replace(Fusions(), **{off: False})
         with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
             loop = driver.loop
-            plan = fused_plan(model, loop.memory, loop.tables, loop.options.n_tokens, kernels, chosen)
+            plan = fused_plan(model, loop.memory, loop.tables, loop.n_tokens, kernels, chosen)
             kind: Any = loop.start.__class__
             start = kind(plan, loop.tables, loop.guard, loop.changed.set)
             loop.mode.replace(plan, start)

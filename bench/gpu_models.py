@@ -13,17 +13,19 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.native.backend import why_not_blocks
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.table import Ops
-from ostinato.engine.load import build_model
-from ostinato.engine.placement import Placement, settle
+from ostinato.engine.choose import choose, settle_model
+from ostinato.engine.load import load_model
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.lab.random_weights import DTYPES, MIXES, random_model
 from ostinato.models.blocks import Norm
+from ostinato.models.header import tensors_in
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.registry import read_shape
 from ostinato.models.rope import Rope
@@ -70,9 +72,8 @@ def model_of_file(path: str, device: str, *, context: int = 2048) -> tuple[Model
     shape = read_shape(checkpoint)
     mode = "eager" if device == "cpu" else TAPE
     options = LoadOptions(device=device, mode=mode, context=min(context, shape.context))
-    at = settle(checkpoint, shape, options, lambda _: None)
-    how: dict[str, Any] = {"dtype": at.dtype, "device": at.device, "context": at.context}
-    return build_model(checkpoint, shape, packed=at.packed, tiles=at.tiles, **how), tokenizer_of(checkpoint)
+    at = replace(choose(checkpoint, shape, options, lambda _: None), prompts="plain")
+    return load_model(checkpoint, shape, at), tokenizer_of(checkpoint)
 
 
 def _made(name: str, type: str, device: torch.device) -> Model:
@@ -88,7 +89,7 @@ def _made(name: str, type: str, device: torch.device) -> Model:
 def in_tiles(model: Model) -> Model:
     """A model as the CPU's loop wants it, where that can play it."""
     dense = all(isinstance(tensor, Tensor) and tensor.dtype == torch.float32 for _, tensor in tensors_of(model, ""))
-    return tiled(model) if dense and why_not_native(model.shape) is None else model
+    return tiled(model) if dense and why_not_blocks(model.shape, tensors_in(model)) is None else model
 
 
 def moved(model: Model, device: torch.device, dtype: torch.dtype | None = None) -> Model:
@@ -119,7 +120,7 @@ def _moved(part: Any, device: torch.device, dtype: torch.dtype | None, memo: dic
     return part
 
 
-def placement_of(
+def settled_for(
     model: Model,
     mode: str,
     *,
@@ -128,11 +129,18 @@ def placement_of(
     kv_type: KVType,
     n_pages: int | None = None,
     activations: Activations = "wide",
-) -> Placement:
+) -> Settled:
     """Pages for every slot's whole context, unless fewer are asked for, and some more for what is kept of prompts."""
     one = -(-context // PAGE_TOKENS[model.device.type])
-    pages = (n_slots + 1) * one if n_pages is None else n_pages
-    return Placement(model.device, model.dtype, kv_type, context, mode, n_slots, pages, activations=activations)
+    return settle_model(
+        model,
+        mode,
+        context=context,
+        n_pages=(n_slots + 1) * one if n_pages is None else n_pages,
+        n_slots=n_slots,
+        kv_type=kv_type,
+        activations=activations,
+    )
 
 
 def modes_of(device: str) -> tuple[str, ...]:

@@ -24,8 +24,9 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import LoopDriver
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.models.blocks import with_leaves
 
 LENGTHS: Final = (5, 64, 300, 1_100)  # of one chunk, of a whole bucket, and of several chunks
@@ -44,10 +45,16 @@ def prompts_read(device: str, *, name: str, type: str) -> Iterator[Record]:
         sizes = {"matrices": _bytes(model) - _bytes(model.embedding), "scratch": scratch_elements(model) * 2}
         before, context = _taken(device), LONG + PAGE_TOKENS[device]
         n_pages = (sum(LENGTHS) + LONG) // PAGE_TOKENS[device] + 2 * len(LENGTHS)
-        options = LoopOptions(
-            "persistent", len(LENGTHS), context, n_pages, kv_type_of(type), model.shape.vocab, prompts_on_tape=on_tape
+        settled = settle_model(
+            model,
+            "persistent",
+            context=context,
+            n_pages=n_pages,
+            n_slots=len(LENGTHS),
+            kv_type=kv_type_of(type),
+            prompts="tape" if on_tape else "plain",
         )
-        with closing(LoopDriver(Loop(model, options))) as driver:
+        with closing(LoopDriver(open_runner(model, settled))) as driver:
             del model
             after = _taken(device)
             tokens.append(_first_tokens(driver))

@@ -19,13 +19,14 @@ from typing import Any, Final
 import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
-from bench.gpu_models import kv_type_of, model_on, modes_of, place, placement_of
+from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
 from ostinato.backends.base import ChunkPart
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.engine.request import Token
 from ostinato.lab.bench import Bench, kv_read_bytes, read_bandwidth
 from ostinato.models.named_shapes import SHAPES
@@ -72,7 +73,7 @@ TINY: Final = Bars("tiny", "f32", 1, 1, 1, 1, {2: 1})  # for a dry run on the CP
 
 
 def _engine(model: Model, type: str, mode: str, n_slots: int, context: int) -> Engine:
-    return Engine(model, placement_of(model, mode, n_slots=n_slots, context=context, kv_type=kv_type_of(type)))
+    return Engine(model, settled_for(model, mode, n_slots=n_slots, context=context, kv_type=kv_type_of(type)))
 
 
 def _ids(model: Model, n: int, seed: int) -> list[int]:
@@ -155,7 +156,7 @@ class Meter:
         kv_type = kv_type_of(self.type)
         kept = statistics.fmean(kv_read_bytes(self.model.shape, kv_type, position - 1) for position in positions)
         n_bytes = engine.loop.plan.weight_bytes / batch + kept
-        more = {"slots": engine.loop.options.n_slots, "short_runs": short}
+        more = {"slots": engine.loop.settled.n_slots, "short_runs": short}
         return {**self._figure("decode", engine.mode, batch, rates, n_bytes), "host_tok_s": _middle(host), **more}
 
     def prefill(self, engine: Engine, n_tokens: int) -> Record:
@@ -210,9 +211,11 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
     from torch.profiler import ProfilerActivity, profile
 
     n_pages = -(-n_tokens // PAGE_TOKENS[model.device.type]) + 1
-    options = LoopOptions("loop", SLOTS, n_tokens + 64, n_pages, kv_type_of(type), model.shape.vocab)
+    settled = settle_model(
+        model, "loop", context=n_tokens + 64, n_pages=n_pages, n_slots=SLOTS, kv_type=kv_type_of(type)
+    )
     tokens, times = _ids(model, n_tokens, 1), []
-    with closing(LoopDriver(Loop(model, options))) as driver:
+    with closing(LoopDriver(open_runner(model, settled))) as driver:
         loop, event = driver.loop, _event()
         side: Any = getattr(loop.start, "side", None)
 
@@ -318,8 +321,10 @@ def graph_memory(device: str, *, shape: str, type: str, slots: Sequence[int] = G
     for number, n_slots in enumerate((*slots, *slots)):  # the first time round loads kernels
         context, page = 1024, PAGE_TOKENS["cuda"]
         n_pages = -(-context // page)
-        options = LoopOptions("loop", n_slots, context, n_pages, kv_type_of(type), model.shape.vocab)
-        with closing(LoopDriver(Loop(model, options))) as driver:
+        settled = settle_model(
+            model, "loop", context=context, n_pages=n_pages, n_slots=n_slots, kv_type=kv_type_of(type)
+        )
+        with closing(LoopDriver(open_runner(model, settled))) as driver:
             driver.admit(0, _ids(model, 16, 1), most=8)
             before = _card_bytes()
             driver.run()  # builds, then plays

@@ -28,13 +28,14 @@ import torch
 
 from bench.gpu_calls import CannotCount, counters
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_child, say
-from bench.gpu_models import kv_type_of, model_on, modes_of, placement_of
+from bench.gpu_models import kv_type_of, model_on, modes_of, settled_for
 from ostinato.backends.cuda.pool import pool_of
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.engine.request import Request, RequestSpec, Token
 from ostinato.errors import EngineDead, OstinatoError
 from ostinato.loop.host import OutEntry
@@ -65,14 +66,14 @@ def _ids(model: Model, n: int, seed: int = 1) -> list[int]:
 def _engine(
     model: Model, type: str, *, mode: str = "loop", n_slots: int = 8, context: int = 2048, **more: Any
 ) -> Engine:
-    placement = placement_of(model, mode, n_slots=n_slots, context=context, kv_type=kv_type_of(type))
-    return Engine(model, placement, **more)
+    settled = settled_for(model, mode, n_slots=n_slots, context=context, kv_type=kv_type_of(type))
+    return Engine(model, settled, **more)
 
 
 def _by_hand(model: Model, type: str, context: int) -> LoopDriver:
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
-    options = LoopOptions("loop", 8, context, n_pages, kv_type_of(type), model.shape.vocab)
-    return LoopDriver(Loop(model, options))
+    settled = settle_model(model, "loop", context=context, n_pages=n_pages, n_slots=8, kv_type=kv_type_of(type))
+    return LoopDriver(open_runner(model, settled))
 
 
 # Calls per token

@@ -23,16 +23,17 @@ import torch
 from bench.gpu_exact import judge_trials, judge_verified, verified
 from bench.gpu_executor import judge_sanitized, run_sanitized
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
-from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, place, placement_of
+from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, place, settled_for
 from bench.gpu_speed import Meter
 from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
 from bench.gpu_yield import judge_yield, tape_yield
+from ostinato.backends.base import Settled
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import Loop, LoopOptions
-from ostinato.engine.placement import Placement
+from ostinato.engine.open import open_runner
 from ostinato.lab.bench import read_bandwidth
 from ostinato.lab.random_weights import MIXES
 from ostinato.options import Activations, KVType
@@ -130,7 +131,18 @@ def _by_hand(model: Model, mode: str, *, n_slots: int = 1, activations: Activati
     n_pages = (n_slots + 1) * -(-context // PAGE_TOKENS[model.device.type])
     kv_type: KVType = "f32" if model.dtype == torch.float32 else "bf16"
     return LoopDriver(
-        Loop(model, LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, activations))
+        open_runner(
+            model,
+            settle_model(
+                model,
+                mode,
+                context=context,
+                n_pages=n_pages,
+                n_slots=n_slots,
+                kv_type=kv_type,
+                activations=activations,
+            ),
+        )
     )
 
 
@@ -138,7 +150,7 @@ def tape_admissions(device: str, *, name: str, type: str, n: int, seconds: float
     """Requests that come and go at random: every one ends once, with all its tokens or with those before its end."""
     model, chance, began = model_on(name, type, device), random.Random(9), time.monotonic()
     wrong, done, n_cancelled = [], 0, 0
-    with Engine(model, placement_of(model, TAPE, n_slots=8, context=512, kv_type=kv_type_of(type))) as engine:
+    with Engine(model, settled_for(model, TAPE, n_slots=8, context=512, kv_type=kv_type_of(type))) as engine:
         while done < n and time.monotonic() - began < seconds:
             asked = []
             for _ in range(min(64, n - done)):
@@ -165,14 +177,14 @@ def tape_admissions(device: str, *, name: str, type: str, n: int, seconds: float
 class Measured(NamedTuple):
     """An engine to be opened, and what is measured with it: sequences at a time, at depths."""
 
-    placement: Placement
+    settled: Settled
     at: tuple[tuple[int, int], ...]
 
 
 def measured(model: Model, type: str) -> list[Measured]:
     """What is measured of a model: the tape, `loop` beside it, and where weights are packed int8 activations."""
-    wide = placement_of(model, TAPE, n_slots=8, context=CONTEXT, kv_type=kv_type_of(type))
-    loop = placement_of(model, "loop", n_slots=8, context=LOOP_CONTEXT, kv_type=kv_type_of(type))
+    wide = settled_for(model, TAPE, n_slots=8, context=CONTEXT, kv_type=kv_type_of(type))
+    loop = settled_for(model, "loop", n_slots=8, context=LOOP_CONTEXT, kv_type=kv_type_of(type))
     found = [Measured(wide, ((DEPTH, 1), (DEPTH, BATCH), (LONG_DEPTH, 1)))]
     if type in MIXES:
         found.append(Measured(replace(wide, activations="int8"), ((DEPTH, 1), (DEPTH, BATCH))))
@@ -183,8 +195,8 @@ def tape_warm(device: str, *, shape: str, type: str) -> Iterator[Record]:
     """Compile and keep every kernel that the measurements will need: a few tokens in each engine."""
     started = time.perf_counter()
     model = model_on(shape, type, device)
-    for placement, _ in measured(model, type):
-        with Engine(model, placement) as engine:
+    for settled, _ in measured(model, type):
+        with Engine(model, settled) as engine:
             list(engine.submit(list(range(100)), replace(GREEDY, max_tokens=4, ignore_eos=True)))
         _tidy()
     yield {"what": "warm", "model": f"{shape} {type}", "s": round(time.perf_counter() - started, 1)}
@@ -193,11 +205,11 @@ def tape_warm(device: str, *, shape: str, type: str) -> Iterator[Record]:
 def tape_speed(device: str, *, shape: str, type: str) -> Iterator[Record]:
     """Decode at 500 positions alone and with eight, and at 8,000; int8 activations and `loop` in the same run."""
     bandwidth, model = read_bandwidth(place(device)), model_on(shape, type, device)
-    for placement, wanted in measured(model, type):
-        with Engine(model, placement) as engine:
+    for settled, wanted in measured(model, type):
+        with Engine(model, settled) as engine:
             for depth, batch in wanted:
                 figure = Meter(model, type, bandwidth, depth).decode(engine, batch, 256)
-                yield {**figure, "depth": depth, "activations": placement.activations}
+                yield {**figure, "depth": depth, "activations": settled.activations}
         _tidy()
     yield {"what": "done"}
 

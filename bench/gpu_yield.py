@@ -18,11 +18,11 @@ from statistics import median
 from typing import Final
 
 from bench.gpu_frame import Ended, Outcome, Record, Setting, Verdict
-from bench.gpu_models import TAPE, kv_type_of, model_on, placement_of
+from bench.gpu_models import TAPE, kv_type_of, model_on, settled_for
 from ostinato.backends.torch.model import Model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.errors import InternalError
 from ostinato.loop.layout import End, Word
 
@@ -54,9 +54,8 @@ class Wait:
 def tape_yield(device: str, *, name: str, type: str, n_slots: int, context: int) -> Iterator[Record]:
     """Leaving, chunks alone and gaps of one model."""
     model, chance = model_on(name, type, device), random.Random(4)
-    at = placement_of(model, TAPE, n_slots=n_slots, context=context, kv_type=kv_type_of(type))
-    options = LoopOptions(at.mode, at.n_slots, at.context, at.n_pages, at.kv_type, model.shape.vocab)
-    with closing(LoopDriver(Loop(model, options))) as driver:
+    at = settled_for(model, TAPE, n_slots=n_slots, context=context, kv_type=kv_type_of(type))
+    with closing(LoopDriver(open_runner(model, at))) as driver:
         left = leavings(driver, N_PROMPTS, chance)
         alone = {n: chunk_us(driver, _ids(model, n, chance)) for n in LENGTHS}
     with Engine(model, at) as engine:
@@ -85,7 +84,7 @@ def leavings(
 ) -> list[Left]:
     """Let a sequence run, and ask it so often, at some moment, to leave. The host does nothing but look meanwhile."""
     loop, host = driver.loop, driver.loop.host
-    generation = driver.admit(0, [1, 2, 3], most=loop.options.context - 4)
+    generation = driver.admit(0, [1, 2, 3], most=loop.settled.context - 4)
     found: list[Left] = []
     while True:
         ends = host.word(Word.ENDS)

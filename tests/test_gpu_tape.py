@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from bench import gpu_tape, gpu_yield
 from bench.gpu_frame import Ended, Job, Outcome, Record, Setting
 from bench.gpu_text import apart, digest, divergences, heard, own_text, perplexity
+from ostinato.backends.machine import Machine
+from ostinato.backends.torch.backend import TWIN
+from ostinato.engine.choose import settle_model
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import TWIN
-from ostinato.engine.placement import Placement
 from ostinato.errors import InternalError
 from tests.backends.tape.loop import tape_driver, widened
 from tests.backends.tape.models import shape_of, small
@@ -146,7 +147,7 @@ def test_a_prompts_gap_is_the_longest_that_began_before_its_token_and_after_the_
 def test_gaps_are_told_for_every_prompt_through_an_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_yield, "BEFORE", 40)
     model = random_model("kv", context=4096)
-    at = Placement(torch.device("cpu"), torch.float32, "f32", 4096, "eager", 2, 600)
+    at = settle_model(model, "eager", context=4096, n_pages=600, n_slots=2)
     prompts = {n: [[(7 * n + i) % 50 for i in range(n)] for _ in range(3)] for n in (4, 40)}
     with Engine(model, at) as engine:
         step_us, waits = gpu_yield.gaps(engine, prompts)
@@ -238,10 +239,14 @@ def test_a_file_is_what_arg_max_is_compared_with_where_there_is_one() -> None:
     assert gpu_tape._int8_jobs(setting()) == []
 
 
-def test_int8_activations_are_measured_where_weights_are_packed_and_told_beside() -> None:
-    model = random_model("kv")
-    assert [one.placement.activations for one in gpu_tape.measured(model, "q4_k_m")] == ["wide", "int8", "wide"]
-    assert [one.placement.mode for one in gpu_tape.measured(model, "bf16")] == ["persistent", "loop"]
+def test_int8_activations_are_measured_where_weights_are_packed_and_told_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = Machine("cuda:0", 1 << 40, 1 << 40, driver_cuda=13_000)
+    monkeypatch.setattr("ostinato.engine.choose.machine_at", lambda device: card)
+    model = small(shape_of())
+    assert [one.settled.activations for one in gpu_tape.measured(model, "q4_k_m")] == ["wide", "int8", "wide"]
+    assert [one.settled.mode for one in gpu_tape.measured(model, "bf16")] == ["persistent", "loop"]
 
     def figure(mode: str, activations: str, batch: int, depth: int, rate: float) -> Record:
         own = {"what": "decode", "limit": 900.0, "bytes_per_token": 1000 + depth}

@@ -193,8 +193,8 @@ def test_whoever_has_the_last_piece_may_ask_again_at_once(tiny_llm: LLM) -> None
 def test_ids_that_only_pad_the_embedding_are_never_chosen(tiny_llm: LLM) -> None:
     favourite = tiny_llm.generate([5, 6, 7], Sampling(max_tokens=1, ignore_eos=True)).token_ids[0]
     warm = Sampling(max_tokens=20, temperature=2.0, seed=1, ignore_eos=True)
-    placement = dataclasses.replace(tiny_llm._placement, n_slots=1)
-    with Engine(tiny_llm._model, placement, n_tokens=favourite) as engine:
+    settled = dataclasses.replace(tiny_llm._choice, n_slots=1)
+    with Engine(tiny_llm._model, settled, n_tokens=favourite) as engine:
         for wanted in (Sampling(max_tokens=20, seed=0, ignore_eos=True), warm):
             request = engine.submit([5, 6, 7], wanted.over(tiny_llm.defaults))
             assert max(token.token for token in request) < favourite

@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 
-from ostinato.backends.base import Floats
+from ostinato.backends.base import Floats, Settled
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memory import state_file
 from ostinato.decoder.text_encoder import TextEncoder
@@ -28,10 +28,10 @@ from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
 from ostinato.engine.answer import Timings as Timings
+from ostinato.engine.choose import choose
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
-from ostinato.engine.load import build_model
-from ostinato.engine.placement import Placement, settle, use_threads
+from ostinato.engine.load import load_model
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import Message, Request, Token, waited_for
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
@@ -87,7 +87,7 @@ class LLM:
         self._checkpoint = open_checkpoint(self.path)
         self._options = wanted
         try:
-            self._placement = self._load(say, progress)
+            self._choice = self._load(say, progress)
         except BaseException:
             self._checkpoint.close()
             raise
@@ -97,29 +97,18 @@ class LLM:
             facts["activations"] = self.activations  # whose arithmetic is not eager's
         self._origin = Origin(self.tokenizer, self.load_s, facts, self._checkpoint.fingerprint)
 
-    def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Placement:
+    def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Settled:
         checkpoint = self._checkpoint
         shape = read_shape(checkpoint)
-        placement = settle(checkpoint, shape, self._options, talk)
-        use_threads(placement)
+        settled = choose(checkpoint, shape, self._options, talk)
         self.tokenizer = tokenizer_of(checkpoint)
         self.template = template_of(checkpoint, self.tokenizer)
         self.defaults = default_sampling(checkpoint)
-        model = build_model(
-            checkpoint,
-            shape,
-            dtype=placement.dtype,
-            device=placement.device,
-            context=placement.context,
-            progress=progress,
-            packed=placement.packed,
-            tiles=placement.tiles,
-            on_host=placement.prompts == "tape",
-        )
+        model = load_model(checkpoint, shape, settled, progress)
         ends, n_tokens = self.tokenizer.eog_ids, self.tokenizer.vocab_size
         constrain = Grammars(self.tokenizer, shape.vocab).matcher
         self._loop_engine = (
-            Engine(model, placement, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
+            Engine(model, settled, eog_ids=ends, n_tokens=n_tokens, queue=self._options.queue, constrain=constrain)
             if shape.causal
             else None
         )
@@ -130,12 +119,12 @@ class LLM:
         for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
             talk(sentence)
         self._recent: list[int] = []  # what was read to make the last answer, or was loaded
-        return placement
+        return settled
 
     @property
     def device(self) -> str:
         """Where it runs: cpu, or cuda:N."""
-        return str(self._placement.device)
+        return self._choice.device
 
     @property
     def mode(self) -> str:
@@ -159,27 +148,27 @@ class LLM:
     @property
     def dtype(self) -> str:
         """What it computes in."""
-        return str(self._placement.dtype).removeprefix("torch.")
+        return self._choice.dtype
 
     @property
     def activations(self) -> str | None:
         """What the CPU's native loop multiplies weights with, `wide` or `int8`; None where it does not run."""
-        return self._placement.tiles
+        return self._choice.activations if self._choice.weights == "tiles" else None
 
     @property
     def threads(self) -> int | None:
         """How many threads compute on the CPU; None on a GPU."""
-        return self._placement.threads
+        return self._choice.threads
 
     @property
     def kv_type(self) -> str:
         """How keys and values are kept."""
-        return self._placement.kv_type
+        return self._choice.kv_type
 
     @property
     def context(self) -> int:
         """Tokens of prompt and answer together, at most."""
-        return self._placement.context
+        return self._choice.context
 
     # Answers
 
@@ -403,7 +392,7 @@ class LLM:
         for word in settings:
             if word not in known:
                 raise BadOption(f"unknown setting {word!r} of a decoder; known: {listing(word, known)}")
-        wanted = {"n_ctx": self.context, "kv_type": self._placement.kv_type, **settings}
+        wanted = {"n_ctx": self.context, "kv_type": self._choice.kv_type, **settings}
         return Decoder(self._model, **wanted)
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:

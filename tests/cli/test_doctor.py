@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from ostinato.backends.base import MODES
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.native.cpu_levels import LEVELS
-from ostinato.engine.open import MODES
 from ostinato.files import store
 from tests.cli.conftest import RunCli
 
@@ -55,18 +55,37 @@ def test_it_says_whether_the_native_loop_can_run_and_why_not(ostinato: RunCli, m
     assert "OSTINATO_CPU_LEVEL is 'v9'" in loop["reason"]
 
 
+def modes_of(monkeypatch: pytest.MonkeyPatch, capability: str, driver_cuda: int | None) -> dict[str, str | None]:
+    """What is said of each mode on a machine with such a card and driver, and all packages."""
+    monkeypatch.setattr(doctor, "missing_packages", tuple)
+    found = {
+        "devices": [{"capability": capability, "multiprocessors": 132}],
+        "driver_cuda": driver_cuda,
+        "reason": None,
+    }
+    return {mode["mode"]: mode["reason"] for mode in doctor._modes(found) if mode["device"] == "cuda"}
+
+
 @pytest.mark.parametrize(
     ("driver_cuda", "words"), [(None, "does not tell"), (12030, "knows CUDA 12.3"), (12040, None), (13000, None)]
 )
-def test_an_old_driver_is_told_what_the_loop_needs(driver_cuda: int | None, words: str | None) -> None:
-    reason = doctor._no_while_nodes(driver_cuda)
+def test_an_old_driver_is_told_what_the_loop_needs(
+    driver_cuda: int | None, words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = modes_of(monkeypatch, "9.0", driver_cuda)
+    assert (reasons["eager"], reasons["graph"]) == (None, None)
+    reason = reasons["loop"]
     assert (reason is None) == (words is None)
-    assert reason is None or (words in reason and "12.4 or newer" in reason)
+    assert reason is None or (words is not None and words in reason and "12.4 or newer" in reason)
 
 
 @pytest.mark.parametrize(("capability", "can"), [("7.5", False), ("8.9", False), ("9.0", True), ("10.0", True)])
-def test_an_old_card_is_told_what_the_persistent_kernel_needs(capability: str, can: bool) -> None:
-    reason = doctor._no_tape([{"capability": capability}])
+def test_an_old_card_is_told_what_the_persistent_kernel_needs(
+    capability: str, can: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons = modes_of(monkeypatch, capability, 13000)
+    assert reasons["loop"] is None
+    reason = reasons["persistent"]
     assert (reason is None) == can
     assert reason is None or reason.endswith(f"since capability 9.0; this one has {capability}")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from ostinato.backends import machine
 from ostinato.backends.native.tile_weights import tile_type
-from ostinato.engine import placement
 from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
 from tests.models import tiny as tiny_models
@@ -81,11 +81,11 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tin
 def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
     ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(placement, "free_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 20_000_000)
     ran = ostinato("inspect", tiny)
     assert ran.code == 0
     assert "and 20 MB are free; lower --slots to" in ran.out
-    monkeypatch.setattr(placement, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(machine, "free_bytes", lambda device: 1000)
     assert "1 kB are free; the weights alone are" in ostinato("inspect", tiny).out
 
 
@@ -141,7 +141,7 @@ def test_what_becomes_of_a_type_on_the_cpu_is_said(ostinato: RunCli, tiny_files:
     assert mixed.count("stay packed on the CPU") == 2  # Q8_0 and Q4_0; its F32 are norms
     assert "can run it on a CPU" in mixed
     unknown = ostinato("inspect", tiny_models.gguf("gpt2", tiny_files)).out
-    assert "cannot: the native loop does not know the family gpt2" in unknown
+    assert "cannot: the native loop has no learned positions" in unknown
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.choose import settle_model
+from ostinato.engine.open import open_runner
 from tests.backends.native.tiled import tiled
 from tests.decoder.stepping import Committed, Event, Place, Read, Wrote
 from tests.engine.rig import Driver
@@ -29,8 +30,16 @@ class NativeStepper:
     def __init__(self, kind: MemoryKind, *, n_vocab: int, threads: int) -> None:
         model = tiled(random_model(kind, n_vocab=n_vocab))
         n_pages = N_SLOTS * PAGES_EACH
-        options = LoopOptions("loop", N_SLOTS, PAGES_EACH * PAGE, n_pages, "f32", n_vocab, threads=threads)
-        self._driver = Driver(Loop(model, options, outbox_entries=64))  # small: it is copied for every step
+        settled = settle_model(
+            model,
+            "loop",
+            context=PAGES_EACH * PAGE,
+            n_pages=n_pages,
+            n_slots=N_SLOTS,
+            n_tokens=n_vocab,
+            threads=threads,
+        )
+        self._driver = Driver(open_runner(model, settled, outbox_entries=64))  # small: it is copied for every step
         self.windows: Mapping[int, int | None] = dict(enumerate(model.shape.windows))
         self.events: list[Event] = []
         loop = self._driver.loop
@@ -111,7 +120,7 @@ class NativeStepper:
 
     def _cell(self, layer: int, what: str, place: Place) -> np.ndarray:
         page, cell = place.sequence * PAGES_EACH + place.position // PAGE, place.position % PAGE
-        half = self._halves[layer, what]
+        half: np.ndarray = self._halves[layer, what]
         return half[page, :, :, cell] if what == "key" else half[page, :, cell]
 
     def _entries(self) -> dict[tuple[int, str], np.ndarray]:

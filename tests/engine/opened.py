@@ -9,14 +9,12 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import torch
-
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
+from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.model import Model
+from ostinato.engine.choose import settle_model
 from ostinato.engine.defaults import OURS
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import TWIN
-from ostinato.engine.placement import Placement
 from ostinato.engine.request import Request, Token
 from ostinato.options import Sampling
 from tests.backends.native.tiled import tiled
@@ -55,8 +53,8 @@ def open_engine(
         mode = TWIN
     one = -(-context // PAGE)
     pages = n_slots * one if n_pages is None else n_pages
-    placement = Placement(torch.device("cpu"), torch.float32, "f32", context, mode, n_slots, pages)
-    return Engine(model_of(kind), placement, **words)
+    model = model_of(kind)
+    return Engine(model, settle_model(model, mode, context=context, n_pages=pages, n_slots=n_slots), **words)
 
 
 def sampling(**words: Any) -> Sampling:

@@ -9,12 +9,15 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.native.backend import why_not_blocks
+from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.model import Model
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY as GREEDY
 from ostinato.engine.driver import LoopDriver
-from ostinato.engine.open import TWIN, Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.loop.layout import Word
+from ostinato.models.header import tensors_in
 from ostinato.options import KVType, Sampling
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model
@@ -63,9 +66,11 @@ def open_loop(
     """A driver of a new loop; close it with `driver.loop.close()`."""
     model = model or random_model(kind)
     if mode in ("loop", "auto") and isinstance(model.embedding, Tensor):
-        if why_not_native(model.shape) is None:
+        if why_not_blocks(model.shape, tensors_in(model)) is None:
             model = tiled(model)
         else:
             mode = TWIN
-    options = LoopOptions(mode, n_slots, context, n_pages, kv_type, model.shape.vocab, threads=threads)
-    return Driver(Loop(model, options, outbox_entries=outbox_entries))
+    settled = settle_model(
+        model, mode, context=context, n_pages=n_pages, n_slots=n_slots, kv_type=kv_type, threads=threads
+    )
+    return Driver(open_runner(model, settled, outbox_entries=outbox_entries))

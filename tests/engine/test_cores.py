@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.backends.machine import Machine
 from ostinato.engine import cores
-from ostinato.engine.placement import threads_for
+from ostinato.engine.choose import decide
+from ostinato.models.header import tensors_in
 from ostinato.options import LoadOptions
+from tests.random_model import random_model
 
 
 @pytest.fixture
@@ -89,12 +92,16 @@ def test_the_limit_of_all_such_libraries_is_ours_too(
 
 
 def test_threads_asked_for_are_taken_and_a_gpu_needs_none(machine: Path) -> None:
-    import torch
+    model = random_model("kv")
 
-    asked = LoadOptions(threads=5)
-    assert threads_for(asked, torch.device("cpu")) == 5
-    assert threads_for(LoadOptions(), torch.device("cpu")) == 4
-    assert threads_for(LoadOptions(), torch.device("cuda")) is None
+    def threads(device: str, **words: int) -> int | None:
+        machine = Machine(device, 1 << 40, 1 << 40, driver_cuda=13_000)
+        tensors, options = tensors_in(model), LoadOptions(**words)  # type: ignore[arg-type]
+        return decide(model.shape, tensors, options, machine, lambda _: None, prepare=False).threads
+
+    assert threads("cpu", threads=5) == 5
+    assert threads("cpu") == 4
+    assert threads("cuda:0") is None
 
 
 def test_this_machine_has_a_core() -> None:

@@ -1,23 +1,45 @@
-"""The memory plan: what it counts is what a loop allocates, and what does not fit is told with what to lower."""
+"""The memory plan: what it counts is what a runner allocates, and what does not fit is told with what to lower."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
+from ostinato.backends.base import Settled, Tensors
+from ostinato.backends.cuda.backend import ATTENTION_CUTS, GPU_LIBRARIES
 from ostinato.backends.cuda.plan import StepBuffers
-from ostinato.backends.torch.plan import tensors_of
-from ostinato.engine.memory_plan import ATTENTION_CUTS, GPU_LIBRARIES, MemoryPlan, Wanted, memory_plan, rows_of
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.choose import backend_of, settle_model
+from ostinato.engine.memory_plan import MemoryPlan
+from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot
+from ostinato.files.checkpoint import TensorInfo
+from ostinato.lab.random_weights import random_tensors
+from ostinato.models.header import tensors_in
 from ostinato.models.named_shapes import SHAPES
+from ostinato.models.shape import Shape
 from tests.backends.families import family_model
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model, shape_of
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LLAMA = SHAPES["llama-1b"]
+
+
+def plan_of(shape: Shape, settled: Settled, free_bytes: int = 0, tensors: Tensors | None = None) -> MemoryPlan:
+    return MemoryPlan(backend_of(settled), shape, tensors or {}, settled, free_bytes)
+
+
+def on_gpu(n_slots: int, context: int, **words: Any) -> Settled:
+    settled = Settled("cuda:0", "cuda", "loop", "bfloat16", "bf16", context, n_slots, **words)
+    return replace(settled, n_pages=n_slots * settled.max_pages)
+
+
+def weights(n_bytes: int) -> Tensors:
+    """One tensor that is as large whatever it is kept as."""
+    return {"weight": TensorInfo("weight", (n_bytes // 2,), "BF16", n_bytes)}
 
 
 def sizes(plan: MemoryPlan) -> dict[str, int]:
@@ -27,12 +49,11 @@ def sizes(plan: MemoryPlan) -> dict[str, int]:
 @pytest.mark.parametrize("kind", ["kv", "swa", "recurrent", "hybrid"])
 def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
     model = random_model(kind)
-    weights = sum({t.data_ptr(): t.numel() * 4 for _, t in tensors_of(model, "")}.values())
-    wanted = Wanted(model.shape, weights, CPU, torch.float32, "f32", n_slots=3, context=100, n_pages=9)
-    loop = Loop(model, LoopOptions("eager", 3, 100, 9, "f32", 128))
-    loop.close()
-    allocated = {buffer.name: buffer.n_bytes for buffer in loop.plan.buffers}
-    counted = sizes(memory_plan(wanted, 1 << 30))
+    settled = settle_model(model, "eager", context=100, n_pages=9, n_slots=3)
+    runner = open_runner(model, settled)
+    runner.close()
+    allocated = {buffer.name: buffer.n_bytes for buffer in runner.plan.buffers}
+    counted = sizes(plan_of(model.shape, settled, tensors=tensors_in(model)))
     kept = {name: n for name, n in allocated.items() if name.startswith("memory.")}
     states = sum(n for name, n in kept.items() if ".state." in name)
     assert counted.get("KV pages", 0) == sum(kept.values()) - states
@@ -40,7 +61,9 @@ def test_what_is_counted_is_what_a_loop_allocates(kind: MemoryKind) -> None:
     assert counted["slot table"] == allocated["table"]
     assert (counted["admissions"], counted["rings"]) == (allocated["admissions"], allocated["rings"])
     assert counted["step buffers"] == allocated["x"] + allocated["logits"]
-    assert counted["weights"] == sum(n for name, n in allocated.items() if name.startswith("model"))
+    if kind in ("kv", "swa"):
+        names = [name for name in allocated if name.startswith("model") and "frequencies" not in name]
+        assert counted["weights"] == sum(allocated[name] for name in names)
 
 
 @pytest.mark.parametrize(("n_slots", "context", "threads"), [(1, 128, 1), (8, 1000, 2), (64, 64, 3)])
@@ -49,14 +72,11 @@ def test_the_native_loops_workspace_is_counted_within_a_fifth(
     name: str, n_slots: int, context: int, threads: int
 ) -> None:
     model = tiled(random_model("kv", n_vocab=3000) if name == "kv" else family_model(name))
-    n_pages = n_slots * -(-context // 16)
-    options = LoopOptions("loop", n_slots, context, n_pages, "f32", model.shape.vocab, threads=threads)
-    loop = Loop(model, options)
-    loop.close()
-    allocated = {buffer.name: buffer.n_bytes for buffer in loop.plan.buffers}
-    words = {"native": True, "threads": threads}
-    wanted = Wanted(model.shape, 0, CPU, torch.float32, "f32", n_slots, context, n_pages, **words)  # type: ignore[arg-type]
-    counted = sizes(memory_plan(wanted, 1 << 30))
+    settled = settle_model(model, "loop", context=context, n_slots=n_slots, threads=threads)
+    runner = open_runner(model, settled)
+    runner.close()
+    allocated = {buffer.name: buffer.n_bytes for buffer in runner.plan.buffers}
+    counted = sizes(plan_of(model.shape, settled))
     assert counted["step buffers"] == allocated["logits"] + allocated["last"]
     assert counted["native workspace (about)"] == pytest.approx(allocated["step.workspace"], rel=0.2)
     assert "prefill buffers (about)" not in counted
@@ -64,7 +84,7 @@ def test_the_native_loops_workspace_is_counted_within_a_fifth(
 
 def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memory() -> None:
     model = random_model("kv")
-    plan = memory_plan(Wanted(model.shape, 1000, CUDA, torch.bfloat16, "bf16", 3, 100), 1 << 40)
+    plan = plan_of(model.shape, on_gpu(3, 100))
     step = StepBuffers.of(model, 3)
     buffers = [getattr(step, name) for name in StepBuffers.__dataclass_fields__]
     allocated = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
@@ -76,49 +96,60 @@ def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memor
 def test_the_workspace_of_a_gpu_holds_what_its_kernels_ask_for() -> None:
     attend = pytest.importorskip("ostinato.backends.cuda.triton.attend")
     sample = pytest.importorskip("ostinato.backends.cuda.triton.sample")
-    shape = SHAPES["llama-1b"]
-    workspace = sizes(memory_plan(Wanted(shape, 0, CUDA, torch.bfloat16, "bf16", 4, 100), 0))["workspace (about)"]
-    scores = 4 * shape.n_heads * attend.MAX_SPLITS * (shape.head_width + 2) * 4
-    sampler = sum(math.prod(size) * dtype.itemsize for size, dtype in sample.sample_workspace(4, shape.vocab).values())
+    workspace = sizes(plan_of(LLAMA, on_gpu(4, 100)))["workspace (about)"]
+    scores = 4 * LLAMA.n_heads * attend.MAX_SPLITS * (LLAMA.head_width + 2) * 4
+    sampler = sum(math.prod(size) * dtype.itemsize for size, dtype in sample.sample_workspace(4, LLAMA.vocab).values())
     assert ATTENTION_CUTS == attend.MAX_SPLITS
     assert scores + sampler <= workspace <= scores + 1.2 * sampler + GPU_LIBRARIES
 
 
+@pytest.mark.parametrize(("backend", "names"), [("cuda", ["weights"]), ("tape", ["weights", "tape"])])
+def test_each_backend_counts_weights_in_its_own_layout(backend: str, names: list[str]) -> None:
+    packed = random_tensors(LLAMA, torch.bfloat16, "q4_k_m")
+    settled = replace(on_gpu(1, 64), backend=backend, weights="packed")
+    plan = plan_of(LLAMA, settled, tensors=packed)
+    assert [name for name in sizes(plan) if name in ("weights", "tape")] == names
+    dense = sizes(plan_of(LLAMA, replace(settled, weights="dense"), tensors=packed))["weights"]
+    assert dense == sum(tensor.n_elements for tensor in packed.values()) * 2
+    assert 0.25 < sizes(plan)["weights"] / dense < 0.4
+
+
 def test_pages_are_for_every_slots_whole_context_unless_told() -> None:
-    shape = SHAPES["llama-1b"]
-    wanted = Wanted(shape, 0, CUDA, torch.bfloat16, "bf16", n_slots=4, context=1000)
-    per_position = 2 * shape.n_kv_heads * shape.head_width * 2 * shape.n_layers
-    assert wanted.pages == 4 * 16
-    assert sizes(memory_plan(wanted, 0))["KV pages"] == 4 * 16 * 64 * per_position
+    settled = on_gpu(4, 1000)
+    per_position = 2 * LLAMA.n_kv_heads * LLAMA.head_width * 2 * LLAMA.n_layers
+    assert settled.n_pages == 4 * 16
+    assert sizes(plan_of(LLAMA, settled))["KV pages"] == 4 * 16 * 64 * per_position
 
 
 def test_what_fits_says_so() -> None:
-    plan = memory_plan(Wanted(SHAPES["tiny"], 5 << 20, CPU, torch.float32, "f32", 2, 256), 1 << 30)
+    settled = Settled("cpu", "torch", "eager", "float32", "f32", 256, 2, 32)
+    plan = plan_of(SHAPES["tiny"], settled, 1 << 30, weights(5 << 20))
     plan.check()
     assert plan.fits
     assert plan.verdict.endswith("are needed on cpu for 2 slots and a context of 256, and 1.1 GB are free: it fits")
 
 
 def test_fewer_slots_are_advised_where_they_fit() -> None:
-    wanted = Wanted(SHAPES["llama-1b"], 2 << 30, CUDA, torch.bfloat16, "bf16", n_slots=8, context=8192)
-    plan = memory_plan(wanted, 4 << 30)
-    with pytest.raises(HardwareCannot, match=r"are needed on cuda for 8 slots and a context of 8192, and 4\.3 GB"):
+    plan = plan_of(LLAMA, on_gpu(8, 8192), 4 << 30, weights(2 << 30))
+    with pytest.raises(HardwareCannot, match=r"are needed on cuda:0 for 8 slots and a context of 8192, and 4\.3 GB"):
         plan.check()
     assert plan.advice == "lower --slots to 4, or --kv-type to q8_0"
 
 
 def test_a_shorter_context_is_advised_where_one_slot_does_not_fit() -> None:
-    wanted = Wanted(SHAPES["llama-1b"], 2 << 30, CUDA, torch.bfloat16, "bf16", n_slots=8, context=131_072)
-    assert memory_plan(wanted, 4 << 30).advice == "lower --slots to 1 and --context 32768, or --kv-type to q8_0"
+    plan = plan_of(LLAMA, on_gpu(8, 131_072), 4 << 30, weights(2 << 30))
+    assert plan.advice == "lower --slots to 1 and --context 32768, or --kv-type to q8_0"
 
 
 def test_weights_that_do_not_fit_are_said_to_be_the_reason() -> None:
-    wide = Wanted(SHAPES["llama-8b"], 32 << 30, CPU, torch.float32, "f32", 1, 128)
-    assert "the weights alone are 34.4 GB: take --dtype bfloat16, fewer bits" in memory_plan(wide, 8 << 30).verdict
-    narrow = Wanted(SHAPES["llama-8b"], 16 << 30, CUDA, torch.bfloat16, "bf16", 1, 128)
-    assert "--dtype" not in memory_plan(narrow, 8 << 30).verdict
+    wide = Settled("cpu", "torch", "eager", "float32", "f32", 128)
+    plan = plan_of(SHAPES["llama-8b"], wide, 8 << 30, weights(16 << 30))
+    assert "the weights alone are 34.4 GB: take --dtype bfloat16, fewer bits" in plan.verdict
+    narrow = plan_of(SHAPES["llama-8b"], on_gpu(1, 128), 8 << 30, weights(16 << 30))
+    assert "--dtype" not in narrow.verdict
 
 
 def test_an_encoder_takes_its_weights_and_no_pages() -> None:
     _, shape = shape_of("encoder", 128, 64, 64)
-    assert [row.name for row in rows_of(Wanted(shape, 77, CPU, torch.float32, "f32", 8, 64))] == ["weights"]
+    settled = Settled("cpu", "torch", "eager", "float32", "f32", 64, 8)
+    assert [row.name for row in plan_of(shape, settled, tensors=weights(64)).rows] == ["weights"]

@@ -9,15 +9,18 @@ from functools import partial
 import pytest
 import torch
 
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import fused_plan
 from ostinato.backends.cuda.step import StepKernels, twin_kernels, twin_prompts
+from ostinato.backends.runner import Runner
 from ostinato.backends.torch.forward import through_mlp
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
-from ostinato.engine.open import Loop, LoopOptions
+from ostinato.engine.open import open_runner
 from ostinato.engine.verify import (
     RouteJudge,
     Verifier,
@@ -48,7 +51,7 @@ def verifier(model: Model, **changes: object) -> Verifier:
     return replace(Verifier(model, "f32", model.shape.vocab), **changes)  # type: ignore[arg-type]  # by name
 
 
-def with_nodes(loop: Loop, change: Change) -> Loop:
+def with_nodes(loop: Runner, change: Change) -> Runner:
     """The loop with other nodes in what it runs; its plan, and the plan's hash, stay what they were."""
     plan = replace(loop.plan, nodes=tuple(change(node) for node in loop.plan.nodes))
     assert plan.hash == loop.plan.hash
@@ -65,12 +68,12 @@ def without(name: str) -> Change:
     return change
 
 
-def second_is(change: Change) -> Callable[[Model, LoopOptions], Loop]:
+def second_is(change: Change) -> Callable[[Model, Settled], Runner]:
     """Opens loops of which every second one is changed: the one that is compared with `eager`."""
-    opened: list[Loop] = []
+    opened: list[Runner] = []
 
-    def open(model: Model, options: LoopOptions) -> Loop:
-        loop = Loop(model, options)
+    def open(model: Model, settled: Settled) -> Runner:
+        loop = open_runner(model, settled)
         opened.append(loop)
         return with_nodes(loop, change) if len(opened) % 2 == 0 else loop
 
@@ -227,9 +230,9 @@ def test_a_host_paced_mode_that_agrees_is_compared_at_every_step() -> None:
 
 
 def test_another_plan_is_told_by_its_first_line_that_differs() -> None:
-    def open(model: Model, options: LoopOptions) -> Loop:
-        loop = Loop(model, options)
-        if options.mode == "twin":
+    def open(model: Model, settled: Settled) -> Runner:
+        loop = open_runner(model, settled)
+        if settled.mode == "twin":
             loop.plan = replace(loop.plan, nodes=loop.plan.nodes[:-1])
         return loop
 
@@ -249,17 +252,17 @@ def test_arithmetic_of_its_own_is_compared_by_greedy_tokens_and_a_tolerance(monk
     assert (broken.difference.node, broken.difference.buffer) == ("sample", "token")
 
 
-def opens_fused(kernels: StepKernels) -> Callable[[Model, LoopOptions], Loop]:
+def opens_fused(kernels: StepKernels) -> Callable[[Model, Settled], Runner]:
     """Opens loops as on a GPU: prompts and steps by kernels, which say whom they chose."""
 
-    def open(model: Model, options: LoopOptions) -> Loop:
-        loop = Loop(model, options)
+    def open(model: Model, settled: Settled) -> Runner:
+        loop = open_runner(model, settled)
         loop.start.close()
-        loop.plan = fused_plan(model, loop.memory, loop.tables, options.n_tokens, kernels)
+        loop.plan = fused_plan(model, loop.memory, loop.tables, loop.n_tokens, kernels)
         loop.start = CpuEager(loop.plan, loop.tables, loop.guard, loop.changed.set)
         loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
         loop.prefill = FusedChunks(
-            model, loop.memory, loop.tables, options.n_tokens, kernels, twin_prompts(), buckets=(32,)
+            model, loop.memory, loop.tables, loop.n_tokens, kernels, twin_prompts(), buckets=(32,)
         )
         return loop
 
@@ -391,7 +394,7 @@ def test_a_loop_driven_by_hand_gives_the_same_by_steps_and_by_a_trigger() -> Non
     model = random_model("kv")
     tokens = []
     for steps in (True, False):
-        driver = LoopDriver(Loop(model, LoopOptions("eager", 2, 64, 8, "f32", model.shape.vocab)))
+        driver = LoopDriver(open_runner(model, settle_model(model, "eager", context=64, n_pages=8, n_slots=2)))
         driver.admit(1, [3, 1, 4], most=5, sampling=GREEDY)
         if steps:
             while driver.step():
@@ -406,7 +409,8 @@ def test_a_loop_driven_by_hand_gives_the_same_by_steps_and_by_a_trigger() -> Non
 
 def test_a_plan_keeps_its_hash_when_only_what_a_node_does_changes() -> None:
     """What the tests above stand on."""
-    driver = LoopDriver(Loop(random_model("kv"), LoopOptions("eager", 1, 16, 1, "f32", 128)))
+    model = random_model("kv")
+    driver = LoopDriver(open_runner(model, settle_model(model, "eager", context=16, n_pages=1)))
     plan: Plan = driver.loop.plan
     driver.close()
     assert replace(plan, nodes=tuple(map(without("head"), plan.nodes))).hash == plan.hash

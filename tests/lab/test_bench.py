@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ostinato.engine.placement import Placement
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.lab.bench import Bench, Figure, Task, TimedRun, kv_read_bytes, read_bandwidth, why_not_profiled
 from ostinato.models.named_shapes import SHAPES
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    return Bench(tiled(random_model("kv")), "f32", 1e9, repeats=2, tiles="wide")
+    return Bench(tiled(random_model("kv")), "f32", 1e9, repeats=2)
 
 
 def test_lists_cross_and_a_prompt_is_measured_once_a_mode(bench: Bench) -> None:
@@ -42,8 +41,7 @@ def test_all_sequences_of_a_batch_are_counted_from_when_the_last_began(bench: Be
 
 
 def test_a_prompt_at_a_depth_counts_only_what_was_computed(bench: Bench) -> None:
-    placement = Placement(CPU, torch.float32, "f32", 256, "loop", 1, 48)
-    with bench.engine("loop", 1, placement.context) as engine:
+    with bench.engine("loop", 1, 256) as engine:
         figure = bench.prompt(engine, Task("pp", 20, 40, 1, "loop"))
         stats = engine.stats()
     assert {run.n_tokens for run in figure.runs} == {20}

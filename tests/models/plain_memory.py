@@ -12,10 +12,10 @@ from torch import Tensor
 
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attention import attention_torch
-from ostinato.engine.load import build_model
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
+from tests.built import build_model
 
 
 @dataclass(slots=True)

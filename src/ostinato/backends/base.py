@@ -1,20 +1,40 @@
 """The contract of a backend: what the engine asks of the code that computes.
 
+`Backend` says what each of them offers, `Settled` is what the chooser hands to the one that will run, and `Chunks` is
+how prompts go through it. Nothing here imports torch. docs/add-a-backend.md lists what a new one needs.
+
 A chunk carries rows of one or several sequences into their pages. It is run as work beside the decode loop
 (`Start.beside`): on a GPU `run` only enqueues, and what it returns is filled when that work is done.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ostinato.backends.loading import Progress
+from ostinato.backends.machine import DeviceKind, Machine, kind_of
 from ostinato.errors import InternalError
+from ostinato.files.checkpoint import TensorInfo
+from ostinato.options import Activations, KVType, LoadOptions
 
+if TYPE_CHECKING:
+    from ostinato.backends.runner import Runner
+    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.shape import Shape
+    from ostinato.models.tensors import TensorTable
+
+MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
+# Positions of a page: what a GPU reads at once, and a finer grain where memory is dear.
+PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
+ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are GGUF's
+Layout = Literal["dense", "packed", "tiles"]
+Prompts = Literal["plain", "tape"]
 Floats = NDArray[np.float32]
 OutputKind = Literal["hidden", "logits", "logprobs"]
 LOGITS_BYTES: Final = 64 << 20  # of logits that are there at once: those given, or those behind log-probabilities
@@ -116,3 +136,107 @@ def output_rows(parts: Sequence[ChunkPart], want: ChunkWant | None, max_outputs:
         if not 0 <= want.top <= (want.n_tokens or vocab) <= vocab:
             raise InternalError(f"the {want.top} most likely of {want.n_tokens} tokens of {vocab} are asked for")
     return found
+
+
+# What is settled, and by whom it can be run
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Where and how a model runs: made by the chooser, read by everybody below it."""
+
+    device: str  # cpu, or cuda:N
+    backend: str
+    mode: str
+    dtype: str  # float32, bfloat16 or float16
+    kv_type: KVType
+    context: int
+    n_slots: int = 1
+    n_pages: int = 0  # of keys and values, for all slots together
+    n_tokens: int | None = None  # ids that the tokenizer knows, those beyond are never chosen; None: the vocabulary
+    weights: Layout = "dense"  # packed: as in the file where kernels multiply that type; tiles: the native loop's
+    activations: Activations = "wide"  # of the native loop and of the persistent kernel
+    prompts: Prompts = "plain"  # what they read
+    threads: int | None = None  # on the CPU; None on a GPU
+    why_not: tuple[str, ...] = ()  # for each mode above this one, its name and why it does not run
+    fallback: str | None = None  # the mode that takes its place, once, where it cannot be built (E-57)
+    fell_back: str | None = None  # why this one took another's place
+
+    @property
+    def kind(self) -> DeviceKind:
+        return kind_of(self.device)
+
+    @property
+    def page_tokens(self) -> int:
+        return PAGE_TOKENS[self.kind]
+
+    @property
+    def max_pages(self) -> int:
+        """Of one sequence."""
+        return self.pages_for(self.context)
+
+    def pages_for(self, n_tokens: int) -> int:
+        return -(-n_tokens // self.page_tokens)
+
+    def instead(self, mode: str, backend: str, why: str) -> Settled:
+        """The same with the mode that takes this one's place."""
+        said = f"{self.mode}: {why} (tried once; {mode} runs instead)"
+        return replace(self, mode=mode, backend=backend, fallback=None, fell_back=said, why_not=(said, *self.why_not))
+
+
+def dtype_of(options: LoadOptions, kind: DeviceKind) -> str:
+    """What is computed in: as asked for, or the device's own."""
+    if options.dtype != "auto":
+        return options.dtype
+    return "bfloat16" if kind == "cuda" else "float32"
+
+
+def kv_type_of(options: LoadOptions, dtype: str) -> KVType:
+    """How keys and values are kept: as asked for, or as wide as the rest."""
+    return options.kv_type or ("f32" if dtype == "float32" else "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryRow:
+    """One thing that takes memory; `on_host` where that is not the model's device: pinned memory beside a GPU."""
+
+    name: str
+    n_bytes: int
+    on_host: bool = False
+
+
+class Backend(Protocol):
+    """Who computes on one kind of device. What it asks of a model is said of blocks, sizes and weight types, never of
+    a family's name, and is known from the header alone."""
+
+    name: str
+    device: DeviceKind
+    modes: tuple[str, ...]  # from high to low
+    activations: tuple[Activations, ...]  # that it multiplies weights with
+    alone: bool  # while it runs, nothing else runs on its device
+
+    def why_not_here(self, mode: str, machine: Machine) -> str | None:
+        """Why a machine cannot run a mode, whatever the model; None where it can."""
+
+    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+        """Why a mode cannot run such a model, opened with these options on this machine; None where it can. Asked
+        before a byte of weights is read; nobody else knows this backend's limits."""
+
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+        """How it keeps matrices on such a device."""
+
+    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+        """Everything that it takes of memory; the rows of weights are called `weights` and `tape`."""
+
+    def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
+        """Have what must be there before weights are read, native code above all; HardwareCannot where it cannot be
+        had. `talk` is told what takes long."""
+
+    def load(
+        self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
+    ) -> ModelBlocks:
+        """A model's blocks over their weights in this backend's layout; `progress` is told bytes read, and in all."""
+
+    def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
+        """Tables, memory, plan, start and prefill of a model that was loaded, built: a mode that fails at that raises
+        HardwareCannot here."""

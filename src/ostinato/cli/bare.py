@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ostinato.cli.loading import LoadProgress
@@ -16,10 +16,8 @@ from ostinato.files.store import resolve
 from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
-    import torch
-
+    from ostinato.backends.base import Settled
     from ostinato.backends.torch.model import Model
-    from ostinato.engine.placement import Placement
     from ostinato.files.checkpoint import Checkpoint
     from ostinato.models.shape import Shape
 
@@ -30,41 +28,33 @@ class Bare:
 
     checkpoint: Checkpoint
     shape: Shape
-    placement: Placement
+    settled: Settled
 
-    def load(self, device: torch.device | None = None, *, dense: bool = False) -> Model:
+    def load(self, device: str | None = None, *, dense: bool = False) -> Model:
         """The model with its weights, where it will run unless another device is given; `dense`: none of them packed,
         as `eager` has them on a CPU."""
-        from ostinato.engine.load import build_model
+        from ostinato.engine.load import load_model
 
-        placement, progress = self.placement, LoadProgress()
+        progress = LoadProgress()
+        kept = replace(self.settled, device=device or self.settled.device, prompts="plain")
+        if dense:
+            kept = replace(kept, backend="torch", weights="dense")
         try:
-            return build_model(
-                self.checkpoint,
-                self.shape,
-                dtype=placement.dtype,
-                device=device or placement.device,
-                context=placement.context,
-                progress=progress,
-                packed=placement.packed and not dense,
-                tiles=None if dense else placement.tiles,
-            )
+            return load_model(self.checkpoint, self.shape, kept, progress)
         finally:
             progress.close()
 
 
 @contextmanager
 def opened_bare(name: str, options: LoadOptions) -> Iterator[Bare]:
-    """The file of that name, its placement settled as an engine would settle it; closed at the end of the block."""
-    from ostinato.engine.placement import settle, use_threads
+    """The file of that name, settled as an engine would be; closed at the end of the block."""
+    from ostinato.engine.choose import choose
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.models.registry import read_shape
 
     checkpoint = open_checkpoint(resolve(name, talk=talk))
     try:
         shape = read_shape(checkpoint)
-        placement = settle(checkpoint, shape, options, talk)
-        use_threads(placement)
-        yield Bare(checkpoint, shape, placement)
+        yield Bare(checkpoint, shape, choose(checkpoint, shape, options, talk))
     finally:
         checkpoint.close()

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib
 import platform
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import version
 from itertools import product
@@ -29,11 +29,10 @@ from ostinato.options import LoadOptions, Mode
 if TYPE_CHECKING:
     import torch
 
+    from ostinato.backends.base import Settled
     from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import Checkpoint
     from ostinato.lab.bench import Figure, Profile
-    from ostinato.models.shape import Shape
-    from ostinato.options import Activations, KVType
 
 MOST_BATCH: Final = 64
 ALL: Final = "all"
@@ -57,10 +56,18 @@ class BenchModel:
     type: str
     load: Callable[[bool], Model]  # dense, or as the highest mode has them
     weight_bytes: int  # of the latter
-    device: torch.device
-    kv_type: KVType
-    tiles: Activations | None
-    threads: int | None
+    settled: Settled  # for the highest mode
+    why_not: Mapping[str, str | None]  # each mode and why it cannot run here
+
+    @property
+    def device(self) -> torch.device:
+        import torch
+
+        return torch.device(self.settled.device)
+
+    @property
+    def in_tiles(self) -> bool:
+        return self.settled.weights == "tiles"
 
 
 @bench.command("decode")
@@ -173,26 +180,31 @@ def _source(model: str | None, shape: str | None, type: str | None, options: Loa
     if shape is None:
         name = model or DEFAULT
         with opened_bare(name, options) as bare:
-            yield _of_file(name, bare)
+            yield _of_file(name, bare, options)
         return
     yield _random(shape, type, options)
 
 
-def _of_file(name: str, bare: Bare) -> BenchModel:
-    from ostinato.engine.placement import weight_bytes
+def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
+    from ostinato.backends.machine import machine_at
+    from ostinato.engine.choose import backend_of, why_not
+    from ostinato.engine.memory_plan import MemoryPlan
+    from ostinato.models.header import tensors_of
 
-    placement, checkpoint = bare.placement, bare.checkpoint
-    in_tiles = placement.tiles is not None
+    settled, tensors, machine = bare.settled, tensors_of(bare.checkpoint), machine_at(bare.settled.device)
     return BenchModel(
         name,
-        type=_file_type(checkpoint) if in_tiles else str(placement.dtype).removeprefix("torch."),
+        type=_file_type(bare.checkpoint) if settled.weights == "tiles" else settled.dtype,
         load=lambda dense: bare.load(dense=dense),
-        weight_bytes=weight_bytes(checkpoint, placement.dtype, packed=placement.packed, tiled=in_tiles),
-        device=placement.device,
-        kv_type=placement.kv_type,
-        tiles=placement.tiles,
-        threads=placement.threads,
+        weight_bytes=MemoryPlan(backend_of(settled), bare.shape, tensors, settled, 0).bytes_of("weights"),
+        settled=settled,
+        why_not=why_not(bare.shape, tensors, _least_of(options), machine),
     )
+
+
+def _least_of(options: LoadOptions) -> LoadOptions:
+    """The options of the least engine: how many slots and how long a context are measured is for the lists to say."""
+    return replace(options, slots=1, context=1)
 
 
 def _file_type(checkpoint: Checkpoint) -> str:
@@ -206,41 +218,48 @@ def _file_type(checkpoint: Checkpoint) -> str:
 def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     import torch
 
-    from ostinato.backends.torch.amx import make_bfloat16_safe
-    from ostinato.engine.placement import choose_device, choose_dtype, choose_tiles, threads_for
-    from ostinato.lab.random_weights import DTYPES, MIXES, random_model, weight_bytes
+    from ostinato.backends.base import dtype_of, kv_type_of
+    from ostinato.backends.machine import choose_device, machine_at
+    from ostinato.backends.torch.backend import TORCH
+    from ostinato.engine.choose import backend_of, decide, why_not
+    from ostinato.engine.memory_plan import MemoryPlan
+    from ostinato.lab.random_weights import DTYPES, MIXES, random_model, random_tensors
     from ostinato.models.named_shapes import named_shape
 
     sizes = named_shape(shape)
     if type is not None and type not in (*DTYPES, *MIXES):
         raise BadOption(f"--type is {type!r}; known: {listing(type, (*DTYPES, *MIXES))}")
-    device = choose_device(options.device)
-    threads = threads_for(options, device)
-    if threads is not None:
-        torch.set_num_threads(threads)
-    dtype = DTYPES[type] if type is not None and type in DTYPES else choose_dtype(options.dtype, device)
-    if dtype == torch.bfloat16 and device.type == "cpu":
-        make_bfloat16_safe(talk)
-    called = type or next(name for name, known in DTYPES.items() if known == dtype)
+    machine = machine_at(choose_device(options.device))
     mix = type if type in MIXES else None
-    tiles = choose_tiles(options, device, sizes, talk, compiled=True)
+    dtype = DTYPES[type] if type is not None and type in DTYPES else getattr(torch, dtype_of(options, machine.kind))
+    dtype_name = str(dtype).removeprefix("torch.")
+    called = type or next(name for name, known in DTYPES.items() if known == dtype)
+    tensors = random_tensors(sizes, dtype, mix)
+    settled = decide(sizes, tensors, options, machine, talk)
+    if settled.weights != "tiles":  # whose rows are float32 whatever they are made of
+        settled = replace(settled, dtype=dtype_name, kv_type=kv_type_of(options, dtype_name))
+        TORCH.prepare(settled, talk)
+    dense_one = replace(settled, weights="dense", dtype=dtype_name)
+
+    def room(dense: bool) -> MemoryPlan:
+        """What the least of engines takes of memory."""
+        kept = replace(dense_one if dense else settled, n_slots=1, context=1, n_pages=1, kv_type="bf16")
+        return MemoryPlan(TORCH if dense else backend_of(settled), sizes, tensors, kept, machine.free_bytes)
 
     def load(dense: bool) -> Model:
-        kept = None if dense else tiles
-        _check_room(sizes, weight_bytes(sizes, dtype, mix, kept), dtype, device)
-        detail(f"making {shape} as {called} on {device}")
-        return random_model(shape, dtype, device, mix=mix, tiles=kept)
+        room(dense).check()  # before any of it is made
+        detail(f"making {shape} as {called} on {settled.device}")
+        tiles = settled.activations if settled.weights == "tiles" and not dense else None
+        return random_model(shape, dtype, torch.device(settled.device), mix=mix, tiles=tiles)
 
-    kv_type: KVType = options.kv_type or ("f32" if dtype == torch.float32 or tiles else "bf16")
-    return BenchModel(shape, called, load, weight_bytes(sizes, dtype, mix, tiles), device, kv_type, tiles, threads)
-
-
-def _check_room(shape: Shape, weights: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse before any of it is made."""
-    from ostinato.engine.memory_plan import Wanted, memory_plan
-    from ostinato.engine.placement import free_bytes
-
-    memory_plan(Wanted(shape, weights, device, dtype, "bf16", 1, 1), free_bytes(device)).check()
+    return BenchModel(
+        shape,
+        called,
+        load,
+        weight_bytes=room(False).bytes_of("weights"),
+        settled=settled,
+        why_not=why_not(sizes, tensors, _least_of(options), machine),
+    )
 
 
 # Measuring and telling
@@ -259,10 +278,10 @@ def _measure(
     from ostinato.lab.bench import Bench, read_bandwidth
 
     # A CPU's eager comes first, with weights of its own.
-    dense = source.tiles is not None and (wanted is None or "eager" in wanted)
+    modes = _modes_here(wanted, source)
+    dense = source.in_tiles and "eager" in modes
     model: Model | None = source.load(dense)
     assert model is not None
-    modes = _modes_here(wanted, model, source)
     profiled = _profiled(modes, source) if profile else []
     bandwidth = read_bandwidth(source.device)
     facts = _facts(source, bandwidth, repeats)
@@ -273,7 +292,8 @@ def _measure(
     for dense, group in _by_weights(modes, source):
         if model is None:
             model = source.load(dense)
-        bench = Bench(model, source.kv_type, bandwidth, repeats, None if dense else source.tiles, source.threads)
+        how = source.settled
+        bench = Bench(model, how.kv_type, bandwidth, repeats, "wide" if dense else how.activations, how.threads)
         for figure in bench.figures(modes=group, **lists):
             figures.append(figure)
             if not as_json:
@@ -293,19 +313,15 @@ def _measure(
 
 def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[str]]]:
     """The modes, those together that share weights: on a CPU `eager` with dense ones, then the native loop's tiles."""
-    if source.tiles is None:
+    if not source.in_tiles:
         return [(False, modes)]
     dense, packed = [mode for mode in modes if mode == "eager"], [mode for mode in modes if mode != "eager"]
     return [(kind, group) for kind, group in ((True, dense), (False, packed)) if group]
 
 
-def _modes_here(wanted: list[str] | None, model: Model, source: BenchModel) -> list[str]:
+def _modes_here(wanted: list[str] | None, source: BenchModel) -> list[str]:
     """The modes asked for, refused where one cannot run; or all that can."""
-    from ostinato.engine.open import MODES, why_not
-
-    reasons = {mode: why_not(mode, model) for mode in MODES}
-    if source.tiles is not None:
-        reasons["loop"] = None  # whose weights are not these
+    reasons = source.why_not
     if wanted is None:
         for mode, reason in reasons.items():
             if reason is not None:
@@ -341,8 +357,8 @@ def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]
         "python": platform.python_version(),
         "model": source.name,
         "type": source.type,
-        "kv_type": source.kv_type,
-        "activations": source.tiles,
+        "kv_type": source.settled.kv_type,
+        "activations": source.settled.activations if source.in_tiles else None,
         "weight_bytes": source.weight_bytes,
         "device": str(source.device),
         "device_name": torch.cuda.get_device_name(source.device) if on_gpu else cpu_name(),

@@ -5,16 +5,25 @@ It looks and reports; it changes nothing and refuses nothing.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import shutil
 import sys
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from ostinato.backends.machine import (
+    GPU_PACKAGES,
+    Chip,
+    Machine,
+    driver_cuda,
+    free_host_bytes,
+    missing_packages,
+    package_version,
+    why_no_cuda,
+)
 from ostinato.backends.native.library import native_status
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
@@ -23,15 +32,11 @@ from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
 
-if TYPE_CHECKING:
-    from ostinato.backends.cuda.chip import Chip
-
 _CPU_FLAGS: Final = (
     *("avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx_vnni", "avx512_vnni", "amx_bf16", "amx_int8"),
     *("asimd", "asimddp", "i8mm", "bf16", "sve"),
 )
-_GPU_PACKAGES: Final = ("triton", "cuda-core", "cuda-bindings")
-_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *_GPU_PACKAGES)
+_PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *GPU_PACKAGES)
 
 
 def doctor(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
@@ -50,12 +55,12 @@ def examine() -> dict[str, Any]:
         "ostinato": version("ostinato"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: package_version(name) for name in _PACKAGES},
         "cpu": {"name": cpu_name(), "cores": _cores(), "threads": default_threads(), "flags": _cpu_flags()},
         "native": native,
         "memory": {"total": _total_memory(), "free": _free_memory()},
         "cuda": cuda,
-        "modes": _modes(cuda, native),
+        "modes": _modes(cuda),
         "store": _store(),
         "plan": _plan(),
     }
@@ -67,41 +72,25 @@ def _native() -> dict[str, Any]:
     return {"level": status.level, "origin": status.origin, "why_not": status.why_not, "line": status.line}
 
 
-def _modes(cuda: dict[str, Any], native: dict[str, Any]) -> list[dict[str, Any]]:
+def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
     """Every mode on either device, as far as the machine decides; some models lack kernels, and say so when loaded."""
+    from ostinato.engine.choose import why_not_here
 
-    def mode(device: str, name: str, reason: str | None) -> dict[str, Any]:
-        return {"device": device, "mode": name, "can_run": reason is None, "reason": reason}
+    def modes(device: str, reasons: dict[str, str | None]) -> list[dict[str, Any]]:
+        return [{"device": device, "mode": m, "can_run": why is None, "reason": why} for m, why in reasons.items()]
 
-    no_torch = None if _version("torch") else "torch is not installed"
-    no_gpu = cuda["reason"] or _without_gpu_packages()
-    return [
-        mode("cpu", "eager", no_torch),
-        mode("cpu", "graph", "graphs are CUDA's"),
-        mode("cpu", "loop", no_torch or native["why_not"]),
-        mode("cpu", "persistent", "the persistent kernel is CUDA's"),
-        mode("cuda", "eager", no_gpu),
-        mode("cuda", "graph", no_gpu),
-        mode("cuda", "loop", no_gpu or _no_while_nodes(cuda["driver_cuda"])),
-        mode("cuda", "persistent", no_gpu or _no_tape(cuda["devices"])),
-    ]
+    found = why_not_here(_gpu_machine(cuda))
+    on_gpu = found if cuda["reason"] is None else dict.fromkeys(found, cuda["reason"])
+    return [*modes("cpu", why_not_here(Machine("cpu", 0, 0))), *modes("cuda", on_gpu)]
 
 
-def _without_gpu_packages() -> str | None:
-    absent = [name for name in _GPU_PACKAGES if _version(name) is None]
-    return f"not installed: {', '.join(absent)} (pip install 'ostinato[gpu]')" if absent else None
-
-
-def _no_while_nodes(driver_cuda: int | None) -> str | None:
-    from ostinato.engine.open import why_driver_has_no_while  # imports torch, which is there if a GPU can be used
-
-    return why_driver_has_no_while(driver_cuda)
-
-
-def _no_tape(devices: list[dict[str, Any]]) -> str | None:
-    from ostinato.backends.tape.plan import why_no_tape_on
-
-    return why_no_tape_on(tuple(int(part) for part in devices[0]["capability"].split("."))) if devices else None
+def _gpu_machine(cuda: dict[str, Any]) -> Machine:
+    """The first GPU, as backends are asked about it."""
+    chip = None
+    if cuda["devices"]:
+        major, _, minor = cuda["devices"][0]["capability"].partition(".")
+        chip = Chip((int(major), int(minor)), cuda["devices"][0]["multiprocessors"], 0, 0)
+    return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing_packages())
 
 
 def _dotted(version: int) -> str:
@@ -109,32 +98,19 @@ def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _cuda() -> dict[str, Any]:
     """The driver, the devices that torch can use, and else the reason why there are none."""
-    found: dict[str, Any] = {"driver": _driver(), "driver_cuda": _driver_cuda(), "devices": [], "reason": None}
-    try:
-        import torch
-    except ImportError as error:
-        return {**found, "reason": f"torch cannot be imported: {error}"}
-    if not torch.cuda.is_available():
-        from ostinato.engine.placement import why_no_cuda
+    found: dict[str, Any] = {"driver": _driver(), "driver_cuda": driver_cuda(), "devices": [], "reason": None}
+    reason = why_no_cuda()
+    if reason is not None:
+        return {**found, "reason": reason if found["driver"] else f"no NVIDIA driver is installed, and {reason}"}
+    import torch
 
-        reason = why_no_cuda() if found["driver"] else f"no NVIDIA driver is installed, and {why_no_cuda()}"
-        return {**found, "reason": reason}
     return {**found, "devices": [_gpu(i) for i in range(torch.cuda.device_count())]}
 
 
 def _gpu(index: int) -> dict[str, Any]:
     import torch
-
-    from ostinato.backends.cuda.chip import Chip
 
     device = torch.cuda.get_device_properties(index)
     return {
@@ -152,16 +128,6 @@ def kernel_choices(chip: Chip) -> list[dict[str, str]]:
     from ostinato.backends.cuda.chip import choices
 
     return [asdict(choice) for choice in choices(chip)]
-
-
-def _driver_cuda() -> int | None:
-    """The newest CUDA that the driver knows, as it numbers them (12040 is 12.4); asked of the driver itself."""
-    number = ctypes.c_int(0)
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
-    except (OSError, AttributeError):
-        return None
-    return None if failed else number.value
 
 
 def _driver() -> str | None:
@@ -206,10 +172,8 @@ def _total_memory() -> int | None:
 
 def _free_memory() -> int | None:
     try:
-        from ostinato.engine.placement import free_host_bytes
-
         return free_host_bytes()
-    except (ImportError, AttributeError, ValueError, OSError):  # no torch, or not a POSIX system
+    except (AttributeError, ValueError, OSError):  # not a POSIX system
         return None
 
 

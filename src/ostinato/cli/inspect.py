@@ -96,8 +96,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
     facts["memory"] = _memory(shape, n_parameters) if shape else None
-    facts["native_loop"] = {"why_not": _why_not_native(shape)} if shape else None
-    facts["plan"] = plan_facts(planned(checkpoint, shape)) if shape else None
+    facts["native_loop"] = {"why_not": _why_not_native(checkpoint, shape)} if shape else None
+    plan = attempt(lambda: planned(checkpoint, shape)) if shape else None
+    facts["plan"] = None if plan is None else plan_facts(plan)
     facts["missing"] = missing
     return facts
 
@@ -125,11 +126,12 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _why_not_native(shape: Shape) -> str | None:
+def _why_not_native(checkpoint: Checkpoint, shape: Shape) -> str | None:
     """Why the CPU's native loop cannot run such a model; whether this machine has one is `doctor`'s to say."""
-    from ostinato.backends.native.plan import why_not_native
+    from ostinato.backends.native.backend import why_not_blocks
+    from ostinato.models.header import tensors_of
 
-    return why_not_native(shape)
+    return why_not_blocks(shape, tensors_of(checkpoint))
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:
@@ -169,47 +171,29 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
 
 def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     """What an engine with default options would take of this machine's default device."""
-    from ostinato.engine.memory_plan import Wanted, memory_plan
-    from ostinato.engine.placement import (
-        choose_device,
-        choose_dtype,
-        free_bytes,
-        has_tape,
-        keeps_packed,
-        settle,
-        tape_bytes,
-        threads_for,
-        weight_bytes,
-        why_not_tiles,
-    )
+    from ostinato.backends.machine import choose_device, machine_at
+    from ostinato.engine.choose import backend_of, decide, fit
+    from ostinato.engine.memory_plan import MemoryPlan
+    from ostinato.models.header import tensors_of
 
-    options = LoadOptions()
-    device = choose_device(options.device)
-    dtype = choose_dtype(options.dtype, device)
-    kv_type: KVType = "f32" if dtype.itemsize == 4 else "bf16"
-    packed, tape = keeps_packed(options.dtype, device, shape), 0
-    context, n_pages = shape.default_context, None
+    options, tensors = LoadOptions(), tensors_of(checkpoint)
+    machine = machine_at(choose_device(options.device))
+    quiet: Callable[[str], None] = lambda _: None  # noqa: E731
+    settled = decide(shape, tensors, options, machine, quiet, prepare=False)
     with suppress(OstinatoError):  # what does not fit is planned all the same, and said not to
-        placement = settle(checkpoint, shape, options, lambda _: None, compiled=False)
-        context, n_pages = placement.context, placement.n_pages
-        if placement.room_for_tape and has_tape(options, shape, dtype, kv_type, device):
-            tape = tape_bytes(checkpoint, shape, dtype, packed=packed)
-    tiled = device.type == "cpu" and shape.causal and why_not_tiles(options.dtype, shape) is None
-    weights = weight_bytes(checkpoint, dtype, packed=packed, tiled=tiled)
-    settled = (shape, weights, device, dtype, kv_type, options.slots, context, n_pages)
-    wanted = Wanted(*settled, native=tiled, threads=threads_for(options, device) or 1, tape_bytes=tape)
-    return memory_plan(wanted, free_bytes(device))
+        settled = fit(settled, shape, tensors, options, machine, quiet)
+    return MemoryPlan(backend_of(settled), shape, tensors, settled, machine.free_bytes)
 
 
 def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
     """A memory plan as plain values."""
-    wanted = plan.wanted
+    settled = plan.settled
     return {
-        "device": str(wanted.device),
-        "dtype": str(wanted.dtype).removeprefix("torch."),
-        "kv_type": wanted.kv_type,
-        "slots": wanted.n_slots,
-        "context": wanted.context,
+        "device": settled.device,
+        "dtype": settled.dtype,
+        "kv_type": settled.kv_type,
+        "slots": settled.n_slots,
+        "context": settled.context,
         "rows": [{"name": row.name, "bytes": row.n_bytes, "on_host": row.on_host} for row in plan.rows],
         "device_bytes": plan.device_bytes,
         "host_bytes": plan.host_bytes,

@@ -319,10 +319,10 @@ def tape(
 def _machine(device: str) -> Machine:
     import torch
 
-    from ostinato.engine.placement import choose_device
+    from ostinato.backends.machine import choose_device
     from ostinato.lab.cpu import CpuMachine
 
-    chosen = choose_device(device)
+    chosen = torch.device(choose_device(device))
     if chosen.type == "cpu":
         return CpuMachine()
     from ostinato.lab.gpu import GpuMachine
@@ -334,15 +334,20 @@ def _machine(device: str) -> Machine:
 def _model(machine: Machine, shape: str) -> tuple[Model, str]:
     import torch
 
-    from ostinato.backends.native.library import why_no_native
-    from ostinato.lab.random_weights import random_model
+    from ostinato.backends.machine import machine_at
+    from ostinato.engine.choose import decide
+    from ostinato.lab.random_weights import random_model, random_tensors
     from ostinato.models.named_shapes import named_shape
 
-    named_shape(shape)
+    sizes = named_shape(shape)
     if machine.kind == "gpu":
         return random_model(shape, torch.bfloat16, torch.device("cuda")), shape
     # In tiles, where the native loop can play them: `eager` multiplies with the same.
-    tiles: Activations | None = "wide" if why_no_native() is None else None
+    from ostinato.options import LoadOptions
+
+    options, tensors = LoadOptions(device="cpu"), random_tensors(sizes, torch.float32)
+    settled = decide(sizes, tensors, options, machine_at("cpu"), talk)
+    tiles: Activations | None = "wide" if settled.weights == "tiles" else None
     return random_model(shape, torch.float32, torch.device("cpu"), tiles=tiles), shape
 
 

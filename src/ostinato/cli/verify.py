@@ -58,31 +58,29 @@ def verify(
 
 def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str, Any]]:
     """Load the model as it would be run, and make every check."""
-    import torch
-
     from ostinato.engine.verify import Verifier
     from ostinato.text.of_checkpoint import tokenizer_of
 
     with opened_bare(model, options) as bare:
-        placement = bare.placement
-        cpu = torch.device("cpu")
+        settled = bare.settled
         verifier = Verifier(
             bare.load(),
-            placement.kv_type,
+            settled.kv_type,
             tokenizer_of(bare.checkpoint).vocab_size,
-            activations=placement.tiles or placement.activations,
-            threads=placement.threads,
+            activations=settled.activations,
+            threads=settled.threads,
             modes=None if options.mode == "auto" else (options.mode,),
         )
-        dense = None if placement.tiles is None else lambda: bare.load(cpu, dense=True)
-        report = verifier.verify(lambda: bare.load(cpu), detail, dense=dense)
+        tiles = settled.weights == "tiles"
+        dense = (lambda: bare.load("cpu", dense=True)) if tiles else None
+        report = verifier.verify(lambda: bare.load("cpu"), detail, dense=dense)
     return report, {
         "model": model,
         "path": str(bare.checkpoint.path),
-        "device": str(placement.device),
-        "dtype": str(placement.dtype).removeprefix("torch."),
-        "kv_type": placement.kv_type,
-        "activations": placement.tiles,
+        "device": settled.device,
+        "dtype": settled.dtype,
+        "kv_type": settled.kv_type,
+        "activations": settled.activations if tiles else None,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 
 from ostinato.backends.base import ChunkPart
-from ostinato.engine.open import Loop
+from ostinato.backends.runner import Runner
 from ostinato.errors import EngineDead, InternalError
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
@@ -25,7 +25,7 @@ DEADLINE_S: Final = 600.0  # for any single wait; a large model on a slow machin
 class LoopDriver:
     """Admits sequences and keeps what the loop sends, in order. Owns the loop: close it here."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Runner) -> None:
         self.loop = loop
         self.entries: list[OutEntry] = []
         self._generation = 0
@@ -54,8 +54,8 @@ class LoopDriver:
         if pages is None:
             pages = range(self._next_page, self._next_page + n_pages)
             self._next_page += n_pages
-        if max(pages) >= loop.options.n_pages:
-            raise InternalError(f"{loop.options.n_pages} pages of keys and values do not hold these sequences")
+        if max(pages) >= loop.settled.n_pages:
+            raise InternalError(f"{loop.settled.n_pages} pages of keys and values do not hold these sequences")
         self.prefill(slot, prompt, pages)
         granted = n_pages * loop.page_tokens if granted is None else granted
         admission = Admission(self._generation, prompt, most, pages, granted, sampling, stop_ids=stop_ids)

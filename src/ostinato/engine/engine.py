@@ -16,10 +16,11 @@ from types import TracebackType
 from typing import Final, Self
 from weakref import WeakKeyDictionary
 
+from ostinato.backends.base import Settled
+from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
 from ostinato.engine.constraint import Constrain, Constraint
-from ostinato.engine.open import Loop, LoopOptions
-from ostinato.engine.placement import Placement
+from ostinato.engine.open import open_runner
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.queue import RequestQueue
 from ostinato.engine.request import Message, Request, RequestSpec, Token
@@ -39,7 +40,7 @@ _OPEN_ENGINES: Final[WeakKeyDictionary[threading.Thread, RequestQueue]] = WeakKe
 class Engine:
     """One model and its decode loop.
 
-    >>> with Engine(model, placement, eog_ids=(2,), n_tokens=32_000) as engine:        # doctest: +SKIP
+    >>> with Engine(model, settled, eog_ids=(2,), n_tokens=32_000) as engine:        # doctest: +SKIP
     ...     request = engine.submit([5, 6, 7], sampling)
     ...     ids = [token.token for token in engine.stream(request)]
     """
@@ -47,7 +48,7 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        placement: Placement,
+        settled: Settled,
         *,
         eog_ids: Sequence[int] | frozenset[int] = (),
         n_tokens: int | None = None,
@@ -60,23 +61,12 @@ class Engine:
         many requests may wait. `reuse`: do not compute a prompt's beginning again where it is still in memory.
         `constrain` makes what an answer must follow of what its sampling says."""
         vocab = model.shape.vocab
-        options = LoopOptions(
-            mode=placement.mode,
-            n_slots=placement.n_slots,
-            context=placement.context,
-            n_pages=placement.n_pages,
-            kv_type=placement.kv_type,
-            n_tokens=vocab if n_tokens is None else n_tokens,
-            activations=placement.tiles or placement.activations,
-            threads=placement.threads,
-            prompts_on_tape=placement.prompts == "tape",
-            room_for_tape=placement.room_for_tape,
-        )
-        self.context, self._vocab = placement.context, vocab
+        self.context, self._vocab = settled.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
         self._constrain = constrain
-        self._loop = Loop(model, options, outbox_entries=outbox_entries)
-        self._queue = RequestQueue(queue, options.n_slots, self._loop.changed.set)
+        settled = replace(settled, n_tokens=vocab if n_tokens is None else n_tokens)
+        self._loop = open_runner(model, settled, outbox_entries=outbox_entries)
+        self._queue = RequestQueue(queue, settled.n_slots, self._loop.changed.set)
         try:
             self._loop.mode.enter()
         except BaseException:
@@ -92,7 +82,7 @@ class Engine:
         self._thread.start()
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> Runner:
         """What is below; to be looked at."""
         return self._loop
 
@@ -196,7 +186,7 @@ class Engine:
         reserve = scheduler.reserve
         return Stats(
             mode=self.mode,
-            n_slots=loop.options.n_slots,
+            n_slots=loop.settled.n_slots,
             waiting=len(self._queue),
             prefilling=scheduler.n_prefilling,
             live=scheduler.n_live,

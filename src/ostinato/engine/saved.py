@@ -38,7 +38,9 @@ def largest_state_bytes(engine: Engine) -> int:
 
 def _state(engine: Engine) -> PagedState:
     loop = engine.loop
-    return PagedState(loop.model.shape, SequenceCopy(loop.memory, native=loop.is_native), engine.context)
+    return PagedState(
+        loop.model.shape, SequenceCopy(loop.memory, native=loop.settled.backend == "native"), engine.context
+    )
 
 
 def _copied(engine: Engine, ids: Sequence[int], job: PageCopyJob) -> None:

@@ -19,12 +19,12 @@ from typing import Final
 import numpy as np
 import torch
 
+from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
 from ostinato.decoder.flow import PagedFlow, PendingChunk
 from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, SequencePart
 from ostinato.engine.active_work import ActiveWork
 from ostinato.engine.constraint import Masks
-from ostinato.engine.open import Loop
 from ostinato.engine.queue import RequestQueue
 from ostinato.engine.request import FinishReason, Request, Token
 from ostinato.engine.stats import GapMeter, SlotView
@@ -71,10 +71,10 @@ class ChunkUnderWay:
 class Scheduler:
     """Everything between the queue and the loop. `run` is the thread; `stats` words may be read from others."""
 
-    def __init__(self, loop: Loop, queue: RequestQueue, *, reuse: bool) -> None:
+    def __init__(self, loop: Runner, queue: RequestQueue, *, reuse: bool) -> None:
         self._loop, self._queue = loop, queue
         self._host, self._mode = loop.host, loop.mode
-        options = loop.options
+        options = loop.settled
         self.reserve = Reserve(options.n_pages, loop.page_tokens, reuse=reuse, kind=loop.prefill.rows_for)
         self._recurs = loop.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)

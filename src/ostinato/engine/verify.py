@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from ostinato.backends.base import MODES, Settled
 from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
@@ -27,8 +29,9 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cell_flow import DecodeFlow
 from ostinato.decoder.memories import memory_for
 from ostinato.decoder.settings import settle
+from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import GREEDY, LoopDriver
-from ostinato.engine.open import MODES, Loop, LoopOptions, why_not
+from ostinato.engine.open import open_runner
 from ostinato.errors import EngineDead, HardwareCannot, InternalError
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
@@ -129,7 +132,7 @@ class Verifier:
     model: Model
     kv_type: KVType
     n_tokens: int  # ids that the tokenizer knows
-    open: Callable[[Model, LoopOptions], Loop] = Loop
+    open: Callable[[Model, Settled], Runner] = open_runner
     activations: Activations = "wide"  # of weights in tiles
     threads: int | None = None  # of the native loop
     modes: tuple[str, ...] | None = None  # that are compared with `eager`; None: all that run unasked
@@ -143,7 +146,8 @@ class Verifier:
     ) -> VerifyReport:
         """Every check that can be made here; `again` makes the same model once more, on the CPU, from its source, and
         `dense`, where that one is packed, with plain weights for the twins."""
-        reasons = {mode: why_not(mode, self.model) for mode in (BASE, *(self.modes or MODES[1:]))}
+        found = why_not_model(self.model)
+        reasons = {mode: found[mode] for mode in (BASE, *(self.modes or MODES[1:]))}
         if reasons[BASE] is not None:
             raise HardwareCannot(f"mode {BASE}, with which the others are compared, cannot run here: {reasons[BASE]}")
         for mode in self.modes or ():
@@ -324,9 +328,18 @@ class Verifier:
         cases = self.cases()
         longest = max(len(case.prompt) + case.most for case in cases)
         n_pages = sum(-(-(len(case.prompt) + case.most) // self._page) for case in cases)
-        sizes = (mode, N_SLOTS, longest, n_pages, self.kv_type, self.n_tokens)
-        options = LoopOptions(*sizes, activations=self.activations, threads=self.threads)
-        return LoopDriver(self.open(self.model, options))
+        settled = settle_model(
+            self.model,
+            mode,
+            context=longest,
+            n_pages=n_pages,
+            n_slots=N_SLOTS,
+            kv_type=self.kv_type,
+            n_tokens=self.n_tokens,
+            activations=self.activations,
+            threads=self.threads,
+        )
+        return LoopDriver(self.open(self.model, settled))
 
     def _admit(
         self,
@@ -367,7 +380,7 @@ def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
     return max(told.values()) - told[two.token] <= 10 * tolerance  # a log-probability is of the order of 10
 
 
-def comparison_of(loop: Loop) -> Comparison:
+def comparison_of(loop: Runner) -> Comparison:
     """How a start is compared with `eager`: it has the same kernels, unless it says otherwise."""
     comparison: Comparison = getattr(loop.start, "comparison", "bits")
     return comparison
@@ -414,7 +427,7 @@ def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Fou
     return _Found(n + 2, None if difference is None else replace(difference, step=step))
 
 
-def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """(node, name, expected, found) of everything that a step leaves, each thing with the last that wrote it."""
     last = {name: node.name for node in base.plan.nodes for name in node.writes}
     for node in base.plan.nodes:
@@ -422,7 +435,7 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
             if last[name] == node.name and name != "table" and not _is_scratch(name):
                 expected, found = _buffer(base, name), _buffer(other, name)
                 if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
-                    expected, found = expected[: base.options.n_slots], found[: base.options.n_slots]
+                    expected, found = expected[: base.settled.n_slots], found[: base.settled.n_slots]
                 yield node.name, name, expected, found
     # What the sampler chose comes before what the step boundary made of it.
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
@@ -432,7 +445,7 @@ def _pairs(base: Loop, other: Loop) -> Iterator[tuple[str, str, Tensor, Tensor]]
             yield writer, f"table.{name}", expected, found
 
 
-def _buffer(loop: Loop, name: str) -> Tensor:
+def _buffer(loop: Runner, name: str) -> Tensor:
     """Memory of a plan as a tensor, whatever the backend keeps it in."""
     return torch.as_tensor(loop.plan.buffer(name).tensor)
 
@@ -523,13 +536,13 @@ def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Tensor:
 # Experts
 
 
-def prompt_routes(loop: Loop, n_prompt: int) -> Tensor | None:
+def prompt_routes(loop: Runner, n_prompt: int) -> Tensor | None:
     """The experts that a prompt just computed went to, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
     routes: Tensor | None = getattr(loop.prefill, "routes", None)
     return None if routes is None else routes[:, :n_prompt].long().cpu()
 
 
-def step_routes(loop: Loop) -> Tensor:
+def step_routes(loop: Runner) -> Tensor:
     """The same of the first row of the last step, [n_layers, 1, n_used]."""
     return _buffer(loop, "experts")[:, :1].long().cpu()
 

@@ -18,14 +18,17 @@ from typing import Any, Final, Literal
 
 import torch
 
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.stamps import Stamps
+from ostinato.backends.machine import free_bytes
+from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import Loop, LoopOptions
-from ostinato.engine.placement import Placement, free_bytes
+from ostinato.engine.open import open_runner
 from ostinato.engine.request import Request, Token
 from ostinato.errors import BadOption, HardwareCannot, InternalError
 from ostinato.lab.read_bandwidth import cpu_bandwidth
@@ -129,7 +132,7 @@ class Profile:
 
 def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
     """Bytes per second that a plain read of much memory reaches: the best of several passes over it."""
-    n_bytes = min(READ_BYTES[device.type], free_bytes(device) // 4)
+    n_bytes = min(READ_BYTES[device.type], free_bytes(str(device)) // 4)
     if device.type == "cpu":
         return cpu_bandwidth(n_bytes, torch.get_num_threads(), repeats)
     data = torch.ones(n_bytes // 4, dtype=torch.float32, device=device)
@@ -179,7 +182,7 @@ class Bench:
     kv_type: KVType
     bandwidth: float
     repeats: int = 5
-    tiles: Activations | None = None  # as in `Placement`
+    activations: Activations = "wide"  # of weights in tiles
     threads: int | None = None
 
     def figures(
@@ -251,8 +254,9 @@ class Bench:
         n_prompt, most = max(1, depth), n_steps + 2
         page = PAGE_TOKENS[self.model.device.type]
         n_pages = batch * -(-(n_prompt + most) // page)
-        options = LoopOptions(mode, batch, n_prompt + most, n_pages, self.kv_type, self.model.shape.vocab)
-        with closing(LoopDriver(Loop(self.model, options))) as driver:
+        with closing(
+            LoopDriver(open_runner(self.model, self._settled(mode, batch, n_prompt + most, n_pages)))
+        ) as driver:
             timer = _timed_nodes(driver.loop)
             if mode == "eager":
                 self._play_steps(driver, timer, batch, n_prompt, n_steps)
@@ -288,9 +292,19 @@ class Bench:
         device = self.model.device
         # One more than are live: what earlier runs left in memory must not be in the way.
         n_pages = (batch + 1) * -(-context // PAGE_TOKENS[device.type])
-        settled = (device, self.model.dtype, self.kv_type, context, mode, batch, n_pages)
-        placement = Placement(*settled, tiles=self.tiles, threads=self.threads)
-        return Engine(self.model, placement)
+        return Engine(self.model, self._settled(mode, batch, context, n_pages))
+
+    def _settled(self, mode: str, batch: int, context: int, n_pages: int) -> Settled:
+        return settle_model(
+            self.model,
+            mode,
+            context=context,
+            n_pages=n_pages,
+            n_slots=batch,
+            kv_type=self.kv_type,
+            activations=self.activations,
+            threads=self.threads,
+        )
 
     def _check_room(self, n_tokens: int, depth: int) -> None:
         context = self.model.shape.context
@@ -410,7 +424,7 @@ class _CudaTimer:
 _Timer = _CpuTimer | _CudaTimer | Stamps
 
 
-def _timed_nodes(loop: Loop) -> _Timer:
+def _timed_nodes(loop: Runner) -> _Timer:
     """Put clocks around the nodes of a loop that has not begun."""
     timer = _timer_for(loop)
     plan = replace(loop.plan, nodes=tuple(timer.timed(node) for node in loop.plan.nodes))
@@ -421,7 +435,7 @@ def _timed_nodes(loop: Loop) -> _Timer:
     return timer
 
 
-def _timer_for(loop: Loop) -> _Timer:
+def _timer_for(loop: Runner) -> _Timer:
     device, nodes = loop.model.device, loop.plan.nodes
     if device.type == "cpu":
         return _CpuTimer()

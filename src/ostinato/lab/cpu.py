@@ -133,7 +133,7 @@ def _address(tensor: Tensor) -> ctypes.c_void_p:
 
 
 def _free_bytes() -> int:
-    from ostinato.engine.placement import free_host_bytes
+    from ostinato.backends.machine import free_host_bytes
 
     return free_host_bytes()
 

@@ -12,25 +12,24 @@ from typing import Any
 
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import MODES, why_not
-from ostinato.engine.placement import Placement
 from ostinato.options import KVType
 
 
 def decode_modes(model: Model) -> dict[str, str | None]:
     """Every mode of the engine, and why it cannot run here; None where it can."""
-    return {mode: why_not(mode, model) for mode in MODES}
+    return why_not_model(model)
 
 
 def decoded(model: Model, mode: str, *, n_prompt: int, n_gen: int, kv_type: KVType, repeats: int = 3) -> dict[str, Any]:
     """One mode: time to the first token, tokens a second by the device's clock, launches and host time per token."""
     context = n_prompt + n_gen + 2
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
-    placement = Placement(model.device, model.dtype, kv_type, context, mode, 1, n_pages)
+    settled = settle_model(model, mode, context=context, n_pages=n_pages, kv_type=kv_type)
     runs = []
-    with Engine(model, placement, reuse=False) as engine:
+    with Engine(model, settled, reuse=False) as engine:
         for number in range(repeats + 1):  # the first warms
             runs.append(_run(engine, _prompt(model, n_prompt, number), n_gen))
     middle = sorted(runs[1:], key=lambda run: run["tokens_s"])[repeats // 2]

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda.backend import CUDA
+from ostinato.backends.machine import machine_at
 from ostinato.build import cubin
-from ostinato.engine.open import why_no_while_graph
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
 from ostinato.lab.model import StartCost
 from ostinato.lab.programs import host_library, source
@@ -71,7 +72,7 @@ class GpuMachine:
         module = ObjectCode.from_cubin(cubin(source("kernels.h"), "kernels.h", arch=arch))
         self._kernels = {name: module.get_kernel(name) for name in ("short_axpy", "short_tail", "hold", "persistent")}
         self.why_not: dict[str, str] = {}
-        reason = why_no_while_graph()
+        reason = CUDA.why_not_here("loop", machine_at(str(device)))
         if reason is None:
             turning = ObjectCode.from_cubin(cubin(source("while_condition.h"), "while_condition.h", arch=arch))
             self._kernels["count_down"] = turning.get_kernel("count_down")

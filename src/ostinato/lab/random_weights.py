@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
+from math import prod
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -26,6 +27,7 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
+from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.quants import BLOCKS
 from ostinato.models.blocks import ModelBlocks, leaves_of, with_leaves
 from ostinato.models.builder import Builder
@@ -153,6 +155,10 @@ class Kind:
             return _TYPES[self.dtype]
         return kept_as(self.mix, name, cols, self.shape)
 
+    def number_type(self, reference: Tensors) -> str:
+        """The type of what is no matrix."""
+        return _TYPES[torch.float32 if reference.exact else self.rest]
+
     def n_bytes(self, reference: Reference) -> int:
         """What the weights of a reference take."""
         total = 0
@@ -262,6 +268,19 @@ def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None, tiles
     """What the weights of such a model take; a tied head counts once."""
     kind = Kind(shape, dtype, mix, tiles)
     return sum(kind.n_bytes(reference) for reference in set(leaves_of(_blocks_of(_family_of(shape), shape))))
+
+
+def random_tensors(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> dict[str, TensorInfo]:
+    """The tensors of such a model as a file's header would list them."""
+    kind = Kind(shape, dtype, mix)
+    found: dict[str, TensorInfo] = {}
+    for reference in leaves_of(_blocks_of(_family_of(shape), shape)):
+        for name, sizes in reference.wanted:
+            numbers = isinstance(reference, Tensors) and not isinstance(reference, Matrices)
+            type = kind.number_type(reference) if numbers else kind.type_of(name, sizes[-1])
+            n_bytes = prod(sizes) // BLOCKS[type].elements * BLOCKS[type].n_bytes
+            found[name] = TensorInfo(name, sizes, type, n_bytes)
+    return found
 
 
 def random_model(

@@ -19,8 +19,9 @@ from ostinato.backends.tape.plan import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import LoopDriver
-from ostinato.engine.open import Loop, LoopOptions, why_not
+from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.options import KVType
 
@@ -129,13 +130,13 @@ def timeline(found: Sequence[PhaseSpan], title: str) -> str:
 
 def recorded(model: Model, *, n_prompt: int, n_gen: int, kv_type: KVType) -> list[list[int]]:
     """Decode on the tape, and read each block's marks of the last step; HardwareCannot where it cannot run."""
-    reason = why_not("persistent", model)
+    reason = why_not_model(model)["persistent"]
     if reason is not None:
         raise HardwareCannot(f"the tape cannot run here: {reason}")
     context = n_prompt + n_gen + 2
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
-    options = LoopOptions("persistent", 1, context, n_pages, kv_type, model.shape.vocab)
-    with closing(LoopDriver(Loop(model, options))) as driver:
+    settled = settle_model(model, "persistent", context=context, n_pages=n_pages, kv_type=kv_type)
+    with closing(LoopDriver(open_runner(model, settled))) as driver:
         start = driver.loop.start
         assert isinstance(start, TapeLoop)
         start.note_times()

@@ -20,12 +20,12 @@ from ostinato.backends.torch.ops.experts import expert_of
 from ostinato.backends.torch.table import TWINS
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
-from ostinato.engine.load import build_model
 from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
 from ostinato.lab.random_weights import random_blocks
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.registry import read_shape
 from ostinato.models.tensors import ExpertMatrices, TensorTable
+from tests.built import build_model
 from tests.models import tiny, tiny_gguf
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan, why_not_fused
+from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan
 from ostinato.backends.cuda.step import StepKernels, triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
@@ -15,7 +15,6 @@ from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from tests.backends.families import FAMILIES, family_model
 from tests.engine.rig import Driver, open_loop
-from tests.random_model import random_model
 
 PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
 
@@ -96,11 +95,6 @@ def test_a_layer_has_few_nodes(family: str, most: int) -> None:
     driver = fused_driver(family_model(family), twin_kernels())
     assert nodes_a_layer(driver.loop.plan) == most
     driver.loop.close()
-
-
-def test_what_has_no_kernels_is_told_by_name() -> None:
-    assert "recurrent" in (why_not_fused(random_model("hybrid")) or "")
-    assert why_not_fused(random_model("kv")) is None
 
 
 def test_rows_beyond_the_living_are_not_touched() -> None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.backends.allocate import zeros
-from ostinato.backends.cuda.static_plan import SPARE_STATES, static_plan, why_not_static
+from ostinato.backends.cuda.backend import SPARE_STATES
+from ostinato.backends.cuda.static_plan import static_plan
 from ostinato.backends.cuda.step import StepKernels, twin_kernels
 from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
@@ -405,11 +406,3 @@ def test_states_without_spare_rows_are_refused() -> None:
     with pytest.raises(InternalError, match="a static step of 4 slots needs 2 more"):
         static_plan(model, driver.loop.memory, driver.loop.tables, 128, twin_kernels())
     driver.loop.close()
-
-
-def test_what_it_cannot_run_is_told_by_name() -> None:
-    assert [why_not_static(random_model(kind)) for kind in KINDS] == [None] * len(KINDS)
-    assert "routed experts" in (why_not_static(family_model("mixtral")) or "")
-    assert "encoder" in (why_not_static(random_model("encoder")) or "")
-    narrow = random_model("hybrid", hidden=32)
-    assert "heads of width 8" in (why_not_static(narrow) or "")

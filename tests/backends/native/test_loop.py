@@ -21,18 +21,21 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.base import ChunkPart
+from ostinato.backends.native.backend import why_not_blocks
 from ostinato.backends.native.library import chosen_level
-from ostinato.backends.native.plan import why_not_native, why_not_native_model
 from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
+from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import LoopDriver
-from ostinato.engine.open import Loop, LoopOptions, choose_mode
+from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Finish, Word
+from ostinato.models.header import tensors_in
 from ostinato.models.rope import Rope
+from ostinato.models.shape import Multipliers
 from ostinato.options import KVType, Sampling
 from tests.backends.families import FAMILIES, family_model
 from tests.backends.native.tiled import dense, packed_blocks, plain_tiles, tiled
@@ -47,9 +50,17 @@ TOLERANCE = 1e-3
 
 def opened(model: Model, *, threads: int = 2, n_slots: int = 4, kv_type: KVType = "f32", mode: str = "loop") -> Driver:
     wide = not isinstance(model.embedding, TileMatrix) or model.embedding.wide
-    activations = "wide" if wide else "int8"
-    options = LoopOptions(mode, n_slots, 256, 128, kv_type, model.shape.vocab, activations, threads)  # type: ignore[arg-type]
-    return Driver(Loop(model, options))
+    settled = settle_model(
+        model,
+        mode,
+        context=256,
+        n_pages=128,
+        n_slots=n_slots,
+        kv_type=kv_type,
+        activations="wide" if wide else "int8",
+        threads=threads,
+    )
+    return Driver(open_runner(model, settled))
 
 
 def logits_of(driver: LoopDriver, row: int) -> Tensor:
@@ -234,7 +245,9 @@ def test_a_prompt_over_several_blocks_has_the_same_bits_at_every_level(
     model, prompt = tiled(random_model("swa")), [(5 * i + 1) % 128 for i in range(600)]
 
     def logits() -> Tensor:
-        with closing(Driver(Loop(model, LoopOptions("loop", 1, 1024, 64, "f32", 128, threads=2)))) as driver:
+        with closing(
+            Driver(open_runner(model, settle_model(model, "loop", context=1024, n_pages=64, threads=2)))
+        ) as driver:
             return steps_of(driver, prompt, most=6)[1]
 
     expected = logits()
@@ -253,7 +266,7 @@ def test_int8_activations_have_bits_of_their_own_that_depend_on_nothing_either()
 def test_a_loop_is_not_opened_with_other_activations_than_its_weights_were_packed_for() -> None:
     model = tiled(random_model("kv"), plain_tiles(wide=False))
     with pytest.raises(InternalError, match="other activations"):
-        Loop(model, LoopOptions("loop", 1, 64, 8, "f32", model.shape.vocab, "wide", 1))
+        open_runner(model, settle_model(model, "loop", context=64, n_pages=8, threads=1))
 
 
 def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
@@ -262,8 +275,8 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
     prompt = [(5 * i + 1) % 128 for i in range(700)]
     found = []
     for threads, n_others in ((1, 0), (2, 0), (3, 0), (2, 3), (1, 3)):
-        options = LoopOptions("loop", 4, 1024, 256, "f16", 128, threads=threads)
-        with closing(Driver(Loop(model, options))) as driver:
+        settled = settle_model(model, "loop", context=1024, n_pages=256, n_slots=4, kv_type="f16", threads=threads)
+        with closing(Driver(open_runner(model, settled))) as driver:
             for other in range(n_others):
                 driver.admit(other, [other + 1] * 300, most=30)
             driver.admit(3, prompt, most=6)
@@ -278,20 +291,48 @@ def test_a_long_past_is_shared_out_by_blocks_with_the_same_bits() -> None:
 
 def test_what_it_cannot_run_is_told_and_auto_runs_eager() -> None:
     gpt2 = family_model("gpt2")
-    assert "does not know the family gpt2" in str(why_not_native(gpt2.shape))
-    mode, reasons = choose_mode("auto", gpt2)
-    assert mode == "eager"
-    assert "does not know the family gpt2" in next(reason for reason in reasons if reason.startswith("loop"))
-    with pytest.raises(HardwareCannot, match=r"mode 'loop' cannot run here: .*family gpt2"):
-        choose_mode("loop", gpt2)
+    assert blocks_of(gpt2) == "the native loop has no learned positions"
+    settled = settle_model(tiled_embedding(gpt2), context=64)
+    assert settled.mode == "eager"
+    assert "loop: the native loop has no learned positions" in settled.why_not
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: the native loop has no learned positions"):
+        settle_model(tiled_embedding(gpt2), "loop", context=64)
 
 
-def test_dense_weights_and_narrow_heads_are_reasons() -> None:
+def blocks_of(model: Model) -> str | None:
+    return why_not_blocks(model.shape, tensors_in(model))
+
+
+def tiled_embedding(model: Model) -> Model:
+    """A model that says that its weights are in tiles."""
+    return replace(model, embedding=tiled(random_model("kv")).embedding)
+
+
+def test_blocks_that_it_lacks_are_named_each() -> None:
     model = random_model("kv")
-    assert "dense" in str(why_not_native_model(model))
-    assert why_not_native_model(tiled(model)) is None
-    assert "multiple of 16" in str(why_not_native(random_model("kv", hidden=32).shape))
-    assert "does not know the family falcon-h1" in str(why_not_native(random_model("hybrid").shape))
+    norm, shape = model.norm, model.shape
+    assert norm is not None
+    assert blocks_of(model) is None
+    layered = replace(model, norm=replace(norm, bias=norm.weight))
+    assert blocks_of(layered) == "the native loop has no layer norm"
+    tensors = tensors_in(model)
+    ungated = {name: tensor for name, tensor in tensors.items() if "ffn_gate" not in name}
+    assert why_not_blocks(shape, ungated) == "the native loop has no feed-forward block without a gate"
+    fused = {
+        name: replace(t, shape=(2 * t.shape[0], t.shape[1])) if "ffn_up" in name else t for name, t in ungated.items()
+    }
+    assert why_not_blocks(shape, fused) is None  # gate and up in one tensor, as phi3 has them
+    assert blocks_of(replace(model, shape=replace(shape, multipliers=Multipliers(head=0.5)))) == (
+        "the native loop has no multipliers"
+    )
+    assert blocks_of(random_model("hybrid")) == "the native loop has no recurrent layers"
+    assert "multiple of 16" in str(blocks_of(random_model("kv", hidden=32)))
+
+
+def test_dense_weights_are_a_reason() -> None:
+    model = random_model("kv")
+    assert "dense" in str(why_not_model(model)["loop"])
+    assert why_not_model(tiled(model))["loop"] is None
 
 
 # Beside others

@@ -24,13 +24,13 @@ from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import dense_of, dtype_of, rows_of
 from ostinato.backends.weights import Stack
-from ostinato.engine.load import build_model
 from ostinato.files.checkpoint import TensorInfo, fill, open_checkpoint
 from ostinato.files.quants import BLOCKS, READABLE, dequantize
 from ostinato.lab.random_weights import random_blocks
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.registry import read_shape
 from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
+from tests.built import build_model
 from tests.models import tiny
 from tests.models.plain_memory import PlainMemory
 
@@ -245,7 +245,7 @@ from ostinato.files.checkpoint import open_checkpoint
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.tiles import empty_tiles
 from ostinato.models.registry import read_shape
-from ostinato.engine.load import build_model
+from tests.built import build_model
 
 def kib(name):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name))

@@ -1,4 +1,4 @@
-"""The whole tape on the CPU: a `Loop` whose start runs the kernel's own source in the emulator."""
+"""The whole tape on the CPU: a `Runner` whose start runs the kernel's own source in the emulator."""
 
 from __future__ import annotations
 
@@ -10,20 +10,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import Chunks
+from ostinato.backends.base import Chunks, Settled
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
-from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_tape
+from ostinato.backends.tape.backend import why_not_rows, why_not_shape, why_not_tensors
+from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_values
 from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.backends.torch.backend import TWIN, TorchRunner
 from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.start import torch_device
 from ostinato.backends.weights import Stack
-from ostinato.engine.open import TWIN, Loop, LoopOptions
+from ostinato.engine.choose import settle_model
 from ostinato.loop.guard import Guard
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Launched, Start, next_executable
 from ostinato.models import blocks
+from ostinato.models.header import tensors_in
 from ostinato.options import Activations, KVType
 from tests.backends.tape.emulator import Program, compiled
 from tests.engine.rig import Driver
@@ -84,13 +87,13 @@ class EmulatedTape(Launched):
         )
 
 
-class EmulatedLoop(Loop):
+class EmulatedLoop(TorchRunner):
     """A loop over a model as a card has it; torch, for prompts, has the same numbers as float32."""
 
     def __init__(
         self,
         model: Model,
-        options: LoopOptions,
+        settled: Settled,
         *,
         seed: int = 0,
         n_compute_warps: int = 2,
@@ -100,20 +103,20 @@ class EmulatedLoop(Loop):
     ) -> None:
         self._on_card, self._seed, self._n_compute_warps, self._n_blocks = model, seed, n_compute_warps, n_blocks
         self._deadline_ns = deadline_ns
-        super().__init__(widened(model), options, outbox_entries=outbox_entries)
+        super().__init__(widened(model), settled, outbox_entries=outbox_entries)
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
-        model, options = self._on_card, self.options
-        reason = why_not_tape(model, options.n_slots, options.kv_type)
+        model, settled = self._on_card, self.settled
+        reason = why_not_tape(model, settled.n_slots, settled.kv_type)
         assert reason is None, reason
         self.step = TapeStep(
             model,
             self.memory,
             self.tables,
-            options.n_tokens,
+            self.n_tokens,
             Chip((9, 0), self._n_blocks, 227 << 10, 0),
-            kv_type=options.kv_type,
-            activations=options.activations,
+            kv_type=settled.kv_type,
+            activations=settled.activations,
             n_compute_warps=self._n_compute_warps,
         )
         plan = tape_plan(model, self.memory, self.tables, self.step)
@@ -121,8 +124,19 @@ class EmulatedLoop(Loop):
         if self._deadline_ns is not None:
             headers["shape.h"] += f"#undef DEADLINE_NS\n#define DEADLINE_NS {self._deadline_ns}LL\n"
         program = compiled(tape_source(), "tape.cpp", headers=headers)
-        prefill = TorchChunks(self.model, self.memory, self.tables, options.n_tokens)
+        prefill = TorchChunks(self.model, self.memory, self.tables, self.n_tokens)
         return plan, EmulatedTape(plan, self.step, program, self.guard, self._seed), prefill
+
+
+def why_not_tape(model: Model, n_slots: int, kv_type: KVType) -> str | None:
+    """Why the tape cannot run a model that is loaded, whatever the card."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return (
+        why_not_shape(model.shape)
+        or why_not_rows(n_slots, dtype, kv_type)
+        or why_not_tensors(model.shape, tensors_in(model), packed=True)
+        or why_not_values(model)
+    )
 
 
 def tape_driver(
@@ -135,8 +149,17 @@ def tape_driver(
     **more: Any,
 ) -> Driver:
     """A driver of the tape over a small model. Sizes are the same unless they must differ: every layout is compiled."""
-    options = LoopOptions(TWIN, n_slots, CONTEXT, N_PAGES, kv_type, n_tokens or model.shape.vocab, activations)
-    return Driver(EmulatedLoop(model, options, outbox_entries=OUTBOX, **more))
+    settled = settle_model(
+        model,
+        TWIN,
+        context=CONTEXT,
+        n_pages=N_PAGES,
+        n_slots=n_slots,
+        kv_type=kv_type,
+        n_tokens=n_tokens,
+        activations=activations,
+    )
+    return Driver(EmulatedLoop(model, settled, outbox_entries=OUTBOX, **more))
 
 
 def widened(part: Any) -> Any:

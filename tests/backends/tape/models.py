@@ -12,12 +12,13 @@ import torch
 from ostinato.backends.torch.model import Model
 from ostinato.lab.random_weights import Kind, random_model_of
 from ostinato.models.llama import LLAMA
+from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 
-FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3}
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3}
 
 
 def shape_of(family: str = "llama", *, windows: Sequence[int | None] = (None, None), **sizes: Any) -> Shape:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.tape.plan import TapeSizes, why_not_tape
+from ostinato.backends.tape.plan import TapeSizes
 from ostinato.backends.tape.start import tape_binary
 from ostinato.backends.torch.model import Model
 from ostinato.errors import HardwareCannot
@@ -16,6 +16,7 @@ from ostinato.lab.random_weights import Kind, random_model_of
 from ostinato.loop.layout import Layout
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
+from tests.backends.tape.loop import why_not_tape
 from tests.backends.tape.models import FAMILIES, shape_of
 from tests.backends.tape.test_plan import H200, headers_for, matrices_of
 

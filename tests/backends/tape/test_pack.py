@@ -14,7 +14,6 @@ from ostinato.backends.cuda.packed import pack, stacked
 from ostinato.backends.tape import pack as pack_module
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
-    WEIGHT_TYPES,
     FileBlocks,
     Numbers,
     TapeSource,
@@ -33,6 +32,7 @@ from ostinato.backends.tape.pack import (
 )
 from ostinato.backends.tape.partition import (
     PER_COMPUTE_WARP,
+    WEIGHT_TYPES,
     Partition,
     TapeGrid,
     TapeMatrix,

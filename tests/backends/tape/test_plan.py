@@ -1,9 +1,9 @@
-"""What the tape says that it cannot play, how it shares out a card, and that its numbers are those of its headers."""
+"""How the tape shares out a card, and that its numbers are those of its headers."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import c_int, c_uint64, c_void_p, sizeof
 from dataclasses import replace
 from functools import cache
@@ -13,14 +13,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, pack
+from ostinato.backends.tape.backend import HEAD_WIDTHS
 from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
 from ostinato.backends.tape.plan import (
     GATES_BYTES,
-    HEAD_WIDTHS,
     IN_FLIGHT_BYTES,
     ITEM_BYTES,
     ITEMS_AT_ONCE,
@@ -39,10 +38,6 @@ from ostinato.backends.tape.plan import (
     shape_header,
     sources_of,
     tape_plan,
-    why_no_tape_on,
-    why_not_shape,
-    why_not_tape,
-    why_not_weights,
 )
 from ostinato.backends.tape.start import SOURCES, tape_headers, tape_source
 from ostinato.backends.torch.model import Model
@@ -52,173 +47,17 @@ from ostinato.backends.weights import Stack
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.lab.random_weights import random_blocks
 from ostinato.loop.layout import Layout
-from ostinato.models.blocks import GatedMLP, Layer, Linear, PlainMLP
-from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
+from ostinato.models.blocks import Linear
+from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 from tests.backends.tape.emulator import Program, compiled
 from tests.backends.tape.models import shape_of, small
+from tests.backends.tape.test_backend import matrices_by_header
 
 CPU = torch.device("cpu")
 H200 = Chip((9, 0), 132, 227 << 10, 50 << 20)
 LLAMA = shape_of()
 PACKABLE = shape_of(hidden=256, ff_width=256)
-
-
-# --- what it cannot play, a sentence for each thing ---
-
-SHAPES: dict[str, tuple[Shape, str]] = {
-    "family": (replace(LLAMA, family="gemma2"), "the family gemma2: it plays llama, qwen2, qwen3"),
-    "experts": (replace(LLAMA, experts=ExpertShape(8, 2, 64, renormalise=True)), "experts"),
-    "recurrent": (replace(LLAMA, recurrent=RecurrentShape(((1,),))), "layers that are not causal attention"),
-    "no attention": (replace(LLAMA, attention=False), "layers that are not causal attention"),
-    "encoder": (replace(LLAMA, causal=False), "layers that are not causal attention"),
-    "multipliers": (replace(LLAMA, multipliers=Multipliers(head=0.5)), "multipliers"),
-    "embedding": (replace(LLAMA, embedding_scale=11.0), "multipliers"),
-    "cap of scores": (replace(LLAMA, attention_softcap=50.0), "soft caps"),
-    "cap of logits": (replace(LLAMA, logit_softcap=30.0), "soft caps"),
-    "activation": (replace(LLAMA, activation="gelu"), "the activation gelu: it has silu"),
-    "bias": (replace(LLAMA, mlp_bias=True), "a bias in the feed-forward block"),
-    "width": (shape_of(head_width=80), "heads of width 80: it has 64, 96, 128, 256"),
-    "group": (replace(LLAMA, n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
-    "hidden": (replace(LLAMA, hidden=96), "a hidden size of 96: it wants a multiple of 64"),
-    "feed-forward": (replace(LLAMA, ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
-    "no rope": (replace(LLAMA, ropes=(None, None)), "layers with different rotary positions"),
-    "ropes": (replace(LLAMA, ropes=(LLAMA.ropes[0], None)), "layers with different rotary positions"),
-}
-
-
-@pytest.mark.parametrize("what", SHAPES)
-def test_a_shape_that_it_cannot_express_is_named(what: str) -> None:
-    shape, words = SHAPES[what]
-    assert why_not_shape(shape) == f"the tape does not know {words}"
-    assert why_not_tape(replace(small(LLAMA), shape=shape), 1, "bf16") == why_not_shape(shape)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("width", HEAD_WIDTHS)
-def test_shapes_of_its_families_have_no_reason(family: str, width: int) -> None:
-    assert why_not_shape(shape_of(family, head_width=width)) is None
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mix", [None, "q4_k_m", "q5_0", "q6_k", "q8_0"])
-def test_models_that_it_plays_have_none(dtype: torch.dtype, mix: str | None) -> None:
-    model = small(PACKABLE, dtype=dtype, mix=mix)
-    assert all(why_not_tape(model, n_slots, kv) is None for n_slots in (1, 8) for kv in ("f32", "f16", "bf16"))
-
-
-def changed_layer(model: Model, **parts: Any) -> Model:
-    """The model with another second layer."""
-    return replace(model, layers=[model.layers[0], replace(second(model), **parts)])
-
-
-def second(model: Model) -> Layer:
-    assert isinstance(model.layers[1], Layer)
-    return model.layers[1]
-
-
-def with_mlp(model: Model, **parts: Any) -> Model:
-    return changed_layer(model, mlp=replace(second(model).mlp, **parts))
-
-
-def with_weight(model: Model, weight: Packed | Tensor | Stack) -> Model:
-    return with_mlp(model, gate_up=replace(gate_up(model), weight=weight))
-
-
-def gate_up(model: Model) -> Linear:
-    mlp = second(model).mlp
-    assert isinstance(mlp, GatedMLP)
-    return mlp.gate_up
-
-
-def packed(mix: str) -> Packed:
-    weight = gate_up(small(PACKABLE, mix=mix)).weight
-    assert isinstance(weight, Packed)
-    return weight
-
-
-def with_plain_mlp(model: Model) -> Model:
-    mlp: Any = second(model).mlp
-    return changed_layer(model, mlp=PlainMLP(mlp.gate_up, mlp.down, "silu"))
-
-
-def with_head(model: Model, **parts: Any) -> Model:
-    assert model.head is not None
-    return replace(model, head=replace(model.head, **parts))
-
-
-def wide_weight(model: Model) -> Tensor:
-    weight = gate_up(model).weight
-    assert isinstance(weight, Tensor)
-    return weight.float() + 1e-6
-
-
-MODELS: dict[str, tuple[Callable[[Model], Model], str]] = {
-    "another layer": (with_plain_mlp, "layer 1 is of a kind that the tape does not know"),
-    "after attention": (lambda m: changed_layer(m, after_attention=m.norm), "the tape has no norms after a block"),
-    "after the mlp": (lambda m: changed_layer(m, after_mlp=m.norm), "the tape has no norms after a block"),
-    "no head": (lambda m: replace(m, head=None), "the tape wants a head, a last norm and rotary positions"),
-    "no norm": (lambda m: replace(m, norm=None), "the tape wants a head, a last norm and rotary positions"),
-    "learned positions": (
-        lambda m: replace(m, position_embedding=torch.zeros(8, m.shape.hidden)),
-        "the tape wants a head, a last norm and rotary positions",
-    ),
-    "bias": (lambda m: with_head(m, bias=torch.zeros(m.shape.vocab)), "the tape has no bias or scale of head"),
-    "scale": (lambda m: with_head(m, scale=0.5), "the tape has no bias or scale of head"),
-    "two kinds": (
-        lambda m: with_weight(m, Stack((packed("q4_k"), packed("q6_k")))),
-        "layer.1.gate_up: a matrix of Q4_K and Q6_K cannot be laid out on the tape: gate and up share their tiles",
-    ),
-    "unknown type": (
-        lambda m: with_weight(m, replace(packed("q4_k"), type="IQ4_XS")),
-        "layer.1.gate_up: IQ4_XS weights have no place on the tape; those that have are Q4_0, ",
-    ),
-    "integers": (
-        lambda m: with_weight(m, torch.zeros((512, 256), dtype=torch.int8)),
-        "layer.1.gate_up: int8 weights have no place on the tape",
-    ),
-    "lost values": (
-        lambda m: with_weight(m, wide_weight(m)),
-        "layer.1.gate_up: the tape keeps these float32 weights as bfloat16, which cannot hold their values",
-    ),
-}
-
-
-@pytest.mark.parametrize("what", MODELS)
-def test_weights_that_it_cannot_lay_out_are_named(what: str) -> None:
-    change, words = MODELS[what]
-    model = change(small(PACKABLE))
-    reason = why_not_weights(model)
-    assert reason is not None
-    assert reason.startswith(words)
-    assert why_not_tape(model, 1, "bf16") == reason
-
-
-def test_float32_weights_that_bfloat16_holds_are_taken() -> None:
-    model = small(PACKABLE)
-    weight = gate_up(model).weight
-    assert isinstance(weight, Tensor)
-    assert why_not_tape(with_weight(model, weight.float()), 1, "bf16") is None
-
-
-def test_slots_and_types_that_it_has_not_are_named() -> None:
-    model = small(LLAMA)
-    assert why_not_tape(model, 9, "bf16") == "the tape has up to 8 slots, and 9 are asked for"
-    assert why_not_tape(model, 8, "q8_0") == "the tape keeps keys and values as f32, f16, bf16, not q8_0"
-    wide = replace(model, dtype=torch.float32)
-    assert why_not_tape(wide, 1, "f32") == "the tape multiplies bfloat16 or float16, and this model's rows are float32"
-
-
-@pytest.mark.parametrize(
-    ("capability", "can"), [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 1), True)]
-)
-def test_a_card_must_have_bulk_copies(capability: tuple[int, int], can: bool) -> None:
-    reason = why_no_tape_on(capability)
-    assert (reason is None) == can
-    dotted = ".".join(map(str, capability))
-    assert can or reason == (
-        f"the tape is streamed by bulk copies, which cards have since capability 9.0; this one has {dotted}"
-    )
 
 
 # --- the numbers of its headers ---
@@ -563,7 +402,7 @@ def test_q_k_and_v_are_three_segments_of_which_those_after_the_last_part_are_emp
         for layer in before
     ]
     changed = replace(model, layers=layers)
-    assert why_not_tape(changed, 1, "f32") is None
+    assert matrices_by_header(changed) == [source.matrix for _, source in sources_of(changed)]
     laid = Laid(changed)
     segments = [Segment(WeightType(row[0]), *row[1:]) for row in laid.step.buffers["segments"].tolist()]
     a_layer = QKV_SEGMENTS + 3

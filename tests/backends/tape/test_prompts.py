@@ -14,20 +14,19 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import ChunkPart, Chunks, ChunkWant
+from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, Prompts, Settled
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.plan import why_not_fused
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.tape.backend import TapeRunner
 from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
 from ostinato.backends.weights import shape_of as shape_of_weight
-from ostinato.engine.load import build_model
-from ostinato.engine.open import TWIN, Loop, LoopOptions
-from ostinato.engine.placement import Placement
+from ostinato.engine.choose import settle_model
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import Start
@@ -39,6 +38,7 @@ from tests.backends.tape.loop import EmulatedLoop
 from tests.backends.tape.models import shape_of, small
 from tests.backends.tape.test_plan import Laid, linears
 from tests.backends.tape.test_start import Card
+from tests.built import build_model
 from tests.engine.rig import Driver, open_loop
 
 PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
@@ -178,8 +178,8 @@ class Emulated(EmulatedLoop):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start, _ = super()._made()
-        self.model = self.step.on_tape(self._on_card) if self.options.prompts_on_tape else self._on_card
-        words = (self.memory, self.tables, self.options.n_tokens, twin_kernels(), twin_prompts())
+        self.model = self.step.on_tape(self._on_card) if self.settled.prompts == "tape" else self._on_card
+        words = (self.memory, self.tables, self.n_tokens, twin_kernels(), twin_prompts())
         return plan, start, FusedChunks(self.model, *words, buckets=(16, 64))
 
 
@@ -196,12 +196,12 @@ def test_a_model_of_a_file_answers_scores_and_embeds_alike_from_the_tape_and_pla
     torch.manual_seed(4)
     made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**tiny.TINY["llama"].config, **sizes}))
     tiny_folder.write(made, tmp_path / "model", storage="BF16", style="current", shard_size=None)
-    monkeypatch.setattr("ostinato.engine.engine.Loop", Emulated)
+    monkeypatch.setattr("ostinato.engine.engine.open_runner", Emulated)
     found = []
     for prompts in ("plain", "tape"):
-        words: dict[str, Any] = {"mode": TWIN, "n_slots": 4, "n_pages": 64, "packed": True, "prompts": prompts}
-        placed = Placement(torch.device("cpu"), torch.bfloat16, "f32", 256, **words)
-        monkeypatch.setattr("ostinato.llm.settle", lambda *_, placed=placed: placed)
+        words: dict[str, Any] = {"n_slots": 4, "n_pages": 64, "weights": "packed", "prompts": prompts}
+        settled = Settled("cpu", "torch", TWIN, "bfloat16", "f32", 256, **words)
+        monkeypatch.setattr("ostinato.llm.choose", lambda *_, settled=settled: settled)
         with LLM(tmp_path / "model", device="cpu") as llm:
             assert lies_on_tape(llm._model) == (prompts == "tape")
             answers = llm.generate([[5, 6, 7], list(range(3, 40))], Sampling(max_tokens=5, temperature=0))
@@ -228,15 +228,14 @@ def test_beside_the_tape_there_is_the_embedding_and_no_other_matrix(mix: str | N
     assert all(matrix is tape_weight.embedding for matrix in matrices)
     assert isinstance(tape_weight.embedding, Tensor)
     assert tape_weight.embedding.dtype == tape_weight.dtype
-    assert why_not_fused(tape_weight) == "its matrices lie on the persistent kernel's tape alone"
 
 
-class CardLoop(Loop):
+class CardLoop(TapeRunner):
     """A loop as a card has it, on a driver that only notes; its kernels are the twins."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
-        plan, start = self._tape()
-        words = (self.memory, self.tables, self.options.n_tokens, twin_kernels(), twin_prompts())
+        plan, start = self._step()
+        words = (self.memory, self.tables, self.n_tokens, twin_kernels(), twin_prompts())
         return plan, start, FusedChunks(self.model, *words, buckets=(16,))
 
 
@@ -253,8 +252,9 @@ def test_a_loop_on_the_tape_keeps_no_matrix_of_the_model_it_was_given(
     planes = [plane for weight in weights for plane in (weight.planes if isinstance(weight, Packed) else (weight,))]
     kept = [weakref.ref(plane) for plane in planes if isinstance(plane, Tensor)]
     assert kept
-    options = LoopOptions(TWIN, 2, 64, 8, "bf16", model.shape.vocab, prompts_on_tape=prompts_on_tape)
-    loop = CardLoop(model, options)
+    prompts: Prompts = "tape" if prompts_on_tape else "plain"
+    settled = settle_model(model, TWIN, context=64, n_pages=8, n_slots=2, kv_type="bf16", prompts=prompts)
+    loop = CardLoop(model, settled)
     given, found = model, loop.model
     assert (found is given) == (not prompts_on_tape)
     del model, given, weights, planes

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.backends import cards
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan
-from ostinato.backends.tape.start import TapeLoop, is_taken
+from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import DecodeInvariantError, HardwareCannot
@@ -127,14 +128,14 @@ def test_a_trigger_is_one_cooperative_launch_with_one_struct(card: Card) -> None
     start.close()
 
 
-def test_a_card_is_taken_until_its_start_is_closed(card: Card) -> None:
-    assert not is_taken(CPU)
+def test_a_card_is_held_until_its_start_is_closed(card: Card) -> None:
+    assert not cards.is_held(str(CPU))
     start, other = start_on(card), start_on(card)
     start.close()
     start.close()
-    assert is_taken(CPU)
+    assert cards.is_held(str(CPU))
     other.close()
-    assert not is_taken(CPU)
+    assert not cards.is_held(str(CPU))
 
 
 def test_whichever_thread_launches_has_the_card_as_its_own(card: Card) -> None:

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ostinato.backends.tape.plan import TapeStep
 from ostinato.backends.tape.start import tape_headers, tape_source
+from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.model import Model
+from ostinato.engine.choose import settle_model
 from ostinato.engine.engine import Engine
-from ostinato.engine.open import TWIN
-from ostinato.engine.placement import Placement
 from ostinato.errors import EngineDead
 from ostinato.loop.host import Admission, bits_of
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
@@ -79,7 +79,7 @@ def check_near_torch(model: Model, *, most: int = 12, tolerance: float = TOLERAN
 # --- what it computes ---
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 def test_every_family_has_the_logits_of_torch(family: str) -> None:
     check_near_torch(small(shape_of(family)))
 
@@ -310,9 +310,9 @@ def test_a_choice_that_never_comes_is_a_fault_though_all_others_came() -> None:
 
 
 def open_engine(monkeypatch: pytest.MonkeyPatch, model: Model) -> Engine:
-    monkeypatch.setattr("ostinato.engine.engine.Loop", EmulatedLoop)
-    placement = Placement(torch.device("cpu"), torch.float32, "f32", CONTEXT, TWIN, 4, N_PAGES)
-    return Engine(model, placement, outbox_entries=OUTBOX)
+    monkeypatch.setattr("ostinato.engine.engine.open_runner", EmulatedLoop)
+    settled = settle_model(model, TWIN, context=CONTEXT, n_pages=N_PAGES, n_slots=4, kv_type="f32")
+    return Engine(model, settled, outbox_entries=OUTBOX)
 
 
 def test_prompts_are_taken_in_while_others_run_and_answers_do_not_change(monkeypatch: pytest.MonkeyPatch) -> None:

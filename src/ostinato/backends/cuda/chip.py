@@ -1,4 +1,4 @@
-"""What a GPU is, in the numbers that kernels are chosen by, and what is chosen for it, with the reason (E-82).
+"""What is chosen for a GPU by its numbers (`Chip`), with the reason (E-82).
 
 Capabilities are compared as numbers: (10, 0) is newer than (9, 0). Nothing is chosen by a chip's name, and nothing that
 decides bits by the chip at all: how products are cut follows from the weight alone (`triton/tiles.py`).
@@ -7,45 +7,13 @@ decides bits by the chip at all: how products are cut follows from the weight al
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
-import torch
+from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR, TUNED_SHARED_BYTES
+from ostinato.backends.machine import Chip as Chip
 
-PROGRAMS_PER_MULTIPROCESSOR: Final = 4  # of a step's attention; their number changes its speed and no bit
 TENSOR_CORES_SINCE: Final = (8, 0)  # for bfloat16
 TUNED_ON: Final = (9, 0)  # where the table of tiles was measured
-TUNED_SHARED_BYTES: Final = 227 << 10  # and what its tiles may take of a block's shared memory
-
-
-@dataclass(frozen=True, slots=True)
-class Chip:
-    """One GPU."""
-
-    capability: tuple[int, int]
-    n_multiprocessors: int
-    shared_bytes: int  # that one block may have
-    l2_bytes: int
-
-    @staticmethod
-    def of(device: torch.device | int) -> Chip:
-        found: Any = torch.cuda.get_device_properties(device)
-        shared = getattr(found, "shared_memory_per_block_optin", TUNED_SHARED_BYTES)
-        cache = getattr(found, "L2_cache_size", 0)
-        return Chip((found.major, found.minor), found.multi_processor_count, int(shared), int(cache))
-
-    @property
-    def arch(self) -> str:
-        """What NVRTC compiles for."""
-        return f"sm_{self.capability[0]}{self.capability[1]}"
-
-    @property
-    def exact_arch(self) -> str:
-        """The same with what only this very chip has: a binary for it runs on no later one."""
-        return f"{self.arch}a"
-
-    @property
-    def attention_programs(self) -> int:
-        return PROGRAMS_PER_MULTIPROCESSOR * self.n_multiprocessors
 
 
 @dataclass(frozen=True, slots=True)

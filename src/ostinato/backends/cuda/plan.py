@@ -21,7 +21,6 @@ from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.step import StepKernels
-from ostinato.backends.tape.plan import lies_on_tape
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
@@ -33,22 +32,6 @@ from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
-
-
-def why_not_fused(model: Model) -> str | None:
-    """Why a model cannot run as fused kernels; None where it can."""
-    shape = model.shape
-    if shape.recurrent is not None:
-        return f"{shape.family} has recurrent layers, whose scan has no kernel in the step yet"
-    if not shape.causal or model.head is None:
-        return f"{shape.family} is an encoder"
-    if shape.head_width % 16:
-        return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
-    if not all(isinstance(layer, Layer) for layer in model.layers):
-        return f"the layers of {shape.family} are of a kind that has no kernels in the step"
-    if lies_on_tape(model):
-        return "its matrices lie on the persistent kernel's tape alone"
-    return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
+from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.plan import paged_kv_of
 from ostinato.backends.cuda.step import Launch, StepKernels
 from ostinato.backends.torch.model import Model
@@ -29,23 +29,6 @@ from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
-
-# Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
-# that they all leave theirs in, in any order. If they began with what they left, no two runs would agree on them.
-SPARE_STATES: Final = 2
-WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
-
-
-def why_not_static(model: Model) -> str | None:
-    """Why a model cannot run as this step; None where it can."""
-    shape = model.shape
-    if not shape.causal or model.head is None:
-        return f"{shape.family} is an encoder"
-    if shape.experts is not None:
-        return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
-    if shape.attention and shape.head_width % 16:
-        return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
-    return None
 
 
 @dataclass(frozen=True, slots=True)

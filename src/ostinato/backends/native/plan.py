@@ -25,13 +25,12 @@ from ostinato.loop.memory import address_of, host_zeros, memory_in
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, ModelBlocks, Norm
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Multipliers, Shape
+from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 
 CHUNK_ROWS: Final = 256  # of a prompt at once: products are at full speed, and a running loop waits for no more
 LANES: Final = 16
 MOST_PARTS: Final = 3
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "mixtral")
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
 _KEPT: Final[dict[KVType, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 
@@ -90,34 +89,6 @@ class _Plan(Structure):
         *((name, c_int) for name in ("n_threads", "n_slots", "max_pages", "most_rows", "n_tokens", "wake")),
         *((name, c_float) for name in ("eps", "query_scale", "attention_softcap", "logit_softcap", "embedding_scale")),
     )
-
-
-# --- what it can run ---
-
-
-def why_not_native(shape: Shape) -> str | None:
-    """Why the CPU's native loop cannot run a model of this shape; None where it can."""
-    if shape.family not in FAMILIES:
-        return f"the native loop does not know the family {shape.family}; it runs {', '.join(FAMILIES)}"
-    if shape.recurrent is not None or not shape.attention:
-        return "the native loop has no recurrent layers"
-    if not shape.causal:
-        return f"{shape.family} is an encoder"
-    if shape.head_width % LANES:
-        return (
-            f"the native loop wants heads whose width is a multiple of {LANES}, and this model's is {shape.head_width}"
-        )
-    if shape.multipliers != Multipliers():
-        return "the native loop has no multipliers"
-    return None
-
-
-def why_not_native_model(model: ModelBlocks) -> str | None:
-    """The same for a model that is loaded: its weights must be in tiles."""
-    reason = why_not_native(model.shape)
-    if reason is None and not isinstance(model.embedding, TileMatrix):
-        reason = "the native loop multiplies weights in tiles, and this model's are dense (mode eager or --dtype)"
-    return reason
 
 
 # --- the plan ---

@@ -8,15 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.load import load
 from ostinato.backends.torch.model import Model
-from ostinato.models.blocks import ModelBlocks, with_leaves
-from ostinato.models.tensors import TensorTable
-
-
-def load_on_host(blocks: ModelBlocks, table: TensorTable, *, device: torch.device, **how: Any) -> Model:
-    """The model as `load` gives it, but for its matrices, which stay in the host's memory."""
-    return without_matrices_on(load(blocks, table, device=torch.device("cpu"), **how), device)
+from ostinato.models.blocks import with_leaves
 
 
 def without_matrices_on(model: Model, device: torch.device) -> Model:

@@ -48,6 +48,7 @@ from ostinato.backends.tape.partition import (
     PER_COMPUTE_WARP,
     TILE_COLUMNS,
     TILE_ROWS,
+    WEIGHT_TYPES,
     Partition,
     Segment,
     TapeGrid,
@@ -63,18 +64,6 @@ from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
-WEIGHT_TYPES: Final[Mapping[str, WeightType]] = MappingProxyType(
-    {
-        "Q4_0": WeightType.FOUR,
-        "Q4_1": WeightType.FOUR,
-        "Q4_K": WeightType.FOUR,
-        "Q5_0": WeightType.FIVE,
-        "Q5_1": WeightType.FIVE,
-        "Q5_K": WeightType.FIVE,
-        "Q6_K": WeightType.SIX,
-        "Q8_0": WeightType.EIGHT,
-    }
-)
 # Columns that share a scale.
 GROUP_COLUMNS: Final[Mapping[WeightType, int]] = MappingProxyType(
     {WeightType.FOUR: 32, WeightType.FIVE: 32, WeightType.SIX: 16, WeightType.EIGHT: 32}

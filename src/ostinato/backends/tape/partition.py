@@ -33,6 +33,18 @@ class WeightType(IntEnum):
     EIGHT = 4
 
 
+WEIGHT_TYPES: Final[Mapping[str, WeightType]] = MappingProxyType(
+    {
+        "Q4_0": WeightType.FOUR,
+        "Q4_1": WeightType.FOUR,
+        "Q4_K": WeightType.FOUR,
+        "Q5_0": WeightType.FIVE,
+        "Q5_1": WeightType.FIVE,
+        "Q5_K": WeightType.FIVE,
+        "Q6_K": WeightType.SIX,
+        "Q8_0": WeightType.EIGHT,
+    }
+)
 # Column tiles that a compute warp has of a chunk, so that a chunk is some 10 to 20 KB.
 PER_COMPUTE_WARP: Final[Mapping[WeightType, int]] = MappingProxyType(
     {WeightType.HALF: 4, WeightType.FOUR: 16, WeightType.FIVE: 8, WeightType.SIX: 8, WeightType.EIGHT: 8}

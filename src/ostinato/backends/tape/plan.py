@@ -1,8 +1,8 @@
 """The tape of one model: which weights in which order, the constants its kernel is compiled with, and its one argument.
 
-`why_not_tape` says what the kernel cannot express. `TapeSizes` settles how a block's shared memory is shared out and
-how many blocks play; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the
-buffers between blocks, and fills the argument, field by field as `parts.h` has it.
+What the kernel cannot express is told by `backend.py`. `TapeSizes` settles how a block's shared memory is shared out
+and how many blocks play; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the buffers
+between blocks, and fills the argument, field by field as `parts.h` has it.
 """
 
 from __future__ import annotations
@@ -42,13 +42,9 @@ from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import GatedMLP, Layer, Linear, with_leaves
-from ostinato.models.shape import Multipliers, Shape
+from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 
-FAMILIES: Final = ("llama", "qwen2", "qwen3")  # a mistral is a llama with windows
-HEAD_WIDTHS: Final = (64, 96, 128, 256)
-BULK_COPIES_SINCE: Final = (9, 0)
-MOST_SLOTS: Final = 8  # columns of a tensor core's product
 SPLITS: Final = 16  # of what a row sees, at most
 LEAST_SPLIT: Final = 128  # positions: as many as the warps of a block take at once
 IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loads wait behind the stream (lab log)
@@ -96,63 +92,9 @@ class Argument(Structure):
 # --- what it can run ---
 
 
-def why_not_tape(model: Model, n_slots: int, kv_type: KVType) -> str | None:
-    """Why the tape cannot run a model with so many slots; None where it can."""
-    return why_not_shape(model.shape) or why_not_rows(n_slots, model.dtype, kv_type) or why_not_weights(model)
-
-
-def why_not_rows(n_slots: int, dtype: torch.dtype, kv_type: KVType) -> str | None:
-    """The part of it that follows from what an engine is opened with."""
-    if n_slots > MOST_SLOTS:
-        return f"the tape has up to {MOST_SLOTS} slots, and {n_slots} are asked for"
-    if kv_type not in _KEPT:
-        return f"the tape keeps keys and values as {', '.join(_KEPT)}, not {kv_type}"
-    if dtype not in (torch.bfloat16, torch.float16):
-        name = str(dtype).removeprefix("torch.")
-        return f"the tape multiplies bfloat16 or float16, and this model's rows are {name}"
-    return None
-
-
-def why_no_tape_on(capability: tuple[int, ...]) -> str | None:
-    """Why a card of this capability cannot play the tape; None where it can."""
-    if capability < BULK_COPIES_SINCE:
-        since, has = (".".join(map(str, numbers)) for numbers in (BULK_COPIES_SINCE, capability))
-        return f"the tape is streamed by bulk copies, which cards have since capability {since}; this one has {has}"
-    return None
-
-
-def why_not_shape(shape: Shape) -> str | None:
-    """The part of it that follows from the shape."""
-    group = shape.n_heads // max(1, shape.n_kv_heads)
-    checks = (
-        (shape.family in FAMILIES, f"the family {shape.family}: it plays {', '.join(FAMILIES)}"),
-        (shape.experts is None, "experts"),
-        (shape.recurrent is None and shape.attention and shape.causal, "layers that are not causal attention"),
-        (shape.multipliers == Multipliers() and shape.embedding_scale is None, "multipliers"),
-        (shape.attention_softcap is None and shape.logit_softcap is None, "soft caps"),
-        (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
-        (not shape.mlp_bias, "a bias in the feed-forward block"),
-        (shape.head_width in HEAD_WIDTHS, f"heads of width {shape.head_width}: it has {_list(HEAD_WIDTHS)}"),
-        (1 <= group <= 8, f"{group} heads for each of keys: it has 1 to 8"),
-        (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
-        (shape.ff_width % 64 == 0, f"a feed-forward size of {shape.ff_width}: it wants a multiple of 64"),
-        (len(set(shape.ropes)) == 1 and shape.ropes[0] is not None, "layers with different rotary positions"),
-    )
-    return next((f"the tape does not know {what}" for known, what in checks if not known), None)
-
-
-def why_not_weights(model: Model) -> str | None:
-    """The part of it that follows from how weights are kept."""
-    for number, layer in enumerate(model.layers):
-        if not isinstance(layer, Layer) or not isinstance(layer.mlp, GatedMLP):
-            return f"layer {number} is of a kind that the tape does not know"
-        if layer.after_attention is not None or layer.after_mlp is not None:
-            return "the tape has no norms after a block"
-    if model.head is None or model.norm is None or model.position_embedding is not None:
-        return "the tape wants a head, a last norm and rotary positions"
+def why_not_values(model: Model) -> str | None:
+    """Why a loaded model's weights lose something on the tape, which no header tells; None where they do not."""
     for name, linear in _linears(model):
-        if linear.scale is not None or (linear.bias is not None and not name.endswith("qkv")):
-            return f"the tape has no bias or scale of {name}"
         for part in _parts(name, linear.weight):
             reason = why_not_packed(part, model.dtype, paired=name.endswith("gate_up"))
             if reason is not None:
@@ -261,20 +203,6 @@ class TapeSizes:
     @property
     def shared_bytes(self) -> int:
         return self.own_bytes + self.n_stages * self.stage_bytes + self.activation_bytes
-
-
-def why_too_large(
-    model: Model, n_slots: int, chip: Chip, *, kv_type: KVType, page_tokens: int, max_pages: int
-) -> str | None:
-    """Why a block of this card has no room for a model that the tape knows; None where it has."""
-    matrices = [source.matrix for _, source in sources_of(model)]
-    try:
-        TapeSizes.of(
-            model.shape, matrices, n_slots, chip, kv_type=kv_type, page_tokens=page_tokens, max_pages=max_pages
-        )
-    except HardwareCannot as error:
-        return str(error)
-    return None
 
 
 def attention_bytes(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
@@ -595,7 +523,3 @@ def _whole(n: int, unit: int) -> int:
 
 def _float(value: float) -> str:
     return f"{value!r}f" if "." in repr(value) or "e" in repr(value) else f"{value!r}.0f"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return ", ".join(map(str, numbers))

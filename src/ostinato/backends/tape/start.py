@@ -8,15 +8,13 @@ YIELD, so that the kernel leaves at the next step boundary; the next trigger goe
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
 from ctypes import addressof, c_void_p
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, Literal
 
-import torch
-
+from ostinato.backends import cards
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.start import DevicePaced, EventWork
 from ostinato.backends.tape.plan import Argument, TapeStep
@@ -29,13 +27,6 @@ from ostinato.loop.sources import source
 from ostinato.loop.start import next_executable
 
 SOURCES: Final = Path(__file__).parent / "src"
-
-_open: Final[Counter[torch.device]] = Counter()
-
-
-def is_taken(device: torch.device) -> bool:
-    """Whether an engine of this process has the persistent kernel there: while it runs, nobody else's does."""
-    return _open[device] > 0
 
 
 def tape_headers(step: TapeStep, tables: Tables, page_tokens: int) -> dict[str, str]:
@@ -73,7 +64,7 @@ class TapeLoop(DevicePaced):
         super().__init__(plan, tables, guard, wake)
         self._step = step
         self._counts = True
-        _open[self.device] += 1
+        cards.hold(str(self.device))
 
     def build(self) -> None:
         self._guard.allow("I-1", "building the step again")
@@ -104,7 +95,7 @@ class TapeLoop(DevicePaced):
         self._kernel = None
         if self._counts:
             self._counts = False
-            _open[self.device] -= 1
+            cards.release(str(self.device))
 
     def _loaded(self) -> Any:
         """The kernel, compiled for this card; HardwareCannot where its blocks would not all be there at once (E-83)."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from ostinato.backends.allocate import zeros
 from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.cache.kv_bytes import cell_bytes as cell_bytes
 from ostinato.cache.sequences import Ints
 from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.models.rope import Rope
@@ -25,13 +26,6 @@ if TYPE_CHECKING:
     from ostinato.models.shape import RecurrentShape, Shape
 
 _DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
-
-
-def cell_bytes(shape: Shape, kv_type: KVType) -> int:
-    """Bytes of one cell in one layer: a key and a value."""
-    width = shape.head_width
-    per_head = width + 2 * (width // BLOCK) if kv_type == "q8_0" else width * _DTYPES[kv_type].itemsize
-    return 2 * shape.n_kv_heads * per_head
 
 
 class Half:

@@ -9,21 +9,18 @@ blocks that begin at fixed positions, so it does not matter where a prompt was c
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
+from ostinato.backends.base import PAGE_TOKENS as PAGE_TOKENS
+from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
+from ostinato.cache.kv_bytes import page_bytes as page_bytes
 from ostinato.cache.sequences import Ints
-from ostinato.models.shape import Shape
 from ostinato.options import KVType
-
-# Positions of a page: what a GPU reads at once, and a finer grain where memory is dear.
-PAGE_TOKENS: Final = {"cuda": 64, "cpu": 16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,6 @@ class PagedMemory:
         """The cells of positions [first, stop) of a sequence with these pages."""
         positions = np.arange(first, stop)
         return np.asarray(pages)[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
-
-
-def page_bytes(shape: Shape, kv_type: KVType, page_tokens: int) -> int:
-    """Bytes of one page in all layers."""
-    return cell_bytes(shape, kv_type) * page_tokens * shape.n_layers if shape.attention else 0
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import TUNED_SHARED_BYTES
+from ostinato.backends.machine import TUNED_SHARED_BYTES
 from tests.counts import soaking
 
 MODULES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]

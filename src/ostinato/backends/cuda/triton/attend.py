@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.chip import PROGRAMS_PER_MULTIPROCESSOR, Chip
 from ostinato.backends.cuda.launch import checked
+from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR, Chip
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
 

@@ -1,0 +1,253 @@
+"""The GPU's general backend: Triton kernels over packed or dense weights, in `loop`, `graph` and `eager`.
+
+Attention models run as fused kernels, recurrent ones as torch's own step over all rows at once, which only `graph` and
+`eager` can play.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.runner import Runner
+from ostinato.backends.torch.backend import loaded_with, model_of, paged_memory, prefill_bytes, tables_on
+from ostinato.errors import Unsupported
+from ostinato.options import Activations, LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.backends.base import Chunks
+    from ostinato.backends.cuda.start import CudaStart
+    from ostinato.backends.loading import Progress
+    from ostinato.backends.torch.load import DenseLoader
+    from ostinato.backends.torch.model import Model
+    from ostinato.backends.torch.paged import PagedMemory
+    from ostinato.loop.layout import Layout as TableLayout
+    from ostinato.loop.layout import Tables
+    from ostinato.loop.plan import Plan
+    from ostinato.loop.start import Start
+    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.shape import Shape
+    from ostinato.models.tensors import TensorTable
+
+WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
+WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
+# Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
+# that they all leave theirs in, in any order. If they began with what they left, no two runs would agree on them.
+SPARE_STATES: Final = 2
+# Of one row: where attention over a long row is cut, each cut leaves sums of its own (triton/attend.py).
+ATTENTION_CUTS: Final = 64
+# The sampler keeps a scaled copy of the logits and a little beside it.
+SAMPLER_COPIES: Final = 1.1
+# What cuBLAS, Triton's modules and the captured graphs take on a GPU, generously.
+GPU_LIBRARIES: Final = 256 << 20
+
+
+class CudaBackend:
+    """Runs every decoder whose heads are whole multiples of 16 wide."""
+
+    name = "cuda"
+    device: DeviceKind = "cuda"
+    modes: tuple[str, ...] = ("loop", "graph", "eager")
+    activations: tuple[Activations, ...] = ("wide",)
+    alone = False
+
+    def why_not_here(self, mode: str, machine: Machine) -> str | None:
+        if machine.kind != "cuda":
+            return "graphs are CUDA's"
+        return why_no_packages(machine) or (why_driver_has_no_while(machine.driver_cuda) if mode == "loop" else None)
+
+    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+        if machine.kind != "cuda":
+            return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
+        reason = why_not_blocks(shape)
+        if reason is None and mode == "loop" and shape.recurrent is not None:
+            reason = WHY_NO_LOOP
+        return reason or self.why_not_here(mode, machine)
+
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+        return plain_layout(shape, options)
+
+    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+        weights = MemoryRow("weights", weight_bytes(tensors, settled))
+        return without_empty(weights, *rows_beside_weights(shape, settled)) if shape.causal else (weights,)
+
+    def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
+        return
+
+    def load(
+        self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
+    ) -> Model:
+        return loaded_with(loader_of(settled), blocks, table, settled, progress)
+
+    def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
+        if not model.shape.causal:
+            raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
+        kind = FusedRunner if model.shape.recurrent is None else StaticRunner
+        return kind(model_of(model, settled), settled, outbox_entries=outbox_entries)
+
+
+class CudaRunner(Runner):
+    """What both kinds of step share on a GPU."""
+
+    def _memory(self) -> PagedMemory:
+        # A step has all rows at once; those that serve nobody need somewhere to leave their states.
+        return paged_memory(self.model, self.settled, spare_states=SPARE_STATES)
+
+    def _tables(self, layout: TableLayout) -> Tables:
+        return tables_on(self.model, layout)
+
+    def _start(self, plan: Plan) -> CudaStart:
+        from ostinato.backends.cuda.graph import CudaGraph
+        from ostinato.backends.cuda.start import CudaEager
+        from ostinato.backends.cuda.while_graph import WhileGraph
+
+        kinds: dict[str, type[CudaStart]] = {"eager": CudaEager, "graph": CudaGraph, "loop": WhileGraph}
+        return kinds[self.mode_name](plan, self.tables, self.guard, self.changed.set)
+
+
+class FusedRunner(CudaRunner):
+    """Attention models: fused kernels, and prompts in chunks of them."""
+
+    def _made(self) -> tuple[Plan, Start, Chunks]:
+        from ostinato.backends.cuda.chunks import FusedChunks
+        from ostinato.backends.cuda.step import triton_kernels, triton_prompts
+
+        plan, start = self._step()
+        try:
+            kernels = triton_kernels()
+            prefill = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, kernels, triton_prompts())
+            prefill.capture(start.side)
+        except BaseException:
+            start.close()  # which may hold the card
+            raise
+        return plan, start, prefill
+
+    def _step(self) -> tuple[Plan, CudaStart]:
+        from ostinato.backends.cuda.plan import fused_plan
+        from ostinato.backends.cuda.step import triton_kernels
+
+        plan = fused_plan(self.model, self.memory, self.tables, self.n_tokens, triton_kernels())
+        return plan, self._start(plan)
+
+
+class StaticRunner(CudaRunner):
+    """Recurrent models: torch's step over all rows, and prompts in torch."""
+
+    def _made(self) -> tuple[Plan, Start, Chunks]:
+        from ostinato.backends.cuda.static_plan import static_plan
+        from ostinato.backends.cuda.step import triton_kernels
+        from ostinato.backends.torch.chunks import TorchChunks
+
+        kernels = triton_kernels()
+        plan = static_plan(self.model, self.memory, self.tables, self.n_tokens, kernels)
+        prefill = TorchChunks(self.model, self.memory, self.tables, self.n_tokens, kernels)
+        prefill.warm()
+        return plan, self._start(plan), prefill
+
+
+# How it keeps weights
+
+
+def plain_layout(shape: Shape, options: LoadOptions) -> Layout:
+    """As the file has them, unless a dtype was asked for or the layers recur."""
+    return "packed" if options.dtype == "auto" and shape.recurrent is None else "dense"
+
+
+def loader_of(settled: Settled) -> type[DenseLoader]:
+    from ostinato.backends.cuda.load import PackedLoader
+    from ostinato.backends.torch.load import DenseLoader
+
+    return PackedLoader if settled.weights == "packed" else DenseLoader
+
+
+def weight_bytes(tensors: Tensors, settled: Settled) -> int:
+    """Of weights that stay as in the file where that is settled and kernels multiply them, else dense."""
+    from ostinato.backends.cuda.load import stays_packed
+
+    packed, size = settled.weights == "packed", ITEM_BYTES[settled.dtype]
+    return sum(
+        tensor.n_bytes if packed and stays_packed(tensor.type, tensor.shape) else tensor.n_elements * size
+        for tensor in tensors.values()
+    )
+
+
+# What it can run
+
+
+def why_not_blocks(shape: Shape) -> str | None:
+    """Why there are no kernels for a model's blocks; None where there are."""
+    if not shape.causal:
+        return f"{shape.family} is an encoder"
+    if shape.recurrent is not None and shape.experts is not None:
+        return f"{shape.family} has routed experts, and torch must ask the device which of them are chosen"
+    if shape.attention and shape.head_width % 16:
+        return f"heads of width {shape.head_width}; the kernels need a multiple of 16"
+    return None
+
+
+def why_no_packages(machine: Machine) -> str | None:
+    """Why a GPU cannot be used by our kernels at all; None where it can."""
+    return f"not installed: {', '.join(machine.missing)} (pip install 'ostinato[gpu]')" if machine.missing else None
+
+
+def why_driver_has_no_while(version: int | None) -> str | None:
+    """Why a driver of this version, as it numbers them (12040 is 12.4), has no WHILE nodes; None where it has."""
+    if version is None:
+        return "the NVIDIA driver does not tell which CUDA it knows; WHILE nodes need 12.4 or newer"
+    if version < WHILE_NODES_SINCE:
+        return f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}; WHILE nodes need 12.4 or newer"
+    return None
+
+
+# What it takes of memory
+
+
+def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
+    from ostinato.backends.cuda.chunks import BUCKETS
+
+    return (
+        *shared_rows(shape, settled, spare_states=SPARE_STATES),
+        MemoryRow("step buffers", _step_bytes(shape, settled)),
+        MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, BUCKETS[-1])),
+        MemoryRow("workspace (about)", _workspace_bytes(shape, settled)),
+    )
+
+
+def _step_bytes(shape: Shape, settled: Settled) -> int:
+    """Between the nodes of a step, by the class that allocates them, on a device where nothing is."""
+    import torch
+
+    from ostinato.backends.cuda.plan import StepBuffers
+    from ostinato.backends.torch.model import Model
+    from ostinato.backends.torch.table import TWINS
+
+    dtype = getattr(torch, settled.dtype)
+    embedding = torch.empty((shape.vocab, shape.hidden), dtype=dtype, device="meta")
+    model = Model(
+        shape=shape,
+        embedding=embedding,
+        position_embedding=None,
+        layers=(),
+        norm=None,
+        head=None,
+        ops=TWINS,
+        dtype=dtype,
+        device=embedding.device,
+    )
+    step = StepBuffers.of(model, settled.n_slots)
+    buffers = [getattr(step, name) for name in StepBuffers.__dataclass_fields__]
+    return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+
+
+def _workspace_bytes(shape: Shape, settled: Settled) -> int:
+    """What kernels keep between their parts, and what the libraries take for themselves."""
+    per_cut = (shape.head_width + 2) * FLOAT_BYTES
+    attention = settled.n_slots * shape.n_heads * ATTENTION_CUTS * per_cut if shape.attention else 0
+    sampler = int(SAMPLER_COPIES * settled.n_slots * shape.vocab * FLOAT_BYTES)
+    return attention + sampler + GPU_LIBRARIES
+
+
+CUDA: Final = CudaBackend()

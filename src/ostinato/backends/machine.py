@@ -1,0 +1,167 @@
+"""The machine as backends are asked about it: a device, what it has free, and what its driver and packages can do.
+
+Found out once, and handed from the chooser to every backend, so that a test can hand over another. No torch is
+imported before a GPU is looked for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from ostinato.errors import HardwareCannot
+
+if TYPE_CHECKING:
+    import torch
+
+DeviceKind = Literal["cpu", "cuda"]
+GPU_PACKAGES: Final = {"triton": "triton", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # and modules
+FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
+PROGRAMS_PER_MULTIPROCESSOR: Final = 4  # of a step's attention; their number changes its speed and no bit
+TUNED_SHARED_BYTES: Final = 227 << 10  # what tiles of products may take of a block's shared memory
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One GPU."""
+
+    capability: tuple[int, int]
+    n_multiprocessors: int
+    shared_bytes: int  # that one block may have
+    l2_bytes: int
+
+    @staticmethod
+    def of(device: torch.device | str | int) -> Chip:
+        import torch
+
+        found: Any = torch.cuda.get_device_properties(device)
+        shared = getattr(found, "shared_memory_per_block_optin", TUNED_SHARED_BYTES)
+        cache = getattr(found, "L2_cache_size", 0)
+        return Chip((found.major, found.minor), found.multi_processor_count, int(shared), int(cache))
+
+    @property
+    def arch(self) -> str:
+        """What NVRTC compiles for."""
+        return f"sm_{self.capability[0]}{self.capability[1]}"
+
+    @property
+    def exact_arch(self) -> str:
+        """The same with what only this very chip has: a binary for it runs on no later one."""
+        return f"{self.arch}a"
+
+    @property
+    def attention_programs(self) -> int:
+        return PROGRAMS_PER_MULTIPROCESSOR * self.n_multiprocessors
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """One device of a machine."""
+
+    device: str  # cpu, or cuda:N
+    free_bytes: int  # on the device
+    host_bytes: int  # free in the host's memory
+    chip: Chip | None = None  # of a GPU
+    driver_cuda: int | None = None  # the newest CUDA that the driver knows, as it numbers them: 12040 is 12.4
+    missing: tuple[str, ...] = ()  # packages that a GPU needs and that are not installed
+
+    @property
+    def kind(self) -> DeviceKind:
+        return kind_of(self.device)
+
+
+def kind_of(device: str) -> DeviceKind:
+    return "cuda" if device.startswith("cuda") else "cpu"
+
+
+def machine_at(device: str) -> Machine:
+    """What there is to know about a device that is there."""
+    if kind_of(device) == "cpu":
+        free = free_bytes(device)
+        return Machine(device, free, free)
+    return Machine(device, free_bytes(device), free_host_bytes(), Chip.of(device), driver_cuda(), missing_packages())
+
+
+def choose_device(wanted: str) -> str:
+    """The device of that name; `auto` is the first GPU where there is one, else the CPU."""
+    if wanted == "cpu":
+        return "cpu"
+    reason = why_no_cuda()
+    if reason is not None and wanted == "auto":
+        return "cpu"
+    if reason is not None:
+        raise HardwareCannot(f"device {wanted}: {reason}; use --device cpu")
+    import torch
+
+    index = torch.device("cuda" if wanted == "auto" else wanted).index or 0
+    if index >= torch.cuda.device_count():
+        raise HardwareCannot(f"device {wanted}: this machine has {torch.cuda.device_count()} GPU(s), numbered from 0")
+    return f"cuda:{index}"
+
+
+def why_no_cuda() -> str | None:
+    """Why no CUDA device can be used here; None where one can."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported: {error}"
+    if torch.cuda.is_available():
+        return None
+    return "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no NVIDIA driver or no GPU"
+
+
+def missing_packages() -> tuple[str, ...]:
+    """Those of the packages for a GPU that are not installed."""
+    return tuple(name for name, module in GPU_PACKAGES.items() if not _is_here(module))
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even the package that it would be in
+        return False
+
+
+def package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def driver_cuda() -> int | None:
+    """The newest CUDA that the driver knows; asked of the driver itself. None where there is none, or it is silent."""
+    number = ctypes.c_int(0)
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    except (OSError, AttributeError):
+        return None
+    return None if failed else number.value
+
+
+def free_bytes(device: str) -> int:
+    """Memory that can be had on a device now."""
+    if kind_of(device) == "cpu":
+        return free_host_bytes()
+    import torch
+
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def free_host_bytes() -> int:
+    """Memory that the system can give without swapping; the control group's limit where that is lower."""
+    free = FREE_WHEN_NOT_TOLD
+    try:
+        free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
+        return free if limit == "max" else min(free, max(0, int(limit) - used))
+    except (OSError, ValueError, AttributeError, StopIteration):
+        return free  # this system does not tell, or not all of it

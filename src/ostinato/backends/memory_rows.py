@@ -1,0 +1,39 @@
+"""Rows of a memory plan that every backend has: pages, states, tables and rings. Counted, and nothing is allocated."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING
+
+from ostinato.backends.base import MemoryRow, Settled
+from ostinato.cache.kv_bytes import page_bytes
+from ostinato.loop.layout import Layout, arena_bytes
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import Shape
+
+FLOAT_BYTES = 4
+
+
+def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tuple[MemoryRow, ...]:
+    """What holds sequences, and what host and device tell each other through. Beside a GPU the host's part is pinned
+    memory; `spare_states`: rows of states beyond the slots'."""
+    on_host = settled.kind == "cuda"
+    layout = Layout(settled.n_slots, settled.max_pages, shape.vocab)
+    return (
+        MemoryRow("KV pages", settled.n_pages * page_bytes(shape, settled.kv_type, settled.page_tokens)),
+        MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots + spare_states)),
+        MemoryRow("slot table", arena_bytes(layout.table_fields)),
+        MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),
+        MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_host),
+    )
+
+
+def _state_bytes(shape: Shape, n_rows: int) -> int:
+    if shape.recurrent is None:
+        return 0
+    return n_rows * shape.n_layers * sum(map(prod, shape.recurrent.states)) * FLOAT_BYTES
+
+
+def without_empty(*rows: MemoryRow) -> tuple[MemoryRow, ...]:
+    return tuple(row for row in rows if row.n_bytes)

@@ -1,0 +1,149 @@
+"""The CPU's own backend: the native loop in C++, over weights in tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from ostinato.backends.base import Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.native.library import cpu_library, why_no_native
+from ostinato.backends.runner import Runner
+from ostinato.loop.wake import FileWakeEvent
+from ostinato.models.header import has_layer_norm, has_learned_positions, has_plain_mlp
+from ostinato.options import Activations, LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.backends.base import Chunks
+    from ostinato.backends.loading import Progress
+    from ostinato.backends.native.pages import NativePages
+    from ostinato.loop.plan import Plan
+    from ostinato.loop.start import Start
+    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.shape import Shape
+    from ostinato.models.tensors import TensorTable
+
+HEAD_LANES: Final = 16  # of a head's width, that are multiplied at once
+# Of one activation as a number and in two planes, with its share of what a block has (tiles.h), and of one logit in the
+# lists that a thread ranks it in (sampler.h).
+PREPARED_BYTES: Final = 7
+SAMPLER_BYTES: Final = 28
+
+
+class NativeBackend:
+    """Runs models of causal attention with RMS norms and gated feed-forward blocks or experts, of any weight type."""
+
+    name = "native"
+    device: DeviceKind = "cpu"
+    modes: tuple[str, ...] = ("loop",)
+    activations: tuple[Activations, ...] = ("wide", "int8")
+    alone = False
+
+    def why_not_here(self, mode: str, machine: Machine) -> str | None:
+        return "the native loop is the CPU's" if machine.kind != "cpu" else why_no_native()
+
+    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+        if options.dtype != "auto":
+            return (
+                f"--dtype {options.dtype} asks for dense weights, and the native loop multiplies packed ones: "
+                "leave it out"
+            )
+        return why_not_blocks(shape, tensors) or self.why_not_here(mode, machine)
+
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+        return "tiles"
+
+    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+        from ostinato.backends.native.tile_weights import tiled_bytes
+
+        step = settled.n_slots * (shape.hidden + shape.vocab) * FLOAT_BYTES
+        return without_empty(
+            MemoryRow("weights", sum(map(tiled_bytes, tensors.values()))),
+            *shared_rows(shape, settled),
+            MemoryRow("step buffers", step),
+            MemoryRow("native workspace (about)", _workspace_bytes(shape, settled)),
+        )
+
+    def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
+        cpu_library(talk)
+
+    def load(
+        self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
+    ) -> ModelBlocks:
+        from ostinato.backends.native.tile_weights import load_tiles
+
+        return load_tiles(blocks, table, settled.activations, settled.threads or 1, progress)
+
+    def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
+        return NativeRunner(model, settled, outbox_entries=outbox_entries)
+
+
+class NativeRunner(Runner):
+    """The whole loop in C++."""
+
+    def _memory(self) -> NativePages:
+        from ostinato.backends.native.pages import NativePages
+
+        return NativePages.of(self.model.shape, n_pages=self.settled.n_pages, kv_type=self.settled.kv_type)
+
+    def _wake_event(self) -> FileWakeEvent:
+        return FileWakeEvent()
+
+    def _made(self) -> tuple[Plan, Start, Chunks]:
+        from ostinato.backends.native.chunks import NativeChunks
+        from ostinato.backends.native.plan import NativeStep, native_plan
+        from ostinato.backends.native.start import NativeLoop
+
+        model, activations = self.model, self.settled.activations
+        assert isinstance(self.changed, FileWakeEvent)
+        native = NativeStep(
+            model,
+            self.memory,
+            self.tables,
+            self.n_tokens,
+            activations=activations,
+            threads=self.settled.threads or 1,
+            wake=self.changed.fd,
+        )
+        constants = f"{model.shape}, {self.n_tokens} tokens, {activations} activations"
+        plan = native_plan(model, self.memory, self.tables, native, constants)
+        return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)
+
+
+def why_not_blocks(shape: Shape, tensors: Tensors) -> str | None:
+    """Why the native loop cannot express a model; None where it can."""
+    checks = (
+        (shape.recurrent is not None or not shape.attention, "the native loop has no recurrent layers"),
+        (not shape.causal, f"{shape.family} is an encoder"),
+        (has_learned_positions(tensors), "the native loop has no learned positions"),
+        (has_layer_norm(tensors), "the native loop has no layer norm"),
+        (has_plain_mlp(shape, tensors), "the native loop has no feed-forward block without a gate"),
+        (
+            bool(shape.head_width % HEAD_LANES),
+            f"the native loop wants heads whose width is a multiple of {HEAD_LANES}, and this model's is "
+            f"{shape.head_width}",
+        ),
+        (shape.multipliers != type(shape.multipliers)(), "the native loop has no multipliers"),
+    )
+    return next((reason for lacks, reason in checks if lacks), None)
+
+
+def _workspace_bytes(shape: Shape, settled: Settled) -> int:
+    """What the native loop keeps of a chunk's rows on their way through a layer, and its sampler's lists."""
+    from ostinato.backends.native.plan import CHUNK_ROWS
+
+    rows = max(settled.n_slots, min(CHUNK_ROWS, settled.context))
+    heads = shape.n_heads * shape.head_width
+    qkv = heads + 2 * shape.n_kv_heads * shape.head_width
+    experts = shape.experts
+    n_used, ff = (1, shape.ff_width) if experts is None else (experts.n_used, max(shape.ff_width, experts.ff_width))
+    widest = max(shape.hidden, heads, ff)
+    row_bytes = FLOAT_BYTES * (2 * shape.hidden + max(shape.hidden, heads) + qkv + heads + 2 * n_used * ff)
+    row_bytes += PREPARED_BYTES * widest
+    if experts is not None:
+        row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
+    return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * shape.vocab
+
+
+NATIVE: Final = NativeBackend()

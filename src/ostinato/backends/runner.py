@@ -1,0 +1,104 @@
+"""What a backend opens: tables, memory, plan, start, decode mode and prefill of one model, built together.
+
+Each backend has a runner of its own that says what memory it keeps and makes plan, start and prefill; the rest is the
+same for all. A runner is built when it is opened, so that a mode that fails at that is known there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from ostinato.backends.base import Chunks, Settled
+from ostinato.loop.guard import Guard
+from ostinato.loop.host import HostSide
+from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
+from ostinato.loop.mode import DecodeMode
+from ostinato.loop.plan import Plan
+from ostinato.loop.start import PendingWork, Start
+from ostinato.loop.wake import WakeEvent
+
+if TYPE_CHECKING:
+    from ostinato.models.blocks import ModelBlocks
+
+
+class Runner:
+    """The running half of an engine. `changed` is set whenever the loop may have published something. `model` is the
+    one that was given, or the same on the tape alone: whoever takes it from here can give up the other."""
+
+    def __init__(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> None:
+        self.settled = settled
+        self.model: Any = model  # over weights in the backend's layout
+        self.page_tokens = settled.page_tokens
+        self.n_tokens = model.shape.vocab if settled.n_tokens is None else settled.n_tokens
+        self.memory: Any = self._memory()
+        vocab, entries = model.shape.vocab, outbox_entries or OUTBOX_ENTRIES
+        self.tables = self._tables(Layout(settled.n_slots, settled.max_pages, vocab, outbox_entries=entries))
+        self.host = HostSide(self.tables)
+        self.guard = Guard()
+        self.changed: WakeEvent = self._wake_event()
+        self.plan, self.start, self.prefill = self._made()
+        self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
+        try:
+            # Into decode mode and out again: the executable is there then, its words are in the table, and the device
+            # was asked whether it is well (E-2).
+            self.mode.enter()
+            self.mode.exit()
+        except BaseException:
+            self.start.close()
+            raise
+
+    # A backend's own
+
+    def _memory(self) -> Any:
+        """Keys and values in pages and states of slots, as this backend keeps them."""
+        raise NotImplementedError
+
+    def _tables(self, layout: Layout) -> Tables:
+        """The loop's tables, zeroed, as memory of the kind that its plan reads."""
+        return Tables.of(layout)
+
+    def _made(self) -> tuple[Plan, Start, Chunks]:
+        """The plan, the start of the settled mode, not built yet, and prefill."""
+        raise NotImplementedError
+
+    def _wake_event(self) -> WakeEvent:
+        return threading.Event()
+
+    # Everybody's
+
+    @property
+    def mode_name(self) -> str:
+        return self.settled.mode
+
+    @property
+    def why_not(self) -> tuple[str, ...]:
+        """Why no higher mode runs, a sentence for each."""
+        return self.settled.why_not
+
+    @property
+    def fallen_back(self) -> tuple[str, ...]:
+        """What runs otherwise than it was meant to, a sentence for each: to be said (E-57, E-58)."""
+        steps = () if self.settled.fell_back is None else (self.settled.fell_back,)
+        failures = self.prefill.failures.items()
+        return (*steps, *(f"prompts of {rows} rows are launched node by node: {why}" for rows, why in failures))
+
+    def beside(self, job: Callable[[], None]) -> PendingWork:
+        """Run a job of prefill on the device, beside the loop. On the CPU `changed` is set when it has ended; on a GPU
+        its host's part has then, and the device's is asked for."""
+        work = self.start.beside(job)
+        if isinstance(work, Future):
+            work.add_done_callback(lambda _: self.changed.set())
+        else:
+            self.changed.set()
+        return work
+
+    def close(self) -> None:
+        """Leave decode mode when the loop has ended, and give everything back."""
+        try:
+            self.mode.exit()
+        finally:
+            self.guard.unlock()
+            self.start.close()

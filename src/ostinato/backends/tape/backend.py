@@ -1,0 +1,291 @@
+"""The fastest backend: the persistent kernel, which streams weights laid out as a tape and fills the card.
+
+Prompts go through the kernels of `backends/cuda`, over a plain copy of the weights or over the tape itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Final
+
+from ostinato.backends.base import (
+    ITEM_BYTES,
+    PAGE_TOKENS,
+    Layout,
+    MemoryRow,
+    Settled,
+    Tensors,
+    dtype_of,
+    kv_type_of,
+)
+from ostinato.backends.cuda.backend import (
+    FusedRunner,
+    loader_of,
+    plain_layout,
+    rows_beside_weights,
+    weight_bytes,
+    why_driver_has_no_while,
+    why_no_packages,
+)
+from ostinato.backends.machine import Chip, DeviceKind, Machine
+from ostinato.backends.memory_rows import without_empty
+from ostinato.backends.tape.partition import WEIGHT_TYPES, TapeMatrix, WeightType, matrix_bytes
+from ostinato.backends.torch.backend import loaded_with, model_of
+from ostinato.errors import HardwareCannot
+from ostinato.models.header import has_layer_norm, has_learned_positions, has_norm_after_block, has_plain_mlp
+from ostinato.options import Activations, KVType, LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.backends.cuda.start import CudaStart
+    from ostinato.backends.loading import Progress
+    from ostinato.backends.runner import Runner
+    from ostinato.backends.torch.model import Model
+    from ostinato.files.checkpoint import TensorInfo
+    from ostinato.loop.plan import Plan
+    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.shape import Shape
+    from ostinato.models.tensors import TensorTable
+
+HEAD_WIDTHS: Final = (64, 96, 128, 256)
+KEPT: Final[tuple[KVType, ...]] = ("f32", "f16", "bf16")
+HALVES: Final = ("bfloat16", "float16")
+BULK_COPIES_SINCE: Final = (9, 0)
+MOST_SLOTS: Final = 8  # columns of a tensor core's product
+EMBEDDING: Final = "token_embd.weight"
+_QKV: Final = ("attn_qkv", "attn_q", "attn_k", "attn_v")
+_BIASED: Final = tuple(f".{name}.bias" for name in _QKV)
+
+
+class TapeBackend:
+    """Runs models of causal attention with RMS norms, gated feed-forward blocks and one kind of rotary positions."""
+
+    name = "tape"
+    device: DeviceKind = "cuda"
+    modes: tuple[str, ...] = ("persistent",)
+    activations: tuple[Activations, ...] = ("wide", "int8")
+    alone = True
+
+    def why_not_here(self, mode: str, machine: Machine) -> str | None:
+        if machine.kind != "cuda":
+            return "the persistent kernel is CUDA's"
+        # Its module is loaded by the same packages as a WHILE graph, on the same drivers.
+        reason = why_no_packages(machine) or why_driver_has_no_while(machine.driver_cuda)
+        return reason or (None if machine.chip is None else why_not_capability(machine.chip.capability))
+
+    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+        if machine.kind != "cuda":
+            return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
+        dtype = dtype_of(options, machine.kind)
+        kv_type = kv_type_of(options, dtype)
+        packed = plain_layout(shape, options) == "packed"
+        return (
+            why_not_shape(shape)
+            or why_not_rows(options.slots, dtype, kv_type)
+            or why_not_tensors(shape, tensors, packed=packed)
+            or self.why_not_here(mode, machine)
+            or why_too_large(shape, tensors, options, kv_type, machine.chip, packed=packed)
+        )
+
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+        return plain_layout(shape, options)
+
+    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+        plain = settled.prompts == "plain"
+        weights = weight_bytes(tensors, settled) if plain else beside_tape_bytes(shape, tensors, settled)
+        return without_empty(
+            MemoryRow("weights", weights),
+            MemoryRow("tape", tape_bytes(shape, tensors, settled)),
+            *rows_beside_weights(shape, settled),
+        )
+
+    def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
+        return
+
+    def load(
+        self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
+    ) -> Model:
+        import torch
+
+        from ostinato.backends.tape.load import without_matrices_on
+
+        if settled.prompts == "plain":
+            return loaded_with(loader_of(settled), blocks, table, settled, progress)
+        on_host = loaded_with(loader_of(settled), blocks, table, replace(settled, device="cpu"), progress)
+        return without_matrices_on(on_host, torch.device(settled.device))
+
+    def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
+        return TapeRunner(model_of(model, settled), settled, outbox_entries=outbox_entries)
+
+
+class TapeRunner(FusedRunner):
+    """One kernel plays every step; prompts as in `backends/cuda`."""
+
+    def _step(self) -> tuple[Plan, CudaStart]:
+        import torch
+
+        from ostinato.backends.tape.plan import TapeStep, tape_plan, why_not_values
+        from ostinato.backends.tape.start import TapeLoop
+
+        reason = why_not_values(self.model)
+        if reason is not None:  # which a header does not tell
+            raise HardwareCannot(reason)
+        step = TapeStep(
+            self.model,
+            self.memory,
+            self.tables,
+            self.n_tokens,
+            Chip.of(self.model.device),
+            kv_type=self.settled.kv_type,
+            activations=self.settled.activations,
+            on_tape=self.settled.prompts == "tape",
+        )
+        self.model = step.model
+        torch.cuda.empty_cache()  # what matrices were laid out in, one at a time
+        plan = tape_plan(step.model, self.memory, self.tables, step)
+        return plan, TapeLoop(plan, step, self.tables, self.guard, self.changed.set)
+
+
+# What it can run
+
+
+def why_not_shape(shape: Shape) -> str | None:
+    """Why the kernel cannot express a shape; None where it can."""
+    group = shape.n_heads // max(1, shape.n_kv_heads)
+    checks = (
+        (shape.experts is None, "experts"),
+        (shape.recurrent is None and shape.attention and shape.causal, "layers that are not causal attention"),
+        (shape.multipliers == type(shape.multipliers)() and shape.embedding_scale is None, "multipliers"),
+        (shape.attention_softcap is None and shape.logit_softcap is None, "soft caps"),
+        (shape.activation == "silu", f"the activation {shape.activation}: it has silu"),
+        (not shape.mlp_bias, "a bias in the feed-forward block"),
+        (shape.head_width in HEAD_WIDTHS, f"heads of width {shape.head_width}: it has {_list(HEAD_WIDTHS)}"),
+        (1 <= group <= 8, f"{group} heads for each of keys: it has 1 to 8"),
+        (shape.hidden % 64 == 0, f"a hidden size of {shape.hidden}: it wants a multiple of 64"),
+        (shape.ff_width % 64 == 0, f"a feed-forward size of {shape.ff_width}: it wants a multiple of 64"),
+        (len(set(shape.ropes)) == 1 and shape.ropes[0] is not None, "layers with different rotary positions"),
+    )
+    return next((f"the tape does not know {what}" for known, what in checks if not known), None)
+
+
+def why_not_rows(n_slots: int, dtype: str, kv_type: KVType) -> str | None:
+    """Why it cannot have so many slots, or rows and pages of these types; None where it can."""
+    if n_slots > MOST_SLOTS:
+        return f"the tape has up to {MOST_SLOTS} slots, and {n_slots} are asked for"
+    if kv_type not in KEPT:
+        return f"the tape keeps keys and values as {', '.join(KEPT)}, not {kv_type}"
+    if dtype not in HALVES:
+        return f"the tape multiplies bfloat16 or float16, and this model's rows are {dtype}"
+    return None
+
+
+def why_not_tensors(shape: Shape, tensors: Tensors, *, packed: bool) -> str | None:
+    """Why it cannot lay out a model's tensors; None where it can, as far as their types tell."""
+    if has_norm_after_block(tensors):
+        return "the tape has no norms after a block"
+    if has_layer_norm(tensors) or has_learned_positions(tensors) or has_plain_mlp(shape, tensors):
+        return "the tape wants RMS norms, rotary positions and a gate in the feed-forward block"
+    biased = next((name for name in tensors if name.endswith(".bias") and not name.endswith(_BIASED)), None)
+    if biased is not None:
+        return f"the tape has no bias of {biased.removesuffix('.bias')}"
+    for name, parts in linears_of(shape, tensors):
+        types = [kept_as(tensor, packed=packed) for tensor in parts]
+        if name.endswith("gate_up") and len({WEIGHT_TYPES.get(type, WeightType.HALF) for type in types}) > 1:
+            return f"{name}: a matrix of {' and '.join(types)} cannot be laid out on the tape: {MIXED}"
+    return None
+
+
+def why_not_capability(capability: tuple[int, ...]) -> str | None:
+    """Why a card of this capability cannot play the tape; None where it can."""
+    if capability < BULK_COPIES_SINCE:
+        since, has = (".".join(map(str, numbers)) for numbers in (BULK_COPIES_SINCE, capability))
+        return f"the tape is streamed by bulk copies, which cards have since capability {since}; this one has {has}"
+    return None
+
+
+def why_too_large(
+    shape: Shape, tensors: Tensors, options: LoadOptions, kv_type: KVType, chip: Chip | None, *, packed: bool
+) -> str | None:
+    """Why a block of this card has no room for a model that the tape knows; None where it has."""
+    if chip is None:
+        return None
+    from ostinato.backends.tape.plan import TapeSizes
+
+    page = PAGE_TOKENS["cuda"]
+    max_pages = -(-(options.context or shape.default_context) // page)
+    matrices = matrices_of(shape, tensors, packed=packed)
+    try:
+        TapeSizes.of(shape, matrices, options.slots, chip, kv_type=kv_type, page_tokens=page, max_pages=max_pages)
+    except HardwareCannot as error:
+        return str(error)
+    return None
+
+
+# Its matrices, as the header tells them
+
+PLAIN: Final = "plain"  # a half of the model's own type
+MIXED: Final = (
+    "gate and up share their tiles, and a tile has one kind of weights; use another loop mode, or a file that keeps "
+    "them in one type"
+)
+
+
+def kept_as(tensor: TensorInfo, *, packed: bool) -> str:
+    """The type that a matrix has when it is laid out: its own where it stays packed."""
+    from ostinato.backends.cuda.load import stays_packed
+
+    return tensor.type if packed and stays_packed(tensor.type, tensor.shape) else PLAIN
+
+
+def linears_of(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, list[TensorInfo]]]:
+    """Every product of a model in the tape's order, with the tensors that are multiplied together."""
+    for number in range(shape.n_layers):
+        at = f"blk.{number}."
+        groups = {"qkv": _QKV, "out": ("attn_output",), "gate_up": ("ffn_gate", "ffn_up"), "down": ("ffn_down",)}
+        for name, members in groups.items():
+            found = [tensors.get(f"{at}{member}.weight") for member in members]
+            yield f"layer.{number}.{name}", [tensor for tensor in found if tensor is not None]
+    yield "head", [tensors[EMBEDDING if shape.tied_head else "output.weight"]]
+
+
+def matrices_of(shape: Shape, tensors: Tensors, *, packed: bool) -> list[TapeMatrix]:
+    """The matrices of the tape in its order: q, k and v are one or, where their types differ, one for each run."""
+    found = []
+    for name, parts in linears_of(shape, tensors):
+        runs = [list(run) for _, run in groupby(parts, lambda tensor: kept_as(tensor, packed=packed))]
+        for run in runs if name.endswith("qkv") else [parts]:
+            kind = WEIGHT_TYPES.get(kept_as(run[0], packed=packed), WeightType.HALF)
+            rows, columns = sum(tensor.shape[0] for tensor in run), run[0].shape[1]
+            found.append(TapeMatrix(kind, rows, columns, name.endswith("gate_up")))
+    return found
+
+
+# What it takes of memory
+
+
+def tape_bytes(shape: Shape, tensors: Tensors, settled: Settled) -> int:
+    """Bytes of the tape, and of the plain embedding that its kernel reads where the weights have a packed one."""
+    packed, embedding = settled.weights == "packed", tensors[EMBEDDING]
+    widened = 0 if kept_as(embedding, packed=packed) == PLAIN else embedding.n_elements * ITEM_BYTES[settled.dtype]
+    matrices = matrices_of(shape, tensors, packed=packed)
+    return widened + sum(matrix_bytes(matrix.weight_type, matrix.rows, matrix.columns) for matrix in matrices)
+
+
+def beside_tape_bytes(shape: Shape, tensors: Tensors, settled: Settled) -> int:
+    """Bytes of what lies beside the tape where prompts read it: the embedding (of packed weights it is counted with the
+    tape), all that is no matrix, and room for one matrix: each comes alone when it is loaded, and before its product.
+    """
+    rows = max((shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width, 2 * shape.ff_width)
+    room = max(rows, 0 if shape.tied_head else shape.vocab) * shape.hidden
+    for name, tensor in tensors.items():
+        is_embedding = name == EMBEDDING and kept_as(tensor, packed=settled.weights == "packed") == PLAIN
+        room += tensor.n_elements if len(tensor.shape) != 2 or is_embedding else 0
+    return room * ITEM_BYTES[settled.dtype]
+
+
+def _list(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+TAPE: Final = TapeBackend()

@@ -1,0 +1,183 @@
+"""The plainest backend: every operation in plain torch. Decodes on the CPU in `eager`, and runs encoders anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.runner import Runner
+from ostinato.errors import Unsupported
+from ostinato.options import Activations, LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.backends.base import Chunks
+    from ostinato.backends.loading import Progress
+    from ostinato.backends.torch.load import DenseLoader
+    from ostinato.backends.torch.model import Model
+    from ostinato.backends.torch.paged import PagedMemory
+    from ostinato.loop.layout import Layout as TableLayout
+    from ostinato.loop.layout import Tables
+    from ostinato.loop.plan import Plan
+    from ostinato.loop.start import Start
+    from ostinato.models.blocks import ModelBlocks
+    from ostinato.models.shape import Shape
+    from ostinato.models.tensors import TensorTable
+
+TWIN: Final = "twin"  # the native loop's twin, paced by Python: for tests alone
+
+
+class TorchBackend:
+    """Runs whatever there is a model of."""
+
+    name = "torch"
+    device: DeviceKind = "cpu"
+    modes: tuple[str, ...] = ("eager",)
+    activations: tuple[Activations, ...] = ("wide",)
+    alone = False
+
+    def why_not_here(self, mode: str, machine: Machine) -> str | None:
+        try:
+            import torch  # noqa: F401
+        except ImportError:
+            return "torch is not installed"
+        return None
+
+    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+        return self.why_not_here(mode, machine)
+
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+        return "dense"
+
+    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+        weights = MemoryRow("weights", dense_bytes(tensors, settled))
+        if not shape.causal:
+            return (weights,)
+        return without_empty(
+            weights,
+            *shared_rows(shape, settled),
+            MemoryRow("step buffers", settled.n_slots * _step_bytes(shape, settled)),
+            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, _chunk_rows())),
+        )
+
+    def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
+        if settled.dtype == "bfloat16" and settled.kind == "cpu":
+            from ostinato.backends.torch.amx import make_bfloat16_safe
+
+            make_bfloat16_safe(talk)
+
+    def load(
+        self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
+    ) -> Model:
+        from ostinato.backends.torch.load import DenseLoader
+
+        return loaded_with(DenseLoader, blocks, table, settled, progress)
+
+    def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
+        if not model.shape.causal:
+            raise Unsupported(f"{model.shape.family} is an encoder: it embeds text and generates none")
+        return TorchRunner(model_of(model, settled), settled, outbox_entries=outbox_entries)
+
+
+class TorchRunner(Runner):
+    """A model's own blocks, one row at a time."""
+
+    def _memory(self) -> PagedMemory:
+        return paged_memory(self.model, self.settled)
+
+    def _tables(self, layout: TableLayout) -> Tables:
+        return tables_on(self.model, layout)
+
+    def _made(self) -> tuple[Plan, Start, Chunks]:
+        from ostinato.backends.torch.chunks import TorchChunks
+        from ostinato.backends.torch.plan import torch_plan
+        from ostinato.backends.torch.start import CpuEager, CpuLoop
+
+        plan = torch_plan(self.model, self.memory, self.tables, self.n_tokens)
+        kind = CpuLoop if self.mode_name == TWIN else CpuEager
+        start = kind(plan, self.tables, self.guard, self.changed.set)
+        return plan, start, TorchChunks(self.model, self.memory, self.tables, self.n_tokens)
+
+
+# What backends of torch's tensors share
+
+
+def use_threads(settled: Settled) -> None:
+    """Tell torch, whose threads are one number for the whole process."""
+    if settled.threads is not None:
+        import torch
+
+        torch.set_num_threads(settled.threads)
+
+
+def loaded_with(
+    loader: type[DenseLoader], blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None
+) -> Model:
+    """The model with its weights as a loader lays them out."""
+    import torch
+
+    from ostinato.backends.torch.load import load
+
+    dtype, device = getattr(torch, settled.dtype), torch.device(settled.device)
+    return load(blocks, table, dtype=dtype, device=device, context=settled.context, progress=progress, loader=loader)
+
+
+def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
+    """Loaded blocks as torch runs them, whoever loaded them."""
+    import torch
+
+    from ostinato.backends.torch.model import Model
+
+    if isinstance(blocks, Model):
+        return blocks
+    dtype, device = getattr(torch, settled.dtype), torch.device(settled.device)
+    return Model.of(blocks, dtype=dtype, device=device, context=settled.context)
+
+
+def tables_on(model: Model, layout: TableLayout) -> Tables:
+    from ostinato.backends.torch.tables import tensor_tables
+
+    return tensor_tables(layout, model.device)
+
+
+def dense_bytes(tensors: Tensors, settled: Settled) -> int:
+    return sum(tensor.n_elements for tensor in tensors.values()) * ITEM_BYTES[settled.dtype]
+
+
+def paged_memory(model: Model, settled: Settled, *, spare_states: int = 0) -> PagedMemory:
+    from ostinato.backends.torch.paged import PagedMemory
+
+    return PagedMemory.of(
+        model,
+        n_slots=settled.n_slots + spare_states,
+        n_pages=settled.n_pages,
+        kv_type=settled.kv_type,
+        page_tokens=settled.page_tokens,
+    )
+
+
+def prefill_bytes(shape: Shape, settled: Settled, rows: int) -> int:
+    """A chunk on its way through a layer: what goes in, heads, both halves of the feed-forward, what comes out."""
+    heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width if shape.attention else 0
+    inner = 3 * shape.ff_width
+    if shape.experts is not None:
+        inner = max(inner, 3 * shape.experts.n_used * shape.experts.ff_width)
+    row_bytes = (3 * shape.hidden + heads + inner) * FLOAT_BYTES
+    return rows * row_bytes + settled.n_slots * shape.hidden * FLOAT_BYTES
+
+
+def _step_bytes(shape: Shape, settled: Settled) -> int:
+    """Of one slot: the last row and its logits."""
+    width = FLOAT_BYTES if shape.wide_residual else ITEM_BYTES[settled.dtype]
+    return shape.hidden * width + shape.vocab * FLOAT_BYTES
+
+
+def _chunk_rows() -> int:
+    from ostinato.backends.torch.chunks import MANY_ROWS
+
+    return MANY_ROWS
+
+
+TORCH: Final = TorchBackend()

@@ -1,0 +1,25 @@
+"""Bytes of keys and values, by type: of one cell, and of a page of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from ostinato.options import Q8_BLOCK, KVType
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import Shape
+
+_WIDTHS: Final[Mapping[KVType, int]] = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+def cell_bytes(shape: Shape, kv_type: KVType) -> int:
+    """Bytes of one cell in one layer: a key and a value."""
+    width = shape.head_width
+    per_head = width + 2 * (width // Q8_BLOCK) if kv_type == "q8_0" else width * _WIDTHS[kv_type]
+    return 2 * shape.n_kv_heads * per_head
+
+
+def page_bytes(shape: Shape, kv_type: KVType, page_tokens: int) -> int:
+    """Bytes of one page in all layers."""
+    return cell_bytes(shape, kv_type) * page_tokens * shape.n_layers if shape.attention else 0

@@ -1,0 +1,354 @@
+"""Which backend runs a model, in which mode and with how much memory: chosen here and nowhere else.
+
+Backends are asked from the fastest to the plainest, before a byte of weights is read, and each reason is kept: `auto`
+takes the first that can run and says why not those above it; a mode that was asked for and cannot run is an error. What
+memory allows is settled next: a default context that does not fit is lowered, and said; one that the user asked for is
+refused with the figures. The answer is one record, `Settled`, that the runner is opened with.
+"""
+
+from __future__ import annotations
+
+import sys
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from ostinato.backends import cards
+from ostinato.backends.base import MODES, Backend, Layout, Prompts, Settled, Tensors, dtype_of, kv_type_of
+from ostinato.backends.cuda.backend import CUDA
+from ostinato.backends.machine import DeviceKind, Machine, choose_device, machine_at
+from ostinato.backends.native.backend import NATIVE
+from ostinato.backends.tape.backend import TAPE
+from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
+from ostinato.cache.kv_bytes import page_bytes
+from ostinato.engine.cores import default_threads
+from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
+from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
+from ostinato.models.header import tensors_in, tensors_of
+from ostinato.options import Activations, DType, KVType, LoadOptions
+
+if TYPE_CHECKING:
+    from ostinato.backends.torch.model import Model
+    from ostinato.files.checkpoint import Checkpoint
+    from ostinato.models.shape import Shape
+
+BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the fastest to the plainest
+# The rest is for activations, logits and whoever else lives on the machine.
+USABLE_SHARE: Final = 0.9
+DENSE: Final = {"F32", "F16", "BF16"}
+HELD: Final = "another engine of this process has it, and it fills the card"
+NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
+Talk = Callable[[str], None]
+
+
+def backend_of(settled: Settled) -> Backend:
+    return next(backend for backend in BACKENDS if backend.name == settled.backend)
+
+
+def backend_for(mode: str, kind: DeviceKind) -> Backend:
+    """Who runs a mode on such a device."""
+    return next(backend for backend in BACKENDS if backend.device == kind and mode in backend.modes)
+
+
+def why_not_here(machine: Machine) -> dict[str, str | None]:
+    """Every mode from low to high, and why this machine cannot run it, whatever the model; None where it can."""
+    return {mode: backend.why_not_here(mode, machine) for mode, backend in _asked(machine.kind).items()}
+
+
+def why_not(shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> dict[str, str | None]:
+    """Every mode from low to high, and why it cannot run such a model; None where it can."""
+    asked = _asked(machine.kind).items()
+    return {mode: backend.why_not(mode, shape, tensors, options, machine) for mode, backend in asked}
+
+
+def _asked(kind: DeviceKind) -> dict[str, Backend]:
+    """Who answers for each mode: the one that has it on this kind of device, else the one that has it at all."""
+    having = {mode: [backend for backend in BACKENDS if mode in backend.modes] for mode in MODES}
+    return {mode: next((b for b in found if b.device == kind), found[0]) for mode, found in having.items()}
+
+
+def choose(
+    checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Talk, *, machine: Machine | None = None
+) -> Settled:
+    """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is told a sentence where
+    something is settled otherwise than one might expect."""
+    machine = machine or machine_at(choose_device(options.device))
+    tensors = tensors_of(checkpoint)
+    return fit(decide(shape, tensors, options, machine, talk), shape, tensors, options, machine, talk)
+
+
+# Who runs it
+
+
+def decide(
+    shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk, *, prepare: bool = True
+) -> Settled:
+    """The backend and the mode, with pages for every slot's whole context: what memory allows of that is for `fit`.
+
+    `prepare`: what a backend must have before it loads is had here, and one that cannot have it is passed over.
+    """
+    reasons = {mode: why for mode, why in why_not(shape, tensors, options, machine).items() if why is not None}
+    _check_options(options, machine, reasons)
+    if not shape.causal:  # an encoder, which has nothing to decode
+        encoder = _draft(backend_for("eager", machine.kind), "eager", shape, options, machine)
+        if prepare:
+            _prepare(encoder, talk)
+        return encoder
+    asked = "persistent" if options.mode == "auto" and _only_tape(options, machine) else options.mode
+    for mode in [mode for mode in reversed(MODES) if asked in ("auto", mode) and mode not in reasons]:
+        settled = _draft(backend_for(mode, machine.kind), mode, shape, options, machine)
+        if asked == "auto" and (unasked := _why_not_unasked(settled, shape, tensors, machine)) is not None:
+            reasons[mode] = unasked
+            continue
+        try:
+            if prepare:
+                _prepare(settled, talk)
+        except HardwareCannot as error:
+            reasons[mode] = str(error)
+            continue
+        below = [lower for lower in MODES[: MODES.index(mode)] if lower not in reasons]
+        if asked == "auto" and mode == "eager" and options.dtype == "auto" and machine.kind == "cpu":
+            talk(f"the native loop cannot run here: {reasons['loop']}; eager runs instead")
+        higher = MODES[MODES.index(mode) + 1 :]
+        return replace(
+            settled,
+            why_not=tuple(f"{one}: {reasons.get(one, 'not asked for')}" for one in higher),
+            fallback=below[-1] if asked == "auto" and below else None,
+        )
+    if asked != "auto":
+        raise HardwareCannot(f"mode {asked!r} cannot run here: {reasons[asked]}")
+    raise HardwareCannot(f"no mode can run this model here: {'; '.join(dict.fromkeys(reasons.values()))}")
+
+
+def _prepare(settled: Settled, talk: Talk) -> None:
+    """Have what loading and running will need."""
+    backend_of(settled).prepare(settled, talk)
+    use_threads(settled)
+
+
+def _only_tape(options: LoadOptions, machine: Machine) -> bool:
+    """Whether a GPU is asked for what no other mode of it can do: then `auto` is `persistent`, or nothing."""
+    return machine.kind == "cuda" and (options.prompts == "tape" or options.activations != "wide")
+
+
+def _check_options(options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> None:
+    """Refuse options that are for a backend that will not run, whoever does. One that was asked for by its mode says
+    itself why it cannot."""
+    at_hand = [backend_for(mode, machine.kind) for mode in MODES if _may_run(mode, options, machine, reasons)]
+    if options.activations != "wide" and not any(options.activations in one.activations for one in at_hand):
+        raise BadOption(
+            f"--activations {options.activations} is for the CPU's native loop and for --mode persistent on a GPU, and "
+            "neither will run here; leave it out"
+        )
+    if options.prompts == "tape" and TAPE not in at_hand:
+        raise BadOption("--prompts tape is for --mode persistent on a GPU, which will not run here; leave it out")
+
+
+def _may_run(mode: str, options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> bool:
+    on_this_device = any(backend.device == machine.kind and mode in backend.modes for backend in BACKENDS)
+    return on_this_device and (options.mode == mode or (options.mode == "auto" and mode not in reasons))
+
+
+def _why_not_unasked(settled: Settled, shape: Shape, tensors: Tensors, machine: Machine) -> str | None:
+    """Why `auto` does not take a backend that fills its card, though whoever asks for it may have it."""
+    backend = backend_of(settled)
+    if not backend.alone:
+        return None
+    if cards.is_held(machine.device):
+        return HELD
+    return None if _with_one_context(backend, settled, shape, tensors, machine).fits else NO_ROOM
+
+
+def _draft(backend: Backend, mode: str, shape: Shape, options: LoadOptions, machine: Machine) -> Settled:
+    dtype = dtype_of(options, machine.kind)
+    settled = Settled(
+        device=machine.device,
+        backend=backend.name,
+        mode=mode,
+        dtype=dtype,
+        kv_type=kv_type_of(options, dtype),
+        context=options.context or shape.default_context,
+        n_slots=options.slots,
+        weights=backend.layout(shape, options, machine.kind),
+        activations=options.activations,
+        threads=options.threads or (default_threads() if machine.kind == "cpu" else None),
+    )
+    return replace(settled, n_pages=options.slots * settled.max_pages)
+
+
+# What memory allows
+
+
+def fit(
+    settled: Settled, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk
+) -> Settled:
+    """The same with as much context and as many pages as there is memory for; what does not fit is refused."""
+    backend, free = backend_of(settled), int(machine.free_bytes * USABLE_SHARE)
+    if backend.alone:
+        settled = replace(settled, prompts=_prompts(backend, settled, shape, tensors, options, machine, talk))
+    plan = MemoryPlan(backend, shape, tensors, settled, free)
+    tape, weights = plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
+    if weights > free:
+        how = "packed" if settled.weights == "tiles" else f"as {settled.dtype}"
+        if tape:
+            how += f", {gib(tape)} of it {'once more ' if settled.prompts == 'plain' else ''}for the persistent kernel,"
+        advice = "try --prompts tape, or " if tape and settled.prompts == "plain" else _narrower(settled)
+        raise HardwareCannot(
+            f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take a "
+            "smaller model"
+        )
+    left = free - weights
+    settled = replace(settled, context=choose_context(shape, settled, options.context, left, talk))
+    return replace(settled, n_pages=choose_pages(shape, settled, left) if shape.causal else 0)
+
+
+def _prompts(
+    backend: Backend,
+    settled: Settled,
+    shape: Shape,
+    tensors: Tensors,
+    options: LoadOptions,
+    machine: Machine,
+    talk: Talk,
+) -> Prompts:
+    """What prompts read. The tape where that was asked for, or where it does not fit beside a plain copy of the
+    weights, which is faster."""
+    plan = _with_one_context(backend, settled, shape, tensors, machine)
+    if options.prompts == "plain" or (options.prompts == "auto" and plan.fits):
+        return "plain"
+    tape, weights = plan.bytes_of("tape"), plan.bytes_of("weights")
+    if options.prompts == "auto":
+        talk(
+            f"prompts read the persistent kernel's tape of {gib(tape)}: beside a plain copy of {gib(weights)} this "
+            f"engine would need {gib(plan.device_bytes)}, and {settled.device} has {gib(plan.free_bytes)}"
+        )
+    if weights > machine.host_bytes:
+        raise HardwareCannot(
+            f"{gib(weights)} of weights wait in the host's memory while they are laid out for --prompts tape, and it "
+            f"has {gib(machine.host_bytes)} to give; use --prompts plain, or --mode loop"
+        )
+    return "tape"
+
+
+def _with_one_context(
+    backend: Backend, settled: Settled, shape: Shape, tensors: Tensors, machine: Machine
+) -> MemoryPlan:
+    """The plan with pages for one slot's context: what more there is of them is made of what is left."""
+    one = replace(settled, n_pages=settled.max_pages, prompts="plain")
+    return MemoryPlan(backend, shape, tensors, one, int(machine.free_bytes * USABLE_SHARE))
+
+
+def _narrower(settled: Settled) -> str:
+    """Advice on how weights that were dequantised would be smaller."""
+    return "try --dtype bfloat16, or " if settled.dtype == "float32" and settled.weights != "tiles" else ""
+
+
+def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk) -> int:
+    """The context asked for, or as much of the model's own as fits."""
+    from ostinato.decoder.memories import context_bytes
+
+    device, kv_type = settled.device, settled.kv_type
+
+    def needed(context: int) -> int:
+        paged = settled.pages_for(context) * page_bytes(shape, kv_type, settled.page_tokens)
+        return max(context_bytes(shape, kv_type, context), paged)
+
+    most = bisect_right(range(shape.context + 1), free, key=needed) - 1
+    if wanted is not None:
+        if wanted > shape.context:
+            raise ContextTooLarge(f"--context {wanted}: this model was trained for {shape.context} positions at most")
+        if wanted > most:
+            raise ContextTooLarge(
+                f"--context {wanted} needs {gib(needed(wanted))} for keys and values as {kv_type}, and {device} "
+                f"has {gib(free)} left; at most {most} fit"
+            )
+        return wanted
+    if most < LEAST_CONTEXT:
+        raise HardwareCannot(f"{device} has {gib(free)} left beside the weights: too little for keys and values")
+    if most < shape.default_context:
+        talk(
+            f"the model's context of {shape.default_context} tokens needs {gib(needed(shape.default_context))} and "
+            f"{gib(free)} are left on {device}; using {most}"
+        )
+    return min(most, shape.default_context)
+
+
+def choose_pages(shape: Shape, settled: Settled, free: int) -> int:
+    """Pages for every slot's whole context, or what fits the free memory; at least one whole context."""
+    one, n_slots = settled.max_pages, settled.n_slots
+    size = page_bytes(shape, settled.kv_type, settled.page_tokens)
+    return n_slots * one if not size else min(n_slots * one, max(one, free // size))
+
+
+def gib(n_bytes: int) -> str:
+    return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
+
+
+# Of a model in memory
+
+
+def settle_model(
+    model: Model,
+    mode: str = "auto",
+    *,
+    context: int,
+    n_pages: int | None = None,
+    n_slots: int = 1,
+    kv_type: KVType | None = None,
+    n_tokens: int | None = None,
+    activations: Activations = "wide",
+    prompts: Prompts = "plain",
+    threads: int | None = None,
+    machine: Machine | None = None,
+) -> Settled:
+    """The record for a model whose weights are there already: the same answers, for the layout that they are in."""
+    options = LoadOptions(
+        mode=mode if mode in MODES else "auto",
+        dtype=_asked_dtype(model),
+        kv_type=kv_type,
+        context=context,
+        slots=n_slots,
+        activations=activations if mode == "auto" else "wide",
+        prompts=prompts if mode == "auto" else "plain",
+    )
+    # Weights that are there need no room, and pages are as many as asked for.
+    machine = replace(machine or machine_at(str(model.device)), free_bytes=sys.maxsize)
+    if mode == TWIN:
+        settled = _draft(TORCH, TWIN, model.shape, options, machine)
+    else:
+        settled = decide(model.shape, tensors_in(model), options, machine, lambda _: None, prepare=False)
+    return replace(
+        settled,
+        dtype=str(model.dtype).removeprefix("torch."),
+        n_pages=settled.n_pages if n_pages is None else n_pages,
+        n_tokens=n_tokens,
+        weights=layout_of(model),
+        activations=activations,
+        prompts=prompts,
+        threads=threads or settled.threads,
+    )
+
+
+def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = None) -> dict[str, str | None]:
+    """Every mode from low to high, and why it cannot run a model whose weights are there already, however short the
+    context; None where it can."""
+    options = LoadOptions(dtype=_asked_dtype(model), slots=n_slots, context=1)
+    return why_not(model.shape, tensors_in(model), options, machine or machine_at(str(model.device)))
+
+
+def layout_of(model: Model) -> Layout:
+    """How a model's weights lie."""
+    from ostinato.backends.native.tiles import TileMatrix
+
+    if isinstance(model.embedding, TileMatrix):
+        return "tiles"
+    return "dense" if {tensor.type for tensor in tensors_in(model).values()} <= DENSE else "packed"
+
+
+def _asked_dtype(model: Model) -> DType:
+    """What a user would have asked for to get such weights."""
+    if layout_of(model) != "dense":
+        return "auto"
+    known: dict[str, DType] = {"torch.float32": "float32", "torch.bfloat16": "bfloat16"}
+    return known.get(str(model.dtype), "auto")

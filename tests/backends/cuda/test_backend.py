@@ -1,0 +1,51 @@
+"""What the GPU's general backend can run, by blocks and sizes, and on which machines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ostinato.backends.cuda.backend import CUDA, WHY_NO_LOOP, why_not_blocks
+from ostinato.backends.machine import Machine
+from ostinato.models.header import tensors_in
+from ostinato.models.shape import ExpertShape
+from ostinato.options import LoadOptions
+from tests.backends.families import FAMILIES, family_model
+from tests.random_model import MemoryKind, random_model
+
+CARD = Machine("cuda:0", 1 << 40, 1 << 40, driver_cuda=13_000)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_runs_every_family_of_attention_in_every_mode(family: str) -> None:
+    model = family_model(family)
+    asked = (model.shape, tensors_in(model), LoadOptions(), CARD)
+    assert [CUDA.why_not(mode, *asked) for mode in CUDA.modes] == [None] * 3
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_it_runs_recurrent_models_in_all_modes_but_the_loop(kind: MemoryKind) -> None:
+    model = random_model(kind)
+    asked = (model.shape, tensors_in(model), LoadOptions(), CARD)
+    assert [CUDA.why_not(mode, *asked) for mode in CUDA.modes] == [WHY_NO_LOOP, None, None]
+
+
+def test_what_has_no_kernels_is_told_by_name() -> None:
+    assert why_not_blocks(random_model("encoder").shape) == "bert is an encoder"
+    routed = replace(random_model("hybrid").shape, experts=ExpertShape(8, 2, 64, renormalise=True))
+    assert "routed experts, and torch must ask" in (why_not_blocks(routed) or "")
+    assert "heads of width 8" in (why_not_blocks(random_model("hybrid", hidden=32).shape) or "")
+    # Without attention there are no heads.
+    assert why_not_blocks(random_model("recurrent", hidden=32).shape) is None
+
+
+def test_a_machine_is_told_what_it_lacks() -> None:
+    assert CUDA.why_not_here("loop", CARD) is None
+    bare = replace(CARD, missing=("triton", "cuda-core"))
+    assert CUDA.why_not_here("eager", bare) == "not installed: triton, cuda-core (pip install 'ostinato[gpu]')"
+    old = replace(CARD, driver_cuda=12_030)
+    assert CUDA.why_not_here("graph", old) is None
+    assert CUDA.why_not_here("loop", old) == "the NVIDIA driver knows CUDA 12.3; WHILE nodes need 12.4 or newer"
+    assert "does not tell" in (CUDA.why_not_here("loop", replace(CARD, driver_cuda=None)) or "")
+    assert CUDA.why_not_here("graph", Machine("cpu", 0, 0)) == "graphs are CUDA's"

@@ -1,0 +1,198 @@
+"""What the tape says that it cannot play, from a model's header alone, and what it counts of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from ostinato.backends.base import Settled, Tensors
+from ostinato.backends.cuda.packed import PACKED_TYPES
+from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.tape.backend import (
+    HEAD_WIDTHS,
+    TAPE,
+    matrices_of,
+    tape_bytes,
+    why_not_capability,
+    why_not_rows,
+    why_not_shape,
+    why_not_tensors,
+)
+from ostinato.backends.tape.partition import RUN_ALIGNMENT, WEIGHT_TYPES, TapeGrid, TapeMatrix, make_partition
+from ostinato.backends.tape.plan import sources_of, why_not_values
+from ostinato.backends.torch.model import Model
+from ostinato.files.checkpoint import TensorInfo
+from ostinato.models.blocks import Layer
+from ostinato.models.header import tensors_in
+from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
+from ostinato.options import LoadOptions
+from tests.backends.tape.models import FAMILIES, shape_of, small
+
+LLAMA = shape_of()
+PACKABLE = shape_of(hidden=256, ff_width=256)
+CARD = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10, 0), 13_000)
+
+
+def matrices_by_header(model: Model) -> list[TapeMatrix]:
+    return matrices_of(model.shape, tensors_in(model), packed=True)
+
+
+# --- what it cannot play, a sentence for each thing ---
+
+SHAPES: dict[str, tuple[Shape, str]] = {
+    "experts": (replace(LLAMA, experts=ExpertShape(8, 2, 64, renormalise=True)), "experts"),
+    "recurrent": (replace(LLAMA, recurrent=RecurrentShape(((1,),))), "layers that are not causal attention"),
+    "no attention": (replace(LLAMA, attention=False), "layers that are not causal attention"),
+    "encoder": (replace(LLAMA, causal=False), "layers that are not causal attention"),
+    "multipliers": (replace(LLAMA, multipliers=Multipliers(head=0.5)), "multipliers"),
+    "embedding": (replace(LLAMA, embedding_scale=11.0), "multipliers"),
+    "cap of scores": (replace(LLAMA, attention_softcap=50.0), "soft caps"),
+    "cap of logits": (replace(LLAMA, logit_softcap=30.0), "soft caps"),
+    "activation": (replace(LLAMA, activation="gelu"), "the activation gelu: it has silu"),
+    "bias": (replace(LLAMA, mlp_bias=True), "a bias in the feed-forward block"),
+    "width": (shape_of(head_width=80), "heads of width 80: it has 64, 96, 128, 256"),
+    "group": (replace(LLAMA, n_heads=9, n_kv_heads=1), "9 heads for each of keys: it has 1 to 8"),
+    "hidden": (replace(LLAMA, hidden=96), "a hidden size of 96: it wants a multiple of 64"),
+    "feed-forward": (replace(LLAMA, ff_width=200), "a feed-forward size of 200: it wants a multiple of 64"),
+    "no rope": (replace(LLAMA, ropes=(None, None)), "layers with different rotary positions"),
+    "ropes": (replace(LLAMA, ropes=(LLAMA.ropes[0], None)), "layers with different rotary positions"),
+}
+
+
+@pytest.mark.parametrize("what", SHAPES)
+def test_a_shape_that_it_cannot_express_is_named(what: str) -> None:
+    shape, words = SHAPES[what]
+    assert why_not_shape(shape) == f"the tape does not know {words}"
+    assert TAPE.why_not("persistent", shape, tensors_in(small(LLAMA)), LoadOptions(), CARD) == why_not_shape(shape)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("width", HEAD_WIDTHS)
+def test_shapes_of_its_families_have_no_reason(family: str, width: int) -> None:
+    assert why_not_shape(shape_of(family, head_width=width)) is None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mix", [None, "q4_k_m", "q5_0", "q6_k", "q8_0"])
+def test_models_that_it_plays_have_none(family: str, mix: str | None) -> None:
+    model = small(shape_of(family, hidden=256, ff_width=256), mix=mix)
+    for n_slots in (1, 8):
+        for kv in ("f32", "f16", "bf16"):
+            options = LoadOptions(slots=n_slots, kv_type=kv)
+            assert TAPE.why_not("persistent", model.shape, tensors_in(model), options, CARD) is None
+    assert why_not_values(model) is None
+
+
+def with_tensor(name: str, type: str = "F32", *sizes: int) -> Callable[[Tensors], Tensors]:
+    return lambda tensors: {**tensors, name: TensorInfo(name, sizes or (8,), type, 32)}
+
+
+def without_gate(tensors: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if "ffn_gate" not in name}
+
+
+WANTS = "the tape wants RMS norms, rotary positions and a gate in the feed-forward block"
+TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+    "no gate": (without_gate, WANTS),
+    "layer norm": (with_tensor("blk.1.attn_norm.bias"), WANTS),
+    "learned positions": (with_tensor("position_embd.weight"), WANTS),
+    "after attention": (with_tensor("blk.0.post_attention_norm.weight"), "the tape has no norms after a block"),
+    "after the mlp": (with_tensor("blk.1.post_ffw_norm.weight"), "the tape has no norms after a block"),
+    "bias of the head": (with_tensor("output.bias"), "the tape has no bias of output"),
+    "bias of a product": (with_tensor("blk.1.attn_output.bias"), "the tape has no bias of blk.1.attn_output"),
+    "two kinds": (
+        with_tensor("blk.1.ffn_up.weight", "Q6_K", 256, 256),
+        "layer.1.gate_up: a matrix of Q4_K and Q6_K cannot be laid out on the tape: gate and up share their tiles",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TENSORS)
+def test_tensors_that_it_cannot_lay_out_are_named(what: str) -> None:
+    change, words = TENSORS[what]
+    tensors = tensors_in(small(PACKABLE, mix="q4_k_m"))
+    assert why_not_tensors(PACKABLE, tensors, packed=True) is None
+    reason = why_not_tensors(PACKABLE, change(tensors), packed=True)
+    assert reason is not None
+    assert reason.startswith(words)
+
+
+def test_a_bias_of_q_k_and_v_is_no_reason() -> None:
+    tensors = tensors_in(small(shape_of("qwen2")))
+    assert "blk.0.attn_q.bias" in tensors
+    assert why_not_tensors(shape_of("qwen2"), tensors, packed=True) is None
+
+
+def test_two_types_of_one_kind_and_dense_weights_can_share_their_tiles() -> None:
+    tensors = tensors_in(small(PACKABLE, mix="q4_k_m"))
+    mixed = with_tensor("blk.1.ffn_up.weight", "Q4_0", 256, 256)(tensors)
+    assert why_not_tensors(PACKABLE, mixed, packed=True) is None
+    other = with_tensor("blk.1.ffn_up.weight", "Q6_K", 256, 256)(tensors)
+    assert why_not_tensors(PACKABLE, other, packed=False) is None
+
+
+def test_every_type_that_stays_packed_has_a_place() -> None:
+    assert set(PACKED_TYPES) == set(WEIGHT_TYPES)
+
+
+def changed_weight(model: Model, change: Callable[[Tensor], Tensor]) -> Model:
+    """The model with another first product in its second layer."""
+    first, layer = model.layers
+    assert isinstance(layer, Layer)
+    mlp: Any = layer.mlp
+    linear = replace(mlp.gate_up, weight=change(mlp.gate_up.weight))
+    return replace(model, layers=[first, replace(layer, mlp=replace(mlp, gate_up=linear))])
+
+
+def test_values_that_a_half_cannot_hold_are_found_when_they_are_there() -> None:
+    model = small(PACKABLE)
+    assert why_not_values(changed_weight(model, lambda weight: weight.float())) is None
+    reason = why_not_values(changed_weight(model, lambda weight: weight.float() + 1e-6))
+    assert reason == (
+        "layer.1.gate_up: the tape keeps these float32 weights as bfloat16, which cannot hold their values"
+    )
+
+
+def test_slots_and_types_that_it_has_not_are_named() -> None:
+    assert why_not_rows(8, "float16", "f16") is None
+    assert why_not_rows(9, "bfloat16", "bf16") == "the tape has up to 8 slots, and 9 are asked for"
+    assert why_not_rows(8, "bfloat16", "q8_0") == "the tape keeps keys and values as f32, f16, bf16, not q8_0"
+    reason = "the tape multiplies bfloat16 or float16, and this model's rows are float32"
+    assert why_not_rows(1, "float32", "f32") == reason
+    model = small(LLAMA)
+    asked = (model.shape, tensors_in(model), LoadOptions(dtype="float32"), CARD)
+    assert TAPE.why_not("persistent", *asked) == reason
+
+
+@pytest.mark.parametrize(
+    ("capability", "can"), [((7, 5), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 1), True)]
+)
+def test_a_card_must_have_bulk_copies(capability: tuple[int, int], can: bool) -> None:
+    reason = why_not_capability(capability)
+    assert (reason is None) == can
+    dotted = ".".join(map(str, capability))
+    assert can or reason == (
+        f"the tape is streamed by bulk copies, which cards have since capability 9.0; this one has {dotted}"
+    )
+
+
+# --- what it counts ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("mix", [None, "q8_0", "q4_k_m"])
+def test_the_tape_is_counted_as_it_will_be_laid_out(family: str, tied: bool, mix: str | None) -> None:
+    shape = shape_of(family, hidden=256, ff_width=256, tied_head=tied)
+    model = small(shape, mix=mix)
+    matrices = [source.matrix for _, source in sources_of(model)]
+    assert matrices_by_header(model) == matrices
+    weights = "dense" if mix is None else "packed"
+    settled = Settled("cuda:0", "tape", "persistent", "bfloat16", "bf16", 256, weights=weights)  # type: ignore[arg-type]
+    counted = tape_bytes(shape, tensors_in(model), settled)
+    widened = 0 if mix is None else 203 * 256 * 2  # the embedding, whose rows the kernel reads as they are
+    assert 0 <= make_partition(matrices, TapeGrid(3)).n_bytes + widened - counted < 3 * RUN_ALIGNMENT

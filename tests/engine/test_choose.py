@@ -1,0 +1,144 @@
+"""Who runs a model: the fastest backend that can, with the reasons of those above it, or an error with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from ostinato.backends import cards
+from ostinato.backends.base import MODES, Settled
+from ostinato.backends.cuda.backend import WHY_NO_LOOP
+from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.torch.model import Model
+from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, decide, settle_model, why_not, why_not_model
+from ostinato.errors import BadOption, HardwareCannot
+from ostinato.models.header import tensors_in
+from ostinato.options import LoadOptions
+from tests.backends.native.tiled import tiled
+from tests.backends.tape.models import shape_of, small
+from tests.engine.rig import open_loop
+from tests.random_model import MemoryKind, random_model
+
+H200 = Chip((9, 0), 132, 227 << 10, 0)
+CARD = Machine("cuda:0", 1 << 40, 1 << 40, H200, 13_000)
+ON_CPU = Machine("cpu", 1 << 40, 1 << 40)
+
+
+def decided(model: Model, machine: Machine = CARD, **words: Any) -> Settled:
+    options = LoadOptions(**{"context": 64, "slots": 1, **words})
+    return decide(model.shape, tensors_in(model), options, machine, lambda _: None, prepare=False)
+
+
+def test_every_mode_has_a_backend_that_answers_for_it_on_either_device() -> None:
+    model = small(shape_of())
+    for machine in (CARD, ON_CPU):
+        assert tuple(why_not(model.shape, tensors_in(model), LoadOptions(), machine)) == MODES
+    assert [backend.name for backend in BACKENDS] == ["tape", "cuda", "native", "torch"]
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_recurrent_families_run_eagerly_and_as_graphs_on_a_gpu(kind: MemoryKind) -> None:
+    model = random_model(kind)
+    reasons = why_not_model(model, machine=CARD)
+    assert [reasons[mode] for mode in MODES[:3]] == [None, None, WHY_NO_LOOP]
+    settled = decided(model)
+    assert (settled.mode, settled.backend, settled.fallback) == ("graph", "cuda", "eager")
+    assert settled.why_not[0] == f"loop: {WHY_NO_LOOP}"
+    assert decided(model, mode="eager").fallback is None
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: its torch ops allocate"):
+        decided(model, mode="loop")
+
+
+def test_auto_takes_the_persistent_kernel_where_it_can_run_and_there_is_room() -> None:
+    model = small(shape_of())
+    settled = decided(model)
+    assert (settled.mode, settled.backend, settled.why_not, settled.fallback) == ("persistent", "tape", (), "loop")
+    narrow = replace(CARD, free_bytes=1 << 20)
+    without = decided(model, narrow)
+    assert (without.mode, without.backend, without.why_not) == ("loop", "cuda", (f"persistent: {NO_ROOM}",))
+    for machine in (CARD, narrow):
+        asked = decided(model, machine, mode="persistent")
+        assert (asked.mode, asked.why_not, asked.fallback) == ("persistent", (), None)
+    assert decided(model, mode="loop").why_not == ("persistent: not asked for",)
+
+
+def test_auto_gives_a_card_to_one_engine_of_a_process() -> None:
+    model = small(shape_of())
+    cards.hold("cuda:0")
+    try:
+        settled = decided(model)
+        assert (settled.mode, settled.why_not) == ("loop", (f"persistent: {HELD}",))
+        assert decided(model, mode="persistent").mode == "persistent"
+        assert decided(model, replace(CARD, device="cuda:1")).mode == "persistent"
+    finally:
+        cards.release("cuda:0")
+    assert decided(model).mode == "persistent"
+
+
+@pytest.mark.parametrize("needs", [{"prompts": "tape"}, {"activations": "int8"}])
+def test_auto_with_what_only_the_persistent_kernel_can_do_takes_it_or_refuses(needs: dict[str, Any]) -> None:
+    model = small(shape_of())
+    cards.hold("cuda:0")
+    try:
+        settled = decided(model, **needs)
+    finally:
+        cards.release("cuda:0")
+    assert (settled.mode, settled.fallback) == ("persistent", None)
+    with pytest.raises(BadOption, match=r"will (not )?run here"):
+        decided(model, slots=9, **needs)
+    with pytest.raises(HardwareCannot, match="mode 'persistent' cannot run here: the tape has up to 8 slots"):
+        decided(model, slots=9, mode="persistent", **needs)
+
+
+def test_what_it_cannot_play_is_said_whoever_asks() -> None:
+    model = small(shape_of())
+    reason = "the tape has up to 8 slots, and 9 are asked for"
+    settled = decided(model, slots=9)
+    assert (settled.mode, settled.why_not) == ("loop", (f"persistent: {reason}",))
+    with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
+        decided(model, slots=9, mode="persistent")
+    with pytest.raises(HardwareCannot, match="not q8_0"):
+        decided(model, mode="persistent", kv_type="q8_0")
+
+
+def test_a_card_decides_too() -> None:
+    model = small(shape_of())
+    old = replace(CARD, chip=replace(H200, capability=(8, 9)))
+    assert decided(model, old).why_not[0].endswith("this one has 8.9")
+    little = replace(CARD, chip=replace(H200, shared_bytes=64 << 10))
+    (reason,) = decided(model, little).why_not
+    assert "64 kB of shared memory here, too little" in reason
+    silent = replace(CARD, driver_cuda=None)
+    settled = decided(model, silent)
+    assert settled.mode == "graph"
+    assert all("does not tell" in reason for reason in settled.why_not)
+    with pytest.raises(HardwareCannot, match="not installed: triton"):
+        decided(model, replace(CARD, missing=("triton",)))
+
+
+def test_on_the_cpu_it_is_refused_with_its_reason() -> None:
+    reason = "the persistent kernel is CUDA's, and this model is on the CPU"
+    with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
+        open_loop(mode="persistent")
+    driver = open_loop(mode="auto")
+    assert driver.loop.why_not == (f"persistent: {reason}",)
+    assert driver.loop.settled.fallback == "eager"  # graphs are CUDA's
+    driver.loop.close()
+
+
+def test_a_model_that_no_mode_can_run_is_refused_with_all_reasons() -> None:
+    words = "no mode can run this model here: heads of width 8.*; the tape does not know heads of width 8"
+    with pytest.raises(HardwareCannot, match=words):
+        decided(random_model("kv", hidden=32))
+
+
+def test_a_model_in_memory_is_settled_for_the_layout_it_is_in() -> None:
+    dense = random_model("kv")
+    settled = settle_model(dense, context=64, n_pages=3, machine=ON_CPU)
+    assert (settled.mode, settled.backend, settled.weights, settled.n_pages) == ("eager", "torch", "dense", 3)
+    settled = settle_model(tiled(dense), context=64, machine=ON_CPU)
+    assert (settled.mode, settled.backend, settled.weights, settled.n_pages) == ("loop", "native", "tiles", 4)
+    packed = settle_model(small(shape_of(hidden=256, ff_width=256), mix="q8_0"), context=64, machine=CARD)
+    assert (packed.mode, packed.weights, packed.dtype) == ("persistent", "packed", "bfloat16")

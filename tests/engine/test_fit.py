@@ -1,0 +1,282 @@
+"""Where a model runs is settled before a byte is read: lowered and said by default, refused when asked for."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ostinato import LLM, Sampling
+from ostinato.backends import machine
+from ostinato.backends.base import Settled
+from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
+from ostinato.engine.choose import USABLE_SHARE, backend_of, choose, choose_pages, gib
+from ostinato.engine.memory_plan import MemoryPlan
+from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
+from ostinato.files.checkpoint import Checkpoint, open_checkpoint
+from ostinato.models.header import tensors_of
+from ostinato.models.registry import read_shape
+from ostinato.options import LoadOptions, Mode
+from tests.models import tiny, tiny_folder
+from tests.random_model import random_model
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
+    monkeypatch.setattr(machine, "free_bytes", lambda device: n_bytes)
+
+
+def bytes_of(checkpoint: Checkpoint, settled: Settled, *names: str) -> int:
+    """Of the rows of these names in the memory plan."""
+    shape = read_shape(checkpoint)
+    return MemoryPlan(backend_of(settled), shape, tensors_of(checkpoint), settled, 0).bytes_of(*names)
+
+
+@pytest.fixture(scope="module")
+def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama that was trained for 1,024 positions."""
+    folder = tiny.folder("llama", tmp_path_factory.mktemp("long"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
+    return folder
+
+
+def weights_and(model: Path, n_tokens: int) -> int:
+    """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
+    with LLM(model, device="cpu") as llm:
+        weights = bytes_of(llm._checkpoint, llm._choice, "weights")
+        per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
+    return int((weights + n_tokens * per_token) / USABLE_SHARE) + 1
+
+
+def test_a_default_context_that_does_not_fit_is_lowered_and_said(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(monkeypatch, weights_and(long_model, 600))
+    said: list[str] = []
+    with LLM(long_model, device="cpu", talk=said.append) as llm:
+        assert llm.context == 512  # memory comes in steps of 256 cells
+    assert "1024" in said[0]
+    assert "using 512" in said[0]
+
+
+def test_a_context_asked_for_that_does_not_fit_is_refused_with_the_figures(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_free(monkeypatch, weights_and(long_model, 600))
+    with pytest.raises(ContextTooLarge, match=r"--context 600 needs .* at most 512 fit"):
+        LLM(long_model, device="cpu", context=600)
+
+
+def test_a_context_beyond_what_the_model_was_trained_for_is_refused(tiny_gguf: Path) -> None:
+    with pytest.raises(ContextTooLarge, match="trained for 256"):
+        LLM(tiny_gguf, device="cpu", context=257)
+
+
+def test_weights_that_do_not_fit_are_refused_with_a_way_out(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_free(monkeypatch, 1000)
+    with pytest.raises(HardwareCannot, match=r"as float32 .* try --dtype bfloat16") as refused:
+        LLM(tiny_gguf, device="cpu", mode="eager")
+    assert refused.value.exit_code == 4
+    with pytest.raises(HardwareCannot, match=r"packed and cpu has .* to give; take a smaller model"):
+        LLM(tiny_gguf, device="cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_a_matter_of_hardware(tiny_gguf: Path) -> None:
+    with pytest.raises(HardwareCannot, match="--device cpu"):
+        LLM(tiny_gguf, device="cuda")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"device": "tpu"},
+        {"device": "cuda:x"},
+        {"mode": "fast"},
+        {"dtype": "float16"},
+        {"kv_type": "fp8"},
+        {"context": 0},
+    ],
+)
+def test_a_wrong_option_is_refused_before_anything_is_opened(wrong: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match=next(iter(wrong))):
+        LLM("no/such/file", **wrong)
+
+
+def test_there_are_pages_for_every_slot_or_for_half_of_the_memory_and_for_one_context_at_least() -> None:
+    shape = random_model("kv").shape
+    settled = Settled("cpu", "torch", "eager", "float32", "f32", 100, 8)
+    size = page_bytes(shape, "f32", PAGE_TOKENS["cpu"])
+    assert choose_pages(shape, settled, 10_000 * size) == 8 * 7
+    assert choose_pages(shape, settled, 40 * size) == 20
+    assert choose_pages(shape, settled, 8 * size) == 7
+    # Pages of a model without keys cost nothing.
+    assert choose_pages(random_model("recurrent").shape, settled, 0) == 8 * 7
+
+
+def test_slots_and_pages_reach_the_engine(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(tiny_gguf, device="cpu", context=100, slots=3) as llm:
+        assert (llm.stats().n_slots, llm.stats().pages) == (3, 3 * 7)
+
+
+# What the persistent kernel needs
+
+
+@pytest.fixture(scope="module")
+def on_tape(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama that the tape can play."""
+    import transformers
+
+    sizes = {"hidden_size": 128, "intermediate_size": 192, "head_dim": 64, "max_position_embeddings": 1024}
+    made = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**tiny.TINY["llama"].config, **sizes}))
+    folder = tmp_path_factory.mktemp("tape") / "model"
+    tiny_folder.write(made, folder, storage="BF16", style="current", shard_size=None)
+    return folder
+
+
+class Card:
+    """A GPU that is only asked what it has, and a model's file that would run there."""
+
+    def __init__(self, path: Path) -> None:
+        self.checkpoint, self.said = open_checkpoint(path), list[str]()
+        self.shape = read_shape(self.checkpoint)
+        asked = self.settled(8 << 30, mode="persistent")
+        self.weights = bytes_of(self.checkpoint, asked, "weights")
+        self.tape = bytes_of(self.checkpoint, asked, "tape")
+        self.page = page_bytes(self.shape, "bf16", PAGE_TOKENS["cuda"])
+        assert min(self.weights, self.tape, self.page) > 0
+
+    def settled(self, n_bytes: int, *, host_bytes: int = 8 << 30, **words: Any) -> Settled:
+        chip = machine.Chip((9, 0), 132, 227 << 10, 0)
+        here = machine.Machine("cuda:0", int(n_bytes / USABLE_SHARE) + 1, host_bytes, chip, 13_000)
+        options = LoadOptions(**{"device": "cuda", "context": 256, **words})
+        return choose(self.checkpoint, self.shape, options, self.said.append, machine=here)
+
+
+@pytest.fixture
+def card(on_tape: Path) -> Iterator[Card]:
+    found = Card(on_tape)
+    yield found
+    found.checkpoint.close()
+
+
+def test_keys_and_values_get_what_the_weights_and_the_tape_leave(card: Card) -> None:
+    def pages(n_bytes: float, mode: Mode) -> int:
+        return card.settled(int(n_bytes), mode=mode, prompts="plain", slots=8).n_pages
+
+    both = card.weights + card.tape
+    assert pages(both + 40 * card.page, "persistent") == 20
+    expected = min(8 * 4, (card.tape + 40 * card.page) // 2 // card.page)
+    assert pages(both + 40 * card.page, "auto") == pages(both + 40 * card.page, "loop") == expected
+    with pytest.raises(
+        HardwareCannot, match=r"once more for the persistent kernel, and cuda:0 has .*; try --prompts tape, or"
+    ):
+        pages(card.weights + card.tape / 2, "persistent")
+
+
+def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(card: Card) -> None:
+    def settled(n_bytes: int, **words: Any) -> Settled:
+        return card.settled(n_bytes, mode="persistent", **words)
+
+    a_lot, little = 8 << 30, card.tape + card.weights + 8 * card.page
+    assert (settled(a_lot).prompts, card.said) == ("plain", [])
+    assert settled(little).prompts == "tape"
+    assert bytes_of(card.checkpoint, settled(little), "weights") < card.weights
+    assert f"prompts read the persistent kernel's tape of {gib(card.tape)}" in card.said[0]
+    assert f"a plain copy of {gib(card.weights)}" in card.said[0]
+    # What was asked for is done, and what the plain copy would have taken is there for pages.
+    assert (settled(a_lot, prompts="tape").prompts, settled(little, prompts="plain").prompts) == ("tape", "plain")
+    assert settled(little, prompts="tape", slots=8).n_pages > settled(little, prompts="plain", slots=8).n_pages
+    with pytest.raises(HardwareCannot, match=r"of it for the persistent kernel, and cuda:0 has .*; take a smaller"):
+        settled(card.tape)
+    with pytest.raises(HardwareCannot, match=r"wait in the host's memory .*; use --prompts plain, or --mode loop"):
+        settled(little, host_bytes=card.weights - 1)
+
+
+def test_auto_has_a_tape_where_it_fits_beside_the_weights_or_was_asked_for(card: Card) -> None:
+    little = card.weights + card.tape + 8 * card.page
+    assert card.settled(8 << 30).mode == "persistent"
+    without = card.settled(little)
+    assert (without.mode, without.prompts) == ("loop", "plain")
+    needs: list[dict[str, Any]] = [{"activations": "int8"}, {"prompts": "tape"}]
+    for words in needs:  # which no other mode of a GPU has
+        asked = card.settled(little, **words)
+        assert (asked.mode, asked.prompts) == ("persistent", "tape")
+
+
+def test_prompts_cannot_read_a_tape_that_is_not_there(tiny_gguf: Path, card: Card) -> None:
+    for mode in ("auto", "eager", "loop"):
+        with pytest.raises(BadOption, match="--prompts tape is for --mode persistent on a GPU"):
+            LLM(tiny_gguf, device="cpu", mode=mode, prompts="tape")
+    with LLM(tiny_gguf, device="cpu", mode="eager", prompts="plain") as llm:
+        assert llm.mode == "eager"
+    for words in ({"mode": "loop"}, {"slots": 9}):
+        with pytest.raises(BadOption, match="will not run here"):
+            card.settled(8 << 30, prompts="tape", **words)
+
+
+# What the native loop needs
+
+
+def test_eight_bits_of_activations_are_refused_where_nobody_multiplies_with_them(tiny_gguf: Path) -> None:
+    with pytest.raises(BadOption, match="--activations int8 is for the CPU's native loop and for --mode persistent"):
+        LLM(tiny_gguf, device="cpu", mode="eager", activations="int8")
+
+
+def test_weights_go_into_tiles_where_the_native_loop_will_run(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, device="cpu") as llm:
+        assert (llm.mode, llm.activations, llm.dtype) == ("loop", "wide", "float32")
+        assert isinstance(llm._model.embedding, TileMatrix)
+    with LLM(tiny_gguf, device="cpu", mode="loop", activations="int8") as llm:
+        assert (llm.mode, llm.activations) == ("loop", "int8")
+
+
+@pytest.mark.parametrize("words", [{"mode": "eager"}, {"dtype": "float32"}, {"dtype": "bfloat16"}])
+def test_they_are_dense_where_that_was_asked_for(tiny_gguf: Path, words: dict[str, Any]) -> None:
+    said: list[str] = []
+    with LLM(tiny_gguf, device="cpu", talk=said.append, **words) as llm:
+        assert (llm.mode, llm.activations, said) == ("eager", None, [])
+        assert isinstance(llm._model.embedding, torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("gpt2", "the native loop has no learned positions"), ("mamba2", "the native loop has no recurrent layers")],
+)
+def test_a_model_that_it_cannot_express_runs_eager_and_it_is_said(name: str, reason: str, tiny_files: Path) -> None:
+    path = tiny.gguf(name, tiny_files)
+    said: list[str] = []
+    with LLM(path, device="cpu", talk=said.append) as llm:
+        assert llm.mode == "eager"
+    assert said == [f"the native loop cannot run here: {reason}; eager runs instead"]
+    with pytest.raises(HardwareCannot, match=f"mode 'loop' cannot run here: {reason}"):
+        LLM(path, device="cpu", mode="loop")
+
+
+def test_so_does_a_machine_without_compiler_and_object(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(talk: object) -> None:
+        raise HardwareCannot("no compiler is here")
+
+    monkeypatch.setattr("ostinato.backends.native.backend.cpu_library", fails)
+    said: list[str] = []
+    with LLM(tiny_gguf, device="cpu", talk=said.append) as llm:
+        assert llm.mode == "eager"
+        assert len(llm.generate([5, 6], Sampling(max_tokens=3, ignore_eos=True)).token_ids) == 3
+    assert said == ["the native loop cannot run here: no compiler is here; eager runs instead"]
+
+
+def test_a_dtype_and_the_native_loop_exclude_each_other(tiny_gguf: Path) -> None:
+    with pytest.raises(HardwareCannot, match="--dtype float32 asks for dense weights"):
+        LLM(tiny_gguf, device="cpu", mode="loop", dtype="float32")
+
+
+def test_threads_reach_torch_and_the_loop(tiny_gguf: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        with LLM(tiny_gguf, device="cpu", threads=2) as llm:
+            assert (llm.threads, torch.get_num_threads(), llm._engine.loop.settled.threads) == (2, 2, 2)
+    finally:
+        torch.set_num_threads(before)
