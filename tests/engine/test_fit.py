@@ -106,13 +106,13 @@ def test_a_wrong_option_is_refused_before_anything_is_opened(wrong: dict[str, An
         LLM("no/such/file", **wrong)
 
 
-def test_there_are_pages_for_every_slot_or_for_half_of_the_memory_and_for_one_context_at_least() -> None:
+def test_there_are_pages_for_every_slot_or_for_what_memory_there_is_and_for_one_context_at_least() -> None:
     shape = random_model("kv").shape
     settled = Settled("cpu", "torch", "eager", "float32", "f32", 100, 8)
     size = page_bytes(shape, "f32", PAGE_TOKENS["cpu"])
     assert choose_pages(shape, settled, 10_000 * size) == 8 * 7
-    assert choose_pages(shape, settled, 40 * size) == 20
-    assert choose_pages(shape, settled, 8 * size) == 7
+    assert choose_pages(shape, settled, 40 * size) == 40
+    assert choose_pages(shape, settled, 6 * size) == 7
     # Pages of a model without keys cost nothing.
     assert choose_pages(random_model("recurrent").shape, settled, 0) == 8 * 7
 
@@ -168,9 +168,9 @@ def test_keys_and_values_get_what_the_weights_and_the_tape_leave(card: Card) -> 
         return card.settled(int(n_bytes), mode=mode, prompts="plain", slots=8).n_pages
 
     both = card.weights + card.tape
-    assert pages(both + 40 * card.page, "persistent") == 20
-    expected = min(8 * 4, (card.tape + 40 * card.page) // 2 // card.page)
-    assert pages(both + 40 * card.page, "auto") == pages(both + 40 * card.page, "loop") == expected
+    assert pages(both + 20 * card.page, "persistent") == 20
+    expected = min(8 * 4, (card.tape + 20 * card.page) // card.page)
+    assert pages(both + 20 * card.page, "auto") == pages(both + 20 * card.page, "loop") == expected
     with pytest.raises(
         HardwareCannot, match=r"once more for the persistent kernel, and cuda:0 has .*; try --prompts tape, or"
     ):
