@@ -140,7 +140,8 @@ def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
 
 def elsewhere(model: Model) -> Model:
     """The model as it would say that it is not on the CPU."""
-    return replace(model, embedding=torch.empty((model.shape.vocab, model.shape.hidden), device="meta"))
+    embedding = torch.empty((model.shape.vocab, model.shape.hidden), device="meta")
+    return replace(model, embedding=embedding, device=embedding.device)
 
 
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
