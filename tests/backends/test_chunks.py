@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, OutputKind, output_rows
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.native.pages import NativePages
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import memory_tensors
 from ostinato.decoder.batch.batch import Batch
@@ -76,8 +77,16 @@ def arrays(output: ChunkOutput) -> list[np.ndarray]:
     return [array for array in every if array is not None]
 
 
-def memory_of(driver: Driver) -> list[Tensor]:
-    return [tensor.clone() for _, tensor in memory_tensors(driver.loop.memory)]
+def memory_arrays(driver: Driver) -> list[np.ndarray]:
+    """What lies in pages and states, as arrays over the same memory."""
+    memory = driver.loop.memory
+    if isinstance(memory, NativePages):
+        return [getattr(layer, field.name) for layer in memory.layers for field in fields(layer)]
+    return [tensor.view(torch.uint8).numpy() for _, tensor in memory_tensors(memory)]
+
+
+def memory_of(driver: Driver) -> list[np.ndarray]:
+    return [array.copy() for array in memory_arrays(driver)]
 
 
 def chunks_of(texts: Sequence[Text]) -> list[list[ChunkPart]]:
@@ -107,12 +116,12 @@ def check_bits(driver: Driver, chunks: Sequence[list[ChunkPart]], kinds: Sequenc
             found = arrays(run(driver, parts, want_of(kind, parts, vocab)))
             together.append(found)
         filled = memory_of(driver)
-        for _, tensor in memory_tensors(driver.loop.memory):
-            tensor.zero_()
+        for array in memory_arrays(driver):
+            array.fill(0)
         for parts in chunks:
             each = [arrays(run(driver, [part], want_of(kind, [part], vocab))) for part in parts]
             alone.append([np.concatenate(rows) for rows in zip(*each, strict=True)])
-        assert all(torch.equal(one, two) for one, two in zip(filled, memory_of(driver), strict=True))
+        assert all(np.array_equal(one, two) for one, two in zip(filled, memory_of(driver), strict=True))
         for one, two in zip(together, alone, strict=True):
             assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
 

@@ -129,8 +129,8 @@ def test_outside_decode_mode_the_step_may_be_built_again_and_makes_the_same_toke
 
 
 def moved(driver: Driver, name: str = "logits") -> None:
-    tensor = driver.loop.plan.buffer(name).tensor
-    tensor.__setstate__(np.zeros_like(tensor).__reduce__()[2])  # the same object over memory of its own
+    array = driver.loop.plan.buffer(name).tensor
+    array.__setstate__(np.zeros_like(array).__reduce__()[2])  # the same object over other memory
 
 
 def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
@@ -149,7 +149,7 @@ def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_i
     assert isinstance(driver.loop.start, NativeLoop)
     with driver.loop.start.exclusive():
         driver.loop.mode.trigger()
-        kept = driver.loop.plan.buffer("logits").tensor.detach()  # where the loop still writes
+        kept = driver.loop.plan.buffer("logits").tensor[:]  # where the loop still writes
         moved(driver)
     with pytest.raises(PlanStale, match=r"I-6.*logits"):
         driver.loop.mode.exit()

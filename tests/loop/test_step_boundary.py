@@ -747,7 +747,7 @@ def compare(native: Native, layout: Layout, script: list[Act], drifts: str | Non
         assert go == twin.word(Word.GO)
         for name in ("table", "rings"):
             ours, theirs = getattr(twin.tables, name), getattr(other.tables, name)
-            if not torch.equal(ours.memory, theirs.memory):
+            if not np.array_equal(ours.memory, theirs.memory):
                 wrong = [field for field in ours.names if not np.array_equal(ours.host(field), theirs.host(field))]
                 raise AssertionError(f"after act {i}, {act}, the {name} differ in {wrong}")
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-import torch
-
 from ostinato.backends.base import ChunkPart
 from ostinato.backends.runner import Runner
 from ostinato.errors import EngineDead, InternalError
@@ -118,8 +116,7 @@ class LoopDriver:
 
     def synchronize(self) -> None:
         """Wait for the device: what torch did on its own stream is seen by the loop's."""
-        if self.loop.model.device.type == "cuda":
-            torch.cuda.synchronize(self.loop.model.device)
+        self.loop.start.synchronize()
 
     def close(self) -> None:
         self.loop.close()

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ostinato.backends.native.pages import NativePages
 from ostinato.backends.torch.sequence_copy import SequenceCopy
 from ostinato.cache.state_bytes import describe
+from ostinato.decoder.memory.native_copy import NativeSequenceCopy
 from ostinato.decoder.memory.paged_state import PagedState
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import PageCopyJob, WorkSpec, WorkText
@@ -37,10 +39,9 @@ def largest_state_bytes(engine: Engine) -> int:
 
 
 def _state(engine: Engine) -> PagedState:
-    loop = engine.loop
-    return PagedState(
-        loop.model.shape, SequenceCopy(loop.memory, native=loop.settled.backend == "native"), engine.context
-    )
+    memory = engine.loop.memory
+    copy = NativeSequenceCopy(memory) if isinstance(memory, NativePages) else SequenceCopy(memory)
+    return PagedState(engine.loop.model.shape, copy, engine.context)
 
 
 def _copied(engine: Engine, ids: Sequence[int], job: PageCopyJob) -> None:

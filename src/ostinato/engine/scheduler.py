@@ -17,7 +17,6 @@ from itertools import count
 from typing import Final
 
 import numpy as np
-import torch
 
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
@@ -116,20 +115,19 @@ class Scheduler:
 
     def run(self) -> None:
         """Serve until told to close; whatever goes wrong, nobody is left without an end."""
-        with torch.inference_mode():
-            try:
-                while self._is_wanted():
-                    if self.fault is None:
-                        self._run_once()
-                    self._loop.changed.wait(self._wait_s())
-            except Exception as error:
-                # A device that died shows itself wherever it is next asked: what it died of comes first.
-                found = self._mode.fault()
-                self._die(found or f"the engine's thread failed: {error!r}; open the model again", error)
-                while self._is_wanted():
-                    self._loop.changed.wait()
-            finally:
-                self._close()
+        try:
+            while self._is_wanted():
+                if self.fault is None:
+                    self._run_once()
+                self._loop.changed.wait(self._wait_s())
+        except Exception as error:
+            # A device that died shows itself wherever it is next asked: what it died of comes first.
+            found = self._mode.fault()
+            self._die(found or f"the engine's thread failed: {error!r}; open the model again", error)
+            while self._is_wanted():
+                self._loop.changed.wait()
+        finally:
+            self._close()
 
     def _is_wanted(self) -> bool:
         # Cleared before anything is looked at: whoever rings from now on is heard after this look.

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: a vector for each text, one request at a time beside the answers."""
+"""`POST /v1/embeddings`: a vector for each text, beside the answers."""
 
 from __future__ import annotations
 

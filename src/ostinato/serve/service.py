@@ -32,6 +32,7 @@ T = TypeVar("T")
 # Requests beyond those that sit or stand in line: their prompts are being made ready.
 IN_PREPARATION: Final = 64
 _PROMPT_THREADS: Final = 4
+_BESIDE_THREADS: Final = 4
 
 
 class Service:
@@ -63,8 +64,8 @@ class Service:
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         # Templates have one process, and so a thread of their own: one that loops holds up nothing else.
         self._template_thread = ThreadPoolExecutor(1, "ostinato-template")
-        # What the model computes beside the decode loop takes turns, and its line is bounded.
-        self._beside_thread = ThreadPoolExecutor(1, "ostinato-beside")
+        # For what the model computes beside the decode loop: a few take turns, and their line is bounded.
+        self._beside_threads = ThreadPoolExecutor(_BESIDE_THREADS, "ostinato-beside")
         self._n_beside = 0
         self._dispatcher: TokenDispatcher | None = None
         self.model_id = options.alias or name_of(options.model)
@@ -106,7 +107,7 @@ class Service:
 
     def close(self) -> None:
         """Give everything back."""
-        for threads in (self._threads, self._template_thread, self._beside_thread):
+        for threads in (self._threads, self._template_thread, self._beside_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._llm is not None:
             self._llm.close()
@@ -177,7 +178,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, work, *arguments)
 
     async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Work of the model beside the answers, one at a time; refused where too much of it waits.
+        """Work of the model beside the answers, a few at a time; refused where too much of it waits.
 
         Whoever gives up waiting leaves the line; what has begun goes on to its end, unheard.
         """
@@ -186,7 +187,7 @@ class Service:
         self._n_beside += 1
         try:
             async with asyncio.timeout(self.limits.request_s):
-                return await asyncio.get_running_loop().run_in_executor(self._beside_thread, work, *arguments)
+                return await asyncio.get_running_loop().run_in_executor(self._beside_threads, work, *arguments)
         except TimeoutError:
             raise Refusal(408, f"no request may take longer than {self.limits.request_s:.0f} s") from None
         finally:

@@ -69,7 +69,8 @@ class ChunkOutputs:
         """Of these rows of x float32 [M, hidden], behind the last layer. Enqueues on the current stream."""
         shape, n = self._model.shape, len(rows)
         if self._room is None:
-            self._room = _Room.of(self._model, self.max_outputs)
+            with torch.inference_mode(False):  # whoever asks next may be outside of it
+                self._room = _Room.of(self._model, self.max_outputs)
         room, most = self._room, len(self._room.x)
         at = self._brought(rows)
         slices = [slice(begin, min(begin + most, n)) for begin in range(0, n, most)]

@@ -16,10 +16,10 @@ from ostinato.backends.torch.paged import PagedMemory
 
 
 class SequenceCopy:
-    """Copies out of paged memory and into it. `native`: pages are in the native loop's own order (attention.h)."""
+    """Copies out of paged memory and into it."""
 
-    def __init__(self, memory: PagedMemory, *, native: bool) -> None:
-        self._memory, self._native = memory, native
+    def __init__(self, memory: PagedMemory) -> None:
+        self._memory = memory
 
     def read_kv(self, layers: Sequence[int], pages: Sequence[int], positions: range) -> list[Tensor]:
         """Keys of these layers, then values, each [positions, heads, ...]; scales follow where there are some."""
@@ -43,7 +43,7 @@ class SequenceCopy:
 
     def kv_cells(self, layers: Sequence[int]) -> tuple[Tensor, ...]:
         """One cell of each tensor of `read_kv`, as an example."""
-        return tuple(part[0, 0] for half, _ in self._halves(layers) for part in half.parts)
+        return tuple(part[0, 0] for half in self._halves(layers) for part in half.parts)
 
     def state_cells(self) -> tuple[Tensor, ...]:
         """The same of `read_states`."""
@@ -53,29 +53,21 @@ class SequenceCopy:
         states = self._memory.states
         return [] if states is None else [state for of_layer in states.layers.values() for state in of_layer]
 
-    def _halves(self, layers: Sequence[int]) -> list[tuple[Half, bool]]:
-        """Keys of every layer, then values of every layer; whether it is keys."""
+    def _halves(self, layers: Sequence[int]) -> list[Half]:
+        """Keys of every layer, then values of every layer."""
         kv = self._memory.kv
-        if kv is None:
-            return []
-        return [*((kv.keys[layer], True) for layer in layers), *((kv.values[layer], False) for layer in layers)]
+        return [] if kv is None else [*(kv.keys[layer] for layer in layers), *(kv.values[layer] for layer in layers)]
 
     def _places(
         self, layers: Sequence[int], pages: Sequence[int], positions: range
     ) -> Iterator[tuple[Tensor, tuple[Tensor | slice, ...]]]:
         """Each tensor as its pages lie, and the index of these positions in it."""
-        size, whole = self._memory.page_tokens, slice(None)
-        for half, is_key in self._halves(layers):
+        size = self._memory.page_tokens
+        for half in self._halves(layers):
             for part in half.parts:
-                _, _, heads, width = part.shape
                 at = torch.arange(positions.start, positions.stop, device=part.device)
                 page, token = _sent(pages, part.device)[at // size], at % size
-                if not self._native:
-                    yield part[0].view(-1, size, heads, width), (page, token)
-                elif is_key:
-                    yield part[0].view(-1, heads, width, size), (page, whole, whole, token)
-                else:
-                    yield part[0].view(-1, heads, size, width), (page, whole, token)
+                yield part[0].view(-1, size, *part.shape[2:]), (page, token)
 
 
 def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:

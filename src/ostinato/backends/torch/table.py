@@ -21,7 +21,6 @@ from ostinato.backends.torch.ops.layer_norm import layer_norm_torch
 from ostinato.backends.torch.ops.linear import linear_torch
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
 from ostinato.backends.torch.ops.rope import rope_torch
-from ostinato.backends.torch.ops.sample import SampledTokens, SampleRows, sample_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
 from ostinato.backends.torch.weight import Weight
@@ -44,7 +43,6 @@ class Ops:
     selective_scan: Callable[..., tuple[Tensor, Tensor]] = selective_scan_torch
     ssd_scan: Callable[..., tuple[Tensor, Tensor]] = ssd_scan_torch
     gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] = gated_norm_torch
-    sample: Callable[[Tensor, SampleRows], SampledTokens] = sample_torch
 
 
 TWINS = Ops()

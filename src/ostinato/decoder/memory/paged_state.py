@@ -19,6 +19,7 @@ from ostinato.cache.sequences import Ints
 from ostinato.cache.window import Window
 from ostinato.decoder.memories import layers_of, window_of
 from ostinato.decoder.memory import state_file
+from ostinato.decoder.memory.native_copy import NativeSequenceCopy
 from ostinato.decoder.memory.slots import CellRows
 from ostinato.decoder.memory.state_block import DAMAGED, Form, StateBlock, StateSelection, all_finite, tensor_of
 from ostinato.errors import BadFile
@@ -87,7 +88,7 @@ class HostPart:
 class PagedState:
     """A sequence between pages and bytes. Made for one save or one load."""
 
-    def __init__(self, shape: Shape, copy: SequenceCopy, context: int) -> None:
+    def __init__(self, shape: Shape, copy: SequenceCopy | NativeSequenceCopy, context: int) -> None:
         self._copy = copy
         kv: list[HostPart] = []
         if shape.attention:

@@ -41,7 +41,7 @@ def bind_logprobs(
     return launch
 
 
-@triton.jit(do_not_specialize=["n_top"])
+@triton.jit(do_not_specialize=["n_tokens", "n_top"])
 def logprobs_kernel(
     logits, targets, logprobs, top_ids, top_logprobs, vocab, n_tokens, n_top, BLOCK: tl.constexpr
 ):  # fmt: skip

@@ -20,7 +20,7 @@ def linear_torch(x: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
     elif isinstance(weight, HostMatrix):
         rows = x.to(torch.float32).reshape(-1, x.shape[-1]).contiguous()
         product = weight.product(rows.numpy(), torch.get_num_threads())
-        y = torch.from_numpy(product).to(x.dtype).view(*x.shape[:-1], -1)
+        y = torch.from_numpy(product).to(x.dtype).view(*x.shape[:-1], weight.shape[0])
     else:
         return F.linear(x, weight if isinstance(weight, Tensor) else dense_of(weight, x.dtype), bias)
     return y if bias is None else y + bias
