@@ -138,3 +138,26 @@ def test_without_reuse_nothing_is_kept() -> None:
     reserve.remember(lease, [1] * 9, 9)
     assert reserve.share(lease, [1] * 9) == 0
     assert reserve.n_cached == 0
+
+
+def test_what_is_kept_can_be_leased_again_and_costs_nobody_a_page() -> None:
+    reserve = Reserve(6, PAGE, reuse=True)
+    prompt = [1] * 9
+    lease = reserve.open(prompt, 16, all_now=True)
+    assert lease is not None
+    reserve.remember(lease, prompt, 9)
+    pages = list(lease.pages)
+    reserve.keep(lease, 10)
+    assert reserve.kept == pages[:3]
+    assert reserve.n_available == 6
+    assert [reserve.is_kept_alone(page) for page in reserve.kept] == [False, False, True]
+    again = reserve.open([1] * 11, 11, all_now=True, begin=reserve.kept)
+    assert again is not None
+    assert again.pages == pages[:3]
+    reserve.keep(again, 11)
+    everything = reserve.open([2] * 24, 24, all_now=True)
+    assert everything is not None
+    assert not reserve.kept
+    assert reserve.n_cached == 0
+    reserve.close(everything)
+    assert reserve.n_available == 6

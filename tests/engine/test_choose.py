@@ -140,5 +140,7 @@ def test_a_model_in_memory_is_settled_for_the_layout_it_is_in() -> None:
     assert (settled.mode, settled.backend, settled.weights, settled.n_pages) == ("eager", "torch", "dense", 3)
     settled = settle_model(tiled(dense), context=64, machine=ON_CPU)
     assert (settled.mode, settled.backend, settled.weights, settled.n_pages) == ("loop", "native", "tiles", 4)
-    packed = settle_model(small(shape_of(hidden=256, ff_width=256), mix="q8_0"), context=64, machine=CARD)
-    assert (packed.mode, packed.weights, packed.dtype) == ("persistent", "packed", "bfloat16")
+    packed = small(shape_of(hidden=256, ff_width=256), mix="q8_0")
+    settled = settle_model(packed, context=64, machine=CARD)
+    assert (settled.mode, settled.weights, settled.dtype) == ("persistent", "packed", "bfloat16")
+    assert settle_model(packed, context=64, machine=ON_CPU).mode == "eager"  # they are a GPU's

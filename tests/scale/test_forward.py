@@ -124,8 +124,8 @@ def test_a_replica_whose_engine_died_says_so_to_serve(deployment: ModuleType) ->
     states: list[str] = []
     service = SimpleNamespace(state="ready", why="", die=states.append, stats=lambda: SimpleNamespace(fault=None))
     engine = SimpleNamespace(_server=SimpleNamespace(service=service))
-    asyncio.run(deployment.Engine.check_health(engine))
+    asyncio.run(deployment.EngineReplica.check_health(engine))
     service.stats = lambda: SimpleNamespace(fault="the device fell off")
     service.die = lambda why: vars(service).update(state="dead", why=why)
     with pytest.raises(RuntimeError, match="the device fell off"):
-        asyncio.run(deployment.Engine.check_health(engine))
+        asyncio.run(deployment.EngineReplica.check_health(engine))

@@ -303,9 +303,10 @@ def settle_model(
     machine: Machine | None = None,
 ) -> Settled:
     """The record for a model whose weights are there already: the same answers, for the layout that they are in."""
+    machine = machine or machine_at(str(model.device))
     options = LoadOptions(
         mode=mode if mode in MODES else "auto",
-        dtype=_asked_dtype(model),
+        dtype=_asked_dtype(model, machine.kind),
         kv_type=kv_type,
         context=context,
         slots=n_slots,
@@ -313,7 +314,7 @@ def settle_model(
         prompts=prompts if mode == "auto" else "plain",
     )
     # Weights that are there need no room, and pages are as many as asked for.
-    machine = replace(machine or machine_at(str(model.device)), free_bytes=sys.maxsize)
+    machine = replace(machine, free_bytes=sys.maxsize)
     if mode == TWIN:
         settled = _draft(TORCH, TWIN, model.shape, options, machine)
     else:
@@ -333,8 +334,9 @@ def settle_model(
 def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = None) -> dict[str, str | None]:
     """Every mode from low to high, and why it cannot run a model whose weights are there already, however short the
     context; None where it can."""
-    options = LoadOptions(dtype=_asked_dtype(model), slots=n_slots, context=1)
-    return why_not(model.shape, tensors_in(model), options, machine or machine_at(str(model.device)))
+    machine = machine or machine_at(str(model.device))
+    options = LoadOptions(dtype=_asked_dtype(model, machine.kind), slots=n_slots, context=1)
+    return why_not(model.shape, tensors_in(model), options, machine)
 
 
 def layout_of(model: Model) -> Layout:
@@ -346,9 +348,9 @@ def layout_of(model: Model) -> Layout:
     return "dense" if {tensor.type for tensor in tensors_in(model).values()} <= DENSE else "packed"
 
 
-def _asked_dtype(model: Model) -> DType:
-    """What a user would have asked for to get such weights."""
-    if layout_of(model) != "dense":
+def _asked_dtype(model: Model, kind: DeviceKind) -> DType:
+    """What a user would have asked for to get such weights there."""
+    if layout_of(model) == ("tiles" if kind == "cpu" else "packed"):
         return "auto"
     known: dict[str, DType] = {"torch.float32": "float32", "torch.bfloat16": "bfloat16"}
-    return known.get(str(model.dtype), "auto")
+    return known.get(str(model.dtype), "float32" if kind == "cpu" else "auto")

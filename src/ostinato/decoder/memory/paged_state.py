@@ -80,6 +80,8 @@ class HostPart:
         self.positions = block.rows.position[order]
         rows = (tensor_of(data, cell.cpu()) for data, cell in zip(block.data, self.form.cells, strict=True))
         self.tensors = [each[torch.from_numpy(order)] for each in rows]
+        if self.form.cells and self.form.cells[0].is_cuda:  # so that whoever starts the copy does not wait for it
+            self.tensors = [each.pin_memory() for each in self.tensors]
 
     def end_at(self, s: int, last: int) -> None:
         raise BadFile("this is a partial state, and no sequence is in memory that it could be a part of (ST-12)")

@@ -86,7 +86,7 @@ int main(int argc, char** argv) {
 #endif
     CHECK(cudaStreamBeginCaptureToGraph(bench.stream, turning.conditional.phGraph_out[0], nullptr, nullptr, 0, cudaStreamCaptureModeThreadLocal));
     bench.launch_short(o.a);
-    turn<<<1, 1, 0, bench.stream>>>(left, again);
+    count_down<<<1, 1, 0, bench.stream>>>(left, again);
     CHECK(cudaStreamEndCapture(bench.stream, nullptr));
     loop.instantiate();
     for (int round = 0; round < 2; ++round) {  // the first launch uploads
