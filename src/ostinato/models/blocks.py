@@ -1,8 +1,8 @@
 """What models are made of: norms, linears, attention, feed-forward blocks, mixers, layers, and the model over them.
 
 Blocks are data. A leaf is what has a shape: a family makes its blocks over references to tensors of the file
-(`tensors.py`), and a backend makes them once more over what it loaded (`with_leaves`). Shapes: x is [rows, hidden], one
-row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
+(`references.py`), and a backend makes them once more over what it loaded (`with_leaves`). Shapes: x is [rows, hidden],
+one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
 """
 
 from __future__ import annotations
