@@ -102,6 +102,7 @@ def test_each_token_has_its_logprob_and_the_likeliest_beside_it(tiny_llm: LLM) -
         assert [value for _, value in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-5)
     assert math.isclose(-sum(one.logprob for one in told), tiny_llm.score("the quick brown fox").nll, rel_tol=1e-6)
     assert tiny_llm.token_logprobs(ids[:1]) == ()
+    assert tiny_llm.token_logprobs([ids, ids[:1], ids[2:]], top=3) == [told, (), tiny_llm.token_logprobs(ids[2:], 3)]
     for wrong in ([], [5, 10**6], [5] * 5000):
         with pytest.raises(BadInput, match="the prompt"):
             tiny_llm.token_logprobs(wrong)
@@ -116,6 +117,8 @@ def test_a_text_longer_than_the_context_is_scored_in_stretches(tiny_llm: LLM) ->
     assert math.isfinite(score.perplexity)
     with pytest.raises(BadInput, match="two tokens"):
         tiny_llm.score("")
+    assert tiny_llm.score([text, "the sea"]) == [score, tiny_llm.score("the sea")]
+    assert tiny_llm.score([]) == []
 
 
 def test_embeddings_are_one_unit_vector_per_text_by_the_pooling_asked_for(tiny_llm: LLM) -> None:

@@ -36,7 +36,7 @@ from ostinato.engine.prompt import check_prompt
 from ostinato.engine.request import Message, Request, Token, waited_for
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
-from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
+from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
@@ -313,25 +313,30 @@ class LLM:
         for (number, _), one in zip(stretches, found, strict=True):
             nll[number] -= float(one.logprobs.sum(dtype=np.float64))
         counts = [len(ids) - 1 for ids in texts]
-        scores = [Score(n, sum, math.exp(min(sum / n, 700.0))) for n, sum in zip(counts, nll, strict=True)]
+        scores = [Score(n, total, math.exp(min(total / n, 700.0))) for n, total in zip(counts, nll, strict=True)]
         return scores[0] if isinstance(text, str) else scores
 
-    def token_logprobs(self, ids: Sequence[int], top: int = 0) -> tuple[TokenLogprob, ...]:
-        """What the model gives each token but the first, after those before it, and the `top` most likely ones there.
+    @overload
+    def token_logprobs(self, ids: Sequence[int], top: int = 0) -> tuple[TokenLogprob, ...]: ...
+    @overload
+    def token_logprobs(self, ids: list[list[int]], top: int = 0) -> list[tuple[TokenLogprob, ...]]: ...
+    def token_logprobs(self, ids: Any, top: int = 0) -> Any:
+        """What the model gives each token but the first, after those before it, and the `top` most likely ones there;
+        a list of texts gives a list.
 
         >>> sum(one.logprob for one in llm.token_logprobs(llm.tokenize("some text")))  # doctest: +SKIP
         """
         if not 0 <= top <= MAX_LOGPROBS:
             raise BadOption(f"top is {top}; it must be a whole number from 0 to {MAX_LOGPROBS}")
-        self._engine.check_text(ids)
-        if len(ids) < 2:
-            return ()
-        (found,) = logprobs_of(self._engine, [ids], top, self.tokenizer.vocab_size)  # beyond it is padding
-        rows = zip(found.logprobs.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
-        return tuple(
-            TokenLogprob(token, logprob, tuple(zip(tokens, values, strict=True)))
-            for token, (logprob, tokens, values) in zip(ids[1:], rows, strict=True)
-        )
+        is_list = bool(ids) and isinstance(ids[0], list)
+        texts: list[list[int]] = ids if is_list else [ids]
+        for text in texts:
+            self._engine.check_text(text)
+        scored = [text for text in texts if len(text) > 1]
+        n_tokens = self.tokenizer.vocab_size  # beyond it is padding of the embedding
+        found = iter(logprobs_of(self._engine, scored, top, n_tokens) if scored else ())
+        told = [_told(text, next(found)) if len(text) > 1 else () for text in texts]
+        return told if is_list else told[0]
 
     def embed(
         self,
@@ -527,6 +532,14 @@ class LLM:
             for answer in answers.values():
                 answer.source.cancel()
         return [done[id] for id in order]
+
+
+def _told(ids: Sequence[int], found: TextLogprobs) -> tuple[TokenLogprob, ...]:
+    rows = zip(found.logprobs.tolist(), found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(token, logprob, tuple(zip(tokens, values, strict=True)))
+        for token, (logprob, tokens, values) in zip(ids[1:], rows, strict=True)
+    )
 
 
 def _spelled(activations: object) -> str:

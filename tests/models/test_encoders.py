@@ -10,6 +10,9 @@ import torch
 from torch.testing import assert_close
 
 from ostinato import LLM
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.text_encoder import BATCH_TOKENS
 from ostinato.errors import BadFile, BadInput, Unsupported
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import read_shape
@@ -174,6 +177,25 @@ def test_a_text_is_embedded_alike_alone_and_among_others(tiny_files: Path) -> No
         together = llm.embed(tiny_encoders.TEXTS)
         alone = np.concatenate([llm.embed(text) for text in tiny_encoders.TEXTS])
     np.testing.assert_allclose(together, alone, atol=1e-5, rtol=0)
+
+
+def test_many_texts_of_any_length_go_in_few_batches(tiny_files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    decode = Decoder.decode
+
+    def counted(decoder: Decoder, batch: Batch) -> Any:
+        assert batch.token is not None
+        sizes.append(np.size(batch.token))
+        return decode(decoder, batch)
+
+    monkeypatch.setattr(Decoder, "decode", counted)
+    with LLM(tiny_encoders.gguf("nomic-bert", tiny_files), device="cpu", context=64) as llm:
+        texts = [[2, *[5 + (i * 7 + n) % 90 for i in range(n)], 3] for n in (1, 50, 30, 62, 8) * 12]
+        together = llm.embed(texts)
+        assert len(sizes) == 4
+        assert max(sizes) <= BATCH_TOKENS
+        alone = np.concatenate([llm.embed([text]) for text in texts[-5:]])
+    np.testing.assert_allclose(together[-5:], alone, atol=1e-5, rtol=0)
 
 
 def test_an_encoder_generates_nothing_and_says_so(tiny_files: Path) -> None:

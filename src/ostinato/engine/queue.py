@@ -81,6 +81,8 @@ class RequestQueue:
     def first(self, *, has_slot: bool) -> Request | Work | None:
         """Who is next; they stay in queue. While no slot is free, that is the first that needs none."""
         with self._room:
+            if not has_slot and len(self._waiting) == self._n_requests:
+                return None
             return next((one for one in self._waiting if has_slot or isinstance(one, Work)), None)
 
     def admit(self, request: Request) -> None:

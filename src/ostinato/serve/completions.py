@@ -82,13 +82,15 @@ async def _echoes(
     n_top = body.logprobs
     if n_top is None:
         return [Echo(text, ()) for text in texts]
-    entries = await service.beside(lambda: [_entries(llm, prompt.ids, n_top) for prompt in prompts])
+    entries = await service.beside(_entries, llm, [list(prompt.ids) for prompt in prompts], n_top)
     return [Echo(*format_update) for format_update in zip(texts, entries, strict=True)]
 
 
-def _entries(llm: LLM, ids: Sequence[int], n_top: int) -> list[Entry]:
-    later = llm.token_logprobs(ids, n_top)
-    return [Entry(ids[0], None), *(Entry(one.token_id, one.logprob, one.top) for one in later)]
+def _entries(llm: LLM, prompts: list[list[int]], n_top: int) -> list[list[Entry]]:
+    return [
+        [Entry(ids[0], None), *(Entry(one.token_id, one.logprob, one.top) for one in later)]
+        for ids, later in zip(prompts, llm.token_logprobs(prompts, n_top), strict=True)
+    ]
 
 
 # After
