@@ -1138,39 +1138,3 @@ def test_the_weights_of_a_file_lie_in_one_aligned_piece_of_memory(
 
 
 # Read in the source
-<<<<<<< ours
-=======
-
-
-def written_fields(path: Path) -> set[str]:
-    """The fields of the slot table that a file assigns to: `table["name"][...] = value`, or in place by a method."""
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        targets: list[ast.expr] = []
-        if isinstance(node, ast.Assign):
-            targets = node.targets
-        elif isinstance(node, ast.AugAssign):
-            targets = [node.target]
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr.endswith("_"):
-            targets = [node.func.value]
-        for target in targets:
-            for inner in ast.walk(target):
-                if isinstance(inner, ast.Subscript) and ast.unparse(inner.value).split(".")[-1].strip("_") == "table":
-                    found.add(ast.unparse(inner.slice))
-    return found
-
-
-def test_no_code_of_the_host_writes_what_a_step_advances() -> None:
-    """E-64: the words that decode mode compares, the first token by prefill, a warm-up; and what the guard refuses."""
-    found = {
-        path.relative_to(PACKAGE).as_posix(): names
-        for room in ("loop", "engine", "backends")
-        for path in (PACKAGE / room).rglob("*.py")
-        if path.name != "step_boundary.py" and (names := written_fields(path))
-    }
-    assert found == {
-        "loop/mode.py": {"'plan_hash'", "'epoch'", "field"},
-        "backends/cuda/chunks.py": {"f'first_{name}'"},
-        "backends/cuda/start.py": {"'n_rows'"},
-    }
->>>>>>> theirs
