@@ -14,16 +14,21 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from ostinato.backends.base import Settled
+from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import fused_plan
-from ostinato.backends.cuda.static_plan import SPARE_STATES, static_plan
+from ostinato.backends.cuda.static_plan import static_plan
 from ostinato.backends.cuda.step import twin_kernels, twin_prompts
 from ostinato.backends.native.pages import NativePages
+from ostinato.backends.runner import Runner
+from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.start import CpuLoop
-from ostinato.engine.open import TWIN, Loop, LoopOptions
+from ostinato.engine.choose import settle_model
+from ostinato.engine.open import open_runner
 from ostinato.loop.mode import DecodeMode
 from ostinato.loop.plan import Plan
 from ostinato.models.shape import Shape
@@ -44,42 +49,50 @@ def model_of(kind: MemoryKind) -> Model:
     return random_model(kind, n_vocab=N_VOCAB)
 
 
-def options(mode: str, threads: int | None = None) -> LoopOptions:
-    n_pages = N_SLOTS * PAGES_EACH
-    return LoopOptions(mode, N_SLOTS, PAGES_EACH * PAGE, n_pages, "f32", N_VOCAB, threads=threads)
+def settled_for(model: Model, mode: str, threads: int | None = None) -> Settled:
+    return settle_model(
+        model,
+        mode,
+        context=PAGES_EACH * PAGE,
+        n_pages=N_SLOTS * PAGES_EACH,
+        n_slots=N_SLOTS,
+        n_tokens=N_VOCAB,
+        kv_type="f32",
+        threads=threads,
+    )
 
 
-def opened(model: Model, chosen: LoopOptions) -> Loop:
-    return Loop(model, chosen, outbox_entries=64)  # small: it is copied for every step
+def opened(model: Model, mode: str, threads: int | None = None) -> Runner:
+    return open_runner(model, settled_for(model, mode, threads), outbox_entries=64)  # small: it is copied each step
 
 
-def native(kind: MemoryKind, threads: int) -> Loop:
-    return opened(tiled(model_of(kind)), options("loop", threads))
+def native(kind: MemoryKind, threads: int) -> Runner:
+    return opened(tiled(model_of(kind)), "loop", threads)
 
 
-def eager(kind: MemoryKind) -> Loop:
-    return opened(model_of(kind), options("eager"))
+def eager(kind: MemoryKind) -> Runner:
+    return opened(model_of(kind), "eager")
 
 
-def fused(kind: MemoryKind) -> Loop:
+def fused(kind: MemoryKind) -> Runner:
     """The CUDA plan of models with attention, steps and prompts by its references."""
-    loop = opened(model_of(kind), options(TWIN))
+    loop = opened(model_of(kind), TWIN)
     inside = loop.model, loop.memory, loop.tables, N_VOCAB
     loop.prefill = FusedChunks(*inside, twin_kernels(), twin_prompts())
     return replanned(loop, fused_plan(*inside, twin_kernels()))
 
 
-def static(kind: MemoryKind) -> Loop:
+def static(kind: MemoryKind) -> Runner:
     """The CUDA plan of models that recur, by its references."""
-    loop = opened(model_of(kind), options(TWIN))
-    n_slots, n_pages = N_SLOTS + SPARE_STATES, loop.options.n_pages
+    loop = opened(model_of(kind), TWIN)
+    n_slots, n_pages = N_SLOTS + SPARE_STATES, N_SLOTS * PAGES_EACH
     loop.memory = PagedMemory.of(loop.model, n_slots=n_slots, n_pages=n_pages, kv_type="f32", page_tokens=PAGE)
     inside = loop.model, loop.memory, loop.tables, N_VOCAB
     loop.prefill = TorchChunks(*inside, twin_kernels())
     return replanned(loop, static_plan(*inside, twin_kernels()))
 
 
-def replanned(loop: Loop, plan: Plan) -> Loop:
+def replanned(loop: Runner, plan: Plan) -> Runner:
     loop.start.close()
     loop.plan, loop.start = plan, CpuLoop(plan, loop.tables, loop.guard, loop.changed.set)
     loop.mode = DecodeMode(plan, loop.start, loop.tables, loop.guard)
@@ -88,17 +101,17 @@ def replanned(loop: Loop, plan: Plan) -> Loop:
     return loop
 
 
-def tape(window: int | None) -> Loop:
+def tape(window: int | None) -> Runner:
     """The persistent kernel in its emulator, a block and a few fibers smaller than any card's."""
     sizes = {"hidden": 64, "n_heads": 2, "n_kv_heads": 1, "ff_width": 64, "vocab": N_VOCAB}
     model = small(shape_of("llama", windows=(window, None), **sizes))
-    return EmulatedLoop(model, options(TWIN), outbox_entries=64, n_blocks=2)
+    return EmulatedLoop(model, settled_for(model, TWIN), outbox_entries=64, n_blocks=2)
 
 
 class LoopStepper:
     """Sequences are slots; each has its own pages. The host says who is in a step by writing the rows of the table."""
 
-    def __init__(self, opened: Callable[[], Loop]) -> None:
+    def __init__(self, opened: Callable[[], Runner]) -> None:
         loop = opened()
         self._driver = Driver(loop)
         shape = loop.model.shape
@@ -106,8 +119,9 @@ class LoopStepper:
         self.events: list[Event] = []
         self.tells_reads = False
         self._table, self._logits = loop.tables.table, torch.as_tensor(loop.plan.buffer("logits").tensor)
-        self._cells = native_cells(loop.memory) if loop.is_native else paged_cells(loop.memory, shape)
-        states = None if loop.is_native else loop.memory.states
+        is_native = isinstance(loop.memory, NativePages)
+        self._cells = native_cells(loop.memory) if is_native else paged_cells(loop.memory, shape)
+        states = None if is_native else loop.memory.states
         self._states: dict[int, tuple[Tensor, ...]] = {} if states is None else dict(states.layers)
         self.state_layers: Sequence[int] = tuple(self._states)
 

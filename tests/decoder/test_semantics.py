@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ostinato.engine.open import Loop
+from ostinato.backends.runner import Runner
 from tests.counts import soak
 from tests.decoder import loop_stepping as loops
 from tests.decoder.loop_stepping import LoopStepper
@@ -31,7 +31,7 @@ WAYS: dict[str, Way] = {
     for kind in KINDS
     for n_ubatch in (1, 3, 64)
 }
-LOOPS: dict[str, Callable[[], Loop]] = {
+LOOPS: dict[str, Callable[[], Runner]] = {
     "native loop, kv, 1 thread": partial(loops.native, "kv", 1),
     "native loop, kv, 2 threads": partial(loops.native, "kv", 2),
     "native loop, swa, 2 threads": partial(loops.native, "swa", 2),
