@@ -1,16 +1,21 @@
 """What every test may lean on: the default model, where it can be had, and a folder of vocabularies."""
 
 import os
+import random
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from hypothesis import settings
 
 from ostinato.errors import FetchFailed, HardwareCannot
+from tests.counts import soaking
 
 if TYPE_CHECKING:
     from ostinato import LLM
@@ -29,6 +34,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
+
+
+# The same examples in every run; `make soak` looks for others.
+settings.register_profile("tests", derandomize=not soaking())
+settings.load_profile("tests")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Whoever draws without a seed of its own draws the same in every run, alone or among others."""
+    random.seed(0)
+    np.random.seed(0)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)
 
 
 # What takes longest: first, so that no process is left alone with it at the end.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import random
 import threading
 import time
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ def test_noise_on_the_socket_is_answered_as_http_says(server: Running) -> None:
     import socket
 
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    for noise in (os.urandom(200), b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\0" * 100):
+    for noise in (random.Random(0).randbytes(200), b"GET\r\n\r\n", b"POST / HTTP/9.9\r\n\r\n", b"\0" * 100):
         with socket.create_connection(address, timeout=20) as client:
             client.sendall(noise + b"\r\n\r\n")
             client.shutdown(socket.SHUT_WR)
