@@ -63,6 +63,8 @@ Event = Wrote | Read | Committed
 class StepDecoder(Protocol):
     """One way of decoding, greedy. Sequences are numbers that the caller chooses; positions begin at 0."""
 
+    tells_reads: bool  # False: events need not have what a step reads, which may take long to find out
+
     @property
     def windows(self) -> Mapping[int, int | None]:
         """The layers with attention, and how many positions each sees; None: all."""
@@ -87,6 +89,8 @@ class StepDecoder(Protocol):
 
 class BatchStepper:
     """Steps as batches of the decoder: the host's way."""
+
+    tells_reads = False  # and does all the same
 
     def __init__(self, kind: Kind, **sizes: Any) -> None:
         self.decoder: Decoder = small_decoder(kind, **{"cells": 128, "n_batch": 64, "n_seq_max": 4, **sizes})

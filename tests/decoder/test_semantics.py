@@ -15,11 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ostinato.engine.open import Loop
 from tests.counts import soak
-from tests.decoder.native_stepping import NativeStepper
+from tests.decoder import loop_stepping as loops
+from tests.decoder.loop_stepping import LoopStepper
 from tests.decoder.rig import KINDS, N_VOCAB
 from tests.decoder.stepping import BatchStepper, Committed, Event, Place, Read, StepDecoder, Wrote
-from tests.random_model import MemoryKind
 
 pytestmark = pytest.mark.slow
 
@@ -30,11 +31,17 @@ WAYS: dict[str, Way] = {
     for kind in KINDS
     for n_ubatch in (1, 3, 64)
 }
-NATIVE: Sequence[tuple[MemoryKind, int]] = (("kv", 1), ("kv", 2), ("swa", 2))
-WAYS |= {
-    f"native loop, {kind}, {threads} threads": partial(NativeStepper, kind, n_vocab=N_VOCAB, threads=threads)
-    for kind, threads in NATIVE
+LOOPS: dict[str, Callable[[], Loop]] = {
+    "native loop, kv, 1 thread": partial(loops.native, "kv", 1),
+    "native loop, kv, 2 threads": partial(loops.native, "kv", 2),
+    "native loop, swa, 2 threads": partial(loops.native, "swa", 2),
+    **{f"eager, {kind}": partial(loops.eager, kind) for kind in ("kv", "swa", "recurrent", "hybrid")},
+    **{f"CUDA plan, {kind}": partial(loops.fused, kind) for kind in ("kv", "swa")},
+    **{f"CUDA plan, {kind}": partial(loops.static, kind) for kind in ("recurrent", "hybrid")},
+    "tape": partial(loops.tape, None),
+    "tape, swa": partial(loops.tape, 6),
 }
+WAYS |= {name: partial(LoopStepper, opened) for name, opened in LOOPS.items()}
 PROMPTS: Mapping[int, Sequence[int]] = {
     0: (3, 1, 4, 1, 5),
     1: (9,),
@@ -56,13 +63,17 @@ def alone(way: Way, sequence: int) -> tuple[int, ...]:
     return tuple(said)
 
 
-def steps(decoder: StepDecoder) -> list[tuple[dict[int, int], list[Event]]]:
-    """A run of three sequences, one of which rests in every other step: what each step was given, and its events."""
+def steps(decoder: StepDecoder, reads_of: Sequence[int] = ()) -> list[tuple[dict[int, int], list[Event]]]:
+    """A run of three sequences, one of which rests in every other step: what each step was given, and its events.
+
+    Those of the steps in `reads_of` have what was read, too.
+    """
     following = decoder.admit({s: PROMPTS[s] for s in (0, 1, 2)})
     run = []
     for number in range(N_STEPS):
         given_tokens = {s: token for s, token in following.items() if s != 1 or number % 2}
         n_before = len(decoder.events)
+        decoder.tells_reads = number in reads_of
         following |= decoder.step(given_tokens)
         run.append((given_tokens, list(decoder.events[n_before:])))
     return run
@@ -125,7 +136,7 @@ def test_a_step_writes_one_key_and_one_value_per_layer_and_sequence(way: Way) ->
 @every_way
 def test_a_query_reads_every_entry_of_its_sequence_in_its_window_and_of_no_other(way: Way) -> None:
     decoder = way()
-    steps(decoder)
+    steps(decoder, reads_of=(0, 6, 7))  # the longest sequence passes the end of a page, and of a window
     reads = [event for event in decoder.events if isinstance(event, Read)]
     assert bool(reads) == bool(decoder.windows)
     for read in reads:

@@ -1,0 +1,248 @@
+"""The ways of decoding that are loops over a slot table, step by step, as tests/decoder/test_semantics.py sees them.
+
+A loop may be native code, nodes in torch, the CUDA plans by their references, or the tape in its emulator: none is
+watched from inside, so it is found out. What a step wrote, by comparing memory before and after; what a row read, by
+disturbing entries and running the same step again. A row's own entry is written in the step itself, before it could be
+disturbed: that it is read is shown by each loop's comparison with full forwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.plan import fused_plan
+from ostinato.backends.cuda.static_plan import SPARE_STATES, static_plan
+from ostinato.backends.cuda.step import twin_kernels, twin_prompts
+from ostinato.backends.native.pages import NativePages
+from ostinato.backends.torch.chunks import TorchChunks
+from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.paged import PagedMemory
+from ostinato.backends.torch.start import CpuLoop
+from ostinato.engine.open import TWIN, Loop, LoopOptions
+from ostinato.loop.mode import DecodeMode
+from ostinato.loop.plan import Plan
+from ostinato.models.shape import Shape
+from tests.backends.native.tiled import tiled
+from tests.backends.tape.loop import EmulatedLoop
+from tests.backends.tape.models import shape_of, small
+from tests.decoder.stepping import Committed, Event, Place, Read, Wrote
+from tests.engine.rig import Driver
+from tests.random_model import MemoryKind, random_model
+
+N_SLOTS, PAGES_EACH, PAGE, N_VOCAB = 4, 3, 16, 32
+
+Cells = dict[tuple[int, str], Tensor]  # by layer and what it is, key or value: [pages, cells, heads, width]
+
+
+@cache
+def model_of(kind: MemoryKind) -> Model:
+    return random_model(kind, n_vocab=N_VOCAB)
+
+
+def options(mode: str, threads: int | None = None) -> LoopOptions:
+    n_pages = N_SLOTS * PAGES_EACH
+    return LoopOptions(mode, N_SLOTS, PAGES_EACH * PAGE, n_pages, "f32", N_VOCAB, threads=threads)
+
+
+def opened(model: Model, chosen: LoopOptions) -> Loop:
+    return Loop(model, chosen, outbox_entries=64)  # small: it is copied for every step
+
+
+def native(kind: MemoryKind, threads: int) -> Loop:
+    return opened(tiled(model_of(kind)), options("loop", threads))
+
+
+def eager(kind: MemoryKind) -> Loop:
+    return opened(model_of(kind), options("eager"))
+
+
+def fused(kind: MemoryKind) -> Loop:
+    """The CUDA plan of models with attention, steps and prompts by its references."""
+    loop = opened(model_of(kind), options(TWIN))
+    inside = loop.model, loop.memory, loop.tables, N_VOCAB
+    loop.prefill = FusedChunks(*inside, twin_kernels(), twin_prompts())
+    return replanned(loop, fused_plan(*inside, twin_kernels()))
+
+
+def static(kind: MemoryKind) -> Loop:
+    """The CUDA plan of models that recur, by its references."""
+    loop = opened(model_of(kind), options(TWIN))
+    n_slots, n_pages = N_SLOTS + SPARE_STATES, loop.options.n_pages
+    loop.memory = PagedMemory.of(loop.model, n_slots=n_slots, n_pages=n_pages, kv_type="f32", page_tokens=PAGE)
+    inside = loop.model, loop.memory, loop.tables, N_VOCAB
+    loop.prefill = TorchChunks(*inside, twin_kernels())
+    return replanned(loop, static_plan(*inside, twin_kernels()))
+
+
+def replanned(loop: Loop, plan: Plan) -> Loop:
+    loop.start.close()
+    loop.plan, loop.start = plan, CpuLoop(plan, loop.tables, loop.guard, loop.changed.set)
+    loop.mode = DecodeMode(plan, loop.start, loop.tables, loop.guard)
+    loop.mode.enter()  # leaves the plan's hash and epoch where the step boundary looks for them
+    loop.mode.exit()
+    return loop
+
+
+def tape(window: int | None) -> Loop:
+    """The persistent kernel in its emulator, a block and a few fibers smaller than any card's."""
+    sizes = {"hidden": 64, "n_heads": 2, "n_kv_heads": 1, "ff_width": 64, "vocab": N_VOCAB}
+    model = small(shape_of("llama", windows=(window, None), **sizes))
+    return EmulatedLoop(model, options(TWIN), outbox_entries=64, n_blocks=2)
+
+
+class LoopStepper:
+    """Sequences are slots; each has its own pages. The host says who is in a step by writing the rows of the table."""
+
+    def __init__(self, opened: Callable[[], Loop]) -> None:
+        loop = opened()
+        self._driver = Driver(loop)
+        shape = loop.model.shape
+        self.windows: Mapping[int, int | None] = dict(enumerate(shape.windows)) if shape.attention else {}
+        self.events: list[Event] = []
+        self.tells_reads = False
+        self._table, self._logits = loop.tables.table, torch.as_tensor(loop.plan.buffer("logits").tensor)
+        self._cells = native_cells(loop.memory) if loop.is_native else paged_cells(loop.memory, shape)
+        states = None if loop.is_native else loop.memory.states
+        self._states: dict[int, tuple[Tensor, ...]] = {} if states is None else dict(states.layers)
+        self.state_layers: Sequence[int] = tuple(self._states)
+
+    def __del__(self) -> None:
+        self._driver.close()
+
+    def admit(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
+        self._table["n_rows"][0] = 0
+        before = self._saved()
+        for slot, prompt in prompts.items():
+            pages = range(slot * PAGES_EACH, (slot + 1) * PAGES_EACH)
+            self._driver.admit(slot, list(prompt), most=PAGES_EACH * PAGE - len(prompt), pages=pages)
+        self.events += self._written(before, {slot: range(len(prompt)) for slot, prompt in prompts.items()})
+        self._driver.step()
+        self.events.append(Committed(frozenset(Place(s, p) for s, ids in prompts.items() for p in range(len(ids)))))
+        return self._said(prompts)
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, int]:
+        positions = {slot: self.length(slot) for slot in tokens}
+        kept = self._saved()
+        self._run(tokens)
+        self.events += self._written(kept, {slot: [position] for slot, position in positions.items()})
+        if self.tells_reads:
+            after, logits = self._saved(), self._logits[: len(tokens)].clone()
+            self.events += self._reads(tokens, positions, kept, logits)
+            self._restore(after)
+        self.events.append(Committed(frozenset(Place(s, p) for s, p in positions.items())))
+        self._driver.entries = []
+        self._driver._collect()
+        return self._said(tokens)
+
+    def length(self, sequence: int) -> int:
+        return int(self._table["position"][sequence])
+
+    def _run(self, tokens: Mapping[int, int]) -> None:
+        self._table["n_rows"][0] = len(tokens)
+        for row, (slot, token) in enumerate(tokens.items()):
+            self._table["row_slot"][row] = slot
+            self._table["token"][slot] = token
+        self._driver.loop.mode.step()
+
+    def _said(self, asked: Mapping[int, object]) -> dict[int, int]:
+        found = {entry.slot: entry.token for entry in self._driver.entries if entry.token is not None}
+        self._driver.entries = []
+        return {slot: found[slot] for slot in asked}
+
+    def _written(self, before: list[Tensor], asked: Mapping[int, Iterable[int]]) -> list[Event]:
+        """What is another one than before; a state stands for all positions that it was asked to take in."""
+        was = dict(zip(self._cells, before, strict=False))
+        events: list[Event] = []
+        for (layer, what), cells in self._cells.items():
+            changed = (cells != was[layer, what]).flatten(2).any(2)
+            events += [Wrote(layer, what, place_of(page, cell)) for page, cell in changed.nonzero().tolist()]
+        at = len(self._cells)
+        for layer, parts in self._states.items():
+            changed = torch.zeros(len(parts[0]), dtype=torch.bool)
+            for part in parts:
+                changed |= (part != before[at]).flatten(1).any(1)
+                at += 1
+            slots = changed[:N_SLOTS].nonzero().flatten().tolist()
+            events += [Wrote(layer, "state", Place(slot, p)) for slot in slots for p in asked.get(slot, [-1])]
+        return events
+
+    def _reads(
+        self, tokens: Mapping[int, int], positions: Mapping[int, int], kept: list[Tensor], logits: Tensor
+    ) -> list[Event]:
+        """Who reads which entries of the past: whose logits change when they are others.
+
+        All of one sequence at once shows who reads another's; then one of each sequence at once, which of its own.
+        """
+        self._restore(kept)
+        lengths = {slot: self.length(slot) for slot in range(N_SLOTS)}
+        own = {(layer, slot): [Place(slot, positions[slot])] for layer in self.windows for slot in tokens}
+        for layer in self.windows:
+            for slot, length in lengths.items():
+                everything = [Place(slot, position) for position in range(length)]
+                for reader in self._disturbed_by(layer, everything, tokens, kept, logits) - {slot}:
+                    own[layer, reader] += everything
+            for position in range(max(lengths.values())):
+                some = [Place(slot, position) for slot, length in lengths.items() if position < length]
+                for reader in self._disturbed_by(layer, some, tokens, kept, logits):
+                    own[layer, reader].append(Place(reader, position))
+        return [
+            Read(layer, Place(slot, positions[slot]), tuple(sorted(places))) for (layer, slot), places in own.items()
+        ]
+
+    def _disturbed_by(
+        self, layer: int, places: Sequence[Place], tokens: Mapping[int, int], kept: list[Tensor], logits: Tensor
+    ) -> set[int]:
+        """Whose logits are others when these entries are."""
+        self._restore(kept)
+        for what in ("key", "value"):
+            for place in places:
+                self._cells[layer, what][cell_of(place)].mul_(-2).add_(1)
+        self._run(tokens)
+        return {slot for row, slot in enumerate(tokens) if not torch.equal(self._logits[row], logits[row])}
+
+    def _memories(self) -> list[Tensor]:
+        tables = self._driver.loop.tables
+        states = [part for parts in self._states.values() for part in parts]
+        arenas = [torch.as_tensor(arena.memory) for arena in (tables.table, tables.rings)]
+        return [*self._cells.values(), *states, *arenas]
+
+    def _saved(self) -> list[Tensor]:
+        return [memory.clone() for memory in self._memories()]
+
+    def _restore(self, saved: list[Tensor]) -> None:
+        for memory, kept in zip(self._memories(), saved, strict=True):
+            memory.copy_(kept)
+
+
+def native_cells(memory: NativePages) -> Cells:
+    """Views of a native loop's pages, which order keys with cells side by side and values by heads."""
+    cells: Cells = {}
+    for layer, pages in enumerate(memory.layers):
+        cells[layer, "key"] = torch.as_tensor(pages.keys).permute(0, 3, 1, 2)
+        cells[layer, "value"] = torch.as_tensor(pages.values).permute(0, 2, 1, 3)
+    return cells
+
+
+def paged_cells(memory: PagedMemory, shape: Shape) -> Cells:
+    """Views of pages in torch, which hold one cell after the other."""
+    if memory.kv is None:
+        return {}
+    halves = (("key", memory.kv.keys), ("value", memory.kv.values))
+    return {
+        (layer, what): half.values.view(-1, PAGE, shape.n_kv_heads, shape.head_width)
+        for what, layers in halves
+        for layer, half in layers.items()
+    }
+
+
+def cell_of(place: Place) -> tuple[int, int]:
+    return place.sequence * PAGES_EACH + place.position // PAGE, place.position % PAGE
+
+
+def place_of(page: int, cell: int) -> Place:
+    return Place(page // PAGES_EACH, page % PAGES_EACH * PAGE + cell)
