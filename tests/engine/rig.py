@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from ostinato.backends.native.plan import why_not_native
+from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.torch.model import Model
 from ostinato.engine.driver import GREEDY as GREEDY
 from ostinato.engine.driver import LoopDriver
@@ -46,6 +48,18 @@ class Driver(LoopDriver):
 
     def word(self, word: Word) -> int:
         return self.loop.host.word(word)
+
+
+@contextmanager
+def held(loop: Loop) -> Iterator[None]:
+    """The native loop waits at its next step boundary, or before its first, until this thread is done."""
+    assert isinstance(loop.start, NativeLoop)
+    native = loop.start._native
+    native._call("ostinato_acquire")
+    try:
+        yield
+    finally:
+        native._call("ostinato_release")
 
 
 def open_loop(

@@ -39,7 +39,6 @@ from ostinato.backends.cuda.start import CudaEager
 from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.step import triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.cuda.while_graph import WhileGraph
-from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
@@ -75,7 +74,7 @@ from tests.backends.cuda.triton.test_attend import Case, made, reference, run
 from tests.backends.families import FAMILIES, family_model
 from tests.backends.tape import test_unpack
 from tests.engine.opened import LONG, decoding, ids, open_engine, prompt, sampling, until
-from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
+from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop
 from tests.engine.test_loop import alone, by_full_forwards
 from tests.models.test_refusals import refusal, spoiled_folder, spoiled_gguf
 from tests.random_model import random_model
@@ -1003,9 +1002,8 @@ def test_the_host_writes_nothing_of_what_a_step_advances() -> None:
     stays."""
     with open_engine(n_slots=3, context=LONG) as engine:
         running = [decoding(engine, seed) for seed in (1, 2)]
-        start, host, table = engine.loop.start, engine.loop.host, engine.loop.tables.table.memory
-        assert isinstance(start, NativeLoop)
-        with start.exclusive():
+        host, table = engine.loop.host, engine.loop.tables.table.memory
+        with held(engine.loop):
             before, said = table.copy(), host.word(Word.INBOX_HEAD)
             running[0].cancel()
             waiting = engine.submit(prompt(3, 40), sampling(max_tokens=3))
@@ -1133,7 +1131,7 @@ def test_the_weights_of_a_file_lie_in_one_aligned_piece_of_memory(
     assert len({tensor.untyped_storage().data_ptr() for tensor in weights}) == 1
     assert all(tensor.data_ptr() % 256 == 0 for tensor in weights)
     assert len(made) == 1
-    assert made[0].n_free == 0
+    assert len(made[0]._free) == 0
     assert made[0].n_bytes >= sum({t.data_ptr(): t.numel() * t.element_size() for t in weights}.values()) > 0.8 * stated
 
 
