@@ -66,6 +66,7 @@ from tests.backends.cuda.triton import (
     test_embed,
     test_experts,
     test_gemm,
+    test_logprobs,
     test_matmul,
     test_norm,
     test_sample,
@@ -586,6 +587,7 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "experts_gate_up_kernel": partial(test_experts.test_gate_and_up_of_each_rows_own_experts, "F32"),
     "experts_down_kernel": partial(test_experts.test_a_row_is_the_weighted_sum_of_its_experts, "F32"),
     "gemm_kernel": partial(test_gemm.test_every_weight_type_on_sizes_that_are_no_whole_tiles, "F32"),
+    "logprobs_kernel": partial(test_logprobs.test_it_equals_the_twin, 131, 5, 128),
     "matmul_kernel": partial(test_matmul.test_every_weight_type_with_every_epilogue, "F32", "store"),
     "norm_kernel": partial(test_norm.test_rows_of_any_width_are_normed_as_the_twin_does, 64, False),
     "shape_kernel": test_sample.test_greedy_rows_take_what_the_twin_takes,
@@ -1122,7 +1124,7 @@ def test_the_weights_of_a_file_lie_in_one_aligned_piece_of_memory(
             super().__init__(n_bytes, device)
             made.append(self)
 
-    monkeypatch.setattr("ostinato.models.registry.BumpAllocator", Watched)
+    monkeypatch.setattr("ostinato.backends.torch.load.BumpAllocator", Watched)
     checkpoint = open_checkpoint(spoiled_folder(tmp_path, tiny_files, name=name))
     model = build_model(checkpoint, read_shape(checkpoint), dtype=torch.float32, device=CPU, context=64)
     weights = [tensor for label, tensor in tensors_of(model, "") if "frequencies" not in label]
