@@ -9,9 +9,10 @@ from torch import Tensor
 from ostinato.decoder.compute_executor import Computed, ComputeExecutor, Extractor, Threads
 from ostinato.decoder.output import Absence, Outputs
 from ostinato.decoder.pooling import Pooled, Pooling
-from ostinato.decoder.sample_router import GreedySampler, SampleRouter
+from ostinato.decoder.sample_router import SampleRouter
 from ostinato.decoder.ubatch_executor import Executed, UbatchExecutor
 from ostinato.errors import Aborted, AllocationFailed, ComputeFailed, InternalError
+from tests.decoder.samplers import GreedySampler
 from tests.vectors.compute_executor import Recorder
 from tests.vectors.ubatch_executor import Memory
 from tests.vectors.ubatches import ubatch_of

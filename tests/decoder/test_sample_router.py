@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ostinato.decoder.batch.batch import Batch, SeqMasks
 from ostinato.decoder.output import Absence, Outputs, Sampled
-from ostinato.decoder.sample_router import BackendSampler, GreedySampler, SampleRouter, TopKSampler
+from ostinato.decoder.sample_router import BackendSampler, SampleRouter
 from ostinato.errors import InternalError, InvalidBatch
+from tests.decoder.samplers import GreedySampler, TopKSampler
 from tests.vectors.ubatches import ubatch_of
 
 N_VOCAB = 8

@@ -5,11 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
 from ostinato.backends.native.backend import why_not_blocks
+from ostinato.backends.native.start import NativeLoop
+from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.model import Model
 from ostinato.engine.choose import settle_model
@@ -49,6 +52,18 @@ class Driver(LoopDriver):
 
     def word(self, word: Word) -> int:
         return self.loop.host.word(word)
+
+
+@contextmanager
+def held(loop: Runner) -> Iterator[None]:
+    """The native loop waits at its next step boundary, or before its first, until this thread is done."""
+    assert isinstance(loop.start, NativeLoop)
+    native = loop.start._native
+    native._call("ostinato_acquire")
+    try:
+        yield
+    finally:
+        native._call("ostinato_release")
 
 
 def open_loop(

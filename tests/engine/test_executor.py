@@ -40,7 +40,6 @@ from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.step import triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.machine import choose_device
-from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
@@ -66,6 +65,7 @@ from tests.backends.cuda.triton import (
     test_embed,
     test_experts,
     test_gemm,
+    test_logprobs,
     test_matmul,
     test_norm,
     test_sample,
@@ -75,7 +75,7 @@ from tests.backends.families import FAMILIES, family_model
 from tests.backends.tape import test_unpack
 from tests.built import build_model
 from tests.engine.opened import LONG, decoding, ids, open_engine, prompt, sampling, until
-from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
+from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop
 from tests.engine.test_loop import alone, by_full_forwards
 from tests.models.test_refusals import refusal, spoiled_folder, spoiled_gguf
 from tests.random_model import random_model
@@ -587,6 +587,7 @@ KERNEL_TESTS: dict[str, Callable[[], None]] = {
     "experts_gate_up_kernel": partial(test_experts.test_gate_and_up_of_each_rows_own_experts, "F32"),
     "experts_down_kernel": partial(test_experts.test_a_row_is_the_weighted_sum_of_its_experts, "F32"),
     "gemm_kernel": partial(test_gemm.test_every_weight_type_on_sizes_that_are_no_whole_tiles, "F32"),
+    "logprobs_kernel": partial(test_logprobs.test_it_equals_the_twin, 131, 5, 128),
     "matmul_kernel": partial(test_matmul.test_every_weight_type_with_every_epilogue, "F32", "store"),
     "norm_kernel": partial(test_norm.test_rows_of_any_width_are_normed_as_the_twin_does, 64, False),
     "shape_kernel": test_sample.test_greedy_rows_take_what_the_twin_takes,
@@ -1003,9 +1004,8 @@ def test_the_host_writes_nothing_of_what_a_step_advances() -> None:
     stays."""
     with open_engine(n_slots=3, context=LONG) as engine:
         running = [decoding(engine, seed) for seed in (1, 2)]
-        start, host, table = engine.loop.start, engine.loop.host, engine.loop.tables.table.memory
-        assert isinstance(start, NativeLoop)
-        with start.exclusive():
+        host, table = engine.loop.host, engine.loop.tables.table.memory
+        with held(engine.loop):
             before, said = table.copy(), host.word(Word.INBOX_HEAD)
             running[0].cancel()
             waiting = engine.submit(prompt(3, 40), sampling(max_tokens=3))
@@ -1124,7 +1124,7 @@ def test_the_weights_of_a_file_lie_in_one_aligned_piece_of_memory(
             super().__init__(n_bytes, device)
             made.append(self)
 
-    monkeypatch.setattr("ostinato.models.registry.BumpAllocator", Watched)
+    monkeypatch.setattr("ostinato.backends.torch.load.BumpAllocator", Watched)
     checkpoint = open_checkpoint(spoiled_folder(tmp_path, tiny_files, name=name))
     model = build_model(checkpoint, read_shape(checkpoint), dtype=torch.float32, device=CPU, context=64)
     weights = [tensor for label, tensor in tensors_of(model, "") if "frequencies" not in label]
@@ -1133,7 +1133,7 @@ def test_the_weights_of_a_file_lie_in_one_aligned_piece_of_memory(
     assert len({tensor.untyped_storage().data_ptr() for tensor in weights}) == 1
     assert all(tensor.data_ptr() % 256 == 0 for tensor in weights)
     assert len(made) == 1
-    assert made[0].n_free == 0
+    assert len(made[0]._free) == 0
     assert made[0].n_bytes >= sum({t.data_ptr(): t.numel() * t.element_size() for t in weights}.values()) > 0.8 * stated
 
 

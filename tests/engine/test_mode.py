@@ -9,11 +9,10 @@ from dataclasses import FrozenInstanceError, replace
 import numpy as np
 import pytest
 
-from ostinato.backends.native.start import NativeLoop
 from ostinato.errors import DecodeInvariantError, EngineDead, HardwareCannot, PlanStale
 from ostinato.loop.host import Admission
 from ostinato.loop.layout import MAX_STOP_IDS, End, Fault, Finish, Word
-from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
+from tests.engine.rig import DEADLINE_S, GREEDY, Driver, held, open_loop
 
 PROMPT = [5, 9, 2, 77, 31]
 
@@ -53,9 +52,8 @@ def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alo
     driver.loop.mode.enter()
     before = driver.loop.plan.hash, driver.loop.start.executable
 
-    assert isinstance(driver.loop.start, NativeLoop)
     # The loop waits at its first step boundary: it surely runs while the attack is made.
-    with ThreadPoolExecutor(1) as other, driver.loop.start.exclusive():
+    with ThreadPoolExecutor(1) as other, held(driver.loop):
         driver.loop.mode.trigger()
         with pytest.raises(DecodeInvariantError) as refused:
             other.submit(strike, driver).result(5)  # one that is let through may wait for the loop
@@ -83,8 +81,7 @@ def test_the_host_can_give_a_running_slot_no_number_of_its_own(driver: Driver, o
     """I-4, I-5: what it says lies in admissions and rings, and the loop takes none of it for whoever runs."""
     generation = driver.admit(0, PROMPT, most=24, granted=16)
     driver.run()  # until it waits for its second page
-    assert isinstance(driver.loop.start, NativeLoop)
-    with driver.loop.start.exclusive():
+    with held(driver.loop):
         driver.loop.mode.trigger()
         table = driver.loop.tables.table.memory
         before = table.copy()
@@ -146,8 +143,7 @@ def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal
 def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_is_fatal(driver: Driver) -> None:
     driver.admit(0, PROMPT)
     driver.loop.mode.enter()
-    assert isinstance(driver.loop.start, NativeLoop)
-    with driver.loop.start.exclusive():
+    with held(driver.loop):
         driver.loop.mode.trigger()
         kept = driver.loop.plan.buffer("logits").tensor[:]  # where the loop still writes
         moved(driver)
@@ -171,8 +167,7 @@ def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: 
 def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Driver, word: str, fault: Fault) -> None:
     driver.admit(0, PROMPT, most=100, granted=128)
     driver.loop.mode.enter()
-    assert isinstance(driver.loop.start, NativeLoop)
-    with driver.loop.start.exclusive():  # as above
+    with held(driver.loop):  # as above
         driver.loop.mode.trigger()
         driver.loop.tables.table[word][0] += 1
     assert driver.loop.start.wait(DEADLINE_S)

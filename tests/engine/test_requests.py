@@ -1,8 +1,7 @@
-"""Requests through an engine: who waits and who passes whom, cancelling, threads, asyncio, and exactly one end each."""
+"""Requests through an engine: who waits and who passes whom, cancelling, threads, and exactly one end each."""
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -192,7 +191,7 @@ def test_a_request_can_be_cancelled_while_its_prompt_runs() -> None:
         request = engine.submit(prompt(1, 400), SHORT)
         other = engine.submit(prompt(2, 5), SHORT)
         assert gate.reached.wait(DEADLINE_S)
-        engine.cancel(request)
+        request.cancel()
         assert list(request) == []  # at once, though the device still has its pages
         assert engine.stats().pages_leased > 20
         gate.open()
@@ -225,16 +224,6 @@ def test_a_cancelled_sequence_gives_back_its_slot_and_pages() -> None:
         assert bits(engine.submit(prompt(1, 5), SHORT)) == alone(prompt(1, 5), SHORT)
         assert engine.stats().pages_leased == 0
         assert engine.stats().ended == {"cancelled": 5, "length": 1}
-
-
-def test_a_stream_that_is_closed_half_way_cancels_its_request() -> None:
-    with open_engine(context=LONG) as engine:
-        request = engine.submit(prompt(1, 5), sampling())
-        stream = engine.stream(request)
-        next(stream)
-        stream.close()  # type: ignore[attr-defined]  # a generator's
-        until(lambda: request.ended, "it is cancelled")
-        assert request.finish_reason == "cancelled"
 
 
 def test_a_prompt_that_fails_ends_its_own_request_and_no_other() -> None:
@@ -345,47 +334,6 @@ def test_many_threads_ask_and_cancel_and_each_has_one_end() -> None:
             assert reason == ("length" if len(found) == 20 else "cancelled")
         until(lambda: engine.stats().pages_leased == 0, "all pages are back")
         assert sum(engine.stats().ended.values()) == 36
-
-
-def test_asyncio_reads_many_requests_without_a_thread_for_any() -> None:
-    async def read(engine: Engine, seed: int) -> list[int]:
-        request = engine.submit(prompt(seed, 6), SHORT)
-        return [token.token async for token in engine.stream_async(request)]
-
-    async def all_of_them(engine: Engine) -> list[list[int]]:
-        n_threads = threading.active_count()
-        answers = await asyncio.gather(*(read(engine, seed) for seed in range(10)))
-        assert threading.active_count() == n_threads
-        return answers
-
-    with open_engine() as engine:
-        assert asyncio.run(all_of_them(engine)) == [[t[0] for t in alone(prompt(i, 6), SHORT)] for i in range(10)]
-
-
-def test_an_asyncio_reader_that_leaves_cancels_its_request() -> None:
-    async def leave(engine: Engine) -> Request:
-        request = engine.submit(prompt(1, 6), sampling())
-        stream = engine.stream_async(request)
-        async for _ in stream:
-            break
-        await stream.aclose()  # type: ignore[attr-defined]  # a generator's
-        return request
-
-    with open_engine(context=LONG) as engine:
-        request = asyncio.run(leave(engine))
-        until(lambda: request.ended, "it is cancelled")
-        assert request.finish_reason == "cancelled"
-        assert len(ids(engine.submit(prompt(1, 6), SHORT))) == 5
-
-
-def test_a_request_begun_in_one_way_can_be_read_to_its_end_in_another() -> None:
-    async def rest(request: Request) -> list[int]:
-        return [token.token async for token in request]
-
-    with open_engine() as engine:
-        request = engine.submit(prompt(1, 6), SHORT)
-        first = next(request).token
-        assert [first, *asyncio.run(rest(request))] == [t[0] for t in alone(prompt(1, 6), SHORT)]
 
 
 # Death

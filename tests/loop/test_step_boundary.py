@@ -38,7 +38,7 @@ from ostinato.loop.layout import (
     Tables,
     Word,
 )
-from ostinato.loop.step_boundary import StepBoundary, native_headers, step_boundary
+from ostinato.loop.step_boundary import StepBoundary, native_headers
 
 CPU = torch.device("cpu")
 PAGE_TOKENS = 4
@@ -561,14 +561,6 @@ def test_an_admission_waits_in_the_inbox_while_the_outbox_is_full_and_a_cancella
     assert [e.finish for e in table.drain()] == [Finish.NONE, Finish.CANCELLED]
     table.run()
     assert table.states() == [SlotState.FINISHED, SlotState.LIVE]
-
-
-def test_one_call_is_the_same_as_a_boundary_that_is_kept() -> None:
-    table = Table(ROOMY)
-    table.admit(0, generation=1)
-    step_boundary(table.tables, plan_hash=PLAN_HASH, epoch=EPOCH, page_tokens=PAGE_TOKENS)
-    assert table.word(Word.GO) == 1
-    assert table.drain()[0].time_ns > 0
 
 
 # --- random scripts ---

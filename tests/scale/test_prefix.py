@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import random
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import pytest
@@ -12,9 +14,50 @@ from hypothesis import strategies as st
 
 from ostinato.scale import prefix
 from ostinato.scale.prefix import BLOCK, PrefixTable, keys_of_body, keys_of_text
-from ostinato.scale.simulate import chats
 
 TEXTS = st.text(alphabet="ab", max_size=5 * BLOCK)
+Choose = Callable[[str, Sequence[str], dict[str, int]], str]
+
+
+def chats(
+    choose: Choose, *, n_replicas: int, n_chats: int, turns: int, memory: int = 8, seed: int = 0
+) -> tuple[float, int]:
+    """The share of prompts' characters that a replica remembered, and the most requests that one replica had.
+
+    Conversations take turns at random. Each replica remembers the last prompts it saw, `memory` of them. `choose` is
+    given a prompt, the replicas and how busy each is, and names one.
+    """
+    chance = random.Random(seed)
+    names = [f"replica-{number}" for number in range(n_replicas)]
+    remembered: dict[str, OrderedDict[str, None]] = {name: OrderedDict() for name in names}
+    asked = dict.fromkeys(names, 0)
+    texts = [f"You are helper {number}. " * 4 for number in range(n_chats)]
+    order = [number for number in range(n_chats) for _ in range(turns)]
+    chance.shuffle(order)
+    cached = total = 0
+    busy: deque[str] = deque(maxlen=2 * n_replicas)  # those asked last are still at work
+    for number in order:
+        texts[number] += f"turn {chance.random()}: " + "some words " * 5
+        text = texts[number]
+        chosen = choose(text, names, {name: busy.count(name) for name in names})
+        kept = remembered[chosen]
+        best = max((shared(text, other) for other in kept), default=0)
+        cached, total = cached + best, total + len(text)
+        kept[text] = None
+        while len(kept) > memory:
+            kept.popitem(last=False)
+        busy.append(chosen)
+        asked[chosen] += 1
+    return cached / total, max(asked.values())
+
+
+def shared(one: str, other: str) -> int:
+    n = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        n += 1
+    return n
 
 
 @given(TEXTS, TEXTS)

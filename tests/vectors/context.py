@@ -11,8 +11,9 @@ from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cell_flow import never
 from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.sample_router import BackendSampler, GreedySampler, TopKSampler
+from ostinato.decoder.sample_router import BackendSampler
 from ostinato.errors import DecodeError, OstinatoError
+from tests.decoder.samplers import GreedySampler, TopKSampler
 from tests.random_model import MemoryKind, random_model
 from tests.vectors.memory_steps import SEQUENCE_OPS, seq_pos, sequence_op
 from tests.vectors.sanitizer import batch_of

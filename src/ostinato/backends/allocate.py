@@ -47,10 +47,6 @@ class BumpAllocator:
         memory = empty((n_bytes + ALIGNMENT,), torch.uint8, device)
         self._free = memory[-memory.data_ptr() % ALIGNMENT :][:n_bytes]
 
-    @property
-    def n_free(self) -> int:
-        return len(self._free)
-
     def __call__(self, size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         n_bytes = prod(size) * dtype.itemsize
         if n_bytes > len(self._free):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
@@ -23,7 +23,7 @@ from ostinato.engine.constraint import Constrain, Constraint
 from ostinato.engine.open import open_runner
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.queue import RequestQueue
-from ostinato.engine.request import Message, Request, RequestSpec, Token
+from ostinato.engine.request import Message, Request, RequestSpec
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.work import Work, WorkSpec
@@ -42,7 +42,7 @@ class Engine:
 
     >>> with Engine(model, settled, eog_ids=(2,), n_tokens=32_000) as engine:        # doctest: +SKIP
     ...     request = engine.submit([5, 6, 7], sampling)
-    ...     ids = [token.token for token in engine.stream(request)]
+    ...     ids = [token.token for token in request]
     """
 
     def __init__(
@@ -164,21 +164,6 @@ class Engine:
     def helper(self) -> Helper | None:
         """Whom to help while waiting for messages on the main thread; None where the device works alone."""
         return self._loop.start.helper
-
-    def stream(self, request: Request) -> Iterator[Token]:
-        """The tokens of a request as they come. Closing it half-way cancels the request."""
-        try:
-            yield from request
-        finally:
-            request.cancel()
-
-    def stream_async(self, request: Request) -> AsyncIterator[Token]:
-        """The same for asyncio: nothing blocks, and no thread is spent."""
-        return request.__aiter__()
-
-    def cancel(self, request: Request) -> None:
-        """End a request as soon as may be."""
-        request.cancel()
 
     def stats(self) -> Stats:
         """Where it stands now, and what it counted."""

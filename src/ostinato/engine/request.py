@@ -1,21 +1,19 @@
 """A request as its caller sees it: an id, tokens as they come, one end, and a way to cancel.
 
-The engine's thread puts tokens in; any one thread, or any one asyncio task, takes them out. Every request that was
+The engine's thread puts tokens in; any one thread takes them out, or a sink is given each. Every request that was
 accepted ends exactly once: with a reason, or with an error that its reader is raised.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ostinato.engine.constraint import Constraint
-from ostinato.errors import InternalError
 from ostinato.loop.start import Helper
 from ostinato.options import Sampling
 
@@ -82,7 +80,7 @@ class RequestSpec:
 
 
 class Request:
-    """An accepted request. Read it once: `for token in request`, or `async for`.
+    """An accepted request. Read it once: `for token in request`.
 
     Times are seconds of `time.perf_counter`, None until they are known; the tokens carry the device's.
     """
@@ -108,7 +106,6 @@ class Request:
         self.error: Exception | None = None
         self._cancel = cancel
         self._helper = helper
-        self._lock = threading.Lock()
         self._messages: SimpleQueue[Message] = SimpleQueue()
         self._sink = sink
         self._is_read = False
@@ -153,40 +150,6 @@ class Request:
         self._is_read = message.finish_reason is not None
         return message
 
-    async def __aiter__(self) -> AsyncIterator[Token]:
-        """The same without blocking, and without a thread; whoever stops reading half-way cancels it."""
-        here = asyncio.get_running_loop()
-        arrived: asyncio.Queue[Message] = asyncio.Queue()
-
-        def pass_on(_: Request, message: Message) -> None:
-            try:
-                here.call_soon_threadsafe(arrived.put_nowait, message)
-            except RuntimeError:  # that event loop is closed, and its reader gone
-                self.cancel()
-
-        self._send_to(pass_on)
-        try:
-            while not self._is_read:
-                message = await arrived.get()
-                if not isinstance(message, Token):
-                    self._is_read = True
-                    if isinstance(message, Exception):
-                        raise message
-                    return
-                self._is_read = message.finish_reason is not None
-                yield message
-        finally:
-            self.cancel()
-
-    def _send_to(self, sink: Callable[[Request, Message], None]) -> None:
-        """From now on all messages go there, those that nobody has read first."""
-        with self._lock:
-            if self._sink is not None:
-                raise InternalError(f"request {self.id} is read already; a request has one reader")
-            while not self._messages.empty():
-                sink(self, self._messages.get())
-            self._sink = sink
-
     # The engine's side: called on its thread alone
 
     def put(self, token: Token) -> None:
@@ -211,8 +174,7 @@ class Request:
             self._deliver(error)
 
     def _deliver(self, message: Message) -> None:
-        with self._lock:
-            if self._sink is None:
-                self._messages.put(message)
-                return
-        self._sink(self, message)
+        if self._sink is None:
+            self._messages.put(message)
+        else:
+            self._sink(self, message)

@@ -71,14 +71,6 @@ class StartCost:
         device = kernels * (body_us + self.kernel_us) + self.step_us
         return max(device, kernels * self.submit_kernel_us + self.submit_step_us)
 
-    def launch_us(self, kernels: int, body_us: float) -> float:
-        """t_L as it is felt: what each kernel of a step takes beyond its own time."""
-        return max(0.0, self.step(kernels, body_us) / kernels - body_us)
-
-    def share(self, kernels: int, body_us: float) -> float:
-        """The part of a step that is not its bodies."""
-        return 1.0 - kernels * body_us / self.step(kernels, body_us)
-
 
 def stops_paying_us(baseline: StartCost, other: StartCost, kernels: int, longest_us: float = 1e5) -> float | None:
     """The body length from which `other` wins less than PAYS over the baseline; None where it never pays.

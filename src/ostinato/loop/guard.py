@@ -11,10 +11,6 @@ class Guard:
     def __init__(self) -> None:
         self._locked = False
 
-    @property
-    def locked(self) -> bool:
-        return self._locked
-
     def lock(self) -> None:
         self._locked = True
 

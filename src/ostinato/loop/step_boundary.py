@@ -292,13 +292,6 @@ class StepBoundary:
         return n_rows
 
 
-def step_boundary(
-    tables: Tables, *, plan_hash: int, epoch: int, page_tokens: int, clock: Clock = time.perf_counter_ns
-) -> None:
-    """Run one step boundary over tables in host memory; `StepBoundary` is the same with its views kept."""
-    StepBoundary(tables, plan_hash=plan_hash, epoch=epoch, page_tokens=page_tokens, clock=clock)()
-
-
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
     """What `step_boundary.cu` includes, by name, for these sizes."""
     return {"layout.h": layout.header(page_tokens), "step_boundary.h": source("step_boundary.h")}

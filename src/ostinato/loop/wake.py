@@ -21,8 +21,6 @@ class WakeEvent(Protocol):
 
     def clear(self) -> None: ...
 
-    def is_set(self) -> bool: ...
-
     def wait(self, timeout: float | None = None) -> bool: ...
 
 
@@ -49,14 +47,8 @@ class FileWakeEvent:
             while os.read(self._poll, 4096):
                 pass
 
-    def is_set(self) -> bool:
-        return self._polled(0)
-
     def wait(self, timeout: float | None = None) -> bool:
         """Whether it rang within this time, in steps of a millisecond."""
-        return self._polled(None if timeout is None else math.ceil(timeout * 1000))
-
-    def _polled(self, milliseconds: int | None) -> bool:
         poll = select.poll()
         poll.register(self._poll, select.POLLIN)
-        return bool(poll.poll(milliseconds))
+        return bool(poll.poll(None if timeout is None else math.ceil(timeout * 1000)))

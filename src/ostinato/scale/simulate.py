@@ -1,15 +1,14 @@
-"""Small simulations that check the arithmetic and the routing: no engine, no Ray, only who waits for whom.
+"""A small simulation that checks the arithmetic: no engine, no Ray, only who waits for whom.
 
-`replica` plays one replica of `sizing.py` request by request; `chats` plays conversations over several replicas that
-remember prefixes, with any way of choosing among them.
+`replica` plays one replica of `sizing.py` request by request.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -110,49 +109,3 @@ def _chunk(prompts: deque[_Request], live: list[_Request], ended: list[_Request]
 
 def _at(ordered: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
-
-
-# Conversations
-
-Choose = Callable[[str, Sequence[str], dict[str, int]], str]
-
-
-def chats(
-    choose: Choose, *, n_replicas: int, n_chats: int, turns: int, memory: int = 8, seed: int = 0
-) -> tuple[float, int]:
-    """The share of prompts' characters that a replica remembered, and the most requests that one replica had.
-
-    Conversations take turns at random. Each replica remembers the last prompts it saw, `memory` of them. `choose` is
-    given a prompt, the replicas and how busy each is, and names one.
-    """
-    chance = random.Random(seed)
-    names = [f"replica-{number}" for number in range(n_replicas)]
-    remembered: dict[str, OrderedDict[str, None]] = {name: OrderedDict() for name in names}
-    asked = dict.fromkeys(names, 0)
-    texts = [f"You are helper {number}. " * 4 for number in range(n_chats)]
-    order = [number for number in range(n_chats) for _ in range(turns)]
-    chance.shuffle(order)
-    cached = total = 0
-    busy: deque[str] = deque(maxlen=2 * n_replicas)  # those asked last are still at work
-    for number in order:
-        texts[number] += f"turn {chance.random()}: " + "some words " * 5
-        text = texts[number]
-        chosen = choose(text, names, {name: busy.count(name) for name in names})
-        kept = remembered[chosen]
-        best = max((_shared(text, other) for other in kept), default=0)
-        cached, total = cached + best, total + len(text)
-        kept[text] = None
-        while len(kept) > memory:
-            kept.popitem(last=False)
-        busy.append(chosen)
-        asked[chosen] += 1
-    return cached / total, max(asked.values())
-
-
-def _shared(one: str, other: str) -> int:
-    n = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        n += 1
-    return n

@@ -7,6 +7,7 @@ import math
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato.backends.native.cpu_levels import LEVELS, features
-from ostinato.backends.native.library import cpu_library, source
+from ostinato.backends.native.library import source
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.tables import tensor_tables
@@ -31,18 +32,17 @@ CPU = torch.device("cpu")
 PAGE_TOKENS = 16
 
 
-@pytest.fixture(scope="module", params=["library", *(name for name in LEVELS)])
+@pytest.fixture(scope="module", params=LEVELS)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
-    """The CPU library, and the sampler alone at every level that this CPU has."""
+    """The sampler at every level that this CPU has."""
     try:
-        if request.param == "library":
-            return cpu_library()
         level = LEVELS[request.param]
         if missing := level.needs - features():
             pytest.skip(f"the native sampler was not tested for {level.words}: this CPU lacks {sorted(missing)}")
-        headers = {name: source(name) for name in ("sampler_c.h", "sampler.h", "lanes.h", "layout.h")}
+        headers = {name: source(name) for name in ("sampler.h", "lanes.h", "layout.h")}
         flags = (*level.flags, *(os.environ.get("OSTINATO_CPU_FLAGS", "").split() or ["-Werror"]))
-        return ctypes.CDLL(str(shared_object('#include "sampler_c.h"\n', "sampler.cpp", headers=headers, flags=flags)))
+        code = Path(__file__).with_name("sampler.cpp").read_text()
+        return ctypes.CDLL(str(shared_object(code, "sampler.cpp", headers=headers, flags=flags)))
     except HardwareCannot as error:
         pytest.skip(f"the native sampler was not tested: {error}")
 
@@ -65,16 +65,16 @@ class Chooser:
         self.tables = tensor_tables(self.layout, CPU)
         self._words = self.layout.words(PAGE_TOKENS)
         self._library = library
-        library.ostinato_sampler_bytes.restype = ctypes.c_uint64
+        library.bytes_of_sampler.restype = ctypes.c_uint64
         # One byte more than asked for, to see that it is left alone.
-        self._n_bytes = int(library.ostinato_sampler_bytes(vocab))
+        self._n_bytes = int(library.bytes_of_sampler(vocab))
         self._scratch = np.full(self._n_bytes + 128, 0xAB, dtype=np.uint8)
         self._first_byte = -self._scratch.ctypes.data % 64
         self._view = View(*self.tables.addresses, self._words.ctypes.data)
 
     def native(self, logits: Tensor, slot: int, n_tokens: int, *, row: int = 0, first: bool = False) -> Choice:
         assert logits.is_contiguous()
-        self._library.ostinato_sample(
+        self._library.choose_one(
             ctypes.byref(self._view),
             ctypes.c_void_p(logits.data_ptr()),
             row,

@@ -1,14 +1,18 @@
-"""The step boundary in the object that serves any engine: with its layout in words, it does what the twin does."""
+"""The step boundary with its layout in words, as one object serves any engine: it does what the twin does."""
 
 from __future__ import annotations
 
 import ctypes
+import os
+from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.backends.native.library import cpu_library
+from ostinato.backends.native.library import source
+from ostinato.build import shared_object
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout, Tables, Word
 from tests.loop.test_step_boundary import (
@@ -36,18 +40,26 @@ class View(ctypes.Structure):
     )
 
 
+@cache
+def boundary_library() -> ctypes.CDLL:
+    code = Path(__file__).with_name("boundary_words.cpp").read_text()
+    headers = {name: source(name) for name in ("step_boundary.h", "layout.h")}
+    flags = ("-std=c++17", "-O2", *os.environ.get("OSTINATO_CPU_FLAGS", "").split())
+    return ctypes.CDLL(str(shared_object(code, "boundary_words.cpp", headers=headers, flags=flags)))
+
+
 def in_object(layout: Layout) -> Native:
-    """`ostinato_boundary` of the CPU library."""
+    """The step boundary as the CPU's loop has it."""
     try:
-        library = cpu_library()
+        library = boundary_library()
     except HardwareCannot as error:
-        pytest.skip(f"the step boundary of the CPU library was not tested: {error}")
+        pytest.skip(f"the step boundary with its sizes in words was not tested: {error}")
     words = layout.words(PAGE_TOKENS)
 
     def run(tables: Tables, now_ns: int, order: int) -> int:
         view = View(*tables.addresses, words.ctypes.data)
         rest = (ctypes.c_uint64(PLAN_HASH), ctypes.c_uint64(EPOCH), ctypes.c_int64(now_ns))
-        return int(library.ostinato_boundary(ctypes.byref(view), *rest))
+        return int(library.boundary_of(ctypes.byref(view), *rest))
 
     return run
 

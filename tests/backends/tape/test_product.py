@@ -28,11 +28,11 @@ from ostinato.backends.tape.partition import (
     chunks_of,
     largest_chunk,
     make_partition,
-    walk,
 )
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of
+from tests.backends.tape.walk import walk
 
 MAX_ROWS: Final = 8
 ROW_PADDING: Final = 8

@@ -460,19 +460,6 @@ def test_a_loaded_stream_fills_cells_from_the_first_on_st_7() -> None:
     assert [stream.head for stream in cache.streams] == [1, 0]
 
 
-def test_withheld_cells_are_never_found_and_can_still_be_filled() -> None:
-    cache = cache_of(8)
-    stream = cache.streams[0]
-    stream.withhold(np.arange(2, 6))
-    assert [slot.streams[0].cells.tolist() for slot in decode(cache, [[0]] * 4)] == [[0, 1, 6, 7]]
-    assert cache.find_slot(ubatch_of([[0]])) is None
-    cache.apply(ubatch_of([[1]]), Slot((StreamSlot(0, 0, np.array([3])),)))
-    stream.offer(np.arange(2, 6))
-    slot = cache.find_slot(ubatch_of([[0]]))
-    assert slot is not None
-    assert slot.streams[0].cells.tolist() == [4]
-
-
 @pytest.mark.parametrize("window", [Window(), Window("standard", 16)])
 def test_planning_in_a_cache_99_percent_full_takes_less_than_thrice_the_time_at_50_percent(window: Window) -> None:
     n_cells, ubatch, least = 32_768, ubatch_of([[9]] * 32), []

@@ -18,7 +18,7 @@ columns in units; within a run, what a unit needs of all its rows is contiguous:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from types import MappingProxyType
@@ -29,7 +29,6 @@ from torch import Tensor
 
 from ostinato.backends.allocate import Allocate, empty
 from ostinato.backends.torch.weight import DeviceMatrix, Weight
-from ostinato.backends.weights import Stack
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
@@ -192,21 +191,6 @@ def unpack(packed: Packed) -> Tensor:
 def raw_rows(packed: Packed, ids: Tensor) -> Tensor:
     """Rows `ids`, int [n], in the bytes of the file: uint8 [n, row_bytes]."""
     return _raw(packed, {n: plane[ids // packed.run, ids % packed.run] for n, plane in _by_row(packed).items()})
-
-
-def stacked(parts: Sequence[Packed | Tensor]) -> Weight:
-    """Matrices one above the other: neighbours of one type become one matrix, the others stay apart in a `Stack`."""
-    merged: list[Packed | Tensor] = []
-    for part in parts:
-        last = merged[-1] if merged else None
-        if isinstance(part, Tensor) and isinstance(last, Tensor) and last.dtype == part.dtype:
-            merged[-1] = torch.cat((last, part))
-        elif isinstance(part, Packed) and isinstance(last, Packed) and last.type == part.type:
-            raw = torch.cat((unpack(last), unpack(part)))
-            merged[-1] = pack(part.type, raw, last.rows + part.rows, part.cols)
-        else:
-            merged.append(part)
-    return merged[0] if len(merged) == 1 else Stack(tuple(merged))
 
 
 def dequantize_torch(raw: Tensor, type: str) -> Tensor:

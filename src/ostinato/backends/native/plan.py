@@ -8,8 +8,7 @@ steps, runs a chunk of a prompt, and keeps alive whatever C points at.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from ctypes import Array, Structure, addressof, byref, c_float, c_int, c_uint64, c_void_p, pointer, sizeof
 from typing import Any, Final
 
@@ -146,15 +145,6 @@ class NativeStep:
     def built(self, plan_hash: int, epoch: int) -> None:
         """What the step boundary finds in the table at every step, or ends (I-10)."""
         self._call("ostinato_built", c_uint64(plan_hash), c_uint64(epoch))
-
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Between two steps of whatever plays, which waits at its step boundary until this thread is done."""
-        self._call("ostinato_acquire")
-        try:
-            yield
-        finally:
-            self._call("ostinato_release")
 
     def close(self) -> None:
         """End the threads; nobody may be playing."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Literal
 
 from ostinato.backends.native.plan import NativeStep
@@ -70,10 +69,6 @@ class NativeLoop(Launched):
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
         return self._side.submit(job)  # what it plays takes the turn for itself
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """Holds whatever plays at its next step boundary, for the thread that enters."""
-        return self._native.exclusive()
 
     def health(self) -> None:
         """A CPU that did not answer could not say so."""

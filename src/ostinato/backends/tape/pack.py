@@ -72,7 +72,6 @@ SIX_OFFSET: Final = OFFSETS["Q6_K"]
 _FURTHER_BITS: Final[Mapping[WeightType, int]] = MappingProxyType(
     {WeightType.FOUR: 0, WeightType.FIVE: 1, WeightType.SIX: 2}
 )
-_ROUNDED: Final = frozenset({"Q4_K", "Q5_K", "Q6_K"})  # types whose scales are products, which float16 may not hold
 _PIECE_WEIGHTS: Final = 1 << 24  # laid out at a time: temporaries are a few bytes for each
 
 
@@ -240,35 +239,6 @@ def values_of(numbers: Numbers) -> Tensor:
     q = q - SIX_OFFSET if numbers.weight_type == WeightType.SIX else q
     values = torch.unflatten(q, 1, (-1, GROUP_COLUMNS[numbers.weight_type])) * numbers.scales.float()[..., None]
     return (values if numbers.minima is None else values - numbers.minima.float()[..., None]).flatten(1)
-
-
-def bounds_of(numbers: Numbers, type: str) -> Tensor:
-    """How far a weight on the tape may be from the file's own value, float32 [rows, columns]; `type` as `type_of` says.
-
-    Nothing where the file's scales are float16 themselves (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0) or the weights stay as they
-    are. Of K types scale and minimum are rounded to 11 bits each, or to steps of 2^-24 where they are small: a
-    2048th of what the two contribute. Float weights are rounded once, to 8 bits (bfloat16) or 11.
-    """
-    if numbers.scales is None:
-        wide = numbers.quants.float().abs()
-        if type == str(numbers.quants.dtype).removeprefix("torch."):
-            return torch.zeros_like(wide)
-        is_short = numbers.quants.dtype == torch.bfloat16
-        return (wide * 2**-8).clamp_min(2**-134) if is_short else _half_step(numbers.quants)
-    q = numbers.quants.float()
-    if type not in _ROUNDED:
-        return torch.zeros_like(q)
-    size = (q - SIX_OFFSET if numbers.weight_type == WeightType.SIX else q).abs()
-    most = torch.unflatten(size, 1, (-1, GROUP_COLUMNS[numbers.weight_type])) * _half_step(numbers.scales)[..., None]
-    if numbers.minima is None:
-        return most.flatten(1)
-    # The difference is rounded to float32 twice, in the file's value and in ours: a 2^24th of either part, at most.
-    return ((most + _half_step(numbers.minima)[..., None]) * (1 + 2**-11)).flatten(1)
-
-
-def _half_step(halves: Tensor) -> Tensor:
-    """The most that was lost when these float16 were rounded, float32."""
-    return (halves.float().abs() * 2**-11).clamp_min(2**-25)
 
 
 def _to_half(wide: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ first, then further bits, then scales; `pack.py` says what their bytes mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import accumulate
@@ -80,18 +80,6 @@ class TapeMatrix:
             raise InternalError(f"{self} is no matrix that tiles could be cut from")
 
 
-@dataclass(frozen=True, slots=True)
-class LayerMatrices:
-    """The matrices of a layer, in the order of the tape."""
-
-    q: TapeMatrix
-    k: TapeMatrix
-    v: TapeMatrix
-    out: TapeMatrix
-    gate_up: TapeMatrix
-    down: TapeMatrix
-
-
 class Segment(NamedTuple):
     """A matrix on the tape, as parts.h has it: tile 0 is block `first`'s; columns are those with padding."""
 
@@ -109,16 +97,6 @@ class TapeChunk(NamedTuple):
     n_bytes: int
 
 
-class TapePiece(NamedTuple):
-    """What a block reads next: a chunk of a tile of a segment, and where on the tape it lies."""
-
-    segment: int
-    tile: int
-    chunk: int
-    at: int
-    n_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class Partition:
     """The whole map of one model on one grid. `begins` [n_blocks + 1] says where each block's run begins, and at last
@@ -133,12 +111,6 @@ class Partition:
     @property
     def n_bytes(self) -> int:
         return self.begins[-1]
-
-
-def in_order(layers: Iterable[LayerMatrices], head: TapeMatrix) -> tuple[TapeMatrix, ...]:
-    """The matrices of a model in the order of the tape."""
-    each = ((layer.q, layer.k, layer.v, layer.out, layer.gate_up, layer.down) for layer in layers)
-    return (*(matrix for matrices in each for matrix in matrices), head)
 
 
 def make_partition(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> Partition:
@@ -256,19 +228,6 @@ def largest_chunk(segments: Iterable[Segment], n_compute_warps: int) -> int:
     )
 
 
-def walk(partition: Partition, block: int) -> Iterator[TapePiece]:
-    """What a block reads in one step, piece by piece: the order of its run, of its reader and of its compute warps."""
-    at, grid = partition.begins[block], partition.grid
-    for number, segment in enumerate(partition.segments):
-        tiles = own_tiles(segment, block, grid)
-        chunks = chunks_of(segment.weight_type, segment.columns, grid.n_compute_warps)
-        for start in range(0, len(tiles), grid.tiles_at_once):
-            for index, chunk in enumerate(chunks):
-                for tile in tiles[start : start + grid.tiles_at_once]:
-                    yield TapePiece(number, tile, index, at, chunk.n_bytes)
-                    at += chunk.n_bytes
-
-
 def bytes_by_block(partition: Partition) -> tuple[int, ...]:
     """How much each block reads in a step."""
     read = [0] * partition.grid.n_blocks
@@ -277,9 +236,3 @@ def bytes_by_block(partition: Partition) -> tuple[int, ...]:
         for block in range(len(read)):
             read[block] += len(own_tiles(segment, block, partition.grid)) * each
     return tuple(read)
-
-
-def balance(partition: Partition) -> float:
-    """The largest of the blocks' bytes over their mean: a step lasts at least so much longer than an even deal's."""
-    read = bytes_by_block(partition)
-    return max(read) * len(read) / sum(read)

@@ -89,7 +89,6 @@ class Stream:
         self.cells = Cells(size, grid=grid)
         self.head = 0
         self._window = window
-        self._withheld: Bools | None = None
 
     def find(self, n_rows: int, *, contiguous: bool) -> Ints | None:
         """Cells for that many rows, from the head on and around; None when there are not enough (KV-5)."""
@@ -107,17 +106,6 @@ class Stream:
             return after
         before = np.flatnonzero(usable[:start])[: n_rows - len(after)]
         return np.concatenate([after, before]) if len(after) + len(before) == n_rows else None
-
-    def withhold(self, cells: Ints) -> None:
-        """Keep these cells out of every search: somebody has reserved them."""
-        if self._withheld is None:
-            self._withheld = np.zeros(self.cells.size, np.bool_)
-        self._withheld[cells] = True
-
-    def offer(self, cells: Ints) -> None:
-        """Withheld cells may be found again."""
-        if self._withheld is not None:
-            self._withheld[cells] = False
 
     def check(self, cells: Ints) -> None:
         """Whether rows can be put into these cells; InternalError where not."""
@@ -150,8 +138,6 @@ class Stream:
         usable = self.cells.position < 0
         if not self._window.reaches_all:
             usable |= self.cells.evictable(self._window)
-        if self._withheld is not None:
-            usable &= ~self._withheld
         return usable
 
     def _purge(self, owners: Ints, positions: Ints, journal: Journal) -> None:

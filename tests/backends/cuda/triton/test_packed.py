@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack, stacked, unpack
-from ostinato.backends.weights import Stack, shape_of
+from ostinato.backends.cuda.packed import PACKED_TYPES, pack, unpack
 from ostinato.errors import BadFile, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 
@@ -79,18 +78,6 @@ def test_what_cannot_be_packed_is_refused_with_the_reason() -> None:
         pack("Q4_0", torch.zeros(2, 40, dtype=torch.uint8), 2, 64)
     with pytest.raises(BadFile, match="int8"):
         pack("Q4_0", torch.zeros(2, 36, dtype=torch.int8), 2, 64)
-
-
-def test_neighbours_of_one_type_are_stacked_into_one_matrix() -> None:
-    q4 = [pack("Q4_0", random_blocks("Q4_0", n, 64, seed=n), n, 64) for n in (3, 5)]
-    q8 = pack("Q8_0", random_blocks("Q8_0", 4, 64), 4, 64)
-    both = stacked(q4)
-    assert isinstance(both, Packed)
-    assert torch.equal(unpack(both), torch.cat([unpack(part) for part in q4]))
-    mixed = stacked([*q4, q8, torch.ones(2, 64), torch.zeros(1, 64)])
-    assert isinstance(mixed, Stack)
-    assert [shape_of(part) for part in mixed.parts] == [(8, 64), (4, 64), (3, 64)]
-    assert shape_of(mixed) == (15, 64)
 
 
 class Assembly:

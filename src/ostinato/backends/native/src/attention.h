@@ -35,7 +35,6 @@ struct Heads {
     float softcap;  // 0: none
 
     size_t page_items() const { return size_t(n_kv) * PAGE * width; }
-    size_t page_scales() const { return page_items() / Q8_BLOCK; }
 };
 
 // What one query (a head of a row) sees of one block, or of all blocks so far.

@@ -43,11 +43,8 @@ DEVICE constexpr int chunk_bytes(int weight_type, int n) {
     return N_COMPUTE_WARPS * (quant_bytes(weight_type, n) + high_bytes(weight_type, n) + scale_bytes(weight_type, n));
 }
 
-// Column tiles that each compute warp has of a whole matrix, and how many of them in a chunk.
+// Column tiles that each compute warp has of a whole matrix.
 DEVICE int column_tiles(const Segment& segment) { return segment.columns / (16 * N_COMPUTE_WARPS); }
-DEVICE int tiles_in_chunk(int weight_type, int of_matrix, int chunk) {
-    return min(tiles_a_chunk(weight_type), of_matrix - chunk * tiles_a_chunk(weight_type));
-}
 
 // This block's tiles of a segment: the first, and how many; from one to the next it is N_BLOCKS.
 DEVICE int first_tile(const Segment& segment) {
