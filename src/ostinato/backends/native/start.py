@@ -1,7 +1,7 @@
-"""`loop` on the CPU: one call into native code plays until nobody lives, and Python takes no part in any step.
+"""`loop` on the CPU: one call into native code runs until no slot is live, and Python takes no part in any step.
 
-Two threads of ours call it and wait inside it, without the interpreter's lock: one plays the loop, the other runs jobs
-beside it. Both use the same team of threads, which the one who plays hands over between two steps (team.h).
+Two threads of this process call it and wait inside it, without the interpreter's lock: one runs the loop, the other
+runs jobs beside it. Both use the same thread team, which the loop hands over between two steps (team.h).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class NativeLoop(Launched):
 
     def failure(self) -> BaseException | None:
         if self._launched is not None and not self._launched.done() and not self._runner.alive:
-            return EngineDead("the thread that played the loop was killed")
+            return EngineDead("the thread that ran the loop was killed")
         return super().failure()
 
     def step(self) -> None:
@@ -69,10 +69,10 @@ class NativeLoop(Launched):
         self._runner.submit(self._native.step).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
-        return self._side.submit(job)  # what it plays takes the turn for itself
+        return self._side.submit(job)  # the job acquires the team by itself
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """Holds whatever plays at its next step boundary, for the thread that enters."""
+        """Hold the running loop at its next step boundary while the calling thread is inside."""
         return self._native.exclusive()
 
     def health(self) -> None:

@@ -71,7 +71,7 @@ struct Plan {
 // Consecutive positions of one sequence, from `start` on.
 struct Part {
     const int* pages;
-    int n_rows, start, slot;  // whose `last` row gets the last of these; -1: nobody's
+    int n_rows, start, slot;  // the slot whose `last` row gets the last of these; -1: none
     int reserved;
 };
 
@@ -80,7 +80,7 @@ struct Part {
 struct Outputs {
     const int* rows;      // [n], of the chunk
     float* hidden;        // [n][hidden], behind the last norm
-    float* logits;        // [n][vocab]; where log-probabilities are asked for, [slice][vocab], and nobody's afterwards
+    float* logits;        // [n][vocab]; with log-probabilities [slice][vocab], scratch that the caller does not read
     const int* targets;   // [n], and the log-probability of each
     float* logprobs;      // [n]
     int* top_ids;         // [n][n_top], of the first n_tokens ids, the most likely first
@@ -354,7 +354,8 @@ struct ForwardPass {
         m.barrier();
     }
 
-    // Behind the last layer: a step's rows stay with whoever holds them, the last of a part goes where `first` looks.
+    // After the last layer: a step's rows stay with the member that holds them; the last row of a part is written to
+    // `last`, where `first` reads it.
     void finish_rows(team::Member& m, const float* after) {
         int first = 0, last = n_rows;
         if (!few()) m.share(n_rows, first, last);
@@ -463,8 +464,8 @@ struct ForwardPass {
         );
     }
 
-    // Rows of different sequences. Whoever has the last block of a row and key head keeps the row's own key and value
-    // there first: nobody else looks at that block.
+    // Rows of different sequences. The member that has the last block of a row and key head first stores the row's own
+    // key and value there: no other member reads that block.
     void attend_rows(team::Member& m, const Layer& layer) {
         int unit = 0;
         for (int row = 0; row < n_rows; row++) {
@@ -657,7 +658,7 @@ struct ForwardPass {
         m.barrier();
     }
 
-    // Share out the tiles of all experts that somebody goes to, as if they were one matrix.
+    // Share out the tiles of all experts that some row is routed to, as if they were one matrix.
     template <class F>
     void by_expert_tile(team::Member& m, int tiles_each, F work) {
         int n_taken = 0, first, last;
@@ -724,7 +725,8 @@ struct Loop : ForwardPass {
     static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->chunk(m); }
     static void first_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->first(m); }
 
-    // A step boundary, then steps while it says go. Whoever waits for the team has it between two steps.
+    // A step boundary, then steps while the boundary returns true. A thread that waits for the team gets it between two
+    // steps.
     void run_loop() {
         team.acquire();
         for (bool goes_on = pass_boundary(); goes_on; goes_on = pass_boundary()) {
@@ -772,7 +774,7 @@ struct Loop : ForwardPass {
         return goes_on;
     }
 
-    // Tell whoever listens that the outbox, or the end, is worth a look; a full pipe says so already.
+    // Wake the host: the outbox has entries, or the loop has ended. If the pipe is full, the host is woken already.
     void wake_host() const {
         const unsigned long long one = 1;
         if (plan.wake >= 0 && ::write(plan.wake, &one, sizeof one) < 0) return;

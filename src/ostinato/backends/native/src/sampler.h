@@ -314,8 +314,8 @@ static inline void to_weights(const Ranked* ranked, int n, float most, double* w
     }
 }
 
-// The place of the draw among the ranked, given the sum of all weights; UNDECIDED where it may lie beyond them. A larger
-// sum never keeps fewer, nor draws earlier: two sums that agree speak for every sum between them.
+// The rank of the sampled id among the ranked, given the sum of all weights; UNDECIDED where it may lie beyond them. A
+// larger sum never keeps fewer ids, nor samples an earlier one: if two sums agree, every sum between them agrees too.
 static inline int sampled_place(const Filters& filters, const double* weights, int n, double total, bool no_more) {
     const double least = filters.min_p * (weights[0] / total);
     double sum = 0, kept_sum = 0;
@@ -516,7 +516,7 @@ static inline int chosen_of(
     return sampled_id(workspace, n, most, filters);
 }
 
-// --- the most likely, for whoever asked ---
+// --- the most likely ids, for requests with top log-probabilities ---
 
 static inline int ranked_top(const float* x, int n, int n_top, Ranked* top) {
     int n_held = 0;
