@@ -120,7 +120,7 @@ class TapeBackend:
 
 
 class TapeRunner(FusedRunner):
-    """One kernel plays every step; prompts as in `backends/cuda`."""
+    """One kernel runs every step; prompts as in `backends/cuda`."""
 
     def _step(self) -> tuple[Plan, CudaStart]:
         import torch

@@ -62,13 +62,13 @@ class TapeGrid:
 
     def __post_init__(self) -> None:
         if min(self.n_blocks, self.n_compute_warps, self.tiles_at_once) < 1:
-            raise InternalError(f"{self} divides the work among nobody; every number must be at least 1")
+            raise InternalError(f"{self} leaves no warp to do the work; every number must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class TapeMatrix:
     """A matrix of the model. `paired`: two of rows / 2 each, one above the other (gate over up), whose rows stand
-    eight and eight in a tile, so that whoever has a gate has its up."""
+    eight and eight in a tile, so that the block that has a gate has its up."""
 
     weight_type: WeightType
     rows: int
@@ -280,6 +280,6 @@ def bytes_by_block(partition: Partition) -> tuple[int, ...]:
 
 
 def balance(partition: Partition) -> float:
-    """The largest of the blocks' bytes over their mean: a step lasts at least so much longer than an even deal's."""
+    """The largest of the blocks' bytes over their mean: a lower bound of a step's time over an even partition's."""
     read = bytes_by_block(partition)
     return max(read) * len(read) / sum(read)

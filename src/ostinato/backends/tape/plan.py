@@ -297,7 +297,7 @@ class TapeStep:
     """Weights on the tape, the buffers between blocks, and the argument over them.
 
     `model` is the one that prompts go through: that which was given, or with `on_tape` one that has its matrices on the
-    tape alone, so that whoever gives up the first has one copy of them.
+    tape alone, so that a caller that frees the first keeps one copy of them.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class TapeStep:
 
 
 def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:
-    """Everything that the kernel reads and writes, as one node: it plays the whole step. Its text says how many bytes
+    """Everything that the kernel reads and writes, as one node: it runs the whole step. Its text says how many bytes
     the tape has, and what prompts read. `model` is the step's own."""
     arenas = {"table": tables.table, "admissions": tables.admissions, "rings": tables.rings}
     own = [Buffer.of(name, arena.memory) for name, arena in arenas.items()]
@@ -467,7 +467,7 @@ _WRITTEN: Final = (
 
 
 def _run_whole() -> None:
-    raise InternalError("a step of the tape is played by its kernel alone; use Start.step")
+    raise InternalError("only the kernel of the tape can run its step; use Start.step")
 
 
 # --- the weights of a model, in the tape's order ---
@@ -494,7 +494,7 @@ def lies_on_tape(model: Model) -> bool:
 
 
 def scratch_elements(model: Model) -> int:
-    """Numbers of the largest matrix of a layer: what each in its turn is unpacked into."""
+    """Elements of the largest matrix of a layer: the scratch that each matrix in turn is dequantised into."""
     return max(prod(shape_of(linear.weight)) for name, linear in _linears(model) if name != "head")
 
 

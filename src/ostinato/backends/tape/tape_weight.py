@@ -38,7 +38,7 @@ class TapeWeight(DeviceMatrix):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is unpacked to."""
+        """The dtype it is dequantised to."""
         return self.tape.half
 
     @property

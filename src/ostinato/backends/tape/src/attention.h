@@ -1,20 +1,20 @@
 // Attention of one layer: each row's queries over its own pages, softmax(scale q k^T) v; its key and value appended.
 //
 // What a row sees is cut into at most SPLITS splits of one length, a multiple of LEAST_SPLIT that follows from the
-// row's own position and the window. A split of one key head is an *item*; items are partition to the blocks. Within an
-// item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in their order to a *part*,
-// which goes to whoever *merges* the parts of a head, in order too. So a row's bits do not depend on who is beside it,
-// nor on who computes it. Twin: attend_torch of backends/torch/ops/attend.py.
+// row's own position and the window. A split of one key head is an *item*; items are partitioned among the blocks.
+// Within an item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in warp order to a
+// *part*, which goes to the warp that *merges* the parts of a head, in order too. So a row's bits do not depend on the
+// other rows, nor on which block computes it. Twin: attend_torch of backends/torch/ops/attend.py.
 //
 // Tensor cores do both products, for all queries of a key head at once: a lane's share of a key or a value is 16 bytes
-// as they lie in memory, since what is summed over may stand in any order as long as both operands have the same.
-// Scores come out of the first product as the second wants them, and weights go into it with twice the bits of a kept
-// number, so that nothing but keys, values and queries is rounded to its bits.
+// as they lie in memory, since the summed dimension may have any order as long as both operands have the same. The
+// first product leaves scores in the layout that the second needs, and softmax weights enter it with twice the bits of
+// a cached number, so that only keys, values and queries are rounded to that type.
 //
-// Bound by latency at short contexts, hence few instructions between the arrival of a query and the part's departure:
-// whatever does not depend on this layer's product is known from the step's attention plan, and keys and values of old
-// positions are asked for before the queries have come. Bound by reading keys and values at long ones: DEPTH tiles of
-// each warp are under way, across items too.
+// Bound by latency at short contexts, hence few instructions between the arrival of a query and the store of the part:
+// everything that does not depend on this layer's product is in the step's attention plan, and keys and values of old
+// positions are loaded before the queries arrive. Bound by reading keys and values at long ones: each warp has DEPTH
+// tiles in flight, across items too.
 #pragma once
 #include "attention_plan.h"
 #include "handoff.h"
@@ -129,7 +129,7 @@ DEVICE int next_window(const ComputeThread& p, const Tape& tape, int layer, int 
 // Items number `first`, first + N_BLOCKS ... to the attention plan.
 APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int n_rows, int first) {
     AttentionPlan& plan = attention_plan_here();
-    sync_compute_warps();  // nobody reads the one before any more
+    sync_compute_warps();  // all compute warps have read the previous plan
     const int window = tape.windows[layer];
     if (layer == 0) note_cos_sin(p, tape, n_rows, plan);
     int n_all = 0;
@@ -152,8 +152,8 @@ APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int
 
 // --- what a thread knows of itself and of the layer ---
 
-// By value, with no pointer to shared memory nor to the kernel's argument: so looking and merging are functions of
-// their own, whose registers nobody else has a claim to.
+// Passed by value, with no pointer to shared memory nor to the kernel's argument, so that attending and merging are
+// separate functions with their own register allocation.
 struct AttentionArgs {
     int layer;
     u32 tag;
@@ -195,7 +195,7 @@ struct TileCursor {
 };
 
 // Which position of a tile a lane's keys are of (t < 2), and its values (u < 4), as the products want them; and which
-// chunks. Beyond the end of a line, those of its last one: nobody reads their sums.
+// chunks. Beyond the end of a line, those of its last chunk: their sums are not read.
 DEVICE int key_position(int t) { return 8 * t + lane() / 4; }
 DEVICE int value_position(int u) { return u / 2 * 8 + lane() % 4 * 2 + u % 2; }
 DEVICE int key_chunk(int e) { return lane() % 4 + 4 * e; }
@@ -254,7 +254,7 @@ DEVICE int high_column(int pair) { return pair < ROPE_HALF && !ROPE_NEIGHBOURS ?
 // A line, and a lane's pairs of it.
 struct Line {
     int i, part;         // item; below GROUP: a query; then the key, the value
-    const u64* from;     // null: nobody wants it
+    const u64* from;     // null: not needed
     u64 words[PAIRS_EACH][2];
     float2 parity[PAIRS_EACH];
     float norm[PAIRS_EACH][2];
@@ -286,7 +286,7 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
     }
 }
 
-// Looks at what has not come; whether something is still missing.
+// Loads the words that have not arrived yet; returns whether some are still missing.
 DEVICE bool load_line(const AttentionArgs& p, Line& line) {
     bool misses = false;
     UNROLL
@@ -418,8 +418,8 @@ DEVICE Split split_of(float low, float high) {
 
 // Queries of one chunk times keys of it. The product has more rows than there are queries. Of 16-bit numbers the other
 // half of the chunk stands in the lower ones: the first product is good in its upper rows, c[0] and c[1], the second
-// in its lower ones, d[2] and d[3], and what the other rows have nobody wants. Of float32 the lower ones are what a
-// query has beyond the first bits, and all of c counts.
+// in its lower ones, d[2] and d[3], and the other rows are not used. With float32 the lower rows are the low-order bits
+// of the queries, and all of c is used.
 DEVICE void multiply_keys(float c[4], float d[4], const uint4& query, const uint4& key) {
     if (KEPT != TYPE_F32) {
         multiply_kept(c, query, key.x, key.y);
@@ -564,7 +564,7 @@ DEVICE void store_part(int i, SoftmaxState& softmax) {
     parts.totals[member * N_COMPUTE_WARPS + warp()] = softmax.total;
 }
 
-// The warps' parts of an item, in their order, to whoever merges.
+// Adds the warps' parts of an item in warp order and sends the sum to the warp that merges.
 DEVICE void hand_on_part(const AttentionArgs& p, const Item& item, int i) {
     const WarpParts parts = parts_here(i);
     NOT_UNROLLED
@@ -671,7 +671,7 @@ struct Merging {
     u64 words[SPLITS_AT_ONCE][2], end[2];
 };
 
-// Looks at what has not come of the splits from `first` on; whether something is still missing.
+// Loads the words of the splits from `first` on that have not arrived yet; returns whether some are still missing.
 DEVICE bool load_parts(const AttentionArgs& p, int first, Merging& m) {
     if (lane() < m.n_splits && !have_arrived(m.end, p.tag)) load_two_relaxed(m.ends, m.end);
     UNROLL

@@ -40,7 +40,7 @@ enum { SEGMENT_Q, SEGMENT_K, SEGMENT_V, SEGMENT_OUT, SEGMENT_GATE_UP, SEGMENT_DO
 // What outlasts a launch, in device memory.
 struct State {
     u32 tag;     // the last tag that was used; every launch goes on from there
-    u32 abort;    // not 0: some wait has outlasted its deadline, and nobody waits any more
+    u32 abort;    // not 0: some wait has outlasted its deadline, and no thread waits any more
 };
 
 struct Cache {
@@ -69,7 +69,7 @@ struct Tape {
     u64* summaries;             // [MAX_ROWS][N_BLOCKS][SUMMARY_WORDS]: of a block's logits; see sampling.h
     u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the step boundary
     float* logits;              // [MAX_ROWS][vocab]
-    float* scaled;              // [MAX_ROWS][vocab]: as they are drawn from
+    float* scaled;              // [MAX_ROWS][vocab]: the logits that sampling reads, after penalties and temperature
     State* state;
     u64* clock;                 // [N_BLOCKS][N_CLOCKED] ns: when a block began each phase of its last step; or null
     int single;                 // not 0: one step and its step boundary, as the host paces them; for comparisons

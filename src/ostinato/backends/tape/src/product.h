@@ -1,7 +1,7 @@
 // Products: the block's tiles of a matrix times the rows of activations.
 //
 // Every compute warp has its own columns (tiles.h); their sums meet in shared memory, and are added in the order of the
-// compute warps, spread over all threads. Two sets of sums take turns, so that one sync is enough for a group of tiles;
+// compute warps, spread over all threads. The sums are double-buffered, so that a group of tiles needs one sync;
 // meanwhile the ring fills.
 //
 // The order in which a row's products are added follows from the shape alone: compute warp by compute warp, in each
@@ -100,7 +100,7 @@ DEVICE void multiply_here(
             work.begin = begin;
             work.width = slab.columns;
             if (source.hop && (!whole || first == 0)) {
-                if (begin > 0) sync_compute_warps();  // nobody reads the slab before any more
+                if (begin > 0) sync_compute_warps();  // all compute warps have read the previous slab
                 receive_pairs(p, tape, slab, ahead);
                 slab.begin += at_once;
                 if (ASKS_AHEAD && slab.begin < segment.columns) {

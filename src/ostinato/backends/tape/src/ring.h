@@ -1,15 +1,14 @@
-// The ring: one thread of a block streams the block's run of the tape through shared memory, its compute warps take
-// turns.
+// The ring: one thread of a block, the loader, streams the block's run of the tape through shared memory, where the
+// compute warps read it.
 //
 // A chunk of the tape lies in one stage of the ring. `full` of a stage opens when all its bytes have arrived, `empty`
 // when every compute warp has read them. The loader walks the tape in the order of backends/tape/partition.py,
-// endlessly, step after step: it is ahead of the compute warps by as much as the ring holds, and does not know what the
-// step boundary will decide. What it has read in vain is at most a ring.
+// endlessly, step after step: it runs ahead of the compute warps by as much as the ring holds, before the step boundary
+// has decided whether there is another step. If there is none, at most one ring's worth of loads is wasted.
 //
-// Bound by memory. At most IN_FLIGHT chunks are asked for and have not arrived: with more, the small loads of the
-// hand-offs wait behind the stream, and a step takes longer. In a long segment hand-offs are rare, and during the head
-// nobody hands anything on: there it may ask for more. A copy must not outlive its block: whoever asked waits for it
-// before it leaves.
+// Bound by memory. At most IN_FLIGHT chunks are in flight: with more, the small loads of the hand-offs wait behind the
+// stream, and a step takes longer. In a long segment hand-offs are rare, and during the head there are none: there the
+// limit is higher. A copy must not outlive its block: the loader waits for its copies before it exits.
 #pragma once
 #include "parts.h"
 
@@ -22,7 +21,7 @@
 #ifndef ARRIVALS_A_WARP
 #define ARRIVALS_A_WARP 1
 #endif
-#define POLLS_PER_ABORT_CHECK 64  // the loader looks for `abort` after so many polls, for `over` after each
+#define POLLS_PER_ABORT_CHECK 64  // the loader reads `abort` after so many polls, `over` after each
 
 // --- how a matrix is cut: the same as backends/tape/partition.py ---
 
@@ -110,7 +109,7 @@ struct Loader {
         if (atomic_add_shared(&shared.over, 0u)) return true;
         return ++polls % POLLS_PER_ABORT_CHECK == 0 && load_fresh(&state->abort) != 0;
     }
-    // Whether the next stage may be filled; false: nobody wants it any more.
+    // Waits until the next stage may be filled; false: the loop is over and no stage is needed any more.
     MEMBER bool find_room(int in_flight) {
         if (atomic_add_shared(&shared.over, 0u)) return false;
         while (n_asked >= in_flight) {
@@ -162,7 +161,7 @@ DEVICE bool load_segment(Loader& loader, const Segment& segment, int in_flight, 
     return true;
 }
 
-// By one thread of the block, until the compute warps say that it is over, or somebody that all leave.
+// Run by one thread of the block until the compute warps set `over`, or any thread sets `abort`.
 DEVICE void load_tape(const Tape& tape, Shared& shared, char* ring) {
     const char* const begin = tape.tape + tape.tape_at[block()];
     Loader loader(shared, tape.state, ring);

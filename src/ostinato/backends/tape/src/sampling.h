@@ -1,18 +1,18 @@
 // From logits to tokens: what backends/torch/ops/sample_step.py defines, by all blocks together, then by one block for each row.
 //
-// `summarise`: every block shapes the logits of its own head tiles (penalties, bias, bans) and tells of each row its
-// largest, the sum of exponentials, and for a row that draws the weight of it all. `sample_row`: a greedy row is
-// decided by these summaries alone, one hop after the head. A row that draws is ranked by its own block, no further
-// than the draw can reach: a first pass over `scaled` lists the ids from a floor up that the blocks' largest give,
-// which is enough for most settings; else the row is counted into buckets by value, and only the bucket where a filter
-// cuts and the one where the draw falls are listed. Too many for a list: that bucket is cut into buckets again, by
-// value and then by id.
+// `summarise`: every block applies penalties, bias and bans to the logits of its own head tiles and stores for each row
+// the largest logit, the sum of exponentials and, if the row is sampled, the sum of its weights. `sample_row`: a greedy
+// row is decided by these summaries alone, one hop after the head. A sampled row is ranked by one block, only as far
+// as its random number requires: a first pass over `scaled` lists the ids above a floor that follows from the blocks'
+// largest logits, which is enough for most settings; otherwise the row is counted into buckets by value, and only the
+// bucket where a filter cuts and the one that holds the sample are listed. A bucket with too many ids for a list is
+// divided into buckets again, by value and then by id.
 //
-// Greedy tokens are the twin's. Draws go by rank as the twin's do. Weights are whole numbers, e^(x - largest) in units
-// of 2^-WEIGHT_BITS, so that their sums have the same bits in any order. The twin adds up float64: its sums lie some
-// 1e-12 of the largest weight away, and a draw differs only where a limit falls between the two, which may happen to a
-// few draws in ten million from 128,000 ids, and much less often where few have weight. Log-probabilities are added up
-// in float32 within a block and in float64 across blocks.
+// Greedy tokens are the twin's. Sampling goes through the ids by rank, as the twin's does. Weights are integers,
+// e^(x - largest) in units of 2^-WEIGHT_BITS, so that their sums have the same bits in any order. The twin adds up
+// float64: its sums differ by some 1e-12 of the largest weight, and a sample differs only where a limit falls between
+// the two: a few samples in ten million from 128,000 ids, and much less often where few ids have weight.
+// Log-probabilities are added up in float32 within a block and in float64 across blocks.
 //
 // Bound by reading 4 bytes an id from L2 for each pass, by one block; for a flat row also by one float64 exp an id.
 #pragma once
@@ -34,7 +34,7 @@ static_assert(MAX_ROWS <= 32 && N_COMPUTE_WARPS <= 32, "rows are told by the bit
 
 // --- ranks: a value and its id as one number, the larger before the smaller ---
 
-// The lowest id of equals comes first, what is no number comes before all, as in the twin; 0 is nobody.
+// Of equal values the lowest id comes first, NaN comes before all, as in the twin; 0 is no id.
 typedef u64 Ranked;
 
 DEVICE u32 order_of(float value) {
@@ -130,8 +130,8 @@ DEVICE float penalised(const Tape& tape, const SamplingParams& params, int id, f
     return rounded_sum(x, -rounded_product(params.frequency, (float)made));
 }
 
-// All lanes of a warp together: each looks at one pair in turn, and a pair for an id of theirs is handed around. Its
-// 32 ids are two tiles.
+// All lanes of a warp together: each loads one pair at a time, and a pair whose id belongs to the warp is broadcast.
+// The warp's 32 ids are two tiles.
 DEVICE float bias_of(const ComputeThread& p, const Tape& tape, const SamplingParams& params, int id) {
     const int* const ids = TABLE_bias_ids(tape.view) + params.slot * MAX_LOGIT_BIAS;
     const float* const values = TABLE_bias_values(tape.view) + params.slot * MAX_LOGIT_BIAS;
@@ -166,9 +166,9 @@ DEVICE float shaped(const ComputeThread& p, const Tape& tape, const SamplingPara
     return banned ? float_of(0xFF800000u) : x;
 }
 
-// --- summaries: what a block says of the logits of its own tiles ---
+// --- summaries: one for each row, of the logits of a block's own tiles ---
 
-// Words of a summary; all have the tag as their tag. The last two only of a row that draws.
+// Words of a summary; all have the step's tag. The last two are used only for a sampled row.
 enum { SUMMARY_ORDER, SUMMARY_ID, SUMMARY_PEAK, SUMMARY_SUM, SUMMARY_RAW, SUMMARY_SPARE, SUMMARY_LOW, SUMMARY_HIGH };
 
 DEVICE u64* summary_of(const Tape& tape, int row, int block) {
@@ -226,7 +226,7 @@ DEVICE void for_own_ids(const ComputeThread& p, const Segment& head, const float
     }
 }
 
-// The thread's part of a row; what a row that draws is drawn from is left in `scaled`.
+// The thread's part of a row. For a sampled row, writes the logits that sampling reads to `scaled`.
 DEVICE Part own_part(const ComputeThread& p, const Tape& tape, const Segment& head, int row, const SamplingParams& params) {
     float* const scaled = tape.scaled + (u64)row * VOCAB(tape.view);
     Part part = {0, LOWEST, 0.0f};
@@ -333,9 +333,9 @@ APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int
 
 struct RowSummary {
     Ranked best;
-    float raw, peak;   // the logit of the best, unless the row draws; the largest logit
+    float raw, peak;   // the logit of the best id, of a greedy row; the largest logit
     double log_total;  // of e^(logit - peak)
-    u64 total;         // weight of a row that draws
+    u64 total;         // sum of the weights, of a sampled row
 };
 
 // What a row's block works in: the activations' memory.
@@ -813,7 +813,7 @@ DEVICE int sample_token(const ComputeThread& p, const Tape& tape, SamplingScratc
             const double wanted = top_p * (double)kept;
             if (min_p > 0) kept = min(kept, weight_from(p, c, search, min_p * one));
             if (top_p >= 1 || wanted >= (double)kept) continue;
-            goal = (u64)wanted;  // kept is whoever has less than is wanted before him, and the first
+            goal = (u64)wanted;  // an id is kept if the weight before it is less than `wanted`; the first always
             if ((double)goal < wanted || goal == 0) ++goal;
         }
         if (limit == THE_SAMPLE) goal = 1 + (u64)((double)kept * number);
@@ -823,7 +823,7 @@ DEVICE int sample_token(const ComputeThread& p, const Tape& tape, SamplingScratc
     return id_of(place != NO_PLACE ? c.list[place] : row_summary.best);
 }
 
-// --- the most likely, for whoever asked ---
+// --- the most likely ids, for requests with top log-probabilities ---
 
 DEVICE void write_likely(const ComputeThread& p, const Tape& tape, SamplingScratch& c, int row, int n_top, const RowSummary& row_summary) {
     const float* const logits = tape.logits + (u64)row * VOCAB(tape.view);

@@ -9,8 +9,8 @@
 #include "fragments.h"
 #include "handoff.h"
 
-// What a warp multiplies between two looks at anything else. It has no pointers to shared memory: those that are made
-// from shared_memory() at hand are known to lie there, and cost half as much.
+// What a warp multiplies in one call. It holds no pointers to shared memory: the compiler knows the address space of a
+// pointer made on the spot from shared_memory(), and then an access costs half as much.
 struct Work {
     State* state;
     Place place;
