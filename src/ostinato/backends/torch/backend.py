@@ -125,7 +125,7 @@ def loaded_with(
 
 
 def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
-    """Loaded blocks as torch runs them, whoever loaded them."""
+    """Loaded blocks as torch runs them, from any backend's loader."""
     import torch
 
     from ostinato.backends.torch.model import Model

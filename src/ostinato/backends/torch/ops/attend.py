@@ -1,8 +1,9 @@
 """One decode step's attention of a layer, as it should be: softmax(scale * q k^T) v over each row's own pages.
 
-Every live row norms and turns its q and k, appends k and v at its position and attends to what it may see, itself
-included, as stored. Everything is computed in float32; K and V are written in place in the type of their store, and q
-is scaled and rounded to what the fast kernel multiplies: `triton/attend.py`, which is bound by reading K and V.
+For every live row, QK norm and RoPE are applied, k and v are appended at its position, and it attends to the positions
+that it may see, its own included, as stored. Everything is computed in float32; K and V are written in place in the
+type of their store, and q is scaled and rounded to what the fast kernel multiplies: `triton/attend.py`, which is bound
+by reading K and V.
 """
 
 from __future__ import annotations

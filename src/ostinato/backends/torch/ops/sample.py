@@ -2,7 +2,7 @@
 
 The order is: repetition, presence and frequency penalties, logit bias, banned ids; a row of temperature 0 takes
 the largest (the lowest id of equals); any other row divides by its temperature, keeps its top-k, of these the
-smallest set that reaches top-p, of these what reaches min-p times the largest, and draws by `philox.uniform_torch`.
+smallest set that reaches top-p, of these what reaches min-p times the largest, and samples by `philox.uniform_torch`.
 Log-probabilities are the model's own: taken before any of it.
 """
 

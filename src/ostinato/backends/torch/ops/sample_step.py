@@ -3,7 +3,7 @@
 token = draw(filter(shape(logits))) as `sample.py` defines it, with every setting read from the table's fields; the
 twin of `triton/sample.py`. logits float32 [rows, vocab]; tokens int32, log-probabilities float32; sums that place a
 draw are float64. Written in place: `chosen`, `chosen_logprob`, `top_ids`, `top_logprobs`, each for rows below n_rows.
-On the CPU one pass over a row for its largest and one for its log-sum bound the speed; a row that draws adds a few.
+On the CPU one pass over a row for its largest and one for its log-sum bound the speed; a sampled row adds a few.
 Rows go one by one, so that no bit of a row depends on its neighbours.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch
 
-# How far below the largest scaled logit a draw looks, step by step, before it ranks the whole vocabulary.
+# How far below the largest scaled logit sampling ranks ids, step by step, before it ranks the whole vocabulary.
 _REACHES: Final = (6.0, 12.0, 24.0)
 
 
