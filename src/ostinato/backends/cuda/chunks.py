@@ -6,8 +6,8 @@ nothing else: not on where the prompt was cut, nor on the bucket, nor on the oth
 for the largest bucket, and the others use its first rows: no launch allocates, so graphs keep no memory but their own.
 A chunk copies its ids and pages in and replays; what is asked for of its rows follows (`outputs.py`).
 
-A model whose matrices lie on the tape alone has them unpacked one by one, each right before its product, into memory
-that all of them share.
+If a model's matrices lie on the tape alone, they are dequantised one by one, each right before its product, into
+scratch memory that all of them share.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class _Brought:
         self.tiles.numpy()[:n_tiles] = placed.tiles
         self.tokens.numpy()[:n] = [token for part in parts for token in part.tokens]
         self.positions.numpy()[:n] = placed.positions
-        # Padding stands at the last position: any that exists will do, nobody looks at its rows.
+        # Padding rows have the last position: any valid one will do, since their results are not read.
         self.positions.numpy()[n:] = placed.positions[-1]
         self.parts.numpy()[:n] = placed.parts
         for number, part in enumerate(parts):

@@ -18,7 +18,7 @@ from ostinato.errors import BadPointer
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A Triton kernel with its grid and all its arguments: a call without arguments, and a record to look into."""
+    """A Triton kernel with its grid and all its arguments: called without arguments, and open to inspection."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -2,9 +2,9 @@
 
 The model's own blocks, always with as many rows as there are slots: no shape and no address depends on who lives, and
 nothing asks the device, so that the step can be captured as a graph, and a row's bits do not depend on who else lives.
-A row that serves nobody is computed like any other and changes nothing: it takes in token 0, begins with states of
-zeros, leaves its own in a row that nobody reads, and its keys and values nowhere. Attention and sampling are
-`backends/cuda/step.py`'s.
+A row without a live slot is computed like any other and changes nothing: its token is 0, its states are read from a row
+of zeros and written to a row that is not read, and its keys and values are not stored. Attention and sampling are those
+of `backends/cuda/step.py`.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class StepMemory:
 
     n_seqs: int
     from_row: Tensor  # int64 [n_slots]: where each row's states are
-    to_row: Tensor  # and where they go: the same of whoever lives
+    to_row: Tensor  # where they are written: the same row for a live slot
     kept: Mapping[int, tuple[Tensor, ...]]  # by layer, each [n_slots + SPARE_STATES, 1, ...]
     attention: StepAttention | None
     n_planes: int = 1
@@ -173,7 +173,7 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:
-    """The states of every layer, which have room for rows that serve nobody."""
+    """The states of every layer, with the spare rows for rows without a live slot."""
     if memory.states is None:
         return {}
     for states in memory.states.layers.values():

@@ -11,9 +11,9 @@ Bound by reading K and V, at short contexts by the latency of a few loads that f
 
 How the work is cut. What a row sees is cut into at most MAX_SPLITS splits of equal length, a multiple of SPLIT
 positions that follows from the row's own position (and the window) and from nothing else. A split of one KV head is an
-item; a fixed number of programs deal all items of the step among themselves, so that dead slots cost nothing and long
-rows share the chip evenly. Whoever finishes a (row, KV head) last merges its splits, in blocks of fixed size, in
-order. So a row's bits depend on its own position and contents alone, not on how many programs, rows or slots there are.
+item; all items of the step are partitioned among a fixed number of programs, so that dead slots cost nothing and long
+rows share the chip evenly. The program that finishes a (row, KV head) last merges its splits, in blocks of fixed size,
+in order. So a row's bits depend on its own position and contents alone, not on the number of programs, rows or slots.
 """
 
 from __future__ import annotations
@@ -496,7 +496,7 @@ def rotated(
 
 @triton.jit
 def rope_cos_sin(p, frequencies, amplitude, D: tl.constexpr, N_ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Cosines and sines, amplified, of what each element of a head turns by at position p (or [n, 1] of them)."""
+    """RoPE's cos and sin, times the amplitude, for each element of a head at position p (or [n, 1] of them)."""
     d = tl.arange(0, D)[None, :]
     if N_ROTARY:
         pair = d // 2 if NEIGHBOURS else d % (N_ROTARY // 2)

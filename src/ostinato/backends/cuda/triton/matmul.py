@@ -99,7 +99,7 @@ def load_stats(
 
 @triton.jit
 def prefetch(at):
-    """Ask for the cache lines of these addresses; nobody waits for them."""
+    """Prefetch the cache lines of these addresses into L2, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -110,7 +110,7 @@ def wait_for_others(
     w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
     W: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Let the next kernel start, ask for the first weights, which depend on nobody, and wait for the kernel before."""
+    """Let the next kernel start, prefetch the first weights, which no kernel writes, and wait for the kernel before."""
     gdc_launch_dependents()
     if TYPE == DENSE:
         LINE: tl.constexpr = 64  # elements to a line of the cache, or two
@@ -180,7 +180,7 @@ def add_dense(
     K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The product of rows n (and n_second) of a dense weight with x, over some turns of BLOCK_K columns: [n, ROWS]."""
+    """The product of rows n (and n_second) of a dense weight with x, over some blocks of BLOCK_K columns: [n, ROWS]."""
     acc = zero_sums(SLICES, BLOCK_N, ROWS)
     second = zero_sums(SLICES, BLOCK_N, ROWS)
     MASK_K: tl.constexpr = K % BLOCK_K != 0

@@ -12,11 +12,11 @@ least as many ids reach it as there are subs that do, so the ids from the floor 
 settings, few. It packs these candidates as (value, id) keys. `choose` (a program per row) sorts them and repeats the
 twin's sums on them. Where it cannot show that the candidates hold all that the filters keep, it searches the whole row
 instead, narrowing a threshold pass by pass: slow (hundreds of microseconds for a large vocabulary), and right for any
-setting. A row without filters needs no ranking: it draws a block and then an id in it, through the ids in their order.
+setting. A row without filters needs no ranking: a block is sampled, then an id in it, through the ids in their order.
 
-Greedy tokens equal the twin's for equal logits. So do filtered draws from candidates, except where two float64 sums of
-different order fall on two sides of a limit (about one draw in 1e12); one by search has weights from a float32 exp and
-differs about once in 1e6. Unfiltered draws have the twin's distribution but, going by id, not its tokens. The same
+Greedy tokens equal the twin's for equal logits. So do filtered samples from candidates, except where two float64 sums
+of different order fall on two sides of a limit (about one in 1e12); the search uses weights from a float32 exp and
+differs about once in 1e6. Unfiltered samples have the twin's distribution but, going by id, not its tokens. The same
 logits, settings, seed and position give the same token in any row, slot and company: no sum crosses rows, and every sum
 has a fixed order. Candidates are packed in the order in which blocks come by, which the sort takes away again.
 """
@@ -539,12 +539,12 @@ def _pick(candidates, n, floor, k, p, least, row_total, number, SIZE: tl.constex
 
 @triton.jit
 def _sample_unfiltered(scaled, tops, top, sums, number, BLOCK: tl.constexpr, LANES: tl.constexpr, VOCAB: tl.constexpr):
-    """A draw from all of the row, in the order of ids: first the block, then the id in it."""
+    """Sample from the whole row, in the order of ids: first the block, then the id in it."""
     block = tl.arange(0, LANES)
     share = sums * tl.exp(tops.to(tl.float64) - top)
     running = tl.cumsum(share, 0)
     target = number * tl.max(running, 0)
-    # Where rounding leads past the end, the last that can be drawn.
+    # If rounding leads past the end, the last block with a nonzero probability.
     place = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), tl.max(tl.where(share > 0, block, 0), 0))
     target -= tl.sum(tl.where(block < place, share, 0.0), 0)
 

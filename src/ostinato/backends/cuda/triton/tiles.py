@@ -21,8 +21,9 @@ from ostinato.backends.weights import shape_of
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut: block_n outputs to a program, block_k columns to a turn of its loop, `slices` of those to
-    a warp each (or 1: the warps share the outputs), split_k programs to an output, num_stages turns in flight."""
+    """How a product is cut: block_n outputs to a program, block_k columns to an iteration of its loop, `slices` of
+    those to a warp each (or 1: the warps share the outputs), split_k programs to an output, num_stages iterations in
+    flight."""
 
     block_n: int
     block_k: int
