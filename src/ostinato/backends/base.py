@@ -220,7 +220,7 @@ class Backend(Protocol):
 
     def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
         """Why a mode cannot run such a model, opened with these options on this machine; None where it can. Asked
-        before a byte of weights is read; nobody else knows this backend's limits."""
+        before any weight is read; the backend's limits are known only here."""
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
         """How it keeps matrices on such a device."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class Runner:
     """The running half of an engine. `changed` is set whenever the loop may have published something. `model` is the
-    one that was given, or the same on the tape alone: whoever takes it from here can give up the other."""
+    one that was given, or the same on the tape alone: a caller that uses this one can free the other."""
 
     def __init__(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> None:
         self.settled = settled
