@@ -1,7 +1,7 @@
 """The CPU's starts in torch: one thread is the device, and runs the plan's nodes in order.
 
-What `eager` runs, and the twin of the native loop (`native/start.py`), paced by Python, which only tests run. All arithmetic
-of an engine runs on that thread, or on the main one while that waits for tokens: never on two, so that torch's workers
+What `eager` runs, and the twin of the native loop (`native/start.py`), paced by Python, which only tests run. An
+engine computes on that thread, or on the main one while that waits for tokens: never on two, so that torch's workers
 serve one caller and a prompt's chunk does not compete with a step. `CpuLoop`, once called, runs until no slot is live;
 `CpuEager` is called for every step.
 """
