@@ -1,6 +1,6 @@
-"""Who reads what of the weights, and where it lies: the tape's map, in plain integers.
+"""Which block reads which weights, and where they lie: the tape's map, in plain integers.
 
-A *tile* is 16 rows of a matrix. Tiles are counted through the whole model and partition to the blocks in turn, so every
+A *tile* is 16 rows of a matrix. Tiles are counted through the whole model and assigned to the blocks in turn, so every
 block reads about the same number of bytes. What one block reads in a step is one run of memory, the blocks' runs one
 after the other: for each matrix, for each few of the block's tiles, for each *chunk* of columns, for each of those
 tiles, the chunk. A chunk has, for every compute warp, some neighbouring column tiles (16 columns each): all quants
@@ -157,7 +157,7 @@ def make_partition(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> Partition:
 
 
 def segments_of(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> tuple[Segment, ...]:
-    """The matrices as the kernel sees them: a tile is partition to the block after the one that has the tile before
+    """The matrices as the kernel sees them: a tile is assigned to the block after the one that has the tile before
     it."""
     n_tiles = [-(-matrix.rows // TILE_ROWS) for matrix in matrices]
     before = accumulate(n_tiles, initial=0)
@@ -257,7 +257,7 @@ def largest_chunk(segments: Iterable[Segment], n_compute_warps: int) -> int:
 
 
 def walk(partition: Partition, block: int) -> Iterator[TapePiece]:
-    """What a block reads in one step, piece by piece: the order of its run, of its reader and of its compute warps."""
+    """What a block reads in one step, piece by piece: the order of its run, of its loader and of its compute warps."""
     at, grid = partition.begins[block], partition.grid
     for number, segment in enumerate(partition.segments):
         tiles = own_tiles(segment, block, grid)

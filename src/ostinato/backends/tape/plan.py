@@ -1,7 +1,7 @@
 """The tape of one model: which weights in which order, the constants its kernel is compiled with, and its one argument.
 
 What the kernel cannot express is told by `backend.py`. `TapeSizes` settles how a block's shared memory is shared out
-and how many blocks play; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the buffers
+and how many blocks run; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the buffers
 between blocks, and fills the argument, field by field as `parts.h` has it.
 """
 
@@ -182,13 +182,13 @@ class TapeSizes:
 
     @property
     def n_threads(self) -> int:
-        """Of a block: the compute warps and the reader's."""
+        """Of a block: the compute warps' and the loader's."""
         return self.grid.n_compute_warps * 32 + LOADER_THREADS
 
     @property
     def in_flight(self) -> int:
-        """Chunks that a block has asked for and that have not come: two at least, or nothing would be under way
-        between the arrival of one and the request for the next."""
+        """Chunks that a block has in flight at most: at least two, or none would be in flight between the arrival of
+        one and the request for the next."""
         return max(2, min(self.n_stages - 1, IN_FLIGHT_BYTES // self.stage_bytes))
 
     @property

@@ -34,9 +34,9 @@ struct AttentionPlan {
     int n_splits[MAX_ROWS];
     int n_items;                    // in `items`
     int n_all;                      // of all blocks
-    int until;                      // the layer where it is to be made anew
+    int until;                      // the next layer that needs another plan
 };
 static_assert(sizeof(AttentionPlan) <= ATTENTION_PLAN_BYTES, "backends/tape/plan.py makes room for another attention plan");
 
-// Made from shared_memory() at hand, it is known to lie there.
+// Made from shared_memory() on the spot, so that the compiler knows its address space.
 DEVICE AttentionPlan& attention_plan_here() { return *(AttentionPlan*)((Shared*)shared_memory())->plan; }

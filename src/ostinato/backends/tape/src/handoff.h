@@ -102,7 +102,7 @@ DEVICE void await_words(
     }
 }
 
-// --- laying down ---
+// --- storing activations ---
 
 DEVICE u32* wide_row(const ComputeThread& p, int row, int columns) {
     return (u32*)(p.activations + row * (columns + ROW_PADDING));
@@ -116,7 +116,7 @@ DEVICE float size_of(float value) { return value < 0.0f ? -value : value; }
 
 DEVICE u32 byte_of(float value, float per_step) { return (u32)round_to_int(value * per_step) & 255; }
 
-// The 32 columns that `n_lanes` neighbours hold together: what a step of their int8 is worth. All lanes must be here.
+// The int8 scale of the 32 columns that `n_lanes` neighbouring lanes hold together. Called by all lanes of the warp.
 DEVICE float step_of(float largest, int n_lanes) {
     for (int mask = n_lanes / 2; mask > 0; mask /= 2) largest = larger(largest, shuffle_xor(largest, mask));
     return largest * (1.0f / 127.0f);
@@ -134,7 +134,7 @@ struct Pairs {
     float of[ROWS][NORMED_LOADS][2];
 };
 
-// Who is in this step: asked once, since the step boundary alone changes it.
+// The rows of this step: read once, since only the step boundary changes them.
 DEVICE void learn_rows(const ComputeThread& p, const Tape& tape, int n_rows) {
     if (p.thread >= n_rows) return;
     const int slot = load_fresh(TABLE_row_slot(tape.view) + p.thread);
@@ -142,7 +142,7 @@ DEVICE void learn_rows(const ComputeThread& p, const Tape& tape, int n_rows) {
     p.shared->position[p.thread] = load_fresh(TABLE_position(tape.view) + slot);
 }
 
-// The token's embedding that a row takes in.
+// The embedding of a row's input token.
 DEVICE u64 embedding_begin(const Tape& tape, int row) {
     const int slot = load_fresh(TABLE_row_slot(tape.view) + row);
     return (u64)load_fresh(TABLE_token(tape.view) + slot) * HIDDEN;
@@ -188,8 +188,8 @@ DEVICE void fetch_put(const ComputeThread& p, const Tape& tape, const u64* sourc
     }
 }
 
-// What the block will add to, when it has multiplied its tiles of `segment`: kept, since to ask for it again then would
-// take as long as a hop.
+// The residual that the block will add its tiles of `segment` to: kept, since loading it again then would take as long
+// as a hop.
 DEVICE void keep_residual(float* kept, int first, int row, int i, const float pair[2]) {
     UNROLL
     for (int tile = 0; tile < RESIDUAL_TILES; tile++) {
@@ -233,7 +233,7 @@ DEVICE void lay_pair(const ComputeThread& p, int row, int i, float low, float hi
     if (i % 16 == 0) ((float*)(bytes + NORMED_COLUMNS))[i / 16] = step;
 }
 
-// Columns that only fill up: once more with every row, since attention works in the same memory.
+// Padding columns: zeroed again with every row, since attention uses the same memory.
 DEVICE void lay_padding(const ComputeThread& p, int n_rows) {
     constexpr int n = (NORMED_COLUMNS - HIDDEN) / 2;
     constexpr int ROW = n > 0 ? n : 1;
@@ -290,9 +290,10 @@ DEVICE void receive_normed_rows(
     if (p.thread < n_rows) p.shared->scale[p.thread] = NORM_FIRST ? 1.0f : scale_of_row(p, p.thread);
 }
 
-// Rows of x, times the norm's weights, to `activations`; what else the norm multiplies by to shared->scale, which may
-// be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
-// What the block's tiles from `first` on will be added to is kept.
+// Rows of x, times the norm's weights, to `activations`; the norm's factor that is not applied yet (1 / rms, or 1 with
+// NORM_FIRST) to shared->scale, which may be read after the next sync. `source`: the hop of row 0; null in layer 0,
+// where x is the embedding of the row's token. The residual that the block's tiles from `first` on will be added to is
+// kept.
 DEVICE void receive_normed(
     const ComputeThread& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
 ) {
@@ -302,7 +303,7 @@ DEVICE void receive_normed(
     else receive_normed_rows<ROWS>(p, tape, source, weights, n_rows, kept, first);
 }
 
-// --- pairs, as attention and the gate hand them on ---
+// --- pairs of 16-bit activations, which attention and the gated MLP hand over ---
 
 DEVICE void lay_two_pairs(const ComputeThread& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
     if (WIDE) {
@@ -358,7 +359,8 @@ DEVICE void receive_slab(const ComputeThread& p, const Tape& tape, const Slab& s
 
 DEVICE constexpr int loads_for(int columns) { return (columns / 4 + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS; }
 
-// One row has code of its own: all of it is fetched at once. Of many the next slab may be asked for ahead (product.h).
+// A single row has its own code: all of it is loaded at once. Of several rows the next slab may be loaded ahead
+// (product.h).
 using OneRow = Words<1, at_most(loads_for(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), LOADS_AT_ONCE)>;
 constexpr int SLAB_LOADS = at_most(loads_for(SLAB_COLUMNS), LOADS_AT_ONCE);
 using ManyRows = Words<at_most(LOADS_AT_ONCE / SLAB_LOADS, MAX_ROWS), SLAB_LOADS>;

@@ -1,4 +1,4 @@
-// The machine under the tape: every instruction that C++ has no word for, by a plain name, for two machines.
+// The machine layer of the tape: a named function for every instruction that C++ cannot express, for two machines.
 //
 // On CUDA a name is an instruction of sm_90 or two. On the CPU the same names come from `machine_cpu.h`, an emulator
 // that lives with the tests and runs the very source that the card runs. Nothing else of the tape asks which machine
@@ -52,8 +52,8 @@ DEVICE char* shared_memory() {
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
 
-// The thread's number, asked for once more: what follows from it is computed where it is wanted. Else the compiler
-// computes all of it before the loop, keeps it, and, since registers are few, keeps it in memory that is far away.
+// Reads the thread's number again, so that values derived from it are computed where they are used. Otherwise the
+// compiler hoists them all out of the loop and, since registers are few, spills them to local memory.
 DEVICE int thread_anew() {
     int number;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(number));

@@ -16,8 +16,8 @@
 #define IN_FLIGHT_LONG AT_MOST_A_RING(IN_FLIGHT + 1)
 #define IN_FLIGHT_HEAD AT_MOST_A_RING(2 * IN_FLIGHT)
 #define LONG_CHUNKS (2 * STAGES)  // that make a segment long
-// Lane 0 tells that its warp has read a stage. Tools that watch for races believe of a lane what it has done itself, and
-// no more; for them all lanes tell.
+// Lane 0 arrives for its warp once the warp has read a stage. Race detectors credit an arrival only to the lane that
+// made it; for them all lanes arrive.
 #ifndef ARRIVALS_A_WARP
 #define ARRIVALS_A_WARP 1
 #endif
@@ -104,7 +104,7 @@ struct Loader {
     MEMBER Loader(Shared& given, const State* leaving, char* stages)
         : shared(given), state(leaving), ring(stages), next{0, 0}, oldest{0, 0}, n_asked(0), polls(0) {}
 
-    // Its waits have no deadline of their own: one of them may span many of the compute warps', who have theirs.
+    // The loader's waits have no deadline: one of them may span many waits of the compute warps, which have deadlines.
     MEMBER bool is_over() {
         if (atomic_add_shared(&shared.over, 0u)) return true;
         return ++polls % POLLS_PER_ABORT_CHECK == 0 && load_fresh(&state->abort) != 0;

@@ -51,9 +51,9 @@ DEVICE void await_mark(const Tape& tape, const u64* mark, u32 tag) {
     }
 }
 
-// Whether a step follows, at the compute warp's tag. `n_chosen`: rows of the step before, whose choices the step
-// boundary commits. Through it everything that a block wrote plainly in that step (keys and values, choices) reaches
-// all others: block 0 has acquired every block's mark before it raises its own, which they acquire.
+// Whether a step follows, at the compute warp's tag. `n_chosen`: rows of the previous step, whose tokens the step
+// boundary commits. It also makes everything that a block wrote with plain stores in that step (keys and values,
+// tokens) visible to all others: block 0 acquires every block's mark before it releases its own, which they acquire.
 APART bool go_on(ComputeThread p, const Tape& tape, int n_chosen) {
     const u32 chosen_at = p.tag - 1;
     u64* const mark = boundary_mark(tape);
@@ -99,7 +99,7 @@ DEVICE u64* hop_x(const Tape& tape, int buffer, int row) {
     return tape.x + ((u64)buffer * MAX_ROWS + row) * HIDDEN;
 }
 
-// What of the tape a step is at.
+// The current position of a step on the tape.
 struct SegmentRef {
     int layer, segment;  // SEGMENT_Q to SEGMENT_DOWN, or SEGMENT_HEAD
 };
@@ -121,7 +121,7 @@ DEVICE void prepare(ComputeThread& p, const Tape& tape, const SegmentRef& ref, i
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) return;
     const bool is_second = ref.segment == SEGMENT_GATE_UP;
     const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
-    // Who adds to it: `output` to what comes before attention, `down` to what comes before the MLP.
+    // Which segment adds to it: `output` to the residual before attention, `down` to the residual before the MLP.
     const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
     const bool is_head = ref.segment == SEGMENT_HEAD;  // no later segment adds to the residual stream
     const int first = is_head ? HIDDEN : first_tile(p.shared->segments[adding]);
@@ -190,7 +190,7 @@ DEVICE void step(ComputeThread& p, const Tape& tape, int n_rows) {
                 hand_on(p, segment, n_rows, first, n_tiles, sums, done);
             }
         });
-        // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
+        // A block may have had no tiles since it began this layer: all its warps must leave its norm before the next.
         if (ref.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_compute_warps();
         begin += segment.n_tiles * 16;
     }
