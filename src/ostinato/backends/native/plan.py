@@ -286,7 +286,7 @@ class NativeStep:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of what it returns, and the same idea of a plan as ours."""
+    """The library with its return types declared, checked to have the same struct sizes as these classes."""
     library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
     ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Rope, PartStruct, OutputsStruct)]
     if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:

@@ -48,7 +48,7 @@ _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
 
 
 class TileMatrixStruct(ctypes.Structure):
-    """A matrix as tiles.h has it; who makes one keeps its planes alive."""
+    """A matrix as tiles.h has it; the caller that makes one keeps its planes alive."""
 
     _fields_ = (
         ("type", ctypes.c_int),

@@ -3,7 +3,7 @@
 // A page is 16 positions. Keys of a page and head lie [width][16], positions side by side, so that a score is a sum of
 // products lane by lane and nothing is reduced across lanes; values lie [16][width]. The past is walked in blocks of
 // 256 positions that begin at multiples of it. Each block gives a largest score, a sum of weights and a mix of values,
-// and blocks are joined in order: so a row's bits do not depend on who is beside it, on where a prompt was cut, or on
+// and blocks are joined in order: so a row's bits do not depend on the other rows, on where a prompt was cut, or on
 // which thread had which block. Bound by reading keys and values in a decode step, and by products in a chunk of a prompt.
 #pragma once
 

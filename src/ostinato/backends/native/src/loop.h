@@ -1,5 +1,5 @@
-// The loop: a decode step for every live slot, a chunk of prompts or of other texts, and the play that goes from step
-// boundary to step boundary.
+// The loop: a decode step for every live slot, a chunk of prompts or of other texts, and the loop that repeats steps
+// from step boundary to step boundary.
 //
 // One way through the model serves both: rows go through the layers side by side, each with its own position and
 // pages. Every product is shared out over the members of the team by tiles of its output, everything between products
@@ -110,7 +110,7 @@ struct ThreadScratch {
     unsigned char *inputs, *sampler;
 };
 
-// A model on its way through the layers: the rows, and the memory that members share. Knows no team, no step boundary.
+// The forward through the layers: the rows, and the memory that members share. Independent of team and step boundary.
 struct ForwardPass {
     Plan plan;
 
@@ -126,7 +126,8 @@ struct ForwardPass {
     int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units;
     float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *shares, *expert_out;
     float* first_logits;
-    // Of experts: by row and choice who it is; by taker its row and choice; the other way; by expert its first taker.
+    // Of experts: the expert of each (row, choice); the (row, choice) of each routed row; the inverse; the first routed
+    // row of each expert.
     int *chosen, *taker, *place, *first_of;
     // Of a chunk: by row its part and position; the first row of each run of rows that attention takes together.
     int *part_of, *chunk_position, *run_begins;
@@ -437,7 +438,7 @@ struct ForwardPass {
         return {plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
     }
 
-    // A query head of a row, normed, turned and scaled.
+    // A query head of a row, after QK norm, RoPE and scaling.
     void query_of(const Layer& layer, int row, int head, float* q) const {
         const int width = plan.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
@@ -594,7 +595,7 @@ struct ForwardPass {
         }
     }
 
-    // --- experts: rows are sorted by whom they go to, each expert's products have only its own rows ---
+    // --- experts: rows are sorted by expert, and each expert's products have only its own rows ---
 
     Inputs inputs_of_expert(int expert, int cols) const {
         const int n = first_of[expert + 1] - first_of[expert];
@@ -646,7 +647,7 @@ struct ForwardPass {
         first_of[0] = 0;
     }
 
-    // Prepare each taker's input in its expert's place.
+    // Prepare each routed row's input in the place of its expert.
     template <class F>
     void by_taker(team::Member& m, int n_takers, int cols, F row_of_input) {
         int first, last;

@@ -35,12 +35,12 @@
 
 namespace team {
 
-constexpr int SPINS = 4000;                       // about 0.1 to 0.2 ms of looking before a waiting member sleeps
-constexpr int64_t LOOK_AGAIN_NS = 20'000'000;     // how long it sleeps before it asks whether its caller lives
-constexpr int64_t LATE_NS = 300'000;              // a wait of which it is asked whether a core was stolen
+constexpr int SPINS = 4000;                       // about 0.1 to 0.2 ms of spinning before a waiting member sleeps
+constexpr int64_t LOOK_AGAIN_NS = 20'000'000;     // how long it sleeps before it checks whether its caller is alive
+constexpr int64_t LATE_NS = 300'000;              // a wait this long may mean a preempted core
 constexpr int LATE_TIMES = 3;                     // ... if it was this many times the work that was done before it
 constexpr double STOLEN_SHARE = 0.25;             // of the last jobs' time, lost in such waits: then one member rests
-constexpr double NEWEST = 0.1;                    // the weight of one job in that share: a hiccup is not a theft
+constexpr double NEWEST = 0.1;                    // the weight of one job in that share: one long wait is not enough
 constexpr int64_t REST_NS = 200'000'000, LONGEST_REST_NS = 3'200'000'000;
 
 inline int64_t now_ns() {
@@ -76,7 +76,7 @@ inline void wake_all(std::atomic<uint32_t>& word) {
 struct Abandoned {};  // thrown at a barrier whose caller has died, and caught where the member began
 
 class Team;
-struct Member {  // what a job is told: who it is, of how many
+struct Member {  // a job's argument: its number, and the number of members
     Team* team;
     int me, n;
     int64_t began_ns = 0;  // when its phase began
@@ -158,7 +158,7 @@ class Team {
         for (int me = 1; me < n; me++) call(me, calls_[me].number.load(std::memory_order_relaxed) + 1);
         Member caller{this, 0, n, began};
         job(what, caller);
-        caller.barrier();  // everybody has left the job
+        caller.barrier();  // all members have left the job
         if (n > 1) judge(now_ns() - began);
     }
 
@@ -191,7 +191,7 @@ class Team {
 
     static bool is_ours(int found) { return found == 0 || found == EOWNERDEAD; }
 
-    // The turn, if it can be had soon.
+    // Acquires the owner mutex if it becomes free soon.
     int lock_soon() {
 #if defined(__linux__)
         timespec until;
@@ -294,15 +294,16 @@ class Team {
         abandoned_.store(true);
     }
 
-    void tidy() {  // by the new holder of the turn, before its first job: wait until every member has left the old one
-        for (int me = 1; me < n_; me++)  // or come to it late: who was called and had no core yet would join the next
+    void tidy() {  // by the new owner, before its first job: wait until every member has left the old one
+        // A member that was woken for the old job but has not been scheduled yet would join the next one.
+        for (int me = 1; me < n_; me++)
             while (calls_[me].left.load(std::memory_order_acquire) != calls_[me].number.load())
                 std::this_thread::sleep_for(std::chrono::milliseconds(1));
         here_.store(0);
         abandoned_.store(false);
     }
 
-    // --- a core that was stolen ---
+    // --- preempted cores ---
 
     void judge(int64_t elapsed_ns) {
         const double lost = double(late_ns_.exchange(0)) / double(elapsed_ns > 0 ? elapsed_ns : 1) / (active_ - 1);
