@@ -1,7 +1,7 @@
 """The GPU's general backend: Triton kernels over packed or dense weights, in `loop`, `graph` and `eager`.
 
 Attention models run as fused kernels, recurrent ones as torch's own step over all rows at once, which only `graph` and
-`eager` can play.
+`eager` can run.
 """
 
 from __future__ import annotations

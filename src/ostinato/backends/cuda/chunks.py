@@ -1,4 +1,4 @@
-"""Chunks on a GPU, through kernels whose rows do not know each other: one graph per bucket of rows.
+"""Chunks on a GPU, through kernels whose rows are independent of each other: one graph per bucket of rows.
 
 The rows of all parts lie one after the other, padded to a bucket of 64 to 512; every product has fixed tiles and no
 split, and attention walks the past in blocks from position 0, so the bits of a position depend on its tokens and on
@@ -214,7 +214,7 @@ class FusedChunks:
         raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
 
     def _experts(self, number: int, mlp: Experts, rows: int) -> list[Launch]:
-        """Each row through its own experts, by the step's kernels: a row is a row, of a step or of a prompt."""
+        """Each row through its own experts, by the step's kernels, which serve rows of a prompt too."""
         kernels, h, y, routed = self._kernels, self._h[:rows], self._y[:rows], self._routed
         assert routed is not None
         n_rows, scores = self._count(rows), routed.scores[:rows]

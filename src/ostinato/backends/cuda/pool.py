@@ -12,7 +12,7 @@ import torch
 
 
 class Pool:
-    """What one device has to lend; `n_streams` and `n_events` were ever made."""
+    """The free streams and events of one device; `n_streams` and `n_events` count those ever created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -1,7 +1,8 @@
 """The step of any causal model as torch runs it over all rows at once: what a GPU decodes recurrent families with.
 
-The model's own blocks, always with as many rows as there are slots: no shape and no address depends on who lives, and
-nothing asks the device, so that the step can be captured as a graph, and a row's bits do not depend on who else lives.
+The model's own blocks, always with as many rows as there are slots: no shape and no address depends on which slots are
+live, and nothing synchronises with the device, so that the step can be captured as a graph, and a row's bits do not
+depend on the other rows.
 A row without a live slot is computed like any other and changes nothing: its token is 0, its states are read from a row
 of zeros and written to a row that is not read, and its keys and values are not stored. Attention and sampling are those
 of `backends/cuda/step.py`.
@@ -33,7 +34,7 @@ from ostinato.models.blocks import AnyLayer
 
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """Attention over pages by a kernel; q and k come normed and turned."""
+    """Attention over pages by a kernel; QK norm and RoPE are already applied to q and k."""
 
     heads: Mapping[int, Heads]
     launches: Mapping[int, Launch]
@@ -89,7 +90,7 @@ class StepMemory:
         return tuple(state[:, 0].index_select(0, self.from_row) for state in self.kept[layer])
 
     def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        # Only what lives is written, and the last row: a prompt may be on its way into any other slot.
+        # Only live slots' rows and the last row are written: any other slot may be in prefill.
         for kept, new in zip(self.kept[layer], states, strict=True):
             kept[:, 0].index_copy_(0, self.to_row, new[:, 0])
 

@@ -209,7 +209,7 @@ def attend_kernel(
     MERGE: tl.constexpr,
     Q8: tl.constexpr,
 ):
-    # Items are partition row by row: `ends` says where each row's items end, and dead rows have none.
+    # Items are numbered row by row: `ends` says where each row's items end, and dead rows have none.
     row_ids = tl.arange(0, SLOTS)
     alive = row_ids < tl.load(n_rows)
     slots = tl.load(row_slot + row_ids, mask=alive, other=0)
@@ -473,7 +473,7 @@ def rotated(
     NEIGHBOURS: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Heads of WIDTH elements from `at` [n, 1] on, normed and turned, float32 [n, D]; cos and sin [1, D] or [n, D]."""
+    """Heads of WIDTH elements at `at` [n, 1], after norm and RoPE, float32 [n, D]; cos and sin [1, D] or [n, D]."""
     d = tl.arange(0, D)[None, :]
     x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
@@ -510,8 +510,8 @@ def rope_cos_sin(p, frequencies, amplitude, D: tl.constexpr, N_ROTARY: tl.conste
 
 @triton.jit
 def cos_sin(angle, amplitude):
-    """Within 1e-7 of the truth at any angle a context can reach, which a device's own fast cosine is not."""
-    # Taken to the nearest quarter turn in float64: at an angle of 100,000 float32 has two digits left behind the point.
+    """Exact to 1e-7 at any angle that a context can reach, which a device's own fast cosine is not."""
+    # Reduced by the nearest multiple of pi / 2 in float64: at an angle of 100,000 float32 has two decimals left.
     wide = angle.to(tl.float64)
     quarter = tl.floor(wide * tl.full([], 0.6366197723675814, tl.float64) + 0.5)
     x = (wide - quarter * tl.full([], 1.5707963267948966, tl.float64)).to(tl.float32)

@@ -208,7 +208,7 @@ def add_packed(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
     RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `add_dense`, of packed rows. A slice of a turn has whole units; of Q4_K and Q5_K a block of 256 columns."""
+    """As `add_dense`, of packed rows. An iteration's slice has whole units; of Q4_K and Q5_K a block of 256 columns."""
     acc = zero_sums(SLICES, BLOCK_N, ROWS)
     second = zero_sums(SLICES, BLOCK_N, ROWS)
     ALONE: tl.constexpr = TYPE == Q8_0 and K % 64 != 0  # with an odd block: 32 columns to a unit, not two times 32
@@ -218,7 +218,7 @@ def add_packed(
     q, high, scales, blocks = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n, K, TYPE, W, RUN)
     q2, high2, scales2, blocks2 = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n_second, K, TYPE, W, RUN)
     for step in tl.range(first_step, last_step, num_stages=STAGES):
-        # Types with few columns to a scale are partition to the slices unit by unit, the others by the UNITS.
+        # Types with few columns to a scale are assigned to the slices unit by unit, the others by the UNITS.
         part = step * SLICES + slice_of(SLICES)
         block, minima = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)
         block2, minima2 = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)

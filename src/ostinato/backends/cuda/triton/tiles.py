@@ -137,7 +137,7 @@ def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
 
 
 def step_columns(weight: Tensor | Packed, cut: Tile) -> int:
-    """How many columns a turn takes: as many as asked for; of a packed weight whole units that divide its columns."""
+    """Columns of an iteration: as many as asked for; of a packed weight, whole units that divide its columns."""
     if isinstance(weight, Tensor):
         return cut.block_k
     if weight.type in ("Q4_K", "Q5_K"):
