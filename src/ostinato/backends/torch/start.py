@@ -79,7 +79,7 @@ class CpuStart(Launched):
         return self._device.beside(job)
 
     def health(self) -> None:
-        """A CPU that did not answer could not say so."""
+        """Nothing to check: this code runs on the device itself."""
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")

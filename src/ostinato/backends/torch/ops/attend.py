@@ -39,7 +39,7 @@ class Heads:
     scale: float
     softcap: float | None = None
     window: int | None = None  # a row at position p sees positions above p - window
-    frequencies: Tensor | None = None  # [turning / 2], the angle of each pair per position; None: no rotary positions
+    frequencies: Tensor | None = None  # [rotary / 2], the angle of each pair per position; None: no RoPE
     amplitude: float = 1.0
     pairing: Pairing = "halves"
     q_norm: Tensor | None = None  # [head_width], with k_norm or not at all
@@ -105,7 +105,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Who is in the step: views of the slot table, all int32."""
+    """The rows of the step: views of the slot table, all int32."""
 
     n_rows: Tensor  # [1]
     row_slot: Tensor  # [n_slots]
@@ -134,7 +134,7 @@ def attend_torch(qkv: Tensor, attended: Tensor, kv: PagedKV, rows: StepRows, hea
 
 
 def rotate_qk_torch(qkv: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed and turned."""
+    """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed, with RoPE."""
     parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
     n = heads.n_heads + heads.n_kv_heads
     q, k, v = parts[:, : heads.n_heads], parts[:, heads.n_heads : n], parts[:, n:]
