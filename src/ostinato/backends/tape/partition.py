@@ -175,7 +175,7 @@ def segments_of(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> tuple[Segment
 def padded_columns(weight_type: WeightType, columns: int, n_compute_warps: int) -> int:
     """Columns with the padding that gives every compute warp whole groups: of 16 columns, or of the 32 of a scale.
 
-    >>> padded_columns(Kind.HALF, 576, 8), padded_columns(Kind.FOUR, 576, 8)
+    >>> padded_columns(WeightType.HALF, 576, 8), padded_columns(WeightType.FOUR, 576, 8)
     (640, 768)
     """
     unit = (TILE_COLUMNS if weight_type == WeightType.HALF else 2 * TILE_COLUMNS) * n_compute_warps
@@ -185,7 +185,7 @@ def padded_columns(weight_type: WeightType, columns: int, n_compute_warps: int) 
 def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
     """The tiles of a segment that a block has.
 
-    >>> own_tiles(Segment(Kind.HALF, 6, 2, 128), 1, Grid(n_blocks=3))
+    >>> own_tiles(Segment(WeightType.HALF, 6, 2, 128), 1, TapeGrid(n_blocks=3))
     range(2, 6, 3)
     """
     return range((block - segment.first) % grid.n_blocks, segment.n_tiles, grid.n_blocks)
@@ -194,7 +194,7 @@ def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
 def chunks_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> tuple[TapeChunk, ...]:
     """The chunks of a tile of so many columns (with padding); only the last may be smaller.
 
-    >>> [chunk.n for chunk in chunks_of(Kind.HALF, 1280, 8)]
+    >>> [chunk.n for chunk in chunks_of(WeightType.HALF, 1280, 8)]
     [4, 4, 2]
     """
     each, rest = divmod(columns, TILE_COLUMNS * n_compute_warps)
@@ -225,7 +225,7 @@ def part_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> tuple[i
 def chunk_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> int:
     """Bytes of a chunk that has n column tiles for each compute warp.
 
-    >>> chunk_bytes(Kind.HALF, 4, 8), chunk_bytes(Kind.FOUR, 16, 8)
+    >>> chunk_bytes(WeightType.HALF, 4, 8), chunk_bytes(WeightType.FOUR, 16, 8)
     (16384, 20480)
     """
     return sum(part_bytes(weight_type, n, n_compute_warps))
@@ -239,7 +239,7 @@ def tile_bytes(weight_type: WeightType, columns: int, n_compute_warps: int) -> i
 def matrix_bytes(weight_type: WeightType, rows: int, columns: int, n_compute_warps: int = 8) -> int:
     """Bytes that a matrix takes on the tape, with its padding.
 
-    >>> matrix_bytes(Kind.HALF, 2048, 2048)
+    >>> matrix_bytes(WeightType.HALF, 2048, 2048)
     8388608
     """
     return -(-rows // TILE_ROWS) * tile_bytes(
