@@ -143,7 +143,7 @@ def output_rows(parts: Sequence[ChunkPart], want: ChunkWant | None, max_outputs:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Where and how a model runs: made by the chooser, read by everybody below it."""
+    """Where and how a model runs: made by the chooser, read by the backends."""
 
     device: str  # cpu, or cuda:N
     backend: str
@@ -206,8 +206,8 @@ class MemoryRow:
 
 
 class Backend(Protocol):
-    """Who computes on one kind of device. What it asks of a model is said of blocks, sizes and weight types, never of
-    a family's name, and is known from the header alone."""
+    """Runs models on one kind of device. Its requirements on a model name blocks, sizes and weight types, never a
+    family, and can be checked from the header alone."""
 
     name: str
     device: DeviceKind

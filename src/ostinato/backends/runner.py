@@ -42,8 +42,8 @@ class Runner:
         self.plan, self.start, self.prefill = self._made()
         self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
         try:
-            # Into decode mode and out again: the executable is there then, its words are in the table, and the device
-            # was asked whether it is well (E-2).
+            # Enter decode mode and leave it: then the executable is built, its words are in the table, and the device's
+            # health has been checked (E-2).
             self.mode.enter()
             self.mode.exit()
         except BaseException:

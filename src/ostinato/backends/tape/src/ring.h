@@ -60,7 +60,7 @@ DEVICE int tiles_here(const Segment& segment) {
 
 // --- places in the ring ---
 
-// A stage, and the parity of its turn.
+// A stage, and the parity of its current phase.
 struct Place {
     int stage, phase;
     MEMBER void go_on() {
@@ -170,7 +170,7 @@ DEVICE void load_tape(const Tape& tape, Shared& shared, char* ring) {
         const char* from = begin;
         for (int i = 0; i < N_SEGMENTS && goes; i++) {
             const bool is_head = i == N_SEGMENTS - 1;
-            const Segment following = tape.segments[is_head ? 0 : i + 1];  // on its way while this one is read
+            const Segment following = tape.segments[is_head ? 0 : i + 1];  // in flight while this one is read
             goes = load_segment(loader, segment, is_head ? IN_FLIGHT_HEAD : in_flight_of(segment), from);
             segment = following;
         }
