@@ -25,7 +25,7 @@ from ostinato.loop.sources import FOLDER as LOOP_SOURCES
 # The backend's own sources, and the headers that all backends share.
 FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES)
 BUILT: Final = Path(__file__).parent / "built"  # a wheel's objects
-COMPILE_S: Final = 6  # what the first use of a checkout costs on two cores, as it is told
+COMPILE_S: Final = 6  # what compiling takes on two cores at the first use of a checkout, for the message
 
 Talk = Callable[[str], None]
 
@@ -54,7 +54,7 @@ class NativeStatus:
 
 
 def cpu_library(talk: Talk | None = None) -> ctypes.CDLL:
-    """The object for this CPU, opened; the same each time. `talk` is told where it must be compiled first.
+    """The object for this CPU, opened; the same each time. `talk` gets a message if it must be compiled first.
 
     OSTINATO_CPU_LEVEL forces a level: v4, v3 or plain. OSTINATO_CPU_FLAGS adds flags of the compiler, and then the
     wheel's objects are left aside. Raises HardwareCannot with the reason where there is no object to be had.
