@@ -1,6 +1,6 @@
 """Streams and events that outlive engines: taken from here and given back, so that few are ever created (E-4).
 
-A driver that creates and destroys thousands of them fails with unrelated errors. Only streams and events known to work
+A driver that creates and destroys thousands of them ends in obscure errors. Only streams and events known to work
 are given back. A device has one pool for the life of the process.
 """
 

@@ -49,7 +49,7 @@ class EventWork:
     def done(self) -> bool:
         try:
             return self._is_over()
-        except RuntimeError:  # the device is gone: `result` tells of what
+        except RuntimeError:  # the device has failed: `result` raises the cause
             return True
 
     def result(self, timeout: float | None = None) -> None:
@@ -244,7 +244,7 @@ class DevicePaced(CudaStart):
     def running(self) -> bool:
         try:
             return not self._passed.query()
-        except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
+        except RuntimeError:  # the device has failed, and the loop with it: `failure` gives the cause
             return False
 
     def wait(self, seconds: float) -> bool:

@@ -286,7 +286,7 @@ def attend_kernel(
             tl.store(sums + part * (GROUP * WIDTH) + members[:, None] * WIDTH + d[None, :], acc, mask=q_mask)
             tl.store(norms + part * (2 * GROUP) + members, top, mask=members < GROUP)
             tl.store(norms + part * (2 * GROUP) + GROUP + members, total, mask=members < GROUP)
-            # Every thread's stores come before the one atomic that tells of them.
+            # Every thread's stores come before the one atomic that announces them.
             tl.debug_barrier()
             if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == n_splits - 1:
                 merge(sums, norms, out, pair, n_splits, WIDTH, D, GROUP, FEW, MOST, MERGE)
