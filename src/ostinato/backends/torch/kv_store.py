@@ -1,4 +1,4 @@
-"""The tensors of memory: keys and values by cell, recurrent states by row. Which cell is whose is told elsewhere.
+"""The tensors of memory: keys and values by cell, recurrent states by row. Other modules assign the cells.
 
 K and V of a layer are [streams, cells, kv_heads, head_width] in one of four types; Q8_0 keeps signed bytes and a
 float16 scale for every 32 of them, and is widened when read. Memory is zeroed: attention reads padding too, and

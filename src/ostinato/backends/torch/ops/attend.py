@@ -1,4 +1,4 @@
-"""One decode step's attention of a layer, as it should be: softmax(scale * q k^T) v over each row's own pages.
+"""The definition of a layer's attention in a decode step: softmax(scale * q k^T) v over each row's own pages.
 
 For every live row, QK norm and RoPE are applied, k and v are appended at its position, and it attends to the positions
 that it may see, its own included, as stored. Everything is computed in float32; K and V are written in place in the
