@@ -1,6 +1,6 @@
 """The tape of one model: which weights in which order, the constants its kernel is compiled with, and its one argument.
 
-What the kernel cannot express is told by `backend.py`. `TapeSizes` settles how a block's shared memory is shared out
+`backend.py` says what the kernel cannot express. `TapeSizes` settles how a block's shared memory is shared out
 and how many blocks run; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the buffers
 between blocks, and fills the argument, field by field as `parts.h` has it.
 """

@@ -3,7 +3,7 @@
 // What a row sees is cut into at most SPLITS splits of one length, a multiple of LEAST_SPLIT that follows from the
 // row's own position and the window. A split of one key head is an *item*; items are partitioned among the blocks.
 // Within an item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in warp order to a
-// *part*, which goes to the warp that *merges* the parts of a head, in order too. So a row's bits do not depend on the
+// *part*, which goes to the warps that *merge* the parts of a head, in order too. So a row's bits do not depend on the
 // other rows, nor on which block computes it. Twin: attend_torch of backends/torch/ops/attend.py.
 //
 // Tensor cores do both products, for all queries of a key head at once: a lane's share of a key or a value is 16 bytes
@@ -565,7 +565,7 @@ DEVICE void store_part(int i, SoftmaxState& softmax) {
     parts.totals[member * N_COMPUTE_WARPS + warp()] = softmax.total;
 }
 
-// Adds the warps' parts of an item in warp order and sends the sum to the warp that merges.
+// Adds the warps' parts of an item in warp order and sends the sum to the warps that merge.
 DEVICE void hand_on_part(const AttentionArgs& p, const Item& item, int i) {
     const WarpParts parts = parts_here(i);
     NOT_UNROLLED
