@@ -26,7 +26,7 @@ ALIGNMENT = 256  # bytes: of every piece of an arena
 
 
 class Measure:
-    """Stands in for `empty` and allocates nothing: what an arena for all that is asked of it must hold."""
+    """Replaces `empty` and allocates nothing: counts the bytes that an arena for all its requests must hold."""
 
     def __init__(self) -> None:
         self.n_bytes = 0

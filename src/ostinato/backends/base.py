@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ostinato.models.tensors import TensorTable
 
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
-# Positions of a page: what a GPU reads at once, and a finer grain where memory is dear.
+# Positions of a page: what a GPU reads at once, and a smaller page where memory is scarce.
 PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are GGUF's
@@ -230,12 +230,12 @@ class Backend(Protocol):
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
         """Have what must be there before weights are read, native code above all; HardwareCannot where it cannot be
-        had. `talk` is told what takes long."""
+        had. `talk` is called with a message before long work."""
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
     ) -> ModelBlocks:
-        """A model's blocks over their weights in this backend's layout; `progress` is told bytes read, and in all."""
+        """A model's blocks over their weights in this backend's layout; `progress` gets bytes read, and in all."""
 
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
         """Tables, memory, plan, start and prefill of a model that was loaded, built: a mode that fails at that raises

@@ -67,7 +67,7 @@ class Runner:
     def _wake_event(self) -> WakeEvent:
         return threading.Event()
 
-    # Everybody's
+    # The same for every backend
 
     @property
     def mode_name(self) -> str:
