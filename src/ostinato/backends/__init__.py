@@ -1,1 +1,1 @@
-"""Who computes: one folder a backend, each whole: limits, weight layout, plan, starts, prompt chunks, sources."""
+"""Backends, one folder each, complete in itself: limits, weight layout, plan, starts, prompt chunks, sources."""

@@ -13,7 +13,7 @@ Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]  # as `e
 
 
 def empty(size: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory whose contents nobody may read before writing them."""
+    """Uninitialised memory: the caller writes it before reading it."""
     return _claimed(torch.empty, size, dtype, device)
 
 
@@ -26,7 +26,7 @@ ALIGNMENT = 256  # bytes: of every piece of an arena
 
 
 class Measure:
-    """Stands in for `empty` and allocates nothing: what an arena for all that is asked of it must hold."""
+    """Replaces `empty` and allocates nothing: counts the bytes that an arena for all its requests must hold."""
 
     def __init__(self) -> None:
         self.n_bytes = 0
@@ -37,9 +37,9 @@ class Measure:
 
 
 class BumpAllocator:
-    """One piece of memory in place of many: partition out piece by piece, each aligned, in the order of asking (E-16).
+    """One allocation in place of many: handed out piece by piece, each aligned, in the order of the requests (E-16).
 
-    Stands in for `empty`, for whoever asks as much as was measured. The pieces keep it alive.
+    Replaces `empty` for a caller that allocates exactly what was measured before. The pieces keep it alive.
     """
 
     def __init__(self, n_bytes: int, device: torch.device) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ostinato.models.tensors import TensorTable
 
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
-# Positions of a page: what a GPU reads at once, and a finer grain where memory is dear.
+# Positions of a page: what a GPU reads at once, and a smaller page where memory is scarce.
 PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are GGUF's
@@ -143,7 +143,7 @@ def output_rows(parts: Sequence[ChunkPart], want: ChunkWant | None, max_outputs:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Where and how a model runs: made by the chooser, read by everybody below it."""
+    """Where and how a model runs: made by the chooser, read by the backends."""
 
     device: str  # cpu, or cuda:N
     backend: str
@@ -206,8 +206,8 @@ class MemoryRow:
 
 
 class Backend(Protocol):
-    """Who computes on one kind of device. What it asks of a model is said of blocks, sizes and weight types, never of
-    a family's name, and is known from the header alone."""
+    """Runs models on one kind of device. Its requirements on a model name blocks, sizes and weight types, never a
+    family, and can be checked from the header alone."""
 
     name: str
     device: DeviceKind
@@ -220,7 +220,7 @@ class Backend(Protocol):
 
     def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
         """Why a mode cannot run such a model, opened with these options on this machine; None where it can. Asked
-        before a byte of weights is read; nobody else knows this backend's limits."""
+        before any weight is read; the backend's limits are known only here."""
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
         """How it keeps matrices on such a device."""
@@ -230,12 +230,12 @@ class Backend(Protocol):
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
         """Have what must be there before weights are read, native code above all; HardwareCannot where it cannot be
-        had. `talk` is told what takes long."""
+        had. `talk` is called with a message before long work."""
 
     def load(
         self, blocks: ModelBlocks, table: TensorTable, settled: Settled, progress: Progress | None = None
     ) -> ModelBlocks:
-        """A model's blocks over their weights in this backend's layout; `progress` is told bytes read, and in all."""
+        """A model's blocks over their weights in this backend's layout; `progress` gets bytes read, and in all."""
 
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
         """Tables, memory, plan, start and prefill of a model that was loaded, built: a mode that fails at that raises

@@ -1,4 +1,4 @@
-"""Which cards an engine of this process holds for itself. Whoever holds one tells it here; only the chooser asks."""
+"""Which cards an engine of this process holds for itself. The holder registers it here; only the chooser reads it."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def package_version(package: str) -> str | None:
 
 
 def driver_cuda() -> int | None:
-    """The newest CUDA that the driver knows; asked of the driver itself. None where there is none, or it is silent."""
+    """The newest CUDA version that the driver supports, from the driver itself. None without a driver or an answer."""
     number = ctypes.c_int(0)
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 class Runner:
     """The running half of an engine. `changed` is set whenever the loop may have published something. `model` is the
-    one that was given, or the same on the tape alone: whoever takes it from here can give up the other."""
+    one that was given, or the same on the tape alone: a caller that uses this one can free the other."""
 
     def __init__(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> None:
         self.settled = settled
@@ -42,8 +42,8 @@ class Runner:
         self.plan, self.start, self.prefill = self._made()
         self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
         try:
-            # Into decode mode and out again: the executable is there then, its words are in the table, and the device
-            # was asked whether it is well (E-2).
+            # Enter decode mode and leave it: then the executable is built, its words are in the table, and the device's
+            # health has been checked (E-2).
             self.mode.enter()
             self.mode.exit()
         except BaseException:
@@ -67,7 +67,7 @@ class Runner:
     def _wake_event(self) -> WakeEvent:
         return threading.Event()
 
-    # Everybody's
+    # The same for every backend
 
     @property
     def mode_name(self) -> str:

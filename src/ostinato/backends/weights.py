@@ -1,4 +1,4 @@
-"""What a weight is to whoever multiplies with it: a matrix in some backend's own layout, or several stacked.
+"""A weight as products use it: a matrix in some backend's own layout, or several stacked.
 
 A backend that keeps matrices its own way derives its class from `HostMatrix`, or, where torch has the memory, from
 `DeviceMatrix` (`torch/weight.py`). The torch backend, which every model can run through, then needs to know nothing

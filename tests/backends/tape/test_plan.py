@@ -353,7 +353,7 @@ def test_the_plan_holds_everything_that_the_argument_points_at(
     written = {name for name, *_ in Argument._fields_} & set(node.writes)
     assert {"x", "qkv", "parts", "attended", "inside", "summaries", "marks", "logits", "scaled", "state"} <= written
     assert not {"tape", "segments", "norms", "embedding"} & set(node.writes)
-    with pytest.raises(InternalError, match="played by its kernel alone"):
+    with pytest.raises(InternalError, match="only the kernel of the tape can run its step"):
         node.run()
 
 

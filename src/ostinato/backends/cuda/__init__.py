@@ -1,1 +1,1 @@
-"""The CUDA backend: Triton kernels, and `eager`, `graph` and `loop` over them."""
+"""The CUDA backend: Triton kernels, and the modes `eager`, `graph` and `loop` over them."""

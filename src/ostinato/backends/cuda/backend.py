@@ -1,7 +1,7 @@
 """The GPU's general backend: Triton kernels over packed or dense weights, in `loop`, `graph` and `eager`.
 
 Attention models run as fused kernels, recurrent ones as torch's own step over all rows at once, which only `graph` and
-`eager` can play.
+`eager` can run.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 WHILE_NODES_SINCE: Final = 12_040  # the driver's number for CUDA 12.4
 WHY_NO_LOOP: Final = "its torch ops allocate inside the step, which only a graph that torch captures itself can own"
-# Rows of every state beyond the slots', for rows that serve nobody: zeros that they begin with, never written, and one
-# that they all leave theirs in, in any order. If they began with what they left, no two runs would agree on them.
+# Rows of every state beyond the slots', for rows without a live slot: one of zeros, which they read and no row writes,
+# and one that all of them write, in any order. If they read what they wrote, two runs would not agree on its contents.
 SPARE_STATES: Final = 2
 # Of one row: where attention over a long row is cut, each cut leaves sums of its own (triton/attend.py).
 ATTENTION_CUTS: Final = 64
@@ -93,7 +93,7 @@ class CudaRunner(Runner):
     """What both kinds of step share on a GPU."""
 
     def _memory(self) -> PagedMemory:
-        # A step has all rows at once; those that serve nobody need somewhere to leave their states.
+        # A step computes all rows at once; rows without a live slot need a place to write their states.
         return paged_memory(self.model, self.settled, spare_states=SPARE_STATES)
 
     def _tables(self, layout: TableLayout) -> Tables:

@@ -1,4 +1,4 @@
-"""Chunks on a GPU, through kernels whose rows do not know each other: one graph per bucket of rows.
+"""Chunks on a GPU, through kernels whose rows are independent of each other: one graph per bucket of rows.
 
 The rows of all parts lie one after the other, padded to a bucket of 64 to 512; every product has fixed tiles and no
 split, and attention walks the past in blocks from position 0, so the bits of a position depend on its tokens and on
@@ -6,8 +6,8 @@ nothing else: not on where the prompt was cut, nor on the bucket, nor on the oth
 for the largest bucket, and the others use its first rows: no launch allocates, so graphs keep no memory but their own.
 A chunk copies its ids and pages in and replays; what is asked for of its rows follows (`outputs.py`).
 
-A model whose matrices lie on the tape alone has them unpacked one by one, each right before its product, into memory
-that all of them share.
+If a model's matrices lie on the tape alone, they are dequantised one by one, each right before its product, into
+scratch memory that all of them share.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class FusedChunks:
         raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
 
     def _experts(self, number: int, mlp: Experts, rows: int) -> list[Launch]:
-        """Each row through its own experts, by the step's kernels: a row is a row, of a step or of a prompt."""
+        """Each row through its own experts, by the step's kernels, which serve rows of a prompt too."""
         kernels, h, y, routed = self._kernels, self._h[:rows], self._y[:rows], self._routed
         assert routed is not None
         n_rows, scores = self._count(rows), routed.scores[:rows]
@@ -277,7 +277,7 @@ class _Brought:
         self.tiles.numpy()[:n_tiles] = placed.tiles
         self.tokens.numpy()[:n] = [token for part in parts for token in part.tokens]
         self.positions.numpy()[:n] = placed.positions
-        # Padding stands at the last position: any that exists will do, nobody looks at its rows.
+        # Padding rows have the last position: any valid one will do, since their results are not read.
         self.positions.numpy()[n:] = placed.positions[-1]
         self.parts.numpy()[:n] = placed.parts
         for number, part in enumerate(parts):

@@ -1,6 +1,6 @@
 """The one gate that tensors pass before a kernel is bound to them, and what a bound kernel is.
 
-A kernel launched on a null, foreign or short pointer can end the process or quietly spoil memory, long after the
+A kernel launched on a null, foreign or short pointer can end the process or silently corrupt memory, long after the
 call. Binding happens once, so the checks cost nothing per step.
 """
 
@@ -18,7 +18,7 @@ from ostinato.errors import BadPointer
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A Triton kernel with its grid and all its arguments: a call without arguments, and a record to look into."""
+    """A Triton kernel with its grid and all its arguments: called without arguments, and open to inspection."""
 
     kernel: Any
     grid: tuple[int, ...]

@@ -1,8 +1,8 @@
-"""What is asked for of a chunk's rows on a GPU: the last norm, the head's product, log-probabilities.
+"""Requested outputs of a chunk's rows on a GPU: the final norm, logits, log-probabilities.
 
-Rows go in slices, by the kernels of prompts: a row's bits depend on the row alone, and logits need room for one slice.
-That room is made when it is first needed. Results are copied into pinned memory, which becomes the caller's: whoever
-asks waits for the work's event, and nobody here waits at all.
+Rows are computed in slices, by the kernels of prompts: a row's bits depend on the row alone, and the logits buffer
+holds one slice. It is allocated on first use. Results are copied into pinned memory, which the caller then owns: the
+caller waits for the work's event, and no function here waits.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def output_bytes(shape: Shape, dtype: torch.dtype, rows: int) -> int:
 
 
 class ChunkOutputs:
-    """Turns rows of a chunk into what is wanted of them. `scratch`: where a head on the tape is unpacked."""
+    """Computes the requested outputs of a chunk's rows. `scratch`: where a head on the tape is dequantised."""
 
     def __init__(self, model: Model, prompts: PromptKernels, rows: int, scratch: Tensor | None) -> None:
         self._model, self._prompts, self._scratch = model, prompts, scratch
@@ -59,7 +59,7 @@ class ChunkOutputs:
         self._room: _Room | None = None
 
     def warm(self, x: Tensor) -> None:
-        """Give what nobody asked for of one row, so that nothing is compiled when somebody asks (E-9)."""
+        """Compute every output of one row once, so that no request waits for a compilation (E-9)."""
         self._room = _Room.of(self._model, 1)
         for want in (ChunkWant("hidden"), ChunkWant("logprobs", [0]), ChunkWant("logprobs", [0], top=1)):
             self.give(x, [0], want)
@@ -69,7 +69,7 @@ class ChunkOutputs:
         """Of these rows of x float32 [M, hidden], behind the last layer. Enqueues on the current stream."""
         shape, n = self._model.shape, len(rows)
         if self._room is None:
-            with torch.inference_mode(False):  # whoever asks next may be outside of it
+            with torch.inference_mode(False):  # the next caller may be outside of it
                 self._room = _Room.of(self._model, self.max_outputs)
         room, most = self._room, len(self._room.x)
         at = self._brought(rows)

@@ -89,7 +89,7 @@ class Packed(DeviceMatrix):
 
 
 def for_a_gpu(weight: Weight) -> Tensor | Packed:
-    """A weight that a GPU's kernels multiply as it is: not one of another backend, or one that is unpacked first."""
+    """A weight that a GPU's kernels multiply as stored: not another backend's, nor one that is dequantised first."""
     if not isinstance(weight, Tensor | Packed):
         raise InternalError(f"a GPU's kernels were given a {type(weight).__name__}, which they do not multiply")
     return weight

@@ -3,9 +3,9 @@
     product   norm, q k v, bias          attend   QK norm, rotary, append, attention over pages
     product   output, residual           product  norm, gate and up, activation          product  down, residual
 
-A norm needs no node: whoever writes the residual stream leaves partial sums of it (`stats`). Families with a norm after
-a block have one node more for it, experts two. `kernels` are Triton's on a GPU; with the twins the same plan runs
-anywhere, which is how it is tested.
+A norm needs no node: the node that writes the residual stream also writes partial sums of it (`stats`). Families with a
+norm after a block have one node more for it, experts two. `kernels` are Triton's on a GPU; with the twins the same plan
+runs anywhere, which is how it is tested.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, 
 
 @dataclass(frozen=True, slots=True)
 class Fusions:
-    """What is done in one node that could be done in two; all of it, unless somebody measures what it is worth (E-81).
+    """What is done in one node that could be done in two; all on, except to measure what each is worth (E-81).
 
-    `gated`: gate, up and activation in one product (of dense weights; packed ones always). `ahead`: whoever writes the
-    residual stream multiplies it by the weight of the norm that comes next, in place of every product behind it.
+    `gated`: gate, up and activation in one product (of dense weights; packed ones always). `ahead`: the node that
+    writes the residual stream multiplies it by the weight of the next norm, instead of every product after it.
     """
 
     gated: bool = True

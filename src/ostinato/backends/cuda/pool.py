@@ -1,7 +1,7 @@
-"""Streams and events that outlive engines: taken from here and given back, so that a driver is not worn out (E-4).
+"""Streams and events that outlive engines: taken from here and given back, so that few are ever created (E-4).
 
-A driver that makes and destroys thousands of them ends in errors that nobody understands. What was not seen healthy is
-not given back. A device has one pool for the life of the process.
+A driver that creates and destroys thousands of them ends in obscure errors. Only streams and events known to work
+are given back. A device has one pool for the life of the process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 
 
 class Pool:
-    """What one device has to lend; `n_streams` and `n_events` were ever made."""
+    """The free streams and events of one device; `n_streams` and `n_events` count those ever created."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -22,7 +22,7 @@ class Pool:
         self.n_events = 0
 
     def stream(self, priority: int) -> Any:
-        """A stream that nobody else has; a lower number goes first."""
+        """A stream with no other user; a lower number means a higher priority."""
         free = self._streams.setdefault(priority, [])
         if free:
             return free.pop()
@@ -30,14 +30,14 @@ class Pool:
         return torch.cuda.Stream(self._device, priority=priority)
 
     def event(self) -> Any:
-        """An event without times that nobody else has; passed, as long as it is not recorded."""
+        """An event without timing and with no other user; it counts as passed until it is recorded."""
         if self._events:
             return self._events.pop()
         self.n_events += 1
         return torch.cuda.Event()
 
     def take_back(self, stream: Any, priority: int) -> None:
-        """A stream that nobody uses any more; kept where it is idle, left to itself where it is sick."""
+        """Return a stream that is no longer used; kept if it is idle, dropped if it is busy or failed."""
         if _is_passed(stream):
             self._streams.setdefault(priority, []).append(stream)
 

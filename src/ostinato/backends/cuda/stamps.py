@@ -1,4 +1,4 @@
-"""Marks between the nodes of a step, by the device's own clock: times of parts where no host looks (E-63).
+"""Marks between the nodes of a step, by the device's own clock: times of nodes that the host cannot time (E-63).
 
 A mark is a kernel of one thread that adds the time since the last mark to a place of its own. It takes time itself,
 which is measured by two marks with nothing between them, and taken off.
@@ -55,8 +55,8 @@ class Stamps:
         return {name: max(0.0, (spent[place] - spent[NOTHING]) / 1e3) for name, place in self._places.items()}
 
     def between(self, n_steps: int) -> float:
-        """Microseconds a step from the last node of a step to the first of the next: the step boundary, and whoever
-        paces."""
+        """Microseconds a step from the last node of a step to the first of the next: the step boundary, and the host
+        if it launches every step."""
         spent = self._read()
         return max(0.0, (spent[BETWEEN] / max(1, n_steps - 1) - spent[NOTHING] / n_steps) / 1e3)
 

@@ -49,7 +49,7 @@ class EventWork:
     def done(self) -> bool:
         try:
             return self._is_over()
-        except RuntimeError:  # the device is gone: `result` tells of what
+        except RuntimeError:  # the device has failed: `result` raises the cause
             return True
 
     def result(self, timeout: float | None = None) -> None:
@@ -134,7 +134,7 @@ class CudaStart(Launched):
         torch.cuda.synchronize(self.device)
 
     def _warm(self) -> None:
-        """Run every node once with nobody in the step: compiled and loaded, and nothing changed (E-9)."""
+        """Run every node once with no live row: compiles and loads all kernels, and changes nothing (E-9)."""
         self._tables.table["n_rows"].zero_()
         self.synchronize()
         with torch.cuda.stream(self.stream):
@@ -148,7 +148,7 @@ class CudaStart(Launched):
     def _check_captured(self, n_nodes: int) -> None:
         """HardwareCannot where a captured step has other launches than the plan and its step boundary (E-61).
 
-        One that is missing would leave what it should have written as it was, and nobody would see it.
+        A missing launch would leave its output unchanged, and no error would report it.
         """
         self.n_nodes = n_nodes
         planned = self._plan.n_launches
@@ -186,7 +186,7 @@ class CudaStart(Launched):
         self._run_boundary()
 
     def _await_device(self) -> None:
-        """Wait for the step boundary by its event: nobody is blocked in the driver (E-6)."""
+        """Wait for the step boundary by polling its event: no thread blocks in the driver (E-6)."""
         event = self._passed
         event.record(self.stream)
         end = time.monotonic() + STEP_DEADLINE_S
@@ -244,7 +244,7 @@ class DevicePaced(CudaStart):
     def running(self) -> bool:
         try:
             return not self._passed.query()
-        except RuntimeError:  # the device is gone, and the loop with it: `failure` tells of what
+        except RuntimeError:  # the device has failed, and the loop with it: `failure` gives the cause
             return False
 
     def wait(self, seconds: float) -> bool:

@@ -1,10 +1,11 @@
 """The step of any causal model as torch runs it over all rows at once: what a GPU decodes recurrent families with.
 
-The model's own blocks, always with as many rows as there are slots: no shape and no address depends on who lives, and
-nothing asks the device, so that the step can be captured as a graph, and a row's bits do not depend on who else lives.
-A row that serves nobody is computed like any other and changes nothing: it takes in token 0, begins with states of
-zeros, leaves its own in a row that nobody reads, and its keys and values nowhere. Attention and sampling are
-`backends/cuda/step.py`'s.
+The model's own blocks, always with as many rows as there are slots: no shape and no address depends on which slots are
+live, and nothing synchronises with the device, so that the step can be captured as a graph, and a row's bits do not
+depend on the other rows.
+A row without a live slot is computed like any other and changes nothing: its token is 0, its states are read from a row
+of zeros and written to a row that is not read, and its keys and values are not stored. Attention and sampling are those
+of `backends/cuda/step.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ostinato.models.blocks import AnyLayer
 
 @dataclass(frozen=True, slots=True)
 class StepAttention:
-    """Attention over pages by a kernel; q and k come normed and turned."""
+    """Attention over pages by a kernel; QK norm and RoPE are already applied to q and k."""
 
     heads: Mapping[int, Heads]
     launches: Mapping[int, Launch]
@@ -74,7 +75,7 @@ class StepMemory:
 
     n_seqs: int
     from_row: Tensor  # int64 [n_slots]: where each row's states are
-    to_row: Tensor  # and where they go: the same of whoever lives
+    to_row: Tensor  # where they are written: the same row for a live slot
     kept: Mapping[int, tuple[Tensor, ...]]  # by layer, each [n_slots + SPARE_STATES, 1, ...]
     attention: StepAttention | None
     n_planes: int = 1
@@ -89,7 +90,7 @@ class StepMemory:
         return tuple(state[:, 0].index_select(0, self.from_row) for state in self.kept[layer])
 
     def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        # Only what lives is written, and the last row: a prompt may be on its way into any other slot.
+        # Only live slots' rows and the last row are written: any other slot may be in prefill.
         for kept, new in zip(self.kept[layer], states, strict=True):
             kept[:, 0].index_copy_(0, self.to_row, new[:, 0])
 
@@ -173,7 +174,7 @@ def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:
-    """The states of every layer, which have room for rows that serve nobody."""
+    """The states of every layer, with the spare rows for rows without a live slot."""
     if memory.states is None:
         return {}
     for states in memory.states.layers.values():

@@ -26,7 +26,7 @@ from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_
 from ostinato.backends.torch.ops.norm import norm_rows_torch
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 
-Launch = Callable[[], object]  # what it returns is nobody's
+Launch = Callable[[], object]  # its result is ignored
 Bind = Callable[..., Launch]
 
 

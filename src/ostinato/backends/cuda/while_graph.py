@@ -1,8 +1,8 @@
 """`loop` on CUDA: one WHILE graph whose body is the captured step; the device goes from step to step by itself.
 
-The graph is a step boundary, which takes whoever was admitted, and a loop of steps, each ending in a step boundary that
-sets the loop's condition. One launch lasts until nobody lives. Only the step boundary is CUDA C++: setting a condition
-is what Triton cannot do.
+The graph is a step boundary, which takes in admitted requests, and a loop of steps, each ending in a step boundary that
+sets the loop's condition. One launch lasts until no slot is live. Only the step boundary is CUDA C++: Triton cannot set
+a condition.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class WhileGraph(DevicePaced):
             ended = driver.cuStreamEndCapture(stream)
             if int(ended[0]) != 0:
                 # The driver has thrown the body away with the broken capture, and destroying the graph around it ends
-                # the process, at its exit too: one reference more than anybody drops, a few kilobytes, once.
+                # the process, at its exit too: so one reference is leaked on purpose, a few kilobytes, once.
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object((graph, condition, first, body)))
         _ok(ended, "end the capture")
         self._check_captured(len(body.nodes()))

@@ -130,7 +130,7 @@ def why_not_blocks(shape: Shape, tensors: Tensors) -> str | None:
 
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:
-    """What the native loop keeps of a chunk's rows on their way through a layer, and its sampler's lists."""
+    """The native loop's activations of a chunk's rows in a layer, and its sampler's lists."""
     from ostinato.backends.native.plan import CHUNK_ROWS
 
     rows = max(settled.n_slots, min(CHUNK_ROWS, settled.context))

@@ -1,8 +1,8 @@
-"""The native CPU library: the object that plays the loop, from the wheel or compiled once, for this CPU's level.
+"""The native CPU library: the object that runs the loop, from the wheel or compiled once, for this CPU's level.
 
-`cpu_library` opens it, `why_no_native` says why it could not, and `native_status` tells both to whoever asks. An object
-of the wheel is used only where it was made from the very sources that lie beside it; else the machine's compiler makes
-one, which is kept. Where neither works the engine runs eager, and says so: nothing here is needed for that.
+`cpu_library` opens it, `why_no_native` says why it could not, and `native_status` reports both. A prebuilt object from
+the wheel is used only if it was built from exactly the sources installed beside it; otherwise the machine's compiler
+builds one, which is cached. If neither works, the engine runs `eager`, which needs nothing from here, and reports that.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ostinato.loop.sources import FOLDER as LOOP_SOURCES
 # The backend's own sources, and the headers that all backends share.
 FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES)
 BUILT: Final = Path(__file__).parent / "built"  # a wheel's objects
-COMPILE_S: Final = 6  # what the first use of a checkout costs on two cores, as it is told
+COMPILE_S: Final = 6  # what compiling takes on two cores at the first use of a checkout, for the message
 
 Talk = Callable[[str], None]
 
@@ -54,7 +54,7 @@ class NativeStatus:
 
 
 def cpu_library(talk: Talk | None = None) -> ctypes.CDLL:
-    """The object for this CPU, opened; the same each time. `talk` is told where it must be compiled first.
+    """The object for this CPU, opened; the same each time. `talk` gets a message if it must be compiled first.
 
     OSTINATO_CPU_LEVEL forces a level: v4, v3 or plain. OSTINATO_CPU_FLAGS adds flags of the compiler, and then the
     wheel's objects are left aside. Raises HardwareCannot with the reason where there is no object to be had.
@@ -156,7 +156,7 @@ def _open(level: Level, extra: tuple[str, ...], talk: Talk | None) -> tuple[ctyp
         path = _compiled(level, extra, talk)
     except HardwareCannot as error:
         raise HardwareCannot(f"{note or 'no prebuilt object is installed'}, and {error}") from error
-    except InternalError as error:  # somebody's compiler, older or other than those we know
+    except InternalError as error:  # a compiler that is older than, or different from, those tested
         lines = str(error).splitlines()
         wrong = next((line for line in lines[1:] if "error" in line), lines[-1])  # of a log that may be long
         raise HardwareCannot(f"the native CPU loop cannot be compiled here: {lines[0]} {wrong.strip()}") from error

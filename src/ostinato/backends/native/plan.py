@@ -1,8 +1,8 @@
-"""The step as the CPU's native loop plays it: one plan in C's own words, over weights in tiles.
+"""The step as the CPU's native loop runs it: one plan as C structs, over weights in tiles.
 
-`native_plan` turns a model's blocks into the structs of `src/loop.h`, field by field, and lists every piece
-of memory in a `Plan`, so that addresses are watched as everywhere (I-6). `NativeStep` is the opened object: it plays,
-steps, runs a chunk of a prompt, and keeps alive whatever C points at.
+`native_plan` converts a model's blocks into the structs of `src/loop.h`, field by field, and lists every buffer in a
+`Plan`, so that its addresses are checked as in every other backend (I-6). `NativeStep` is the opened object: it runs
+the loop, a single step or a chunk of a prompt, and keeps alive the memory that C points at.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class _Plan(Structure):
 
 
 class NativeStep:
-    """A model's step in C, opened: whoever calls waits until it is played. Close it when nobody plays."""
+    """A model's step in C, opened. A call returns when its work is done. Close it only while no call is running."""
 
     def __init__(
         self,
@@ -124,10 +124,10 @@ class NativeStep:
         if not self._opened:
             raise InternalError("the native loop could not be opened: no memory or no threads")
 
-    # What it plays; each returns when it is done, and lets other threads of Python run meanwhile
+    # The jobs: each call returns when its job is done, and releases the interpreter's lock meanwhile
 
     def run_loop(self) -> None:
-        """A step boundary, then steps until nobody lives."""
+        """A step boundary, then steps until no slot is live."""
         self._call("ostinato_run")
 
     def step(self) -> None:
@@ -135,7 +135,7 @@ class NativeStep:
         self._call("ostinato_step")
 
     def chunk(self, parts: Array[PartStruct], ids: NDArray[np.int32], outputs: OutputsStruct) -> None:
-        """Rows of some sequences into their pages, and what is asked for of them; between two steps of what plays."""
+        """Write rows of some sequences to their pages and compute the requested outputs, between two steps."""
         self._call("ostinato_chunk", parts, c_int(len(parts)), c_void_p(ids.ctypes.data), byref(outputs))
 
     def first(self, slot: int) -> None:
@@ -147,7 +147,7 @@ class NativeStep:
         self._call("ostinato_built", c_uint64(plan_hash), c_uint64(epoch))
 
     def close(self) -> None:
-        """End the threads; nobody may be playing."""
+        """End the threads; no call may be running."""
         if self._opened:
             opened, self._opened = self._opened, None
             self._library.ostinato_close(c_void_p(opened))
@@ -276,7 +276,7 @@ class NativeStep:
 
 
 def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library with the types of what it returns, and the same idea of a plan as ours."""
+    """The library with its return types declared, checked to have the same struct sizes as these classes."""
     library.ostinato_scratch_bytes.restype, library.ostinato_open.restype = c_uint64, c_void_p
     ours = [sizeof(kind) for kind in (_Plan, _Layer, _Product, _Rope, PartStruct, OutputsStruct)]
     if [library.ostinato_plan_bytes(which) for which in range(len(ours))] != ours:
@@ -285,7 +285,7 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 class _Kept:
-    """What C points at and nobody else holds."""
+    """Owns the memory that C points at and that has no other owner."""
 
     def __init__(self) -> None:
         self._things: list[Any] = []
@@ -320,7 +320,7 @@ def _cache(layer: LayerPages) -> _Cache:
 
 
 def native_plan(model: ModelBlocks, memory: NativePages, tables: Tables, step: NativeStep, constants: str) -> Plan:
-    """Everything that a step reads and writes, as one node: C plays it whole."""
+    """Everything that a step reads and writes, as one node: C runs the whole step."""
     # Not every type of tiles has all its planes, nor every kv_type scales.
     weights = without_repeats([Buffer.of(name, array) for name, array in memory_in(model, "model") if array.nbytes])
     kept = [Buffer.of(name, array) for name, array in memory_in(memory.layers, "memory") if array.nbytes]

@@ -1,7 +1,7 @@
-"""`loop` on the CPU: one call into native code plays until nobody lives, and Python takes no part in any step.
+"""`loop` on the CPU: one call into native code runs until no slot is live, and Python takes no part in any step.
 
-Two threads of ours call it and wait inside it, without the interpreter's lock: one plays the loop, the other runs jobs
-beside it. Both use the same team of threads, which the one who plays hands over between two steps (team.h).
+Two threads of this process call it and wait inside it, without the interpreter's lock: one runs the loop, the other
+runs jobs beside it. Both use the same thread team, which the loop hands over between two steps (team.h).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class NativeLoop(Launched):
 
     def failure(self) -> BaseException | None:
         if self._launched is not None and not self._launched.done() and not self._runner.alive:
-            return EngineDead("the thread that played the loop was killed")
+            return EngineDead("the thread that ran the loop was killed")
         return super().failure()
 
     def step(self) -> None:
@@ -68,10 +68,10 @@ class NativeLoop(Launched):
         self._runner.submit(self._native.step).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
-        return self._side.submit(job)  # what it plays takes the turn for itself
+        return self._side.submit(job)  # the job acquires the team by itself
 
     def health(self) -> None:
-        """A CPU that did not answer could not say so."""
+        """Nothing to check: this code runs on the device itself."""
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")

@@ -1,7 +1,7 @@
 """Memory for weights that are read from end to end at every step: on the system's huge pages, where it has them.
 
-A page of 2 MiB spares the look-ups of 512 small ones, and the CPU reads ahead to its end. Matrices may be smaller than
-such a page, so many share a run of memory; a run is given back when the last of them is gone.
+A page of 2 MiB needs one TLB entry in place of 512, and the CPU prefetches up to its end. Matrices may be smaller than
+such a page, so many share a run of memory; a run is freed when its last matrix is freed.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RUN_BYTES: Final = 256 << 20  # of addresses; memory is taken as it is written
 _LINE: Final = 64  # of a cache: where each array begins
 _HUGE: Final[int | None] = getattr(mmap, "MADV_HUGEPAGE", None)
 
-# The run that the next arrays are taken from, as long as somebody uses it.
+# The run that the next arrays are taken from, as long as some array of it is in use.
 _lock: Final = threading.Lock()
 _current: weakref.ref[mmap.mmap] | None = None
 _taken = 0
 
 
 def streamed(n_bytes: int) -> NDArray[np.uint8]:
-    """Uint8 [n_bytes] from a multiple of 64 on; nobody may read it before writing it."""
+    """Uint8 [n_bytes], aligned to 64 bytes, uninitialised: the caller writes it before reading it."""
     global _current, _taken
     if _HUGE is None or n_bytes == 0:
         return host_zeros((n_bytes,), np.uint8)
@@ -44,7 +44,7 @@ def streamed(n_bytes: int) -> NDArray[np.uint8]:
 
 
 def _run(n_bytes: int, advice: int) -> mmap.mmap:
-    """Memory of nobody else, which the system hands out as it is first written."""
+    """Private memory, which the system maps page by page on the first write."""
     try:
         run = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Matrices on their way from the mapped file into the CPU's tiles (`backends/native/tiles.py`).
+"""Packs matrices from the mapped file into the CPU's tiles (`backends/native/tiles.py`).
 
 A matrix is packed a few tiles at a time, straight from the file's pages, which are let go as soon as they were read: no
 weight is in memory twice, and any number of threads can work at one large tensor. What a tile cannot hold as the file

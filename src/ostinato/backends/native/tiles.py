@@ -1,7 +1,7 @@
 """Weight matrices for the CPU's native loop: packed into tiles of 16 rows, and multiplied by its library.
 
 One packing serves a single row, a batch and a prompt. `src/tiles.h` says how a tile lies in memory and how
-products are computed; here are its planes, and the same products for whoever runs in torch over these weights.
+products are computed; here are its planes, and the same products for the torch backend over these weights.
 Activations are rounded to integers with a step for each 32 columns: `wide` keeps about 15 bits, enough for the logits
 of float32, and otherwise there are 8. A row's product has the same bits alone, in any batch and on any CPU.
 """
@@ -48,7 +48,7 @@ _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
 
 
 class TileMatrixStruct(ctypes.Structure):
-    """A matrix as tiles.h has it; who makes one keeps its planes alive."""
+    """A matrix as tiles.h has it; the caller that makes one keeps its planes alive."""
 
     _fields_ = (
         ("type", ctypes.c_int),
@@ -140,7 +140,7 @@ def tile_bytes(type: str, rows: int, cols: int) -> int:
 
 
 def empty_tiles(type: str, rows: int, cols: int, *, wide: bool = True) -> TileMatrix:
-    """Tiles that nobody has filled yet."""
+    """Tiles with uninitialised contents."""
     quants, scales, more = (streamed(n_bytes) for n_bytes in plane_bytes(type, rows, cols))
     return TileMatrix(type, rows, cols, (quants, scales, more), wide)
 

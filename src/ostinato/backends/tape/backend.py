@@ -120,7 +120,7 @@ class TapeBackend:
 
 
 class TapeRunner(FusedRunner):
-    """One kernel plays every step; prompts as in `backends/cuda`."""
+    """One kernel runs every step; prompts as in `backends/cuda`."""
 
     def _step(self) -> tuple[Plan, CudaStart]:
         import torch
@@ -197,7 +197,7 @@ def why_not_tensors(shape: Shape, tensors: Tensors, *, packed: bool) -> str | No
 
 
 def why_not_capability(capability: tuple[int, ...]) -> str | None:
-    """Why a card of this capability cannot play the tape; None where it can."""
+    """Why a card of this capability cannot run the tape; None where it can."""
     if capability < BULK_COPIES_SINCE:
         since, has = (".".join(map(str, numbers)) for numbers in (BULK_COPIES_SINCE, capability))
         return f"the tape is streamed by bulk copies, which cards have since capability {since}; this one has {has}"

@@ -1,4 +1,4 @@
-"""A model on its way to the tape: its matrices wait in the host's memory, and go to the device one at a time."""
+"""Loads a model for the tape: its matrices stay in the host's memory, and are copied to the device one at a time."""
 
 from __future__ import annotations
 

@@ -445,8 +445,8 @@ def tape_of(
     half: torch.dtype = torch.bfloat16,
     allocate: Allocate = zeros,
 ) -> Tensor:
-    """The whole tape, uint8, with the runs of all blocks; sources come in the order of the deal and may be made one
-    by one, so that each matrix can be given back once it is there."""
+    """The whole tape, uint8, with the runs of all blocks. Sources come in the order of the partition and may be made
+    one by one, so that each matrix can be freed once it is packed."""
     tape = allocate((partition.n_bytes,), torch.uint8, device)
     n_done = 0
     for source in sources:
@@ -460,8 +460,8 @@ def tape_of(
 def put_matrix(
     tape: Tensor, partition: Partition, index: int, source: TapeSource, half: torch.dtype = torch.bfloat16
 ) -> None:
-    """Write matrix `index` of the deal to where the blocks read it; the rest of the tape is left alone. A source that
-    lies elsewhere is brought to the tape's device for as long as that takes."""
+    """Write matrix `index` of the partition to where the blocks read it; the rest of the tape is unchanged. A source on
+    another device is copied to the tape's device for the duration of the call."""
     matrix, segment, n_compute_warps = (
         partition.matrices[index],
         partition.segments[index],
@@ -486,8 +486,8 @@ def matrix_from(
     half: torch.dtype = torch.bfloat16,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Matrix `index` of the deal out of a tape, [rows, columns] in the model's own order: what its weights stand for,
-    rounded to dtype."""
+    """Matrix `index` of the partition, dequantised from a tape and rounded to dtype: [rows, columns] in the model's own
+    order."""
     matrix, segment, n_compute_warps = (
         partition.matrices[index],
         partition.segments[index],

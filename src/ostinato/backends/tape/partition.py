@@ -1,6 +1,6 @@
-"""Who reads what of the weights, and where it lies: the tape's map, in plain integers.
+"""Which block reads which weights, and where they lie: the tape's map, in plain integers.
 
-A *tile* is 16 rows of a matrix. Tiles are counted through the whole model and partition to the blocks in turn, so every
+A *tile* is 16 rows of a matrix. Tiles are counted through the whole model and assigned to the blocks in turn, so every
 block reads about the same number of bytes. What one block reads in a step is one run of memory, the blocks' runs one
 after the other: for each matrix, for each few of the block's tiles, for each *chunk* of columns, for each of those
 tiles, the chunk. A chunk has, for every compute warp, some neighbouring column tiles (16 columns each): all quants
@@ -62,13 +62,13 @@ class TapeGrid:
 
     def __post_init__(self) -> None:
         if min(self.n_blocks, self.n_compute_warps, self.tiles_at_once) < 1:
-            raise InternalError(f"{self} divides the work among nobody; every number must be at least 1")
+            raise InternalError(f"{self} leaves no warp to do the work; every number must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class TapeMatrix:
     """A matrix of the model. `paired`: two of rows / 2 each, one above the other (gate over up), whose rows stand
-    eight and eight in a tile, so that whoever has a gate has its up."""
+    eight and eight in a tile, so that the block that has a gate has its up."""
 
     weight_type: WeightType
     rows: int
@@ -129,7 +129,7 @@ def make_partition(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> Partition:
 
 
 def segments_of(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> tuple[Segment, ...]:
-    """The matrices as the kernel sees them: a tile is partition to the block after the one that has the tile before
+    """The matrices as the kernel sees them: a tile is assigned to the block after the one that has the tile before
     it."""
     n_tiles = [-(-matrix.rows // TILE_ROWS) for matrix in matrices]
     before = accumulate(n_tiles, initial=0)
@@ -147,7 +147,7 @@ def segments_of(matrices: Sequence[TapeMatrix], grid: TapeGrid) -> tuple[Segment
 def padded_columns(weight_type: WeightType, columns: int, n_compute_warps: int) -> int:
     """Columns with the padding that gives every compute warp whole groups: of 16 columns, or of the 32 of a scale.
 
-    >>> padded_columns(Kind.HALF, 576, 8), padded_columns(Kind.FOUR, 576, 8)
+    >>> padded_columns(WeightType.HALF, 576, 8), padded_columns(WeightType.FOUR, 576, 8)
     (640, 768)
     """
     unit = (TILE_COLUMNS if weight_type == WeightType.HALF else 2 * TILE_COLUMNS) * n_compute_warps
@@ -157,7 +157,7 @@ def padded_columns(weight_type: WeightType, columns: int, n_compute_warps: int) 
 def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
     """The tiles of a segment that a block has.
 
-    >>> own_tiles(Segment(Kind.HALF, 6, 2, 128), 1, Grid(n_blocks=3))
+    >>> own_tiles(Segment(WeightType.HALF, 6, 2, 128), 1, TapeGrid(n_blocks=3))
     range(2, 6, 3)
     """
     return range((block - segment.first) % grid.n_blocks, segment.n_tiles, grid.n_blocks)
@@ -166,7 +166,7 @@ def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
 def chunks_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> tuple[TapeChunk, ...]:
     """The chunks of a tile of so many columns (with padding); only the last may be smaller.
 
-    >>> [chunk.n for chunk in chunks_of(Kind.HALF, 1280, 8)]
+    >>> [chunk.n for chunk in chunks_of(WeightType.HALF, 1280, 8)]
     [4, 4, 2]
     """
     each, rest = divmod(columns, TILE_COLUMNS * n_compute_warps)
@@ -197,7 +197,7 @@ def part_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> tuple[i
 def chunk_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> int:
     """Bytes of a chunk that has n column tiles for each compute warp.
 
-    >>> chunk_bytes(Kind.HALF, 4, 8), chunk_bytes(Kind.FOUR, 16, 8)
+    >>> chunk_bytes(WeightType.HALF, 4, 8), chunk_bytes(WeightType.FOUR, 16, 8)
     (16384, 20480)
     """
     return sum(part_bytes(weight_type, n, n_compute_warps))
@@ -211,7 +211,7 @@ def tile_bytes(weight_type: WeightType, columns: int, n_compute_warps: int) -> i
 def matrix_bytes(weight_type: WeightType, rows: int, columns: int, n_compute_warps: int = 8) -> int:
     """Bytes that a matrix takes on the tape, with its padding.
 
-    >>> matrix_bytes(Kind.HALF, 2048, 2048)
+    >>> matrix_bytes(WeightType.HALF, 2048, 2048)
     8388608
     """
     return -(-rows // TILE_ROWS) * tile_bytes(

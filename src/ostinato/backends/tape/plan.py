@@ -1,7 +1,7 @@
 """The tape of one model: which weights in which order, the constants its kernel is compiled with, and its one argument.
 
-What the kernel cannot express is told by `backend.py`. `TapeSizes` settles how a block's shared memory is shared out
-and how many blocks play; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the buffers
+`backend.py` says what the kernel cannot express. `TapeSizes` settles how a block's shared memory is shared out
+and how many blocks run; `shape_header` emits all of it for `src/*.h`. `TapeStep` packs the weights, owns the buffers
 between blocks, and fills the argument, field by field as `parts.h` has it.
 """
 
@@ -182,13 +182,13 @@ class TapeSizes:
 
     @property
     def n_threads(self) -> int:
-        """Of a block: the compute warps and the reader's."""
+        """Of a block: the compute warps' and the loader's."""
         return self.grid.n_compute_warps * 32 + LOADER_THREADS
 
     @property
     def in_flight(self) -> int:
-        """Chunks that a block has asked for and that have not come: two at least, or nothing would be under way
-        between the arrival of one and the request for the next."""
+        """Chunks that a block has in flight at most: at least two, or none would be in flight between the arrival of
+        one and the request for the next."""
         return max(2, min(self.n_stages - 1, IN_FLIGHT_BYTES // self.stage_bytes))
 
     @property
@@ -297,7 +297,7 @@ class TapeStep:
     """Weights on the tape, the buffers between blocks, and the argument over them.
 
     `model` is the one that prompts go through: that which was given, or with `on_tape` one that has its matrices on the
-    tape alone, so that whoever gives up the first has one copy of them.
+    tape alone, so that a caller that frees the first keeps one copy of them.
     """
 
     def __init__(
@@ -445,7 +445,7 @@ class TapeStep:
 
 
 def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep) -> Plan:
-    """Everything that the kernel reads and writes, as one node: it plays the whole step. Its text says how many bytes
+    """Everything that the kernel reads and writes, as one node: it runs the whole step. Its text says how many bytes
     the tape has, and what prompts read. `model` is the step's own."""
     arenas = {"table": tables.table, "admissions": tables.admissions, "rings": tables.rings}
     own = [Buffer.of(name, arena.memory) for name, arena in arenas.items()]
@@ -467,7 +467,7 @@ _WRITTEN: Final = (
 
 
 def _run_whole() -> None:
-    raise InternalError("a step of the tape is played by its kernel alone; use Start.step")
+    raise InternalError("only the kernel of the tape can run its step; use Start.step")
 
 
 # --- the weights of a model, in the tape's order ---
@@ -494,7 +494,7 @@ def lies_on_tape(model: Model) -> bool:
 
 
 def scratch_elements(model: Model) -> int:
-    """Numbers of the largest matrix of a layer: what each in its turn is unpacked into."""
+    """Elements of the largest matrix of a layer: the scratch that each matrix in turn is dequantised into."""
     return max(prod(shape_of(linear.weight)) for name, linear in _linears(model) if name != "head")
 
 

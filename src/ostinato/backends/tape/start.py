@@ -1,9 +1,9 @@
-"""`persistent` on CUDA: one cooperative kernel, a block on every multiprocessor, that plays until nobody lives.
+"""`persistent` on CUDA: one cooperative kernel, a block on every multiprocessor, that runs until no slot is live.
 
 It is compiled for one model and one card (`src/`), and kept on disk. A launch is one call with one struct. It
-fills the card, so that nothing runs beside it: a job goes onto its own stream, behind it, and whoever asks for one sets
-YIELD, so that the kernel leaves at the next step boundary; the next trigger goes on where it left (docs/tape.md). So
-`auto` gives it to one engine of a process.
+fills the card, so that nothing runs beside it: a job is enqueued on its own stream, behind the kernel, and its caller
+sets YIELD, so that the kernel exits at the next step boundary; the next trigger resumes there (docs/tape.md). So `auto`
+gives it to one engine of a process.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A weight that lies on the tape alone: who wants its numbers unpacks it first, into memory of its own.
+"""A weight that lies on the tape alone: before another kernel can read it, it is dequantised into separate memory.
 
-The twin of what unpacks is `unpack_torch` of `pack.py`, the kernel `backends/tape/unpack.py`.
+The kernel that does so is `backends/tape/unpack.py`, its twin `unpack_torch` of `pack.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ostinato.errors import InternalError
 
 
 class Tape:
-    """A tape and its map, as one reads it who is not its kernel: `half` is the type of its HALF weights, and `places`
+    """A tape and its map, for readers other than its kernel: `half` is the type of its HALF weights, and `places`
     [matrix, block] where a block's tiles of a matrix begin, on the tape's device."""
 
     def __init__(self, tape: Tensor, partition: Partition, half: torch.dtype) -> None:
@@ -38,7 +38,7 @@ class TapeWeight(DeviceMatrix):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it is unpacked to."""
+        """The dtype it is dequantised to."""
         return self.tape.half
 
     @property

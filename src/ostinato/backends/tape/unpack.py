@@ -29,8 +29,8 @@ BLOCK_COLUMNS: Final = 256  # of a program, where a chunk has as many
 
 @triton.jit
 def part_bytes(n, TYPE: tl.constexpr, WARPS: tl.constexpr):
-    """Quants, further bits and scales of a chunk with n column tiles for each compute warp, as `deal.part_bytes` has
-    it."""
+    """Quants, further bits and scales of a chunk with n column tiles for each compute warp, as
+    `partition.part_bytes` has it."""
     if TYPE == HALF:
         return 512 * n * WARPS, 0, 0
     elif TYPE == EIGHT:

@@ -2,8 +2,8 @@
 
 A refused instruction ends the process, so nothing of ours could report it. Before the first bfloat16 product a
 child process tries one, and the finding is kept in the store's folder. Where AMX fails, torch's matrix library is
-told to leave it alone, which it heeds only when told before its first use: `limit_early` does that from the second
-process on. A process in which it may be too late does without the library, slowly.
+told not to use it, which has an effect only before its first use: `limit_early` does that from the second process on.
+If it may be too late in a process, that process runs without the library, slowly.
 """
 
 from __future__ import annotations

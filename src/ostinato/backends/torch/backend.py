@@ -125,7 +125,7 @@ def loaded_with(
 
 
 def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
-    """Loaded blocks as torch runs them, whoever loaded them."""
+    """Loaded blocks as torch runs them, from any backend's loader."""
     import torch
 
     from ostinato.backends.torch.model import Model
@@ -159,7 +159,7 @@ def paged_memory(model: Model, settled: Settled, *, spare_states: int = 0) -> Pa
 
 
 def prefill_bytes(shape: Shape, settled: Settled, rows: int) -> int:
-    """A chunk on its way through a layer: what goes in, heads, both halves of the feed-forward, what comes out."""
+    """Activations of a chunk in a layer: its input, heads, both halves of the MLP, its output."""
     heads = (2 * shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width if shape.attention else 0
     inner = 3 * shape.ff_width
     if shape.experts is not None:

@@ -1,7 +1,7 @@
 """Chunks by torch: each part is padded to the chunk's rows, so that a row's bits do not depend on where a text was cut.
 
-On the CPU that number follows from the length of a prompt, and only prompts of one kind share what was computed. Models
-that recur take their parts unpadded: padding would run through their states, and nobody shares those. Logits are
+On the CPU that number follows from the length of a prompt, and only prompts with the same number share pages. Recurrent
+models take their parts unpadded: padding would change their states, which are not shared between sequences. Logits are
 computed in slices of a fixed number of rows, for the same reason as the padding.
 """
 
@@ -51,7 +51,7 @@ class TorchChunks:
         self._slice = min(FEW_ROWS, self.max_outputs)
 
     def warm(self) -> None:
-        """Choose a token that nobody asked for, so that nothing is compiled when the first prompt comes (E-9)."""
+        """Sample one unused token, so that the first prompt does not wait for a compilation (E-9)."""
         self._first.play()
 
     def rows_for(self, n_prompt: int) -> int:
@@ -73,7 +73,7 @@ class TorchChunks:
         rows = n if self._recurs else rows
         ids = torch.zeros(rows, dtype=torch.int64, device=model.device)
         ids[:n] = torch.tensor(part.tokens, dtype=torch.int64)
-        # Padding stands at the last position: any position that exists will do, nobody looks at its rows.
+        # Padding rows have the last position: any valid one will do, since their results are not read.
         positions = torch.arange(start, start + rows, device=model.device).clamp(max=start + n - 1)
         slot = -1 if part.slot is None else part.slot
         memory = ChunkMemory(self._memory, model, slot, start, n, np.asarray(part.pages, np.int64))

@@ -91,7 +91,7 @@ def ranked(ops: Ops, head: RankingHead, pooled: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One forward's rows on their way through layers."""
+    """The rows of one forward, passed from layer to layer."""
 
     ops: Ops
     angles: Angles

@@ -1,8 +1,8 @@
-"""The tensors of memory: keys and values by cell, recurrent states by row. Which cell is whose is told elsewhere.
+"""The tensors of memory: keys and values by cell, recurrent states by row. Other modules assign the cells.
 
 K and V of a layer are [streams, cells, kv_heads, head_width] in one of four types; Q8_0 keeps signed bytes and a
-float16 scale for every 32 of them, and is widened when read. Memory is zeroed: attention looks at padding too, and
-what is masked must still be a number.
+float16 scale for every 32 of them, and is widened when read. Memory is zeroed: attention reads padding too, and
+masked values must not be NaN.
 """
 
 from __future__ import annotations
@@ -97,13 +97,13 @@ class KVStore:
                 part.zero_()
 
     def shift_keys(self, stream: int, shifts: Ints) -> None:
-        """Turn the keys of a stream, cell by cell, as far as their positions moved; values never turn (UP-3, UP-6)."""
+        """Rotate the keys of a stream, cell by cell, by as much as their positions moved; not values (UP-3, UP-6)."""
         moved = torch.from_numpy(shifts).nonzero().squeeze(-1)
         rotated = []  # all of it before any is written: a failure leaves every layer as it was
         for layer, keys in self.keys.items():
             rope = self._shape.ropes[layer]
             if rope is None or not len(moved):
-                continue  # no rotary positions, nothing to turn (UP-4)
+                continue  # no RoPE, nothing to rotate (UP-4)
             cells = moved.to(keys.values.device)
             angles = torch.from_numpy(shifts)[moved].to(cells.device).float().unsqueeze(-1) * self._frequencies[rope]
             rows = keys.read(stream, cells, torch.float32)

@@ -74,7 +74,7 @@ class Model(ModelBlocks):
         return x.float() if self.shape.wide_residual else x
 
     def angles(self, positions: Tensor) -> Angles:
-        """What rotary positions turn by, of every kind of rope in the model."""
+        """RoPE's cos and sin, for every kind of rope in the model."""
         return {rope: cos_sin(rope, positions, frequencies) for rope, frequencies in self.frequencies.items()}
 
     def through_layer(self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:

@@ -2,8 +2,8 @@
 
 `RowMemory` is what one row of a decode step sees, `ChunkMemory` what a chunk of a prompt does. A row's bits depend on
 its own sequence alone: a step takes one row at a time, and a chunk has a fixed number of rows and walks the past in
-blocks that begin at fixed positions, so it does not matter where a prompt was cut. Which pages are whose is told by
-`pages.py`.
+blocks that begin at fixed positions, so it does not matter where a prompt was cut. `pages.py` says which
+sequence owns which pages.
 """
 
 from __future__ import annotations

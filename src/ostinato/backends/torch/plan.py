@@ -1,7 +1,7 @@
 """The step of any model as torch runs it: the model's own blocks, one row at a time.
 
-What `eager` decodes with on the CPU, and the twin of the native loop (`native_plan.py`). One row at a time, so that a
-row's bits are the same whoever else is in the step; who is not in it costs nothing.
+What `eager` decodes with on the CPU, and the twin of the native loop (`native/plan.py`). One row at a time, so that a
+row's bits do not depend on the other rows of the step; a slot that is not live costs nothing.
 """
 
 from __future__ import annotations

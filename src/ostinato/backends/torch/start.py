@@ -1,9 +1,9 @@
-"""The CPU's starts in torch: one thread is the device, and plays the plan's nodes in order.
+"""The CPU's starts in torch: one thread is the device, and runs the plan's nodes in order.
 
-What `eager` runs, and the twin of the native loop (`native.py`), paced by Python, which only tests run. All arithmetic
-of an engine runs on that thread, or on the main one while that waits for tokens: never on two, so that torch's workers
-serve one caller and a prompt's chunk does not fight a step. `CpuLoop` plays until nobody lives, once called; `CpuEager`
-is called for every step.
+What `eager` runs, and the twin of the native loop (`native/start.py`), paced by Python, which only tests run. An
+engine computes on that thread, or on the main one while that waits for tokens: never on two, so that torch's workers
+serve one caller and a prompt's chunk does not compete with a step. `CpuLoop`, once called, runs until no slot is live;
+`CpuEager` is called for every step.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class CpuStart(Launched):
     comparison: Literal["bits", "tolerance"] = "bits"
 
     def __init__(self, plan: Plan, tables: Tables, guard: Guard, wake: Callable[[], None] = lambda: None) -> None:
-        """`wake` is rung on the device's thread after every step boundary: somebody may want to look at the outbox."""
+        """`wake` is called on the device's thread after every step boundary: the outbox may have new entries."""
         self._plan, self._tables, self._guard, self._wake = plan, tables, guard, wake
         self._words = tables.rings.host("words")
         self._device = torch_device()
@@ -79,7 +79,7 @@ class CpuStart(Launched):
         return self._device.beside(job)
 
     def health(self) -> None:
-        """A CPU that did not answer could not say so."""
+        """Nothing to check: this code runs on the device itself."""
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")
@@ -93,11 +93,11 @@ class CpuStart(Launched):
                 yield
                 self._one_step()
         except BaseException:
-            self._wake()  # whoever listens will ask what it died of
+            self._wake()  # the host then calls `failure` for the cause
             raise
 
     def _pass_boundary(self) -> None:
-        """Commit, take the inbox, say whether to go on; whoever listens is told."""
+        """Commit, take the inbox, decide whether to continue; then wake the host."""
         assert self._boundary is not None
         self._boundary()
         self._wake()
@@ -109,7 +109,7 @@ class CpuStart(Launched):
 
 
 class CpuLoop(CpuStart):
-    """The twin of `loop`: one call plays until nobody lives."""
+    """The twin of `loop`: one call runs until no slot is live."""
 
 
 class CpuEager(CpuStart):

@@ -38,7 +38,7 @@ class Uploads:
         windows.put(raw, target)
 
     def close(self) -> None:
-        """Give the windows back to the system: torch would keep them for the next who wants pinned memory."""
+        """Give the windows back to the system: torch would keep them for the next allocation of pinned memory."""
         self._own = threading.local()
         give_back = getattr(torch._C, "_host_emptyCache", None)
         if self._device.type == "cuda" and give_back is not None:

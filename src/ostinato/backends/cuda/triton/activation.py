@@ -1,4 +1,4 @@
-"""What bends a prompt's rows between two matrices: out = act(x), or act(gate) * up; twins in `torch/ops`.
+"""Activation functions over a prompt's rows: out = act(x), or act(gate) * up; twins in `torch/ops`.
 
     bind_activate(x, out, activation) -> Launch        x, out [rows, width]
     bind_gated(gate_up, out, activation) -> Launch     gate_up [rows, 2 * width], out [rows, width]

@@ -11,9 +11,9 @@ Bound by reading K and V, at short contexts by the latency of a few loads that f
 
 How the work is cut. What a row sees is cut into at most MAX_SPLITS splits of equal length, a multiple of SPLIT
 positions that follows from the row's own position (and the window) and from nothing else. A split of one KV head is an
-item; a fixed number of programs deal all items of the step among themselves, so that dead slots cost nothing and long
-rows share the chip evenly. Whoever finishes a (row, KV head) last merges its splits, in blocks of fixed size, in
-order. So a row's bits depend on its own position and contents alone, not on how many programs, rows or slots there are.
+item; all items of the step are partitioned among a fixed number of programs, so that dead slots cost nothing and long
+rows share the chip evenly. The program that finishes a (row, KV head) last merges its splits, in blocks of fixed size,
+in order. So a row's bits depend on its own position and contents alone, not on the number of programs, rows or slots.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ def attend_kernel(
     MERGE: tl.constexpr,
     Q8: tl.constexpr,
 ):
-    # Items are partition row by row: `ends` says where each row's items end, and dead rows have none.
+    # Items are numbered row by row: `ends` says where each row's items end, and dead rows have none.
     row_ids = tl.arange(0, SLOTS)
     alive = row_ids < tl.load(n_rows)
     slots = tl.load(row_slot + row_ids, mask=alive, other=0)
@@ -286,7 +286,7 @@ def attend_kernel(
             tl.store(sums + part * (GROUP * WIDTH) + members[:, None] * WIDTH + d[None, :], acc, mask=q_mask)
             tl.store(norms + part * (2 * GROUP) + members, top, mask=members < GROUP)
             tl.store(norms + part * (2 * GROUP) + GROUP + members, total, mask=members < GROUP)
-            # Every thread's stores come before the one atomic that tells of them.
+            # Every thread's stores come before the one atomic that announces them.
             tl.debug_barrier()
             if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == n_splits - 1:
                 merge(sums, norms, out, pair, n_splits, WIDTH, D, GROUP, FEW, MOST, MERGE)
@@ -473,7 +473,7 @@ def rotated(
     NEIGHBOURS: tl.constexpr,
     NORMED: tl.constexpr,
 ):
-    """Heads of WIDTH elements from `at` [n, 1] on, normed and turned, float32 [n, D]; cos and sin [1, D] or [n, D]."""
+    """Heads of WIDTH elements at `at` [n, 1], after norm and RoPE, float32 [n, D]; cos and sin [1, D] or [n, D]."""
     d = tl.arange(0, D)[None, :]
     x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
     if NORMED:
@@ -496,7 +496,7 @@ def rotated(
 
 @triton.jit
 def rope_cos_sin(p, frequencies, amplitude, D: tl.constexpr, N_ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr):
-    """Cosines and sines, amplified, of what each element of a head turns by at position p (or [n, 1] of them)."""
+    """RoPE's cos and sin, times the amplitude, for each element of a head at position p (or [n, 1] of them)."""
     d = tl.arange(0, D)[None, :]
     if N_ROTARY:
         pair = d // 2 if NEIGHBOURS else d % (N_ROTARY // 2)
@@ -510,8 +510,8 @@ def rope_cos_sin(p, frequencies, amplitude, D: tl.constexpr, N_ROTARY: tl.conste
 
 @triton.jit
 def cos_sin(angle, amplitude):
-    """Within 1e-7 of the truth at any angle a context can reach, which a device's own fast cosine is not."""
-    # Taken to the nearest quarter turn in float64: at an angle of 100,000 float32 has two digits left behind the point.
+    """Exact to 1e-7 at any angle that a context can reach, which a device's own fast cosine is not."""
+    # Reduced by the nearest multiple of pi / 2 in float64: at an angle of 100,000 float32 has two decimals left.
     wide = angle.to(tl.float64)
     quarter = tl.floor(wide * tl.full([], 0.6366197723675814, tl.float64) + 0.5)
     x = (wide - quarter * tl.full([], 1.5707963267948966, tl.float64)).to(tl.float32)

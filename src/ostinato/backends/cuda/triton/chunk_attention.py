@@ -50,7 +50,7 @@ _PROGRAMS: Final = 2  # for each tile that the rows of one sequence have
 
 
 def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
-    """Check everything once and return the launch that norms, turns and appends."""
+    """Check everything once and return the launch that applies QK norm and RoPE, and appends."""
     m, device = qkv.shape[0], qkv.device
     checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device)
     checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)

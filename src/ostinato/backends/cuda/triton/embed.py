@@ -212,7 +212,7 @@ def unpacked(
 
 @triton.jit
 def byte_at(plane, row, at, ROW_BYTES: tl.constexpr, WORD: tl.constexpr, RUN: tl.constexpr):
-    """Byte `at` of a row's ROW_BYTES in a plane where RUN rows take turns, WORD bytes each."""
+    """Byte `at` of a row's ROW_BYTES in a plane where RUN rows are interleaved, WORD bytes each."""
     return tl.load(plane + ((row // RUN * (ROW_BYTES // WORD) + at // WORD) * RUN + row % RUN) * WORD + at % WORD)
 
 

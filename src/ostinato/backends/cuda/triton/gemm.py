@@ -75,7 +75,7 @@ def five_or_six(low, top, high, higher, W: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def float_of(small, ZERO: tl.constexpr):
-    """Integers below 2^23, less ZERO, as float32: written into the mantissa of 2^23, which beats a conversion."""
+    """Integers below 2^23, less ZERO, as float32: put into the mantissa of 2^23, faster than a conversion."""
     return (small.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
 
 

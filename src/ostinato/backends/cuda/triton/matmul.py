@@ -99,7 +99,7 @@ def load_stats(
 
 @triton.jit
 def prefetch(at):
-    """Ask for the cache lines of these addresses; nobody waits for them."""
+    """Prefetch the cache lines of these addresses into L2, without waiting for them."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -110,7 +110,7 @@ def wait_for_others(
     w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
     W: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """Let the next kernel start, ask for the first weights, which depend on nobody, and wait for the kernel before."""
+    """Let the next kernel start, prefetch the first weights, which no kernel writes, and wait for the kernel before."""
     gdc_launch_dependents()
     if TYPE == DENSE:
         LINE: tl.constexpr = 64  # elements to a line of the cache, or two
@@ -180,7 +180,7 @@ def add_dense(
     K: tl.constexpr, NORM: tl.constexpr, TWO: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SLICES: tl.constexpr, ROWS: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The product of rows n (and n_second) of a dense weight with x, over some turns of BLOCK_K columns: [n, ROWS]."""
+    """The product of rows n (and n_second) of a dense weight with x, over some blocks of BLOCK_K columns: [n, ROWS]."""
     acc = zero_sums(SLICES, BLOCK_N, ROWS)
     second = zero_sums(SLICES, BLOCK_N, ROWS)
     MASK_K: tl.constexpr = K % BLOCK_K != 0
@@ -208,7 +208,7 @@ def add_packed(
     BLOCK_K: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
     RUN: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """As `add_dense`, of packed rows. A slice of a turn has whole units; of Q4_K and Q5_K a block of 256 columns."""
+    """As `add_dense`, of packed rows. An iteration's slice has whole units; of Q4_K and Q5_K a block of 256 columns."""
     acc = zero_sums(SLICES, BLOCK_N, ROWS)
     second = zero_sums(SLICES, BLOCK_N, ROWS)
     ALONE: tl.constexpr = TYPE == Q8_0 and K % 64 != 0  # with an odd block: 32 columns to a unit, not two times 32
@@ -218,7 +218,7 @@ def add_packed(
     q, high, scales, blocks = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n, K, TYPE, W, RUN)
     q2, high2, scales2, blocks2 = places_of_rows(q_ptr, high_ptr, scale_ptr, block_ptr, n_second, K, TYPE, W, RUN)
     for step in tl.range(first_step, last_step, num_stages=STAGES):
-        # Types with few columns to a scale are partition to the slices unit by unit, the others by the UNITS.
+        # Types with few columns to a scale are assigned to the slices unit by unit, the others by the UNITS.
         part = step * SLICES + slice_of(SLICES)
         block, minima = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)
         block2, minima2 = zero_sums(SLICES, BLOCK_N, ROWS), zero_sums(SLICES, BLOCK_N, ROWS)

@@ -1,10 +1,10 @@
 """The sampler of a decode step on the GPU, in three launches: shape, gather, choose. Twin: `sample_step.py`.
 
-token = draw(filter(shape(logits))), log-probability = logit - log sum exp(logits), by the slot table's settings.
+token = sample(filter(shape(logits))), log-probability = logit - log sum exp(logits), by the slot table's settings.
 logits float32 [rows, vocab], read only, 16-byte aligned; tokens int32, log-probabilities float32. Raw logits are summed
-in float32 within a block and float64 across blocks; sums that place a draw are float64. Written in place: `chosen`,
+in float32 within a block and float64 across blocks; sums that place a sample are float64. Written in place: `chosen`,
 `chosen_logprob`, `top_ids`, `top_logprobs` of rows below n_rows, and the workspace. Bound by the latency of three small
-launches, and by reading the logits (penalised slots: and their counts) once, rows that draw about three times.
+launches, and by reading the logits (penalised slots: and their counts) once, sampled rows about three times.
 
 `shape` (a program per block of ids) applies penalties, bias and bans and leaves each block's largest and sums, and
 the largest of each *sub*, a short run of ids. `gather`, for filtered rows, finds a floor from the subs' largest: at
@@ -12,13 +12,13 @@ least as many ids reach it as there are subs that do, so the ids from the floor 
 settings, few. It packs these candidates as (value, id) keys. `choose` (a program per row) sorts them and repeats the
 twin's sums on them. Where it cannot show that the candidates hold all that the filters keep, it searches the whole row
 instead, narrowing a threshold pass by pass: slow (hundreds of microseconds for a large vocabulary), and right for any
-setting. A row without filters needs no ranking: it draws a block and then an id in it, through the ids in their order.
+setting. A row without filters needs no ranking: a block is sampled, then an id in it, through the ids in their order.
 
-Greedy tokens equal the twin's for equal logits. So do filtered draws from candidates, except where two float64 sums of
-different order fall on two sides of a limit (about one draw in 1e12); one by search has weights from a float32 exp and
-differs about once in 1e6. Unfiltered draws have the twin's distribution but, going by id, not its tokens. The same
-logits, settings, seed and position give the same token in any row, slot and company: no sum crosses rows, and every sum
-has a fixed order. Candidates are packed in the order in which blocks come by, which the sort takes away again.
+Greedy tokens equal the twin's for equal logits. So do filtered samples from candidates, except where two float64 sums
+of different order fall on two sides of a limit (about one in 1e12); the search uses weights from a float32 exp and
+differs about once in 1e6. Unfiltered samples have the twin's distribution but, going by id, not its tokens. The same
+logits, settings, seed and position give the same token in any row, slot and batch: no sum crosses rows, and every sum
+has a fixed order. Candidates are packed in the order in which blocks finish; the sort makes the order fixed again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Tiles:
     wanted: int  # subs that reach the floor where no top-k says how many
     capacity: int = 1024  # candidates that can be sorted
     small: int = 256  # the same, in the quick sort for few
-    chunk: int = 4096  # ids per turn of a search through the row
+    chunk: int = 4096  # ids per iteration of a search through the row
     row_lanes: int = 8  # programs that share the rows of one block
 
     def n_blocks(self, vocab: int) -> int:
@@ -327,7 +327,7 @@ def shape_kernel(
 
         largest = tl.max(raw, 0)
         tl.store(raw_largest + row * N_BLOCKS + block, largest)
-        largest = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be no number
+        largest = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be NaN
         tl.store(raw_sum + row * N_BLOCKS + block, tl.sum(tl.exp(raw - largest), 0))
         if block == 0:
             tl.store(found + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
@@ -453,7 +453,7 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     LANES: tl.constexpr,
 ):
-    """The candidates of each row: list 0 of scaled logits for a draw, list 1 of raw ones for the most likely."""
+    """The candidates of each row: list 0 of scaled logits for sampling, list 1 of raw ones for the most likely."""
     block = tl.program_id(0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
     for lane in range(tl.program_id(1), tl.load(n_rows), ROW_LANES):
@@ -511,7 +511,7 @@ def _sorted(candidates, n, SIZE: tl.constexpr):
 
 @triton.jit
 def _pick(candidates, n, floor, k, p, least, row_total, number, SIZE: tl.constexpr):
-    """The twin's draw over n sorted candidates: the token, and whether the candidates were enough to know it.
+    """The twin's sampling over n sorted candidates: the token, and whether the candidates were enough to decide it.
 
     They are all ids from the key `floor` up, so they begin the ranking; and the kept ids are the ranking's first few.
     So all kept ids are known if the candidates are all ids that are not banned, or reach top-k, or if one of them is
@@ -539,12 +539,12 @@ def _pick(candidates, n, floor, k, p, least, row_total, number, SIZE: tl.constex
 
 @triton.jit
 def _sample_unfiltered(scaled, tops, top, sums, number, BLOCK: tl.constexpr, LANES: tl.constexpr, VOCAB: tl.constexpr):
-    """A draw from all of the row, in the order of ids: first the block, then the id in it."""
+    """Sample from the whole row, in the order of ids: first the block, then the id in it."""
     block = tl.arange(0, LANES)
     share = sums * tl.exp(tops.to(tl.float64) - top)
     running = tl.cumsum(share, 0)
     target = number * tl.max(running, 0)
-    # Where rounding leads past the end, the last that can be drawn.
+    # If rounding leads past the end, the last block with a nonzero probability.
     place = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), tl.max(tl.where(share > 0, block, 0), 0))
     target -= tl.sum(tl.where(block < place, share, 0.0), 0)
 
@@ -612,7 +612,7 @@ def _weight_at(mark, largest, least):
 
 @triton.jit
 def _sample_by_search(scaled, largest, k, p, least, number, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
-    """The twin's draw by threshold searches over the whole row.
+    """The twin's sampling by threshold searches over the whole row.
 
     What is kept is all keys above `edge`, and of the ids at it the lowest `at_edge`.
     """
@@ -741,7 +741,7 @@ def choose_kernel(
                     token = _sample_by_search(scaled + row * VOCAB, top, k, p, least, number, VOCAB, CHUNK)
     else:
         token = tl.min(tl.where(tops == top, firsts, _NO_ID), 0)
-    token = tl.minimum(tl.maximum(token, 0), N_TOKENS - 1)  # were a logit no number, the id must still be one
+    token = tl.minimum(tl.maximum(token, 0), N_TOKENS - 1)  # even if a logit is NaN, the id must be valid
 
     peak = tl.max(peaks, 0)
     spread = tl.log(tl.sum(raw_sums * tl.exp((peaks - peak).to(tl.float64)), 0)).to(tl.float32)

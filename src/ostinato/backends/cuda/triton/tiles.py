@@ -21,8 +21,9 @@ from ostinato.backends.weights import shape_of
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a product is cut: block_n outputs to a program, block_k columns to a turn of its loop, `slices` of those to
-    a warp each (or 1: the warps share the outputs), split_k programs to an output, num_stages turns in flight."""
+    """How a product is cut: block_n outputs to a program, block_k columns to an iteration of its loop, `slices` of
+    those to a warp each (or 1: the warps share the outputs), split_k programs to an output, num_stages iterations in
+    flight."""
 
     block_n: int
     block_k: int
@@ -136,7 +137,7 @@ def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
 
 
 def step_columns(weight: Tensor | Packed, cut: Tile) -> int:
-    """How many columns a turn takes: as many as asked for; of a packed weight whole units that divide its columns."""
+    """Columns of an iteration: as many as asked for; of a packed weight, whole units that divide its columns."""
     if isinstance(weight, Tensor):
         return cut.block_k
     if weight.type in ("Q4_K", "Q5_K"):

@@ -3,7 +3,7 @@
 // A page is 16 positions. Keys of a page and head lie [width][16], positions side by side, so that a score is a sum of
 // products lane by lane and nothing is reduced across lanes; values lie [16][width]. The past is walked in blocks of
 // 256 positions that begin at multiples of it. Each block gives a largest score, a sum of weights and a mix of values,
-// and blocks are joined in order: so a row's bits do not depend on who is beside it, on where a prompt was cut, or on
+// and blocks are joined in order: so a row's bits do not depend on the other rows, on where a prompt was cut, or on
 // which thread had which block. Bound by reading keys and values in a decode step, and by products in a chunk of a prompt.
 #pragma once
 
@@ -75,10 +75,10 @@ static inline PageOfHead page_of(const Heads& heads, const Cache& cache, int pag
     return at;
 }
 
-// Ask for memory that is soon read: each page is a stream of its own, and the CPU finds only its own beginnings.
+// Prefetch memory that is read soon: each page is a stream of its own, whose start the hardware prefetcher misses.
 static inline void soon(const void* at) { __builtin_prefetch(at); }
 
-// Ask for the keys that a look from this position on begins with.
+// Prefetch the first keys that attention from this position on reads.
 static inline void soon_keys(const Heads& heads, const Cache& cache, const int* pages, int kv, int first, int last) {
     const size_t bytes = heads.kept == KEPT_F32 ? 4 : heads.kept == KEPT_Q8_0 ? 1 : 2;
     for (int p = first / PAGE; p * PAGE < last && p < first / PAGE + 2; p++) {
@@ -113,7 +113,7 @@ static inline void score_pages(
         for (int i = 0; i < Q; i++) store(scores + i * BLOCK + p * PAGE, sums[p][i]);
 }
 
-// --- weights: from scores to e^(score - largest), 0 where a query may not look ---
+// --- weights: from scores to e^(score - largest), 0 where the mask hides a position from a query ---
 
 static inline void to_weights(float* scores, int begin, int end, int first, int last, float softcap, SoftmaxState& partial) {
     if (softcap > 0)
@@ -186,12 +186,12 @@ __attribute__((noinline)) static void attend_queries(
         first = from < first ? (from < 0 ? 0 : from) : first;
         last = to > last ? (to > BLOCK ? BLOCK : to) : last;
     }
-    if (first >= last) return;  // of a chunk's rows, others look here, and these do not
+    if (first >= last) return;  // other rows of the chunk attend to this block, these do not
     const int begin = first / PAGE, end = (last + PAGE - 1) / PAGE;
     PageOfHead at[BLOCK / PAGE + 1];
     for (int p = begin; p < end; p++) at[p] = page_of<KEPT>(heads, cache, pages[base / PAGE + p], kv);
-    constexpr int P = Q <= MOST_QUERIES / 2 ? 2 : 1;  // more sums at work than one addition takes turns
-    // Where pages are odd in number, the last is scored twice: the copy's scores fall where nobody looks.
+    constexpr int P = Q <= MOST_QUERIES / 2 ? 2 : 1;  // enough independent sums to hide an addition's latency
+    // If the number of pages is odd, the last is scored twice: the copy's scores go where they are not read.
     at[end] = at[end - 1];
     for (int p = begin; p < end; p += P) {
         const unsigned char* next[P];  // keys of the next pages, and behind the last ones the first pages' values

@@ -1,4 +1,4 @@
-// What a layer does to a row between products: norms, rotary positions, gated activations, and which experts it takes.
+// What a layer does to a row between products: norms, RoPE, gated activation functions, and routing to experts.
 //
 // Every function takes one row, and adds in one order. Rows may end inside sixteen lanes: what is beyond counts as 0.
 #pragma once
@@ -50,7 +50,7 @@ static inline void cos_sin_of(int position, const float* frequencies, int half, 
     }
 }
 
-// Turn the first 2 * half elements of a head: pairs (i, i + half), or neighbours (2i, 2i + 1).
+// RoPE: rotates the first 2 * half elements of a head, as pairs (i, i + half) or neighbours (2i, 2i + 1).
 static inline void rotate(float* head, const float* cos_sin, int half, bool neighbours) {
     const float *cosines = cos_sin, *sines = cos_sin + half;
     const int step = neighbours ? 2 : 1, apart = neighbours ? 1 : half;

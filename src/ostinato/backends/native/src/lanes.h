@@ -392,7 +392,7 @@ static inline int largest(Ints x) {
 
 // --- functions: relative error of exp 1.2e-7, of tanh 1.4e-7; erf is right to 2e-7 of 1 ---
 
-// e^x; 0 below -87, where float32 leaves its normal numbers, and e^88 above 88. What is no number stays none.
+// e^x; 0 below -87, where float32 leaves its normal numbers, and e^88 above 88. NaN stays NaN.
 static inline Lanes exp(Lanes x) {
     const Lanes low = lanes(-87.0f), shift = lanes(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
     Lanes y = min(lanes(88.0f), max(low, x));

@@ -1,5 +1,5 @@
-// The loop: a decode step for every live slot, a chunk of prompts or of other texts, and the play that goes from step
-// boundary to step boundary.
+// The loop: a decode step for every live slot, a chunk of prompts or of other texts, and the loop that repeats steps
+// from step boundary to step boundary.
 //
 // One way through the model serves both: rows go through the layers side by side, each with its own position and
 // pages. Every product is shared out over the members of the team by tiles of its output, everything between products
@@ -71,7 +71,7 @@ struct Plan {
 // Consecutive positions of one sequence, from `start` on.
 struct Part {
     const int* pages;
-    int n_rows, start, slot;  // whose `last` row gets the last of these; -1: nobody's
+    int n_rows, start, slot;  // the slot whose `last` row gets the last of these; -1: none
     int reserved;
 };
 
@@ -80,7 +80,7 @@ struct Part {
 struct Outputs {
     const int* rows;      // [n], of the chunk
     float* hidden;        // [n][hidden], behind the last norm
-    float* logits;        // [n][vocab]; where log-probabilities are asked for, [slice][vocab], and nobody's afterwards
+    float* logits;        // [n][vocab]; with log-probabilities [slice][vocab], scratch that the caller does not read
     const int* targets;   // [n], and the log-probability of each
     float* logprobs;      // [n]
     int* top_ids;         // [n][n_top], of the first n_tokens ids, the most likely first
@@ -110,7 +110,7 @@ struct ThreadScratch {
     unsigned char *inputs, *sampler;
 };
 
-// A model on its way through the layers: the rows, and the memory that members share. Knows no team, no step boundary.
+// The forward through the layers: the rows, and the memory that members share. Independent of team and step boundary.
 struct ForwardPass {
     Plan plan;
 
@@ -126,7 +126,8 @@ struct ForwardPass {
     int hidden_stride, attended_stride, qkv_stride, inside_stride, n_blocks, most_units;
     float *x, *normed, *qkv, *attended, *out, *inside, *cos_sin, *block_partials, *block_mixed, *scores, *shares, *expert_out;
     float* first_logits;
-    // Of experts: by row and choice who it is; by taker its row and choice; the other way; by expert its first taker.
+    // Of experts: the expert of each (row, choice); the (row, choice) of each routed row; the inverse; the first routed
+    // row of each expert.
     int *chosen, *taker, *place, *first_of;
     // Of a chunk: by row its part and position; the first row of each run of rows that attention takes together.
     int *part_of, *chunk_position, *run_begins;
@@ -354,7 +355,8 @@ struct ForwardPass {
         m.barrier();
     }
 
-    // Behind the last layer: a step's rows stay with whoever holds them, the last of a part goes where `first` looks.
+    // After the last layer: a step's rows stay with the member that holds them; the last row of a part is written to
+    // `last`, where `first` reads it.
     void finish_rows(team::Member& m, const float* after) {
         int first = 0, last = n_rows;
         if (!few()) m.share(n_rows, first, last);
@@ -436,7 +438,7 @@ struct ForwardPass {
         return {plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
     }
 
-    // A query head of a row, normed, turned and scaled.
+    // A query head of a row, after QK norm, RoPE and scaling.
     void query_of(const Layer& layer, int row, int head, float* q) const {
         const int width = plan.head_width;
         memcpy(q, qkv + size_t(row) * qkv_stride + size_t(head) * width, width * sizeof(float));
@@ -463,8 +465,8 @@ struct ForwardPass {
         );
     }
 
-    // Rows of different sequences. Whoever has the last block of a row and key head keeps the row's own key and value
-    // there first: nobody else looks at that block.
+    // Rows of different sequences. The member that has the last block of a row and key head first stores the row's own
+    // key and value there: no other member reads that block.
     void attend_rows(team::Member& m, const Layer& layer) {
         int unit = 0;
         for (int row = 0; row < n_rows; row++) {
@@ -593,7 +595,7 @@ struct ForwardPass {
         }
     }
 
-    // --- experts: rows are sorted by whom they go to, each expert's products have only its own rows ---
+    // --- experts: rows are sorted by expert, and each expert's products have only its own rows ---
 
     Inputs inputs_of_expert(int expert, int cols) const {
         const int n = first_of[expert + 1] - first_of[expert];
@@ -645,7 +647,7 @@ struct ForwardPass {
         first_of[0] = 0;
     }
 
-    // Prepare each taker's input in its expert's place.
+    // Prepare each routed row's input in the place of its expert.
     template <class F>
     void by_taker(team::Member& m, int n_takers, int cols, F row_of_input) {
         int first, last;
@@ -657,7 +659,7 @@ struct ForwardPass {
         m.barrier();
     }
 
-    // Share out the tiles of all experts that somebody goes to, as if they were one matrix.
+    // Share out the tiles of all experts that some row is routed to, as if they were one matrix.
     template <class F>
     void by_expert_tile(team::Member& m, int tiles_each, F work) {
         int n_taken = 0, first, last;
@@ -724,7 +726,8 @@ struct Loop : ForwardPass {
     static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->chunk(m); }
     static void first_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->first(m); }
 
-    // A step boundary, then steps while it says go. Whoever waits for the team has it between two steps.
+    // A step boundary, then steps while the boundary returns true. A thread that waits for the team gets it between two
+    // steps.
     void run_loop() {
         team.acquire();
         for (bool goes_on = pass_boundary(); goes_on; goes_on = pass_boundary()) {
@@ -772,7 +775,7 @@ struct Loop : ForwardPass {
         return goes_on;
     }
 
-    // Tell whoever listens that the outbox, or the end, is worth a look; a full pipe says so already.
+    // Wake the host: the outbox has entries, or the loop has ended. If the pipe is full, the host is woken already.
     void wake_host() const {
         const unsigned long long one = 1;
         if (plan.wake >= 0 && ::write(plan.wake, &one, sizeof one) < 0) return;

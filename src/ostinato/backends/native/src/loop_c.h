@@ -1,4 +1,4 @@
-// The loop for Python: opened over a plan, played, and closed. See backends/native/plan.py.
+// The loop's C interface for Python: open over a plan, run, close. See backends/native/plan.py.
 #pragma once
 #include <new>
 #include <system_error>
@@ -43,7 +43,7 @@ void ostinato_chunk(void* opened, const loop::Part* parts, int n_parts, const in
 }
 void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->run_first(slot); }
 
-// The turn at the team, for a caller that does several things between two steps of whoever plays.
+// Ownership of the team, for a caller that runs several jobs between two steps of the loop.
 void ostinato_acquire(void* opened) { static_cast<loop::Loop*>(opened)->team.acquire(); }
 void ostinato_release(void* opened) { static_cast<loop::Loop*>(opened)->team.release(); }
 

@@ -1,5 +1,5 @@
-// Products of tiles with rows of activations; tiles.h says how both lie in memory. A translation unit of its own: it is
-// half of what there is to compile, and is compiled beside the other half.
+// Products of tiles with rows of activations; tiles.h says how both lie in memory. A separate translation unit:
+// it is half of the code, and is compiled in parallel with the other half.
 #include "tiles.h"
 
 // --- the machine: what a register holds of a tile, and integer products ---

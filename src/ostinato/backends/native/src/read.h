@@ -1,7 +1,7 @@
-// The plain read loop that decoding is measured beside: every byte of some planes, once a turn, summed and nothing else.
+// The plain read loop that decoding is compared with: each pass reads and sums every byte of some planes.
 //
-// Each thread reads its share of every plane, one plane after the other, without waiting for the others: no arithmetic,
-// no barrier and no order could be quicker than this, so tokens per second over turns per second is what is left to win.
+// Each thread reads its share of every plane, one plane after the other, without waiting for the others. Decoding reads
+// the same bytes and cannot be faster, so tokens per second over passes per second is its share of the possible speed.
 #pragma once
 
 #include <cstdint>

@@ -1,11 +1,11 @@
 // From a row of logits to a token: what backends/torch/ops/sample_step.py defines, for one row, by one thread, with no allocation.
 //
 // The same token as the twin for the same logits: penalties, bias and bans are the same float32 operations, ranks are
-// settled by value and then by id, and the sums that place a draw are float64. Log-probabilities are the model's own.
+// decided by value and then by id, and the sums that place a sample are float64. Log-probabilities are the model's own.
 //
 // The vocabulary is never sorted. What the filters keep is a run of the ranked ids from the first one on, so the ids
 // within a reach of the largest are ranked, and more only if those cannot decide. Passes over the vocabulary bound the
-// speed: one for the largest, one for the sum of exponentials, and for a draw one more of each and one for each reach.
+// speed: one for the largest, one for the sum of exponentials; for sampling, one more of each and one for each reach.
 #pragma once
 #include <cfloat>
 #include <cmath>
@@ -25,7 +25,7 @@ struct Ranked {
 
 struct SamplerWorkspace {               // of one thread, over memory that the caller owns
     float* values;           // [vocab] logits as penalties, bans and temperature leave them
-    Ranked *ranked, *other;  // [vocab + 1] who is within reach
+    Ranked *ranked, *other;  // [vocab + 1] the ids within reach
     double* weights;         // [vocab] their exponentials
 };
 
@@ -76,7 +76,7 @@ static inline void divide(const float* x, int n, float by, float* out) {
     for (; i < n; ++i) out[i] = x[i] / by;
 }
 
-// The largest; what is no number is passed over.
+// The largest; NaN is skipped.
 static inline float largest_of(const float* x, int n) {
     Lanes most = lanes(-INFINITY);
     int i = 0;
@@ -86,7 +86,7 @@ static inline float largest_of(const float* x, int n) {
     return found;
 }
 
-// The first that is no number, or the first of the largest.
+// The first NaN, or the first of the largest.
 static inline int first_largest(const float* x, int n, float most, bool numbers) {
     if (!numbers) {
         for (int i = 0; i < n; ++i) {
@@ -101,7 +101,7 @@ static inline int first_largest(const float* x, int n, float most, bool numbers)
     return 0;
 }
 
-// The sum of e^(x - most), each addend float32; right to SUM_ERROR of itself, and no number if one of x is none.
+// The sum of e^(x - most), each addend float32; right to SUM_ERROR of itself, and NaN if one of x is NaN.
 #define SUM_ERROR 1e-5
 static inline double sum_of_exp(const float* x, int n, float most) {
     const Lanes top = lanes(most);
@@ -168,7 +168,7 @@ static inline double exact_sum_of_exp(const float* x, int n, float most) {
     return total;
 }
 
-// Everybody from `least` on, in the order of ids; returns how many.
+// All ids whose value is at least `least`, in the order of ids; returns how many.
 static inline int within(const float* x, int n, float least, Ranked* out) {
     int found = 0, i = 0;
     for (; i < n; i += AT_ONCE) {
@@ -294,7 +294,7 @@ static inline const float* shaped(
     return values;
 }
 
-// --- draw ---
+// --- sampling ---
 
 #define UNDECIDED (-1)
 
@@ -314,8 +314,8 @@ static inline void to_weights(const Ranked* ranked, int n, float most, double* w
     }
 }
 
-// The place of the draw among the ranked, given the sum of all weights; UNDECIDED where it may lie beyond them. A larger
-// sum never keeps fewer, nor draws earlier: two sums that agree speak for every sum between them.
+// The rank of the sampled id among the ranked, given the sum of all weights; UNDECIDED where it may lie beyond them. A
+// larger sum never keeps fewer ids, nor samples an earlier one: if two sums agree, every sum between them agrees too.
 static inline int sampled_place(const Filters& filters, const double* weights, int n, double total, bool no_more) {
     const double least = filters.min_p * (weights[0] / total);
     double sum = 0, kept_sum = 0;
@@ -344,13 +344,13 @@ static inline double sum_of(const double* weights, int n) {
     return total;
 }
 
-// The draw where it is decided by a few: those within a reach of the largest, more and more of them.
+// Sampling that a few ids decide: those within a reach of the largest, which grows until they do.
 #define A_FEW 4096
 static inline int sample_few(const SamplerWorkspace& workspace, int n, float most, const Filters& filters) {
     static const float REACHES[] = {1.0f, 2.0f, 4.0f, 8.0f, 16.0f, INFINITY};
     const bool unfiltered = filters.top_p >= 1 && filters.min_p == 0;
     bool exact = n <= A_FEW;
-    double total = 0;  // a draw from the top-k has its own
+    double total = 0;  // with top-k, the sum is that of the top-k
     if (!filters.top_k) total = exact ? exact_sum_of_exp(workspace.values, n, most) : sum_of_exp(workspace.values, n, most);
     for (const float reach : REACHES) {
         const float least = most - reach;
@@ -383,8 +383,8 @@ static inline int sample_few(const SamplerWorkspace& workspace, int n, float mos
     return UNDECIDED;
 }
 
-// The draw among many: values in buckets of equal width, each with its number and its sum, so that only the bucket where
-// a filter cuts and the one where the draw falls are ranked.
+// Sampling from many ids: values in buckets of equal width, each with its count and its sum, so that only the bucket
+// where a filter cuts and the one that holds the sample are ranked.
 #define N_BUCKETS 512
 #define BUCKETS_PER_UNIT 16.0f
 
@@ -494,7 +494,7 @@ static inline int sample_many(const SamplerWorkspace& workspace, int n, float mo
     return workspace.ranked[n_kept_here - 1].id;
 }
 
-// One draw from the values, which are scaled; `most` is the largest of them, and finite.
+// Samples one id from the scaled values; `most` is the largest of them, and finite.
 static inline int sampled_id(const SamplerWorkspace& workspace, int n, float most, const Filters& filters) {
     const int token = sample_few(workspace, n, most, filters);
     return token != UNDECIDED ? token : sample_many(workspace, n, most, filters);
@@ -516,7 +516,7 @@ static inline int chosen_of(
     return sampled_id(workspace, n, most, filters);
 }
 
-// --- the most likely, for whoever asked ---
+// --- the most likely ids, for requests with top log-probabilities ---
 
 static inline int ranked_top(const float* x, int n, int n_top, Ranked* top) {
     int n_held = 0;

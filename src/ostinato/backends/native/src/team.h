@@ -1,16 +1,16 @@
-// The thread team: one job at a time, played by the caller and by threads that sleep while there is none.
+// The thread team: one job at a time, run by the caller and by threads that sleep while there is none.
 //
-// A job is one function that every member runs with its number; inside it members meet at barriers, so the whole job
-// is phases of work shared out by outputs. The caller is member 0. Who waits spins for a while, which costs 50 ns where
-// all are at work, and then sleeps: no phase is that long by design, but a core can be taken away.
+// A job is one function that every member runs with its number; inside it members synchronise at barriers, so a job is
+// a series of phases, each shared out by outputs. The caller is member 0. A member that waits at a barrier spins for a
+// while, which costs 50 ns if all members are running, and then sleeps: by design no phase lasts that long, but the
+// system may preempt a core.
 //
-// A team belongs to whoever holds the turn: any thread may take it, one at a time, and a loop gives it away between two
-// steps when somebody waits. The turn is a robust mutex: if its holder dies, the members that wait for it at a barrier
-// find out, leave the job, and the next caller finds the team whole.
+// The thread that holds the owner mutex runs jobs: any thread may acquire it, one at a time, and the loop hands it over
+// between two steps if another thread waits. The mutex is robust: if its holder dies, the members waiting at a barrier
+// detect this and leave the job, and the next caller finds the team complete.
 //
-// A stolen core: where a member keeps the others waiting much longer than they worked themselves, more threads are
-// slower than fewer. The team then plays with one less for a while, and tries again. What is computed does not depend
-// on it.
+// Preempted cores: if one member keeps the others waiting much longer than they worked, fewer threads are faster. The
+// team then runs with one member less for a while, and tries again. Results do not depend on the number of members.
 #pragma once
 
 #include <atomic>
@@ -35,12 +35,12 @@
 
 namespace team {
 
-constexpr int SPINS = 4000;                       // about 0.1 to 0.2 ms of looking before a waiting member sleeps
-constexpr int64_t LOOK_AGAIN_NS = 20'000'000;     // how long it sleeps before it asks whether its caller lives
-constexpr int64_t LATE_NS = 300'000;              // a wait of which it is asked whether a core was stolen
+constexpr int SPINS = 4000;                       // about 0.1 to 0.2 ms of spinning before a waiting member sleeps
+constexpr int64_t LOOK_AGAIN_NS = 20'000'000;     // how long it sleeps before it checks whether its caller is alive
+constexpr int64_t LATE_NS = 300'000;              // a wait this long may mean a preempted core
 constexpr int LATE_TIMES = 3;                     // ... if it was this many times the work that was done before it
 constexpr double STOLEN_SHARE = 0.25;             // of the last jobs' time, lost in such waits: then one member rests
-constexpr double NEWEST = 0.1;                    // the weight of one job in that share: a hiccup is not a theft
+constexpr double NEWEST = 0.1;                    // the weight of one job in that share: one long wait is not enough
 constexpr int64_t REST_NS = 200'000'000, LONGEST_REST_NS = 3'200'000'000;
 
 inline int64_t now_ns() {
@@ -76,7 +76,7 @@ inline void wake_all(std::atomic<uint32_t>& word) {
 struct Abandoned {};  // thrown at a barrier whose caller has died, and caught where the member began
 
 class Team;
-struct Member {  // what a job is told: who it is, of how many
+struct Member {  // a job's argument: its number, and the number of members
     Team* team;
     int me, n;
     int64_t began_ns = 0;  // when its phase began
@@ -102,26 +102,26 @@ class Team {
         pthread_mutexattr_destroy(&kind);
         try {
             for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { live(me); });
-        } catch (...) {  // the system has no thread for somebody: those who live already must end first
+        } catch (...) {  // the system refused a thread: end those already started first
             dismiss();
             throw;
         }
     }
 
-    ~Team() { dismiss(); }  // nobody may be in a job, or waiting for the turn
+    ~Team() { dismiss(); }  // no thread may be in a job or waiting for the team
 
     int size() const { return n_; }
     int active() const { return active_; }
     int n_rests() const { return n_rests_.load(std::memory_order_relaxed); }
 
-    // --- the turn ---
+    // --- ownership of the team ---
 
     void acquire() {
         int found = passing_.load() == PASSED ? EBUSY : pthread_mutex_trylock(&owner_);
         if (!is_ours(found)) {
             n_asking_.fetch_add(1);
             while (!is_ours(found = passing_.load() == PASSED ? wait_until_back() : lock_soon())) {
-                int nobody = 0;  // forgotten, because this thread had no core when it was offered: asks again
+                int nobody = 0;  // the request was dropped because this thread was not scheduled in time: ask again
                 n_asking_.compare_exchange_strong(nobody, 1);
             }
             one_asks_less();
@@ -133,8 +133,9 @@ class Team {
 
     void release() { pthread_mutex_unlock(&owner_); }
 
-    // Let one other have the turn if anybody asks for it; back when it is ours again. Whoever comes meanwhile waits for
-    // that. Where nobody takes it, who asked has died or has no core, and is forgotten until it asks again.
+    // Let one waiting thread own the team, if there is one; returns when this thread owns it again. Threads that ask
+    // meanwhile wait until then. If no thread takes it, the one that asked has died or is not scheduled: its request is
+    // dropped until it asks again.
     void hand_over() {
         if (n_asking_.load() == 0) return;
         const int64_t until = now_ns() + LOOK_AGAIN_NS;
@@ -146,7 +147,7 @@ class Team {
         wake_all(passing_);
     }
 
-    // --- a job: whoever holds the turn ---
+    // --- a job: called by the thread that owns the team ---
 
     void run(Job job, void* what) {
         const int64_t began = now_ns();
@@ -157,7 +158,7 @@ class Team {
         for (int me = 1; me < n; me++) call(me, calls_[me].number.load(std::memory_order_relaxed) + 1);
         Member caller{this, 0, n, began};
         job(what, caller);
-        caller.barrier();  // everybody has left the job
+        caller.barrier();  // all members have left the job
         if (n > 1) judge(now_ns() - began);
     }
 
@@ -190,7 +191,7 @@ class Team {
 
     static bool is_ours(int found) { return found == 0 || found == EOWNERDEAD; }
 
-    // The turn, if it can be had soon.
+    // Acquires the owner mutex if it becomes free soon.
     int lock_soon() {
 #if defined(__linux__)
         timespec until;
@@ -208,7 +209,7 @@ class Team {
 #endif
     }
 
-    // While the turn is on its way back to who passed it, nobody else takes it; unless that one does not come.
+    // While ownership returns to the thread that handed it over, no other thread takes it, unless that thread is late.
     int wait_until_back() {
         sleep_on(passing_, PASSED, LOOK_AGAIN_NS);
         const bool is_late = passing_.load() == PASSED;
@@ -217,7 +218,7 @@ class Team {
         return found;
     }
 
-    void one_asks_less() {  // but never less than nobody: it may have been forgotten
+    void one_asks_less() {  // but never below 0: the request may have been dropped
         int n = n_asking_.load();
         while (n > 0 && !n_asking_.compare_exchange_weak(n, n - 1)) {}
     }
@@ -273,14 +274,14 @@ class Team {
         const int found = pthread_mutex_trylock(&owner_);
         if (!is_ours(found)) return false;
         if (found == EOWNERDEAD) recover();
-        // Free, or its holder dead: nobody plays this job any more, unless it came to its end this moment.
+        // Free, or its holder is dead: the job is abandoned, unless it ended at this moment.
         const bool died = phase_.load() == phase;
         if (died) abandoned_.store(true);
         pthread_mutex_unlock(&owner_);
         return died;
     }
 
-    // The turn is ours: of somebody who died, perhaps.
+    // This thread owns the team now; the previous owner may have died.
     void taken(int found) {
         if (found == EOWNERDEAD) recover();
         if (abandoned_.load()) tidy();
@@ -293,15 +294,16 @@ class Team {
         abandoned_.store(true);
     }
 
-    void tidy() {  // by the new holder of the turn, before its first job: wait until every member has left the old one
-        for (int me = 1; me < n_; me++)  // or come to it late: who was called and had no core yet would join the next
+    void tidy() {  // by the new owner, before its first job: wait until every member has left the old one
+        // A member that was woken for the old job but has not been scheduled yet would join the next one.
+        for (int me = 1; me < n_; me++)
             while (calls_[me].left.load(std::memory_order_acquire) != calls_[me].number.load())
                 std::this_thread::sleep_for(std::chrono::milliseconds(1));
         here_.store(0);
         abandoned_.store(false);
     }
 
-    // --- a core that was stolen ---
+    // --- preempted cores ---
 
     void judge(int64_t elapsed_ns) {
         const double lost = double(late_ns_.exchange(0)) / double(elapsed_ns > 0 ? elapsed_ns : 1) / (active_ - 1);

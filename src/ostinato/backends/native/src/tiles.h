@@ -135,8 +135,7 @@ static inline Inputs inputs_over(void* scratch, int cols, int n_rows, bool wide)
 template <bool WIDE>
 static inline void prepare_block(Lanes u, Lanes v, signed char* plane, float* steps, int* sums) {
     constexpr float most = WIDE ? 16256.0f : 127.0f;
-    // Compared as integers, what is no number is the largest of all: the step becomes none either, and so do the
-    // products.
+    // Compared as integers, NaN is the largest of all: then the step is NaN, and so are the products.
     float top = float_of(uint32_t(largest(max(bits_of(abs(u)), bits_of(abs(v))))));
     float step = top / most, per = top >= 1e-30f ? most / top : 0.0f;
     Ints a = to_nearest(mul(u, lanes(per))), b = to_nearest(mul(v, lanes(per)));

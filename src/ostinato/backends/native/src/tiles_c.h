@@ -92,7 +92,7 @@ static inline void pack_q6_k(unsigned char* quants, unsigned char* scales, unsig
 }
 
 template <int TYPE> static void pack_tile(const Matrix& w, const unsigned char* blocks, int tile) {
-    static const unsigned char nothing[256] = {};  // a row that fills up the last tile: nobody reads its products
+    static const unsigned char nothing[256] = {};  // padding rows of the last tile: their products are not read
     size_t bytes[3];
     tile_bytes(TYPE, w.cols, bytes);
     unsigned char* quants = const_cast<unsigned char*>(w.quants) + tile * bytes[0];

@@ -1,20 +1,20 @@
 // Attention of one layer: each row's queries over its own pages, softmax(scale q k^T) v; its key and value appended.
 //
 // What a row sees is cut into at most SPLITS splits of one length, a multiple of LEAST_SPLIT that follows from the
-// row's own position and the window. A split of one key head is an *item*; items are partition to the blocks. Within an
-// item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in their order to a *part*,
-// which goes to whoever *merges* the parts of a head, in order too. So a row's bits do not depend on who is beside it,
-// nor on who computes it. Twin: attend_torch of backends/torch/ops/attend.py.
+// row's own position and the window. A split of one key head is an *item*; items are partitioned among the blocks.
+// Within an item each warp takes 16 positions at a time, its *tile*, and the warps' sums are added in warp order to a
+// *part*, which goes to the warps that *merge* the parts of a head, in order too. So a row's bits do not depend on the
+// other rows, nor on which block computes it. Twin: attend_torch of backends/torch/ops/attend.py.
 //
 // Tensor cores do both products, for all queries of a key head at once: a lane's share of a key or a value is 16 bytes
-// as they lie in memory, since what is summed over may stand in any order as long as both operands have the same.
-// Scores come out of the first product as the second wants them, and weights go into it with twice the bits of a kept
-// number, so that nothing but keys, values and queries is rounded to its bits.
+// as they lie in memory, since the summed dimension may have any order as long as both operands have the same. The
+// first product leaves scores in the layout that the second needs, and softmax weights enter it with twice the bits of
+// a cached number, so that only keys, values and queries are rounded to that type.
 //
-// Bound by latency at short contexts, hence few instructions between the arrival of a query and the part's departure:
-// whatever does not depend on this layer's product is known from the step's attention plan, and keys and values of old
-// positions are asked for before the queries have come. Bound by reading keys and values at long ones: DEPTH tiles of
-// each warp are under way, across items too.
+// Bound by latency at short contexts, hence few instructions between the arrival of a query and the store of the part:
+// everything that does not depend on this layer's product is in the step's attention plan, and keys and values of old
+// positions are loaded before the queries arrive. Bound by reading keys and values at long ones: each warp has DEPTH
+// tiles in flight, across items too.
 #pragma once
 #include "attention_plan.h"
 #include "handoff.h"
@@ -28,8 +28,8 @@ constexpr int STRIDE = TILE * N_COMPUTE_WARPS;             // positions that a b
 constexpr int KEY_CHUNKS = CHUNKS / 4;               // of a lane, of each of its two positions
 constexpr int VALUE_CHUNKS = (CHUNKS + 7) / 8;       // of a lane, of each of its four positions; of width 96 some idle
 constexpr int SUM_TILES = VALUE_CHUNKS * IN_CHUNK / 2;
-constexpr int HOLDS = CHUNKS <= 16 ? 1 : 0;          // else it is more than registers hold, and is read when it is used
-constexpr int DEPTH = CHUNKS <= 8 ? 2 : 1;           // tiles of a warp under way: as many as registers hold
+constexpr int HOLDS = CHUNKS <= 16 ? 1 : 0;          // 0: too large for registers, loaded when it is used
+constexpr int DEPTH = CHUNKS <= 8 ? 2 : 1;           // tiles of a warp in flight: as many as registers hold
 static_assert(CHUNKS % 4 == 0, "four lanes share a key");
 static_assert(GROUP <= 8, "the queries of a key head are the columns of one product");
 
@@ -39,7 +39,7 @@ struct Held {
     uint4 values[4][HOLDS ? VALUE_CHUNKS : 1];
 };
 
-// --- what lies in shared memory meanwhile, where activations lie otherwise ---
+// --- shared memory of attention: the memory of the activations ---
 
 constexpr int PART_WORDS = HEAD_WIDTH + 2;     // of a head in tape.parts: sums, the largest score, the total
 constexpr int PART_STRIDE = HEAD_WIDTH + 8;    // of its sums in shared memory, so that lanes write to different banks
@@ -129,7 +129,7 @@ DEVICE int next_window(const ComputeThread& p, const Tape& tape, int layer, int 
 // Items number `first`, first + N_BLOCKS ... to the attention plan.
 APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int n_rows, int first) {
     AttentionPlan& plan = attention_plan_here();
-    sync_compute_warps();  // nobody reads the one before any more
+    sync_compute_warps();  // all compute warps have read the previous plan
     const int window = tape.windows[layer];
     if (layer == 0) note_cos_sin(p, tape, n_rows, plan);
     int n_all = 0;
@@ -150,10 +150,10 @@ APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int
     sync_compute_warps();
 }
 
-// --- what a thread knows of itself and of the layer ---
+// --- a thread's arguments in a layer ---
 
-// By value, with no pointer to shared memory nor to the kernel's argument: so looking and merging are functions of
-// their own, whose registers nobody else has a claim to.
+// Passed by value, with no pointer to shared memory nor to the kernel's argument, so that attending and merging are
+// separate functions with their own register allocation.
 struct AttentionArgs {
     int layer;
     u32 tag;
@@ -175,7 +175,7 @@ DEVICE AttentionArgs attention_args(const ComputeThread& p, const Tape& tape, in
     };
 }
 
-// Asked of the machine and not handed on, they are known to be small.
+// Read from special registers and not passed as arguments, so that the compiler knows their range.
 DEVICE int lane() { return (u32)thread() % 32; }
 DEVICE int warp() { return (u32)thread() / 32; }
 
@@ -195,14 +195,14 @@ struct TileCursor {
 };
 
 // Which position of a tile a lane's keys are of (t < 2), and its values (u < 4), as the products want them; and which
-// chunks. Beyond the end of a line, those of its last one: nobody reads their sums.
+// chunks. Beyond the end of a line, those of its last chunk: their sums are not read.
 DEVICE int key_position(int t) { return 8 * t + lane() / 4; }
 DEVICE int value_position(int u) { return u / 2 * 8 + lane() % 4 * 2 + u % 2; }
 DEVICE int key_chunk(int e) { return lane() % 4 + 4 * e; }
 DEVICE int value_chunk(int j) { return CHUNKS % 8 == 0 ? lane() / 4 + 8 * j : min(lane() / 4 + 8 * j, CHUNKS - 1); }
 
-// Where position lane % 16 of a tile lies. Beyond the item's end it is the last one once more: a number that weighs
-// nothing, as long as it is one. (The row's own key and value do not lie there yet: they come with the queries.)
+// Where position lane % 16 of a tile lies. Beyond the item's end, the last position again: its weight is 0, and it must
+// not be NaN. (The row's own key and value are not stored there yet: they arrive with the queries.)
 DEVICE u32 find_line(const AttentionPlan& plan, const TileCursor& cursor) {
     const Item& item = plan.items[cursor.i];
     const int position = min(cursor.base + warp() * TILE + lane() % TILE, item.end - 1);
@@ -213,8 +213,8 @@ DEVICE const uint4* place_of(const char* store, u32 line, int position, int chun
     return (const uint4*)store + (u64)(shuffle(line, position) + chunk);
 }
 
-// Where nothing follows there is nothing to ask; but what was held would go on living, in registers of its own, if it
-// were not overwritten.
+// If no tile follows, nothing is loaded; but the registers are overwritten, since otherwise the compiler would keep the
+// old values live.
 DEVICE void ask_keys(const char* store, bool is_one, Held& held) {
     UNROLL
     for (int n = 0; n < 2 * KEY_CHUNKS && HOLDS; n++) held.keys[n / KEY_CHUNKS][n % KEY_CHUNKS] = uint4{0, 0, 0, 0};
@@ -242,19 +242,19 @@ DEVICE void ask_values(const char* store, bool is_one, Held& held) {
     }
 }
 
-// --- queries, and the row's own key and value: normed, turned, and rounded as they are kept ---
+// --- queries, and the row's own key and value: QK norm, RoPE, rounded to the cache's type ---
 
 constexpr int PAIRS_EACH = (HEAD_WIDTH / 2 + 31) / 32;  // of a lane
 constexpr int LINES_AT_ONCE = PAIRS_EACH <= 2 ? 2 : 1;  // of a warp
 
-// The two columns that turn together, or stay together.
+// The two columns that RoPE rotates as a pair, or that it leaves unrotated.
 DEVICE int low_column(int pair) { return pair < ROPE_HALF && !ROPE_NEIGHBOURS ? pair : 2 * pair; }
 DEVICE int high_column(int pair) { return pair < ROPE_HALF && !ROPE_NEIGHBOURS ? pair + ROPE_HALF : 2 * pair + 1; }
 
 // A line, and a lane's pairs of it.
 struct Line {
     int i, part;         // item; below GROUP: a query; then the key, the value
-    const u64* from;     // null: nobody wants it
+    const u64* from;     // null: not needed
     u64 words[PAIRS_EACH][2];
     float2 parity[PAIRS_EACH];
     float norm[PAIRS_EACH][2];
@@ -262,7 +262,7 @@ struct Line {
 
 DEVICE bool is_there(int k) { return lane() + 32 * k < HEAD_WIDTH / 2; }
 
-// All that can be known of a line before it comes.
+// Everything of a line that does not depend on its values.
 DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int number, Line& line) {
     line.i = number / LINES;
     line.part = number % LINES;
@@ -286,7 +286,7 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
     }
 }
 
-// Looks at what has not come; whether something is still missing.
+// Loads the words that have not arrived yet; returns whether some are still missing.
 DEVICE bool load_line(const AttentionArgs& p, Line& line) {
     bool misses = false;
     UNROLL
@@ -323,7 +323,7 @@ DEVICE void keep(char* line, int column, float value) {
     else ((u16*)line)[column] = KEPT == TYPE_BF16 ? to_bf16(value) : to_f16(value);
 }
 
-// Queries are laid as the product wants them: of the four words of a chunk, the middle two change places.
+// Queries are stored in the layout of the product: of the four words of a chunk, the middle two are swapped.
 DEVICE int query_column(int column) {
     if (KEPT == TYPE_F32) return column;
     const int word = column / 2 % 4;
@@ -362,7 +362,7 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
     }
 }
 
-// All lines of the items at hand, a warp a line, some of each warp under way at once.
+// All lines of the current items, a warp for each line, several lines of each warp in flight.
 DEVICE void receive_lines(const AttentionArgs& p, const AttentionPlan& plan) {
     NOT_UNROLLED
     for (int first = warp(); first < plan.n_items * LINES; first += LINES_AT_ONCE * N_COMPUTE_WARPS) {
@@ -380,8 +380,8 @@ DEVICE void receive_lines(const AttentionArgs& p, const AttentionPlan& plan) {
 
 // --- an item: scores, weights, mixed values ---
 
-// Of a warp, what it has seen of an item so far. A lane has one query's top and its share of that query's total, and
-// of two other queries some of the mixed columns.
+// A warp's softmax state of an item so far. A lane has one query's largest score and its share of that query's total,
+// and for two other queries some columns of the weighted sum of values.
 struct SoftmaxState {
     float sums[SUM_TILES][4];
     float top, total;
@@ -418,8 +418,8 @@ DEVICE Split split_of(float low, float high) {
 
 // Queries of one chunk times keys of it. The product has more rows than there are queries. Of 16-bit numbers the other
 // half of the chunk stands in the lower ones: the first product is good in its upper rows, c[0] and c[1], the second
-// in its lower ones, d[2] and d[3], and what the other rows have nobody wants. Of float32 the lower ones are what a
-// query has beyond the first bits, and all of c counts.
+// in its lower ones, d[2] and d[3], and the other rows are not used. With float32 the lower rows are the low-order bits
+// of the queries, and all of c is used.
 DEVICE void multiply_keys(float c[4], float d[4], const uint4& query, const uint4& key) {
     if (KEPT != TYPE_F32) {
         multiply_kept(c, query, key.x, key.y);
@@ -459,7 +459,7 @@ DEVICE void score(const char* store, int i, int own, u32 line, Held& held, float
     }
 }
 
-// By how much each of a lane's queries has faded, where the top of query lane / 4 rose.
+// The factor by which each of a lane's sums is rescaled when the largest score of query lane / 4 has risen.
 DEVICE void rescale_softmax(float rescale, SoftmaxState& softmax) {
     const float rescales[2] = {shuffle(rescale, lane() % 4 * 8), shuffle(rescale, lane() % 4 * 8 + 4)};
     softmax.total *= rescale;
@@ -470,7 +470,8 @@ DEVICE void rescale_softmax(float rescale, SoftmaxState& softmax) {
     }
 }
 
-// Scores become weights, and what was seen before fades to the new top. `n_visible`: positions of the tile that count.
+// Scores become weights, and earlier sums are rescaled to the new largest score. `n_visible`: unmasked positions of the
+// tile.
 DEVICE void to_weights(int n_visible, bool is_first, float scores[4], SoftmaxState& softmax) {
     if (is_first) begin_softmax(softmax);
     float top = softmax.top;
@@ -539,7 +540,7 @@ DEVICE void mix(
     }
 }
 
-// What a warp has seen of an item, to shared memory.
+// A warp's part of an item, to shared memory.
 DEVICE void store_part(int i, SoftmaxState& softmax) {
     const WarpParts parts = parts_here(i);
     UNROLL
@@ -564,7 +565,7 @@ DEVICE void store_part(int i, SoftmaxState& softmax) {
     parts.totals[member * N_COMPUTE_WARPS + warp()] = softmax.total;
 }
 
-// The warps' parts of an item, in their order, to whoever merges.
+// Adds the warps' parts of an item in warp order and sends the sum to the warps that merge.
 DEVICE void hand_on_part(const AttentionArgs& p, const Item& item, int i) {
     const WarpParts parts = parts_here(i);
     NOT_UNROLLED
@@ -593,7 +594,7 @@ DEVICE void hand_on_part(const AttentionArgs& p, const Item& item, int i) {
     }
 }
 
-// A tile; the one to come is asked for as soon as the registers for it are free. After the last of an item, its part.
+// One tile; the next one is loaded as soon as its registers are free. After an item's last tile, its part is stored.
 DEVICE void attend_tile(const AttentionArgs& p, const AttentionPlan& plan, TileCursor& here, TileCursor& coming, Held& held, SoftmaxState& softmax) {
     const Cache& cache = plan.caches[p.layer];
     const Item& item = plan.items[here.i];
@@ -650,7 +651,7 @@ constexpr int MERGES = (HEAD_WIDTH / 2 + 31) / 32;  // of a head
 constexpr int SPLITS_AT_ONCE = SPLITS < 8 ? SPLITS : 8;
 static_assert(SPLITS <= 32, "a lane has the top and the total of a split");
 
-// By how much each split counts, in the lane of its number. `words`: its top and its total.
+// The weight of each split, in the lane of its number. `words`: its largest score and its total.
 DEVICE float share_of_split(int n_splits, const u64 words[2]) {
     const bool is_one = lane() < n_splits;
     const float own = is_one ? float_of((u32)words[0]) : MASKED;
@@ -664,14 +665,14 @@ DEVICE float share_of_split(int n_splits, const u64 words[2]) {
     return is_one ? share / total : 0.0f;
 }
 
-// What a lane wants of a head: of some splits its two columns, of the split of its own number top and total.
+// What a lane loads of a head: of some splits its two columns; of the split of its own number, largest score and total.
 struct Merging {
     const u64 *columns, *ends;
     int n_splits, n_wanted;
     u64 words[SPLITS_AT_ONCE][2], end[2];
 };
 
-// Looks at what has not come of the splits from `first` on; whether something is still missing.
+// Loads the words of the splits from `first` on that have not arrived yet; returns whether some are still missing.
 DEVICE bool load_parts(const AttentionArgs& p, int first, Merging& m) {
     if (lane() < m.n_splits && !have_arrived(m.end, p.tag)) load_two_relaxed(m.ends, m.end);
     UNROLL
@@ -699,7 +700,7 @@ DEVICE void merge(const AttentionArgs& p, int number, int n_splits) {
         }
         if (first == 0) share = share_of_split(n_splits, m.end);
         UNROLL
-        for (int k = 0; k < SPLITS_AT_ONCE; k++) {  // what has not been asked for is 0, as is its share
+        for (int k = 0; k < SPLITS_AT_ONCE; k++) {  // splits that were not loaded are 0, and so is their weight
             const float its = shuffle(share, first + k);
             low += float_of((u32)m.words[k][0]) * its;
             high += float_of((u32)m.words[k][1]) * its;

@@ -1,7 +1,7 @@
-// What attention knows of a step before any query comes: who looks at what, in which pages, and by how much heads turn.
+// What attention can compute in a step before the queries arrive: the items of a block, their pages, RoPE cos and sin.
 //
-// All of it follows from the rows' positions and the layer's window. So a block notes it once a step, and again only
-// where a layer has another window: asked in every layer, page table and angles would be what a layer waits for.
+// All of it follows from the rows' positions and the layer's window. So a block computes it once a step, and again only
+// if a layer has another window: in every layer, reading the page table and the angles would be on the critical path.
 #pragma once
 #include "parts.h"
 
@@ -20,7 +20,7 @@ constexpr int ROPE_PAIRS = ROPE_HALF > 0 ? ROPE_HALF : 1;
 // One split of one key head of one row.
 struct Item {
     int row, head, split;
-    int begin, end;  // the positions that it looks at
+    int begin, end;  // the positions that it attends to
     int is_last;     // the row's own position is among them: end - 1
     u32 own_line;    // where the row's own key and value are kept, in pieces of 16 bytes
     int padding;
@@ -34,9 +34,9 @@ struct AttentionPlan {
     int n_splits[MAX_ROWS];
     int n_items;                    // in `items`
     int n_all;                      // of all blocks
-    int until;                      // the layer where it is to be made anew
+    int until;                      // the next layer that needs another plan
 };
 static_assert(sizeof(AttentionPlan) <= ATTENTION_PLAN_BYTES, "backends/tape/plan.py makes room for another attention plan");
 
-// Made from shared_memory() at hand, it is known to lie there.
+// Made from shared_memory() on the spot, so that the compiler knows its address space.
 DEVICE AttentionPlan& attention_plan_here() { return *(AttentionPlan*)((Shared*)shared_memory())->plan; }

@@ -12,8 +12,8 @@
 #pragma once
 #include "ring.h"
 
-// 1: for a card whose tensor cores would take subnormal numbers for zero. Then the weights are lifted, not the
-// activations: the same bits come out, for four more instructions a column tile.
+// 1: for a card whose tensor cores flush subnormal numbers to zero. Then the weights are lifted, not the activations:
+// the results have the same bits, at the cost of four more instructions a column tile.
 #ifndef LIFT_WEIGHTS
 #define LIFT_WEIGHTS 0
 #endif

@@ -1,10 +1,10 @@
-// Hand-offs: what other blocks have put is fetched and laid into `activations` as products read it.
+// Hand-offs: loads what other blocks have stored and writes it to `activations` in the layout that products read.
 //
-// A hop is an array of words, each a value below and its tag above. A word whose tag is the tag has come; there is no
-// barrier and no fence, and words come in any order. So a thread polls the first words that it wants, asks for all the
-// others when those have come, and looks again at whichever was late. Polling all of them from the start is slower: it
-// takes from the stream of weights what it needs to come to an end. All that is executed here lies between the last
-// word of one phase and the first product of the next, for every block: it is short, and there once.
+// A hop is an array of 64-bit words: a value in the low half, its tag in the high half. A word has arrived when its tag
+// is the phase's tag; there is no barrier and no fence, and words arrive in any order. So a thread polls the first
+// words that it needs, loads all the others once those have arrived, and loads again those that were late. Polling all
+// words from the start is slower: the polls take bandwidth from the stream of weights. All code here runs between the
+// last word of one phase and the first product of the next, in every block: it is short, and exists once.
 //
 // Activations lie [row][columns + ROW_PADDING], 2 bytes each, columns a multiple of 32; those beyond the real ones are
 // zero. In the int8 build (WIDE 0) a row has the same bytes: int8 [columns], then float32 scales [columns / 32].
@@ -21,10 +21,10 @@
 static_assert(SLAB_COLUMNS > 0, "MAX_ROWS rows of one chunk's activations must fit");
 static_assert(MAX_ROWS * 2 * (NORMED_COLUMNS + ROW_PADDING) <= ACTIVATION_BYTES, "MAX_ROWS normed rows must fit");
 
-// Looks at two words each that a thread has under way at most: four registers a look.
+// Loads of two words each that a thread has in flight at most: four registers a load.
 #define LOADS_AT_ONCE 16
 
-// float16 overflows where bfloat16 does not: there a row is brought to size before it is rounded, not after.
+// float16 overflows where bfloat16 does not: there a row is normed before it is rounded, not after.
 #define NORM_FIRST (WIDE && !ACTIVATION_BF16)
 
 // --- pairs in the type of the activations ---
@@ -38,7 +38,7 @@ DEVICE void split_pair(u32 pair, float& low, float& high) {
 
 DEVICE constexpr int at_most(int n, int most) { return n < most ? n : most; }
 
-// --- words that come ---
+// --- waiting for words ---
 
 DEVICE bool have_arrived(const u64 words[2], u32 tag) {
     return (u32)(words[0] >> 32) == tag && (u32)(words[1] >> 32) == tag;
@@ -50,13 +50,13 @@ DEVICE void await_two(const Tape& tape, const u64* place, u32 tag, u64 words[2])
     }
 }
 
-// A thread's looks at some rows, N_COMPUTE_THREADS looks from one to the next.
+// What a thread has loaded of some rows; its consecutive loads lie N_COMPUTE_THREADS loads apart.
 template <int ROWS, int LOADS>
 struct Words {
     u64 of[ROWS][LOADS][2];
 };
 
-// Of `n` looks at a row that the compute warps share, those of one thread.
+// How many of the `n` loads of a row, which the compute warps share, one thread does.
 DEVICE int loads_of(int thread, int n) { return n > thread ? (n - thread - 1) / N_COMPUTE_THREADS + 1 : 0; }
 
 template <int ROWS, int LOADS>
@@ -65,7 +65,8 @@ DEVICE void forget(Words<ROWS, LOADS>& words) {  // no tag is 0
     for (int i = 0; i < ROWS * LOADS; i++) words.of[i / LOADS][i % LOADS][0] = words.of[i / LOADS][i % LOADS][1] = 0;
 }
 
-// Looks at what has not come. `own`: the thread's first words of the first row; from row to row it is `row_words`.
+// Loads the words that have not arrived yet. `own`: the thread's first words of the first row; `row_words`: from row to
+// row.
 template <int ROWS, int LOADS>
 DEVICE void load_late(
     u32 tag, const u64* own, int row_words, int n_rows, int n_loads, Words<ROWS, LOADS>& words
@@ -78,8 +79,8 @@ DEVICE void load_late(
     }
 }
 
-// Until all have come; those that nobody wants stay as they are. `polls`: these are the first of the phase, and all the
-// others are asked for once one has come.
+// Waits until all needed words have arrived; the others stay as they are. `polls`: these are the first of the phase,
+// and all the others are loaded once one has arrived.
 template <int ROWS, int LOADS>
 DEVICE void await_words(
     const Tape& tape, u32 tag, const u64* own, int row_words, int n_rows, int n_loads, bool polls,
@@ -101,7 +102,7 @@ DEVICE void await_words(
     }
 }
 
-// --- laying down ---
+// --- storing activations ---
 
 DEVICE u32* wide_row(const ComputeThread& p, int row, int columns) {
     return (u32*)(p.activations + row * (columns + ROW_PADDING));
@@ -115,7 +116,7 @@ DEVICE float size_of(float value) { return value < 0.0f ? -value : value; }
 
 DEVICE u32 byte_of(float value, float per_step) { return (u32)round_to_int(value * per_step) & 255; }
 
-// The 32 columns that `n_lanes` neighbours hold together: what a step of their int8 is worth. All lanes must be here.
+// The int8 scale of the 32 columns that `n_lanes` neighbouring lanes hold together. Called by all lanes of the warp.
 DEVICE float step_of(float largest, int n_lanes) {
     for (int mask = n_lanes / 2; mask > 0; mask /= 2) largest = larger(largest, shuffle_xor(largest, mask));
     return largest * (1.0f / 127.0f);
@@ -127,13 +128,13 @@ DEVICE float steps_per_unit(float step) { return step > 0.0f ? 1.0f / step : 0.0
 constexpr int NORMED_LOADS = (HIDDEN / 2 + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS;  // by a thread, of a row
 static_assert(HIDDEN % 64 == 0, "a warp has a pair of columns for every lane, or none");
 
-// What a thread holds of some rows: columns 2 i and 2 i + 1 of each, i = thread + look * N_COMPUTE_THREADS.
+// What a thread holds of some rows: columns 2 i and 2 i + 1 of each, i = thread + load * N_COMPUTE_THREADS.
 template <int ROWS>
 struct Pairs {
     float of[ROWS][NORMED_LOADS][2];
 };
 
-// Who is in this step: asked once, since the step boundary alone changes it.
+// The rows of this step: read once, since only the step boundary changes them.
 DEVICE void learn_rows(const ComputeThread& p, const Tape& tape, int n_rows) {
     if (p.thread >= n_rows) return;
     const int slot = load_fresh(TABLE_row_slot(tape.view) + p.thread);
@@ -141,7 +142,7 @@ DEVICE void learn_rows(const ComputeThread& p, const Tape& tape, int n_rows) {
     p.shared->position[p.thread] = load_fresh(TABLE_position(tape.view) + slot);
 }
 
-// The token's embedding that a row takes in.
+// The embedding of a row's input token.
 DEVICE u64 embedding_begin(const Tape& tape, int row) {
     const int slot = load_fresh(TABLE_row_slot(tape.view) + row);
     return (u64)load_fresh(TABLE_token(tape.view) + slot) * HIDDEN;
@@ -187,8 +188,8 @@ DEVICE void fetch_put(const ComputeThread& p, const Tape& tape, const u64* sourc
     }
 }
 
-// What the block will add to, when it has multiplied its tiles of `segment`: kept, since to ask for it again then would
-// take as long as a hop.
+// The residual that the block will add its tiles of `segment` to: kept, since loading it again then would take as long
+// as a hop.
 DEVICE void keep_residual(float* kept, int first, int row, int i, const float pair[2]) {
     UNROLL
     for (int tile = 0; tile < RESIDUAL_TILES; tile++) {
@@ -232,7 +233,7 @@ DEVICE void lay_pair(const ComputeThread& p, int row, int i, float low, float hi
     if (i % 16 == 0) ((float*)(bytes + NORMED_COLUMNS))[i / 16] = step;
 }
 
-// Columns that only fill up: once more with every row, since attention works in the same memory.
+// Padding columns: zeroed again with every row, since attention uses the same memory.
 DEVICE void lay_padding(const ComputeThread& p, int n_rows) {
     constexpr int n = (NORMED_COLUMNS - HIDDEN) / 2;
     constexpr int ROW = n > 0 ? n : 1;
@@ -289,9 +290,10 @@ DEVICE void receive_normed_rows(
     if (p.thread < n_rows) p.shared->scale[p.thread] = NORM_FIRST ? 1.0f : scale_of_row(p, p.thread);
 }
 
-// Rows of x, times the norm's weights, to `activations`; what else the norm multiplies by to shared->scale, which may
-// be read after the next sync. `source`: the hop of row 0; null in layer 0, where x is the row's token's embedding.
-// What the block's tiles from `first` on will be added to is kept.
+// Rows of x, times the norm's weights, to `activations`; the norm's factor that is not applied yet (1 / rms, or 1 with
+// NORM_FIRST) to shared->scale, which may be read after the next sync. `source`: the hop of row 0; null in layer 0,
+// where x is the embedding of the row's token. The residual that the block's tiles from `first` on will be added to is
+// kept.
 DEVICE void receive_normed(
     const ComputeThread& p, const Tape& tape, const u64* source, const float* weights, int n_rows, float* kept, int first
 ) {
@@ -301,7 +303,7 @@ DEVICE void receive_normed(
     else receive_normed_rows<ROWS>(p, tape, source, weights, n_rows, kept, first);
 }
 
-// --- pairs, as attention and the gate hand them on ---
+// --- pairs of 16-bit activations, which attention and the gated MLP hand over ---
 
 DEVICE void lay_two_pairs(const ComputeThread& p, int row, int at, int columns, bool wanted, u32 first, u32 second) {
     if (WIDE) {
@@ -333,7 +335,7 @@ struct Slab {
     MEMBER const u64* words_at(int row, int load_relaxed) const { return hop + (u64)row * n_pairs + begin / 2 + 2 * load_relaxed; }
 };
 
-// To `activations`; `words`: those of the first rows and looks may have been asked for already.
+// Receives a slab into `activations`; `words`: the words of the first rows may have been loaded already.
 template <int ROWS, int LOADS>
 DEVICE void receive_slab(const ComputeThread& p, const Tape& tape, const Slab& slab, Words<ROWS, LOADS>& words) {
     NOT_UNROLLED
@@ -357,7 +359,8 @@ DEVICE void receive_slab(const ComputeThread& p, const Tape& tape, const Slab& s
 
 DEVICE constexpr int loads_for(int columns) { return (columns / 4 + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS; }
 
-// One row has code of its own: all of it is fetched at once. Of many the next slab may be asked for ahead (product.h).
+// A single row has its own code: all of it is loaded at once. Of several rows the next slab may be loaded ahead
+// (product.h).
 using OneRow = Words<1, at_most(loads_for(PADDED(FF > QUERY_COLUMNS ? FF : QUERY_COLUMNS)), LOADS_AT_ONCE)>;
 constexpr int SLAB_LOADS = at_most(loads_for(SLAB_COLUMNS), LOADS_AT_ONCE);
 using ManyRows = Words<at_most(LOADS_AT_ONCE / SLAB_LOADS, MAX_ROWS), SLAB_LOADS>;

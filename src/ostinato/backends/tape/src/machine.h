@@ -1,4 +1,4 @@
-// The machine under the tape: every instruction that C++ has no word for, by a plain name, for two machines.
+// The machine layer of the tape: a named function for every instruction that C++ cannot express, for two machines.
 //
 // On CUDA a name is an instruction of sm_90 or two. On the CPU the same names come from `machine_cpu.h`, an emulator
 // that lives with the tests and runs the very source that the card runs. Nothing else of the tape asks which machine
@@ -29,7 +29,7 @@ struct Gate {
 #define KERNEL(name, Argument, argument, n_threads) \
     extern "C" __global__ void __launch_bounds__(n_threads, 1) name(const __grid_constant__ Argument argument)
 
-// Who called, for an emulator's report; on the card nobody asks.
+// The call site, for an emulator's report; on the card there is none.
 #define CALLER
 #define FROM_CALLER
 
@@ -47,14 +47,13 @@ DEVICE char* shared_memory() {
 
 // --- registers ---
 
-// A block's are partition out evenly, 168 to each of its 384 threads; then by four warps they change hands, so that
-// compute warps have what they need and nothing must be kept in memory that is far away. 128 * 56 + 256 * 224 is all
-// there are.
+// At launch each of the block's 384 threads has 168 registers; then groups of four warps reallocate them, so that the
+// compute warps have enough and do not spill. 128 * 56 + 256 * 224 is the same total.
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 56;"); }
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 224;"); }
 
-// The thread's number, asked for once more: what follows from it is computed where it is wanted. Else the compiler
-// computes all of it before the loop, keeps it, and, since registers are few, keeps it in memory that is far away.
+// Reads the thread's number again, so that values derived from it are computed where they are used. Otherwise the
+// compiler hoists them all out of the loop and, since registers are few, spills them to local memory.
 DEVICE int thread_anew() {
     int number;
     asm volatile("mov.u32 %0, %tid.x;" : "=r"(number));
@@ -160,7 +159,7 @@ DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
 }
 DEVICE int lowest_bit(u32 word) { return __ffs((int)word) - 1; }  // -1: none
 
-// --- between blocks; never from L1, which nobody keeps coherent ---
+// --- between blocks; never through L1, which is not coherent ---
 
 // Value and tag arrive together; two puts arrive in any order.
 DEVICE void put(u64* place, u32 value, u32 tag) {
@@ -175,8 +174,8 @@ DEVICE u64 load_relaxed(const u64* place) {
 DEVICE void load_two_relaxed(const u64* place, u64 out[2]) {
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(out[0]), "=l"(out[1]) : "l"(place) : "memory");
 }
-// Whoever sees the value by `load_acquire` sees what this thread wrote before, and what others of its block wrote
-// before a sync that it has passed.
+// A thread that reads the value by `load_acquire` sees what this thread wrote before, and what other threads of its
+// block wrote before a sync that it has passed.
 DEVICE void store_release(u64* place, u64 value) {
     asm volatile("st.release.gpu.global.b64 [%0], %1;" : : "l"(place), "l"(value) : "memory");
 }
@@ -293,16 +292,16 @@ DEVICE void split_f16(u32 pair, float& low, float& high) {
     high = from_f16((u16)(pair >> 16));
 }
 
-// A wait with an end: for (Waiting w(tape.state); !arrived && w.goes_on();) { look again; }
+// A wait with a deadline: for (BoundedWait w(tape.state); !arrived && w.keep_waiting();) { load again; }
 //
-// After FIRST_GLANCE polls, then after every POLLS_A_GLANCE, it glances at the clock and at `abort`, by which anyone
-// tells all the others that a wait has outlasted DEADLINE_NS. From then on nobody waits: the step runs out on rubbish
-// and the step boundary says so. A wait that goes well is over before the first glance, a load from one place by
-// everybody.
+// After FIRST_CHECK polls, then after every POLLS_PER_CHECK, it reads the clock and `abort`, which any thread sets when
+// its wait has outlasted DEADLINE_NS. From then on no thread waits: the step runs to its end on undefined values, and
+// the step boundary reports the fault. A normal wait ends before the first check, which is a load of one address by
+// all waiting threads.
 struct BoundedWait {
     u32* abort;
     int polls;
-    long long begun;  // 0: not looked at the clock yet
+    long long begun;  // 0: the clock has not been read yet
 
     template <class State>
     MEMBER explicit BoundedWait(State* state) : abort(&state->abort), polls(0), begun(0) {}

@@ -23,7 +23,7 @@ struct Packing {
     static constexpr int PER = tiles_a_chunk(WEIGHT_TYPE), TILES = tiles_a_group(WEIGHT_TYPE), N_GROUPS = PER / TILES;
     static constexpr int N_SLOTS = FEW ? 1 : 4;                   // partial sums that a lane has
     static constexpr int N_SUMS = FEW ? N_GROUPS / 4 : N_GROUPS;  // sums that a lane scales
-    static constexpr int AT_ONCE = FEW ? N_SUMS : 4;              // of those, whose products take turns
+    static constexpr int AT_ONCE = FEW ? N_SUMS : 4;              // of those, whose products are interleaved
     static constexpr int TILES_A_SUM = PER / N_SUMS;
     // Column tiles whose products wait for each other. FEW: four groups may be two chains, a lane's own is in one.
     static constexpr int CHAIN = TILES_A_SUM < 4 ? TILES_A_SUM : 4, N_CHAINS = TILES_A_SUM / CHAIN;

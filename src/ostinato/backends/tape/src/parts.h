@@ -1,4 +1,4 @@
-// What the phases of the tape share: the kernel's argument, a block's shared memory, and what a thread knows of itself.
+// What the phases of the tape share: the kernel's argument, a block's shared memory, and the state of a compute thread.
 //
 // Sizes come as constants from `shape.h`, which backends/tape/plan.py emits for one model and one card; places in the slot
 // table come from `layout.h`. The words: a *block* is one multiprocessor's; *compute warps* are its warps that
@@ -27,7 +27,7 @@
 #define TYPE_F16 1
 #define TYPE_BF16 2
 
-// A matrix on the tape. Its tiles are partition to the blocks in turn, tile 0 to block `first`.
+// A matrix on the tape. Its tiles are assigned to the blocks round-robin, tile 0 to block `first`.
 struct Segment {
     int weight_type, n_tiles, first, columns;  // columns with padding: a whole number for each compute warp
 };
@@ -40,7 +40,7 @@ enum { SEGMENT_Q, SEGMENT_K, SEGMENT_V, SEGMENT_OUT, SEGMENT_GATE_UP, SEGMENT_DO
 // What outlasts a launch, in device memory.
 struct State {
     u32 tag;     // the last tag that was used; every launch goes on from there
-    u32 abort;    // not 0: some wait has outlasted its deadline, and nobody waits any more
+    u32 abort;    // not 0: some wait has outlasted its deadline, and no thread waits any more
 };
 
 struct Cache {
@@ -69,7 +69,7 @@ struct Tape {
     u64* summaries;             // [MAX_ROWS][N_BLOCKS][SUMMARY_WORDS]: of a block's logits; see sampling.h
     u64* marks;                 // [N_BLOCKS] whose writes lie in memory, [MAX_ROWS] rows that are chosen, [1] the step boundary
     float* logits;              // [MAX_ROWS][vocab]
-    float* scaled;              // [MAX_ROWS][vocab]: as they are drawn from
+    float* scaled;              // [MAX_ROWS][vocab]: the logits that sampling reads, after penalties and temperature
     State* state;
     u64* clock;                 // [N_BLOCKS][N_CLOCKED] ns: when a block began each phase of its last step; or null
     int single;                 // not 0: one step and its step boundary, as the host paces them; for comparisons
@@ -82,8 +82,8 @@ struct Tape {
 struct Shared {
     Gate full[STAGES], empty[STAGES];
     u64 plan[ATTENTION_PLAN_BYTES / 8];                              // of attention; see attention_plan.h
-    u32 over;                                                  // the compute warps tell the loader: no further step
-    u32 goes;                                                  // what this block heard from the step boundary
+    u32 over;                                                  // the compute warps set it for the loader: no more steps
+    u32 goes;                                                  // what this block has read from the step boundary
     Segment segments[N_SEGMENTS];
     float sums[N_COMPUTE_WARPS * TILES_AT_ONCE * 16 * SUM_ROWS];     // of a product, by compute warp; see tiles.h
     float small[N_COMPUTE_WARPS * MAX_ROWS * 4];                     // reductions over the block
@@ -92,12 +92,12 @@ struct Shared {
     int slot[MAX_ROWS], position[MAX_ROWS];                    // of the step's rows; receive_normed of layer 0 sets them
 };
 
-// What a thread knows of itself.
+// The state of a compute thread.
 struct ComputeThread {
     int thread, warp, lane;  // of the compute warps
     int stage, phase;        // where in the ring it reads
     int parity;                // which half of the sums the next product takes
-    u32 tag;                // the tag of the layer at hand
+    u32 tag;                // the tag of the current layer
     char* ring;
     u16* activations;        // [rows][columns + ROW_PADDING], or int8 of the same bytes
     Shared* shared;

@@ -1,16 +1,16 @@
 // Products: the block's tiles of a matrix times the rows of activations.
 //
 // Every compute warp has its own columns (tiles.h); their sums meet in shared memory, and are added in the order of the
-// compute warps, spread over all threads. Two sets of sums take turns, so that one sync is enough for a group of tiles;
+// compute warps, spread over all threads. The sums are double-buffered, so that a group of tiles needs one sync;
 // meanwhile the ring fills.
 //
 // The order in which a row's products are added follows from the shape alone: compute warp by compute warp, in each
-// chunk by four sums (HALF: two), chunk by chunk. Bound by memory, packed weights with few bits by the instructions
-// that unpack them.
+// chunk by four sums (HALF: two), chunk by chunk. Bound by memory; for packed weights with few bits, by the
+// instructions that unpack them.
 #pragma once
 #include "packed.h"
 
-// Kinds that the model has not are not compiled.
+// Weight types that the model does not have are not compiled.
 DEVICE Place multiply_chunks(int weight_type, const Work& work) {
     if constexpr (HAS_WEIGHT_HALF) {
         if (weight_type == WEIGHT_HALF) return half_chunks(work);
@@ -45,7 +45,7 @@ struct Sums {
     }
 };
 
-// A step without a row still takes its weights off the ring.
+// A step without rows still consumes its weights from the ring.
 DEVICE void pass_chunks(ComputeThread& p, const Tape& tape, const Segment& segment, int n_here) {
     const int of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.weight_type);
     Place place = {p.stage, p.phase};
@@ -57,7 +57,7 @@ DEVICE void pass_chunks(ComputeThread& p, const Tape& tape, const Segment& segme
     p.phase = place.phase;
 }
 
-// Whether the next slab is asked for while one is multiplied: unpacking leaves no registers for it.
+// Whether the next slab is loaded while one is multiplied: with packed weights no registers are left for it.
 #define ASKS_AHEAD (!(HAS_WEIGHT_FOUR || HAS_WEIGHT_FIVE || HAS_WEIGHT_SIX || HAS_WEIGHT_EIGHT))
 
 // Where the activations of a product come from.
@@ -100,7 +100,7 @@ DEVICE void multiply_here(
             work.begin = begin;
             work.width = slab.columns;
             if (source.hop && (!whole || first == 0)) {
-                if (begin > 0) sync_compute_warps();  // nobody reads the slab before any more
+                if (begin > 0) sync_compute_warps();  // all compute warps have read the previous slab
                 receive_pairs(p, tape, slab, ahead);
                 slab.begin += at_once;
                 if (ASKS_AHEAD && slab.begin < segment.columns) {

@@ -1,15 +1,14 @@
-// The ring: one thread of a block streams the block's run of the tape through shared memory, its compute warps take
-// turns.
+// The ring: one thread of a block, the loader, streams the block's run of the tape through shared memory, where the
+// compute warps read it.
 //
 // A chunk of the tape lies in one stage of the ring. `full` of a stage opens when all its bytes have arrived, `empty`
 // when every compute warp has read them. The loader walks the tape in the order of backends/tape/partition.py,
-// endlessly, step after step: it is ahead of the compute warps by as much as the ring holds, and does not know what the
-// step boundary will decide. What it has read in vain is at most a ring.
+// endlessly, step after step: it runs ahead of the compute warps by as much as the ring holds, before the step boundary
+// has decided whether there is another step. If there is none, at most one ring's worth of loads is wasted.
 //
-// Bound by memory. At most IN_FLIGHT chunks are asked for and have not arrived: with more, the small loads of the
-// hand-offs wait behind the stream, and a step takes longer. In a long segment hand-offs are rare, and during the head
-// nobody hands anything on: there it may ask for more. A copy must not outlive its block: whoever asked waits for it
-// before it leaves.
+// Bound by memory. At most IN_FLIGHT chunks are in flight: with more, the small loads of the hand-offs wait behind the
+// stream, and a step takes longer. In a long segment hand-offs are rare, and during the head there are none: there the
+// limit is higher. A copy must not outlive its block: the loader waits for its copies before it exits.
 #pragma once
 #include "parts.h"
 
@@ -17,12 +16,12 @@
 #define IN_FLIGHT_LONG AT_MOST_A_RING(IN_FLIGHT + 1)
 #define IN_FLIGHT_HEAD AT_MOST_A_RING(2 * IN_FLIGHT)
 #define LONG_CHUNKS (2 * STAGES)  // that make a segment long
-// Lane 0 tells that its warp has read a stage. Tools that watch for races believe of a lane what it has done itself, and
-// no more; for them all lanes tell.
+// Lane 0 arrives for its warp once the warp has read a stage. Race detectors credit an arrival only to the lane that
+// made it; for them all lanes arrive.
 #ifndef ARRIVALS_A_WARP
 #define ARRIVALS_A_WARP 1
 #endif
-#define POLLS_PER_ABORT_CHECK 64  // the loader looks for `abort` after so many polls, for `over` after each
+#define POLLS_PER_ABORT_CHECK 64  // the loader reads `abort` after so many polls, `over` after each
 
 // --- how a matrix is cut: the same as backends/tape/partition.py ---
 
@@ -58,7 +57,7 @@ DEVICE int tiles_here(const Segment& segment) {
 
 // --- places in the ring ---
 
-// A stage, and the parity of its turn.
+// A stage, and the parity of its current phase.
 struct Place {
     int stage, phase;
     MEMBER void go_on() {
@@ -102,12 +101,12 @@ struct Loader {
     MEMBER Loader(Shared& given, const State* leaving, char* stages)
         : shared(given), state(leaving), ring(stages), next{0, 0}, oldest{0, 0}, n_asked(0), polls(0) {}
 
-    // Its waits have no deadline of their own: one of them may span many of the compute warps', who have theirs.
+    // The loader's waits have no deadline: one of them may span many waits of the compute warps, which have deadlines.
     MEMBER bool is_over() {
         if (atomic_add_shared(&shared.over, 0u)) return true;
         return ++polls % POLLS_PER_ABORT_CHECK == 0 && load_fresh(&state->abort) != 0;
     }
-    // Whether the next stage may be filled; false: nobody wants it any more.
+    // Waits until the next stage may be filled; false: the loop is over and no stage is needed any more.
     MEMBER bool find_room(int in_flight) {
         if (atomic_add_shared(&shared.over, 0u)) return false;
         while (n_asked >= in_flight) {
@@ -159,7 +158,7 @@ DEVICE bool load_segment(Loader& loader, const Segment& segment, int in_flight, 
     return true;
 }
 
-// By one thread of the block, until the compute warps say that it is over, or somebody that all leave.
+// Run by one thread of the block until the compute warps set `over`, or any thread sets `abort`.
 DEVICE void load_tape(const Tape& tape, Shared& shared, char* ring) {
     const char* const begin = tape.tape + tape.tape_at[block()];
     Loader loader(shared, tape.state, ring);
@@ -168,7 +167,7 @@ DEVICE void load_tape(const Tape& tape, Shared& shared, char* ring) {
         const char* from = begin;
         for (int i = 0; i < N_SEGMENTS && goes; i++) {
             const bool is_head = i == N_SEGMENTS - 1;
-            const Segment following = tape.segments[is_head ? 0 : i + 1];  // on its way while this one is read
+            const Segment following = tape.segments[is_head ? 0 : i + 1];  // in flight while this one is read
             goes = load_segment(loader, segment, is_head ? IN_FLIGHT_HEAD : in_flight_of(segment), from);
             segment = following;
         }

@@ -1,18 +1,18 @@
 // From logits to tokens: what backends/torch/ops/sample_step.py defines, by all blocks together, then by one block for each row.
 //
-// `summarise`: every block shapes the logits of its own head tiles (penalties, bias, bans) and tells of each row its
-// largest, the sum of exponentials, and for a row that draws the weight of it all. `sample_row`: a greedy row is
-// decided by these summaries alone, one hop after the head. A row that draws is ranked by its own block, no further
-// than the draw can reach: a first pass over `scaled` lists the ids from a floor up that the blocks' largest give,
-// which is enough for most settings; else the row is counted into buckets by value, and only the bucket where a filter
-// cuts and the one where the draw falls are listed. Too many for a list: that bucket is cut into buckets again, by
-// value and then by id.
+// `summarise`: every block applies penalties, bias and bans to the logits of its own head tiles and stores for each row
+// the largest logit, the sum of exponentials and, if the row is sampled, the sum of its weights. `sample_row`: a greedy
+// row is decided by these summaries alone, one hop after the head. A sampled row is ranked by one block, only as far
+// as its random number requires: a first pass over `scaled` lists the ids above a floor that follows from the blocks'
+// largest logits, which is enough for most settings; otherwise the row is counted into buckets by value, and only the
+// bucket where a filter cuts and the one that holds the sample are listed. A bucket with too many ids for a list is
+// divided into buckets again, by value and then by id.
 //
-// Greedy tokens are the twin's. Draws go by rank as the twin's do. Weights are whole numbers, e^(x - largest) in units
-// of 2^-WEIGHT_BITS, so that their sums have the same bits in any order. The twin adds up float64: its sums lie some
-// 1e-12 of the largest weight away, and a draw differs only where a limit falls between the two, which may happen to a
-// few draws in ten million from 128,000 ids, and much less often where few have weight. Log-probabilities are added up
-// in float32 within a block and in float64 across blocks.
+// Greedy tokens are the twin's. Sampling goes through the ids by rank, as the twin's does. Weights are integers,
+// e^(x - largest) in units of 2^-WEIGHT_BITS, so that their sums have the same bits in any order. The twin adds up
+// float64: its sums differ by some 1e-12 of the largest weight, and a sample differs only where a limit falls between
+// the two: a few samples in ten million from 128,000 ids, and much less often where few ids have weight.
+// Log-probabilities are added up in float32 within a block and in float64 across blocks.
 //
 // Bound by reading 4 bytes an id from L2 for each pass, by one block; for a flat row also by one float64 exp an id.
 #pragma once
@@ -22,7 +22,7 @@
 #define LISTED 1024     // ids that are ranked at once; a power of two
 #define N_BUCKETS 1024
 #endif
-#define REACH 32.0f     // below the largest; what lies lower weighs nothing
+#define REACH 32.0f     // below the largest; lower values have weight 0
 #define QUADS 8         // loads of 16 bytes that a thread has in flight
 #define LOWEST (-3.4028234663852886e38f)
 #define NO_ID (-1)
@@ -34,7 +34,7 @@ static_assert(MAX_ROWS <= 32 && N_COMPUTE_WARPS <= 32, "rows are told by the bit
 
 // --- ranks: a value and its id as one number, the larger before the smaller ---
 
-// The lowest id of equals comes first, what is no number comes before all, as in the twin; 0 is nobody.
+// Of equal values the lowest id comes first, NaN comes before all, as in the twin; 0 is no id.
 typedef u64 Ranked;
 
 DEVICE u32 order_of(float value) {
@@ -50,7 +50,7 @@ DEVICE int id_of(Ranked item) { return (int)~(u32)item; }
 
 DEVICE bool is_finite(float value) { return value >= LOWEST && value <= -LOWEST; }
 
-// --- weights: e^(value - most), whole numbers, whose sums know no order ---
+// --- weights: e^(value - most) as integers, whose sums do not depend on the order ---
 
 DEVICE u64 weight_of(float value, float most) {
     return (u64)(exp_exact((double)value - (double)most) * (double)(1ull << WEIGHT_BITS) + 0.5);
@@ -58,7 +58,7 @@ DEVICE u64 weight_of(float value, float most) {
 
 DEVICE float exp_of(float value) { return exp2_fast(value * 1.4426950408889634f); }
 
-// --- what a row's slot asks for ---
+// --- the sampling settings of a row's slot ---
 
 struct SamplingParams {
     int slot, n_top, top_k, n_bias, n_stop;
@@ -66,7 +66,7 @@ struct SamplingParams {
     float safe_temperature, repetition, presence, frequency;
 };
 
-// Everything is loaded before anything is asked, so that the waits are one.
+// All loads are issued before the first use, so that their latencies overlap.
 DEVICE SamplingParams params_of(const Tape& tape, int row) {
     const View& view = tape.view;
     const int slot = load_fresh(TABLE_row_slot(view) + row);
@@ -130,8 +130,8 @@ DEVICE float penalised(const Tape& tape, const SamplingParams& params, int id, f
     return rounded_sum(x, -rounded_product(params.frequency, (float)made));
 }
 
-// All lanes of a warp together: each looks at one pair in turn, and a pair for an id of theirs is handed around. Its
-// 32 ids are two tiles.
+// All lanes of a warp together: each loads one pair at a time, and a pair whose id belongs to the warp is broadcast.
+// The warp's 32 ids are two tiles.
 DEVICE float bias_of(const ComputeThread& p, const Tape& tape, const SamplingParams& params, int id) {
     const int* const ids = TABLE_bias_ids(tape.view) + params.slot * MAX_LOGIT_BIAS;
     const float* const values = TABLE_bias_values(tape.view) + params.slot * MAX_LOGIT_BIAS;
@@ -153,7 +153,7 @@ DEVICE float bias_of(const ComputeThread& p, const Tape& tape, const SamplingPar
     return bias;
 }
 
-// A logit as it is chosen from; called by all lanes of a warp, whose ids are those of two tiles.
+// A logit after penalties, bias and bans; called by all lanes of a warp, whose ids are those of two tiles.
 DEVICE float shaped(const ComputeThread& p, const Tape& tape, const SamplingParams& params, int id, float x) {
     if (params.penalised) x = penalised(tape, params, id, x);
     if (params.n_bias > 0) x = rounded_sum(x, bias_of(p, tape, params, id));
@@ -166,9 +166,9 @@ DEVICE float shaped(const ComputeThread& p, const Tape& tape, const SamplingPara
     return banned ? float_of(0xFF800000u) : x;
 }
 
-// --- summaries: what a block says of the logits of its own tiles ---
+// --- summaries: one for each row, of the logits of a block's own tiles ---
 
-// Words of a summary; all have the tag as their tag. The last two only of a row that draws.
+// Words of a summary; all have the step's tag. The last two are used only for a sampled row.
 enum { SUMMARY_ORDER, SUMMARY_ID, SUMMARY_PEAK, SUMMARY_SUM, SUMMARY_RAW, SUMMARY_SPARE, SUMMARY_LOW, SUMMARY_HIGH };
 
 DEVICE u64* summary_of(const Tape& tape, int row, int block) {
@@ -189,7 +189,7 @@ DEVICE void join(Part& part, const Part& other) {
     if (other.best > part.best) part.best = other.best;
 }
 
-// Lane 0 then has the whole: by a fixed tree.
+// Reduces over the warp by a fixed tree; lane 0 has the result.
 DEVICE void join_lanes(Part& part) {
     for (int apart = 16; apart > 0; apart /= 2) {
         const Part other = {shuffle_xor(part.best, apart), shuffle_xor(part.peak, apart), shuffle_xor(part.sum, apart)};
@@ -197,7 +197,7 @@ DEVICE void join_lanes(Part& part) {
     }
 }
 
-// What the compute warps of a block bring together, in the activations' memory.
+// Where the compute warps of a block combine their parts: in the activations' memory.
 struct Summing {
     Part parts[MAX_ROWS][N_COMPUTE_WARPS];
     u64 weights[MAX_ROWS][N_COMPUTE_WARPS];
@@ -226,7 +226,7 @@ DEVICE void for_own_ids(const ComputeThread& p, const Segment& head, const float
     }
 }
 
-// The thread's part of a row; what a row that draws is drawn from is left in `scaled`.
+// The thread's part of a row. For a sampled row, writes the logits that sampling reads to `scaled`.
 DEVICE Part own_part(const ComputeThread& p, const Tape& tape, const Segment& head, int row, const SamplingParams& params) {
     float* const scaled = tape.scaled + (u64)row * VOCAB(tape.view);
     Part part = {0, LOWEST, 0.0f};
@@ -244,7 +244,7 @@ DEVICE Part own_part(const ComputeThread& p, const Tape& tape, const Segment& he
     return part;
 }
 
-// By one warp: the compute warps' parts as one, told to the row's block.
+// By one warp: combines the compute warps' parts and sends the summary to the row's block.
 DEVICE void put_summary(const ComputeThread& p, const Tape& tape, const Summing& summing, int row) {
     Part part = {0, LOWEST, 0.0f};
     if (p.lane < N_COMPUTE_WARPS) part = summing.parts[row][p.lane];
@@ -285,8 +285,8 @@ DEVICE u64 warp_weight(const ComputeThread& p, const Tape& tape, const Segment& 
     return sum_over_lanes(weight);
 }
 
-// Every block, once its logits are written: what it has to say of each row, and its mark, by which everything that it
-// wrote in this step is seen. Uses the activations' memory.
+// Every block, once its logits are written: its summary of each row, then its mark, whose release makes everything that
+// the block wrote in this step visible. Uses the activations' memory.
 APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int n_rows) {
     Summing& summing = *(Summing*)p.activations;
     const SamplingParams own = params_of(tape, p.lane < n_rows ? p.lane : 0);  // a lane for each row, so that the waits are one
@@ -305,7 +305,7 @@ APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int
     sync_compute_warps();
     NOT_UNROLLED
     for (int row = p.warp; row < n_rows; row += N_COMPUTE_WARPS) put_summary(p, tape, summing, row);
-    // By the last warp, since the first may have a row to choose; and `scaled` of rows that draw is written before.
+    // By the last warp, since the first may have a row to sample; `scaled` of sampled rows has been written before.
     const bool raises = p.thread == N_COMPUTE_THREADS - 32;
     if (!row_summary) {
         if (raises) store_release(tape.marks + block(), (u64)p.tag << 32);
@@ -329,13 +329,13 @@ APART void summarise(ComputeThread p, const Tape& tape, const Segment& head, int
     }
 }
 
-// --- what the row's block hears ---
+// --- the summaries, as the row's block receives them ---
 
 struct RowSummary {
     Ranked best;
-    float raw, peak;   // the logit of the best, unless the row draws; the largest logit
+    float raw, peak;   // the logit of the best id, of a greedy row; the largest logit
     double log_total;  // of e^(logit - peak)
-    u64 total;         // weight of a row that draws
+    u64 total;         // sum of the weights, of a sampled row
 };
 
 // What a row's block works in: the activations' memory.
@@ -375,7 +375,7 @@ DEVICE RowSummary collect_summaries(const ComputeThread& p, const Tape& tape, in
     Ranked best = 0;
     float peak = LOWEST, raw = 0.0f;
     UNROLL
-    for (int i = 0; i < BLOCKS_A_LANE; ++i) {  // a lane beyond the last block has that block again: nothing changes
+    for (int i = 0; i < BLOCKS_A_LANE; ++i) {  // lanes beyond the last block repeat it: no change
         const Ranked item = (u64)(u32)words[i][0] << 32 | ~(u32)words[i][1];
         const float theirs = float_of((u32)words[i][2]);
         if (item >= best) raw = float_of((u32)words[i][4]);
@@ -430,7 +430,7 @@ DEVICE void await_logits(const ComputeThread& p, const Tape& tape) {
 
 DEVICE u32 word_of(const uint4& quad, int i) { return i == 0 ? quad.x : i == 1 ? quad.y : i == 2 ? quad.z : quad.w; }
 
-// One of the words that a thread holds, by halves: no register can be asked for by number.
+// One of the words that a thread holds, selected by halving: registers cannot be indexed.
 DEVICE u32 word_of(const uint4 (&quads)[QUADS], int i) {
     u32 words[QUADS];
     UNROLL
@@ -493,7 +493,7 @@ DEVICE Ranked first_of_block(const ComputeThread& p, SamplingScratch& c, Ranked 
     return item;
 }
 
-// Each of n items becomes the sum of those up to and with it. Everybody has to have written them, and may read them.
+// Inclusive prefix sum of n items. All threads must have written them before, and may read them after.
 template <class T>
 DEVICE void accumulate(const ComputeThread& p, SamplingScratch& c, T* items, int n) {
     const int each = (n + N_COMPUTE_THREADS - 1) / N_COMPUTE_THREADS;
@@ -515,7 +515,7 @@ DEVICE void accumulate(const ComputeThread& p, SamplingScratch& c, T* items, int
     sync_compute_warps();
 }
 
-// The first of n rising items that reaches the goal, or n.
+// The first of n ascending items that reaches the goal, or n.
 template <class T>
 DEVICE int first_to_reach(const T* items, int n, T goal) {
     int low = 0, high = n;
@@ -556,7 +556,7 @@ DEVICE void sort(const ComputeThread& p, Ranked* items, int n) {
     sync_compute_warps();
 }
 
-// Everybody from `least` on who belongs, ranked; returns how many there are. More than LISTED are not ranked.
+// Lists and ranks the counted ids from `least` on; returns how many there are. More than LISTED are not ranked.
 template <class Belongs>
 DEVICE int make_list(const ComputeThread& p, SamplingScratch& c, const float* values, int n, float least, Belongs belongs) {
     sync_compute_warps();
@@ -574,7 +574,7 @@ DEVICE int make_list(const ComputeThread& p, SamplingScratch& c, const float* va
     return n_found;
 }
 
-// The n-th largest of what the blocks said, by order: no fewer than n ids reach it. 0: there are not so many blocks.
+// The n-th largest of the blocks' largest values, by order: at least n ids reach it. 0: there are fewer than n blocks.
 DEVICE u32 floor_of(const ComputeThread& p, SamplingScratch& c, const u32* said, int n) {
     sync_compute_warps();
     if (p.thread == 0) c.floor = 0;
@@ -590,20 +590,20 @@ DEVICE u32 floor_of(const ComputeThread& p, SamplingScratch& c, const u32* said,
     return c.floor;
 }
 
-// --- a draw ---
+// --- sampling ---
 
-// What all compute warps know alike of the draw that they make together.
+// The state of a row's sampling, equal in all compute warps.
 struct SampleSearch {
     const float* values;  // [N_TOKENS]
-    float most, least;    // the largest of them, finite; who is below `least` weighs nothing
+    float most, least;    // the largest of them, finite; an id below `least` has weight 0
     int n_listed;
-    u32 n_before;         // who comes before the list, and their weight
+    u32 n_before;         // how many ids come before the list, and their weight
     u64 before;
-    float down_to;        // the list has everybody from here up
+    float down_to;        // the list has all ids from here up
     bool counted;         // the buckets are those of the whole reach
 };
 
-// Who is counted, and into which bucket: by value through the whole reach, or by rank from `high` down to `low`.
+// Which ids are counted, and into which bucket: by value over the whole reach, or by rank from `high` down to `low`.
 struct Scope {
     bool by_value;
     Ranked high, low;
@@ -623,7 +623,7 @@ DEVICE Scope scope_between(Ranked high, Ranked low) {
     return {false, high, low, shift};
 }
 
-// Two words, as shared memory adds up no wider ones at once. Any order gives the same sum.
+// Two words, since native atomic additions in shared memory are 32 bits wide. Any order gives the same sum.
 DEVICE void add_shared(u64* place, u64 value) {
     u32* const halves = (u32*)place;
     const u32 low = (u32)value, before = atomic_add_shared(halves, low);
@@ -683,7 +683,7 @@ DEVICE void list_from_top(const ComputeThread& p, SamplingScratch& c, SampleSear
     search.down_to = n_found <= LISTED ? down_to : -LOWEST;
 }
 
-// The place in the list of the first in rank with whom so many, or so much weight, are reached; or none.
+// The place in the list of the first id in rank at which the count, or the weight, reaches the goal; or none.
 #define NO_PLACE (-1)
 DEVICE int place_in_list(const SamplingScratch& c, const SampleSearch& search, u64 goal, bool counting) {
     const u64 before = counting ? search.n_before : search.before;
@@ -694,7 +694,7 @@ DEVICE int place_in_list(const SamplingScratch& c, const SampleSearch& search, u
     return place < search.n_listed ? place : NO_PLACE;
 }
 
-// The same of the whole row. If the list does not have it, one is made that does: bucket by bucket, ever narrower.
+// The same for the whole row. If the list does not contain it, a new list is made, through ever narrower buckets.
 DEVICE int place_of(const ComputeThread& p, SamplingScratch& c, SampleSearch& search, u64 goal, bool counting) {
     const int place = place_in_list(c, search, goal, counting);
     if (place != NO_PLACE) return place;
@@ -731,7 +731,7 @@ DEVICE int place_of(const ComputeThread& p, SamplingScratch& c, SampleSearch& se
     return NO_PLACE;
 }
 
-// The weight of everybody who weighs at least so much.
+// The total weight of all ids whose weight is at least this.
 DEVICE u64 weight_from(const ComputeThread& p, SamplingScratch& c, const SampleSearch& search, double least) {
     const auto weighs = [&](int place) { return c.through[place] - (place > 0 ? c.through[place - 1] : 0); };
     const int n = search.n_listed;
@@ -780,7 +780,7 @@ DEVICE u32 random_24(u64 seed, u64 position) {
 // The limits that are looked for in the ranks, each within the one before; min-p is one of value.
 enum { TOP_K, TOP_P, THE_SAMPLE };
 
-// One draw from `scaled`; the largest of it is finite.
+// Samples one id from `scaled`, whose largest value is finite.
 DEVICE int sample_token(const ComputeThread& p, const Tape& tape, SamplingScratch& c, int row, const SamplingParams& params, const RowSummary& row_summary) {
     const double top_p = load_fresh(TABLE_top_p(tape.view) + params.slot), one = (double)(1ull << WEIGHT_BITS);
     const double min_p = load_fresh(TABLE_min_p(tape.view) + params.slot);
@@ -806,14 +806,14 @@ DEVICE int sample_token(const ComputeThread& p, const Tape& tape, SamplingScratc
     u64 kept = row_summary.total;
     int place = NO_PLACE;
     NOT_UNROLLED
-    for (int limit = TOP_K; limit <= THE_SAMPLE; ++limit) {  // a loop, so that the search is there once
+    for (int limit = TOP_K; limit <= THE_SAMPLE; ++limit) {  // a loop, so that the code of the search exists once
         u64 goal = (u64)params.top_k;
         if (limit == TOP_K && params.top_k == 0) continue;
         if (limit == TOP_P) {
             const double wanted = top_p * (double)kept;
             if (min_p > 0) kept = min(kept, weight_from(p, c, search, min_p * one));
             if (top_p >= 1 || wanted >= (double)kept) continue;
-            goal = (u64)wanted;  // kept is whoever has less than is wanted before him, and the first
+            goal = (u64)wanted;  // an id is kept if the weight before it is less than `wanted`; the first always
             if ((double)goal < wanted || goal == 0) ++goal;
         }
         if (limit == THE_SAMPLE) goal = 1 + (u64)((double)kept * number);
@@ -823,7 +823,7 @@ DEVICE int sample_token(const ComputeThread& p, const Tape& tape, SamplingScratc
     return id_of(place != NO_PLACE ? c.list[place] : row_summary.best);
 }
 
-// --- the most likely, for whoever asked ---
+// --- the most likely ids, for requests with top log-probabilities ---
 
 DEVICE void write_likely(const ComputeThread& p, const Tape& tape, SamplingScratch& c, int row, int n_top, const RowSummary& row_summary) {
     const float* const logits = tape.logits + (u64)row * VOCAB(tape.view);
@@ -835,7 +835,7 @@ DEVICE void write_likely(const ComputeThread& p, const Tape& tape, SamplingScrat
     const bool listed = n_found <= LISTED && n_found >= n_top;
     Ranked last = ~0ull;
     NOT_UNROLLED
-    for (int i = 0; !listed && i < n_top; ++i) {  // so many equals that no list holds them: one pass for each
+    for (int i = 0; !listed && i < n_top; ++i) {  // more equal values than a list holds: one pass for each
         Ranked next = 0;
         for_each_from(p, logits, VOCAB(tape.view), float_of(0xFF800000u), [&](float value, int id) {
             const Ranked item = ranked(value, id);
@@ -861,7 +861,7 @@ DEVICE void write_chosen(const Tape& tape, int row, int token, float logprob) {
 // warps of the row's block, after summarise. Uses the activations' memory.
 APART void sample_row(ComputeThread p, const Tape& tape, int row) {
     const SamplingParams params = params_of(tape, row);
-    // Before the row's mark can be raised: behind it the step boundary may change what the slot asks for. And what
+    // Before the row's mark is raised: after it the step boundary may change the slot's settings. And what
     // summarise has left is read.
     sync_compute_warps();
     u64* const mark = tape.marks + N_BLOCKS + row;

@@ -1,13 +1,13 @@
-// The tape: one cooperative kernel that plays the whole decode loop, a block on every multiprocessor.
+// The tape: one cooperative kernel that runs the whole decode loop, a block on every multiprocessor.
 //
-// A step is: the step boundary (block 0; everybody else waits for its word), for each layer norm and q k v, attention,
-// output, norm and gate and up, down; then norm and head, and the choice of each row's token. Between phases blocks
-// hand each other values with tags (handoff.h); there is no barrier over the grid. Meanwhile one warp of every block
-// streams the block's weights in the order of use (ring.h), and never waits for the arithmetic as long as the ring has
-// room.
+// A step is: the step boundary (block 0; all other blocks wait for its result); for each layer norm and q k v,
+// attention, output, norm and gate and up, down; then norm and head, and sampling of each row's token. Between phases
+// blocks hand each other values with tags (handoff.h); there is no barrier over the grid. Meanwhile the loader warp of
+// every block streams the block's weights in the order of use (ring.h), and never waits for the arithmetic as long as
+// the ring has room.
 //
-// Every wait has a deadline. Once one has passed, nobody waits any more: the step runs out on what there is, and the
-// step boundary, which finds `abort`, ends the loop with a fault before any of it is believed.
+// Every wait has a deadline. Once one has passed, no thread waits any more: the step runs to its end on undefined
+// values, and the step boundary, which reads `abort`, ends the loop with a fault before any token is committed.
 #include "parts.h"
 
 #define THREAD thread()
@@ -42,7 +42,7 @@ DEVICE void note_time(const ComputeThread& p, const Tape& tape, int phase) {
     if (tape.clock && p.thread == 0) tape.clock[block() * N_CLOCKED + phase] = timer_ns();
 }
 
-// --- the step boundary: block 0 plays it, the others wait for what it decides ---
+// --- the step boundary: block 0 runs it, the others wait for its result ---
 
 DEVICE u64* boundary_mark(const Tape& tape) { return tape.marks + N_BLOCKS + MAX_ROWS; }
 
@@ -51,9 +51,9 @@ DEVICE void await_mark(const Tape& tape, const u64* mark, u32 tag) {
     }
 }
 
-// Whether a step follows, at the compute warp's tag. `n_chosen`: rows of the step before, whose choices the step
-// boundary commits. Through it everything that a block wrote plainly in that step (keys and values, choices) reaches
-// all others: block 0 has acquired every block's mark before it raises its own, which they acquire.
+// Whether a step follows, at the compute warp's tag. `n_chosen`: rows of the previous step, whose tokens the step
+// boundary commits. It also makes everything that a block wrote with plain stores in that step (keys and values,
+// tokens) visible to all others: block 0 acquires every block's mark before it releases its own, which they acquire.
 APART bool go_on(ComputeThread p, const Tape& tape, int n_chosen) {
     const u32 chosen_at = p.tag - 1;
     u64* const mark = boundary_mark(tape);
@@ -92,14 +92,14 @@ DEVICE void finish_block(const ComputeThread& p, const Tape& tape) {
 
 // --- a step: the segments of the tape in their order ---
 //
-// All of them are played by the same code, so that it is there once, and short: an instruction that is not in the
-// multiprocessor's cache comes from behind the stream of weights.
+// All of them are run by the same code, so that it exists once and is short: an instruction that misses the
+// multiprocessor's instruction cache waits behind the stream of weights.
 
 DEVICE u64* hop_x(const Tape& tape, int buffer, int row) {
     return tape.x + ((u64)buffer * MAX_ROWS + row) * HIDDEN;
 }
 
-// What of the tape a step is at.
+// The current position of a step on the tape.
 struct SegmentRef {
     int layer, segment;  // SEGMENT_Q to SEGMENT_DOWN, or SEGMENT_HEAD
 };
@@ -121,9 +121,9 @@ DEVICE void prepare(ComputeThread& p, const Tape& tape, const SegmentRef& ref, i
     if (ref.segment == SEGMENT_OUT || ref.segment == SEGMENT_DOWN) return;
     const bool is_second = ref.segment == SEGMENT_GATE_UP;
     const u64* const from = hop_x(tape, (is_second ? 2 : 0) + (layer & 1), 0);
-    // Who adds to it: `output` to what comes before attention, `down` to what comes before the MLP.
+    // Which segment adds to it: `output` to the residual before attention, `down` to the residual before the MLP.
     const int adding = layer * SEGMENTS_A_LAYER + (is_second ? SEGMENT_DOWN : SEGMENT_OUT);
-    const bool is_head = ref.segment == SEGMENT_HEAD;  // to which nobody adds
+    const bool is_head = ref.segment == SEGMENT_HEAD;  // no later segment adds to the residual stream
     const int first = is_head ? HIDDEN : first_tile(p.shared->segments[adding]);
     receive_normed(
         p, tape, ref.segment == SEGMENT_Q && layer == 0 ? nullptr : from,
@@ -144,7 +144,7 @@ DEVICE float gated(float gate, float up, float scale) {
     return given / (1.0f + exp2_fast(-1.4426950408889634f * given)) * (up * scale);
 }
 
-// One value of a product, to whoever needs it. `begin`: of the rows of q, k and v, the segment's first.
+// Stores one value of a product for the blocks that need it. `begin`: of the rows of q, k and v, the segment's first.
 DEVICE void store_output(
     const ComputeThread& p, const Tape& tape, const SegmentRef& ref, int begin, int own, int tile, int r, int row, float value
 ) {
@@ -190,7 +190,7 @@ DEVICE void step(ComputeThread& p, const Tape& tape, int n_rows) {
                 hand_on(p, segment, n_rows, first, n_tiles, sums, done);
             }
         });
-        // A block may have had nothing to do since it began this layer: all must have left its norm before the next.
+        // A block may have had no tiles since it began this layer: all its warps must leave its norm before the next.
         if (ref.segment == SEGMENT_OUT && tiles_here(segment) == 0) sync_compute_warps();
         begin += segment.n_tiles * 16;
     }

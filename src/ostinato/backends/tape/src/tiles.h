@@ -2,15 +2,15 @@
 //
 // Tiles are multiplied TILES_AT_ONCE together: of a chunk's columns a compute warp keeps the activations in registers
 // while the same columns of each of those tiles pass, a *piece* each. Sums are kept in shared memory, piece by piece:
-// in registers they would make the loop long, and others' registers few. Here are the parts that all kinds of weights
-// share, and HALF, weights as they are; packed ones are in packed.h. Twin: linear_torch over what pack.py says the
-// weights are.
+// in registers they would make the loop long, and leave few registers for the rest. Here are the parts that all weight
+// types share, and HALF, 16-bit weights; packed ones are in packed.h. Twin: linear_torch over the weights that pack.py
+// defines.
 #pragma once
 #include "fragments.h"
 #include "handoff.h"
 
-// What a warp multiplies between two looks at anything else. It has no pointers to shared memory: those that are made
-// from shared_memory() at hand are known to lie there, and cost half as much.
+// What a warp multiplies in one call. It holds no pointers to shared memory: the compiler knows the address space of a
+// pointer made on the spot from shared_memory(), and then an access costs half as much.
 struct Work {
     State* state;
     Place place;

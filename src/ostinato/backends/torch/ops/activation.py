@@ -1,4 +1,4 @@
-"""The bends between two matrices of a feed-forward block."""
+"""Activation functions of an MLP: SiLU, GELU, tanh-GELU, plain or gated."""
 
 import torch.nn.functional as F
 from torch import Tensor

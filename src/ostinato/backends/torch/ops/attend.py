@@ -1,8 +1,9 @@
-"""One decode step's attention of a layer, as it should be: softmax(scale * q k^T) v over each row's own pages.
+"""The definition of a layer's attention in a decode step: softmax(scale * q k^T) v over each row's own pages.
 
-Every live row norms and turns its q and k, appends k and v at its position and attends to what it may see, itself
-included, as stored. Everything is computed in float32; K and V are written in place in the type of their store, and q
-is scaled and rounded to what the fast kernel multiplies: `triton/attend.py`, which is bound by reading K and V.
+For every live row, QK norm and RoPE are applied, k and v are appended at its position, and it attends to the positions
+that it may see, its own included, as stored. Everything is computed in float32; K and V are written in place in the
+type of their store, and q is scaled and rounded to what the fast kernel multiplies: `triton/attend.py`, which is bound
+by reading K and V.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Heads:
     scale: float
     softcap: float | None = None
     window: int | None = None  # a row at position p sees positions above p - window
-    frequencies: Tensor | None = None  # [turning / 2], the angle of each pair per position; None: no rotary positions
+    frequencies: Tensor | None = None  # [rotary / 2], the angle of each pair per position; None: no RoPE
     amplitude: float = 1.0
     pairing: Pairing = "halves"
     q_norm: Tensor | None = None  # [head_width], with k_norm or not at all
@@ -104,7 +105,7 @@ class PagedKV:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Who is in the step: views of the slot table, all int32."""
+    """The rows of the step: views of the slot table, all int32."""
 
     n_rows: Tensor  # [1]
     row_slot: Tensor  # [n_slots]
@@ -133,7 +134,7 @@ def attend_torch(qkv: Tensor, attended: Tensor, kv: PagedKV, rows: StepRows, hea
 
 
 def rotate_qk_torch(qkv: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed and turned."""
+    """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed, with RoPE."""
     parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
     n = heads.n_heads + heads.n_kv_heads
     q, k, v = parts[:, : heads.n_heads], parts[:, heads.n_heads : n], parts[:, n:]

@@ -10,7 +10,7 @@ def attention_torch(
 ) -> Tensor:
     """q [rows, heads, width] over k, v [cells, kv_heads, width] gives [rows, heads, width] in q.dtype.
 
-    mask [rows, cells] is true where a row may look; None lets every row see every cell. A soft cap bounds the
+    mask [rows, cells] is true where a row may attend; None: every row attends to every cell. A soft cap bounds the
     scores to +-softcap by tanh before the mask. Bound by reading k and v at few rows.
     """
     queries, keys, values = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))

@@ -59,7 +59,7 @@ def chunk_tables(starts: Sequence[int], counts: Sequence[int]) -> ChunkTables:
 
 
 def append_chunk_torch(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> None:
-    """qkv [M, (heads + 2 kv_heads) * width] to q [M, heads, width], normed and turned, and to k and v in the store.
+    """qkv [M, (heads + 2 kv_heads) * width] to q [M, heads, width], after norm and RoPE, and to k and v in the store.
 
     qkv and q are float32, bfloat16 or float16; live rows are written.
     """
@@ -72,7 +72,7 @@ def append_chunk_torch(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads:
 
 
 def chunk_attention_torch(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> None:
-    """q [M, heads, width], normed and turned, to seen [M, heads * width] in the same type; live rows are written."""
+    """q [M, heads, width], after norm and RoPE, to seen [M, heads * width] in the same type; live rows are written."""
     for row in range(int(chunk.n)):
         seen = visible(int(chunk.positions[row]), heads.window, q.device)
         cells = kv.cells(chunk.pages[int(chunk.parts[row])], seen)

@@ -1,4 +1,4 @@
-"""The products of a prompt's chunk: y = x W^T + b, scaled, as it should be. The kernel: `triton/gemm.py`."""
+"""The products of a prompt's chunk: y = x W^T + b, scaled: the definition. The kernel: `triton/gemm.py`."""
 
 from __future__ import annotations
 

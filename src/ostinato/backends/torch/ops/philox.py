@@ -1,6 +1,6 @@
 """Random numbers as a function of (seed, position): Philox 4x32 with ten rounds, in whole-number torch ops.
 
-Whole numbers only, so a draw has the same bits on every device and for any neighbours; there is no state to
+Integers only, so a number has the same bits on every device and in any batch; there is no state to
 carry, copy or lose. Checked against the published test vectors.
 """
 

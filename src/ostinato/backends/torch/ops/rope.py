@@ -1,4 +1,4 @@
-"""Rotary positions: each pair (a, b) of a head turns by its angle into (a cos - b sin, b cos + a sin)."""
+"""Rotary embedding (RoPE): rotates each pair (a, b) of a head by its angle to (a cos - b sin, b cos + a sin)."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from ostinato.models.rope import Pairing, Rope
 
 
 def frequencies_of(rope: Rope, context: int) -> Tensor:
-    """The angle each pair turns by per position, float32 [width / 2], for an engine of that context."""
+    """The angle each pair is rotated by per position, float32 [width / 2], for an engine of that context."""
     powers = torch.arange(0, rope.width, 2, dtype=torch.int64).float() / rope.width
     plain, divisors = 1.0 / rope.base**powers, rope.divisors_for(context)
     return plain if divisors is None else plain / torch.tensor(divisors, dtype=torch.float32)
@@ -26,7 +26,7 @@ def rope_torch(x: Tensor, cos: Tensor, sin: Tensor, pairing: Pairing) -> Tensor:
     """
     half = cos.shape[-1]
     part = x[..., : 2 * half].float()
-    # As complex numbers a pair turns by one product: (a + ib)(cos + i sin).
+    # As complex numbers, a pair is rotated by one product: (a + ib)(cos + i sin).
     rotation = torch.complex(cos, sin).unsqueeze(1)
     if pairing == "neighbours":
         rotated = torch.view_as_complex(part.reshape(*part.shape[:-1], half, 2)) * rotation

@@ -1,8 +1,8 @@
-"""From logits to a token: penalties and bias, then temperature, top-k, top-p and min-p, then one draw.
+"""From logits to a token: penalties and bias, then temperature, top-k, top-p and min-p, then one sample.
 
 The order is: repetition, presence and frequency penalties, logit bias, banned ids; a row of temperature 0 takes
 the largest (the lowest id of equals); any other row divides by its temperature, keeps its top-k, of these the
-smallest set that reaches top-p, of these what reaches min-p times the largest, and draws by `philox.uniform_torch`.
+smallest set that reaches top-p, of these what reaches min-p times the largest, and samples by `philox.uniform_torch`.
 Log-probabilities are the model's own: taken before any of it.
 """
 
@@ -17,7 +17,7 @@ from ostinato.backends.torch.ops.philox import uniform_torch
 
 @dataclass(frozen=True, slots=True)
 class SampleRows:
-    """What a draw needs to know of each row; [rows] unless said. Values are already settled, nothing is None."""
+    """The sampling settings of each row; [rows] unless said. Values are already settled, nothing is None."""
 
     temperature: Tensor
     top_k: Tensor  # int64; 0 keeps all
@@ -61,12 +61,12 @@ def penalise_torch(logits: Tensor, rows: SampleRows) -> Tensor:
 
 
 def sample_filtered_torch(logits: Tensor, rows: SampleRows) -> Tensor:
-    """One draw per row of logits [rows, vocab] from what its filters keep; int64 [rows]."""
+    """One sample per row of logits [rows, vocab] from the ids that its filters keep; int64 [rows]."""
     safe_temperature = rows.temperature.clamp(min=1e-6).unsqueeze(-1)
     ranked, order = (logits / safe_temperature).sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(logits.shape[-1], device=logits.device)
     top_k = torch.where(rows.top_k > 0, rows.top_k, logits.shape[-1]).unsqueeze(-1)
-    # float64 from here: the running sum then places a draw alike on every device, whatever its order of adding.
+    # float64 from here: the running sum then gives the same sample on every device, whatever its order of adding.
     share = ranked.double().masked_fill(rank >= top_k, float("-inf")).softmax(-1)
     before = share.cumsum(-1) - share
     kept = (before < rows.top_p.unsqueeze(-1)) & (share >= rows.min_p.unsqueeze(-1) * share[:, :1]) & (share > 0)

@@ -1,9 +1,9 @@
 """The sampler of a decode step, over the slot table: each row's token, its log-probability and the most likely ones.
 
-token = draw(filter(shape(logits))) as `sample.py` defines it, with every setting read from the table's fields; the
+token = sample(filter(shape(logits))) as `sample.py` defines it, with every setting read from the table's fields; the
 twin of `triton/sample.py`. logits float32 [rows, vocab]; tokens int32, log-probabilities float32; sums that place a
-draw are float64. Written in place: `chosen`, `chosen_logprob`, `top_ids`, `top_logprobs`, each for rows below n_rows.
-On the CPU one pass over a row for its largest and one for its log-sum bound the speed; a row that draws adds a few.
+sample are float64. Written in place: `chosen`, `chosen_logprob`, `top_ids`, `top_logprobs`, each for rows below n_rows.
+On the CPU one pass over a row for its largest and one for its log-sum bound the speed; a sampled row adds a few.
 Rows go one by one, so that no bit of a row depends on its neighbours.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch
 
-# How far below the largest scaled logit a draw looks, step by step, before it ranks the whole vocabulary.
+# How far below the largest scaled logit sampling ranks ids, step by step, before it ranks the whole vocabulary.
 _REACHES: Final = (6.0, 12.0, 24.0)
 
 
@@ -111,11 +111,11 @@ def _penalise(shaped: Tensor, table: SlotFields, slot: int, penalised: bool, n_b
 
 
 def _sampled_token(shaped: Tensor, table: SlotFields, slot: int, position: int) -> int:
-    """`sample_filtered_torch`, ranking no more of the vocabulary than the draw can reach.
+    """`sample_filtered_torch`, ranking no more of the vocabulary than the sample can reach.
 
     What the filters keep is a run of the ranked ids from the first one on. So the ids within a reach of the largest,
-    ranked, decide alone once one of them is not kept, or top-k has all it wants, or nothing is filtered and the draw
-    falls among them. Sums are float64, where the order of adding does not move a draw.
+    ranked, decide alone once one of them is not kept, or top-k has all it wants, or nothing is filtered and the sample
+    falls among them. Sums are float64, where the order of adding does not change a sample.
     """
     nothing = torch.empty(0)
     rows = _rows(table, slot, position, penalised=False, in_prompt=nothing, made=nothing, bias=nothing)
