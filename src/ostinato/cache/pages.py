@@ -1,7 +1,8 @@
 """Pages of the KV cache: fixed runs of cells, granted whole to one sequence in position order.
 
-A page that several hold, as a shared prefix, is stored once and counted; whoever writes to it first gets a copy.
-Integers only: cells are found and filled by `kv_cache.py`, and keys and values are copied by whoever owns them.
+A page that several sequences hold, such as a shared prefix, is stored once with a count of its holders; a sequence
+that writes to it gets a copy first. Integers only: `kv_cache.py` finds and fills cells, and the owner of the tensors
+copies keys and values.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class PageCopy(NamedTuple):
 
 
 class Pages:
-    """`n_pages` pages of `page_cells` cells: how many hold each, and which nobody holds."""
+    """`n_pages` pages of `page_cells` cells: the number of holders of each, and the free pages."""
 
     def __init__(self, n_pages: int, page_cells: int) -> None:
         if n_pages < 1 or page_cells < 1:
@@ -38,12 +39,12 @@ class Pages:
         return len(self._free)
 
     def n_holders(self, page: int) -> int:
-        """How many hold a page."""
+        """The number of holders of a page."""
         self._check_exists(page)
         return self._holders[page]
 
     def take(self, n: int) -> list[int] | None:
-        """That many free pages, each now held once; None, and nothing taken, when there are fewer."""
+        """Take n free pages, each with one holder; None, and nothing taken, when fewer are free."""
         if n < 0:
             raise InternalError(f"{n} pages cannot be taken")
         if n > len(self._free):
@@ -54,7 +55,7 @@ class Pages:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each of these pages, which somebody must hold already."""
+        """Add a holder to each of these pages, which must have one already."""
         pages = list(pages)
         for page in pages:
             self._check_exists(page)
@@ -64,7 +65,7 @@ class Pages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """One holder fewer for each of these pages; those that nobody holds now are free and are returned."""
+        """Remove a holder from each of these pages; returns the pages that are free now."""
         pages = list(pages)
         for page, times in Counter(pages).items():
             self._check_exists(page)
@@ -99,7 +100,7 @@ class PageTables:
         return len(self._tables.get(sequence, ())) * self._pages.page_cells
 
     def reserve(self, sequence: int, n_positions: int) -> list[int] | None:
-        """Let a sequence have cells for its first n_positions: the pages added; None, and no change, without room."""
+        """Give a sequence cells for its first n_positions; the pages added. None, and no change, without room."""
         have = len(self._tables.get(sequence, ()))
         added = self._pages.take(max(0, self._n_pages(n_positions) - have))
         if added is not None:
@@ -107,7 +108,7 @@ class PageTables:
         return added
 
     def adopt(self, sequence: int, prefix: Sequence[int]) -> None:
-        """Start a new sequence with pages that somebody holds, such as a cached prefix; it holds them too."""
+        """Start a new sequence with pages that have holders, such as a cached prefix; it becomes another holder."""
         self._check_new(sequence)
         if len(set(prefix)) != len(prefix):
             raise InternalError(f"a page cannot come twice in one sequence: {list(prefix)}")
@@ -122,7 +123,7 @@ class PageTables:
         self.adopt(target, self._tables[source][: self._n_pages(n_positions)])
 
     def make_writable(self, sequence: int, first: int, stop: int) -> list[PageCopy] | None:
-        """Let a sequence hold alone the pages of positions [first, stop): the copies that needs, in order.
+        """Make a sequence the only holder of the pages of positions [first, stop); returns the copies needed, in order.
 
         None, and no change, when there are too few free pages for the copies.
         """
@@ -148,7 +149,7 @@ class PageTables:
         return table[positions // size] * size + positions % size
 
     def trim(self, sequence: int, n_positions: int) -> list[int]:
-        """A sequence keeps only the pages of its first n_positions; the pages that this has made free."""
+        """Keep only the pages of a sequence's first n_positions; returns the pages that are free now."""
         self._check_known(sequence)
         table = self._tables[sequence]
         n_kept = self._n_pages(n_positions)
@@ -157,7 +158,7 @@ class PageTables:
         return self._pages.release(given_up)
 
     def release(self, sequence: int) -> list[int]:
-        """Forget a sequence; the pages that this has made free."""
+        """Forget a sequence; returns the pages that are free now."""
         self._check_known(sequence)
         return self._pages.release(self._tables.pop(sequence))
 
