@@ -12,7 +12,7 @@ from ostinato.errors import InternalError
 
 
 class Pages:
-    """`n_pages` pages of `page_cells` cells: how many hold each, and which nobody holds."""
+    """`n_pages` pages of `page_cells` cells: the number of holders of each, and the free pages."""
 
     def __init__(self, n_pages: int, page_cells: int) -> None:
         if n_pages < 1 or page_cells < 1:
@@ -26,12 +26,12 @@ class Pages:
         return len(self._free)
 
     def n_holders(self, page: int) -> int:
-        """How many hold a page."""
+        """The number of holders of a page."""
         self._check_exists(page)
         return self._holders[page]
 
     def take(self, n: int) -> list[int] | None:
-        """That many free pages, each now held once; None, and nothing taken, when there are fewer."""
+        """Take n free pages, each with one holder; None, and nothing taken, when fewer are free."""
         if n < 0:
             raise InternalError(f"{n} pages cannot be taken")
         if n > len(self._free):
@@ -42,7 +42,7 @@ class Pages:
         return taken
 
     def hold(self, pages: Iterable[int]) -> None:
-        """One more holder for each of these pages, which somebody must hold already."""
+        """Add a holder to each of these pages, which must have one already."""
         pages = list(pages)
         for page in pages:
             self._check_exists(page)
@@ -52,7 +52,7 @@ class Pages:
             self._holders[page] += 1
 
     def release(self, pages: Iterable[int]) -> list[int]:
-        """One holder fewer for each of these pages; those that nobody holds now are free and are returned."""
+        """Remove a holder from each of these pages; returns the pages that are free now."""
         pages = list(pages)
         for page, times in Counter(pages).items():
             self._check_exists(page)

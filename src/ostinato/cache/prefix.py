@@ -1,7 +1,7 @@
-"""Pages of prompts that were computed before, found again by the tokens in them: a trie, one page to a node.
+"""Pages of prompts that were computed before, found again by their tokens: a trie with one page per node.
 
-Held by page counts, so that a page stays while somebody reads it, and after that until it is needed elsewhere: the
-least recently used goes first. Integers only; a page is added when prefill has written all of it.
+The trie counts as a holder of its pages, so a page stays while a sequence reads it, and after that until it is needed
+elsewhere: the least recently used goes first. Integers only; a page is added when prefill has written all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class _Node:
 
 
 class PrefixCache:
-    """The trie over a pool of pages. Whoever holds a page of a path holds all pages before it."""
+    """The trie over a pool of pages. A holder of a page of a path also holds all pages before it."""
 
     def __init__(self, pages: Pages, kind: Callable[[int], int]) -> None:
         """`kind` of a prompt's length: pages of prompts of two kinds may differ in bits, and are not shared."""
@@ -37,7 +37,7 @@ class PrefixCache:
         return len(self._by_use)
 
     def find(self, prompt: Sequence[int]) -> list[int]:
-        """The pages of the prompt's longest beginning that is here; a token at least is left to be computed."""
+        """The pages of the prompt's longest cached beginning; at least one token is left to compute."""
         size, path = self._pages.page_cells, list[_Node]()
         node: _Node | None = self._roots[self._kind(len(prompt))]
         for start in range(0, (len(prompt) - 1) // size * size, size):
@@ -50,7 +50,7 @@ class PrefixCache:
         return [node.page for node in path]
 
     def add(self, prompt: Sequence[int], pages: Sequence[int]) -> None:
-        """Keep these pages, the prompt's first ones; where its tokens are here in another page, that one stays."""
+        """Cache these first pages of a prompt; where another page with the same tokens is cached, that one stays."""
         size, path, node = self._pages.page_cells, list[_Node](), self._roots[self._kind(len(prompt))]
         for number, page in enumerate(pages):
             key = tuple(prompt[number * size : (number + 1) * size])
@@ -60,13 +60,13 @@ class PrefixCache:
                 child = node.children[key] = _Node(page, key, node)
                 self._by_use[child] = None
             elif child.page != page:
-                break  # pages below it would hang on one that this sequence does not hold
+                break  # later pages would follow one that this sequence does not hold
             path.append(child)
             node = child
         self._use(path)
 
     def evict(self, n: int) -> int:
-        """Give up to n pages back, of those that nobody else holds; how many it were."""
+        """Free up to n pages that have no other holder; returns how many were freed."""
         gone: list[_Node] = []
         for node in self._by_use:
             if len(gone) >= n:

@@ -1,8 +1,9 @@
-"""Who has which pages, who may get more, and what is kept of earlier prompts.
+"""Pages of each admitted sequence, whether it may get more, and pages kept of earlier prompts.
 
-A sequence is admitted with all the pages it may ever need where they fit, else with a part, and topped up later. No
-page is given unless afterwards there is an order in which every admitted sequence can have its worst case and finish
-(the banker's rule, for one resource): so nobody waits for ever. Integers only; the tensors are `torch/paged.py`'s.
+A sequence is admitted with all the pages it may ever need where they fit, else with a part, and gets more later. A
+page is granted only if, afterwards, there is still an order in which every admitted sequence can get its worst case and
+finish (the banker's rule, for one resource), so no sequence waits for ever. Integers only; `torch/paged.py` holds the
+tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ostinato.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What a admitted sequence has and may still ask for, in pages; other admitted ones have the `shared` pages too."""
+    """The pages that an admitted sequence has and may still need; others hold its `shared` pages too."""
 
     alone: int
     shared: tuple[int, ...]
@@ -27,7 +28,7 @@ class Holding:
 
 
 def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
-    """Whether there is an order in which each gets all it needs, finishes, and gives back what it had.
+    """Whether there is an order in which each sequence gets all it needs, finishes, and releases its pages.
 
     >>> all_can_finish(1, [Holding(3, (), 1), Holding(2, (), 4)])
     True
@@ -37,7 +38,7 @@ def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
     if sum(holding.needs for holding in holdings) <= free:
         return True
     holders = Counter(page for holding in holdings for page in holding.shared)
-    # Finishing only adds to what is free: if the most modest cannot, nobody can, and no other order is better.
+    # Finishing only frees pages: if the sequence with the smallest need cannot finish, no other order helps.
     for holding in sorted(holdings, key=lambda holding: holding.needs):
         if holding.needs > free:
             return False
@@ -50,25 +51,25 @@ def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The pages of one admitted sequence, in position order, and how many it has in the worst case. It grows."""
+    """The pages of one admitted sequence, in position order, and its number of pages in the worst case. It grows."""
 
     pages: list[int]
     worst: int
 
     @property
     def short(self) -> int:
-        """Pages that may still be asked for."""
+        """Pages that it may still need."""
         return self.worst - len(self.pages)
 
 
 class Reserve:
-    """A pool of pages, leased to sequences; what nobody has leased may hold prefixes until it is needed."""
+    """A pool of pages that are leased to sequences; unleased pages may hold prefixes until they are needed."""
 
     def __init__(
         self, n_pages: int, page_tokens: int, *, reuse: bool, kind: Callable[[int], int] = lambda _: 0
     ) -> None:
-        """`reuse`: keep prompts' pages for later ones, of the same `kind` by their length (`Prefill.rows_for`). Not for
-        models that recur: a page is not all of their past."""
+        """`reuse`: cache prompts' pages for later prompts of the same `kind`, by their length (`Prefill.rows_for`). Not
+        for recurrent models, whose past is not in pages alone."""
         self.n_pages, self.page_tokens = n_pages, page_tokens
         self._pages = Pages(n_pages, page_tokens)
         self._prefixes = PrefixCache(self._pages, kind) if reuse else None
@@ -94,8 +95,8 @@ class Reserve:
     ) -> Lease | None:
         """Lease pages for a prompt that may grow to n_positions; None, and no change, while that is not safe.
 
-        Its beginning is shared where it is cached, or is what `begin` says. `all_now` asks for all it may need; if that
-        is not safe, and without it, a part will do: the prompt and one page more.
+        Its cached beginning is shared, or the pages of `begin` are. `all_now` asks for all pages that it may need;
+        without that, or where that is not safe, it gets those of the prompt and one more.
         """
         found = self.find(prompt) if begin is None else list(begin)
         lease = Lease(found, self.pages_for(n_positions))
@@ -112,14 +113,14 @@ class Reserve:
         return None
 
     def extend(self, lease: Lease, n: int) -> list[int]:
-        """Up to n more pages for a lease: as many as are safe, none where none are."""
+        """Add up to n pages to a lease, as many as are safe; returns them."""
         n = min(n, lease.short)
         while n > 0 and not self._is_safe(lease, n):
             n //= 2
         return self._take(lease, n)
 
     def share(self, lease: Lease, prompt: Sequence[int]) -> int:
-        """Put cached pages in the place of a lease's own, before it is written; how many positions are cached then."""
+        """Replace a lease's own pages by cached ones, before they are written; the number of cached positions."""
         found = self.find(prompt)
         own = [(place, page) for place, page in enumerate(found) if lease.pages[place] != page]
         self._pages.hold(page for _, page in own)
@@ -137,7 +138,7 @@ class Reserve:
             self._prefixes.add(prompt, lease.pages[: n_done // self.page_tokens])
 
     def keep(self, lease: Lease, n_positions: int) -> None:
-        """Give everything back, but hold the pages of its first positions until they are needed, or others are kept."""
+        """Close a lease, but hold the pages of its first positions until they are needed, or others are kept."""
         kept = lease.pages[: self.pages_for(n_positions)]
         self._pages.hold(kept)
         self.close(lease)
@@ -146,20 +147,20 @@ class Reserve:
 
     @property
     def kept(self) -> Sequence[int]:
-        """The pages that are kept; none where there are none, or they were needed."""
+        """The pages that are kept; empty where none were kept, or where they were needed."""
         return self._kept
 
     def is_kept_alone(self, page: int) -> bool:
-        """Whether a page that is kept is neither leased nor cached: whoever takes it may write to it."""
+        """Whether a kept page is neither leased nor cached, so that a sequence that takes it may write to it."""
         return self._pages.n_holders(page) == 1
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Release the kept pages."""
         self._pages.release(self._kept)
         self._kept = []
 
     def close(self, lease: Lease) -> None:
-        """Give everything back."""
+        """Release all pages of a lease."""
         self._leases.remove(lease)
         self._discount(lease.pages)
         self._pages.release(lease.pages)
@@ -169,14 +170,14 @@ class Reserve:
         return [] if self._prefixes is None else self._prefixes.find(prompt)
 
     def _is_safe(self, lease: Lease, n_more: int) -> bool:
-        """Whether everyone could still finish if this lease got so many pages more."""
+        """Whether all sequences could still finish if this lease got `n_more` pages."""
         free = self.n_available - n_more
         return free >= 0 and all_can_finish(
             free, [self._holding(each, n_more if each is lease else 0) for each in self._leases]
         )
 
     def _holding(self, lease: Lease, n_more: int) -> Holding:
-        # Who shares a page shares all before it, so that the first page of one's own ends them.
+        # A holder of a shared page holds all pages before it too, so the shared pages come first.
         shared = tuple(takewhile(lambda page: self._holders[page] > 1, lease.pages))
         return Holding(len(lease.pages) - len(shared) + n_more, shared, lease.short - n_more)
 
@@ -193,7 +194,7 @@ class Reserve:
         return taken
 
     def _evict(self, n: int) -> None:
-        """Give up prefixes, so that n pages are free if that can be."""
+        """Evict prefixes until n pages are free, as far as possible."""
         if self._prefixes is not None and n > self._pages.n_free:
             self._prefixes.evict(n - self._pages.n_free)
 

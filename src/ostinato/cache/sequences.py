@@ -1,4 +1,4 @@
-"""What the cache and the decoder both say of sequences: how many ids there are, and arrays of whole numbers."""
+"""Definitions that the cache and the decoder share: the number of sequence ids, and integer arrays."""
 
 from typing import Final
 

@@ -3,8 +3,8 @@
     magic 8s | version u16 | kind u16 | name bytes u32 | header bytes u64 | payload bytes u64      little-endian
     name of the architecture, UTF-8 | header, JSON | payload | SHA-256 of everything before it
 
-A digest shows damage, not malice: every size is bounded before it is believed. What the payload holds is told in
-`state_parts.py`, and when it is written and read in `state_file.py`.
+A digest detects damage, not malice, so every size is checked against a bound before it is used. `state_parts.py`
+describes the payload, and `state_file.py` when it is written and read.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ MAX_HEADER_BYTES: Final = 1 << 25  # notes included; a history of a million toke
 MAX_STATE_BYTES: Final = 1 << 38
 MAX_PARTS: Final = 16
 
-_MAGIC: Final = b"\x8fOSTATE\n"  # no text begins so, and a copy that rewrites line ends breaks it
+_MAGIC: Final = b"\x8fOSTATE\n"  # no text file begins like this, and a copy that rewrites line ends breaks it
 _PREFIX: Final = struct.Struct("<8sHHIQQ")
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
-_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)  # stored as their number
+_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)  # stored as their index
 MAX_OVERHEAD_BYTES: Final = _PREFIX.size + MAX_NAME_BYTES + MAX_HEADER_BYTES + _DIGEST_BYTES  # all but the payload
 _AGAIN: Final = "the state is damaged or cut off: save it again"
 
 
 class StreamCounts(NamedTuple):
-    """How much of one stream is saved: cells, and the sequence ids of all of them together."""
+    """How much of one stream is saved: its cells, and the total number of their sequence ids."""
 
     n_cells: int
     n_ids: int
@@ -51,7 +51,7 @@ class StreamCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """What the header says of one part of memory: `layout` is what the memory that loads it must be like."""
+    """The header of one part of memory; the memory that loads it must have the same `layout`."""
 
     layout: Mapping[str, Any]
     streams: tuple[StreamCounts, ...]
@@ -59,7 +59,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class StateHeader:
-    """What is in the payload, and the application's own note."""
+    """The contents of the payload, and the application's own note."""
 
     sections: tuple[Section, ...]
     partial: bool = False
@@ -68,7 +68,7 @@ class StateHeader:
 
 @dataclass(frozen=True, slots=True)
 class StateInfo:
-    """What a saved state is, without a memory to load it into. `n_cells` counts those of all parts."""
+    """A description of a saved state, without a memory to load it into. `n_cells` counts the cells of all parts."""
 
     kind: Kind
     architecture: str
@@ -80,7 +80,7 @@ class StateInfo:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a state says it is, and where its pieces lie; of these, nothing has been checked yet."""
+    """A state's own claim of what it is and where its pieces are; nothing of it has been checked yet."""
 
     kind: Kind
     architecture: str
@@ -94,11 +94,11 @@ class Identity:
 
 
 def pack(kind: Kind, architecture: str, header: StateHeader, payload: Iterable[memoryview]) -> bytes:
-    """A state from its pieces; BadInput where the note or the name is too long, or no JSON."""
+    """Pack a state from its pieces; BadInput where the note or the name is too long, or the note is not JSON."""
     name, text = architecture.encode(), _header_text(header)
     if len(name) > MAX_NAME_BYTES:
         raise BadInput(f"the architecture's name takes {len(name)} bytes; at most {MAX_NAME_BYTES} can be saved")
-    out = io.BytesIO()  # whose value is handed over without a copy
+    out = io.BytesIO()  # getvalue() makes no copy
     out.write(bytes(_PREFIX.size) + name + text)
     for piece in payload:
         out.write(piece)
@@ -113,7 +113,7 @@ def pack(kind: Kind, architecture: str, header: StateHeader, payload: Iterable[m
 
 
 def identify(data: bytes) -> Identity:
-    """What a state says it is; BadFile for what is no state of ours (ST-1)."""
+    """Read a state's identity; BadFile for bytes that are no saved state (ST-1)."""
     n_name, n_header, n_payload, kind = _read_prefix(data[: _PREFIX.size])
     header_start = _PREFIX.size + n_name
     if n_name > MAX_NAME_BYTES or len(data) < header_start:
@@ -126,7 +126,7 @@ def identify(data: bytes) -> Identity:
 
 
 def unpack(data: bytes, identity: Identity) -> tuple[StateHeader, memoryview]:
-    """Header and payload, if no byte has changed since they were written; BadFile else."""
+    """Header and payload; BadFile if a byte has changed since they were written."""
     if len(data) != identity.n_bytes:
         raise BadFile(f"the saved state has {len(data)} bytes and promises {identity.n_bytes}; {_AGAIN}")
     if identity.payload_start - identity.header_start > MAX_HEADER_BYTES:
@@ -140,7 +140,7 @@ def unpack(data: bytes, identity: Identity) -> tuple[StateHeader, memoryview]:
 
 
 def describe(data: bytes) -> StateInfo:
-    """What a saved state is, and the note beside it; BadFile for a foreign or damaged one."""
+    """Describe a saved state, with its note; BadFile for a foreign or damaged one."""
     identity = identify(data)
     header, _ = unpack(data, identity)
     n_cells = sum(stream.n_cells for section in header.sections for stream in section.streams)
@@ -148,9 +148,9 @@ def describe(data: bytes) -> StateInfo:
 
 
 def write(path: str | Path, data: bytes) -> None:
-    """Put a state into a file, as a whole or not at all: an older one stays until the new one is safe on disk."""
+    """Write a state to a file, completely or not at all: an older file stays until the new one is on disk."""
     try:
-        target = Path(path).resolve()  # a link goes on pointing where it points
+        target = Path(path).resolve()  # keeps a symbolic link, and replaces its target
         if target.exists() and not target.is_file():
             raise BadInput(f"{path}: is no plain file, so no state can be written over it; give another name")
         handle, beside = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:64]}-")
@@ -168,7 +168,7 @@ def write(path: str | Path, data: bytes) -> None:
 
 
 def read(path: str | Path, *, limit: int = MAX_STATE_BYTES) -> bytes:
-    """The state in a file of at most `limit` bytes. What is no state is refused before more than its head is read."""
+    """Read the state in a file of at most `limit` bytes. A file that is no state is refused after reading its head."""
     try:
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):  # a pipe would block, a device never end
@@ -222,14 +222,14 @@ def _header_text(header: StateHeader) -> bytes:
 
 
 def _plain(value: object) -> object:
-    """For notes that are mappings of another kind than dict."""
+    """Convert mappings in notes that are not dicts."""
     if isinstance(value, Mapping):
         return dict(value)
     raise TypeError(f"{type(value).__name__} is none of its types")
 
 
 def _parse_header(text: bytes) -> StateHeader:
-    """The header, every field of the type it must have."""
+    """Parse the header and check the type of every field."""
     try:
         fields = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of thousands of digits

@@ -1,4 +1,4 @@
-"""Which positions a query no longer sees, and how large a cache that keeps only the rest must be (SW-1, SW-2, SW-5)."""
+"""Attention windows: the positions that a query no longer sees, and the size of a windowed cache (SW-1, SW-2, SW-5)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ostinato.errors import InternalError
 
 WindowKind = Literal["none", "standard", "chunked", "symmetric"]
 
-# Cache sizes, and the number of cells that attention looks at, are multiples of this (C-3, KV-13, SW-5).
+# Cache sizes, and the number of cells that attention reads, are multiples of this (C-3, KV-13, SW-5).
 CELL_STEP: Final = 256
 
 
@@ -24,7 +24,7 @@ def round_up(n: int, step: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What attention reaches back to: `size` positions, counted as `kind` says; "none" reaches everything."""
+    """How far attention reaches: `size` positions, counted as `kind` says; "none" reaches all positions."""
 
     kind: WindowKind = "none"
     size: int = 0
@@ -38,7 +38,7 @@ class Window:
         return self.kind == "none"
 
     def masked(self, key: Ints, query: Ints) -> NDArray[np.bool_]:
-        """Where a key position is out of the window of a query position; the two broadcast (SW-2)."""
+        """True where a key position is outside the window of a query position; the two broadcast (SW-2)."""
         out: NDArray[np.bool_]
         if self.kind == "standard":
             out = query - key >= self.size
@@ -54,9 +54,9 @@ class Window:
 def windowed_size(
     base: int, window_size: int, *, n_seq_max: int, unified: bool, n_ubatch: int, full: bool = False
 ) -> int:
-    """Cells of the windowed cache beside one of `base` cells: the windows and one ubatch (SW-5).
+    """Cells of the windowed cache that goes with a full cache of `base` cells: the windows and one ubatch (SW-5).
 
-    `full` keeps it at the size of the other, so that positions can be shifted (HY-7).
+    `full` makes it as large as the full cache, so that positions can be shifted (HY-7).
     """
     if full:
         return base

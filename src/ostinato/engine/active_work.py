@@ -1,4 +1,4 @@
-"""Work under way: its texts get pages as their turn comes, and go into chunks together, as many as one has rows for."""
+"""Work that runs: each text gets pages when its turn comes, and a chunk holds as many texts as it has rows for."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class ActiveWork:
     """Work that has left the queue; mutable, because it moves on from chunk to chunk."""
 
     def __init__(self, work: Work, flow: PagedFlow, slots: set[int] | None) -> None:
-        """`slots`: of a model that recurs, those that texts are in; None where a text needs none."""
+        """`slots`: for a recurrent model, the set of slots that texts occupy; None where a text needs no slot."""
         self.work, self._flow, self._slots = work, flow, slots
         texts, chunks = work.spec.texts, flow.chunks
         self.rows = max(chunks.rows_for(len(text.tokens)) for text in texts)
-        self._copy = work.spec.copy  # while it has not begun
+        self._copy = work.spec.copy  # None once it has begun
         self._n_begun = 0
         self._open: deque[ActiveText] = deque()
 
     @property
     def ready(self) -> bool:
-        """Whether a text has pages, and rows to be computed."""
+        """Whether an open text, which has pages, has rows left to compute."""
         return bool(self._open)
 
     @property
@@ -43,7 +43,7 @@ class ActiveWork:
         return self._n_begun == len(self.work.spec.texts) and not self._open
 
     def lease(self, free_slot: Callable[[int | None], int | None]) -> bool:
-        """Let texts have pages, enough for the next chunk; False where there were none to be had."""
+        """Lease pages for enough texts to fill the next chunk; False where too few pages are free."""
         texts = self.work.spec.texts
         n_open = sum(text.sequence.n_left for text in self._open)
         while self._n_begun < len(texts) and n_open < self.rows:
@@ -51,7 +51,7 @@ class ActiveWork:
             if self._slots is not None:
                 slot = None if self._open else free_slot(self._flow.memory.kept_slot if self._copy else None)
                 if slot is None:
-                    return True  # states are one text's at a time
+                    return True  # with recurrent state, one text runs at a time
             text = texts[self._n_begun]
             sequence = self._sequence(text, slot)
             if sequence is None:
@@ -88,7 +88,7 @@ class ActiveWork:
         return self._flow.begin(parts, self.rows, want)
 
     def finish(self, chunk: PendingChunk) -> None:
-        """Hand on the rows of a chunk that is done; texts that are through give their pages back."""
+        """Deliver the rows of a finished chunk; texts that are complete release their pages."""
         output, row = self._flow.finish(chunk), 0
         for part, text in zip(chunk.parts, list(self._open), strict=False):
             if part.outputs:
@@ -98,7 +98,7 @@ class ActiveWork:
             self._close(self._open.popleft(), complete=True)
 
     def close(self) -> None:
-        """Give back everything; no chunk of it is under way."""
+        """Release all pages and slots; none of its chunks may be running."""
         while self._open:
             self._close(self._open.popleft(), complete=False)
 
@@ -117,7 +117,7 @@ class ActiveWork:
         if sequence is None:
             return None
         if self._copy is not None and not self._copy.computes:
-            sequence.n_held = n  # the copy brings it
+            sequence.n_held = n  # the copy fills its pages
         else:
             memory.find(sequence)
         return sequence

@@ -1,7 +1,7 @@
-"""One answer on its way: tokens become text, until something ends it; and what is known of it then.
+"""One answer as it is generated: tokens become text until the answer ends, and a completion then describes it.
 
-The engine's requests are token ids; here they meet the tokenizer. Stop strings end an answer here, since only text can
-know them.
+The engine's requests are token ids; here the tokenizer turns them into text. Stop strings end an answer here, because
+only the text shows them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ostinato.text.tokenizer import Tokenizer
 class Timings:
     """Seconds: loading the model, the prompt, from asking to the first token, all further tokens; and their pace.
 
-    Decoding is timed by the device's own clock. `mask_s` of it were spent waiting for the host: an answer that follows
-    a schema or a grammar hears after each token what may come next.
+    Decoding is timed by the device's own clock. `mask_s` is the part of it spent waiting for the host: with a schema or
+    a grammar, the host computes after each token which tokens may come next.
     """
 
     load_s: float
@@ -46,7 +46,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer: its text, its tokens (the one that ended it included), and how it came about.
+    """An answer: its text, its tokens (including the one that ended it), and how it was made.
 
     `cached_tokens` of the prompt were in memory already and not computed again.
     """
@@ -69,7 +69,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer as it comes: text that can be shown, the token behind it; the last has the whole."""
+    """A part of an answer as it comes: text that can be shown and its token; the last piece has the completion."""
 
     text: str
     token_id: int | None
@@ -79,7 +79,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What all answers of one model share. `facts` of its loading, and its files' `fingerprint`, make their digests."""
+    """What all answers of one model share. Digests use `facts` about its loading and the `fingerprint` of its files."""
 
     tokenizer: Tokenizer
     load_s: float
@@ -87,13 +87,13 @@ class Origin:
     fingerprint: Callable[[], str]
 
     def digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
-        """The digest, when it is asked for: hashing a large model takes seconds the first time."""
+        """A function that computes the digest on demand: hashing a large model takes seconds the first time."""
         words = dataclasses.asdict(sampling)
         for name in ("schema", "json_mode", "regex", "choice", "grammar"):
             del words[name]
         words |= {} if sampling.rule is None else {"rule": sampling.rule}
         if not sampling.temperature:
-            words["seed"] = None  # nothing was drawn
+            words["seed"] = None  # greedy: the seed was not used
         words["logit_bias"] = sorted(sampling.logit_bias.items())
         content = {**self.facts, "sampling": words, "prompt_ids": list(prompt), "token_ids": list(ids)}
 
@@ -117,9 +117,9 @@ class Answer:
         fresh: bool,
         show: Collection[str] = (),
     ) -> None:
-        """`fresh`: the answer is a text of its own, not the rest of the prompt's. `show`: control tokens to be seen."""
+        """`fresh`: the answer is a new text and does not continue the prompt's. `show`: control tokens to be shown."""
         self._origin, self._prompt, self._sampling, self.source = origin, prompt, sampling, source
-        # What follows a grammar is shown to the byte: a blank at its start is the grammar's.
+        # Text under a grammar is shown byte for byte: a blank at its start belongs to the grammar.
         at_start = fresh and sampling.rule is None
         self._text = TextStream(origin.tokenizer, sampling.stop, at_start=at_start, show=show)
         self._tokens: list[Token] = []
@@ -127,11 +127,11 @@ class Answer:
 
     @property
     def held(self) -> list[int]:
-        """The tokens that were read to make it: all but the last."""
+        """Prompt and answer without the last token, which no step has read."""
         return [*self._prompt, *(token.token for token in self._tokens[:-1])]
 
     def push(self, token: Token) -> Piece:
-        """Take the next token; the piece of text that it brings. The last has the completion."""
+        """Take the next token and return its piece of text. The last piece has the completion."""
         self._tokens.append(token)
         text = self._text
         new = "" if token.finish_reason == "stop" else text.push(token.token)

@@ -1,9 +1,10 @@
 """Which backend runs a model, in which mode and with how much memory: chosen here and nowhere else.
 
-Backends are asked from the fastest to the plainest, before a byte of weights is read, and each reason is kept: `auto`
-takes the first that can run and says why not those above it; a mode that was asked for and cannot run is an error. What
-memory allows is settled next: a default context that does not fit is lowered, and said; one that the user asked for is
-refused with the figures. The answer is one record, `Settled`, that the runner is opened with.
+Before any weights are read, every backend is asked, from the fastest to the plainest, whether it can run the model.
+`auto` takes the first that can, and reports why those above it cannot; if the user asked for a mode that cannot run,
+that is an error. Then context and pages are fitted to the free memory: a default context that does not fit is lowered
+with a message; one that the user asked for is refused with the figures. The result is the record `Settled`, with which
+the runner is opened.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the fastest to the plainest
-# The rest is for activations, logits and whoever else lives on the machine.
+# The rest is for activations, logits and other processes on the machine.
 USABLE_SHARE: Final = 0.9
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
@@ -47,12 +48,12 @@ def backend_of(settled: Settled) -> Backend:
 
 
 def backend_for(mode: str, kind: DeviceKind) -> Backend:
-    """Who runs a mode on such a device."""
+    """The backend that runs a mode on this kind of device."""
     return next(backend for backend in BACKENDS if backend.device == kind and mode in backend.modes)
 
 
 def why_not_here(machine: Machine) -> dict[str, str | None]:
-    """Every mode from low to high, and why this machine cannot run it, whatever the model; None where it can."""
+    """Every mode from low to high, and why this machine cannot run it with any model; None where it can."""
     return {mode: backend.why_not_here(mode, machine) for mode, backend in _asked(machine.kind).items()}
 
 
@@ -63,7 +64,7 @@ def why_not(shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machi
 
 
 def _asked(kind: DeviceKind) -> dict[str, Backend]:
-    """Who answers for each mode: the one that has it on this kind of device, else the one that has it at all."""
+    """The backend to ask for each mode: one that has the mode on this kind of device, else one that has it at all."""
     having = {mode: [backend for backend in BACKENDS if mode in backend.modes] for mode in MODES}
     return {mode: next((b for b in found if b.device == kind), found[0]) for mode, found in having.items()}
 
@@ -71,26 +72,26 @@ def _asked(kind: DeviceKind) -> dict[str, Backend]:
 def choose(
     checkpoint: Checkpoint, shape: Shape, options: LoadOptions, talk: Talk, *, machine: Machine | None = None
 ) -> Settled:
-    """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is told a sentence where
-    something is settled otherwise than one might expect."""
+    """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is called with a sentence
+    where a choice may surprise the user."""
     machine = machine or machine_at(choose_device(options.device))
     tensors = tensors_of(checkpoint)
     return fit(decide(shape, tensors, options, machine, talk), shape, tensors, options, machine, talk)
 
 
-# Who runs it
+# Backend and mode
 
 
 def decide(
     shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk, *, prepare: bool = True
 ) -> Settled:
-    """The backend and the mode, with pages for every slot's whole context: what memory allows of that is for `fit`.
+    """The backend and the mode, with pages for every slot's whole context; `fit` then reduces that to the free memory.
 
-    `prepare`: what a backend must have before it loads is had here, and one that cannot have it is passed over.
+    `prepare`: also prepare the backend (compile its kernels, say); a backend that cannot be prepared is passed over.
     """
     reasons = {mode: why for mode, why in why_not(shape, tensors, options, machine).items() if why is not None}
     _check_options(options, machine, reasons)
-    if not shape.causal:  # an encoder, which has nothing to decode
+    if not shape.causal:  # an encoder, which does not decode
         encoder = _draft(backend_for("eager", machine.kind), "eager", shape, options, machine)
         if prepare:
             _prepare(encoder, talk)
@@ -122,19 +123,19 @@ def decide(
 
 
 def _prepare(settled: Settled, talk: Talk) -> None:
-    """Have what loading and running will need."""
+    """Prepare the backend for loading and running."""
     backend_of(settled).prepare(settled, talk)
     use_threads(settled)
 
 
 def _only_tape(options: LoadOptions, machine: Machine) -> bool:
-    """Whether a GPU is asked for what no other mode of it can do: then `auto` is `persistent`, or nothing."""
+    """Whether the options ask a GPU for something that only `persistent` can do: then `auto` takes no other mode."""
     return machine.kind == "cuda" and (options.prompts == "tape" or options.activations != "wide")
 
 
 def _check_options(options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> None:
-    """Refuse options that are for a backend that will not run, whoever does. One that was asked for by its mode says
-    itself why it cannot."""
+    """Refuse options for a backend that will not run. If its mode was asked for, the reason why that mode cannot run is
+    reported instead."""
     at_hand = [backend_for(mode, machine.kind) for mode in MODES if _may_run(mode, options, machine, reasons)]
     if options.activations != "wide" and not any(options.activations in one.activations for one in at_hand):
         raise BadOption(
@@ -151,7 +152,7 @@ def _may_run(mode: str, options: LoadOptions, machine: Machine, reasons: dict[st
 
 
 def _why_not_unasked(settled: Settled, shape: Shape, tensors: Tensors, machine: Machine) -> str | None:
-    """Why `auto` does not take a backend that fills its card, though whoever asks for it may have it."""
+    """Why `auto` does not take a backend that fills its card; None where it may. Asking for its mode still runs it."""
     backend = backend_of(settled)
     if not backend.alone:
         return None
@@ -183,7 +184,7 @@ def _draft(backend: Backend, mode: str, shape: Shape, options: LoadOptions, mach
 def fit(
     settled: Settled, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk
 ) -> Settled:
-    """The same with as much context and as many pages as there is memory for; what does not fit is refused."""
+    """The settings with as much context and as many pages as memory allows; refuse what does not fit."""
     backend, free = backend_of(settled), int(machine.free_bytes * USABLE_SHARE)
     if backend.alone:
         settled = replace(settled, prompts=_prompts(backend, settled, shape, tensors, options, machine, talk))
@@ -212,8 +213,8 @@ def _prompts(
     machine: Machine,
     talk: Talk,
 ) -> Prompts:
-    """What prompts read. The tape where that was asked for, or where it does not fit beside a plain copy of the
-    weights, which is faster."""
+    """Which weights prompts read: the tape if the user asked for it, or if it does not fit beside a plain copy of the
+    weights; else the plain copy, which is faster."""
     plan = _with_one_context(backend, settled, shape, tensors, machine)
     if options.prompts == "plain" or (options.prompts == "auto" and plan.fits):
         return "plain"
@@ -234,7 +235,7 @@ def _prompts(
 def _with_one_context(
     backend: Backend, settled: Settled, shape: Shape, tensors: Tensors, machine: Machine
 ) -> MemoryPlan:
-    """The plan with pages for one slot's context: what more there is of them is made of what is left."""
+    """The plan with pages for one slot's context; further pages come from the remaining memory."""
     one = replace(settled, n_pages=settled.max_pages, prompts="plain")
     return MemoryPlan(backend, shape, tensors, one, int(machine.free_bytes * USABLE_SHARE))
 
@@ -285,7 +286,7 @@ def gib(n_bytes: int) -> str:
     return f"{n_bytes / 2**30:.1f} GiB" if n_bytes >= 2**30 else f"{n_bytes / 2**20:.0f} MiB"
 
 
-# Of a model in memory
+# A model that is already in memory
 
 
 def settle_model(
@@ -302,7 +303,7 @@ def settle_model(
     threads: int | None = None,
     machine: Machine | None = None,
 ) -> Settled:
-    """The record for a model whose weights are there already: the same answers, for the layout that they are in."""
+    """The record for a model whose weights are already in memory: the same choices, for the layout they have."""
     machine = machine or machine_at(str(model.device))
     options = LoadOptions(
         mode=mode if mode in MODES else "auto",
@@ -313,7 +314,7 @@ def settle_model(
         activations=activations if mode == "auto" else "wide",
         prompts=prompts if mode == "auto" else "plain",
     )
-    # Weights that are there need no room, and pages are as many as asked for.
+    # Loaded weights need no further memory, and the caller says how many pages there are.
     machine = replace(machine, free_bytes=sys.maxsize)
     if mode == TWIN:
         settled = _draft(TORCH, TWIN, model.shape, options, machine)
@@ -332,7 +333,7 @@ def settle_model(
 
 
 def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = None) -> dict[str, str | None]:
-    """Every mode from low to high, and why it cannot run a model whose weights are there already, however short the
+    """Every mode from low to high, and why it cannot run a model whose weights are already in memory, however short the
     context; None where it can."""
     machine = machine or machine_at(str(model.device))
     options = LoadOptions(dtype=_asked_dtype(model, machine.kind), slots=n_slots, context=1)
@@ -340,7 +341,7 @@ def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = N
 
 
 def layout_of(model: Model) -> Layout:
-    """How a model's weights lie."""
+    """The layout of a model's weights."""
     from ostinato.backends.native.tiles import TileMatrix
 
     if isinstance(model.embedding, TileMatrix):
@@ -349,7 +350,7 @@ def layout_of(model: Model) -> Layout:
 
 
 def _asked_dtype(model: Model, kind: DeviceKind) -> DType:
-    """What a user would have asked for to get such weights there."""
+    """The --dtype with which a user would have got these weights on this device."""
     if layout_of(model) == ("tiles" if kind == "cpu" else "packed"):
         return "auto"
     known: dict[str, DType] = {"torch.float32": "float32", "torch.bfloat16": "bfloat16"}

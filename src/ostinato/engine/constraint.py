@@ -1,7 +1,7 @@
-"""Answers that must follow something: which tokens may come next is computed here, beside the engine's own thread.
+"""Constrained answers: threads beside the engine's own compute which tokens may come next.
 
-A slot under a constraint waits after every token for its bits; all others go on. So whatever takes long, a strange
-grammar or many of them, holds up nobody else. What the bits mean, `text/grammar.py` knows.
+A slot under a constraint waits after every token for its mask; all other slots continue, so a slow grammar delays only
+its own request. `text/grammar.py` computes the bits.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import numpy as np
 from ostinato.errors import InternalError, OstinatoError
 from ostinato.options import Sampling
 
-# More than the work needs: three may be at grammars that take long, and the others' masks still come.
+# More than the work needs: while three threads compute slow grammars, the fourth still serves the other slots.
 N_WORKERS: Final = 4
 
 
 class Constraint(Protocol):
-    """What one answer must follow; of its own state, used by one thread at a time."""
+    """What one answer must follow. It has state of its own, and one thread at a time uses it."""
 
-    ends: frozenset[int]  # ids that end the answer, whatever else was asked for
+    ends: frozenset[int]  # ids that end the answer, in addition to the request's own
 
     def mask(self) -> np.ndarray:
-        """One bit for each id that may come next, int32 words; never none."""
+        """One bit for each id that may come next, int32 words; at least one bit is set."""
 
     def take(self, token: int) -> None:
-        """Go on by a token of the mask; raises where the answer cannot go on."""
+        """Advance by a token that the mask allowed; raises where the answer cannot continue."""
 
 
 Constrain = Callable[[Sampling], Constraint | None]
@@ -38,7 +38,7 @@ Owner = TypeVar("Owner")
 
 
 class Ready(NamedTuple, Generic[Owner]):
-    """The bits for the next token of a seat, or why there are none."""
+    """The mask for the next token of an owner, a sequence in a slot, or the error that prevented it."""
 
     owner: Owner
     bits: np.ndarray | None
@@ -46,7 +46,7 @@ class Ready(NamedTuple, Generic[Owner]):
 
 
 class Masks(Generic[Owner]):
-    """Computes bits on threads of its own, started with the first question; `wake` is rung when some are ready."""
+    """Computes masks on threads of its own, started at the first use; it calls `wake` when a mask is ready."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -54,7 +54,7 @@ class Masks(Generic[Owner]):
         self._workers: ThreadPoolExecutor | None = None
 
     def compute(self, owner: Owner, constraint: Constraint, token: int) -> None:
-        """Let a constraint go on by a token, and compute what may come next. One question of a seat at a time."""
+        """Advance a constraint by a token and compute the next mask. At most one computation per owner at a time."""
         if self._workers is None:
             self._workers = ThreadPoolExecutor(N_WORKERS, thread_name_prefix="ostinato-masks")
         self._workers.submit(self._answer, owner, constraint, token)
@@ -73,10 +73,10 @@ class Masks(Generic[Owner]):
         self._wake()
 
     def take(self) -> list[Ready[Owner]]:
-        """What has been computed since the last time."""
+        """The masks that were computed since the last call."""
         return [self._ready.popleft() for _ in range(len(self._ready))]
 
     def close(self) -> None:
-        """End the threads; what they are at is finished first, and nobody hears of it."""
+        """End the threads, after the masks that they compute now; those results are dropped."""
         if self._workers is not None:
             self._workers.shutdown(cancel_futures=True)

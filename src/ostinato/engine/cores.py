@@ -1,8 +1,8 @@
-"""How many threads a CPU is good for: its physical cores, as far as this process may use them.
+"""How many threads to compute with: the physical cores that this process may use.
 
-Two hardware threads of one core share what a matrix product is made of, so the second adds little and takes time from
-the first. What the system says is respected: the set of processors that the process may run on, the share of them that
-its control group is given, and OMP_NUM_THREADS, by which one limits every other library of this kind.
+Two hardware threads of one core share its arithmetic units, so the second adds little and slows the first. The limits
+of the system are respected: the set of processors that the process may run on, the share of them that its control
+group gets, and OMP_NUM_THREADS, which limits other numeric libraries too.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def allowed_processors() -> set[int]:
 
 
 def _core(processor: int) -> str:
-    """What tells a processor's core from others: the list of processors on it. Itself where the system is silent."""
+    """A name for a processor's core: the list of processors on it, or the processor itself where that is unknown."""
     topology = PROCESSORS / f"cpu{processor}" / "topology"
-    for name in ("core_cpus_list", "thread_siblings_list"):  # one thing, by its new name and its old one
+    for name in ("core_cpus_list", "thread_siblings_list"):  # the same list, under its new and its old name
         try:
             return (topology / name).read_text().strip()
         except OSError:
@@ -52,7 +52,7 @@ def _core(processor: int) -> str:
 
 
 def group_share() -> float | None:
-    """Processors' worth of time that the control group is given, the least of it and those above; None: no limit."""
+    """The CPU quota of the control group, in processors: the least of its own and its parents'; None: no limit."""
     shares = [share for folder in _groups() if (share := _share(folder)) is not None]
     return min(shares, default=None)
 
@@ -84,4 +84,4 @@ def _share(folder: Path) -> float | None:
             quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
         return None if quota in ("max", "-1") else int(quota) / int(period)
     except (OSError, ValueError, ZeroDivisionError):
-        return None  # not told, or not in words we know
+        return None  # absent, or in an unknown format

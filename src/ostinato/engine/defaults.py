@@ -25,7 +25,7 @@ _CONFIG: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 
 
 def default_sampling(checkpoint: Checkpoint) -> Sampling:
-    """Every value that a draw needs: the model's where it states one, else ours."""
+    """Every value that sampling needs: the model's where its files state one, else ours."""
     if isinstance(checkpoint, SafetensorsFolder):
         stated = _from_generation_config(checkpoint.generation_config)
     else:

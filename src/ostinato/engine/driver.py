@@ -1,7 +1,7 @@
-"""A loop driven by hand: sequences are seated one by one, then the loop runs to its end, or goes step by step.
+"""A loop driven directly: sequences are admitted one by one, then the loop runs to its end, or step by step.
 
-What an engine does without its line, its cache and its threads, for whoever compares or measures. Prompts are ids;
-pages are partition in order from the first.
+It does what an engine does, without queue, cache and threads, for comparisons and measurements. Prompts are token ids;
+pages are assigned in order from the first.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class LoopDriver:
         granted: int | None = None,
         admit: bool = True,
     ) -> int:
-        """Run a prompt and ask for its admission; its generation.
+        """Run a prompt and ask for its admission; returns its generation.
 
-        It has pages for all its `most` tokens, and may use all their positions, unless told which and how many. Without
-        `admit` it is ready, and its admission is the caller's to ask for.
+        By default it gets pages for all its `most` tokens, with all their positions granted; `pages` and `granted`
+        change that. With `admit=False` it is only staged, and the caller asks for its admission.
         """
         loop = self.loop
         self._generation += 1
@@ -60,7 +60,7 @@ class LoopDriver:
         loop.host.stage(slot, admission)
         loop.beside(lambda: loop.prefill.first(slot)).result(DEADLINE_S)
         if admit and not loop.host.admit(slot, self._generation):
-            raise InternalError("the inbox is full: more sequences than it holds were seated before a step")
+            raise InternalError("the inbox is full: more sequences than it holds were admitted before a step")
         return self._generation
 
     def prefill(self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0) -> None:
@@ -76,7 +76,7 @@ class LoopDriver:
             self.loop.beside(run).result(DEADLINE_S)
 
     def run(self) -> None:
-        """Trigger, wait until nobody lives, and collect."""
+        """Trigger, wait until there are no live slots, and collect the entries."""
         self.begin()
         self.wait()
 
@@ -88,15 +88,15 @@ class LoopDriver:
         mode.trigger()
 
     def wait(self) -> None:
-        """Wait until the loop has ended, and collect."""
+        """Wait until the loop has ended, and collect the entries."""
         if not self.loop.start.wait(DEADLINE_S):
             raise EngineDead(f"mode {self.loop.mode_name}: the loop did not end within {DEADLINE_S:.0f} s")
         self._collect()
 
     def step(self) -> bool:
-        """One step by the host's hand, outside decode mode; whether another one follows.
+        """Run one step paced by the host, outside decode mode; whether another one follows.
 
-        The first one admits: nobody is in it yet.
+        The first step only admits: it has no rows yet.
         """
         mode = self.loop.mode
         if self.loop.start.executable == 0:
@@ -104,18 +104,18 @@ class LoopDriver:
             mode.exit()
         try:
             mode.step()
-        except Exception as error:  # whatever a node died of
+        except Exception as error:  # any exception of a node
             raise EngineDead(f"mode {self.loop.mode_name}: the step failed: {error}") from error
         self._collect()
         return bool(self.loop.host.word(Word.GO))
 
     def forget(self) -> None:
-        """All sequences have ended: deal pages from the first again, and keep no entries."""
+        """All sequences have ended: assign pages from the first again, and drop the entries."""
         self._next_page = 0
         self.entries = []
 
     def synchronize(self) -> None:
-        """Wait for the device: what torch did on its own stream is seen by the loop's."""
+        """Wait for the device, so that the loop's stream sees what torch wrote on its own stream."""
         self.loop.start.synchronize()
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Requests in, tokens out, many at a time: the face of everything between a caller and the decode loop.
+"""The engine's public interface: requests in, tokens out, many at a time.
 
-Token ids in, token ids out. Any thread may call; one thread of the engine's own (`scheduler.py`) does the work, and the
-device does the decoding. What ends an answer is decided there, except stop strings, which only text can know.
+Token ids in, token ids out. Any thread may call; the engine's own thread (`scheduler.py`) does the work, and the device
+decodes. The device decides when an answer ends, except by stop strings, which only the text shows.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Engine:
         outbox_entries: int | None = None,
         constrain: Constrain | None = None,
     ) -> None:
-        """`n_tokens`: what the tokenizer knows; ids beyond it, padding of the embedding, are never chosen. `queue`: how
-        many requests may wait. `reuse`: do not compute a prompt's beginning again where it is still in memory.
-        `constrain` makes what an answer must follow of what its sampling says."""
+        """`n_tokens`: ids that the tokenizer knows; ids beyond it, padding of the embedding, are never sampled.
+        `queue`: how many requests may wait. `reuse`: do not compute a prompt's beginning again if it is still in
+        memory. `constrain` makes the constraint of an answer from its sampling options."""
         vocab = model.shape.vocab
         self.context, self._vocab = settled.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
@@ -72,10 +72,10 @@ class Engine:
         except BaseException:
             self._loop.start.close()
             raise
-        # A page is all there is to a position, unless layers recur: their states belong to the slot.
+        # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot.
         self._scheduler = Scheduler(self._loop, self._queue, reuse=reuse and model.shape.recurrent is None)
         self._ids = count(1)
-        # The thread knows nothing of this object, so that an engine that its owner has dropped ends by itself.
+        # The thread holds no reference to this object, so that an engine without references is closed.
         self._thread = threading.Thread(target=self._scheduler.run, name="ostinato-engine", daemon=True)
         weakref.finalize(self, self._queue.close).atexit = False
         _OPEN_ENGINES[self._thread] = self._queue
@@ -83,33 +83,33 @@ class Engine:
 
     @property
     def loop(self) -> Runner:
-        """What is below; to be looked at."""
+        """The runner of the decode loop; read-only."""
         return self._loop
 
     @property
     def mode(self) -> str:
-        """Who paces: the name of the decode mode that runs."""
+        """The name of the decode mode that runs."""
         return self._loop.mode_name
 
     @property
     def why_not(self) -> tuple[str, ...]:
-        """Why no higher mode runs, a sentence for each."""
+        """Why no higher mode runs: a sentence for each of them."""
         return self._loop.why_not
 
     @property
     def fault(self) -> str | None:
-        """What it died of; None while it lives."""
+        """Why the engine is dead; None while it runs."""
         return self._scheduler.fault
 
     # Requests
 
     def check(self, prompt: Sequence[int], sampling: Sampling) -> RequestSpec:
-        """What would be submitted; refused here if at all. `sampling` is settled: nothing it draws with is None."""
+        """The request, checked and accepted. `sampling` is settled: no value that sampling needs is None."""
         check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
         constraint = None if sampling.rule is None else self._constraint_of(sampling)
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
         if constraint is not None:
-            ends |= constraint.ends  # its masks say where an answer may end, and whether it is long enough to
+            ends |= constraint.ends  # its masks decide where an answer may end, so min_tokens does not apply
             sampling = replace(sampling, min_tokens=0)
         stop_ids = tuple(sorted(ends))
         self._loop.host.check(sampling, stop_ids)
@@ -131,11 +131,11 @@ class Engine:
         resume: bool = False,
         keep: bool = False,
     ) -> Request:
-        """Ask for an answer, first come first served; returns at once. QueueFull when too many wait, or `wait` for
-        room.
+        """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
+        QueueFull.
 
-        The request is read from what is returned; or `sink` is told of everything, on the engine's thread. `resume`: it
-        goes on from what was kept or loaded last; `keep`: its sequence is kept in its turn, to be saved or resumed.
+        The caller reads the returned request, or `sink` gets every message, on the engine's thread. `resume`: continue
+        the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved or resumed.
         """
         spec = replace(self.check(prompt, sampling), resume=resume, keep=keep)
         request = Request(next(self._ids), spec, self._queue.cancel, sink, self.helper)
@@ -144,7 +144,7 @@ class Engine:
         return request
 
     def work(self, spec: WorkSpec) -> Work:
-        """Ask for rows of texts, first come first served among the requests; returns at once. To be read to its end."""
+        """Ask for rows of texts, first come first served among the requests; returns at once. Read it to its end."""
         for text in spec.texts:
             self.check_text(text.tokens)
         work = Work(spec, self._queue.cancel, self.helper)
@@ -162,11 +162,11 @@ class Engine:
 
     @property
     def helper(self) -> Helper | None:
-        """Whom to help while waiting for messages on the main thread; None where the device works alone."""
+        """Work that the main thread can help with while it waits for messages; None where the device needs no help."""
         return self._loop.start.helper
 
     def stats(self) -> Stats:
-        """Where it stands now, and what it counted."""
+        """The engine's current state and its counters."""
         scheduler, loop = self._scheduler, self._loop
         reserve = scheduler.reserve
         return Stats(
@@ -193,13 +193,13 @@ class Engine:
         )
 
     def slots(self) -> list[SlotView]:
-        """Who sits where now."""
+        """The current state of every slot."""
         return self._scheduler.slots()
 
-    # Life
+    # Closing
 
     def close(self) -> None:
-        """Cancel what runs and waits, end the loop and the threads. Once is enough; twice does no harm."""
+        """Cancel all running and waiting requests, and end the loop and the threads. May be called more than once."""
         self._queue.close()
         if self._thread is not threading.current_thread():
             self._thread.join()
@@ -215,7 +215,7 @@ class Engine:
 
 @atexit.register
 def _close_all() -> None:
-    """Before the interpreter goes: no thread may be inside torch when its memory is taken down."""
+    """Close all engines before the interpreter exits: no thread may be inside torch when torch is torn down."""
     open_still = list(_OPEN_ENGINES.items())
     for _, queue in open_still:
         queue.close()

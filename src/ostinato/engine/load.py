@@ -13,6 +13,6 @@ from ostinato.models.shape import Shape
 
 
 def load_model(checkpoint: Checkpoint, shape: Shape, settled: Settled, progress: Progress | None = None) -> Model:
-    """The model with its weights as they were settled to lie."""
+    """The model with its weights in the settled layout."""
     blocks, table = describe(checkpoint, shape)
     return model_of(backend_of(settled).load(blocks, table, settled, progress), settled)

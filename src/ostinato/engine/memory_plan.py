@@ -1,7 +1,7 @@
-"""What an engine will take of memory, counted before anything is loaded: the rows of the backend that will run it.
+"""The memory that an engine will need, counted before anything is loaded: the rows that its backend reports.
 
-What a prompt's chunk and the libraries take is an estimate, and named so. A plan that does not fit says what was asked,
-what is free and what to lower.
+The figures for a prompt's chunk and for the libraries are estimates, and named so. A plan that does not fit says how
+much is needed, how much is free and what to lower.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LEAST_CONTEXT: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The rows, and whether they fit what is free on the device."""
+    """The rows, and whether they fit the free memory of the device."""
 
     backend: Backend
     shape: Shape
@@ -39,11 +39,11 @@ class MemoryPlan:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned memory of the host beside a GPU; on the CPU there is no beside."""
+        """Pinned host memory beside a GPU; 0 on the CPU, where all memory is the device's."""
         return sum(row.n_bytes for row in self.rows if row.on_host)
 
     def bytes_of(self, *names: str) -> int:
-        """Of the rows of these names."""
+        """The sum of the rows with these names."""
         return sum(row.n_bytes for row in self.rows if row.name in names)
 
     @property
@@ -52,7 +52,7 @@ class MemoryPlan:
 
     @property
     def verdict(self) -> str:
-        """One sentence: what is asked, what is free, and what to lower."""
+        """One sentence: how much is needed, how much is free, and what to lower."""
         asked = (
             f"{megabytes(self.device_bytes)} are needed on {self.settled.device} for {self.settled.n_slots} slots and "
             f"a context of {self.settled.context}, and {megabytes(self.free_bytes)} are free"

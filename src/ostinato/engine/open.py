@@ -1,4 +1,4 @@
-"""A runner of the backend that was chosen, or once of the mode below it: the one place where an engine falls back."""
+"""Opens a runner of the chosen backend, or once of the mode below: the one place where an engine falls back."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def open_runner(model: Model, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
-    """Open a model as it was settled. What `auto` chose and cannot be built is not tried again: the mode below it is,
-    and says so (E-57)."""
+    """Open a model as it was settled. If `auto` chose a mode that cannot be built, the mode below it is opened instead,
+    and the reason is recorded (E-57)."""
     try:
         return backend_of(settled).open(model, settled, outbox_entries=outbox_entries)
     except HardwareCannot as error:

@@ -1,4 +1,4 @@
-"""What a prompt must be before anything is done with it."""
+"""The checks that a prompt must pass before anything else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The queue in front of an engine: requests and work that wait, first come first served, and what other threads ask.
+"""The queue in front of an engine: waiting requests and work, first come first served, and cancellations.
 
-The only thing that callers' threads and the engine's thread both touch; one lock guards all of it. `wake` wakes the
+It is the only object that callers' threads and the engine's thread share; one lock guards all of it. `wake` wakes the
 engine's thread.
 """
 
@@ -19,7 +19,7 @@ class RequestQueue:
     """Requests and work in order of arrival; cancellations; whether to close."""
 
     def __init__(self, bound: int, n_slots: int, wake: Callable[[], None]) -> None:
-        """`bound`: how many requests may wait, beside those for whom a slot is free. Work may always wait."""
+        """`bound`: how many requests may wait, in addition to one per free slot. Work may always wait."""
         self._bound, self._n_free_slots, self._wake = bound, n_slots, wake
         self._room = threading.Condition()
         self._waiting: deque[Request | Work] = deque()
@@ -32,7 +32,7 @@ class RequestQueue:
     # Any thread
 
     def put(self, request: Request, *, wait: bool) -> None:
-        """Go to the end of the queue. When it is full: `wait` for room, or QueueFull."""
+        """Append a request. When the queue is full: `wait` for room, or QueueFull."""
         with self._room:
             while self._closed_error is None and self._n_requests >= self._bound + self._n_free_slots:
                 if not wait:
@@ -49,7 +49,7 @@ class RequestQueue:
         self._wake()
 
     def put_work(self, work: Work) -> None:
-        """Go to the end of the queue."""
+        """Append work."""
         with self._room:
             if self._closed_error is not None:
                 raise self._closed_error()
@@ -69,7 +69,7 @@ class RequestQueue:
         self._wake()
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return self._n_requests
 
     # The engine's thread
@@ -79,7 +79,7 @@ class RequestQueue:
         return self._closing
 
     def first(self, *, has_slot: bool) -> Request | Work | None:
-        """Who is next; they stay in queue. While no slot is free, that is the first that needs none."""
+        """The next request or work, which stays in the queue. While no slot is free, the first that needs no slot."""
         with self._room:
             if not has_slot and len(self._waiting) == self._n_requests:
                 return None
@@ -111,13 +111,13 @@ class RequestQueue:
         self._room.notify_all()
 
     def take_cancelled(self) -> list[Request | Work]:
-        """Who asked to be cancelled since the last time."""
+        """Requests and work that were cancelled since the last call."""
         with self._room:
             cancelled, self._cancelled = self._cancelled, []
             return cancelled
 
     def refuse_all(self, why: Callable[[], OstinatoError]) -> list[Request | Work]:
-        """Nobody may join any more: they are told `why`. Who was still waiting."""
+        """Close the queue: every later `put` raises `why()`. Returns the requests and work that were waiting."""
         with self._room:
             self._closed_error = self._closed_error or why
             left = list(self._waiting)

@@ -17,7 +17,7 @@ from ostinato.engine.constraint import Constraint
 from ostinato.loop.start import Helper
 from ostinato.options import Sampling
 
-PAUSE_S: Final = 0.001  # between two looks for work to help with, where there was none
+PAUSE_S: Final = 0.001  # wait for a message when there was no work to help with
 
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "cancelled"]
@@ -26,7 +26,7 @@ EndReason = Literal["stop", "length", "cancelled"]
 class Token(NamedTuple):
     """One token of an answer, at its position in the sequence. `time_ns` is the device's own clock when it was made.
 
-    `logprob` is the model's own; `top` the most likely ones where they were asked for. The last has a reason.
+    `logprob` is the model's own; `top` has the most likely tokens if asked for. The last token has a finish reason.
     """
 
     token: int
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def waited_for(messages: SimpleQueue[T], helper: Helper | None) -> T:
-    """The next message of a queue; who waits for it on the main thread helps, where help is wanted."""
+    """The next message of a queue. A caller on the main thread helps `helper` with the device's work while it waits."""
     while helper is not None and threading.current_thread() is threading.main_thread():
         try:
             return messages.get_nowait() if helper.help() else messages.get(timeout=PAUSE_S)
@@ -59,10 +59,10 @@ Message: TypeAlias = Token | Cancelled | Exception
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """What is asked for, checked and settled: `most` tokens at most, ended by any of `stop_ids`.
+    """A request, checked and settled: at most `most` tokens, ended by any of `stop_ids`.
 
-    `constraint` is what the answer must follow; it belongs to this request alone. `resume`: it goes on from what was
-    kept last, where they begin alike; `keep`: it is kept in its turn, until its pages are needed.
+    `constraint` is what the answer must follow; it belongs to this request alone. `resume`: continue the sequence that
+    was kept last, as far as both begin alike; `keep`: keep this sequence afterwards, until its pages are needed.
     """
 
     prompt: Sequence[int]
@@ -75,14 +75,14 @@ class RequestSpec:
 
     @property
     def n_positions(self) -> int:
-        """Positions that are ever written: the last token of an answer is not read again."""
+        """Positions that need cells: no step reads the last token of an answer, so it has none."""
         return len(self.prompt) + self.most - 1
 
 
 class Request:
     """An accepted request. Read it once: `for token in request`.
 
-    Times are seconds of `time.perf_counter`, None until they are known; the tokens carry the device's.
+    Times are seconds of `time.perf_counter`, None until they are known; tokens carry times of the device's clock.
     """
 
     def __init__(
@@ -93,15 +93,15 @@ class Request:
         sink: Callable[[Request, Message], None] | None = None,
         helper: Helper | None = None,
     ) -> None:
-        """`sink`, where there is one, is given every message, on the engine's thread, in place of any reader. `helper`
-        lets a reader on the main thread do a part of the device's work."""
+        """`sink`, if given, gets every message on the engine's thread, and there is no other reader. `helper` lets a
+        reader on the main thread run part of the device's work."""
         self.id, self.spec = id, spec
         self.cached_tokens = 0
         self.submitted = time.perf_counter()
         self.prefill_began: float | None = None
         self.prefill_ended: float | None = None
         self.first_token: float | None = None
-        self.mask_s = 0.0  # that its tokens waited for masks, none without a constraint
+        self.mask_s = 0.0  # seconds that its tokens waited for masks; 0 without a constraint
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None
         self._cancel = cancel
@@ -112,12 +112,12 @@ class Request:
 
     @property
     def ended(self) -> bool:
-        """Whether its one end has come, read or not."""
+        """Whether it has ended, even if the end was not read yet."""
         return self.finish_reason is not None or self.error is not None
 
     @property
     def prefill_s(self) -> float:
-        """Seconds that the prompt took, without waiting in line."""
+        """Seconds that the prompt took, without the time in the queue."""
         if self.prefill_began is None or self.prefill_ended is None:
             return 0.0
         return self.prefill_ended - self.prefill_began
@@ -128,14 +128,14 @@ class Request:
         return 0.0 if self.first_token is None else self.first_token - self.submitted
 
     def cancel(self) -> None:
-        """End it as soon as may be; nothing where it has ended. From any thread."""
+        """End it as soon as possible; no effect after its end. From any thread."""
         if not self.ended:
             self._cancel(self)
 
     # Reading
 
     def __iter__(self) -> Iterator[Token]:
-        """Tokens as they come; this blocks. Ends after the last, or when it was cancelled; raises its error."""
+        """Tokens as they come, blocking. Ends after the last token or a cancellation; raises the request's error."""
         return self
 
     def __next__(self) -> Token:
@@ -153,7 +153,7 @@ class Request:
     # The engine's side: called on its thread alone
 
     def put(self, token: Token) -> None:
-        """A token; one with a reason is the end. Nothing after the end."""
+        """Deliver a token; one with a finish reason ends the request. No effect after the end."""
         if self.ended:
             return
         if self.first_token is None:
@@ -162,13 +162,13 @@ class Request:
         self._deliver(token)
 
     def end_cancelled(self) -> None:
-        """The end, unless it has come."""
+        """End as cancelled; no effect after the end."""
         if not self.ended:
             self.finish_reason = "cancelled"
             self._deliver(Cancelled())
 
     def fail(self, error: Exception) -> None:
-        """The end by an error, unless it has come."""
+        """End with an error; no effect after the end."""
         if not self.ended:
             self.error = error
             self._deliver(error)

@@ -1,4 +1,4 @@
-"""Saved sequences: out of the engine's pages into bytes, and back. What is in pages still is not computed again."""
+"""Saved sequences: from the engine's pages to bytes, and back. Tokens still in pages are not computed again."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ostinato.errors import BadFile
 
 
 def save_sequence(engine: Engine, ids: Sequence[int], note: Mapping[str, Any]) -> bytes:
-    """The state of these tokens, with their ids and a note beside it; BadInput where there are none."""
+    """The state of these tokens as bytes, with their ids and a note; BadInput where there are no tokens."""
     state = _state(engine)
     _copied(engine, ids, PageCopyJob(lambda pages, slot: state.read(pages, slot, len(ids)), computes=True))
     return state.save({**note, "ids": list(ids)})
 
 
 def load_sequence(engine: Engine, data: bytes) -> list[int]:
-    """Put a saved sequence into pages, where the next request that resumes finds it; its tokens."""
+    """Load a saved sequence into pages, for the next request with `resume`; returns its tokens."""
     ids = (describe(data).note or {}).get("ids")
     if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
         raise BadFile("this state does not say which tokens it holds; save it again")
@@ -34,7 +34,7 @@ def load_sequence(engine: Engine, data: bytes) -> list[int]:
 
 
 def largest_state_bytes(engine: Engine) -> int:
-    """No saved state of this engine is larger."""
+    """An upper bound for the size of any saved state of this engine."""
     return _state(engine).largest
 
 

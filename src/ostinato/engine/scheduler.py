@@ -1,9 +1,9 @@
-"""The engine's own thread: it admits who waits, runs their prompts, feeds the loop's inbox and drains its outbox.
+"""The engine's own thread: it admits requests, runs their prompts, feeds the loop's inbox and drains its outbox.
 
 Scores and embeddings (`work.py`) wait in the same queue; their chunks and those of prompts take turns.
-It alone touches the loop below it, and takes no part in any step: tokens are the device's. Other threads speak to it
-through `queue.py` and hear of it through their requests. It sleeps while nothing happens; while the loop runs it looks
-again when told to, or after a bounded nap where the device cannot tell.
+Only this thread touches the loop, and no step needs it: the device samples the tokens. Other threads reach it through
+`queue.py` and get answers through their requests. It sleeps while the engine is idle; while the loop runs, it looks
+again when the wake event is set, or after a bounded sleep where the device cannot set that event.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Finish, Word
 from ostinato.loop.mode import MUST_RESTART
 
-# How long to sleep beside a loop that cannot ring, and beside one that rings but might die without a sound.
+# How long to sleep beside a loop that cannot set the wake event, and beside one that sets it but may die silently.
 POLL_S: Final = 0.0005
 LONG_POLL_S: Final = 0.05
-# Longest wait for what has passed its last step boundary, or for a chunk when the engine closes.
+# Longest wait for a loop that has passed its last step boundary, or for a chunk when the engine closes.
 END_S: Final = 60.0
-# Longest step that is believed: a large model on a slow CPU takes minutes, with a prompt's chunk before it.
+# A step that takes longer counts as stalled: a large model on a slow CPU takes minutes, with a chunk before it.
 STALLED_S: Final = 900.0
 
 _REASONS: Final[dict[Finish, FinishReason]] = {Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -46,29 +46,29 @@ _REASONS: Final[dict[Finish, FinishReason]] = {Finish.STOP: "stop", Finish.LENGT
 
 @dataclass(slots=True, eq=False)
 class ActiveSequence:
-    """A request in a slot; mutable, because it moves on from token to token."""
+    """A request in a slot; mutable, because it changes with every token."""
 
     request: Request
     slot: int
     generation: int
-    paged: PagedSequence  # its prompt, on the way into its pages
-    last: int = 0  # the position of its last token that was heard of
-    last_ns: int = 0  # and when that one was made
+    paged: PagedSequence  # its prompt, which is computed into its pages
+    last: int = 0  # the position of its last token that was received
+    last_ns: int = 0  # and when that token was generated
     admitted: bool = False
-    answer: list[int] = field(default_factory=list)  # its tokens, where it is kept
+    answer: list[int] = field(default_factory=list)  # its tokens, if the sequence is to be kept
     mask_asked_at: float = 0.0  # when a mask was last asked for, by the host's clock
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkUnderWay:
-    """A chunk on its way through the device, of a prompt or of work."""
+    """A chunk of a prompt or of work that the device computes."""
 
     owner: ActiveSequence | ActiveWork
     pending: PendingChunk
 
 
 class Scheduler:
-    """Everything between the queue and the loop. `run` is the thread; `stats` words may be read from others."""
+    """Everything between the queue and the loop. `run` is the thread; other threads may read the counters."""
 
     def __init__(self, loop: Runner, queue: RequestQueue, *, reuse: bool) -> None:
         self._loop, self._queue = loop, queue
@@ -81,19 +81,19 @@ class Scheduler:
         self._poll_s = POLL_S if loop.model.device.type == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots
         self._by_id: dict[int, ActiveSequence] = {}
-        self._prompts: deque[ActiveSequence] = deque()  # whose prompts are not done; the first goes on
-        self._works: deque[ActiveWork] = deque()  # in turns, a chunk each
-        self._work_slots: set[int] = set()  # that texts of work are in, where the model recurs
+        self._prompts: deque[ActiveSequence] = deque()  # sequences with unfinished prompts; the first runs
+        self._works: deque[ActiveWork] = deque()  # they take turns, a chunk each
+        self._work_slots: set[int] = set()  # slots that texts of work occupy, for a recurrent model
         self._chunk: ChunkUnderWay | None = None
-        self._work_is_next = True  # where both a prompt and work could go on
+        self._work_is_next = True  # where both a prompt and work are ready
         self._unsent: deque[Callable[[], bool]] = deque()  # entries for the inbox, in order
         self._masks: Masks[ActiveSequence] = Masks(loop.changed.set)
         self._generations = count(1)
-        self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they were last seen to change
-        self._loop_active = False  # whether the loop may speak, as far as is known
+        self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they last changed
+        self._loop_active = False  # whether the loop may still write entries, as far as is known
         self._ends = 0  # how often the loop had ended when it was last triggered
-        self._first_does_not_fit = False  # whether somebody was refused pages, and nothing has changed since
-        self._queue_is_next = False  # whether that was the first in queue, and not work
+        self._first_does_not_fit = False  # whether pages were refused, and none were freed since
+        self._queue_is_next = False  # whether they were refused to the first request of the queue, not to work
         self.fault: str | None = None  # why it is dead
         self.gaps = GapMeter()
         self.n_ended: Counter[str] = Counter()
@@ -108,20 +108,20 @@ class Scheduler:
         return len(self._prompts)
 
     def slots(self) -> list[SlotView]:
-        """Every slot as it is now; from any thread, and as true as a glance can be."""
+        """A snapshot of every slot; from any thread, so slots may change while it is taken."""
         return [_view(slot, sequence) for slot, sequence in enumerate(self._slots.copy())]
 
     # The thread
 
     def run(self) -> None:
-        """Serve until told to close; whatever goes wrong, nobody is left without an end."""
+        """Serve until the queue closes. Every request gets an end, whatever fails."""
         try:
             while self._is_wanted():
                 if self.fault is None:
                     self._run_once()
                 self._loop.changed.wait(self._wait_s())
         except Exception as error:
-            # A device that died shows itself wherever it is next asked: what it died of comes first.
+            # Any call may be the first to fail on a dead device: report the device's own fault first.
             found = self._mode.fault()
             self._die(found or f"the engine's thread failed: {error!r}; open the model again", error)
             while self._is_wanted():
@@ -130,12 +130,12 @@ class Scheduler:
             self._close()
 
     def _is_wanted(self) -> bool:
-        # Cleared before anything is looked at: whoever rings from now on is heard after this look.
+        # Cleared before anything is looked at: an event that is set from now on causes another look.
         self._loop.changed.clear()
         return not self._queue.closing
 
     def _run_once(self) -> None:
-        """Look at everything once."""
+        """Do every part of the scheduler's work once."""
         for part in (
             self._drain,
             self._check_alive,
@@ -153,11 +153,11 @@ class Scheduler:
                 return
 
     def _wait_s(self) -> float | None:
-        """How long to sleep if nobody rings: for ever while nothing is under way."""
+        """How long to sleep unless the wake event is set; None, for ever, while nothing runs."""
         if self.fault is not None:
             return None
         if self._unsent or (self._chunk is not None and self._chunk.pending.returned):
-            return POLL_S  # the inbox is full; a chunk is done on the host's side: both are soon over
+            return POLL_S  # a full inbox, or a chunk whose host part is done: neither lasts long
         return self._poll_s if self._loop_active else None
 
     # Out of the loop
@@ -171,7 +171,7 @@ class Scheduler:
         sequence = self._slots[entry.slot]
         if sequence is None or sequence.generation != entry.generation:
             raise InternalError(
-                f"the loop speaks of slot {entry.slot}, generation {entry.generation}: nobody sits there"
+                f"the loop sent an entry for slot {entry.slot}, generation {entry.generation}: no such sequence runs"
             )
         request = sequence.request
         if entry.token is not None:
@@ -191,7 +191,7 @@ class Scheduler:
                     self._masks.compute(sequence, request.spec.constraint, entry.token)
                 request.put(token)
         if entry.finish is not Finish.NONE:
-            self._end_cancelled(request)  # unless it has its reason
+            self._end_cancelled(request)  # no effect if it has a finish reason
             self._release(sequence)
 
     # Cancelling
@@ -201,7 +201,7 @@ class Scheduler:
             if one.ended:
                 continue
             if self._queue.remove(one):
-                self._first_does_not_fit = False  # perhaps it was the first in queue
+                self._first_does_not_fit = False  # perhaps it was the first in the queue
             elif isinstance(one, Work):
                 self._cancel_work(one)
             else:
@@ -211,12 +211,12 @@ class Scheduler:
     def _cancel_sequence(self, request: Request) -> None:
         sequence = self._by_id.get(request.id)
         if sequence is None:
-            raise InternalError(f"request {request.id} neither waits nor sits, and has not ended")
+            raise InternalError(f"request {request.id} is neither in the queue nor in a slot, and has not ended")
         if sequence.admitted:
             self._post_cancel(sequence)
         elif self._chunk is None or self._chunk.owner is not sequence:
             self._prompts.remove(sequence)
-            self._release(sequence)  # else when its chunk is done: the device writes to its pages until then
+            self._release(sequence)  # else released when its chunk is done: the device writes to its pages until then
 
     def _cancel_work(self, work: Work) -> None:
         active = next(active for active in self._works if active.work is work)
@@ -238,8 +238,9 @@ class Scheduler:
     # Admissions
 
     def _admit(self) -> None:
-        """Seat the first in queue, and the next: one that finds no pages keeps its place, and nobody passes it. Work
-        needs no slot, and passes whoever waits for one; its texts and the queue take turns where pages are few."""
+        """Admit requests in the order of the queue. If one gets no pages, it keeps its place, and no later one is
+        admitted. Work needs no slot, and may overtake requests that wait for one; when pages are scarce, texts of
+        work and the queue take turns."""
         while not self._first_does_not_fit:
             if not self._queue_is_next and not all(active.lease(self._free_slot) for active in self._works):
                 self._first_does_not_fit = True
@@ -255,12 +256,12 @@ class Scheduler:
                 self._first_does_not_fit = self._queue_is_next = True
 
     def _free_slot(self, wish: int | None = None) -> int | None:
-        """A slot that nobody is in: this one, if that can be."""
+        """A free slot: `wish` if it is free, else the first free one; None where there is none."""
         free = [slot for slot, taken in enumerate(self._slots) if taken is None and slot not in self._work_slots]
         return wish if wish in free else free[0] if free else None
 
     def _seat(self, request: Request) -> bool:
-        """Give a request a free slot and pages; False where there are none of these."""
+        """Give a request a free slot and pages; False where too few pages are free."""
         spec, all_now = request.spec, len(self._queue) == 1
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
         assert slot is not None
@@ -275,8 +276,8 @@ class Scheduler:
         return True
 
     def _release(self, sequence: ActiveSequence) -> None:
-        """The slot and the pages are free: neither loop nor prefill touches them any more."""
-        # The last token of an answer was read by nobody; after a cancellation a state may be further than that.
+        """Free a sequence's slot and pages, which neither loop nor prefill touches any more."""
+        # No step has read the last token of an answer. After a cancellation a recurrent state may be further than that.
         if sequence.answer and not (self._recurs and sequence.request.finish_reason == "cancelled"):
             self._memory.keep(sequence.paged, (*sequence.paged.tokens, *sequence.answer[:-1]))
         else:
@@ -287,13 +288,13 @@ class Scheduler:
         self._queue.free_slot()
 
     def _drop(self, active: ActiveWork) -> None:
-        """Work is over, and gives everything back."""
+        """Close work and release its pages and slots."""
         active.close()
         self._works.remove(active)
         self._first_does_not_fit = False
 
     def _grant_pages(self) -> None:
-        """Give more pages to whoever has used half of what was granted beyond the prompt."""
+        """Grant more pages to every sequence that has used half of the positions granted beyond its prompt."""
         for sequence in self._slots:
             if sequence is None or not sequence.admitted or not sequence.paged.lease.short:
                 continue
@@ -307,7 +308,7 @@ class Scheduler:
                     self._post_grant(sequence, first, pages)
 
     def _send_masks(self) -> None:
-        """Masks that are ready go to their slots, which wait for them; a constraint that failed ends its request."""
+        """Send computed masks to their slots, which wait for them; end the request of a constraint that failed."""
         for sequence, bits, error in self._masks.take():
             request = sequence.request
             if request.ended or self._slots[sequence.slot] is not sequence:
@@ -322,8 +323,8 @@ class Scheduler:
     # Prompts and work
 
     def _begin_chunk(self) -> None:
-        """Start the next part of the first unfinished prompt, or of work, beside the loop: by turns where there is
-        both."""
+        """Start the next chunk of the first unfinished prompt, or of work, beside the loop; where both are ready, they
+        take turns."""
         if self._chunk is not None:
             return
         work = next((active for active in self._works if active.ready), None)
@@ -338,16 +339,16 @@ class Scheduler:
 
     def _begin(self, owner: ActiveSequence | ActiveWork, begin: Callable[[], PendingChunk]) -> None:
         if self._loop.start.alone:
-            self._host.set_yield(True)  # until the next trigger, which goes behind this chunk
+            self._host.set_yield(True)  # until the next trigger, which is queued after this chunk
         try:
             self._chunk = ChunkUnderWay(owner, begin())
-        except Exception as error:  # where the host's part of a job runs at once
+        except Exception as error:  # a start may run the host's part of a job inside this call
             self._fail_chunk(owner, error)
 
     def _begin_prompt(self, sequence: ActiveSequence) -> PendingChunk:
         request, paged = sequence.request, sequence.paged
         if request.prefill_began is None:
-            # Only now: whoever was seated before has left its pages by this time.
+            # Found only now, because pages of prompts that were computed since the admission may be cached.
             request.cached_tokens = self._memory.find(paged)
             request.prefill_began = time.perf_counter()
             self.n_cached_tokens += request.cached_tokens
@@ -359,7 +360,7 @@ class Scheduler:
         return self._flow.begin((SequencePart(paged, n),), rows, first=sequence.slot if is_last else None)
 
     def _finish_chunk(self) -> None:
-        """Take note of a chunk that is done."""
+        """Process the running chunk if it is done."""
         chunk = self._chunk
         if chunk is None or not chunk.pending.done:
             return
@@ -373,19 +374,19 @@ class Scheduler:
         except Exception as error:
             self._fail_chunk(owner, error)
             return
-        self._first_does_not_fit = False  # what is cached now may be what the first in queue begins with
+        self._first_does_not_fit = False  # the first request of the queue may begin with pages that are cached now
         if isinstance(owner, ActiveWork):
-            if owner.work.ended or owner.done:  # cancelled meanwhile, or complete
+            if owner.work.ended or owner.done:  # cancelled in the meantime, or complete
                 self._drop(owner)
                 owner.work.end()
         else:
             self._go_on(owner, chunk.pending.parts[0].n)
 
     def _go_on(self, sequence: ActiveSequence, n: int) -> None:
-        """So many more tokens of a prompt can be found in memory; after the last its slot is admitted."""
+        """Count `n` more prompt tokens that are in memory; after the last one, admit the slot."""
         request = sequence.request
         self.n_prompt_tokens += n
-        if request.ended:  # cancelled meanwhile
+        if request.ended:  # cancelled in the meantime
             self._prompts.popleft()
             self._release(sequence)
         elif not sequence.paged.n_left:
@@ -396,7 +397,7 @@ class Scheduler:
             self._post_admit(sequence)
 
     def _fail_chunk(self, owner: ActiveSequence | ActiveWork, error: Exception) -> None:
-        """A chunk that failed ends its own request or work, and no other; unless the device is dead."""
+        """End the request or work of a failed chunk, and no other, unless the device is dead."""
         self._check_alive()
         if self.fault is not None:
             return
@@ -450,27 +451,27 @@ class Scheduler:
         self._unsent.append(grant)
 
     def _send(self) -> None:
-        """Publish entries in order, as far as the inbox has room."""
+        """Publish entries in order, as many as the inbox has room for."""
         while self._unsent and self._unsent[0]():
             self._unsent.popleft()
 
     def _ensure_running(self) -> None:
-        """Trigger the loop when it has ended and somebody lives, or an entry was not taken.
+        """Trigger the loop if it has ended and there are live slots, or inbox entries that it has not taken.
 
-        The two may just miss each other: it ends, and then an entry is published. So this is asked at every look.
+        An entry may be published just after the loop has ended, so this is checked every time.
         """
-        # Decided here and not when going to sleep: a loop that cannot ring may end between the two.
+        # Set here and not when going to sleep: a loop that cannot set the wake event may end in between.
         self._loop_active = True
         if self._mode.running:
             if self._host.word(Word.ENDS) == self._ends:
                 self._check_progress()
                 return
-            # It has passed its last step boundary, and rung; what is left of it is a moment.
+            # It has passed its last step boundary and set the wake event; it returns in a moment.
             if not self._loop.start.wait(END_S):
                 self._die(f"the loop ended its last step and did not return within {END_S:.0f} s; restart the process")
                 return
         if self._host.waiting:
-            self._loop.changed.set()  # it spoke after it was drained: hear that first, and then look again
+            self._loop.changed.set()  # it wrote entries after the drain: drain them first, then look again
             return
         if self._host.all_taken and not self._host.word(Word.LIVE):
             self._loop_active = False
@@ -483,7 +484,7 @@ class Scheduler:
             self._die(self._mode.fault() or str(error))
 
     def _check_progress(self) -> None:
-        """A loop that neither steps nor ends is dead: whoever waits for it is told (every wait has a deadline)."""
+        """A loop that neither steps nor ends within the deadline is dead, and all requests get an error."""
         now = self._mode.n_triggers, self._host.word(Word.STEPS)
         if now != self._progress:
             self._progress, self._progress_at = now, time.monotonic()
@@ -498,7 +499,7 @@ class Scheduler:
             self._die(why)
 
     def _die(self, why: str, cause: Exception | None = None) -> None:
-        """All requests and work that run or wait get one error each, and nobody may join any more."""
+        """End all running and waiting requests and work with an error each, and refuse new ones."""
         self.fault = why
         self._mode.die(why)
 
@@ -511,7 +512,7 @@ class Scheduler:
             self._fail(one, error())
 
     def _close(self) -> None:
-        """All requests and work that run or wait are cancelled; then the loop ends, and everything is given back."""
+        """Cancel all running and waiting requests and work; then end the loop and release everything."""
         left = self._queue.refuse_all(lambda: BadInput("this engine is closed; open it again to ask more"))
         for one in [*left, *self._active()]:
             self._end_cancelled(one)
@@ -520,7 +521,7 @@ class Scheduler:
         if self._chunk is not None and self._chunk.pending.work is not None:
             with suppress(Exception):
                 self._chunk.pending.work.result(END_S)
-        # What was found wrong has been told to whoever was waiting; here it only must not keep threads alive.
+        # Waiting requests already have their errors; a failure here must not stop the threads from being closed.
         try:
             self._mode.exit()
         except (DecodeInvariantError, EngineDead) as error:

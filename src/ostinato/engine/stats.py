@@ -1,4 +1,4 @@
-"""What an engine counts: a snapshot for whoever asks, and the gaps between tokens by the device's own clock."""
+"""An engine's statistics: a snapshot of its counters, and the gaps between tokens by the device's own clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ RECENT_GAPS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Microseconds between two tokens of one sequence: how many were measured, and the latest of them."""
+    """Microseconds between two tokens of one sequence: how many gaps were measured, and figures of the latest ones."""
 
     n: int
     median_us: float
@@ -26,13 +26,13 @@ class Stats:
 
     mode: str
     n_slots: int
-    waiting: int  # requests in line
-    prefilling: int  # seated, their prompts on the way
-    live: int  # seated, decoding
+    waiting: int  # requests in the queue
+    prefilling: int  # requests in a slot whose prompt is being computed
+    live: int  # requests in a slot that decode
     submitted: int
     ended: dict[str, int]  # by stop, length, cancelled, error
     steps: int
-    tokens: int  # that requests were given
+    tokens: int  # generated for requests
     prompt_tokens: int  # computed
     cached_tokens: int  # of prompts, not computed again
     pages: int
@@ -42,13 +42,13 @@ class Stats:
     triggers: int  # launches of the whole loop
     launches: int  # of graphs and kernels, by the host
     instantiations: int  # of graphs
-    host_copies: int  # between host and device, outside the rings: of prompts, a step makes none
+    host_copies: int  # between host and device, outside the rings: for prompts; a step makes none
     fault: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """One slot at one moment; of a free one only its number and state are known."""
+    """One slot at one moment; a free slot has only its number and state."""
 
     slot: int
     state: Literal["free", "prefill", "live"]

@@ -1,6 +1,6 @@
-"""What a decoder computes of texts, as numpy arrays: logits, log-probabilities, vectors; a call is one piece of work.
+"""Logits, log-probabilities and vectors of texts, as numpy arrays; each call submits one piece of work.
 
-Many texts go through the device together, as many as a chunk has rows for.
+A chunk holds as many texts as it has rows for.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _POOLED: Final[Mapping[str, Callable[[int], range]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextLogprobs:
-    """Of each token of a text but the first: its log-probability, and the most likely ids there with theirs."""
+    """For each token of a text but the first: its log-probability, and the most likely ids at its place with theirs."""
 
     logprobs: Floats  # [n - 1]
     top_ids: NDArray[np.int32]  # [n - 1, top]
@@ -34,7 +34,7 @@ class TextLogprobs:
 
 
 def logits_of(engine: Engine, ids: Sequence[int]) -> Floats:
-    """Teacher forced: float32 [n, vocab]."""
+    """Logits of a text's tokens (teacher forced), float32 [n, vocab]."""
     work = engine.work(WorkSpec([WorkText(ids, range(len(ids)))], "logits"))
     return np.concatenate([rows.output.logits for rows in work if rows.output.logits is not None])
 
@@ -42,7 +42,7 @@ def logits_of(engine: Engine, ids: Sequence[int]) -> Floats:
 def logprobs_of(
     engine: Engine, texts: Sequence[Sequence[int]], top: int = 0, n_tokens: int | None = None
 ) -> list[TextLogprobs]:
-    """What the model gives the tokens of texts, and the `top` most likely among the first `n_tokens` ids."""
+    """Log-probabilities of the tokens of texts, and the `top` most likely among the first `n_tokens` ids."""
     asked = [WorkText(ids[:-1], range(len(ids) - 1), ids[1:]) for ids in texts]
     found: list[list[TextLogprobs]] = [[] for _ in texts]
     for number, output in engine.work(WorkSpec(asked, "logprobs", top, n_tokens)):
@@ -67,7 +67,7 @@ def vectors_of(engine: Engine, texts: Sequence[Sequence[int]], pooling: str) -> 
             raise BadOption("pooling 'rank' needs a model with a ranking head, and this one has none")
         raise BadOption(f"unknown pooling {pooling!r}; known: {listing(pooling, (*_POOLED, 'rank'))}")
     asked = [(ids, _POOLED[pooling](len(ids))) for ids in texts]
-    # What comes after the last row that is asked for is seen by none of them.
+    # Tokens after the last row that is asked for are left out: attention is causal, so no row depends on them.
     work = engine.work(WorkSpec([WorkText(ids[: rows.stop], rows) for ids, rows in asked], "hidden"))
     sums = np.zeros((len(texts), engine.loop.model.shape.hidden))
     for number, output in work:

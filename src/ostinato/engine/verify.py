@@ -1,8 +1,8 @@
-"""Do the modes agree on this machine? The same sequences through each, compared buffer by buffer.
+"""Checks that the modes agree on this machine: each runs the same sequences, and buffers are compared one by one.
 
-Modes that share kernels must agree to the bit; one with arithmetic of its own (`Start.comparison`), as the CPU's native
-loop has, in its greedy tokens, ties apart, and in its logits within a tolerance. Beside that: the weights on the device
-are those of the file, and one token comes out as the slow torch twins have it. Nothing here prints; the first
+Modes that share kernels must agree to the bit. A mode with arithmetic of its own (`Start.comparison`), such as the
+CPU's native loop, must agree in its greedy tokens, except for ties, and in its logits within a tolerance. Other checks
+compare the device's weights with the file, and one token with the slow torch twins. Nothing here prints; the first
 difference of each check is a record with the names of its node and buffer.
 """
 
@@ -41,17 +41,17 @@ from ostinato.options import Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
 
-BASE: Final = "eager"  # what the others are compared with
+BASE: Final = "eager"  # the mode that the others are compared with
 N_SLOTS: Final = 5
 N_TOKENS: Final = 12  # of the longest answer
 TOLD: Final = 5  # most likely tokens that a comparison within a tolerance asks for
-# Relative distance of logits that two ways of adding may have, by what the model computes in.
+# Allowed relative distance of logits from two orders of summation, by the model's dtype.
 TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
-# The same between tiles, wide or not, whose activations are rounded in every product, and weights that are dense.
+# The same between dense weights and tiles, wide or not, whose products round their activations.
 OF_ROUNDED: Final = {True: 5e-3, False: 2e-1}
 LEAST_COSINE: Final = 0.99
 _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# What differs between two runs of the same thing: when it was, and which executable it was.
+# Fields that differ between two equal runs: the time and the executable.
 _OF_THE_RUN: Final = frozenset({"epoch", "step_ns"})
 _BY_SAMPLER: Final = frozenset({"chosen", "chosen_logprob", "top_ids", "top_logprobs"})
 _WORDS: Final = (Word.STEPS, Word.LIVE, Word.GO, Word.WHY, Word.ENDS, Word.INBOX_TAIL, Word.OUTBOX_HEAD)
@@ -59,14 +59,14 @@ _WORDS: Final = (Word.STEPS, Word.LIVE, Word.GO, Word.WHY, Word.ENDS, Word.INBOX
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The first thing that differs: where it was found, and what was expected there."""
+    """The first element that differs: where it is, and what was expected there."""
 
-    node: str  # who wrote it last
+    node: str  # the node that wrote the buffer last
     buffer: str
     place: tuple[int, ...]
     expected: str
     found: str
-    step: int | None = None  # None: after the last one
+    step: int | None = None  # None: after the last step
     n_elements: int = 1  # of this buffer that differ
 
     @property
@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One comparison: of what with what, how, and how it ended. `figures` say how near a tolerance it came."""
+    """One comparison: what was compared with what, how, and the result. `figures` are the distances measured."""
 
     name: str
     against: str
@@ -96,7 +96,7 @@ class Check:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """All checks, and the modes that could not run here, with the reason."""
+    """All checks, and the modes that cannot run here, with the reasons."""
 
     checks: tuple[Check, ...]
     not_run: Mapping[str, str]
@@ -108,7 +108,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What a comparison came to, before it is a check."""
+    """The result of a comparison, before it becomes a check."""
 
     n_compared: int
     difference: Difference | None = None
@@ -117,7 +117,7 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is run: a sequence and the slot it sits in."""
+    """A sequence to run, and its slot."""
 
     slot: int
     prompt: Sequence[int]
@@ -127,15 +127,15 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Verifier:
-    """One model and how its loops are opened. `open` makes a loop; a test may put something broken there."""
+    """One model and how its loops are opened. `open` opens a loop; a test may pass one that opens a broken loop."""
 
     model: Model
     kv_type: KVType
     n_tokens: int  # ids that the tokenizer knows
     open: Callable[[Model, Settled], Runner] = open_runner
-    activations: Activations = "wide"  # of weights in tiles
+    activations: Activations = "wide"  # for weights in tiles
     threads: int | None = None  # of the native loop
-    modes: tuple[str, ...] | None = None  # that are compared with `eager`; None: all that run unasked
+    modes: tuple[str, ...] | None = None  # compared with `eager`; None: every mode that can run
 
     def verify(
         self,
@@ -144,8 +144,8 @@ class Verifier:
         *,
         dense: Callable[[], Model] | None = None,
     ) -> VerifyReport:
-        """Every check that can be made here; `again` makes the same model once more, on the CPU, from its source, and
-        `dense`, where that one is packed, with plain weights for the twins."""
+        """Run every check that is possible here. `again` loads the same model once more, on the CPU, from its source;
+        `dense` loads it with plain weights for the twins, where the first is packed."""
         found = why_not_model(self.model)
         reasons = {mode: found[mode] for mode in (BASE, *(self.modes or MODES[1:]))}
         if reasons[BASE] is not None:
@@ -175,7 +175,7 @@ class Verifier:
     def near_twins(self, fresh: Model) -> _Found:
         """The first step of `eager` against the decoder's own flow over another copy of the weights.
 
-        Where kernels chose experts, the twins go through the same ones, and judge whether those could be chosen.
+        Where kernels chose experts, the twins use the same experts, and check that their own scores allow them.
         """
         case = self.cases()[0]
         with closing(self._opened(BASE)) as driver:
@@ -199,7 +199,7 @@ class Verifier:
             figures |= judge.figures
             if judge.difference is not None:
                 return _Found(2, judge.difference, figures)
-        if not apart <= 10 * tolerance:  # a logprob is of the order of 10
+        if not apart <= 10 * tolerance:  # log-probabilities are of the order of 10
             wanted = f"within {10 * tolerance:g} of the twins'"
             return _Found(2, Difference("prefill", "logprob", (first.token,), wanted, f"{apart:.3g} off"), figures)
         return _Found(2, _too_far(figures, tolerance, "head"), figures)
@@ -207,7 +207,7 @@ class Verifier:
     # Mode against mode
 
     def compare(self, mode: str) -> Check:
-        """A mode beside `eager`, both over these weights: step by step where the host paces, else at the end."""
+        """Compare a mode with `eager` over these weights: step by step where the host paces, else at the end."""
         started = time.perf_counter()
         with self._both(mode) as (base, other):
             comparison = comparison_of(other.loop)
@@ -242,7 +242,7 @@ class Verifier:
         return replace(found, n_compared=n_compared)
 
     def _same_at_end(self, base: LoopDriver, other: LoopDriver, n_steps: int = N_TOKENS) -> _Found:
-        """Equal to the bit when the device has run so many steps by itself."""
+        """Equal to the bit after the device has run at most this many steps by itself."""
         for driver in (base, other):
             self._admit(driver, most=n_steps + 1)
         other.run()
@@ -251,7 +251,7 @@ class Verifier:
         return compare_state(base, other, None)
 
     def _earliest(self, mode: str, found: _Found) -> _Found:
-        """The difference of the shortest run that has one: what comes after a first difference all differs."""
+        """The difference in the shortest run that has one: after the first difference everything else differs too."""
         for n_steps in range(1, N_TOKENS):
             with self._both(mode) as (base, other):
                 shorter = self._same_at_end(base, other, n_steps)
@@ -267,11 +267,11 @@ class Verifier:
     def _near(self, base: LoopDriver, other: LoopDriver) -> _Found:
         """Equal greedy tokens, and logits of the last step that are near enough.
 
-        Where two tokens were as good as equal, either may be chosen: the answer is compared up to there, and the tie is
-        counted. Logits are compared where every answer is the same to its end.
+        Where two tokens are equally likely within the tolerance, either may be chosen: the answer is compared up to
+        that tie, and the tie is counted. Logits are compared if all answers are equal to their ends.
         """
         for driver in (base, other):
-            self._admit(driver, logprobs=TOLD)  # a tie is found by them
+            self._admit(driver, logprobs=TOLD)  # they show ties
             driver.run()
         tolerance = tolerance_of(self.model)
         n_compared, ties = 0, 0
@@ -296,12 +296,12 @@ class Verifier:
         figures |= _nearness(rows[1][0], rows[0][0])
         return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
-    # What is run
+    # The sequences
 
     def cases(self) -> list[Case]:
-        """Short and long, greedy and drawn, penalised; two cross a page while they decode, and they end one by one.
+        """Short and long, greedy and sampled, penalised; two cross a page while they decode, and they end one by one.
 
-        A slot in the middle stays free: rows are not slots.
+        A slot in the middle stays free, so that row numbers differ from slot numbers.
         """
         page, limit = self._page, self.model.shape.context
         warm = replace(GREEDY, temperature=0.8, top_k=40, top_p=0.95, seed=7)
@@ -349,8 +349,8 @@ class Verifier:
         logprobs: int | None = None,
         seated: Callable[[], object] = lambda: None,
     ) -> None:
-        """Seat every case for at most so many tokens, after making equal what no step may ever have written; `seated`
-        is called behind each."""
+        """Admit every case for at most so many tokens, after zeroing all buffers that nodes write, since a step may not
+        write all of their elements; `seated` is called after each admission."""
         written = {name for node in driver.loop.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
@@ -364,8 +364,8 @@ class Verifier:
 
 
 def tolerance_of(model: Model) -> float:
-    """How far logits may be apart: by what products round the rows they are given to. A GPU's products with packed
-    weights round them to bfloat16; the CPU's, in tiles, to about 15 bits, or to 8."""
+    """How far logits may be apart, by the precision to which products round their input rows. With packed weights a
+    GPU rounds them to bfloat16; with tiles the CPU rounds them to about 15 bits, or to 8."""
     if isinstance(model.embedding, TileMatrix):
         return TOLERANCE[torch.float32 if model.embedding.wide else torch.bfloat16]
     packed = any(tensor.dtype == torch.uint8 for _, tensor in tensors_of(model, ""))
@@ -373,15 +373,15 @@ def tolerance_of(model: Model) -> float:
 
 
 def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
-    """Whether the tokens of two entries for one place were as good as equally likely, by what the first one says."""
+    """Whether two entries for one position hold equally likely tokens, within the tolerance, by the first entry."""
     told = dict(one.top)
     if one.position != two.position or two.token not in told:
         return False
-    return max(told.values()) - told[two.token] <= 10 * tolerance  # a log-probability is of the order of 10
+    return max(told.values()) - told[two.token] <= 10 * tolerance  # log-probabilities are of the order of 10
 
 
 def comparison_of(loop: Runner) -> Comparison:
-    """How a start is compared with `eager`: it has the same kernels, unless it says otherwise."""
+    """How a loop is compared with `eager`: to the bit, unless its start has arithmetic of its own."""
     comparison: Comparison = getattr(loop.start, "comparison", "bits")
     return comparison
 
@@ -390,7 +390,7 @@ def comparison_of(loop: Runner) -> Comparison:
 
 
 def same_weights(model: Model, fresh: Model) -> _Found:
-    """The bits of every weight against another copy of the model, one tensor at a time."""
+    """Compare the bits of every weight with another copy of the model, one tensor at a time."""
     expected = dict(tensors_of(fresh, "model"))
     n = 0
     for n, (name, tensor) in enumerate(tensors_of(model, "model"), start=1):
@@ -406,7 +406,7 @@ def checksums(model: Model) -> dict[str, int]:
 
 
 def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
-    """Whether nothing wrote into the weights since."""
+    """Check that the weights have not changed since `before`."""
     for name, now in checksums(model).items():
         if now != before[name]:
             return _Found(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
@@ -417,7 +417,7 @@ def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
 
 
 def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Found:
-    """What the nodes wrote, in the order of the plan; then the table, the control words and the entries so far."""
+    """Compare what the nodes wrote, in the order of the plan; then table, control words and outbox entries."""
     n = 0
     for n, (node, name, expected, found) in enumerate(_pairs(base.loop, other.loop), start=1):
         difference = first_difference(node, name, expected, found)
@@ -428,16 +428,16 @@ def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Fou
 
 
 def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """(node, name, expected, found) of everything that a step leaves, each thing with the last that wrote it."""
+    """(node, name, expected, found) for every buffer that a step writes, with the node that wrote it last."""
     last = {name: node.name for node in base.plan.nodes for name in node.writes}
     for node in base.plan.nodes:
         for name in node.writes:
             if last[name] == node.name and name != "table" and not _is_scratch(name):
                 expected, found = _buffer(base, name), _buffer(other, name)
-                if ".state." in name:  # of the slots: what rows that serve nobody leave is left in any order
+                if ".state." in name:  # compare slots only: padding rows write in any order
                     expected, found = expected[: base.settled.n_slots], found[: base.settled.n_slots]
                 yield node.name, name, expected, found
-    # What the sampler chose comes before what the step boundary made of it.
+    # The sampler's fields come before those that the step boundary derives from them.
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
         if name not in _OF_THE_RUN:
             writer = last.get("table", "sample") if name in _BY_SAMPLER else "step boundary"
@@ -446,12 +446,12 @@ def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tens
 
 
 def _buffer(loop: Runner, name: str) -> Tensor:
-    """Memory of a plan as a tensor, whatever the backend keeps it in."""
+    """A buffer of the plan as a tensor, whichever array type the backend uses."""
     return torch.as_tensor(loop.plan.buffer(name).tensor)
 
 
 def _is_scratch(name: str) -> bool:
-    """What kernels keep between their own parts, in any order: only what they make of it counts."""
+    """Whether a buffer is a kernel's scratch memory, whose order is arbitrary; only its results are compared."""
     return ".workspace" in name
 
 
@@ -464,7 +464,7 @@ def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
 
 
 def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Difference | None:
-    """Entries of the outbox, times aside."""
+    """Compare outbox entries, except for their times."""
     for number, (one, two) in enumerate(zip(expected, found, strict=False)):
         for field in OutEntry._fields:
             if field != "time_ns" and getattr(one, field) != getattr(two, field):
@@ -477,7 +477,7 @@ def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) ->
 
 
 def _other_plan(base: Plan, other: Plan) -> Difference | None:
-    """The first line by which two plans differ."""
+    """The first line in which two plans differ."""
     one, two = base.text.splitlines(), other.text.splitlines()
     for number in range(max(len(one), len(two))):
         expected, found = (lines[number] if number < len(lines) else "nothing" for lines in (one, two))
@@ -537,46 +537,46 @@ def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Tensor:
 
 
 def prompt_routes(loop: Runner, n_prompt: int) -> Tensor | None:
-    """The experts that a prompt just computed went to, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
+    """The experts that the last prompt's tokens used, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
     routes: Tensor | None = getattr(loop.prefill, "routes", None)
     return None if routes is None else routes[:, :n_prompt].long().cpu()
 
 
 def step_routes(loop: Runner) -> Tensor:
-    """The same of the first row of the last step, [n_layers, 1, n_used]."""
+    """The experts that the first row of the last step used, [n_layers, 1, n_used]."""
     return _buffer(loop, "experts")[:, :1].long().cpu()
 
 
 @dataclass(slots=True)
 class RouteJudge:
-    """Routes that kernels chose, given to the twins in place of their own, and whether the twins' scores allow them.
+    """Makes the twins use the experts that kernels chose, and checks that the twins' scores allow these routes.
 
-    Two experts may score so nearly alike that rounding chooses between them, and behind another expert everything is
-    another: logits of different routes cannot be compared. So the twins take the same routes, with shares of their
-    own. A route is allowed if nobody who was left out scores more above somebody chosen than rounding can move two
-    scores: each by the tolerance, of the row's root mean square. `widest` is the worst seen, in those units.
+    Two experts may have scores so close that rounding decides between them, and logits computed through different
+    experts cannot be compared. So the twins use the kernels' routes, with shares from their own scores. A route is
+    allowed if no expert left out scores higher than a chosen one by more than twice the tolerance, in units of the
+    row's root mean square: rounding may move each of the two scores by the tolerance. `widest` is the largest such gap.
     """
 
     routes: Tensor  # int64 [n_layers, positions, n_used]
     tolerance: float
     difference: Difference | None = None
     widest: float = 0.0
-    n_ties: int = 0  # where the twins would have chosen otherwise
+    n_ties: int = 0  # positions where the twins would have chosen other experts
 
     @property
     def figures(self) -> dict[str, float]:
         return {"route_ties": self.n_ties, "route_widest": self.widest}
 
     def routed(self, model: Model) -> Model:
-        """The model with these routes; it goes through all positions at once."""
+        """The model with these routes; it must compute all positions in one forward."""
         numbers = cycle(
             [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
-        )  # in whose order the layers ask
+        )  # the order in which the layers call `route`
 
         def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
             number = next(numbers)
             asked = self.routes[number].to(scores.device)
-            chosen = asked.clamp(0, scores.shape[-1] - 1)  # what is no expert is told below, and stops nothing here
+            chosen = asked.clamp(0, scores.shape[-1] - 1)  # `_judge` reports ids that are no expert
             self._judge(number, scores.float(), asked, chosen, n_used)
             shares = scores.float().softmax(-1).gather(-1, chosen)
             return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
@@ -592,7 +592,7 @@ class RouteJudge:
         behind = ((most - least) / scores.square().mean(-1).sqrt().clamp(min=1e-30)).clamp(min=0.0)
         self.n_ties += int((behind > 0).sum())
         self.widest = max(self.widest, float(behind.max()))
-        unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # no expert, or one of them twice
+        unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # an id that is no expert, or one expert twice
         wrong = ~(behind <= 2 * self.tolerance) | unheard
         if self.difference is None and bool(wrong.any()):
             place = int(wrong.nonzero()[0])
@@ -602,7 +602,7 @@ class RouteJudge:
 
 
 def _nearness(found: Tensor, expected: Tensor) -> dict[str, float]:
-    """Cosine, and the length of the difference by that of what was expected."""
+    """The cosine, and the length of the difference relative to that of the expected vector."""
     cosine = float(cosine_similarity(found.double(), expected.double(), 0))
     relative = float((found.double() - expected.double()).norm() / expected.double().norm())
     return {"cosine": cosine, "relative": relative}
@@ -610,7 +610,7 @@ def _nearness(found: Tensor, expected: Tensor) -> dict[str, float]:
 
 def _too_far(figures: Mapping[str, float], tolerance: float, node: str) -> Difference | None:
     cosine, relative = figures["cosine"], figures["relative"]
-    if cosine >= LEAST_COSINE and relative <= tolerance:  # false for what is not a number
+    if cosine >= LEAST_COSINE and relative <= tolerance:  # false for NaN
         return None
     wanted = f"cosine at least {LEAST_COSINE} and relative error at most {tolerance:g}"
     return Difference(node, "logits", (), wanted, f"cosine {cosine:.6f}, relative error {relative:.3g}")
@@ -624,7 +624,7 @@ def _timed(name: str, against: str, comparison: Comparison, run: Callable[[], _F
 
 
 def _survived(run: Callable[[], _Found]) -> _Found:
-    """What a comparison found; a loop that dies in it is a difference too."""
+    """Run a comparison; a loop that dies in it counts as a difference."""
     try:
         return run()
     except EngineDead as error:

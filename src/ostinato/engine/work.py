@@ -1,7 +1,7 @@
-"""Work beside answers: texts of which rows are asked for, or whose keys and values are copied to or from pages.
+"""Work other than answers: compute rows of texts, or copy a text's keys and values to or from pages.
 
-It waits in the same queue as requests do, and runs chunk by chunk between their prompts. The engine's thread puts rows
-in, in the order of the texts; one other thread takes them out. It ends once: after the last row, or with an error.
+Work waits in the same queue as requests, and runs chunk by chunk between their prompts. The engine's thread puts rows
+in, in the order of the texts; one other thread takes them out. Work ends once: after the last row, or with an error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class WorkText:
 
 @dataclass(frozen=True, slots=True)
 class PageCopyJob:
-    """A copy of one text's pages and state. `computes`: what is not in memory is computed before it; else the copy
-    brings all of it. `run` is told the pages and the slot; the text is kept afterwards."""
+    """A copy of one text's pages and state. `computes`: tokens that are not in memory are computed before the copy;
+    else the copy fills all of them. `run` gets the pages and the slot; the text is kept afterwards."""
 
     run: Callable[[Sequence[int], int | None], None]
     computes: bool
@@ -37,7 +37,7 @@ class PageCopyJob:
 
 @dataclass(frozen=True, slots=True)
 class WorkSpec:
-    """Texts, checked, and what is computed of their rows (`ChunkWant`); or one text, and its copy."""
+    """Checked texts and what to compute for their rows (`ChunkWant`); or one text and its copy."""
 
     texts: Sequence[WorkText]
     kind: OutputKind = "hidden"
@@ -60,7 +60,7 @@ class _End(NamedTuple):
 
 
 class Work:
-    """Accepted work. Read it once, to its end: `for rows in work`; whoever stops half-way cancels it."""
+    """Accepted work. Read it once, to its end: `for rows in work`; a reader that stops before the end cancels it."""
 
     def __init__(self, spec: WorkSpec, cancel: Callable[[Work], None], helper: Helper | None) -> None:
         self.spec = spec
@@ -69,7 +69,7 @@ class Work:
         self._messages: SimpleQueue[WorkRows | _End | Exception] = SimpleQueue()
 
     def cancel(self) -> None:
-        """End it as soon as may be; nothing where it has ended. From any thread."""
+        """End it as soon as possible; no effect after its end. From any thread."""
         if not self.ended:
             self._cancel(self)
 
@@ -90,20 +90,20 @@ class Work:
     # The engine's side: called on its thread alone
 
     def put(self, rows: WorkRows) -> None:
-        """The next rows; nothing after the end."""
+        """Deliver the next rows; no effect after the end."""
         if not self.ended:
             self._messages.put(rows)
 
     def end(self) -> None:
-        """All rows have come."""
+        """End after the last row."""
         self._end(_End(cancelled=False))
 
     def end_cancelled(self) -> None:
-        """The end, unless it has come."""
+        """End as cancelled; no effect after the end."""
         self._end(_End(cancelled=True))
 
     def fail(self, error: Exception) -> None:
-        """The end by an error, unless it has come."""
+        """End with an error; no effect after the end."""
         self._end(error)
 
     def _end(self, message: _End | Exception) -> None:

@@ -1,2 +1,3 @@
-"""The decode loop: its device state and rings (`layout.py`), what a step is (`plan.py`), who may touch it (`mode.py`),
-and the ways to run it (`starts/`). Tokens are integers here: no strings, no HTTP. docs/ring.md tells the protocol."""
+"""The decode loop: its device state and rings (`layout.py`), what a step is (`plan.py`), the rules of decode mode
+(`mode.py`), and the interface of the ways to run it (`start.py`). Tokens are integers here: no strings, no HTTP.
+docs/ring.md describes the protocol."""

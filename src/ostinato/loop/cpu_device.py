@@ -1,6 +1,6 @@
-"""A thread that stands for a CPU as a device: it runs what it is given, in order, and jobs beside a loop between steps.
+"""A CPU as a device: a thread that runs submitted jobs in order, and jobs beside a loop between two of its steps.
 
-The starts in torch do all their arithmetic on one, and the native loop waits inside native code on two.
+The torch starts do all their arithmetic on one such thread; the native loop uses two, which wait in native code.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
-LENT_S: Final = 0.005  # how long a helper may be away between two turns
-LOOK_AGAIN_S: Final = 0.1  # how long somebody joins a thread before asking whether it was killed
-TASKS: Final = "/proc/self/task"  # a folder for each thread, where the system is Linux
+LENT_S: Final = 0.005  # how long the device thread leaves the next turn to a helper
+LOOK_AGAIN_S: Final = 0.1  # how long `close` joins the thread before it checks for a kill
+TASKS: Final = "/proc/self/task"  # on Linux, one folder per thread
 
 
-Job = Callable[[], "Iterator[None] | None"]  # a loop gives an iterator over its steps
+Job = Callable[[], "Iterator[None] | None"]  # a loop returns an iterator over its steps
 
 
 class CpuDevice:
-    """A thread that runs what it is given, in order of arrival, a turn at a time; jobs beside a loop at its step
-    boundaries.
+    """A thread that runs jobs in order of arrival, one turn at a time; jobs beside a loop run at its step boundaries.
 
-    Whoever waits for tokens on the main thread may do the turns in its place (`help`): OpenMP's workers serve the main
-    thread faster than any other, and its waiting costs nothing.
+    A caller that waits for tokens on the main thread may run turns in place of this thread (`help`): OpenMP's workers
+    serve the main thread faster than any other, and that thread would otherwise be idle.
     """
 
     def __init__(
         self, name: str = "ostinato-cpu", around: Callable[[], AbstractContextManager[object]] = nullcontext
     ) -> None:
-        """`around` is entered by whoever does the turns, before the first of them."""
+        """Every thread that runs turns enters `around` first."""
         self._changed = threading.Condition()
         self._main: deque[tuple[Job, Future[None]]] = deque()
         self._beside: deque[tuple[Job, Future[None]]] = deque()
         self._playing: tuple[Iterator[None], Future[None]] | None = None
-        self._at_boundary = False  # whether a job beside the loop may have its turn
-        self._baton = threading.Lock()  # who has it does the turns
+        self._at_boundary = False  # whether a job beside the loop may run next
+        self._baton = threading.Lock()  # held by the thread that runs a turn
         self._lent_until = 0.0
         self._closed = False
         self._around = around
@@ -50,7 +49,7 @@ class CpuDevice:
 
     @property
     def alive(self) -> bool:
-        """Whether its thread has neither ended nor been killed: of that the system knows, and Python does not."""
+        """Whether the thread has neither ended nor been killed. Python does not notice a kill; the system does."""
         killed = os.path.isdir(TASKS) and not os.path.exists(f"{TASKS}/{self._thread.native_id}")
         return self._thread.is_alive() and not killed
 
@@ -59,15 +58,15 @@ class CpuDevice:
         return self._put(self._main, job)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
-        """Run a job between two steps of whatever runs, or now."""
+        """Run a job between two steps of the running loop, or at once where none runs."""
         return self._put(self._beside, job)
 
     def lend(self, seconds: float = LENT_S) -> None:
-        """Somebody on the main thread is about to wait: the turns are left to it for so long."""
+        """Leave the turns to the main thread, which is about to wait, for this many seconds."""
         self._lent_until = time.monotonic() + seconds
 
     def help(self) -> bool:
-        """Do one turn on the calling thread, if it is the main one; False where there was none to do."""
+        """If the caller is the main thread, run one turn on it; False where no turn was run."""
         if threading.current_thread() is not threading.main_thread():
             return False
         self.lend()
@@ -82,7 +81,7 @@ class CpuDevice:
             self.lend()
 
     def close(self) -> None:
-        """End the thread; what waits is run first."""
+        """End the thread, after all waiting jobs have run."""
         with self._changed:
             self._closed = True
             self._lent_until = 0.0
@@ -116,7 +115,7 @@ class CpuDevice:
                     self._turn()
 
     def _turn(self) -> bool:
-        """A job that waits, or a step of what plays, turn and turn about."""
+        """Run a waiting job or one step of the running loop, alternately; False where there is neither."""
         with self._changed:
             taken = None
             if self._beside and (self._playing is None or self._at_boundary):
@@ -136,7 +135,7 @@ class CpuDevice:
         except StopIteration:
             self._playing = None
             future.set_result(None)
-        except BaseException as error:  # whoever waits for the job is told
+        except BaseException as error:  # raised to the caller that waits for the future
             self._playing = None
             future.set_exception(error)
         return True
@@ -144,7 +143,7 @@ class CpuDevice:
     def _begin(self, job: Job, future: Future[None]) -> None:
         try:
             steps = job()
-        except BaseException as error:  # whoever waits for the job is told
+        except BaseException as error:  # raised to the caller that waits for the future
             future.set_exception(error)
             return
         if isinstance(steps, Iterator):
@@ -155,7 +154,7 @@ class CpuDevice:
 
 @contextmanager
 def interrupts_later() -> Iterator[None]:
-    """A key that would interrupt the main thread waits for the end of what it is in: half a step would be no step."""
+    """Delay SIGINT until the block has ended, so that it cannot interrupt a step half-way."""
     pressed = []
     before = signal.signal(signal.SIGINT, lambda *what: pressed.append(what))
     try:

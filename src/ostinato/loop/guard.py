@@ -1,4 +1,4 @@
-"""What decode mode locks: whoever would change the step asks here first (I-9)."""
+"""The lock of decode mode: code that would change the step must ask `Guard.allow` first (I-9)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,6 @@ class Guard:
         self._locked = False
 
     def allow(self, invariant: str, what: str) -> None:
-        """Raise where decode mode is on and `what` would break an invariant."""
+        """Raise while decode mode is on: `what` names the action, `invariant` the rule that it would break."""
         if self._locked:
             raise DecodeInvariantError(invariant, f"{what} is not allowed while decode mode is on; exit it first")

@@ -1,7 +1,7 @@
 """The host's side of the rings: it stages admissions, publishes inbox entries and reads outbox entries.
 
-Entries are written first and the index that shows them last. A plain store is enough for that here: x86 keeps a
-writer's stores in order, and each index has its own 64 bytes. Nothing here is called by the loop; docs/ring.md draws
+Entries are written first and the index that publishes them last. A plain store is enough for that here: x86 keeps a
+writer's stores in order, and each index has its own 64 bytes. The loop calls nothing here; docs/ring.md describes
 both sides.
 """
 
@@ -45,7 +45,7 @@ class OutEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence about to be admitted. `sampling` is settled; `position` is where its first token will stand."""
+    """A sequence about to be admitted. `sampling` is settled; `position` is that of its first generated token."""
 
     generation: int
     prompt: Sequence[int]
@@ -54,7 +54,7 @@ class Admission:
     granted: int
     sampling: Sampling
     stop_ids: Sequence[int]
-    mask: np.ndarray | None = None  # of the first token; each further one of a constrained sequence waits for its own
+    mask: np.ndarray | None = None  # of the first token; each later one waits for its own
 
     @property
     def position(self) -> int:
@@ -66,7 +66,7 @@ class Admission:
 
 
 class HostSide:
-    """What the host does with the rings. One thread calls it: each ring has one writer and one reader."""
+    """The host's operations on the rings. Only one thread calls them: each ring has one writer and one reader."""
 
     def __init__(self, tables: Tables) -> None:
         self._layout = tables.layout
@@ -81,11 +81,11 @@ class HostSide:
         self._n_top = [0] * tables.layout.n_slots
 
     def word(self, word: Word) -> int:
-        """A control word as it is now."""
+        """The current value of a control word."""
         return int(self._words[word, 0])
 
     def set_yield(self, on: bool) -> None:
-        """Ask the loop to end at the next step boundary, or no longer."""
+        """Ask the loop to end at the next step boundary (`on`), or withdraw that request."""
         self._words[Word.YIELD, 0] = on
 
     @property
@@ -96,7 +96,7 @@ class HostSide:
     # Inbox
 
     def check(self, sampling: Sampling, stop_ids: Sequence[int]) -> None:
-        """Refuse what a admission has no room for."""
+        """Refuse more stop ids or logit biases than an admission has room for, and unknown token ids."""
         if len(stop_ids) > MAX_STOP_IDS:
             raise BadInput(f"{len(stop_ids)} token ids end this answer; at most {MAX_STOP_IDS} can (stop_ids)")
         if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
@@ -104,7 +104,7 @@ class HostSide:
         sampling.check_ids(self._layout.vocab)
 
     def stage(self, slot: int, admission: Admission) -> None:
-        """Write a admission. The slot must be free, and its last admission taken."""
+        """Write an admission. The slot must be free, and the loop must have taken its previous admission."""
         s, row = admission.sampling, self._admissions
         penalised = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0)
         numbers: dict[str, Any] = {
@@ -140,7 +140,7 @@ class HostSide:
         self._n_top[slot] = numbers["n_logprobs"]
 
     def admit(self, slot: int, generation: int) -> bool:
-        """Ask the loop to take in the admission of this slot; False, and nothing done, while the inbox is full."""
+        """Ask the loop to admit the sequence staged for this slot; False, and nothing done, while the inbox is full."""
         return self._publish(InboxKind.ADMIT, slot, generation)
 
     def cancel(self, slot: int, generation: int) -> bool:
@@ -148,11 +148,11 @@ class HostSide:
         return self._publish(InboxKind.CANCEL, slot, generation)
 
     def stop(self) -> bool:
-        """Ask the loop to end, whoever lives."""
+        """Ask the loop to end, even with live slots."""
         return self._publish(InboxKind.STOP, 0, 0)
 
     def grant(self, slot: int, generation: int, first: int, pages: Sequence[int]) -> int:
-        """Give a sequence more pages, from place `first` of its table on; how many the inbox had room for."""
+        """Append pages to a sequence's page table, from index `first` on; how many the inbox had room for."""
         done = 0
         while done < len(pages):
             some = pages[done : done + GRANT_PAGES]
@@ -162,7 +162,7 @@ class HostSide:
         return done
 
     def mask(self, slot: int, generation: int, bits: np.ndarray) -> bool:
-        """Let the next token of a constrained sequence be one whose bit is set; int32 words."""
+        """Send the mask of a constrained sequence's next token: int32 words, one bit per allowed token id."""
         self._admissions["mask_bits"][slot] = bits
         return self._publish(InboxKind.MASK, slot, generation)
 
@@ -182,11 +182,11 @@ class HostSide:
 
     @property
     def waiting(self) -> int:
-        """Outbox entries that nobody has read."""
+        """Number of unread outbox entries."""
         return self.word(Word.OUTBOX_HEAD) - self.word(Word.OUTBOX_TAIL)
 
     def drain(self, most: int = 4096) -> list[OutEntry]:
-        """Entries of the loop that were not read yet, in order; their places are free again."""
+        """Read up to `most` unread outbox entries, in order, and free their places in the ring."""
         tail = self.word(Word.OUTBOX_TAIL)
         n = min(self.word(Word.OUTBOX_HEAD) - tail, most)
         if n <= 0:
@@ -197,7 +197,7 @@ class HostSide:
         return entries
 
     def _entry(self, place: int) -> OutEntry:
-        # By memoryview: a token comes alone, and numpy takes longer for one element than for its arithmetic.
+        # By memoryview: tokens arrive one at a time, and indexing a single element is slower in numpy.
         words = self._outbox
         slot, token = words[place, OutboxWord.SLOT], words[place, OutboxWord.TOKEN]
         n_top = self._n_top[slot]

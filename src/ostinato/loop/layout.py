@@ -1,10 +1,10 @@
-"""Where everything lies that host and device both know: slot table, admissions, rings and control words, written once.
+"""The one layout of the memory that host and device share: slot table, admissions, rings and control words.
 
-Three arenas, each one piece of memory. The *table* is the device's own: a row per slot and what a step leaves. The
-*admissions* are the host's, read by the device when it admits: the same rows, staged. The *rings* are the host's,
-mapped: inbox, outbox and the words by which each side tells the other how far it is. `header()` emits the same offsets
-for CUDA and C++, and `words()` hands them to C++ that was compiled without them; docs/ring.md tells who may write what,
-and when.
+Three arenas, each one piece of memory. The *table* is the device's own: a row per slot, and the results of a step. The
+*admissions* are host memory that the device reads when it admits: the same rows, staged. The *rings* are mapped host
+memory: inbox, outbox and the control words by which each side publishes its progress. `header()` emits the same offsets
+for CUDA and C++, and `words()` passes them to C++ that was compiled without them; docs/ring.md says which side may
+write which word, and when.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HEADER: Final = ("// Emitted by loop/layout.py; edit there.", "#pragma once")
 
 
 class SlotState(IntEnum):
-    """What a slot is doing."""
+    """The state of a slot."""
 
     FREE = 0
     LIVE = 1
@@ -44,7 +44,7 @@ class SlotState(IntEnum):
 
 
 class Finish(IntEnum):
-    """Why a sequence ended, in an outbox entry; NONE while it goes on."""
+    """Why a sequence ended, in an outbox entry; NONE while it continues."""
 
     NONE = 0
     STOP = 1
@@ -100,7 +100,7 @@ class Word(IntEnum):
 
     INBOX_HEAD = 0  # entries published since the start
     OUTBOX_TAIL = 1  # entries read since the start
-    YIELD = 2  # not 0: leave at the next step boundary
+    YIELD = 2  # not 0: end the loop at the next step boundary
     INBOX_TAIL = 3  # entries taken
     OUTBOX_HEAD = 4  # entries published
     STEPS = 5  # steps run
@@ -112,19 +112,19 @@ class Word(IntEnum):
 
 
 class Fault(IntEnum):
-    """What a loop found wrong; anything but NONE is fatal."""
+    """A fault that the loop found; every one but NONE is fatal."""
 
     NONE = 0
     PLAN = 1  # the plan hash in the table is not the one it was built with (I-10)
     EPOCH = 2  # the epoch in the table is not the one it was built with (I-10)
-    INBOX = 3  # an inbox entry that no host of ours writes
-    STUCK = 4  # a wait on the device outlasted its deadline, and what the step made is not to be believed
+    INBOX = 3  # an inbox entry that `HostSide` never writes
+    STUCK = 4  # a wait on the device outlasted its deadline; the step's results must not be used
 
 
 class End(IntEnum):
     """Why a loop ended."""
 
-    IDLE = 0  # nobody lives
+    IDLE = 0  # no live slots
     YIELD = 1
     OUTBOX_FULL = 2
     STOP = 3
@@ -149,8 +149,8 @@ class Arena:
     """One piece of memory and the fields in it."""
 
     def __init__(self, fields: Sequence[Field], memory: Any, dtype_of: Callable[[Kind], Any] = np.dtype) -> None:
-        """`memory` is uint8, at least as long as the fields reach, and stays where it is: numpy's, or of a kind that
-        slices and views as numpy's does and calls its types by `dtype_of`."""
+        """`memory` is uint8, long enough for the fields, at a fixed address: a numpy array, or another type that slices
+        and views as numpy does and whose dtypes `dtype_of` gives."""
         self.memory = memory
         self._views: dict[str, Any] = {}
         for field in fields:
@@ -158,7 +158,7 @@ class Arena:
             self._views[field.name] = piece.view(dtype_of(field.kind)).reshape(field.shape)
 
     def __getitem__(self, name: str) -> Any:
-        """The field of that name, a view of the arena's own kind."""
+        """The field of that name: a view of the arena's own array type."""
         return self._views[name]
 
     def host(self, name: str) -> np.ndarray:
@@ -187,13 +187,13 @@ class Layout:
 
     @cached_property
     def admission_fields(self) -> tuple[Field, ...]:
-        """What an admission sets of a slot; the same in the table and in the admissions."""
+        """The fields of a slot that an admission sets; the same in the table and in the admissions."""
         n = self.n_slots
         return _laid_out(
             [
                 ("generation", "int32", (n,)),
-                ("position", "int32", (n,)),  # of the token that the next step takes in
-                ("left", "int32", (n,)),  # tokens that may still be made
+                ("position", "int32", (n,)),  # of the next step's input token
+                ("left", "int32", (n,)),  # tokens that may still be generated
                 ("granted", "int32", (n,)),  # positions that have pages
                 ("min_tokens", "int32", (n,)),
                 ("top_k", "int32", (n,)),
@@ -220,24 +220,24 @@ class Layout:
 
     @cached_property
     def table_fields(self) -> tuple[Field, ...]:
-        """The admissions' fields, what the loop keeps of each slot, and what a step leaves for its step boundary."""
+        """The admissions' fields, the loop's own state of each slot, and a step's results for its step boundary."""
         n = self.n_slots
         return _laid_out(
             [
                 *((f.name, f.kind, f.shape) for f in self.admission_fields),
                 ("state", "int32", (n,)),
-                ("token", "int32", (n,)),  # that the next step takes in
-                ("made", "int32", (n,)),  # tokens made since admission
+                ("token", "int32", (n,)),  # the next step's input
+                ("made", "int32", (n,)),  # tokens generated since admission
                 ("mask_ready", "int32", (n,)),
-                ("counts", "int32", (n, self.vocab)),  # how often each token was made
-                # By row, not by slot: who is in the step, and what the sampler chose for them.
+                ("counts", "int32", (n, self.vocab)),  # how often each token was generated
+                # By row, not by slot: the slots in the step, and the sampler's results for them.
                 ("n_rows", "int32", (1,)),
                 ("row_slot", "int32", (n,)),
                 ("chosen", "int32", (n,)),
                 ("chosen_logprob", "float32", (n,)),
                 ("top_ids", "int32", (n, MAX_TOP)),
                 ("top_logprobs", "float32", (n, MAX_TOP)),
-                # By slot: what prefill chose, committed by the admission.
+                # By slot: the token that prefill sampled; the admission commits it.
                 ("first_token", "int32", (n,)),
                 ("first_logprob", "float32", (n,)),
                 ("first_top_ids", "int32", (n, MAX_TOP)),
@@ -263,7 +263,7 @@ class Layout:
 
     @property
     def n_bytes(self) -> tuple[int, ...]:
-        """How long each arena is."""
+        """The length of each arena, in bytes."""
         return tuple(arena_bytes(fields) for fields in self.fields.values())
 
     def header(self, page_tokens: int) -> str:
@@ -294,7 +294,7 @@ class Layout:
         return {"table": self.table_fields, "admissions": self.admission_fields, "rings": self.ring_fields}
 
     def _sizes(self, page_tokens: int) -> dict[str, int]:
-        """What C asks a view for."""
+        """The sizes that C reads from a view."""
         return {
             "N_SLOTS": self.n_slots,
             "MAX_PAGES": self.max_pages,
@@ -309,7 +309,7 @@ class Layout:
 def words_header() -> str:
     """`loop/layout.h`: the names of `Layout.header`, read from the words that a view carries.
 
-    It depends on no size, so it lies beside the sources and an object can be built where there is no Python package.
+    It depends on no size, so it is stored beside the sources, and an object can be built without the Python package.
     """
     any_layout = Layout(1, 1, 1)
     lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {MAX_SLOTS}"]
@@ -345,14 +345,14 @@ class Tables:
 
     @staticmethod
     def over(layout: Layout, memories: Iterable[Any], dtype_of: Callable[[Kind], Any] = np.dtype) -> Tables:
-        """Arenas over zeroed memory that a backend gives, of `Layout.n_bytes`: the table is the device's, the others
-        lie where both sides reach them."""
+        """Arenas over zeroed memory that a backend supplies, of `Layout.n_bytes`: the table is in device memory, the
+        others are where host and device both reach them."""
         arenas = zip(layout.fields.values(), memories, strict=True)
         return Tables(layout, *(Arena(fields, memory, dtype_of) for fields, memory in arenas))
 
     @property
     def arenas(self) -> tuple[Arena, Arena, Arena]:
-        """In the order in which native code is given them."""
+        """In the order in which native code takes them."""
         return self.table, self.admissions, self.rings
 
     @property
@@ -361,12 +361,12 @@ class Tables:
 
 
 def sampled(table: Arena) -> dict[str, Any]:
-    """What a step's sampler is told beside the logits: who is in the step, and where its choices go."""
+    """A step's arguments for the sampler beside the logits: the slots in the step, and where its results go."""
     return {
         "n_rows": table["n_rows"],
         "row_slot": table["row_slot"],
         "position": table["position"],
-        "offset": 1,  # the token that is chosen stands behind the one that was taken in
+        "offset": 1,  # the sampled token's position is one after the input token's
         "chosen": table["chosen"],
         "chosen_logprob": table["chosen_logprob"],
         "top_ids": table["top_ids"],
@@ -375,7 +375,7 @@ def sampled(table: Arena) -> dict[str, Any]:
 
 
 def arena_bytes(fields: Sequence[Field]) -> int:
-    """How long an arena of these fields is."""
+    """The length of an arena of these fields, in bytes."""
     return _aligned(fields[-1].offset + fields[-1].n_bytes)
 
 
@@ -393,7 +393,7 @@ def _aligned(offset: int) -> int:
 
 
 def _numbers() -> list[str]:
-    """What is the same in every layout, as C."""
+    """The numbers that are the same in every layout, as C."""
     sizes = {
         "INBOX_WORDS": INBOX_WORDS,
         "OUTBOX_WORDS": OUTBOX_WORDS,
@@ -411,13 +411,13 @@ def _numbers() -> list[str]:
 
 
 def _place(arena: str, field: Field, offset: str) -> str:
-    """A macro that gives a field's place in a view: TABLE_token(view), ADMISSION_token(view), RING_words(view)."""
+    """A macro for a field's address in a view: TABLE_token(view), ADMISSION_token(view), RING_words(view)."""
     prefix = {"table": "TABLE", "admissions": "ADMISSION", "rings": "RING"}[arena]
     return f"#define {prefix}_{field.name}(view) (({_C[field.kind]}*)((view).{arena} + {offset}))"
 
 
 def _mark() -> int:
-    """A sum of the names and their order, so that words of another version are not taken for these."""
+    """A checksum of the names and their order, so that words of another version are refused."""
     any_layout = Layout(1, 1, 1)
     names = [f"{arena}.{f.name}.{f.kind}" for arena, fields in any_layout.fields.items() for f in fields]
     return crc32(" ".join([*any_layout._sizes(1), *names]).encode())

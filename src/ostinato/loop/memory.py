@@ -1,7 +1,7 @@
-"""Memory as the loop knows it: where it lies and how long it is. Whose library made it does not matter.
+"""Memory as the loop sees it: an address and a length, whichever library allocated it.
 
-On the host it is numpy's. A backend may give memory of its own kind, which answers to the same names and tells its
-address by `data_ptr`, as torch's tensors do.
+Host memory is numpy's. A backend may supply arrays of its own type, with the same attributes and with `data_ptr` for
+the address, as torch's tensors have.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ ALIGNMENT: Final = 256  # bytes
 
 
 def host_zeros(shape: Sequence[int], dtype: DTypeLike) -> np.ndarray:
-    """Zeroed memory of the host, aligned; the system hands it out page by page, as it is first written."""
+    """Zeroed, aligned host memory; the system allocates each page when it is first written."""
     kind = np.dtype(dtype)
     n_bytes = prod(shape) * kind.itemsize
     try:
         memory = np.zeros(n_bytes + ALIGNMENT, np.uint8)
-    except (MemoryError, ValueError) as error:  # ValueError: more than an address can tell
+    except (MemoryError, ValueError) as error:  # ValueError: larger than the address space
         sizes = " x ".join(map(str, shape))
         raise HardwareCannot(
             f"the CPU has no memory for a tensor of {sizes} {kind}; take a smaller model or context"

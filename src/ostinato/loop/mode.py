@@ -1,8 +1,8 @@
 """Decode mode: enter, trigger, exit, and what may not happen between (I-1 to I-10).
 
-Entering builds the executable, or takes the one there is, and locks it; a trigger is one launch; exit waits for the
+Entering builds the executable, or takes the existing one, and locks it; a trigger is one launch; exit waits for the
 loop's end and unlocks. Executable, plan and addresses are compared at every trigger and at exit, and the loop itself
-compares the plan's hash and the epoch at every step: a difference is fatal. docs/decode-mode.md tells it by rule.
+compares the plan's hash and the epoch at every step: a difference is fatal. docs/decode-mode.md describes each rule.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MUST_RESTART: Final = "this engine is dead and the process must be restarted"
 
 @dataclass(frozen=True, slots=True)
 class Entered:
-    """What was there when decode mode was entered, and must be there until it is left (I-10)."""
+    """Executable, plan and addresses at entry to decode mode; none of them may change before exit (I-10)."""
 
     executable: int
     plan_hash: int
@@ -44,14 +44,14 @@ class DecodeMode:
     # Enter, trigger, exit
 
     def enter(self) -> None:
-        """Build the executable, or take the one there is; check it against the plan; lock."""
+        """Build the executable, or take the existing one; check the plan's buffers; lock."""
         self._check_alive()
         if self._entered is not None:
             raise DecodeInvariantError("I-9", "decode mode is on already; exit it before entering again")
         if self._start.executable == 0:
             self._start.build()
         self._plan.check()
-        # What the loop compares at every step with what its step boundary was built with.
+        # At every step the loop compares these two with the values that its step boundary was built with.
         self._tables.table["plan_hash"][0] = self._plan.hash
         self._tables.table["epoch"][0] = self._start.executable
         self._start.synchronize()
@@ -59,7 +59,7 @@ class DecodeMode:
         self._guard.lock()
 
     def trigger(self) -> None:
-        """One launch; the loop goes on until nobody lives. Refused while one runs (I-2)."""
+        """Launch the loop once; it runs until there are no live slots. Refused while it runs (I-2)."""
         self._check_alive()
         if self._entered is None:
             raise DecodeInvariantError("I-9", "a trigger needs decode mode; enter it first")
@@ -70,8 +70,8 @@ class DecodeMode:
         self._start.launch()
 
     def exit(self, seconds: float = EXIT_DEADLINE_S) -> None:
-        """Wait for the loop to end, check that nothing has changed and the device is well, and unlock. Without decode
-        mode, nothing."""
+        """Wait for the loop to end, check that nothing has changed and that the device still answers, and unlock.
+        Outside decode mode, do nothing."""
         if self._entered is None:
             return
         if not self._start.wait(seconds):
@@ -94,12 +94,12 @@ class DecodeMode:
     # Checks
 
     def check(self) -> None:
-        """Compare executable, plan and addresses with what was entered; what differs is fatal (I-10)."""
+        """Compare executable, plan and addresses with those at entry; a difference is fatal (I-10)."""
         if self._entered is not None:
             self._compare(self._entered)
 
     def fault(self) -> str | None:
-        """Why this engine is dead: what the loop or a check found wrong. None while all is well."""
+        """Why this engine is dead: the fault that the loop or a check found. None while there is no fault."""
         if self._dead is None:
             found = self._host.word(Word.FAULT)
             failure = self._start.failure()
@@ -110,19 +110,19 @@ class DecodeMode:
         return self._dead
 
     def die(self, why: str) -> None:
-        """Nothing runs on this engine any more."""
+        """Mark this engine as dead: nothing runs on it any more. The first reason is kept."""
         self._dead = self._dead or why
 
     # What may be changed, outside decode mode only
 
     def replace(self, plan: Plan, start: Start) -> None:
-        """Run another plan, placed anew, from now on (I-7, I-9)."""
+        """Run another plan, with a start of its own, from now on (I-7, I-9)."""
         self._guard.allow("I-7", "placing the plan anew")
         self._start.close()
         self._plan, self._start = plan, start
 
     def step(self) -> None:
-        """One step by the host's own hand: forward, sampling and commit (I-2, I-8)."""
+        """Run one step paced by the host: forward, sampling and commit (I-2, I-8)."""
         self._guard.allow("I-8", "a step in which the host takes part")
         self._start.step()
 
@@ -134,7 +134,7 @@ class DecodeMode:
             raise EngineDead(dead)
 
     def _ask_health(self) -> None:
-        """A kernel that broke the device may show only now; what it left is not to be believed (E-2)."""
+        """Check the device: a kernel's failure may show only now, and then its results must not be used (E-2)."""
         try:
             self._start.health()
         except EngineDead as dead:

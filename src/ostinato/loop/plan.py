@@ -19,10 +19,10 @@ from ostinato.loop.memory import address_of
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Memory that nodes use: where it was when the plan was made."""
+    """Memory that nodes use, with its address when the plan was made."""
 
     name: str
-    tensor: Any  # an array of numpy's or a tensor of the backend's, asked again where it lies
+    tensor: Any  # a numpy array or a tensor of the backend; `Plan.check` reads its address again
     address: int
     n_bytes: int
 
@@ -32,7 +32,7 @@ class Buffer:
 
     @property
     def text(self) -> str:
-        """What it is, without where it lies: the same in every process."""
+        """Name, dtype and shape without the address: the same in every process."""
         dtype = str(self.tensor.dtype).removeprefix("torch.")
         return f"{self.name} {dtype} {list(self.tensor.shape)}"
 
@@ -46,7 +46,7 @@ class Node:
     run: Callable[[], object]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
-    weight_bytes: int = 0  # what one step reads of the model here
+    weight_bytes: int = 0  # bytes of weights that one step reads here
     n_launches: int | None = None  # kernels that it launches; None where torch decides how many
 
     @property
@@ -56,14 +56,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Plan:
-    """A step up to its step boundary, which each start builds for itself: what the step boundary decides is who
-    paces."""
+    """A step up to its step boundary. Each start builds the step boundary itself, because that depends on whether the
+    host or the device paces."""
 
     device: str  # as torch writes it: cpu, cuda:0
     buffers: tuple[Buffer, ...]
     nodes: tuple[Node, ...]
     page_tokens: int
-    constants: str = ""  # whatever else a change of which makes another plan
+    constants: str = ""  # other values that the plan depends on, as text for the hash
 
     def __post_init__(self) -> None:
         known = [buffer.name for buffer in self.buffers]
@@ -77,7 +77,7 @@ class Plan:
 
     @cached_property
     def text(self) -> str:
-        """The plan for a reader, and for the hash: the same in every process."""
+        """The plan as text, to read and to hash: the same in every process."""
         head = [self.constants, f"on {self.device.partition(':')[0]}, pages of {self.page_tokens} positions"]
         return "\n".join([*head, *(b.text for b in self.buffers), *(n.text for n in self.nodes)])
 
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """What one step reads of the model."""
+        """Bytes of weights that one step reads."""
         return sum(node.weight_bytes for node in self.nodes)
 
     @property
@@ -112,7 +112,7 @@ class Plan:
                 )
 
     def _refuse_aliases(self) -> None:
-        """Two buffers of one node that overlap must be one buffer by name, or a change would be seen half done."""
+        """Refuse a node that writes a buffer which overlaps another of its buffers: it could read half-written data."""
         by_name = {buffer.name: buffer for buffer in self.buffers}
         for node in self.nodes:
             for written in node.writes:
@@ -126,7 +126,7 @@ def _overlap(a: Buffer, b: Buffer) -> bool:
 
 
 def without_repeats(buffers: list[Buffer]) -> list[Buffer]:
-    """A tied head is the embedding once more: it is listed once."""
+    """The buffers without repeated addresses: a tied head is the embedding, and is listed once."""
     seen: dict[int, Buffer] = {}
     for buffer in buffers:
         seen.setdefault(buffer.address, buffer)

@@ -1,4 +1,4 @@
-"""What every way to run a plan offers: build once, launch, and work beside the loop."""
+"""The interface of every way to run a plan: build once, launch, and run jobs beside the loop."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from concurrent.futures import Future
 from itertools import count
 from typing import Final, Literal, Protocol
 
-STEP_DEADLINE_S: Final = 600.0  # for one step that the host waits for; a large model on a slow machine needs seconds
+STEP_DEADLINE_S: Final = 600.0  # for one step that the host waits for; a large model on a slow machine takes seconds
 _EXECUTABLES: Final = count(1)
 
 
 def next_executable() -> int:
-    """A number that no executable of this process has had."""
+    """A number that no other executable of this process has."""
     return next(_EXECUTABLES)
 
 
 class PendingWork(Protocol):
-    """Something that runs beside the loop, on the same device."""
+    """A job that runs beside the loop, on the same device."""
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with success or failure."""
 
     def result(self, timeout: float | None = None) -> None:
         """Wait for its end; raises what it raised."""
 
 
 class Helper(Protocol):
-    """Lets whoever waits for tokens on the main thread do a part of the device's work meanwhile."""
+    """Lets a caller that waits for tokens on the main thread run part of the device's work meanwhile."""
 
     def lend(self) -> None:
         """The caller, on the main thread, is about to wait, and will `help`."""
@@ -37,13 +37,13 @@ class Helper(Protocol):
 
 
 class Launched:
-    """What was launched last, where a thread of ours plays it."""
+    """The last launch, for starts that run it on a thread of this process."""
 
     alone = False
     _launched: Future[None] | None = None
 
     def synchronize(self) -> None:
-        """The host's own memory: what was written is there."""
+        """Nothing to wait for: the device's memory is host memory."""
 
     @property
     def running(self) -> bool:
@@ -70,22 +70,22 @@ class Start(Protocol):
     device_paced: bool
     alone: bool  # whether a loop must yield before a job can run
     comparison: Literal["bits", "tolerance"]  # with `eager`: whether it shares its arithmetic
-    executable: int  # which one it runs: a number of its own for every build; 0 before the first
-    n_launches: int  # of anything the host launched to decode: one a loop, one a step, or one a node
+    executable: int  # the number of the executable that it runs, new for every build; 0 before the first
+    n_launches: int  # launches by the host to decode: one per loop, per step or per node
     n_instantiations: int
 
     @property
     def helper(self) -> Helper | None:
-        """None where the device works alone."""
+        """None where the device needs no help from the main thread."""
 
     def build(self) -> None:
         """Make the executable."""
 
     def synchronize(self) -> None:
-        """Wait until the device has what was written to its memory: a launch does not wait for who wrote it."""
+        """Wait until earlier writes to the device's memory have arrived; a launch does not wait for them."""
 
     def launch(self) -> None:
-        """Begin: a step boundary, then steps while it says go. Returns at once."""
+        """Start the loop: a step boundary, then steps while its GO word is set. Returns at once."""
 
     @property
     def running(self) -> bool:
@@ -98,13 +98,13 @@ class Start(Protocol):
         """One step, paced by the host, to its end: for comparisons."""
 
     def beside(self, job: Callable[[], None]) -> PendingWork:
-        """Run a job on the device beside the loop, or behind it where it plays alone; one between two steps at most."""
+        """Run a job on the device beside the loop, or after it where it runs `alone`; at most one between two steps."""
 
     def failure(self) -> BaseException | None:
-        """What a launch died of, if it did."""
+        """The exception that ended the last launch; None if there was none."""
 
     def health(self) -> None:
         """EngineDead where the device no longer answers (E-2)."""
 
     def close(self) -> None:
-        """Give everything back; nothing may be running."""
+        """Release all memory and threads; nothing may be running."""

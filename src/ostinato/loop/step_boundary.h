@@ -3,16 +3,16 @@
 // The same phases as the twin, loop/step_boundary.py, over the same bytes: `layout.h` is emitted by Python, with the
 // sizes of one engine as constants or, for an object that serves any engine, as words that the view carries. One body
 // serves two machines. On CUDA it is one block: slots, rows and the words of an entry are shared out over its threads,
-// with SYNC between the phases. On the CPU there is one thread, and SYNC is nothing. Whoever wants other machinery
-// defines THREAD and its companions before including this file.
+// with SYNC between the phases. On the CPU there is one thread, and SYNC is empty. A file that needs other definitions
+// of THREAD and its companions defines them before it includes this one.
 //
-// Bound by latency: one trip over PCIe for the control words, one more for each 8 inbox entries, a few for the
-// admission of an admission, and the fence before the words are published. Nothing is computed; so each thread loads
-// what it needs before it stores anything, since a load behind a store waits for it.
+// Bound by latency: one trip over PCIe for the control words, one more for each 8 inbox entries, a few for each
+// admission, and the fence before the words are published. The rest is copying, so each thread loads what it
+// needs before it stores anything: a load behind a store waits for it.
 #pragma once
 #include "layout.h"
 
-#if defined(THREAD)  // somebody else's machinery
+#if defined(THREAD)  // defined by the including file
 #elif defined(__CUDACC__)
 #define THREAD ((int)threadIdx.x)
 #define N_THREADS ((int)blockDim.x)
@@ -34,7 +34,7 @@
 #define FOR_EACH(i, n) for (int i = THREAD; i < (n); i += N_THREADS)
 #define ONE if (THREAD == 0)
 
-// --- words that host and loop tell each other; the other side may be at work at this moment ---
+// --- control words, which the host may read and write at the same time ---
 
 #if defined(__CUDACC__)
 BOUNDARY_FN long long load(const long long* word) {
@@ -45,7 +45,7 @@ BOUNDARY_FN long long load(const long long* word) {
 BOUNDARY_FN void store(long long* word, long long value) {
     asm volatile("st.relaxed.sys.global.b64 [%0], %1;" : : "l"(word), "l"(value) : "memory");
 }
-// Whoever sees a word stored after this sees everything written before it, by any thread of the block.
+// A reader that sees a word stored after this fence sees everything written before it, by any thread of the block.
 BOUNDARY_FN void fence() { asm volatile("fence.acq_rel.sys;" : : : "memory"); }
 BOUNDARY_FN long long now_ns() {
     long long now;
@@ -64,7 +64,7 @@ BOUNDARY_FN long long now_ns() {
 }
 #endif
 
-// --- what one step boundary keeps while it runs ---
+// --- state of one step boundary while it runs ---
 
 #define CONTINUE (-1)         // no End
 #define ENTRIES_AT_ONCE 8    // inbox entries fetched in one trip: a word for each of 128 threads
@@ -72,9 +72,9 @@ BOUNDARY_FN long long now_ns() {
 #define GRANT_PAGES (INBOX_WORDS - INBOX_WORD_PAGES)
 
 // What to do with an inbox entry: one of InboxKind, or one of these.
-#define VERDICT_IGNORE 0     // meant for somebody who has left
-#define VERDICT_DEFER (-1)   // no room to answer it: the next step boundary takes it
-#define VERDICT_FAULT (-2)   // no host of ours writes this
+#define VERDICT_IGNORE 0     // its sequence has left the slot
+#define VERDICT_DEFER (-1)   // no room in the outbox for its answer: the next step boundary takes it
+#define VERDICT_FAULT (-2)   // `HostSide` never writes such an entry
 
 struct BoundaryState {
     long long words[N_WORDS];  // as they were when the step boundary began
@@ -83,7 +83,7 @@ struct BoundaryState {
     long long now;
     int entries[ENTRIES_AT_ONCE * INBOX_WORDS];
     int verdict;
-    int ends;                  // an End, or GOES_ON
+    int ends;                  // an End, or CONTINUE
     int live[MAX_SLOTS];
     int n_live;
 };
@@ -107,7 +107,7 @@ BOUNDARY_FN long long room(const BoundaryState& boundary, [[maybe_unused]] const
     return OUTBOX_ENTRIES(view) - (boundary.head - boundary.words[WORD_OUTBOX_TAIL]);
 }
 
-// By all threads together. Many loads are on their way before the first is stored, so that a admission costs few trips.
+// By all threads together. Each thread issues many loads before its first store, so an admission costs few trips.
 BOUNDARY_FN void copy_words(int* to, const int* from, int n) {
     for (int begin = THREAD; begin < n; begin += WORDS_AT_ONCE * N_THREADS) {
         int held[WORDS_AT_ONCE];
@@ -153,7 +153,7 @@ BOUNDARY_FN OutboxEntry entry_of(int slot, int generation, int token, int positi
     return entry;
 }
 
-// Make a choice the token of a slot that has made `made` before; `position` is the token's own place.
+// Make the sampled token the next one of a slot that has made `made` before; `position` is the token's own.
 BOUNDARY_FN void commit(
     const View& view, long long head, long long now, int slot, int token, int logprob_bits, int position, int made
 ) {
@@ -180,7 +180,7 @@ BOUNDARY_FN void commit(
     if (counted) TABLE_counts(view)[(long long)slot * VOCAB(view) + token] += 1;
 }
 
-// Number i of the most probable tokens of a choice, beside its entry.
+// Write number i of the most probable tokens beside the entry of the sampled one.
 BOUNDARY_FN void write_top(const View& view, long long head, int i, const int* ids, const float* logprobs) {
     const long long place = head % OUTBOX_ENTRIES(view) * MAX_TOP + i;
     const int id = ids[i], logprob_bits = ((const int*)logprobs)[i];
@@ -188,14 +188,14 @@ BOUNDARY_FN void write_top(const View& view, long long head, int i, const int* i
     ((int*)RING_outbox_top_logprobs(view))[place] = logprob_bits;
 }
 
-// --- phase 0: is this still what was built? ---
+// --- phase 0: check plan and epoch ---
 
 BOUNDARY_FN int drift_of(const View& view, unsigned long long plan_hash, unsigned long long epoch) {
     const unsigned long long plan_hash_now = *TABLE_plan_hash(view), epoch_now = *TABLE_epoch(view);
     return plan_hash_now != plan_hash ? FAULT_PLAN : epoch_now != epoch ? FAULT_EPOCH : FAULT_NONE;
 }
 
-// End, and leave everything as it is: nothing that a drifted step made can be believed.
+// End with a fault and commit nothing: after a drift the step's results must not be used.
 BOUNDARY_FN void refuse(const BoundaryState& boundary, const View& view, int fault) {
     *TABLE_n_rows(view) = 0;
     store(word_at(view, WORD_FAULT), fault);
@@ -206,7 +206,7 @@ BOUNDARY_FN void refuse(const BoundaryState& boundary, const View& view, int fau
     store(word_at(view, WORD_ENDS), boundary.words[WORD_ENDS] + 1);
 }
 
-// --- phase 1: the step just run; row r answers at place head + r, whichever thread is first ---
+// --- phase 1: commit the step; row r writes outbox place head + r, in any order of the threads ---
 
 BOUNDARY_FN void commit_step(BoundaryState& boundary, const View& view, int n_rows) {
     const long long head = boundary.words[WORD_OUTBOX_HEAD];
@@ -227,7 +227,7 @@ BOUNDARY_FN void commit_step(BoundaryState& boundary, const View& view, int n_ro
     SYNC();
 }
 
-// --- phase 2: what the host asks ---
+// --- phase 2: take the inbox ---
 
 BOUNDARY_FN int verdict_of(const BoundaryState& boundary, const View& view, const int* entry) {
     const int kind = entry[INBOX_WORD_KIND], slot = entry[INBOX_WORD_SLOT];
@@ -236,7 +236,7 @@ BOUNDARY_FN int verdict_of(const BoundaryState& boundary, const View& view, cons
     const bool taken = is_occupied(TABLE_state(view)[slot]);
     if (kind == INBOX_KIND_ADMIT) {
         if (taken) return VERDICT_FAULT;
-        // One place for each slot stays free, so that whoever is seated can always be told of a cancellation.
+        // One outbox place per slot stays free, so that the end of a cancelled sequence can always be written.
         return room(boundary, view) <= N_SLOTS(view) ? VERDICT_DEFER : kind;
     }
     if (kind == INBOX_KIND_GRANT) {
@@ -246,18 +246,18 @@ BOUNDARY_FN int verdict_of(const BoundaryState& boundary, const View& view, cons
     return taken && TABLE_generation(view)[slot] == entry[INBOX_WORD_GENERATION] ? kind : VERDICT_IGNORE;
 }
 
-// The whole row at once: nothing of who sat there before is left (E-71). The first token is prefill's choice, and
-// the position that came with the admission is its place.
+// Copy the slot's whole row, so that nothing of its previous sequence is left (E-71). Prefill has sampled the first
+// token, and the admission carries its position.
 BOUNDARY_FN void admit(BoundaryState& boundary, const View& view, int slot) {
     const long long head = boundary.head;
-    FOR_EACH(field, N_ADMISSION_FIELDS) {  // the small fields, each by a thread of its own
+    FOR_EACH(field, N_ADMISSION_FIELDS) {  // the short fields, one thread each
         const AdmissionRow row = admission_row(view, field);
         for (int i = 0; row.words <= 2 && i < row.words; ++i) {
             const int at = slot * row.words + i;
             ((int*)(view.table + row.offset))[at] = ((int*)(view.admissions + row.offset))[at];
         }
     }
-    for (int field = 0; field < N_ADMISSION_FIELDS; ++field) {  // the long ones, each by all threads
+    for (int field = 0; field < N_ADMISSION_FIELDS; ++field) {  // the long fields, all threads each
         const AdmissionRow row = admission_row(view, field);
         const long long at = (long long)slot * row.words;
         if (row.words <= 2) continue;
@@ -337,7 +337,7 @@ BOUNDARY_FN void take_inbox(BoundaryState& boundary, const View& view) {
     }
 }
 
-// --- phases 3 and 4: who is in the next step ---
+// --- phases 3 and 4: which slots are in the next step ---
 
 BOUNDARY_FN void pause_and_wake(BoundaryState& boundary, const View& view) {
     FOR_EACH(slot, N_SLOTS(view)) {
@@ -363,7 +363,7 @@ BOUNDARY_FN void gather_rows(BoundaryState& boundary, const View& view) {
     SYNC();
 }
 
-// --- phases 5 and 6: go on or end, and say so; one thread ---
+// --- phases 5 and 6: continue or end, and publish the words; one thread ---
 
 BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped) {
     int ends = boundary.ends;
@@ -373,7 +373,7 @@ BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped)
         else if (boundary.n_live == 0) ends = END_IDLE;
     }
     boundary.ends = ends;
-    // A step boundary that ends leaves no rows: the one of the next trigger must not commit this step again.
+    // A step boundary that ends clears the rows: the first one of the next trigger must not commit this step again.
     *TABLE_n_rows(view) = ends == CONTINUE ? boundary.n_live : 0;
     *TABLE_step_ns(view) = boundary.now;
 
@@ -386,7 +386,7 @@ BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped)
     if (ends == CONTINUE) return;
     if (ends == END_FAULT) store(word_at(view, WORD_FAULT), FAULT_INBOX);
     store(word_at(view, WORD_WHY), ends);
-    fence();  // ENDS last: who waits for it finds everything else in place
+    fence();  // ENDS last: a reader that sees it change finds all other words written
     store(word_at(view, WORD_ENDS), boundary.words[WORD_ENDS] + 1);
 }
 
@@ -394,7 +394,7 @@ BOUNDARY_FN void publish(BoundaryState& boundary, const View& view, int stepped)
 BOUNDARY_FN int run_boundary(const View& view, unsigned long long plan_hash, unsigned long long epoch, long long now) {
     SHARED BoundaryState boundary;
     const int n_rows = *TABLE_n_rows(view), drift = drift_of(view, plan_hash, epoch);
-    FOR_EACH(word, N_WORDS) boundary.words[word] = load(word_at(view, word));  // each its own thread: one trip for all
+    FOR_EACH(word, N_WORDS) boundary.words[word] = load(word_at(view, word));  // one thread per word: one trip for all
     ONE boundary.now = now;
     SYNC();
     const int fault = boundary.words[WORD_FAULT] ? (int)boundary.words[WORD_FAULT] : drift;

@@ -1,8 +1,8 @@
 """The step boundary between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
 
 This is the twin of `loop/step_boundary.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
-calls that one, and on a GPU the same step boundary is one kernel. It touches the three arenas of `layout.py` and
-nothing else: no model, no pages, no text. Who may write which word, and when, is told in docs/ring.md.
+calls the header's version, and on a GPU that version is one kernel. It touches the three arenas of `layout.py` and
+nothing else: no model, no pages, no text. docs/ring.md says which side may write which word, and when.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _OCCUPIED: Final = (SlotState.LIVE, SlotState.PAUSED)
 
 @dataclass(frozen=True, slots=True)
 class _Choices:
-    """What a sampler left: by row after a step, by slot after prefill."""
+    """A sampler's results: by row after a step, by slot after prefill."""
 
     token: memoryview[int]
     logprob_bits: memoryview[int]
@@ -58,7 +58,7 @@ class _Choices:
 class StepBoundary:
     """A step boundary over these tables, to be called once before the first step and after every step.
 
-    It keeps views of the arenas and no state of its own, so that any number of them may be made of the same tables.
+    It keeps views of the arenas and no state of its own, so any number of them may be made over the same tables.
     Host memory only.
     """
 
@@ -145,9 +145,9 @@ class StepBoundary:
             words[Word.FAULT] = Fault.INBOX
         words[Word.GO] = 0
         words[Word.WHY] = ends
-        words[Word.ENDS] += 1  # last: who waits for it finds everything else in place
+        words[Word.ENDS] += 1  # last: a reader that sees it change finds all other words written
 
-    # --- phase 0: is this still what was built? ---
+    # --- phase 0: check plan and epoch ---
 
     def _drift(self) -> Fault:
         plan_hash, epoch = self._built_with
@@ -156,7 +156,7 @@ class StepBoundary:
         return Fault.EPOCH if self._epoch[0] & _ALL_BITS != epoch else Fault.NONE
 
     def _refuse(self, fault: int) -> None:
-        """End, and leave everything as it is: nothing that a drifted step made can be believed."""
+        """End with a fault and commit nothing: after a drift the step's results must not be used."""
         words = self._words
         self._n_rows[0] = 0
         words[Word.FAULT] = fault
@@ -177,7 +177,7 @@ class StepBoundary:
         return int(n_rows > 0), head + n_rows
 
     def _commit(self, slot: int, choices: _Choices, at: int, head: int) -> None:
-        """Make a choice the slot's next token; its position names the token's place already."""
+        """Make the sampled token the slot's next token; the slot's position is already that of the token."""
         token = choices.token[at]
         self._token[slot] = token
         self._made[slot] += 1
@@ -210,7 +210,7 @@ class StepBoundary:
         outbox[place, OutboxWord.LOGPROB] = logprob_bits
         self._outbox_ns[place] = self._step_ns[0]
 
-    # --- phase 2: what the host asks ---
+    # --- phase 2: take the inbox ---
 
     def _take_inbox(self, tail: int, head: int, read: int) -> tuple[int, int, End | None]:
         """Take entries in order; returns the inbox's tail, the outbox's head, and why to end, if an entry says so."""
@@ -225,7 +225,7 @@ class StepBoundary:
             if not self._is_ours(entry):
                 return tail, head, End.FAULT
             if kind == InboxKind.ADMIT:
-                # One place for each slot stays free, so that whoever is seated can always be told of a cancellation.
+                # One outbox place per slot stays free, so that the end of a cancelled sequence can always be written.
                 if self._room(head, read) <= self._layout.n_slots:
                     break
                 self._admit(slot)
@@ -245,7 +245,7 @@ class StepBoundary:
         return tail, head, None
 
     def _is_ours(self, entry: list[int]) -> bool:
-        """Whether a host of ours could have written this; past here nothing is checked again."""
+        """Whether `HostSide` could have written this entry; later phases do not check it again."""
         kind, slot = entry[InboxWord.KIND], entry[InboxWord.SLOT]
         if not (InboxKind.ADMIT <= kind <= InboxKind.MASK and 0 <= slot < self._layout.n_slots):
             return False
@@ -257,7 +257,7 @@ class StepBoundary:
         return True
 
     def _admit(self, slot: int) -> None:
-        """The whole row at once: nothing of who sat there before is left (E-71)."""
+        """Copy the slot's whole row, so that nothing of its previous sequence is left (E-71)."""
         for row, admission in self._admissions:
             row[slot] = admission[slot]
         if self._penalised[slot]:
@@ -273,7 +273,7 @@ class StepBoundary:
     def _room(self, head: int, read: int) -> int:
         return self._layout.outbox_entries - (head - read)
 
-    # --- phases 3 and 4: who is in the next step ---
+    # --- phases 3 and 4: which slots are in the next step ---
 
     def _pause_and_wake(self) -> None:
         for slot in range(self._layout.n_slots):
@@ -293,5 +293,5 @@ class StepBoundary:
 
 
 def native_headers(layout: Layout, page_tokens: int) -> dict[str, str]:
-    """What `step_boundary.cu` includes, by name, for these sizes."""
+    """The headers that `step_boundary.cu` includes, by name, for these sizes."""
     return {"layout.h": layout.header(page_tokens), "step_boundary.h": source("step_boundary.h")}

@@ -1,7 +1,7 @@
-"""A wake event that native code can ring: an event for whoever waits in Python, set by a write to a file.
+"""A wake event that native code can set: a thread waits for it in Python, and a write to a file sets it.
 
-The native loop rings at every step boundary without touching the interpreter; whoever waits sleeps in the kernel until
-then. It has the words of `threading.Event`, so that a loop paced by Python can have one of those in its place.
+The native loop sets it at every step boundary without touching the interpreter; the waiting thread sleeps in the
+operating system until then. It has the methods of `threading.Event`, which a loop paced by Python uses instead.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 
 class WakeEvent(Protocol):
-    """Set whenever something may have happened; cleared by the one who listens, before it looks."""
+    """Set whenever something may have happened; the waiting thread clears it before it looks."""
 
     def set(self) -> None: ...
 
@@ -25,7 +25,7 @@ class WakeEvent(Protocol):
 
 
 class FileWakeEvent:
-    """A wake event with a file to ring it by: eight bytes written to `fd`."""
+    """A wake event that is set by writing eight bytes to the file `fd`."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
@@ -35,15 +35,15 @@ class FileWakeEvent:
             os.set_blocking(self._poll, False)
             os.set_blocking(self.fd, False)
         for file in {self.fd, self._poll}:
-            # Not before nobody holds it: a number that was closed may be somebody else's file by then.
+            # Closed only when this object is unreachable: the system may give a closed number to another file.
             weakref.finalize(self, os.close, file)
 
     def set(self) -> None:
-        with suppress(BlockingIOError):  # full: it rings already
+        with suppress(BlockingIOError):  # full: it is set already
             os.write(self.fd, (1).to_bytes(8, "little"))
 
     def clear(self) -> None:
-        with suppress(BlockingIOError):  # nothing, or nothing more
+        with suppress(BlockingIOError):  # nothing left to read
             while os.read(self._poll, 4096):
                 pass
 
