@@ -1,7 +1,7 @@
-"""Small simulations that check the arithmetic and the routing: no engine, no Ray, only who waits for whom.
+"""Small simulations that check the arithmetic and the routing: no engine, no Ray, only queues.
 
-`replica` plays one replica of `sizing.py` request by request; `chats` plays conversations over several replicas that
-remember prefixes, with any way of choosing among them.
+`replica` simulates one replica of `sizing.py` request by request; `chats` simulates conversations over several replicas
+that remember prefixes, with any routing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ostinato.scale.sizing import CHUNK, Demand
 
 N_REQUESTS: Final = 20_000
 _FEWEST: Final = 1000
-_MOST_CHUNKS: Final = 1_000_000  # in all: of very long prompts fewer are played
-_WARM: Final = 0.1  # of them come before anything is counted
+_MOST_CHUNKS: Final = 1_000_000  # in all: with very long prompts fewer requests are simulated
+_WARM: Final = 0.1  # share of requests before counting begins
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """What a simulation saw."""
+    """The result of a simulation."""
 
     p50_first_token_s: float
     p99_first_token_s: float
@@ -43,7 +43,7 @@ class _Request:
 def replica(
     one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N_REQUESTS, seed: int = 0
 ) -> SimulatedLoad:
-    """One replica, asked at random times at that rate."""
+    """One replica with random arrivals at that rate."""
     n = min(n, max(_FEWEST, _MOST_CHUNKS * CHUNK // demand.prompt))
     chance = random.Random(seed)
     coming = deque(_arrivals(demand, rate, n, chance))
@@ -66,7 +66,7 @@ def replica(
             now, gap_time = now + seconds, gap_time + seconds * n_waiting
         if not live:
             continue
-        # Where no prompt waits, steps follow each other until somebody ends or comes.
+        # While no prompt waits, steps follow each other until a request ends or arrives.
         step = one.step_s(len(live))
         k = 1
         if not prompts:
@@ -95,7 +95,8 @@ def _arrivals(demand: Demand, rate: float, n: int, chance: random.Random) -> lis
 
 
 def _chunk(prompts: deque[_Request], live: list[_Request], ended: list[_Request], one: Replica, now: float) -> float:
-    """The next chunk of the first prompt; after its last one it lives, with its first token. The seconds it took."""
+    """Run the next chunk of the first prompt; after the last chunk the request is live, with its first token. Returns
+    the seconds it took."""
     first = prompts[0]
     n = min(CHUNK, first.prompt_left)
     first.prompt_left -= n
@@ -122,8 +123,8 @@ def chats(
 ) -> tuple[float, int]:
     """The share of prompts' characters that a replica remembered, and the most requests that one replica had.
 
-    Conversations take turns at random. Each replica remembers the last prompts it saw, `memory` of them. `choose` is
-    given a prompt, the replicas and how busy each is, and names one.
+    Conversations take turns at random. Each replica remembers the last `memory` prompts it saw. `choose` gets a prompt,
+    the replicas and the number of requests of each, and returns one.
     """
     chance = random.Random(seed)
     names = [f"replica-{number}" for number in range(n_replicas)]
@@ -133,7 +134,7 @@ def chats(
     order = [number for number in range(n_chats) for _ in range(turns)]
     chance.shuffle(order)
     cached = total = 0
-    busy: deque[str] = deque(maxlen=2 * n_replicas)  # those asked last are still at work
+    busy: deque[str] = deque(maxlen=2 * n_replicas)  # the replicas of the last requests are still busy
     for number in order:
         texts[number] += f"turn {chance.random()}: " + "some words " * 5
         text = texts[number]
