@@ -1,8 +1,8 @@
 """Beyond one engine: replicas and files of requests, on this machine or on a Ray cluster.
 
-What needs no Ray (a file of requests answered in this process, and the sizing) imports none of it: only
-`deployment.py`, `router.py`, `cluster.py`, `replicas.py` and `data.py` do, and nothing else of the project does. How to
-use it is told in docs/scale.md.
+Code that needs no Ray (a file of requests answered in this process, and the sizing) does not import it: only
+`deployment.py`, `router.py`, `cluster.py`, `replicas.py` and `data.py` do, and nothing else of the project does.
+docs/scale.md says how to use it.
 """
 
 from __future__ import annotations

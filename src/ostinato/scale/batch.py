@@ -1,6 +1,6 @@
-"""Answering a file of requests in this process: as many at once as the engine admits, each result written as it comes.
+"""Answers a file of requests in this process: as many at once as the engine admits; results are written as they arrive.
 
-Every line is answered exactly once, however often the run is killed and started again (`batch_file.py`).
+Every line is answered exactly once, also when the run is killed and restarted (`batch_file.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Tally:
         return self.before + self.answered + self.refused + self.damaged
 
     def count(self, status: int, answer: bytes) -> None:
-        """One more answer."""
+        """Count one more answer."""
         if status != 200:
             self.refused += 1
             return
@@ -49,7 +49,7 @@ OnProgress = Callable[[Tally], None]
 
 
 class Client(Protocol):
-    """Whoever answers: the status, and the answer's JSON."""
+    """The interface of an engine that answers a request: returns the status and the answer's JSON."""
 
     async def ask(self, path: str, body: bytes) -> tuple[int, bytes]: ...
 
@@ -67,14 +67,16 @@ async def answer_all(
                 for _ in range(at_once):
                     group.create_task(_answer(left, results, client, tally, on_progress))
         except ExceptionGroup as several:
-            raise several.exceptions[0] from None  # the others were cancelled for it, or died of the same
+            raise several.exceptions[
+                0
+            ] from None  # the others were cancelled because of it, or failed for the same reason
     return tally
 
 
 async def _answer(
     left: Iterator[BatchRequest | DamagedLine], results: Results, client: Client, tally: Tally, on_progress: OnProgress
 ) -> None:
-    """One of those who ask at once: the next line, until there is none."""
+    """One of the concurrent clients: it takes the next line until none is left."""
     for one in left:
         if isinstance(one, DamagedLine):
             results.write(one.line.number, result_of_damaged(one))
@@ -87,7 +89,7 @@ async def _answer(
 
 
 async def asked(client: Client, number: int, url: str, body: bytes) -> tuple[int, bytes]:
-    """The answer to one line. An engine that cannot answer now is no answer: the run ends, and can be started again."""
+    """The answer to one line. If the engine cannot answer now, the run ends, and can be restarted."""
     while True:
         status, answer = await client.ask(url, body)
         if status == 503:
@@ -107,7 +109,7 @@ def _message(answer: bytes) -> str:
 async def run_here(
     options: ServeOptions, load: Load, requests: Requests, results: Results, *, on_progress: OnProgress = lambda _: None
 ) -> Tally:
-    """The whole of it: load the model into this process and answer the file."""
+    """Load the model into this process and answer the file."""
     server = LocalServer(options, write=lambda _: None)
     loop = asyncio.get_running_loop()
     try:
@@ -118,5 +120,5 @@ async def run_here(
 
 
 def at_once(options: ServeOptions) -> int:
-    """How many lines are asked together: the slots are full, and the next prompts stand in line."""
+    """How many lines are in flight: all slots, and some prompts in the queue."""
     return options.load.slots + min(options.load.slots, options.load.queue)

@@ -1,8 +1,8 @@
-"""Files of requests in OpenAI's batch format, and their results: who is asked, and who has been answered already.
+"""Files of requests in OpenAI's batch format, and their results: which lines are open, and which are answered.
 
-A result's `id` holds the number of its line and a sum of the line's bytes. So the output alone says which lines are
-answered, and whether it belongs to this input: no other file is kept, and a run that was killed at any moment goes on
-where the output ends. A last line that was cut while it was written is taken off; it is asked again.
+A result's `id` holds the number of its line and a checksum of the line's bytes. So the output alone says which lines
+are answered, and whether it belongs to this input: no other file is kept, and a run that was killed at any moment
+continues where the output ends. A truncated last line is removed, and its request is run again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class BatchRequest:
 
 @dataclass(frozen=True, slots=True)
 class DamagedLine:
-    """A line that cannot be asked, and why."""
+    """An invalid line, and why."""
 
     line: BatchLine
     custom_id: str | None
@@ -111,7 +111,7 @@ def scan(file: BinaryIO) -> Iterator[BatchLine]:
 
 
 def _measured(file: BinaryIO) -> tuple[str, int, bool]:
-    """The next line's sum, its bytes with its end (none at the end of the file), and whether it is blank."""
+    """The next line's checksum, its bytes with the newline (none at the end of the file), and whether it is blank."""
     sum, n_bytes, blank, ended = hashlib.sha256(), 0, True, False
     while not ended and (part := file.readline(2**20)):
         n_bytes += len(part)
@@ -122,7 +122,7 @@ def _measured(file: BinaryIO) -> tuple[str, int, bool]:
 
 
 def parse(line: BatchLine, content: bytes) -> BatchRequest | DamagedLine:
-    """What a line asks for; whatever is wrong with it is told by name."""
+    """The request of a line; an error names the field that is wrong."""
     custom_id: str | None = None
 
     def damaged(message: str, code: str = "invalid_request") -> DamagedLine:
@@ -150,7 +150,7 @@ def parse(line: BatchLine, content: bytes) -> BatchRequest | DamagedLine:
 
 
 def result_of(asked: BatchRequest, status: int, answer: bytes) -> bytes:
-    """The line of an answer, whatever its status."""
+    """The output line of an answer with any status."""
     try:
         body: Any = json.loads(answer)
     except ValueError:
@@ -161,7 +161,7 @@ def result_of(asked: BatchRequest, status: int, answer: bytes) -> bytes:
 
 
 def result_of_damaged(damaged: DamagedLine) -> bytes:
-    """The line of a request that could not be asked."""
+    """The output line of an invalid request."""
     return _written(damaged.line, damaged.custom_id, None, {"code": damaged.code, "message": damaged.message})
 
 
@@ -173,7 +173,7 @@ def _written(line: BatchLine, custom_id: str | None, response: Any, error: Any) 
 class Results:
     """The output, held by one run at a time. `done`: numbers of the lines that are answered in it.
 
-    Nothing that is not ours is changed: a file with anything else in it is refused as it is.
+    A file with any other content is refused and left unchanged.
     """
 
     def __init__(self, path: Path, requests: Requests, model: str) -> None:
@@ -204,7 +204,7 @@ class Results:
         os.close(self._file)
 
     def write(self, number: int, line: bytes) -> bool:
-        """Add a result; False, and nothing written, where the line has one."""
+        """Add a result. If the line has one already, write nothing and return False."""
         if number in self.done:
             return False
         left = memoryview(line)

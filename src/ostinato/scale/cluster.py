@@ -1,6 +1,6 @@
-"""Ray, started on this machine or joined, and what each replica gets of it.
+"""Starts Ray on this machine or joins a cluster, and computes the resources of each replica.
 
-Nothing waits without a deadline: an address that nobody answers, a cluster whose cores are taken.
+Every wait has a deadline: for an address that does not answer, for a cluster whose cores are in use.
 """
 
 from __future__ import annotations
@@ -24,29 +24,29 @@ from ostinato.serve.settings import ServeOptions
 JOIN_S: Final = 20.0
 START_S: Final = 600.0  # for a replica to be ready; loading a large model takes minutes
 _OURS: Final = re.compile(r"\s*ostinato\.errors\.(\w+): (.*)")
-_FREE_S: Final = 5.0  # what a killed run had is given back about so late
+_FREE_S: Final = 5.0  # Ray releases the resources of a killed run after about this time
 _STORE_BYTES: Final = 128 * 2**20  # requests and answers go from process to process; nothing large is kept
 _SETTINGS: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ours never blocks its event loop: no thread of its own for it, and no hand-over between the two.
+    # Our code never blocks the event loop, so it needs no thread of its own, and no hand-over between two threads.
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 
 Talk = Callable[[str], None]
-Node = Mapping[str, float]  # what a machine has: CPU, GPU
+Node = Mapping[str, float]  # the resources of a machine: CPU, GPU
 
 
 def check_ray() -> None:
-    """Refuse, with what to install, where Ray is not here."""
+    """If Ray is not installed, refuse and say what to install."""
     if importlib.util.find_spec("ray") is None:
         raise BadInput("replicas need Ray, which is not installed; install it with pip install 'ostinato[scale]'")
 
 
 def check_address(address: str) -> None:
-    """Refuse an address that nobody answers, within a deadline."""
+    """Refuse an address that does not answer within a deadline."""
     if address == "auto":
-        return  # looked for among this machine's processes
+        return  # Ray looks among this machine's processes
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         raise BadInput(
@@ -77,7 +77,7 @@ def check_address(address: str) -> None:
 
 @contextmanager
 def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
-    """Ray, started on this machine or joined; given back at the end of the block."""
+    """Ray, started on this machine or joined; stopped or left at the end of the block."""
     check_ray()
     if address is not None:
         check_address(address)
@@ -102,7 +102,7 @@ def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
 
 
 def free_nodes(ray: Any) -> list[Node]:
-    """What each machine of the cluster has to give; what was taken is waited for, but not long."""
+    """The free resources of each machine of the cluster; waits briefly for resources in use."""
     from ray._private.state import available_resources_per_node
 
     end = time.monotonic() + _FREE_S
@@ -117,7 +117,7 @@ def free_nodes(ray: Any) -> list[Node]:
 def placed(
     nodes: Sequence[Node], options: ServeOptions, replicas: int, most: int | None = None, routing: Routing = "prefix"
 ) -> ScaleOptions:
-    """What each replica gets of the cluster: one GPU, or a share of the cores. Refused where there is not enough."""
+    """The resources of each replica: one GPU, or a share of the cores. Refused if there are not enough."""
     gpus, cores = (sum(node.get(kind, 0.0) for node in nodes) for kind in ("GPU", "CPU"))
     device = options.load.device
     wanted = max(replicas, most or 0)
@@ -135,8 +135,8 @@ def placed(
 
 
 def _share(cores: Sequence[float], wanted: int) -> float:
-    """The most cores that each of so many can have, none of them on two machines: whole ones, or a part of one."""
-    cores = [free + 1e-6 for free in cores]  # what Ray has left of a core after parts came back may be a hair less
+    """The most cores that each replica can have, none of them on two machines: whole cores, or a fraction of one."""
+    cores = [free + 1e-6 for free in cores]  # Ray's fractions of a core may sum to slightly less than one
     whole = range(int(max(cores, default=0.0)), 0, -1)
     for share in (*map(float, whole), *(part / 100 for part in range(99, 0, -1))):
         if sum(int(free / share) for free in cores) >= wanted:
@@ -147,7 +147,7 @@ def _share(cores: Sequence[float], wanted: int) -> float:
 
 
 def told_elsewhere(text: str) -> OstinatoError:
-    """The error of another process out of a traceback: ours, as it would be here, or whatever its last line says."""
+    """The error of another process, from its traceback: one of our classes, or the text of the last line."""
     found = [match for match in map(_OURS.fullmatch, text.splitlines()) if match]
     kind = getattr(errors, found[-1][1], None) if found else None
     if isinstance(kind, type) and issubclass(kind, BadInput | FetchFailed | HardwareCannot | EngineDead):

@@ -35,7 +35,7 @@ def run_on_ray(
     """Answer every line that has no result yet, on so many engines."""
     check_ray()
     if address is None:
-        resolve(options.model, talk=talk)  # before anything starts: a name that nobody knows, or a download
+        resolve(options.model, talk=talk)  # before anything starts: refuse an unknown name, or download
     tally = Tally(len(requests.lines), results.n_before)
     on_progress(tally)
     lines: list[BatchRequest] = []
@@ -64,14 +64,14 @@ def run_on_ray(
 def _answered(
     lines: list[BatchRequest], options: ServeOptions, replicas: int, cpus: float, gpus: float
 ) -> Iterator[dict[str, Any]]:
-    """Rows with a line's number, its status and its answer, in any order, as they come."""
+    """Rows with a line's number, its status and its answer, in order of completion."""
     import ray.data
 
-    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # what went wrong is told once, by us
+    logging.getLogger("ray.data").setLevel(logging.CRITICAL)  # we report an error once ourselves
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.execution_options.preserve_order = False
-    context.wait_for_min_actors_s = int(START_S)  # else it waits for ever where there is no room
+    context.wait_for_min_actors_s = int(START_S)  # else it waits without end for resources
     size = 2 * at_once(options)
     rows = [{"number": one.line.number, "url": one.url, "body": one.body} for one in lines]
     blocks = max(replicas, -(-len(rows) // size))
@@ -88,7 +88,7 @@ def _answered(
 
 
 class Answering:
-    """One actor: the server's application over one model, asked for a block of lines at a time."""
+    """One actor: the server's application over one model, which answers a block of lines at a time."""
 
     def __init__(self, options: str) -> None:
         given = ServeOptions.from_json(options)
@@ -121,7 +121,7 @@ class Answering:
 
 
 def _ours(error: Exception) -> OstinatoError:
-    """What went wrong in an actor, in our words where it was ours."""
+    """The error of an actor; one of our classes if it raised one."""
     if isinstance(error, TimeoutError):
         return HardwareCannot(f"no engine was ready within {START_S:.0f} s; does the cluster have room for them?")
     return told_elsewhere(str(error))

@@ -2,9 +2,9 @@
 
     client -> Serve's proxy -> Ingress (the server's own front: key, host, body) -> Engine (the server's application)
 
-The ingress reads the whole request, because what it holds decides where it goes; the answer comes back as it is made.
-Whoever leaves is cancelled on the way back. A replica that dies ends its streams with one error event; a request that
-had no byte of its answer yet is asked again elsewhere.
+The ingress reads the whole request, because its content decides the replica; the answer is streamed back. If a client
+disconnects, its request is cancelled. If a replica dies, its streams end with one error event; a request without any
+byte of its answer is retried on another replica.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ostinato.serve.stream import encode, while_connected
 ENGINE: Final = "Engine"
 INGRESS: Final = "Ingress"
 _REPORT_S: Final = 5.0
-_ATTEMPTS: Final = 3  # to be answered, where a replica died before the answer began
+_ATTEMPTS: Final = 3  # per request, if replicas die before the answer begins
 _FORWARDED: Final = frozenset({b"host", b"content-type", b"accept"})
 _GONE: Final = "the replica that answered has died; ask again"
 
@@ -59,7 +59,7 @@ def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
             "autoscaling_config": {
                 "min_replicas": scaling.replicas,
                 "max_replicas": scaling.most,
-                # Whoever has no slot waits: more than this per replica means that somebody does.
+                # A request without a slot waits: with more than this per replica, at least one waits.
                 "target_ongoing_requests": load.slots,
                 "upscale_delay_s": 5.0,
                 "downscale_delay_s": scaling.cool_down_s,
@@ -99,7 +99,7 @@ class EngineReplica:
 
     async def __init__(self, options: str, gather_s: float) -> None:  # type: ignore[misc]  # Serve awaits it
         given = ServeOptions.from_json(options)
-        # Each part of an answer costs a hand-over in three processes.
+        # Each part of an answer costs time in three processes.
         self._gather_s = gather_s
         self._server = LocalServer(given)
         self._name = serve.get_replica_context().replica_id.unique_id
@@ -112,7 +112,7 @@ class EngineReplica:
         self._server.open(await asyncio.get_running_loop().run_in_executor(None, load))
 
     async def answer(self, call: Call) -> AsyncGenerator[Any, None]:
-        """The status, the headers and this replica's name, then the body as it is made."""
+        """The status, the headers and this replica's name, then the parts of the body."""
         async with aclosing(self._server.messages(call, self._gather_s)) as messages:
             async for message in messages:
                 if message["type"] == "http.response.start":
@@ -121,7 +121,7 @@ class EngineReplica:
                     yield body
 
     async def report(self, page: str) -> dict[str, Any]:
-        """What this replica has to say for one of the pages that tell of all."""
+        """This replica's part of a page about all replicas."""
         service, name = self._server.service, self._name
         if page == "metrics":
             return {"replica": name, "page": service.metrics.page().decode()}
@@ -145,7 +145,7 @@ class EngineReplica:
 
 
 class GatewayService(Service):
-    """The server's state as far as the ingress needs it: it has no model."""
+    """The server's state for the ingress, which has no model."""
 
     def __init__(self, options: ServeOptions, most: int) -> None:
         super().__init__(options, write=_write_refusals)
@@ -169,7 +169,7 @@ def _write_refusals(line: dict[str, Any]) -> None:
 
 
 class Ingress:
-    """What Serve's proxy hands requests to."""
+    """The deployment that Serve's proxy passes requests to."""
 
     def __init__(self, options: str, scaling: dict[str, Any], engine: DeploymentHandle) -> None:
         given, self._scaling = ServeOptions.from_json(options), ScaleOptions(**scaling)
@@ -180,7 +180,7 @@ class Ingress:
         return guarded(Forward(self._front, self._engine), self._front)
 
     async def drain(self) -> int:
-        """Take no more requests; how many run."""
+        """Accept no more requests; return how many are running."""
         self._front.drain()
         return self._front.n_running
 
@@ -189,7 +189,7 @@ class Ingress:
 
 
 class Forward:
-    """The application behind the ingress's front: to a replica and back; what tells of all replicas is told here."""
+    """The application behind the ingress's front: forwards to a replica, and answers the pages about all replicas."""
 
     def __init__(self, front: GatewayService, engine: DeploymentHandle) -> None:
         self._front = front
@@ -268,7 +268,7 @@ class Forward:
         return None
 
     async def _reports(self, page: str) -> list[dict[str, Any]]:
-        """Of every replica that answers in time."""
+        """The pages of every replica that answers in time."""
         answers = self._engine.broadcast("report", page)
         try:
             found: list[Any] = await answers.results_async(timeout_s=_REPORT_S, return_exceptions=True)
@@ -279,7 +279,7 @@ class Forward:
 
 
 class NoRoom(Exception):
-    """A replica's line is full; another's may not be."""
+    """A replica's queue is full; another's may not be."""
 
     def __init__(self, replica: str) -> None:
         super().__init__("too many requests wait already; try again later")
@@ -287,7 +287,7 @@ class NoRoom(Exception):
 
 
 class _Sending:
-    """An answer on its way to the client. Its head waits for the first part: until then it can be asked for again."""
+    """An answer that is forwarded to the client. Its head waits for the first part: until then a retry is possible."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -307,7 +307,7 @@ class _Sending:
         await self._body(b"", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
-        """The one error event of a stream that broke off; no `[DONE]` follows."""
+        """The one error event of an interrupted stream; no `[DONE]` follows."""
         if self._streams:
             await self._body(b"data: " + json.dumps(refusal.body()).encode() + b"\n\n", more=True)
         await self.end()
@@ -324,7 +324,7 @@ class _Sending:
 
 
 async def _live(receive: Receive, send: Send) -> None:
-    """The ingress has nothing to begin or end with."""
+    """The ingress needs no startup and no shutdown."""
     while True:
         kind = (await receive())["type"]
         await send({"type": f"{kind}.complete"})

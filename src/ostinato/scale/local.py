@@ -1,7 +1,7 @@
-"""The server's application without a socket: a request goes in as bytes, and what HTTP would send comes out.
+"""The server's application without a socket: bytes of a request in, the parts of an HTTP response out.
 
-Replicas and batches call the same application as the single server does, so that an answer and its digest are the same
-wherever it was made.
+Replicas and batches call the same application as the single server, so that an answer and its digest are the same in
+each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ostinato.serve.settings import ServeOptions
 
 # A request that comes through another process keeps the id that it was given there.
 _given_id: Final[contextvars.ContextVar[str | None]] = contextvars.ContextVar("given_id", default=None)
-# Parts of an answer that are passed on as they come: its head, its opening, its first token.
+# Parts of an answer that are passed on at once: its head, its opening, its first token.
 _AT_ONCE: Final = 4
 _JSON: Final = ((b"host", b"localhost"), (b"content-type", b"application/json"))
 
@@ -40,15 +40,15 @@ class Call:
     headers: tuple[tuple[bytes, bytes], ...] = _JSON
     client: str | None = None
     id: str | None = None
-    prefix: tuple[bytes, ...] = ()  # of the prompt, for whoever routes it
-    full: tuple[str, ...] = ()  # replicas that have refused it for want of room
+    prefix: tuple[bytes, ...] = ()  # of the prompt, for the router
+    full: tuple[str, ...] = ()  # replicas that have refused it because their queues were full
 
 
 class LocalServer:
-    """The application over one model. Made, opened and asked on one event loop."""
+    """The application over one model. Create, open and call it on one event loop."""
 
     def __init__(self, options: ServeOptions, *, write: Write = write_line) -> None:
-        # Whoever calls from this process, or from the front of replicas, has been let in already.
+        # Calls from this process, or from the ingress, are authorised already.
         inside = replace(options, keys=(), no_key=True, cors=(), host="127.0.0.1")
         self.service = Service(inside, write=write, make_id=lambda: _given_id.get() or new_id())
         self._app = create_app(self.service)
@@ -60,9 +60,9 @@ class LocalServer:
         self.service.close()
 
     async def messages(self, call: Call, gather_s: float = 0.0) -> AsyncGenerator[Message, None]:
-        """What the application sends; whoever stops reading has left, and what was asked for is cancelled.
+        """The parts that the application sends; if the caller stops reading, the request is cancelled.
 
-        After its first parts, those of an answer that come within `gather_s` of each other are one.
+        After the first parts, parts that arrive within `gather_s` of each other are joined.
         """
         sent: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
@@ -99,7 +99,7 @@ class LocalServer:
         finally:
             gone.set()
             if not running.done():
-                # The application notices that its reader left; it is not waited for longer than that takes.
+                # The application notices that its reader has left; wait only that long.
                 await asyncio.wait((running,), timeout=1.0)
             running.cancel()
             with suppress(asyncio.CancelledError):
@@ -117,7 +117,7 @@ class LocalServer:
 
 
 def _gathered(first: Message, sent: asyncio.Queue[Message | None]) -> Message:
-    """A part with all that wait behind it; the mark of the end stays where it is."""
+    """A part joined with all parts that wait behind it; the end marker stays in the queue."""
     parts = [first.get("body", b"")]
     more = first.get("more_body", False)
     while not sent.empty():

@@ -1,7 +1,7 @@
-"""What one replica does, from what was measured: the JSON lines of `ostinato bench decode` and `ostinato bench serve`.
+"""The measured speed of one replica, from the JSON lines of `ostinato bench decode` and `ostinato bench serve`.
 
 A replica is three figures: prompt tokens per second, and the time of a decode step as a line over the number of live
-requests, `base + each * live`. Nothing is believed beyond the largest number that was measured.
+requests, `base + each * live`. Nothing is extrapolated beyond the largest number that was measured.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def from_decode(records: Sequence[Mapping[str, Any]], prompt: int, output: int, 
 
 
 def from_serve(records: Sequence[Mapping[str, Any]], source: str) -> Replica:
-    """From `bench serve` with `--concurrency`: what is left of the time after the prompts is steps of so many live."""
+    """From `bench serve` with `--concurrency`: the time that prompts leave is steps with so many live requests."""
     runs = [one for one in records if one["load"].get("clients")]
     if not runs:
         raise BadInput(f"--measured {source}: runs with --concurrency are needed, from 1 up")
@@ -91,7 +91,7 @@ def from_serve(records: Sequence[Mapping[str, Any]], source: str) -> Replica:
 
 
 def _fitted(prompt_tok_s: float, points: Sequence[tuple[int, float]], source: str) -> Replica:
-    """The line nearest to the points, by least squares; neither of its two figures below nothing."""
+    """The line through the points by least squares; neither of its two coefficients is negative."""
     if not all(math.isfinite(y) and y > 0 for y in (prompt_tok_s, *(seconds for _, seconds in points))):
         raise ValueError("a speed is not above 0")
     n, most = len(points), max(x for x, _ in points)

@@ -1,4 +1,4 @@
-"""What several replicas say, told as one: metrics with a replica's label, health, and who sits where."""
+"""Merges the pages of several replicas: metrics with a replica's label, health, and slots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _labelled(sample: str, replica: str) -> str:
 
 
 def merged_health(facts: Sequence[dict[str, Any]], *, draining: bool) -> dict[str, Any]:
-    """The facts of one replica that is ready, with all of them beside it and their seats added up."""
+    """The health of one replica that is ready, with that of all replicas under `replicas` and their slots added up."""
     ready = [one for one in facts if one["ready"]]
     first = dict((ready or facts or [{"model": None}])[0])
     for name in ("replica", "pid"):

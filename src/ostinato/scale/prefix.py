@@ -1,6 +1,6 @@
-"""Who has which beginnings of prompts: a bounded table from prefixes to replicas, and the choice that it makes.
+"""Which replica holds which prefixes of prompts: a bounded table from prefixes to replicas, and the routing by it.
 
-A prompt is cut into blocks of characters; each block's key is a sum over all text up to its end, so that two prompts
+A prompt is cut into blocks of characters; each block's key is a hash of all text up to its end, so that two prompts
 share keys exactly as far as they share text. Nothing here knows Ray: the simulation uses it too.
 """
 
@@ -36,7 +36,7 @@ def keys_of_text(text: str) -> Keys:
 
 
 def keys_of_body(body: bytes) -> Keys:
-    """The keys of a request's prompt; none where it cannot be told, and then the request may go anywhere."""
+    """The keys of a request's prompt; none if the prompt cannot be found, and then any replica will do."""
     try:
         asked = json.loads(body)
         text = _text(asked) if isinstance(asked, dict) else ""
@@ -48,7 +48,7 @@ def keys_of_body(body: bytes) -> Keys:
 def _text(asked: Mapping[str, Any]) -> str:
     messages, prompt = asked.get("messages"), asked.get("prompt")
     if isinstance(messages, list):
-        # Tools come first in most templates. A message ends with a mark, so that a longer one is another.
+        # Tools come first in most templates. A message ends with a separator, so that a longer one has another key.
         parts: Iterable[Any] = (asked.get("tools"), *messages)
         return "\x1e".join(json.dumps(part, sort_keys=True) for part in parts)
     if isinstance(prompt, str):
@@ -57,7 +57,7 @@ def _text(asked: Mapping[str, Any]) -> str:
 
 
 class PrefixTable:
-    """Replicas by the prefixes they have seen; the oldest knowledge goes first."""
+    """Replicas by the prefixes they have seen; the oldest entries are dropped first."""
 
     def __init__(self, imbalance: int) -> None:
         """A replica that is busier than the least busy by more than `imbalance` requests is not preferred."""
@@ -65,7 +65,7 @@ class PrefixTable:
         self._replicas: OrderedDict[bytes, set[str]] = OrderedDict()
 
     def order(self, keys: Keys, busy: Mapping[str, int]) -> list[str]:
-        """All replicas, the best first: who has the longest prefix and is not much busier, then the least busy."""
+        """All replicas, the best first: that with the longest prefix unless it is much busier, then the least busy."""
         idle_first = sorted(busy, key=lambda name: (busy[name], name))
         if not idle_first:
             return []
@@ -77,15 +77,15 @@ class PrefixTable:
         return idle_first
 
     def learn(self, keys: Keys, replica: str) -> None:
-        """A replica was given this prompt, and will have its prefixes."""
-        for key in reversed(keys):  # the shortest prefix is the most recent, and so the last to be forgotten
+        """Record that a replica received this prompt, and will hold its prefixes."""
+        for key in reversed(keys):  # the shortest prefix becomes the most recent, and is dropped last
             self._replicas.setdefault(key, set()).add(replica)
             self._replicas.move_to_end(key)
         while len(self._replicas) > MOST_KEYS:
             self._replicas.popitem(last=False)
 
     def forget(self, gone: Sequence[str]) -> None:
-        """Replicas that are no more."""
+        """Drop replicas that no longer exist."""
         for key in list(self._replicas):
             self._replicas[key].difference_update(gone)
             if not self._replicas[key]:

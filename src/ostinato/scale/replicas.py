@@ -1,7 +1,7 @@
-"""The replicas' life from `ostinato serve --replicas`: up, serving, drained, gone.
+"""The lifecycle of replicas under `ostinato serve --replicas`: start, serve, drain, stop.
 
-Serve is started with Ray, or on a cluster that has none yet, and then ended with the replicas; a Serve that was there
-is left as it was found.
+If the cluster runs no Serve, one is started, and ends with the replicas; a Serve that was already running is left
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import listen
 
 APP: Final = "ostinato"
-_LOOK_S: Final = 3.0  # after the application, while it serves
-_MISSED: Final = 3  # times in a row, and it is gone; once may be Serve's controller being restarted
+_LOOK_S: Final = 3.0  # between two checks of the application, while it serves
+_MISSED: Final = 3  # failed checks in a row mean that it is gone; one may be a restart of Serve's controller
 _ANSWER_S: Final = 10.0  # for the ingress, when it is told to drain
 
 
@@ -36,11 +36,11 @@ def run_replicas(
     *,
     routing: Routing = "prefix",
 ) -> int:
-    """Serve with so many replicas until a signal, then drain; the exit code."""
+    """Serve with so many replicas until a signal, then drain; return the exit code."""
     if most is not None and most < replicas:
         raise BadInput(f"--max-replicas is {most}; it must be {replicas} or more, as --replicas is")
     check_ray()
-    if address is None:  # before anything starts: a name that nobody knows, or a download, or a port that is taken
+    if address is None:  # before anything starts: an unknown name, a download, or a port in use
         resolve(options.model, talk=talk)
         free_port(options)
     with joined(address) as ray, Signals() as signals:
@@ -61,19 +61,19 @@ def run_replicas(
 
 
 class ServeAddress(NamedTuple):
-    """Where Serve's proxy listens. `ours`: it is started with the replicas, and ends with them."""
+    """The address of Serve's proxy. `ours`: Serve is started with the replicas, and ends with them."""
 
     host: str
     port: int
     ours: bool
-    head: str | None  # the machine that it is on, where that is another
+    head: str | None  # its machine, if that is not this one
 
     def __str__(self) -> str:
         return f"{self.host}:{self.port}" + (f" of the cluster's head, {self.head}" if self.head else "")
 
 
 def place_of(options: ServeOptions, ray: Any) -> ServeAddress:
-    """Where to listen: as asked. Refused where somebody else does, or where Serve listens elsewhere already."""
+    """The requested address. Refused if another program listens there, or if Serve already listens elsewhere."""
     head = ray.get_runtime_context().gcs_address.rpartition(":")[0]
     elsewhere = None if head == ray.util.get_node_ip_address() else head
     there = _listening()
@@ -93,7 +93,7 @@ def place_of(options: ServeOptions, ray: Any) -> ServeAddress:
 
 
 def _listening() -> tuple[str, int] | None:
-    """Where the Serve listens that the cluster has; None where it has none."""
+    """The address of the cluster's Serve; None if it runs none."""
     from ray.serve.context import _get_global_client
 
     client = _get_global_client(raise_if_no_controller_running=False)
@@ -101,19 +101,19 @@ def _listening() -> tuple[str, int] | None:
 
 
 def free_port(options: ServeOptions) -> int:
-    """The port to listen at, refused where somebody else does; a free one where any will do."""
+    """The requested port, refused if it is in use; a free one for port 0."""
     with listen(options.host, options.port) as probe:
         return int(probe.getsockname()[1])
 
 
 def start(options: ServeOptions, scaling: ScaleOptions, place: ServeAddress, signals: Signals) -> bool:
-    """Serve's proxy and the application, up and ready; or the reason why not. False where a signal came first."""
+    """Start Serve's proxy and the application, or raise the reason why not. False if a signal came first."""
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
     from ostinato.scale.deployment import application
 
-    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its import made it talk
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)  # its import enables its messages
     quiet = {"log_level": "ERROR", "enable_access_log": False}
     try:
         if place.ours:
@@ -142,7 +142,7 @@ def _until_running(serve: Any, signals: Signals) -> bool:
 
 
 class Signals:
-    """The first asks to drain, the second to stop; before the replicas are up, where Ray may wait long, at once."""
+    """The first signal drains, the second stops. Until the replicas are up, the first stops, as Ray may wait long."""
 
     def __init__(self) -> None:
         self.first, self.second = threading.Event(), threading.Event()
@@ -165,7 +165,7 @@ class Signals:
 
 
 def _watch(signals: Signals) -> None:
-    """Until a signal, or until somebody takes the application from the cluster."""
+    """Wait for a signal, or until the application is removed from the cluster."""
     missed = 0
     while not signals.first.wait(_LOOK_S):
         missed = 0 if _is_there() else missed + 1
@@ -185,7 +185,7 @@ def _is_there() -> bool:
 
 
 def _drain(signals: Signals, talk: Talk) -> None:
-    """Let running requests end, unless a second signal comes."""
+    """Let running requests finish, unless a second signal comes."""
     from ray import serve
     from ray.exceptions import RayError
 
@@ -202,7 +202,7 @@ def _drain(signals: Signals, talk: Talk) -> None:
 
 
 def _stop(place: ServeAddress) -> None:
-    """Take the application away, and Serve with it, unless it was there before or has others now."""
+    """Remove the application, and stop Serve unless it was running before or has other applications."""
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import RayServeException

@@ -1,4 +1,4 @@
-"""How Ray Serve chooses a replica for a request: by the prefix that a replica has, or in turn."""
+"""How Ray Serve chooses a replica for a request: by the prefixes that a replica holds, or in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ostinato.scale.prefix import Keys, PrefixTable
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
-    """Whoever has the longest prefix of the prompt, unless it is much busier than the least busy."""
+    """The replica with the longest prefix of the prompt, unless it is much busier than the least busy."""
 
     def initialize_state(self, **settings: Any) -> None:
         self._table = PrefixTable(settings["imbalance"])
@@ -34,7 +34,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
 
 
 class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
-    """Each in turn: what prefixes are compared with."""
+    """Each replica in turn: the baseline for routing by prefix."""
 
     def initialize_state(self, **settings: Any) -> None:
         self._next = 0
@@ -50,7 +50,7 @@ class RoundRobinRouter(RequestRouter):  # type: ignore[misc]
 
 
 def full_last(names: list[str], pending: PendingRequest | None) -> list[str]:
-    """The same order, but those that had no room for this request come last."""
+    """The same order, but replicas whose queues were full for this request come last."""
     call = _call(pending)
     return names if call is None else sorted(names, key=lambda name: name in call.full)
 

@@ -1,4 +1,4 @@
-"""How replicas are run: how many, with what each, and how requests find them.
+"""How replicas are run: how many, with which resources, and how requests are routed.
 
 Frozen, checked when made; from the command line, or from the `args` of a Serve YAML file.
 """
@@ -18,18 +18,18 @@ Routing = Literal["prefix", "round_robin"]
 
 @dataclass(frozen=True, slots=True)
 class ScaleOptions:
-    """What the operator said. With `max_replicas` above `replicas` their number follows the waiting requests."""
+    """The operator's settings. With `max_replicas` above `replicas` their number follows the waiting requests."""
 
     replicas: int = 1
     max_replicas: int | None = None
-    cool_down_s: float = 60.0  # so long must a replica be unneeded before it goes
+    cool_down_s: float = 60.0  # a replica idle for so long is removed
     gpus: float = 0.0  # of each replica
     cpus: float = 1.0
     ingresses: int = 1  # processes that check and route requests
     routing: Routing = "prefix"
-    imbalance: int | None = None  # a replica so many requests busier than the least busy loses its prefixes
-    gather_s: float = 0.02  # tokens of a stream that come within so long travel together
-    drain_s: float = 60.0  # for running requests, when a replica goes
+    imbalance: int | None = None  # a replica with so many more requests than the least busy is not preferred
+    gather_s: float = 0.02  # tokens of a stream within this time are sent together
+    drain_s: float = 60.0  # for running requests, when a replica is removed
 
     def __post_init__(self) -> None:
         for name in ("replicas", "ingresses", "max_replicas", "imbalance"):
@@ -53,7 +53,7 @@ class ScaleOptions:
 
 
 def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
-    """The `args` of a Serve application: flat words of all three kinds of options.
+    """The `args` of a Serve application: the names of all three kinds of options, flat.
 
     >>> serving, scaling = from_yaml({"model": "smollm2", "slots": 4, "replicas": 2})
     >>> serving.load.slots, scaling.replicas
@@ -64,7 +64,7 @@ def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
         raise BadOption("args.model is missing; name a model or its file")
     scaling = ScaleOptions(**_taken(left, ScaleOptions))
     load = LoadOptions(**_taken(left, LoadOptions))
-    # Serve itself listens, where its own settings say; `host` is who may come without a key, as on the command line.
+    # Serve listens at its own address; here `host` only decides whether a key is required, as on the command line.
     not_here = ("load", "limits", "port")
     words = _taken(left, ServeOptions, not_here)
     if left:

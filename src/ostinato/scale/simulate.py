@@ -17,13 +17,13 @@ from ostinato.scale.sizing import CHUNK, Demand
 
 N_REQUESTS: Final = 20_000
 _FEWEST: Final = 1000
-_MOST_CHUNKS: Final = 1_000_000  # in all: of very long prompts fewer are played
-_WARM: Final = 0.1  # of them come before anything is counted
+_MOST_CHUNKS: Final = 1_000_000  # in all: with very long prompts fewer requests are simulated
+_WARM: Final = 0.1  # share of requests before counting begins
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """What a simulation saw."""
+    """The result of a simulation."""
 
     p50_first_token_s: float
     p99_first_token_s: float
@@ -42,7 +42,7 @@ class _Request:
 def replica(
     one: Replica, demand: Demand, slots: int, rate: float, *, n: int = N_REQUESTS, seed: int = 0
 ) -> SimulatedLoad:
-    """One replica, asked at random times at that rate."""
+    """One replica with random arrivals at that rate."""
     n = min(n, max(_FEWEST, _MOST_CHUNKS * CHUNK // demand.prompt))
     chance = random.Random(seed)
     coming = deque(_arrivals(demand, rate, n, chance))
@@ -65,7 +65,7 @@ def replica(
             now, gap_time = now + seconds, gap_time + seconds * n_waiting
         if not live:
             continue
-        # Where no prompt waits, steps follow each other until somebody ends or comes.
+        # While no prompt waits, steps follow each other until a request ends or arrives.
         step = one.step_s(len(live))
         k = 1
         if not prompts:
@@ -94,7 +94,8 @@ def _arrivals(demand: Demand, rate: float, n: int, chance: random.Random) -> lis
 
 
 def _chunk(prompts: deque[_Request], live: list[_Request], ended: list[_Request], one: Replica, now: float) -> float:
-    """The next chunk of the first prompt; after its last one it lives, with its first token. The seconds it took."""
+    """Run the next chunk of the first prompt; after the last chunk the request is live, with its first token. Returns
+    the seconds it took."""
     first = prompts[0]
     n = min(CHUNK, first.prompt_left)
     first.prompt_left -= n

@@ -1,15 +1,15 @@
 """How many replicas a load needs, by arithmetic; `simulate.py` checks it.
 
-A replica computes one prompt at a time, in chunks, and after each chunk one decode step for all that live. A prompt of
-P tokens takes the device p = P / prompt_tok_s seconds; its O tokens are one with the prompt and O - 1 steps.
+A replica computes one prompt at a time, in chunks, and after each chunk one decode step for all live requests. A
+prompt of P tokens takes the device p = P / prompt_tok_s seconds; its O tokens are one with the prompt and O - 1 steps.
 
     capacity      1 / (p + (O - 1) * step(m) / m)                 requests per second, at most; m live are as many as
                   there are slots, or as one chunk to a step keeps alive: (O - 1) / chunks
-    beside steps  q = p + chunks * step(live)                     a prompt takes so long where others live
-    k on it       of whom m live and the others are prompts: they leave at x(k) = m / (m * p + (O - 1) * step(m)), and
-                  k = m + x(k) * (the time of a prompt and of those before it); solved for k = 1 ... slots
-    no slot       how many are on it is a birth and death process with those x(k); beyond the slots they wait for one,
-                  about half as long as they would if lengths were without memory
+    beside steps  q = p + chunks * step(live)                     time of a prompt while others decode
+    k on it       of which m are live and the others are prompts: they leave at x(k) = m / (m * p + (O - 1) * step(m)),
+                  and k = m + x(k) * (the time of a prompt and of those before it); solved for k = 1 ... slots
+    no slot       the number of requests is a birth-death process with those x(k); beyond the slots they wait for one,
+                  about half as long as with exponentially distributed lengths
     prompts       the wait for earlier prompts is that of a single server (M/G/1) with service q, computed on a grid
     first token = route + the longer of the two waits + the rest of the step that runs + the prompt itself
 
@@ -35,10 +35,10 @@ CHUNK: Final = 512
 MOST_REPLICAS: Final = 1_000_000
 MOST_SLOTS: Final = 4096
 MOST_TOKENS: Final = 10_000_000
-_NEAR: Final = 1.25  # so near to what the work alone needs, the work is what limits
-_LESS_VARIED: Final = (1 + 1 / 12) / 2  # a wait, with lengths so spread, beside one with lengths without memory
+_NEAR: Final = 1.25  # within this factor of what the work alone needs, the work is the limit
+_LESS_VARIED: Final = (1 + 1 / 12) / 2  # a wait with lengths so spread, relative to exponential lengths
 _LENGTHS: Final = 0.5 + (np.arange(32) + 0.5) / 32  # of a prompt or an answer, in times its mean
-_LIVES: Final = (np.arange(10) + 0.5) / 10  # shares at which the number of the live is looked at
+_LIVES: Final = (np.arange(10) + 0.5) / 10  # quantiles of the number of live requests
 _POINTS: Final = 2048  # of the grid of waits
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ Limit = Literal["decoding", "prompts", "slots", "first token"]
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What is asked of all replicas together. `route_s`: what the way to a replica adds to a first token."""
+    """The load on all replicas together. `route_s`: what the route to a replica adds to a first token."""
 
     rps: float
     prompt: int
@@ -68,7 +68,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class LoadEstimate:
-    """One replica under a rate of requests, by the formula. Infinite where it cannot keep up."""
+    """One replica under a rate of requests, by the formula. Infinite if it cannot keep up."""
 
     rate: float
     load: float  # share of its capacity
@@ -80,7 +80,7 @@ class LoadEstimate:
 
 @dataclass(frozen=True, slots=True)
 class SizingResult:
-    """How many replicas, why so many, and how each will work."""
+    """The number of replicas, what limits them, and the load of each."""
 
     replicas: int
     limit: Limit
@@ -99,12 +99,12 @@ def _chunks(demand: Demand) -> float:
 
 
 def _most_live(demand: Demand) -> float:
-    """With prompts always waiting, one chunk comes to a step: so many live, and no more, whatever the slots."""
+    """While prompts always wait, each step carries one chunk: this bounds the live requests for any number of slots."""
     return max(1.0, (demand.output - 1) / _chunks(demand))
 
 
 def working(replica: Replica, demand: Demand, slots: int, rate: float) -> LoadEstimate:
-    """One replica that is asked so often."""
+    """One replica at this rate of requests."""
     load = rate / capacity(replica, demand, slots)
     crowd = crowd_of(replica, demand, slots, rate) if load < 1 else None
     first = None if crowd is None else _first_token(replica, demand, rate, crowd)
@@ -116,11 +116,11 @@ def working(replica: Replica, demand: Demand, slots: int, rate: float) -> LoadEs
 
 @lru_cache(maxsize=256)
 def _leaving(replica: Replica, demand: Demand, slots: int) -> tuple[Floats, Floats]:
-    """For 0 ... slots requests on a replica: how many leave per second, and how many of them live."""
+    """For 0 ... slots requests on a replica: how many leave per second, and how many of them are live."""
     p, steps = demand.prompt / replica.prompt_tok_s, demand.output - 1
     chunks, most = _chunks(demand), _most_live(demand)
     leave, live = [0.0], [0.0]
-    before = 0.0  # prompts that one more finds there; the one that is computed is half done
+    before = 0.0  # prompts ahead of a new request; the one being computed is half done
     for k in range(1, slots + 1):
         low, high = 0.0, min(float(k), most)
         for _ in range(40):
@@ -138,27 +138,27 @@ def _leaving(replica: Replica, demand: Demand, slots: int) -> tuple[Floats, Floa
 
 @dataclass(frozen=True, slots=True)
 class LiveDistribution:
-    """Who is on a replica: on average, at ten shares of the time, and the share of those who come and find no slot."""
+    """Requests on a replica: the mean, ten quantiles over time, and the share of arrivals that find no slot."""
 
     live: float
     lives: Floats
     no_slot: float
-    going: float  # per second, more than come, of those who wait for a slot
+    going: float  # departures per second, less arrivals, while requests wait for a slot
 
     def has_slot(self, wait: Floats) -> Floats:
-        """The share of those who come and have a slot within that wait."""
+        """The share of arrivals that have a slot within that wait."""
         return 1 - self.no_slot * np.exp(-np.maximum(wait, 0) * self.going / _LESS_VARIED)
 
 
 def crowd_of(replica: Replica, demand: Demand, slots: int, rate: float) -> LiveDistribution | None:
-    """The birth and death process; None where more come than go."""
+    """The birth-death process; None if more requests arrive than leave."""
     leave, live = _leaving(replica, demand, slots)
     last = rate / leave[-1]
     if last >= 1:
         return None
     logs = np.concatenate([[0.0], np.cumsum(np.log(rate / leave[1:]))])
     weights = np.exp(logs - logs.max())
-    weights[-1] /= 1 - last  # with those beyond the slots
+    weights[-1] /= 1 - last  # including requests beyond the slots
     weights /= weights.sum()
     at = np.searchsorted(np.cumsum(weights), _LIVES)
     return LiveDistribution(
@@ -173,11 +173,11 @@ class _FirstTokenWait:
     alone: Floats
     weights: Floats
     grid: Floats
-    prompts: Floats  # shares of those who wait no longer than the grid says for earlier prompts
+    prompts: Floats  # shares of requests that wait for earlier prompts no longer than each grid point
     crowd: LiveDistribution
 
     def at(self, share: float) -> float:
-        """So many have theirs by then."""
+        """The share of requests that have their first token by then."""
         low = 0.0
         high = float(self.alone.max() + self.grid[-1] + 20 / self.crowd.going)
         for _ in range(50):
@@ -189,7 +189,7 @@ class _FirstTokenWait:
 
 
 def _first_token(replica: Replica, demand: Demand, rate: float, crowd: LiveDistribution) -> _FirstTokenWait | None:
-    """None where prompts alone, with the steps beside them, are more than the device can do."""
+    """None if prompts, with the steps between them, already exceed the device's capacity."""
     steps = np.where(crowd.lives >= 0.5, replica.base_s + replica.each_s * np.maximum(crowd.lives, 1), 0.0)
     tokens = demand.prompt * _LENGTHS[:, None]
     chunks = np.ceil(tokens / CHUNK)
@@ -199,7 +199,7 @@ def _first_token(replica: Replica, demand: Demand, rate: float, crowd: LiveDistr
     if busy >= 1:
         return None
     grid, prompts = _prompt_waits(service.ravel(), busy)
-    # Who comes while no prompt is computed waits for the rest of a step.
+    # A request that arrives while no prompt is computed waits for the rest of a step.
     rest = (alone[:, :, None] + steps[:, None] * (np.arange(4) + 0.5) / 4).ravel()
     points = np.concatenate([alone.ravel(), rest])
     weights = np.concatenate([np.full(alone.size, busy / alone.size), np.full(rest.size, (1 - busy) / rest.size)])
@@ -212,10 +212,10 @@ def _prompt_waits(service: Floats, busy: float) -> tuple[Floats, Floats]:
     tail = mean * (1 + float(service.var()) / mean**2) / 2 / (1 - busy)
     width = (float(service.max()) + tail * math.log(1e5)) / _POINTS
     grid: Floats = np.arange(_POINTS, dtype=np.float64) * width
-    if width > mean / 4:  # hardly ever idle: the grid is too coarse, and waits are as without memory
+    if width > mean / 4:  # hardly ever idle: the grid is too coarse, and waits are nearly exponential
         return grid, 1 - busy * np.exp(-grid / tail)
     rest = 1 - np.searchsorted(np.sort(service), grid + width / 2, side="right") / service.size
-    n = 4 * _POINTS  # so that the tail, which comes round at the end, is nothing
+    n = 4 * _POINTS  # so that the tail, which wraps around at the end, is negligible
     half = np.exp(-1j * np.pi * np.arange(n // 2 + 1) / n)  # each point stands for the width that follows it
     once = np.fft.rfft(rest / rest.sum(), n) * half
     waits = np.fft.irfft((1 - busy) / (1 - busy * once), n)[:_POINTS]
@@ -246,7 +246,7 @@ def size(replica: Replica, demand: Demand, slots: int) -> SizingResult:
 
 
 def smallest(enough: Callable[[int], bool], least: int) -> int | None:
-    """The smallest number from `least` up that is enough, where more never is less; None beyond all reason."""
+    """The smallest sufficient number from `least` up, for a monotonic predicate; None beyond a fixed limit."""
     if least > MOST_REPLICAS:
         return None
     if enough(least):
@@ -263,7 +263,7 @@ def smallest(enough: Callable[[int], bool], least: int) -> int | None:
 
 
 def _limit(replica: Replica, demand: Demand, slots: int, n: int, least: int) -> Limit:
-    """What most of the replicas are there for: the work itself, or room so that nobody waits long."""
+    """What determines the number of replicas: the work itself, or headroom that keeps waits short."""
     if n <= _NEAR * least:
         prompts = demand.prompt / replica.prompt_tok_s
         return "prompts" if prompts > 1 / capacity(replica, demand, slots) - prompts else "decoding"

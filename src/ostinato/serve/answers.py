@@ -1,7 +1,7 @@
-"""The answers to one HTTP request, on their way: submitted together, read as they come, ended exactly once.
+"""The answers to one HTTP request: submitted together, read as tokens arrive, ended exactly once.
 
-An HTTP request may ask for several answers (prompts times `n`); each is a request to the engine. Whoever holds an
-`Answers` must close it: what still runs then is cancelled, and its slot is free within a step.
+An HTTP request may ask for several answers (prompts times `n`); each is a request to the engine. The owner of
+an `Answers` must close it: requests that still run are then cancelled, and their slots are free within a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LONGEST_WAIT_FOR_SUM_S: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class GenerationInput:
-    """One answer that is asked for. `show`: special tokens whose text the answer shows, because somebody reads it."""
+    """One requested answer. `show`: special tokens whose text appears in the answer, because a parser reads it."""
 
     ids: list[int]
     sampling: Sampling
@@ -38,7 +38,7 @@ class GenerationInput:
 
 
 class TokenUpdate(NamedTuple):
-    """One token of an answer, and the piece of text that it brought."""
+    """One token of an answer, and the piece of text that it added."""
 
     number: int  # of the answer
     token: Token
@@ -46,7 +46,7 @@ class TokenUpdate(NamedTuple):
 
 
 def repeated(inputs: Sequence[GenerationInput], n: int) -> list[GenerationInput]:
-    """Each of them n times, with seeds that differ by one, so that the answers do."""
+    """Each input n times, with consecutive seeds, so that the answers differ."""
     return [
         replace(ask, sampling=replace(ask.sampling, seed=((ask.sampling.seed or 0) + number) % (MAX_SEED + 1)))
         for ask in inputs
@@ -55,14 +55,14 @@ def repeated(inputs: Sequence[GenerationInput], n: int) -> list[GenerationInput]
 
 
 class Answers:
-    """Everything that one HTTP request asked for. `n`: how many answers each prompt has, one after the other."""
+    """All answers of one HTTP request. `n`: answers per prompt; those of a prompt are adjacent."""
 
     def __init__(
         self, service: Service, llm: LLM, inputs: Sequence[GenerationInput], n: int, record: Record, field: str
     ) -> None:
-        """`field` is where the prompts came from, for whoever is told that one is too long."""
+        """`field` is the field that held the prompts; the error for a prompt that is too long names it."""
         load = service.options.load
-        most = min(service.limits.choices, load.slots + load.queue)  # more would never find room
+        most = min(service.limits.choices, load.slots + load.queue)  # more could never be admitted
         if len(inputs) > most:
             message = f"{len(inputs)} answers are asked for; at most {most} can be at once"
             raise Refusal(400, message, param="n" if n > 1 else field)
@@ -78,11 +78,11 @@ class Answers:
 
     @property
     def done(self) -> bool:
-        """Whether every answer has its end."""
+        """Whether every answer has ended."""
         return self._left == 0
 
     async def start(self, *, generate: bool = True) -> None:
-        """Submit everything; refused here if at all, and then as a whole. Or do not `generate`: all is said already."""
+        """Submit all requests, or refuse all of them. Without `generate` there is nothing to submit."""
         service = self._service
         service.boxes.add(self._box)
         record = self._record
@@ -106,7 +106,7 @@ class Answers:
         return self._llm.submit(ask.ids, ask.sampling, fresh=ask.fresh, show=ask.show, sink=sink)
 
     async def more(self) -> list[TokenUpdate]:
-        """What came since the last time, waiting for it; nothing where nothing came for a while."""
+        """Wait for new tokens and return them; empty if none arrived for a while."""
         box, limits = self._box, self._service.limits
         first = box.take()
         if first is None:
@@ -123,7 +123,7 @@ class Answers:
         message = first
         while message is not None:
             index, content = message
-            if self.completions[index] is None:  # else it is past a stop string
+            if self.completions[index] is None:  # else it has met a stop string
                 heard.append(self._receive(index, content))
             message = box.take()
         self.host_s += time.perf_counter() - began
@@ -164,7 +164,7 @@ class Answers:
             answer.source.cancel()
 
     def close(self) -> None:
-        """The end, however it came: nothing runs any more, and what is known is in the record. Twice does no harm."""
+        """End in any case: cancel what runs and complete the log record. May be called twice."""
         self.cancel()
         if self._box not in self._service.boxes:
             return
@@ -186,11 +186,11 @@ class Answers:
         if self._service.options.log_prompts:
             record.answer = [None if one is None else one.text for one in self.completions]
 
-    # What is told of it
+    # What is reported
 
     @property
     def cached_tokens(self) -> int:
-        """Of all prompts, each counted once."""
+        """Tokens of all prompts, each counted once."""
         return sum(answer.source.cached_tokens for answer in self._answers[:: self._n])
 
     def usage(self) -> dict[str, Any]:
@@ -204,7 +204,7 @@ class Answers:
         }
 
     async def extras(self) -> dict[str, Any]:
-        """What we tell beyond OpenAI's shape when all is done: the seed, the digest and the times of what was made."""
+        """Fields beyond OpenAI's shape, when all answers have ended: the seed, the digest and the timings."""
         completions = [one for one in self.completions if one is not None]
         if not completions:
             return {}
@@ -212,7 +212,7 @@ class Answers:
         return {"seed": completions[0].seed, "digest": digest, "timings": self._timings(completions)}
 
     def _timings(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Milliseconds. Decoding by the device's own clock; the first answer's where there are several."""
+        """Timings in milliseconds, decoding by the device's own clock; of several answers, those of the first."""
         source, timings = self._answers[0].source, completions[0].timings
         n = len(completions[0].token_ids)
         return {
@@ -234,7 +234,7 @@ def _waited(request: Request) -> float:
 
 
 def _digest(completions: Sequence[Completion], has_sum: threading.Event) -> str | None:
-    """The answer's own; of several, one over theirs. None while a large model's files are still being summed."""
+    """The answer's digest, or one over those of several. None while a large model's files are still being hashed."""
     if not has_sum.wait(LONGEST_WAIT_FOR_SUM_S):
         return None
     if len(completions) == 1:

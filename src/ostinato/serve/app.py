@@ -1,6 +1,6 @@
-"""The HTTP application: every path with what answers it, and the errors that may come instead.
+"""The HTTP application: every path with its handler, and the error responses.
 
-Bodies are described by `shapes.py`; what is done with them is told in the modules named after the endpoints.
+Bodies are defined in `shapes.py`; the modules named after the endpoints handle them.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def guarded(app: ASGIApp, service: Service) -> ASGIApp:
-    """An application behind the front: keys, hosts, bodies, ids; and pages of other origins, where they may come."""
+    """The application behind the front (keys, hosts, bodies, ids), with CORS for the allowed origins."""
     front: ASGIApp = Gateway(app, service)
     if service.options.cors:
         front = CORSMiddleware(
             front,
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST"),
-            allow_headers=("*",),  # clients in browsers send some of their own
+            allow_headers=("*",),  # clients in browsers add headers of their own
             expose_headers=("x-request-id", "retry-after"),
         )
     return front
@@ -239,7 +239,7 @@ _PAGE_HEADERS: Final[Mapping[str, str]] = {
 
 
 def policy_for(page: str) -> str:
-    """What a page may load: its own script and style, known by their sums, and this server's answers."""
+    """What a page may load: its own script and style, identified by their hashes, and this server's answers."""
 
     def sums(tag: str) -> str:
         texts = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
@@ -259,7 +259,7 @@ def _add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: Exception) -> Response:
         refusal = refusal_of(error)
         if refusal.status >= 500 and not isinstance(error, Refusal):
-            raise error  # told, and logged, by the front
+            raise error  # the front answers and logs it
         _note(request, error)
         return error_response(refusal)
 
@@ -272,7 +272,7 @@ def _add_errors(app: FastAPI) -> None:
     async def plain(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         words = {
-            400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # only FastAPI raises it, for that
+            400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # FastAPI raises 400 for this reason only
             404: f"there is no {request.url.path} here",
             405: f"{request.method} is not for {request.url.path}",
         }
@@ -311,11 +311,11 @@ _BRANCH: Final = re.compile(r"[a-z_]+[0-9]*")
 
 
 def invalid_body(error: RequestValidationError) -> Refusal:
-    """The most telling of what is wrong with a body, by the field's name."""
+    """The most specific error of a body, with the field's name."""
     found = error.errors()
     if not found:
         return Refusal(400, "the body cannot be read")
-    # The deepest; and rather what a value lacks than what else it might have been, which every branch of a union says.
+    # The deepest. A missing field says more than a type mismatch, which every other branch of a union reports.
     worst = max(found, key=lambda one: (len(one["loc"]), not one["type"].endswith("_type")))
     if worst["type"] == "json_invalid":
         return Refusal(400, f"the body is no JSON: {worst.get('ctx', {}).get('error', 'it cannot be read')}")
@@ -328,21 +328,21 @@ def invalid_body(error: RequestValidationError) -> Refusal:
 
 
 def _is_no_branch(error: Mapping[str, Any]) -> bool:
-    """Whether a value is none of those that one branch of a union takes."""
+    """Whether the error says that a value is not of the type of one branch of a union."""
     kind: str = error["type"]
     return kind.endswith("_type") or kind == "literal_error"
 
 
 def _place(loc: Sequence[str | int]) -> str:
-    """A field by its path, such as messages[0].content; empty for the body itself."""
+    """The path of a field, such as messages[0].content; empty for the body itself."""
     parts = [part for part in loc[1:] if isinstance(part, int) or _is_field(part)]
     if parts[:1] == ["response_format"]:
-        del parts[1:2]  # the kind of format, by which Pydantic found the branch
+        del parts[1:2]  # the type of format, by which Pydantic chose the branch
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts).lstrip(".")
 
 
 def _is_field(part: str) -> bool:
-    """Pydantic names the branches of a union among the fields: types, and words of ours in upper case."""
+    """Pydantic puts the branches of a union into the path: type names, and our own names in upper case."""
     return bool(_BRANCH.fullmatch(part)) and part not in _TYPES
 
 

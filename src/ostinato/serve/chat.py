@@ -50,7 +50,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class PreparedChat:
-    """A conversation, ready to be asked; `reader` makes what reads one answer's text."""
+    """A conversation, ready to submit; `reader` makes the parser of one answer's text."""
 
     ask: GenerationInput
     reader: Callable[[], AnswerReader]
@@ -58,7 +58,7 @@ class PreparedChat:
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation as its model reads it, with the tools that it may call."""
+    """A conversation as its model reads it, with the tools that the model may call."""
 
     text: str
     tools: tuple[Tool, ...]
@@ -77,7 +77,7 @@ def rendered(service: Service, llm: LLM, body: ChatBody) -> Rendered:
 
 
 def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> PreparedChat:
-    """What is asked of the engine, and what will read its answer."""
+    """The engine's request, and the parser of its answer."""
     text, tools, speaks = asked.text, asked.tools, service.tool_format
     service.check_length(text, "messages")
     sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
@@ -93,7 +93,7 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
         return AnswerReader(
             None if thinking is None else thinking.parser(text),
             speaks.parser(tools) if tools else None,
-            most_calls=None if parallel else 1,  # no grammar holds a model that may call to one call
+            most_calls=None if parallel else 1,  # an optional call has no grammar that could limit it to one
         )
 
     return PreparedChat(GenerationInput(llm.chat_ids(text), sampling, True, show), reader)
@@ -102,7 +102,7 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
 def _calling(
     speaks: ToolFormat, tools: Sequence[Tool], choice: ToolChoice, sampling: Sampling, *, parallel: bool
 ) -> Sampling:
-    """A sampling whose answer calls as it must, and otherwise follows the format that was asked for."""
+    """A sampling whose answer is the forced call, if there is one, and otherwise follows `response_format`."""
     asked = sampling.rule
     if asked is not None and asked.kind != "schema":
         message = "response_format: tools can be had with text and with JSON, not with another format"
@@ -139,7 +139,7 @@ def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
 
 
 class ChatReplyFormatter:
-    """Tells answers as messages."""
+    """Formats answers as messages."""
 
     def __init__(self, tokenizer: Tokenizer, readers: Sequence[AnswerReader], *, wants_logprobs: bool) -> None:
         self._made = [_ChatChoice(index, tokenizer, reader, wants_logprobs) for index, reader in enumerate(readers)]
@@ -165,7 +165,7 @@ class _ChatChoice:
         self.index, self.reason = index, ""
         self._tokenizer, self._reader = tokenizer, reader
         self._pending = logprobs.PendingTokens() if wants_logprobs else None
-        self._sent: list[Any] = []  # tokens whose logprobs were told
+        self._sent: list[Any] = []  # tokens whose logprobs were sent
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -193,7 +193,7 @@ class _ChatChoice:
         return logprobs.for_chat(self._tokenizer, tokens) if tokens else None
 
     def _told_as(self, delta: Delta) -> dict[str, Any]:
-        """A delta in OpenAI's words; and kept, for the whole."""
+        """A delta in OpenAI's shape; it is also kept for the whole message."""
         if delta.call is not None:
             return {"tool_calls": [self._call(delta.call)]}
         if delta.reasoning:

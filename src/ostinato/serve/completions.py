@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: text goes on from a prompt, or from each of several; and prompts are echoed and scored."""
+"""`POST /v1/completions`: continue one prompt or several; echo and score prompts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 
 async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
-    """Go on from prompts."""
+    """Continue prompts."""
     record: Record = request.state.record
     llm, n = service.llm(body.model), body.n_choices
     prompts = await service.in_thread(prepare, service, llm, body)
@@ -66,7 +66,7 @@ def _ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:
 
 
 class Echo(NamedTuple):
-    """A prompt that is shown before its answers; `entries` where its logprobs are asked for."""
+    """A prompt that is echoed before its answers; `entries` if its logprobs are requested."""
 
     text: str
     entries: Sequence[Entry]
@@ -75,7 +75,7 @@ class Echo(NamedTuple):
 async def _echoes(
     service: Service, llm: LLM, body: CompletionBody, prompts: Sequence[GenerationInput]
 ) -> list[Echo | None]:
-    """What is shown of each prompt."""
+    """The echo of each prompt."""
     if not body.echo:
         return [None] * len(prompts)
     texts = await service.in_thread(lambda: [llm.tokenizer.decode(prompt.ids) for prompt in prompts])
@@ -97,13 +97,13 @@ def _entries(llm: LLM, prompts: list[list[int]], n_top: int) -> list[list[Entry]
 
 
 class CompletionReplyFormatter:
-    """Tells answers as texts."""
+    """Formats answers as texts."""
 
     def __init__(self, choices: Sequence[_CompletionChoice]) -> None:
         self._made = choices
 
     def opening(self) -> list[dict[str, Any]]:
-        """Nothing, unless a prompt is to be echoed."""
+        """Nothing, unless the prompt is echoed."""
         return [one.opening() for one in self._made if one.echo is not None]
 
     def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:

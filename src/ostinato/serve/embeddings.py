@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings`: a vector for each text, beside the answers."""
+"""`POST /v1/embeddings`: a vector for each text, computed beside the answers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _told(body: EmbeddingBody, vectors: Sequence[Sequence[float]]) -> list[dict[
 
 
 def shaped(vector: Sequence[float], dimensions: int | None, form: str | None) -> list[float] | str:
-    """A vector cut to its first dimensions and made one long again, as a list or as base64 of float32.
+    """A vector truncated to its first dimensions and normalised again, as a list or as base64 of float32.
 
     >>> shaped([3.0, 4.0, 12.0], 2, None)
     [0.6, 0.8]

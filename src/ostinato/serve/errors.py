@@ -1,7 +1,7 @@
-"""What goes wrong, as OpenAI's clients expect to hear it: one JSON object with a message, a type, a field and a code.
+"""Errors in OpenAI's shape: one JSON object with a message, a type, a field and a code.
 
-Every error of ours knows its status (`ostinato.errors`); what is no error of ours is told as ours, without details:
-no stack trace leaves the process.
+Every error of ours has its HTTP status (`ostinato.errors`); any other exception becomes an internal error without
+details: no stack trace leaves the process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CODES: Final = {
     500: "internal_error",
     503: "not_ready",
 }
-# What rooms below call a thing, and the field that brought it.
+# What the packages above call a value, and the field that held it.
 _FIELDS: Final = {
     **{name: name for name in ("messages", "prompt", "tools", "tool_choice")},
     **{name: name for name in ("logit_bias", "stop", "min_tokens", "seed")},
@@ -48,7 +48,7 @@ _FIELDS: Final = {
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: its HTTP status, and what OpenAI's shape says of it."""
+    """A request that is answered with an error: its HTTP status, and the fields of OpenAI's shape."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -65,7 +65,7 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
 
 
 def refusal_of(error: Exception) -> Refusal:
-    """How an error is told to a client."""
+    """An error as a client gets it."""
     if isinstance(error, Refusal):
         return error
     if not isinstance(error, OstinatoError):
@@ -81,7 +81,7 @@ def refusal_of(error: Exception) -> Refusal:
 
 
 def _field_named_in(message: str) -> str | None:
-    """Errors of what a caller gave begin with its name, which is the field's, or stands for it."""
+    """An error about a caller's value begins with the value's name, which is the field's name or maps to it."""
     found = re.match(r"(?:this |the )?([a-z_]+)((?:\[\d+\]|\.[a-z_]+)*)", message)
     if found is None or found[1] not in _FIELDS:
         return None
@@ -89,10 +89,10 @@ def _field_named_in(message: str) -> str | None:
 
 
 def error_response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
-    """The error as an HTTP response; whoever may try again is told when."""
+    """The error as an HTTP response, with `Retry-After` if the client may try again."""
     more = dict(headers or {})
     if refusal.status in (429, 503):
         more.setdefault("retry-after", str(RETRY_AFTER_S))
-    # The standard library's JSON: whatever a client put into a field's name, even half a character, can be told.
+    # The standard library's JSON can encode any field name that a client sent, even a lone surrogate.
     content = json.dumps(refusal.body()).encode()
     return Response(content, refusal.status, more, media_type="application/json")

@@ -1,6 +1,6 @@
-"""What every request passes before any endpoint sees it: an id and a log line, the host's name, the key, the body.
+"""The middleware before every endpoint: request id and log line, checks of host name, key and body.
 
-Plain ASGI, so that streams pass through untouched. Whatever goes wrong behind it is answered here in OpenAI's shape,
+Plain ASGI, so that streams pass through untouched. Any exception behind it is answered here in OpenAI's shape,
 and no stack trace leaves the process.
 """
 
@@ -27,13 +27,13 @@ from ostinato.serve.service import Service
 from ostinato.serve.settings import is_loopback
 
 OPEN_PATHS: Final = frozenset({"/health", "/ready", "/live"})
-# Where a person's browser comes first: it asks for the key and sends it with everything after.
+# The first paths that a browser opens: it asks for the key and sends it with all later requests.
 _PAGES: Final = frozenset({"/", "/docs"})
 _MOST_DISCARDED: Final = 4  # times the limit of a body, so that its sender can read why it was refused
 
 
 class Keys:
-    """The keys that open the server, compared so that the time it takes tells nothing of them."""
+    """The server's keys, compared in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         self._sums = [_sum(key.encode()) for key in keys]
@@ -42,7 +42,7 @@ class Keys:
         return bool(self._sums)
 
     def open(self, authorization: str | None) -> bool:
-        """Whether this `Authorization` holds one of them: as a bearer's token, or as a password."""
+        """Whether this `Authorization` holds one of them, as a bearer token or as a password."""
         given = _sum(_key_in(authorization or ""))
         found = False
         for known in self._sums:
@@ -68,7 +68,7 @@ def _key_in(authorization: str) -> bytes:
 
 
 def is_address_or_local(host: str) -> bool:
-    """Whether a `Host` names this machine or an address: a web page elsewhere can only send us its own name.
+    """Whether a `Host` is an address or a local name; a web page of another site can only send its own name.
 
     >>> is_address_or_local("localhost:8000"), is_address_or_local("[::1]:80"), is_address_or_local("evil.example")
     (True, True, False)
@@ -90,7 +90,7 @@ class Gateway:
         self._app, self._service = app, service
         options = service.options
         self._keys = Keys(options.keys)
-        # Without a key, a page that its owner's name server points at this machine could use it.
+        # Without a key, a web page whose domain name resolves to this machine could use it (DNS rebinding).
         self._checks_host = not options.keys and is_loopback(options.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -138,7 +138,7 @@ class Gateway:
             raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY`")
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the whole body under its limits; what reads from then on finds it, and then the client's leaving."""
+        """Read the whole body under its limits; later readers get the body, and then the client's disconnect."""
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         body = await self._body(headers, receive)
         if kind != "application/json":
@@ -188,7 +188,7 @@ class Gateway:
         return b"".join(parts)
 
     async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send, record: Record) -> None:
-        """An error that came up to here; where the answer had begun, there is nothing left to say."""
+        """Answer an error that no handler caught; once the answer has begun, nothing can be sent."""
         if isinstance(error, ClientGone):
             record.outcome = "cancelled"
             return
@@ -213,9 +213,9 @@ class Gateway:
         metrics = self._service.metrics
         metrics.requests.labels(path, record.ended_as).inc()
         metrics.duration.observe(time.perf_counter() - record.started)
-        if path not in OPEN_PATHS and path not in ("/metrics", "/slots"):  # asked for every few seconds
+        if path not in OPEN_PATHS and path not in ("/metrics", "/slots"):  # polled every few seconds
             self._service.write(record.line())
 
 
 class ClientGone(Exception):
-    """The client left before its body had come."""
+    """The client disconnected before its body had arrived."""

@@ -1,4 +1,4 @@
-"""The HTTP server below the application: uvicorn, without its signals, and with a limit on slow heads."""
+"""The HTTP server below the application: uvicorn, without its signals, and with a deadline for request heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHUTDOWN_TIMEOUT_S: Final = 5
 
 
 def protocol_with(head_s: float) -> type[HttpToolsProtocol]:
-    """The protocol of one connection; one that does not bring a whole head in time is closed."""
+    """The protocol of one connection; it is closed if a whole head does not arrive in time."""
 
     class Protocol(HttpToolsProtocol):
         _clock: asyncio.TimerHandle | None = None
@@ -50,7 +50,7 @@ def protocol_with(head_s: float) -> type[HttpToolsProtocol]:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn over an application. Signals are the worker's own: a server that drains still answers."""
+    """uvicorn over an application. The worker handles signals, because a server that drains still answers."""
 
     def __init__(self, app: ASGIApp, limits: ServeLimits) -> None:
         settings: dict[str, Any] = {

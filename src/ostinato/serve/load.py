@@ -1,7 +1,8 @@
-"""A load generator: many clients ask a server, of ours or of anybody who speaks OpenAI's API, and are timed.
+"""A load generator: many clients send requests to any server of OpenAI's API, and are timed.
 
-An arrival rate (an open loop: whoever is slow does not slow the others' coming) or a number of clients that each ask
-again when they are answered. HTTP by hand over asyncio, so that the client's own time stays small. No engine here.
+Either an arrival rate (an open loop: a slow answer does not delay later arrivals) or a number of clients that each
+send the next request when one is answered. HTTP is written by hand over asyncio, so that the client's own time stays
+small. No engine here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _SIXTY_FOUR: Final = Lengths(64, 64)
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked of the server. `rate` in requests per second, or `clients` at once: one of the two."""
+    """The load on the server. `rate` in requests per second, or `clients` at once: one of the two."""
 
     url: str
     model: str | None = None
@@ -73,7 +74,7 @@ class Outcome:
     n_tokens: int = 0
     n_prompt: int = 0
     error: str | None = None
-    said: str = ""  # what the server said of the error, or the system
+    said: str = ""  # the server's error message, or the system's
     finish: str | None = None
 
 
@@ -90,7 +91,7 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread | None:
-    """None where there is nothing to spread.
+    """None without values.
 
     >>> spread([1.0, 2.0, 3.0, 4.0]).p50
     2.0
@@ -108,7 +109,7 @@ def spread(values: Sequence[float]) -> Spread | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """What came of a load. Seconds; tokens as the server counted them."""
+    """The result of a load: times in seconds, tokens as the server counted them."""
 
     seconds: float
     answered: int
@@ -144,11 +145,11 @@ def report(outcomes: Sequence[Outcome]) -> LoadReport:
     )
 
 
-# Asking
+# Sending requests
 
 
 async def run(load: Load) -> list[Outcome]:
-    """Ask everything; ends by itself, whatever the server does."""
+    """Send all requests; every wait has a deadline, so this ends for any server."""
     server = Server.at(load.url)
     chance = random.Random(load.seed)
     bodies = [_body(load, chance) for _ in range(load.n_requests)]
@@ -161,7 +162,7 @@ async def run(load: Load) -> list[Outcome]:
 async def _by_rate(
     load: Load, server: Server, bodies: Sequence[dict[str, Any]], chance: random.Random, began: float
 ) -> list[Outcome]:
-    """Arrivals as of a Poisson process, as many strangers would come."""
+    """Arrivals of a Poisson process, as of many independent clients."""
     assert load.rate is not None
     tasks: list[asyncio.Task[Outcome]] = []
     due = 0.0
@@ -260,7 +261,7 @@ async def _read_whole(lines: AsyncGenerator[bytes, None], outcome: Outcome, bega
 
 
 class ServerSaid(Exception):
-    """The server answered with an error: its kind, for counting, and its own words."""
+    """The server answered with an error: its kind, for counting, and its message."""
 
     def __init__(self, kind: str, words: str = "") -> None:
         super().__init__(kind)
@@ -268,7 +269,7 @@ class ServerSaid(Exception):
 
 
 def _words_of(reply: bytes) -> str:
-    """What an error says: OpenAI's message, or the text as it is."""
+    """The message of an error: OpenAI's field, or the whole text."""
     with suppress(ValueError, KeyError, TypeError):
         return str(json.loads(reply)["error"]["message"])
     return reply.decode(errors="replace").strip()[:500]
@@ -285,7 +286,7 @@ class Server:
 
     @classmethod
     def at(cls, url: str) -> Server:
-        """From `http://host:port`, with or without the `/v1` that clients are given."""
+        """From `http://host:port`, with or without `/v1`."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -298,7 +299,7 @@ class Server:
         return cls(parts.hostname, port or (443 if tls else 80), path, tls)
 
     async def post(self, path: str, body: dict[str, Any], key: str | None) -> AsyncGenerator[bytes, None]:
-        """The lines of the answer's body as they come; `ServerSaid` for a status that is none of success."""
+        """The lines of the answer's body as they arrive; `ServerSaid` for any status but success."""
         reader, writer = await asyncio.open_connection(self.host, self.port, ssl=self.tls, limit=_LINE_BYTES)
         try:
             writer.write(self._request(path, json.dumps(body).encode(), key))

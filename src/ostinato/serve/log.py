@@ -1,6 +1,6 @@
 """One line of JSON for each request on standard error, with the id that the response carries.
 
-No prompt and no answer, unless the operator asked for them with `--log-prompts`.
+Prompts and answers are written only with `--log-prompts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def new_id() -> str:
 
 @dataclass(slots=True)
 class Record:
-    """What is known of one HTTP request; filled in while it is answered."""
+    """The record of one HTTP request; filled in while it is answered."""
 
     id: str
     method: str
@@ -42,7 +42,7 @@ class Record:
 
     @property
     def ended_as(self) -> str:
-        """For counting: how it ended."""
+        """How the request ended, for counting."""
         if self.outcome:
             return self.outcome
         if self.status >= 500:
@@ -50,7 +50,7 @@ class Record:
         return "refused" if self.status >= 400 else "ok"
 
     def line(self) -> dict[str, Any]:
-        """What is written: nothing that is not known."""
+        """The fields that are known, to be written."""
         known = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
             "id": self.id,
@@ -80,7 +80,7 @@ Write = Callable[[dict[str, Any]], None]
 
 
 def write_line(line: dict[str, Any]) -> None:
-    """To standard error; whoever closed it wants no log."""
+    """Write to standard error; if it is closed, drop the line."""
     with suppress(OSError, ValueError):
         sys.stderr.write(json.dumps(line) + "\n")
         sys.stderr.flush()

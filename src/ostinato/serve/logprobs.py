@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI tells them: one shape for chats, an older one for completions."""
+"""Log-probabilities in OpenAI's shapes: one for chats, an older one for completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def for_chat(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
 
 
 class Entry(NamedTuple):
-    """A token of a prompt: like one of an answer, but that nothing comes before the first."""
+    """A token of a prompt: like one of an answer, but the first has no log-probability."""
 
     token: int
     logprob: float | None
@@ -35,7 +35,7 @@ class Entry(NamedTuple):
 
 
 class CompletionLogprobs:
-    """Tells `logprobs` of tokens that follow each other in a completion's text."""
+    """Formats `logprobs` of consecutive tokens in a completion's text."""
 
     def __init__(self, tokenizer: Tokenizer, n_top: int, offset: int = 0, *, at_start: bool) -> None:
         """`offset`: where in the text the first begins; `at_start`: it begins a text, as an echoed prompt does."""
@@ -62,7 +62,7 @@ class CompletionLogprobs:
         return {self._name(id): max(value, LEAST) for id, value in token.top}
 
     def _name(self, id: int) -> str:
-        """A token's text; as OpenAI writes it where its bytes are no whole character."""
+        """A token's text; escaped as OpenAI does if its bytes are not a whole character."""
         shown = self._tokenizer.piece_bytes(id, start=False, special=True)
         try:
             return shown.decode()
@@ -71,7 +71,7 @@ class CompletionLogprobs:
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Parts of a choice's `logprobs` as one; at least one part."""
+    """Join at least one part of a choice's `logprobs`."""
     return {
         name: None if parts[0][name] is None else [one for part in parts for one in part[name]] for name in parts[0]
     }
@@ -82,13 +82,13 @@ def _text(shown: bytes) -> str:
 
 
 class PendingTokens:
-    """Tokens whose log-probabilities are still to be told: with the text that shows them, or never."""
+    """Tokens whose log-probabilities are not sent yet: they are sent with their text, or never."""
 
     def __init__(self) -> None:
         self._tokens: list[Token] = []
 
     def add(self, token: Token, *, met_stop: bool) -> None:
-        """`met_stop`: a stop string was met; what is untold may be a part of it. An end token is not told either."""
+        """`met_stop`: a stop string was met, and unsent tokens may be part of it. An end token is not sent either."""
         if met_stop:
             self._tokens.clear()
         elif token.finish_reason != "stop":

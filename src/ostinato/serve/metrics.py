@@ -1,6 +1,6 @@
-"""What operators watch: counters and histograms of requests, and the engine's own counts read when somebody asks.
+"""Prometheus metrics: counters and histograms of requests, and the engine's own counts, read at each scrape.
 
-Names and meanings are listed in docs/serving.md. No label or value carries anything of a prompt.
+Names and meanings are listed in docs/serving.md. No label or value contains any part of a prompt.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GAPS: Final = (0.0002, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015,
 
 
 class EngineCounts(Collector):
-    """The engine's counts at the moment of the question; nothing while there is no engine."""
+    """The engine's counts at the time of the scrape; none while there is no engine."""
 
     def __init__(self, stats: Callable[[], Stats | None]) -> None:
         self._stats = stats
@@ -57,7 +57,7 @@ class EngineCounts(Collector):
 
 
 class Metrics:
-    """Everything that is counted, in a registry of its own."""
+    """All metrics, in a registry of their own."""
 
     def __init__(self, stats: Callable[[], Stats | None], restarts: Mapping[str, int]) -> None:
         """`restarts`: how often a worker before this one ended, by reason."""
@@ -83,5 +83,5 @@ class Metrics:
             self.restarts.labels(reason).inc(n)
 
     def page(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+        """All metrics in Prometheus' text format."""
         return generate_latest(self._registry)

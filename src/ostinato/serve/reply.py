@@ -1,7 +1,7 @@
-"""A reply in OpenAI's outer shape, chunk by chunk or whole; what a choice looks like inside is its `ReplyFormatter`'s.
+"""A reply in OpenAI's outer shape, chunk by chunk or whole; a `ReplyFormatter` makes the choices inside.
 
-The order of a stream: an opening for each choice, their deltas as they come, each choice's end, the usage where it was
-asked for, `[DONE]`. While nothing comes, comments keep the connection alive.
+The order of a stream: an opening for each choice, deltas as they arrive, each choice's end, the usage if it was
+requested, `[DONE]`. While no token arrives, comments keep the connection alive.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ostinato.serve.stream import DONE, KEEP_ALIVE, event
 
 
 class ReplyFormatter(Protocol):
-    """Tells one kind of answers: chats, or completions."""
+    """Formats one kind of answers: chats, or completions."""
 
     def opening(self) -> list[dict[str, Any]]:
-        """A choice each, before any token."""
+        """One choice per answer, before any token."""
 
     def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
-        """The choices of the chunks that a token brings: none, one or several. The last of an answer has its reason."""
+        """The choices of a token's chunks: none, one or several. The last of an answer has its finish reason."""
 
     def choices(self) -> list[dict[str, Any]]:
-        """All choices, whole."""
+        """All choices, complete."""
 
     def reasons(self) -> list[str]:
         """How the answers ended."""
@@ -35,7 +35,7 @@ class ReplyFormatter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What every chunk of a reply begins with."""
+    """The fields that begin every chunk of a reply."""
 
     id: str
     kind: str  # `object`, without a stream's ending
@@ -59,7 +59,9 @@ async def events(
         return event({**head.chunk(choices, chunk_kind), **usage, **more})
 
     opening = formatter.opening()
-    last: dict[str, Any] = opening.pop() if answers.done else {}  # nothing was to be made: these are the ends
+    last: dict[str, Any] = (
+        opening.pop() if answers.done else {}
+    )  # nothing was generated: the openings are also the ends
     if opening:
         yield b"".join(chunk([choice]) for choice in opening)
     while not answers.done:
@@ -83,7 +85,7 @@ async def events(
 
 
 async def whole(answers: Answers, formatter: ReplyFormatter, head: Head, record: Record) -> dict[str, Any]:
-    """The same at the end."""
+    """The whole reply as one object."""
     while not answers.done:
         for update in await answers.more():
             formatter.format_update(update)

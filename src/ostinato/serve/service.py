@@ -1,4 +1,4 @@
-"""The server's own state: the model while there is one, whether requests are taken, and who is being answered.
+"""The server's own state: the model once it is loaded, whether requests are accepted, and which are running.
 
 One `Service` lives as long as its process. It knows no HTTP beyond the refusals it raises.
 """
@@ -29,14 +29,14 @@ from ostinato.text.tools import ToolFormat
 State = Literal["loading", "ready", "draining", "dead"]
 T = TypeVar("T")
 
-# Requests beyond those that sit or stand in line: their prompts are being made ready.
+# Requests beyond slots and queue: their prompts are being prepared.
 IN_PREPARATION: Final = 64
 _PROMPT_THREADS: Final = 4
 _BESIDE_THREADS: Final = 4
 
 
 class Service:
-    """What every endpoint works on."""
+    """The state that all endpoints share."""
 
     def __init__(
         self,
@@ -57,14 +57,14 @@ class Service:
         self.n_running = 0  # requests that are being answered
         self.idle = asyncio.Event()
         self.idle.set()
-        self.stopping = asyncio.Event()  # nobody is waited for any more
-        self.has_sum = threading.Event()  # the model's files are summed: digests can be made
+        self.stopping = asyncio.Event()  # no request is waited for any more
+        self.has_sum = threading.Event()  # the model's files are hashed: digests can be made
         self.boxes: set[TokenQueue] = set()  # of requests that are being answered
         self._llm: LLM | None = None
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
-        # Templates have one process, and so a thread of their own: one that loops holds up nothing else.
+        # Templates have one process, and so a thread of their own: a template that loops delays nothing else.
         self._template_thread = ThreadPoolExecutor(1, "ostinato-template")
-        # For what the model computes beside the decode loop: a few take turns, and their line is bounded.
+        # For what the model computes beside the decode loop: a few threads with a bounded queue.
         self._beside_threads = ThreadPoolExecutor(_BESIDE_THREADS, "ostinato-beside")
         self._n_beside = 0
         self._dispatcher: TokenDispatcher | None = None
@@ -73,7 +73,7 @@ class Service:
     # Life
 
     def open(self, llm: LLM) -> None:
-        """The model is there: requests are taken from now on. On the event loop."""
+        """The model is loaded: accept requests from now on. Call on the event loop."""
         self._dispatcher = TokenDispatcher(asyncio.get_running_loop())
         self.tool_format = ToolFormat.for_template(llm.template, llm.tokenizer)
         self.reasoning = Reasoning.for_template(llm.template, llm.tokenizer)
@@ -81,7 +81,7 @@ class Service:
         self._llm = llm
         if self.state == "loading":
             self.state, self.why = "ready", ""
-        # A digest needs the sum over the model's files: made beside everything else, once.
+        # A digest needs the hash of the model's files: computed once, on a thread of its own.
         threading.Thread(target=self._make_sum, args=(llm,), name="ostinato-fingerprint", daemon=True).start()
 
     def _make_sum(self, llm: LLM) -> None:
@@ -90,23 +90,23 @@ class Service:
             self.has_sum.set()
 
     def drain(self) -> None:
-        """Take no more requests; those that run go on."""
+        """Accept no more requests; running ones continue."""
         if self.state in ("loading", "ready"):
             self.state, self.why = "draining", "the server is being stopped"
 
     def stop(self) -> None:
-        """End those that run, too."""
+        """End running requests, too."""
         self.drain()
         self.stopping.set()
         for box in self.boxes:
             box.wake()
 
     def die(self, why: str) -> None:
-        """The engine is dead: everybody has been told by it, and nobody else may come."""
+        """The engine is dead: it has ended all its requests with an error, and no new ones are accepted."""
         self.state, self.why = "dead", f"the engine is being restarted: {why}"
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         for threads in (self._threads, self._template_thread, self._beside_threads):
             threads.shutdown(wait=False, cancel_futures=True)
         if self._llm is not None:
@@ -116,7 +116,7 @@ class Service:
 
     @property
     def model(self) -> LLM | None:
-        """The model, whatever the state."""
+        """The model, in any state."""
         return self._llm
 
     @property
@@ -125,7 +125,7 @@ class Service:
         return self._dispatcher
 
     def llm(self, model: str | None) -> LLM:
-        """The model that a request names, ready; refused where it is another, or not ready."""
+        """The model that a request names; refused if it is another, or not ready."""
         if self.state != "ready" or self._llm is None:
             code = {"loading": "model_loading", "draining": "draining", "dead": "engine_restarting"}.get(self.state)
             raise Refusal(503, f"not now: {self.why}; try again later", code=code)
@@ -139,7 +139,7 @@ class Service:
         return self._llm
 
     def check_length(self, text: str, field: str) -> None:
-        """Refuse a text that cannot fit the context, however it is cut, before anybody spends seconds on cutting it."""
+        """Refuse a text that exceeds the context in any tokenization, before seconds are spent on tokenizing."""
         assert self._llm is not None
         context = self._llm.context
         if len(text) > context * self._longest_token:
@@ -152,12 +152,12 @@ class Service:
 
     @property
     def model_ids(self) -> tuple[str, ...]:
-        """Every name that a request may give the model; the first is its own."""
+        """Every name by which a request may call the model; the first is its own."""
         given, short = self.options.model, name_of(self.options.model)
         return tuple(dict.fromkeys((self.model_id, *(() if self.options.alias else (given, short)))))
 
     def begin(self) -> None:
-        """A request is going to be answered; `end` it."""
+        """Begin to answer a request; the caller must `end` it."""
         load = self.options.load
         if self.n_running >= load.slots + load.queue + IN_PREPARATION:
             raise Refusal(429, f"{self.n_running} requests are being answered already; try again later")
@@ -170,17 +170,17 @@ class Service:
             self.idle.set()
 
     async def in_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Work that would hold up the event loop: tokenizers, grammars."""
+        """Run work that would block the event loop: tokenizers, grammars."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     async def in_template_thread(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Work that renders a template."""
+        """Run work that renders a template."""
         return await asyncio.get_running_loop().run_in_executor(self._template_thread, work, *arguments)
 
     async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
-        """Work of the model beside the answers, a few at a time; refused where too much of it waits.
+        """Run work of the model beside the answers, a few at a time; refused if too much is queued.
 
-        Whoever gives up waiting leaves the line; what has begun goes on to its end, unheard.
+        A cancelled caller leaves the queue; work that has begun runs to its end, and its result is dropped.
         """
         if self._n_beside > self.limits.beside_line:
             raise Refusal(429, f"{self.limits.beside_line} requests wait for embeddings or logprobs; try again later")
@@ -199,7 +199,7 @@ class Service:
         return None if llm is None or not llm.shape.causal else llm.stats()
 
     def health(self) -> dict[str, Any]:
-        """What is running, and whether requests are taken."""
+        """What is running, and whether requests are accepted."""
         llm, stats = self._llm, self.stats()
         facts: dict[str, Any] = {
             "status": "ok" if self.state == "ready" else self.state,
@@ -226,7 +226,7 @@ class Service:
 
 
 def name_of(model: str) -> str:
-    """What a model is called where nobody gave it an alias: its name, or its file's without folder and ending.
+    """The name of a model without an alias: its own, or its file's without folder and suffix.
 
     >>> name_of("smollm2"), name_of("/models/Qwen3-0.6B.gguf"), name_of("hf:owner/repo/file.gguf")
     ('smollm2', 'Qwen3-0.6B', 'hf:owner/repo/file.gguf')

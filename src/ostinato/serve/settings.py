@@ -1,4 +1,4 @@
-"""How a server is set up: where it listens, who may ask, and how much anybody may ask for.
+"""How a server is set up: its address, its keys and origins, and the limits on a request.
 
 Frozen records, checked when made. They travel from the supervisor to its worker as JSON.
 """
@@ -24,24 +24,24 @@ _ORIGIN: Final = re.compile(r"https?://[^/\s]+|\*|null")
 
 @dataclass(frozen=True, slots=True)
 class ServeLimits:
-    """What one client may ask of everybody's machine."""
+    """Limits on what one client may request."""
 
     body_bytes: int = 8 * 2**20
     head_s: float = 30.0  # from the first byte of a request to the end of its head
     body_s: float = 30.0  # between two parts of a body
-    write_s: float = 60.0  # a reader that takes nothing for so long has gone
+    write_s: float = 60.0  # a client that reads nothing for so long is disconnected
     request_s: float = 3600.0  # from the first byte to the last
-    keep_alive_s: float = 5.0  # between two comments to whoever waits in line
-    unread_tokens: int = 8192  # made for one reader and not read yet
+    keep_alive_s: float = 5.0  # between two comments to a request in the queue
+    unread_tokens: int = 8192  # generated for one client and not read yet
     choices: int = 128  # answers to one request: prompts times `n`
     inputs: int = 2048  # texts of one request for embeddings
     beside_line: int = 64  # requests that wait for what is computed beside the answers: embeddings, prompts' logprobs
-    fault_s: float = 5.0  # from an engine's death to the process's, for error events to leave
+    fault_s: float = 5.0  # from an engine's death to the process's, to send error events
 
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """What the operator said."""
+    """The operator's settings."""
 
     model: str
     load: LoadOptions = field(default_factory=LoadOptions)

@@ -1,7 +1,7 @@
-"""What clients may send, as records: parsed once here, and described by them in the OpenAPI document.
+"""The bodies that clients may send, as records: parsed once here, and the source of the OpenAPI document.
 
-A field that is accepted is honoured, or stands on the written list `HARMLESS`; any other is refused by its name,
-unless its value asks for nothing (`NEUTRAL`, or null). Nothing here knows how an answer is made.
+A field that is accepted is honoured, or is listed in `HARMLESS`; any other is refused by its name, unless its value
+changes nothing (`NEUTRAL`, or null). Nothing here knows how an answer is computed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HARMLESS: Final = frozenset(
         "user",
     }
 )
-# Values that ask for what is done anyway; any other value of these is refused.
+# Values that request the existing behaviour; any other value of these fields is refused.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "add_generation_prompt": (True,),
     "audio": ({},),
@@ -45,7 +45,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": ("medium",),
 }
 LONGEST_STOP: Final = 1024
-DEFAULT_COMPLETION_TOKENS: Final = 16  # as OpenAI has it; a chat goes on until it ends
+DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default; a chat continues until it ends
 
 _STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
@@ -84,7 +84,7 @@ class Body(BaseModel):
 
 
 def _same(value: Any, neutral: Any) -> bool:
-    # True is no 1 here, nor is 1.0 anything but 1.
+    # A bool is not an integer here, and 1.0 counts as 1.
     return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
 
 
@@ -127,21 +127,21 @@ class Message(BaseModel):
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Message:
         for name, value in (self.model_extra or {}).items():
-            # Clients send back what they were given, with everything that was not there as null or empty.
+            # Clients send back the messages that they received, with absent fields as null or empty.
             if value not in (None, [], {}, ""):
                 raise Refusal(400, f"messages[].{name} is not supported here", param=f"messages.{name}")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """As a chat template expects it."""
+        """The message as a chat template expects it."""
         made = self.model_dump(exclude_none=True, exclude=set(self.model_extra or ()))
         if self.role == "developer":
-            made["role"] = "system"  # what OpenAI calls it since its newer models; templates know the old word
+            made["role"] = "system"  # OpenAI's newer name for it; templates use the old one
         return made
 
 
 class JsonSchema(BaseModel):
-    """A schema by name, as OpenAI wraps it."""
+    """A named schema, as OpenAI wraps it."""
 
     model_config = ConfigDict(strict=True, extra="forbid", serialize_by_alias=True)
 
@@ -184,7 +184,7 @@ class ChoiceFormat(BaseModel):
 
 
 class GrammarFormat(BaseModel):
-    """An extension: the answer follows a grammar, in the words of Lark."""
+    """An extension: the answer follows a grammar in Lark's syntax."""
 
     model_config = _STRICT
     type: Literal["grammar"]
@@ -207,7 +207,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What both kinds of request for an answer share."""
+    """The fields that chats and completions share."""
 
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -235,16 +235,16 @@ class GenerationBody(Body):
 
     @property
     def most_tokens(self) -> int | None:
-        """At most so many tokens, where somebody said."""
+        """The limit of generated tokens, if the request sets one."""
         return self.max_tokens
 
     @property
     def n_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are told beside each; None for no logprobs at all."""
+        """How many of the likeliest tokens are listed beside each; None for no logprobs at all."""
         return None
 
     def sampling(self, **more: Any) -> Sampling:
-        """How tokens are chosen, with `more` over what the body says."""
+        """The sampling options of the body, overridden by `more`."""
         words: dict[str, Any] = {
             "max_tokens": self.most_tokens,
             "min_tokens": self.min_tokens or 0,
@@ -273,7 +273,7 @@ class GenerationBody(Body):
         return bias
 
     def _constraint(self) -> dict[str, Any]:
-        """What the answer must follow, as words of a `Sampling`."""
+        """The constraint on the answer, as fields of a `Sampling`."""
         match self.response_format:
             case None | TextFormat():
                 return {}
@@ -328,7 +328,7 @@ Texts = (
 
 
 def _several(given: Any) -> list[str | list[int]]:
-    """What was given as a text, token ids, or a list of either, as a list."""
+    """A text, token ids, or a list of either, as a list."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
 
@@ -396,7 +396,7 @@ class DetokenizeBody(Body):
 
 
 class TemplateBody(Body):
-    """`POST /apply-template`: the prompt that a conversation becomes."""
+    """`POST /apply-template`: render a conversation as a prompt."""
 
     model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]

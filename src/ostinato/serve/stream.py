@@ -1,6 +1,6 @@
-"""Answers on the wire: server-sent events as they come, or one JSON object at the end; and a client that goes away.
+"""Answers on the wire: server-sent events as they are made, or one JSON object; and disconnected clients.
 
-Bytes only: what an event says is made by `chat.py` and `completions.py`.
+Bytes only: `chat.py` and `completions.py` make the content of events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ostinato.serve.log import Record
 
 DONE: Final = b"data: [DONE]\n\n"
 KEEP_ALIVE: Final = b": waiting\n\n"
-CLIENT_GONE: Final = 499  # as nginx calls it; nobody is there to read it
+CLIENT_GONE: Final = 499  # nginx's code; it appears only in the log
 
 encode: Final = msgspec.json.Encoder().encode
 
@@ -37,7 +37,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class EventStream(Response):
-    """A response that goes on until its events end, its reader leaves, or something fails: then one error event."""
+    """A response that lasts until its events end, its client disconnects, or a failure adds one error event."""
 
     media_type = "text/event-stream"
 
@@ -69,7 +69,7 @@ class EventStream(Response):
         return True
 
     async def _tell(self, error: Exception, send: Send) -> None:
-        """The one error event; it is the end, and no `[DONE]` follows."""
+        """The one error event, which ends the stream; no `[DONE]` follows."""
         refusal = refusal_of(error)
         self._record.outcome, self._record.error = "error", f"{type(error).__name__}: {error}"
         last = b"data: " + json.dumps(refusal.body()).encode() + b"\n\n"
@@ -79,7 +79,7 @@ class EventStream(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """What the work gives; None, and the work cancelled, when the client leaves before."""
+    """The result of the work; if the client disconnects first, cancel the work and return None."""
     doing = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_left(receive))
     try:
@@ -115,6 +115,6 @@ async def at_once(request: Request, work: Coroutine[Any, Any, dict[str, Any]], a
 
 
 def client_gone(record: Record) -> Response:
-    """For nobody; but the log and the metrics count it."""
+    """A response to a disconnected client; only the log and the metrics see it."""
     record.outcome = "cancelled"
     return Response(status_code=CLIENT_GONE)

@@ -1,8 +1,8 @@
 """The supervisor: it holds the listening socket, starts a worker, and starts the next when one dies.
 
-It imports neither torch nor a web server, so that it is up at once and has nothing to die of. A worker that refuses
-its settings is not tried again; one that keeps dying young is given up; one that falls silent hangs, and is killed.
-SIGTERM and Ctrl-C drain; a second one stops.
+It imports neither torch nor a web server, so that it starts at once and has little that can fail. A worker that
+refuses its settings is not restarted; after several early deaths in a row the supervisor gives up; a worker without
+heartbeats hangs, and is killed. SIGTERM and Ctrl-C drain; a second signal stops.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ostinato.serve.settings import ServeOptions
 
 WORKER: Final = (sys.executable, "-m", "ostinato.serve.worker")
 BACKLOG: Final = 1024
-YOUNG_S: Final = 20.0  # a worker that dies within this time of being started dies young
+YOUNG_S: Final = 20.0  # a death within this time after the start is an early one
 MOST_YOUNG_DEATHS: Final = 5
-KILL_S: Final = 10.0  # from the second signal to the last resort
-START_S: Final = 600.0  # to a worker's first word: Python and torch may come from a slow disk
-SILENT_S: Final = 60.0  # a worker says every second that it lives; one that does not for so long hangs
+KILL_S: Final = 10.0  # from the second signal to SIGKILL
+START_S: Final = 600.0  # to a worker's first event: Python and torch may load from a slow disk
+SILENT_S: Final = 60.0  # without a heartbeat, which a worker sends every second
 _LOOK_S: Final = 0.5
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
@@ -40,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
     """The socket that every worker serves."""
     try:
         return _listening(host, port)
-    except (OSError, UnicodeError) as error:  # UnicodeError: a name that can be none
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         why = getattr(error, "strerror", None) or error
         raise BadInput(f"cannot listen at {host} port {port}: {why}; give another --host or --port") from error
 
@@ -58,7 +58,7 @@ def _listening(host: str, port: int) -> socket.socket:
 
 
 class Supervisor:
-    """One server's life. `command` starts a worker; one that is silent for `silent_s` is taken to hang."""
+    """Runs one server. `command` starts a worker; one without a heartbeat for `silent_s` counts as hanging."""
 
     def __init__(
         self, options: ServeOptions, talk: Talk, *, command: Sequence[str] = WORKER, silent_s: float = SILENT_S
@@ -69,17 +69,19 @@ class Supervisor:
         self._n_signals = 0
         self._stopped_at = 0.0
         self._worker: subprocess.Popen[bytes] | None = None
-        self._died_of: tuple[str, str] | None = None  # the kind, and in words; None where only its exit code tells
+        self._died_of: tuple[str, str] | None = (
+            None  # the reason's name and sentence; None if only the exit code is known
+        )
         self._was_ready = self._refused = False
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The address that it listens on."""
         host, port = self._listening.getsockname()[:2]
         return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
     def run(self) -> int:
-        """Until the end; the exit code. Takes the process's signals meanwhile."""
+        """Run until the end and return the exit code. Handles the process's signals meanwhile."""
         before = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         try:
             return self._run()
@@ -110,7 +112,7 @@ class Supervisor:
             self._talk(f"the worker ended: {reason}; starting another")
 
     def _one_worker(self) -> int:
-        """Start one, listen to it until it ends; its exit code."""
+        """Start a worker and read its events until it ends; return its exit code."""
         reading, writing = os.pipe()
         fds = (self._listening.fileno(), writing)
         self._died_of, self._was_ready, self._refused = None, False, False
@@ -118,10 +120,10 @@ class Supervisor:
             self._command,
             stdin=subprocess.PIPE,
             pass_fds=fds,
-            start_new_session=True,  # Ctrl-C in the terminal is for us: we pass it on
+            start_new_session=True,  # Ctrl-C in the terminal reaches the supervisor, which passes it on
         )
         os.close(writing)
-        if self._n_signals:  # it came while there was no worker to pass it on to
+        if self._n_signals:  # the signal came while there was no worker to pass it on to
             self._worker.send_signal(signal.SIGTERM)
         given = {
             "options": self._options.to_json(),
@@ -137,10 +139,10 @@ class Supervisor:
         return self._wait()
 
     def _listen_to(self, events: int) -> None:
-        """Hear the worker's events until it closes them, is silent for too long, or was stopped too long ago."""
+        """Read the worker's events until it closes the pipe, sends no heartbeat, or takes too long to stop."""
         heard = b""
         patience = START_S
-        # Counted in looks and not by the clock: a supervisor that slept (Ctrl-Z, a closed lid) has not looked.
+        # Counted in polls, not by the clock: a suspended supervisor (Ctrl-Z, a closed lid) does not poll.
         silent_looks = 0
         with selectors.DefaultSelector() as ready:
             ready.register(events, selectors.EVENT_READ)
@@ -160,7 +162,7 @@ class Supervisor:
                     self._heard(json.loads(line))
 
     def _give_up(self, silent_s: float) -> None:
-        """End a worker that hangs. Whoever it was answering finds the connection closed: it cannot tell them."""
+        """Kill a worker that hangs. Its clients find their connections closed, without an error event."""
         self._died_of = "hang", f"it said nothing for {silent_s:.0f} s"
         assert self._worker is not None
         self._worker.kill()

@@ -1,7 +1,7 @@
-"""From the engine's thread to the event loop: messages of requests, handed over many at a time.
+"""Passes messages of requests from the engine's thread to the event loop, many at a time.
 
-The engine's thread only appends and, where nobody has been woken yet, wakes the loop once: what it costs there does
-not grow with the number of readers. A box whose reader is too far behind is closed, so that memory stays bounded.
+The engine's thread only appends and, if no wake is pending, wakes the loop once: its cost does not grow with the
+number of readers. A queue whose reader is too far behind is closed, so that memory stays bounded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ostinato.engine.request import Message, Request
 
 
 class TokenQueue:
-    """What came for one HTTP request, each with the number of the answer it belongs to, until it is read."""
+    """Unread messages of one HTTP request, each with the number of its answer."""
 
     def __init__(self, bound: int, overflowing: Callable[[], None]) -> None:
         """`overflowing` is called when more than `bound` messages wait: the reader is too slow."""
@@ -25,7 +25,7 @@ class TokenQueue:
         self.overflowed = False
 
     def put(self, index: int, message: Message) -> None:
-        """On the event loop."""
+        """Add a message. Call on the event loop."""
         if self.overflowed:
             return
         self._messages.append((index, message))
@@ -36,16 +36,16 @@ class TokenQueue:
         self._arrival.set()
 
     def wake(self) -> None:
-        """Let the reader look, though nothing came."""
+        """Wake the reader without a message."""
         self._arrival.set()
 
     async def look(self) -> None:
-        """Return when there is something to read, or somebody rang."""
+        """Wait for a message or a wake."""
         await self._arrival.wait()
         self._arrival.clear()
 
     def take(self) -> tuple[int, Message] | None:
-        """The next message; None where there is none now: then whoever rang before was heard, and `look` waits anew."""
+        """The next message. None if there is none: earlier wakes are then consumed, and `look` waits for a new one."""
         if self._messages:
             return self._messages.popleft()
         self._arrival.clear()
@@ -53,7 +53,7 @@ class TokenQueue:
 
 
 class TokenDispatcher:
-    """One for all requests of an event loop."""
+    """One instance serves all requests of an event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -61,19 +61,19 @@ class TokenDispatcher:
         self._woken = False
 
     def sink(self, box: TokenQueue, index: int) -> Callable[[Request, Message], None]:
-        """What an engine is given to tell an answer's messages to."""
+        """The sink that an engine calls with an answer's messages."""
 
         def put(_: Request, message: Message) -> None:
             self._arrived.append((box, index, message))
             if not self._woken:
                 self._woken = True
-                with suppress(RuntimeError):  # the loop is closed: nobody reads any more
+                with suppress(RuntimeError):  # the loop is closed: no reader is left
                     self._loop.call_soon_threadsafe(self._hand_out)
 
         return put
 
     def _hand_out(self) -> None:
-        # Before anything is taken: what arrives from now on rings again.
+        # Before any message is taken: a message that arrives from now on wakes again.
         self._woken = False
         while self._arrived:
             box, index, message = self._arrived.popleft()

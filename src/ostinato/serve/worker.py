@@ -1,9 +1,9 @@
-"""A worker: HTTP and engine in one process, started by the supervisor with the listening socket in its hands.
+"""A worker: HTTP and engine in one process, started by the supervisor with the listening socket.
 
-It answers from its first moment, with 503 until the model is there. It ends when it has drained after a SIGTERM, at
-once after a second one, when its supervisor is gone, or a moment after its engine died: then it says why, and the
-supervisor starts the next. It reads its settings from standard input and tells events as lines of JSON; one of them,
-every second and from the event loop itself, is that it lives.
+It answers from its start, with 503 until the model is loaded. It ends when it has drained after a SIGTERM, at once
+after a second one, when its supervisor has died, or shortly after its engine died: then it reports why, and the
+supervisor starts the next. It reads its settings from standard input and writes events as lines of JSON; one of them
+is a heartbeat, sent every second from the event loop.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ T = TypeVar("T")
 
 
 def load_model(options: ServeOptions, talk: Callable[[str], None]) -> LLM:
-    """The model as the operator asked for it; pulled first where it is not here."""
+    """The model with the operator's options; pulled first if it is not in the store."""
     return LLM(options.model, talk=talk, **asdict(options.load))
 
 
 class Worker:
-    """The life of one process."""
+    """Runs one worker process."""
 
     def __init__(self, service: Service, listening: socket.socket, tell: Tell) -> None:
         self._service, self._listening, self._tell = service, listening, tell
@@ -52,7 +52,7 @@ class Worker:
         self._code: int | None = None
 
     async def run(self, load: Callable[[], LLM]) -> int:
-        """Serve until the end; the exit code."""
+        """Serve until the end and return the exit code."""
         serving = asyncio.ensure_future(self._server.serve([self._listening]))
         loading = asyncio.ensure_future(self._load(load))
         watching = asyncio.ensure_future(self._watch())
@@ -67,7 +67,7 @@ class Worker:
         return self._code or 0
 
     def signalled(self) -> None:
-        """The first asks to drain, the second to stop."""
+        """The first signal drains, the second stops."""
         self._n_signals += 1
         if self._n_signals > 1:
             self._service.stop()
@@ -76,7 +76,7 @@ class Worker:
         self._tell({"event": "draining", "running": self._service.n_running})
 
     def stop(self) -> None:
-        """End at once: whoever started us has gone."""
+        """End at once: the supervisor has died."""
         self._service.stop()
 
     async def _load(self, load: Callable[[], LLM]) -> None:
@@ -103,7 +103,7 @@ class Worker:
         self._service.stop()
 
     async def _watch(self) -> None:
-        """Return when it is time to go."""
+        """Return when the worker should end."""
         service = self._service
         while True:
             if service.stopping.is_set():
@@ -127,12 +127,12 @@ class Worker:
 
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
-    """In a thread that nobody waits for when the process must end before the work has."""
+    """Run work in a daemon thread, so that the process can end before the work does."""
     loop = asyncio.get_running_loop()
     made: asyncio.Future[T] = loop.create_future()
 
     def put(result: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody asks any more
+        with suppress(RuntimeError):  # the loop is closed: no caller is left
             loop.call_soon_threadsafe(lambda: None if made.done() else result())
 
     def run() -> None:
@@ -163,28 +163,28 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
 
     beating = asyncio.ensure_future(_heartbeat(tell))
     code = await worker.run(lambda: load_model(options, talk))
-    if code != FAULT_EXIT:  # what an engine that died left behind goes with the process
+    if code != FAULT_EXIT:  # the resources of a dead engine end with the process
         await loop.run_in_executor(None, service.close)
     beating.cancel()
     return code
 
 
 async def _heartbeat(tell: Tell) -> None:
-    """Say that the event loop lives: where it hangs, this is not heard, and the supervisor starts another worker."""
+    """Send heartbeats from the event loop: if it hangs, they stop, and the supervisor starts another worker."""
     while True:
         tell({"event": "alive"})
         await asyncio.sleep(HEARTBEAT_S)
 
 
 def _on_end_of_input(loop: asyncio.AbstractEventLoop, worker: Worker) -> None:
-    """The supervisor holds the other end of standard input and says nothing more: its end is news of its death."""
+    """The supervisor holds the other end of standard input and writes nothing more: end of file means it has died."""
     if not os.read(0, 4096):
         loop.remove_reader(0)
         worker.stop()
 
 
 def _runner() -> Callable[[Coroutine[Any, Any, int]], int]:
-    """The quicker event loop, where it is installed."""
+    """The faster event loop, if it is installed."""
     try:
         import uvloop
     except ImportError:
@@ -193,7 +193,7 @@ def _runner() -> Callable[[Coroutine[Any, Any, int]], int]:
 
 
 def main() -> None:
-    """The process: settings from the first line of standard input."""
+    """The worker process; its settings are the first line of standard input."""
     line = b""
     while not line.endswith(b"\n"):  # byte by byte: what follows belongs to the event loop
         part = os.read(0, 1)
@@ -207,13 +207,13 @@ def main() -> None:
     os.set_blocking(events, False)
 
     def tell(event: dict[str, Any]) -> None:
-        # A line is short enough to go in one piece, or not at all: who does not listen (Ctrl-Z) holds up no loop.
+        # A line is short enough to be written whole or not at all: a suspended supervisor (Ctrl-Z) blocks no loop.
         with suppress(OSError):
             os.write(events, json.dumps(event).encode() + b"\n")
 
     code = _runner()(serve(options, given["restarts"], listening, tell))
     sys.stderr.flush()
-    # Not by `sys.exit`, which waits for threads: one may still load, and those of a dead engine never come back.
+    # Not `sys.exit`, which waits for threads: one may still load, and those of a dead engine never end.
     os._exit(code)
 
 
