@@ -1,1 +1,1 @@
-"""Where keys and values live: the tensors (`store.py`) and which cells a forward sees (`kv_cache.py`)."""
+"""Memory of sequences: tensors of keys and values (`store.py`) and the cells that a forward sees (`kv_cache.py`)."""
