@@ -1,1 +1,1 @@
-"""Memory of sequences: tensors of keys and values (`store.py`) and the cells that a forward sees (`kv_cache.py`)."""
+"""Memory of sequences: cells that a forward writes and sees (`kv_cache.py`), recurrent states, pages, saved states."""

@@ -1,8 +1,8 @@
 """One stream's table of cells: which position and which sequences each holds (KC-1..15).
 
 Arrays over all cells, so that searching and masking need no loop; a call that changes cells checks its arguments first,
-and raises InternalError on misuse before anything has changed. `slots.py` decides where tokens go; `store.py` holds
-keys and values.
+and raises InternalError on misuse before anything has changed. `slots.py` decides where tokens go; the
+backend's `kv_store.py` holds keys and values.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ class PagedSequences:
         all_now: bool = True,
         least_left: int = 1,
     ) -> PagedSequence | None:
-        """The same for a sequence that continues the kept one, as far as both begin alike and at least `least_left` tokens
-        are left to compute; without a common beginning it starts from position 0."""
+        """The same for a sequence that continues the kept one, as far as both begin alike and at least `least_left`
+        tokens are left to compute; without a common beginning it starts from position 0."""
         n_held = self._n_alike(tokens, slot, least_left)
         if not n_held:
             return self.open(tokens, n_positions, slot=slot, all_now=all_now)

@@ -80,9 +80,7 @@ class HostPart:
         self.positions = block.rows.position[order]
         rows = (tensor_of(data, cell.cpu()) for data, cell in zip(block.data, self.form.cells, strict=True))
         self.tensors = [each[torch.from_numpy(order)] for each in rows]
-        if (
-            self.form.cells and self.form.cells[0].is_cuda
-        ):  # so that the thread that starts the copy does not wait for it
+        if self.form.cells and self.form.cells[0].is_cuda:  # pinned, so that the copy is asynchronous
             self.tensors = [each.pin_memory() for each in self.tensors]
 
     def end_at(self, s: int, last: int) -> None:
