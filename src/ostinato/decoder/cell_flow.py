@@ -1,8 +1,8 @@
 """One decode: any batch of tokens of any sequences in, rows of logits, embeddings or samples out (D-1..26).
 
-The order is the specification's: judge the batch, bring memory up to date, find room, reserve outputs, run the
-ubatches one after the other, publish. A batch that is refused has changed nothing (G-3); one that fails half way
-leaves the ubatches before the failure in memory and no others (G-4). docs/decoder.md draws it.
+The order is the specification's: check the batch, apply pending memory updates, find room, reserve outputs, run the
+ubatches one after the other, publish. A refused batch has changed nothing (G-3); a batch that fails half-way leaves
+the ubatches before the failure in memory and no others (G-4). docs/decoder.md describes it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from ostinato.errors import Aborted, InternalError, InvalidBatch
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What a decode published: how many output rows, and the row of each batch index (None: not an output)."""
+    """The result of a decode: the number of output rows, and the row of each batch index (None: not an output)."""
 
     n_outputs: int
     ids: tuple[int | None, ...]
 
 
 def never() -> bool:
-    """The abort signal of somebody who does not abort."""
+    """The default abort signal, which never aborts."""
     return False
 
 
@@ -93,7 +93,7 @@ class DecodeFlow:
             self._running = False
 
     def update(self, abort: Callable[[], bool] = never) -> None:
-        """Carry out shifts and copies that are pending (D-11); graphs made before are void then (UP-8)."""
+        """Carry out pending shifts and copies (D-11); this invalidates graphs built before (UP-8)."""
         if self.memory.prepare_update(optimise=False).status is Status.SUCCESS and abort():
             raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
         with torch.inference_mode():
@@ -128,7 +128,7 @@ class DecodeFlow:
         return Decoded(self.outputs.n_outputs, self.outputs.ids[: clean.n_tokens])
 
     def _judge(self, batch: Batch) -> CleanBatch:
-        """Refuse what is wrong, in the order of D-1 to D-7; nothing has changed yet (D-10)."""
+        """Check the batch, in the order of D-1 to D-7, before anything changes (D-10)."""
         s = self.settings
         if batch.token is None and batch.embd is None:
             raise InvalidBatch("the batch has neither token nor embd (D-1)", reason="empty")
@@ -155,7 +155,7 @@ class DecodeFlow:
         return clean
 
     def _run_all(self, cursor: Cursor, abort: Callable[[], bool]) -> None:
-        """The ubatches in order; each is in memory when it has succeeded, and not before (D-15, D-26)."""
+        """Run the ubatches in order; each becomes part of memory only when it has succeeded (D-15, D-26)."""
         first_row = 0
         while True:
             ubatch = cursor.ubatch
@@ -182,7 +182,7 @@ class DecodeFlow:
                 return
 
     def _forget(self) -> None:
-        """A ubatch failed: nothing of this batch can be read, and samplers have not seen it (D-16, SR-11)."""
+        """After a failed ubatch: make the batch's outputs unreadable, and restore the samplers (D-16, SR-11)."""
         self.router.undo()
         self.outputs.unpublish()
         if self.pooled is not None:
@@ -197,7 +197,7 @@ class DecodeFlow:
 
     @property
     def _makes_logits(self) -> bool:
-        """Pooled vectors need none, and a head over every token would cost more than the rest."""
+        """Whether logits are computed: not for pooled vectors, where a head over every token would cost the most."""
         return self.pooled is None or self.pooled.per_token
 
     def _setup(self) -> Setup:
@@ -213,4 +213,4 @@ class DecodeFlow:
         return EagerGraph.of(key, self.model.device)
 
     def _reserve(self, worst: GraphKey) -> None:
-        EagerGraph.of(worst, self.model.device)  # input buffers are small: to have been able to make them is enough
+        EagerGraph.of(worst, self.model.device)  # input buffers are small: it is enough that they could be allocated

@@ -1,7 +1,7 @@
 """One graph run in six stages: validate, prepare, allocate, bind, run, extract (CX-1..7).
 
-The stages are given by `cell_flow.py` and know the model; here is their order, what class each failure has, and the
-order in which results reach the output rows.
+`cell_flow.py` supplies the stages, which know the model; this module defines their order, the error class of each
+failure, and the order in which results reach the output rows.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, Intern
 
 Graph = TypeVar("Graph")
 Result = TypeVar("Result")
-# Asked during a run; true stops it.
+# Called during a run; true stops it.
 Abort = Callable[[], bool]
 
 
 class Stages(Protocol[Graph]):
-    """What is done for a ubatch, stage by stage. Each may raise a DecodeError of its own class (Aborted in `run`)."""
+    """The stages of a ubatch. Each may raise a DecodeError of its own class (Aborted in `run`)."""
 
     def validate(self, ubatch: Ubatch) -> None:
-        """Refuse what must not reach a graph."""
+        """Refuse a ubatch that must not reach a graph."""
 
     def prepare(self, ubatch: Ubatch) -> PreparedGraph[Graph]:
-        """A graph for the ubatch, new or the one that ran last."""
+        """A graph for the ubatch: a new one, or the one that ran last."""
 
     def allocate(self, graph: Graph) -> None:
-        """Memory for a new graph."""
+        """Allocate memory for a new graph."""
 
     def bind(self, graph: Graph, ubatch: Ubatch) -> None:
-        """This ubatch's inputs into the graph."""
+        """Copy this ubatch's inputs into the graph."""
 
     def run(self, graph: Graph, *, n_threads: int, abort: Abort) -> None:
-        """Compute; raise Aborted when `abort` says so."""
+        """Compute; raise Aborted when `abort` returns true."""
 
     def extract(self, graph: Graph, ubatch: Ubatch) -> int:
-        """Copy results to the output rows; the number of rows."""
+        """Copy results to the output rows; returns the number of rows."""
 
     def drop(self) -> None:
         """Forget the stored graph: a later stage failed (GS-3)."""
@@ -53,7 +53,7 @@ class Stages(Protocol[Graph]):
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Threads of a run: of many tokens, and of a single one (CX-4)."""
+    """Threads for a run with many tokens, and for one with a single token (CX-4)."""
 
     batch: int
     single: int
@@ -64,7 +64,7 @@ class Threads:
 
 @dataclass(frozen=True, slots=True)
 class Computation:
-    """The outcome of the stages: output rows produced, and whether the graph was one that had run before."""
+    """The outcome of the stages: output rows produced, and whether the graph was reused."""
 
     rows: int
     reused: bool
@@ -77,7 +77,7 @@ class ComputeExecutor:
         self._threads = threads
 
     def execute(self, ubatch: Ubatch, stages: Stages[Graph], abort: Abort = lambda: False) -> Computation:
-        """All stages; a reused graph is bound, but not allocated again (CX-1, CX-5)."""
+        """Run all stages; a reused graph is bound, but not allocated again (CX-1, CX-5)."""
         _stage("validate", InvalidBatch, lambda: stages.validate(ubatch))
         try:
             graph, reused = _stage("prepare", ComputeFailed, lambda: stages.prepare(ubatch))
@@ -93,7 +93,7 @@ class ComputeExecutor:
 
 
 def _stage(name: str, failed: type[DecodeError], work: Callable[[], Result]) -> Result:
-    """Do one stage; an exception without a class gets the stage's own (CX-2)."""
+    """Run one stage; an exception that is no DecodeError gets the stage's class (CX-2)."""
     try:
         return work()
     except (DecodeError, InternalError):
@@ -105,14 +105,14 @@ def _stage(name: str, failed: type[DecodeError], work: Callable[[], Result]) -> 
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """What a run leaves to extract: a row for every output token of the ubatch, in its order; None if not computed."""
+    """The results of a run: a row for every output token of the ubatch, in its order; None if not computed."""
 
     logits: Tensor | None = None  # [outputs, n_vocab]
     embeddings: Tensor | None = None  # [outputs, n_embd_out]
 
     @property
     def n_rows(self) -> int:
-        """Rows of every result there is; ComputeFailed where they differ."""
+        """The number of rows of the results; ComputeFailed where they differ."""
         lengths = {len(rows) for rows in (self.logits, self.embeddings) if rows is not None}
         if len(lengths) > 1:
             raise ComputeFailed(f"a run left results of different lengths: {sorted(lengths)}", reason="extract")
@@ -121,7 +121,7 @@ class Computed:
 
 @dataclass(frozen=True, slots=True)
 class Extractor:
-    """Where the results of a run go. `pooled` is None where embeddings were not asked for."""
+    """Copies the results of a run to the outputs. `pooled` is None where embeddings were not asked for."""
 
     outputs: Outputs
     router: SampleRouter

@@ -1,11 +1,11 @@
-"""The decoder for library users: any batch of tokens of any sequences in, rows out, memory in their hands.
+"""The decoder for library users: any batch of tokens of any sequences in, rows out; the caller manages memory.
 
     decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)
     decoder.decode(Batch(token=[1, 2, 3], seq_id=[[0], [0], [1]], output=[0, 1, 1]))
     decoder.logits(1), decoder.memory.seq_rm(0)
 
-It owns the buffers that outputs are read from; what is handed out is a view that lives until the next decode that is
-accepted. Failures are one exception per class, each with `.code`, `.reason` and `.index`.
+It owns the buffers that outputs are read from: a returned tensor is a view, valid until the next accepted decode.
+Failures are one exception per class, each with `.code`, `.reason` and `.index`.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Decoder:
     # Decoding
 
     def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
-        """Decode a batch, or encode it where there is no memory. `abort` is asked during the run; true stops it."""
+        """Decode a batch, or encode it where there is no memory. `abort` is called during the run; true stops it."""
         if isinstance(self._flow, EncodeFlow):
             return self._flow.encode(batch, abort=abort)
         return self._flow.decode(batch, abort=abort)
@@ -98,7 +98,7 @@ class Decoder:
         return self._flow.outputs
 
     def reorder(self) -> None:
-        """Bring all rows into batch order now, not when one is first read (OUT-12)."""
+        """Put all rows into batch order now, instead of at the first read (OUT-12)."""
         self.outputs.reorder()
 
     def logits(self, index: int) -> Tensor | None:
@@ -115,7 +115,7 @@ class Decoder:
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """How often graphs were reserved, built and used again, and ubatches rolled back."""
+        """How often graphs were reserved, built and reused, and ubatches rolled back."""
         graphs = self._flow.graphs
         rolled = self._flow.ubatches.n_roll_backs if isinstance(self._flow, DecodeFlow) else 0
         return {
@@ -129,7 +129,7 @@ class Decoder:
 
     @property
     def parts(self) -> MemoryParts:
-        """The memory's caches and states with their tensors; to be looked at."""
+        """The memory's caches and states with their tensors; read-only."""
         if self._parts is None:
             raise Unsupported(f"{self.model.shape.family} is an encoder: it has no memory")
         return self._parts
@@ -141,7 +141,7 @@ class Decoder:
 
     @property
     def largest_state_bytes(self) -> int:
-        """No saved state of this memory is larger."""
+        """An upper bound for the size of any saved state of this memory."""
         return state_file.largest(self._saved_parts())
 
     def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
@@ -165,7 +165,7 @@ class Decoder:
         state_file.load_sequence(self._saved_parts(), sequence, data)
 
     def _flush(self) -> None:
-        """Shifts and copies that are pending come before saving and before loading (ST-10)."""
+        """Carry out pending shifts and copies, before saving and before loading (ST-10)."""
         if isinstance(self._flow, DecodeFlow):
             self._flow.update()
 

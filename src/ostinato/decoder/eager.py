@@ -1,7 +1,7 @@
 """The stages of a run on an eager backend: a "graph" is the input buffers of one shape of ubatch and a forward.
 
-What the compute executor asks, stage by stage, is answered here with the model and its memory. States of recurrent
-layers become memory only by `commit`, once the whole ubatch has succeeded (RM-19).
+`EagerStages` implements the compute executor's stages with the model and its memory. States of recurrent layers
+become memory only by `commit`, once the whole ubatch has succeeded (RM-19).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ostinato.errors import Aborted, InvalidBatch
 
 @dataclass(slots=True)
 class EagerGraph:
-    """Input buffers for ubatches of one shape, at fixed addresses; mutable, because a run leaves its results here."""
+    """Input buffers for ubatches of one shape, at fixed addresses; mutable, because a run stores its results here."""
 
     tokens: Tensor  # int64 [n_tokens]
     positions: Tensor  # int64 [n_tokens]
     output_rows: Tensor  # int64 [n_outputs] which rows are outputs
     embd: Tensor | None = None
-    segments: Tensor | None = None  # which of two texts each row is of
+    segments: Tensor | None = None  # which of two texts each row belongs to
     memory: ForwardMemory | EncoderMemory | None = None
     computed: Computed = field(default_factory=Computed)
 
@@ -45,7 +45,7 @@ class EagerGraph:
 class UbatchJob:
     """One ubatch to run: the output row it begins with, how many rows are due, and its view of memory.
 
-    `memory` and `memory_shape` are asked once the ubatch has been applied.
+    `memory` and `memory_shape` are called after the ubatch has been applied.
     """
 
     ubatch: Ubatch
@@ -56,7 +56,7 @@ class UbatchJob:
 
 
 def check_inputs(model: Model, batch: CleanBatch) -> None:
-    """Refuse rows that are not as wide as the model's, and texts that it cannot tell apart."""
+    """Refuse rows that are not as wide as the model's, and segment ids that it does not have."""
     width = model.shape.hidden
     if batch.embd is not None and batch.embd.shape[-1] != width:
         raise InvalidBatch(f"embd rows are {batch.embd.shape[-1]} wide; this model's are {width} (S-5)", reason="shape")
@@ -84,14 +84,14 @@ class EagerStages:
     _ran: EagerGraph | None = None
 
     def validate(self, ubatch: Ubatch) -> None:
-        """What could be wrong was refused with the batch (`check_inputs`), before memory was touched."""
+        """Nothing to do: `check_inputs` has checked the batch, before memory was touched."""
 
     def prepare(self, ubatch: Ubatch) -> PreparedGraph[EagerGraph]:
         key = self.graphs.key(ubatch, self.setup, n_outputs=self.job.expected, memory=self.job.memory_shape())
         return self.graphs.prepare(key)
 
     def allocate(self, graph: EagerGraph) -> None:
-        """Buffers were made with the graph; what a forward needs besides is torch's to find."""
+        """Nothing to do: the graph has its buffers, and torch allocates the rest during the forward."""
 
     def bind(self, graph: EagerGraph, ubatch: Ubatch) -> None:
         if ubatch.token is not None:
@@ -133,7 +133,7 @@ class EagerStages:
         self.graphs.invalidate()
 
     def commit(self) -> None:
-        """The ubatch has succeeded: the states it left become memory."""
+        """The ubatch has succeeded: write its states to memory."""
         assert self._ran is not None
         assert self._ran.memory is not None
         self._ran.memory.commit()

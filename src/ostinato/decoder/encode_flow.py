@@ -1,6 +1,6 @@
-"""One encode: a batch of texts in one forward, every row seeing its whole text, nothing remembered (EN-1..5).
+"""One encode: a batch of texts in one forward, in which every row sees its whole text (EN-1..5).
 
-Outputs, pooling and the executor are the decoder's; memory takes no part.
+Outputs, pooling and the executor are the decoder's; there is no memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""The one way in: parts of sequences through the backend that decodes, over the paged memory kind.
+"""Runs parts of sequences through the backend that decodes, over the paged memory kind.
 
-A chunk of a prompt, a text that is scored or embedded, a sequence that is to be saved: each is begun here, runs as work
-beside the loop, and is finished here when that work is done, so that whoever calls never waits for a device. A chunk
-that failed has left memory as it was. Batches that only cells can express take `cell_flow.py`, which has the order of
-the specification in full.
+A chunk of a prompt, a text to score or embed, a sequence to save: `begin` starts it as a job beside the loop, and
+`finish` takes its results when the job is done, so the caller never waits for a device. A failed chunk leaves memory as
+it was. Batches that need cells use `cell_flow.py`, which has the full order of the specification.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from ostinato.loop.start import PendingWork
 
 @dataclass(slots=True, eq=False)
 class PendingChunk:
-    """A chunk on its way through the device; mutable, because its work fills it in."""
+    """A chunk that the device computes; mutable, because its job fills it in."""
 
     parts: Sequence[SequencePart]
-    returned: bool = False  # its host's part is over; on a GPU the device's may not be
+    returned: bool = False  # the host's part is done; on a GPU the device's may not be
     output: ChunkOutput | None = None
     work: PendingWork | None = None
 
@@ -46,7 +45,7 @@ class PagedFlow:
         *,
         first: int | None = None,
     ) -> PendingChunk:
-        """Start parts of sequences as a chunk of so many rows. `first`: the slot whose first token is sampled then."""
+        """Start parts of sequences as a chunk of `rows` rows. `first`: the slot whose first token is then sampled."""
         chunks, planned = self.chunks, [self.memory.plan(part) for part in parts]
 
         def run() -> ChunkOutput:
@@ -79,7 +78,7 @@ class PagedFlow:
         return pending
 
     def finish(self, pending: PendingChunk) -> ChunkOutput:
-        """The outputs of a chunk that is done, whose parts are in memory now; raises what it raised."""
+        """Apply a finished chunk to memory and return its outputs; raises the exception that it raised."""
         assert pending.work is not None
         pending.work.result(0)
         for part in pending.parts:

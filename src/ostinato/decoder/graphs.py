@@ -1,8 +1,8 @@
-"""When a graph is reserved, built or used again (GS-1..5).
+"""When a graph is reserved, built or reused (GS-1..5).
 
-A graph is whatever a backend builds for one shape of ubatch: on the eager CPU a callable and the buffers bound for
-that shape. Nothing here knows what is inside; the decoder and the encoder each wrap `GraphScheduler` with a graph
-type of their own.
+A graph is what a backend builds for one shape of ubatch: on the eager CPU, a callable and the buffers for that shape.
+Nothing here depends on its contents; the decoder and the encoder each use a `GraphScheduler` with a graph type of
+their own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class GraphKey:
-    """Everything a graph was built for: two ubatches with equal keys run in the same graph (GS-2)."""
+    """Everything that a graph depends on: two ubatches with equal keys run in the same graph (GS-2)."""
 
     graph_type: str
     setup: Setup
@@ -56,7 +56,7 @@ class PreparedGraph(NamedTuple, Generic[Graph]):
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """What the worst case is made of (GS-1)."""
+    """The sizes of the worst case (GS-1)."""
 
     n_ctx: int
     n_ubatch: int
@@ -67,8 +67,8 @@ class GraphLimits:
 class GraphScheduler(Generic[Graph]):
     """One stored graph, and the memory reserved for the largest one.
 
-    `build` makes the graph of a key; `reserve` claims what the worst case needs. Either may raise a DecodeError of
-    its own; MemoryError becomes AllocationFailed and anything else ComputeFailed.
+    `build` makes the graph of a key; `reserve` allocates what the worst case needs. Either may raise a DecodeError of
+    its own; MemoryError becomes AllocationFailed and any other exception ComputeFailed.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GraphScheduler(Generic[Graph]):
         self._stored: tuple[GraphKey, Graph] | None = None
 
     def key(self, ubatch: Ubatch, setup: Setup, *, n_outputs: int, memory: Hashable) -> GraphKey:
-        """The key of the graph that runs this ubatch; `memory` is what its cursor says of shapes."""
+        """The key of the graph that runs this ubatch; `memory` is the shape that its cursor reports."""
         return GraphKey(
             graph_type=self.graph_type,
             setup=setup,
@@ -103,7 +103,7 @@ class GraphScheduler(Generic[Graph]):
         )
 
     def worst_key(self, limits: GraphLimits, setup: Setup, *, memory: Hashable) -> GraphKey:
-        """The largest ubatch that can come: all tokens, all sequences, all outputs (GS-1)."""
+        """The key of the largest possible ubatch: all tokens, all sequences, all outputs (GS-1)."""
         n_tokens, n_seqs = min(limits.n_ctx, limits.n_ubatch), limits.n_seq_max
         return GraphKey(
             graph_type=self.graph_type,
@@ -128,7 +128,7 @@ class GraphScheduler(Generic[Graph]):
         return self._reservation_due
 
     def request_reservation(self) -> None:
-        """Samplers, the causal setting or adapters changed, or an update of memory computed (GS-1, UP-8)."""
+        """Make a reservation due: samplers, causal setting or adapters changed, or memory was updated (GS-1, UP-8)."""
         self._reservation_due = True
         self.invalidate()
 
@@ -137,11 +137,11 @@ class GraphScheduler(Generic[Graph]):
         self._stored = None
 
     def ensure_reserved(self, worst: GraphKey) -> bool:
-        """Reserve for the worst case if that is due; whether it was. A failure leaves it due."""
+        """Reserve for the worst case if that is due; returns whether it was. After a failure it is still due."""
         if not self._reservation_due:
             return False
         self._own(worst)
-        self.invalidate()  # a new reservation lays the buffers out anew
+        self.invalidate()  # a new reservation moves the buffers
         classed("reserve the worst-case graph", lambda: self._reserve(worst))
         self._reservation_due = False
         self.n_reserved += 1
@@ -167,7 +167,7 @@ class GraphScheduler(Generic[Graph]):
 
 
 def classed(what: str, work: Callable[[], Result]) -> Result:
-    """Do the work; whatever it raises leaves as one of the classes of result (G-1) or as a bug of ours."""
+    """Run `work`; any exception becomes a decode error (G-1), except an InternalError, which is a bug."""
     try:
         return work()
     except (DecodeError, InternalError):

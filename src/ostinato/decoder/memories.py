@@ -1,6 +1,6 @@
 """The memory that a model needs: its coordinator, and the tensors behind it.
 
-The one place that knows which kind of memory goes with which shape: keys and values for attention, in two caches
+The only module that maps a model's shape to its kind of memory: keys and values for attention, in two caches
 where some layers see a window; states for recurrent layers; both for a hybrid (SP-15, SW-5, HY-1).
 """
 
@@ -40,7 +40,7 @@ class MemoryParts:
     recurrent: tuple[RecurrentMemory, StateStore] | None = None
 
     def forward(self, cursor: Cursor, model: Model) -> ForwardMemory:
-        """What the forward of the cursor's current ubatch, which has been applied, sees and writes."""
+        """The memory that the forward of the cursor's current, applied ubatch reads and writes."""
         ubatch, causal, device = cursor.ubatch, model.shape.causal, model.device
         caches = [
             (place, part[1])
@@ -106,7 +106,7 @@ def windowed_cells(settings: Settings, window: int) -> int:
 
 
 def memory_bytes(shape: Shape, settings: Settings, kv_type: KVType) -> int:
-    """What the tensors of such a memory would take."""
+    """Bytes that the tensors of such a memory would need."""
     per_cell = cell_bytes(shape, kv_type)
     window = window_of(shape)
     cells = len(layers_of(shape, windowed=False)) * settings.capacity
@@ -116,7 +116,7 @@ def memory_bytes(shape: Shape, settings: Settings, kv_type: KVType) -> int:
 
 
 def context_bytes(shape: Shape, kv_type: KVType, context: int) -> int:
-    """What memory takes for one sequence of that length; nothing for an encoder, which has none."""
+    """Bytes of memory for one sequence of that length; 0 for an encoder, which has no memory."""
     if not shape.causal or context < 1:
         return 0
     return memory_bytes(shape, settle(n_ctx=context, n_seq_max=1, unified=True), kv_type)

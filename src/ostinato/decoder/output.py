@@ -1,8 +1,8 @@
-"""What a decode hands to its caller: rows of logits, embeddings and sampled data, found by batch index.
+"""The outputs of a decode: rows of logits, embeddings and sampled data, found by batch index.
 
-Rows are filled in the order the ubatches ran and are brought into batch order when something is first read
-(OUT-8..12). Every tensor handed out is a view into buffers owned here: it is to be read, and lives until the next
-decode that is accepted. The buffers themselves are in `output_rows.py`, pooled vectors in `pooling.py`.
+Rows are filled in the order in which the ubatches ran, and put into batch order at the first read (OUT-8..12). Every
+returned tensor is a read-only view into buffers owned here, valid until the next accepted decode. The buffers
+themselves are in `output_rows.py`, pooled vectors in `pooling.py`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Reservation:
 
 
 def row_swaps(out_ids: Sequence[int]) -> tuple[Swap, ...]:
-    """The exchanges by which selection sort would order out_ids (OUT-10), without its search for the smallest."""
+    """The swaps by which selection sort would order out_ids (OUT-10), found without searching for the smallest."""
     order = list(out_ids)
     place = {index: row for row, index in enumerate(order)}
     swaps = []
@@ -79,14 +79,14 @@ def resolve(index: int, ids: Sequence[int | None], n_outputs: int) -> Lookup[int
 
 
 def zeros(n_items: int) -> Tensor:
-    """Zeroed float32 memory that the system hands out page by page, as rows are first written."""
+    """Zeroed float32 memory; the system allocates each page when it is first written."""
     return torch.from_numpy(np.zeros(n_items, np.float32))
 
 
 class Outputs:
     """The output rows of one decoder: `reserve`, write while the ubatches run, `publish`, read.
 
-    Memory comes from `allocate`, which gives zeroed float32 items on the CPU. `synchronize` is called before
+    Memory comes from `allocate`, which returns zeroed float32 items on the CPU. `synchronize` is called before
     anything is read (D-19).
     """
 
@@ -114,7 +114,7 @@ class Outputs:
     # Before the run
 
     def reserve(self, n_outputs: int, *, embeddings: bool, sampling: bool) -> Reservation:
-        """Rows for the next batch; all that the last one published is forgotten (OUT-1..7, OUT-13).
+        """Reserve rows for the next batch; the outputs of the last batch are dropped (OUT-1..7, OUT-13).
 
         AllocationFailed when there is no memory for them; nothing can be read then.
         """
@@ -124,7 +124,7 @@ class Outputs:
         n_embd = self._n_embd_out if embeddings else 0
         sizes = Sizes.of(rows, n_vocab=self._n_vocab, n_embd=n_embd, sampling=sampling)
         grew = self.capacity_bytes < sizes.n_items * ITEM_BYTES
-        # Rows are reordered by whoever reads first, who need not be in inference mode: keep the buffers free of it.
+        # The first reader reorders rows, perhaps outside inference mode, so the buffers must not be inference tensors.
         with torch.inference_mode(False):
             self._rows = OutputRows(self._at_least(sizes.n_items), sizes)
         return Reservation(sizes, self.capacity_bytes, grew)
@@ -133,7 +133,7 @@ class Outputs:
         """Memory for n_items: the present memory while it suffices, else as much as is needed (OUT-4)."""
         if self._items is not None and len(self._items) >= n_items:
             return self._items
-        self._items = None  # given back before more is asked for, so that both need not fit at once
+        self._items = None  # released first, so that old and new memory need not fit at once
         try:
             self._items = self._allocate(n_items)
         except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
@@ -158,7 +158,7 @@ class Outputs:
         embeddings.write(first_row, rows)
 
     def write_sampled(self, row: int, sampled: Sampled) -> None:
-        """Copy what a sampler made of a row; what it did not make leaves its count at 0 (SR-6)."""
+        """Copy a sampler's results for a row; results that it did not produce keep a count of 0 (SR-6)."""
         rows = self._reserved().sampled
         if rows is None:
             raise InternalError("sampled data was written, but not reserved (G-5)")
@@ -188,7 +188,7 @@ class Outputs:
         self._n_outputs = n_outputs
 
     def unpublish(self) -> None:
-        """Nothing can be found any more: a ubatch failed (D-16), or a new reservation was made."""
+        """Make all outputs unreadable: a ubatch failed (D-16), or a new reservation was made."""
         self._n_outputs = 0
         self._ids: list[int | None] = [None] * self._n_batch
         self._swaps = ()
@@ -207,7 +207,7 @@ class Outputs:
 
     @property
     def swaps(self) -> tuple[Swap, ...]:
-        """Row exchanges recorded and not yet made."""
+        """Row swaps that are recorded and not yet made."""
         return self._swaps
 
     @property
@@ -227,7 +227,7 @@ class Outputs:
     # Reading: rows
 
     def logits(self, index: int) -> Lookup[Tensor]:
-        """Sampled logits [count] where a sampler made any, else the raw row [n_vocab] (OUT-17)."""
+        """Sampled logits [count] where a sampler kept some, else the raw row [n_vocab] (OUT-17)."""
         sampled = self.sampled_logits(index)
         if sampled.reason is not Absence.NO_SAMPLE:
             return sampled
@@ -251,7 +251,7 @@ class Outputs:
         rows = self._in_order()
         return self._all(None if rows is None else rows.embeddings, Absence.NO_EMBEDDING)
 
-    # Reading: what backend samplers made (SR-9)
+    # Reading: results of backend samplers (SR-9)
 
     def sampled_token(self, index: int) -> Lookup[int]:
         """The token a sampler chose."""
@@ -268,7 +268,7 @@ class Outputs:
         return self._sampled(index, lambda sampled, row: sampled.logits.row(row))
 
     def sampled_probs(self, index: int) -> Lookup[Tensor]:
-        """The probabilities a sampler made, [count]."""
+        """The probabilities a sampler computed, [count]."""
         return self._sampled(index, lambda sampled, row: sampled.probs.row(row))
 
     def candidates(self, index: int) -> Tensor:
@@ -282,10 +282,10 @@ class Outputs:
             return Counts(self._n_vocab, 0, 0)
         return self._sampled(index, SampledRows.counts).value or Counts(0, 0, 0)
 
-    # How every reader gets there
+    # Shared by all readers
 
     def _found(self, index: int, get: Callable[[OutputRows, int], Value | None], absence: Absence) -> Lookup[Value]:
-        """What `get` finds in the row of an index, with the rows in batch order."""
+        """The value that `get` finds in the row of an index, with the rows in batch order."""
         row = self.row(index)
         if row.value is None:
             return Lookup(None, row.reason)
@@ -305,11 +305,11 @@ class Outputs:
         return Lookup(filled.values[: self._n_outputs])
 
     def reorder(self) -> None:
-        """Make the exchanges recorded now, not when a row is first read (OUT-12)."""
+        """Make the recorded row swaps now, instead of at the first read (OUT-12)."""
         self._in_order()
 
     def _in_order(self) -> OutputRows | None:
-        """The rows, after the exchanges recorded were made in every buffer and forgotten (OUT-12)."""
+        """The rows, after the recorded swaps were made in every buffer (OUT-12)."""
         self._synchronize()
         if self._rows is not None and self._swaps:
             self._rows.swap(self._swaps)

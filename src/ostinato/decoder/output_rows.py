@@ -1,7 +1,7 @@
-"""The row buffers behind a decoder's outputs: raw logits, embeddings, and what backend samplers made (OUT-2..6).
+"""The row buffers behind a decoder's outputs: raw logits, embeddings, and the results of backend samplers (OUT-2..6).
 
-All rows of a reservation are cut from one block of four-byte items. A row is only a place here: which token it
-belongs to, and when it may be read, is told in `output.py`.
+All rows of a reservation are slices of one block of four-byte items. Rows are only numbers here: `output.py` knows
+which token a row belongs to, and when it may be read.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """What a backend sampler made of one row; None where it made none. Tensors are [k], k at most `n_vocab`."""
+    """A backend sampler's results for one row; None where it has none. Tensors are [k], k at most `n_vocab`."""
 
     token: int | None = None
     logits: Tensor | None = None
@@ -44,7 +44,7 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Items of each buffer for a number of rows; what is not wanted has none (OUT-3)."""
+    """Items of each buffer for a number of rows; 0 for buffers that are not wanted (OUT-3)."""
 
     rows: int
     logits: int
@@ -62,7 +62,7 @@ class Sizes:
 
     @property
     def buffers(self) -> tuple[int, ...]:
-        """In the order in which they lie in the block."""
+        """In their order in the block."""
         return (self.logits, self.embeddings, self.sampled_logits, self.probs, self.candidates, self.sampled_tokens)
 
     @property
@@ -77,7 +77,7 @@ def swap_rows(buffer: Any, swaps: Iterable[Swap]) -> None:
 
 
 class Filled:
-    """Rows [rows, width], each with a mark once it was written; what is not marked is garbage of an earlier batch."""
+    """Rows [rows, width], each marked once it was written; unmarked rows hold data of an earlier batch."""
 
     def __init__(self, values: Tensor) -> None:
         self.values = values
@@ -85,7 +85,7 @@ class Filled:
 
     def write(self, first: int, rows: Tensor) -> None:
         """Copy rows [n, width], of any dtype and device, to the rows from `first` on."""
-        # Checked here because copy_ would stretch a narrow row over the whole width without a word.
+        # Checked here because copy_ would silently broadcast a narrow row over the whole width.
         if first < 0 or first + len(rows) > len(self.values) or rows.shape[1:] != self.values.shape[1:]:
             raise InternalError(
                 f"rows {list(rows.shape)} written from row {first} on; reserved: {list(self.values.shape)} (G-5)"
@@ -130,7 +130,7 @@ class Kept:
 
 
 class SampledRows:
-    """What samplers made; these buffers exist only while there is a sampler (OUT-3)."""
+    """Results of samplers; these buffers exist only while there is a sampler (OUT-3)."""
 
     def __init__(self, logits: Tensor, probs: Tensor, candidates: Tensor, tokens: Tensor) -> None:
         self.logits = Kept(logits)
@@ -165,7 +165,7 @@ class OutputRows:
     """The rows of one reservation."""
 
     def __init__(self, items: Tensor, sizes: Sizes) -> None:
-        """Cut the first items of the block into buffers; they keep what lies there, as unread garbage (OUT-4)."""
+        """Slice the first items of the block into buffers; old contents stay, and are never read (OUT-4)."""
         parts = list(torch.split(items[: sizes.n_items], list(sizes.buffers)))
         logits, embeddings, kept, probs, candidates = (
             part.view(sizes.rows, -1) if len(part) else part for part in parts[:5]

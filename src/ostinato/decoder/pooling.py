@@ -26,11 +26,11 @@ Head = Callable[[Tensor], Tensor]
 class Pooling(StrEnum):
     """How the rows of a sequence become one vector."""
 
-    NONE = "none"  # they do not: one row per output token (PL-2)
+    NONE = "none"  # no pooling: one row per output token (PL-2)
     MEAN = "mean"
     CLS = "cls"  # the token with the lowest position
     LAST = "last"  # the token with the highest position
-    RANK = "rank"  # one of the others, then a classification head
+    RANK = "rank"  # mean, cls or last, then a classification head
 
 
 def pooling(name: str) -> Pooling:
@@ -61,14 +61,14 @@ class _Rule(Protocol):
     """Carries one sequence's rows to one float32 vector."""
 
     def add(self, found: Members, rows: Tensor) -> None:
-        """Take in the sequence's tokens of one ubatch; rows are those of the whole ubatch."""
+        """Add the sequence's tokens of one ubatch; `rows` are those of the whole ubatch."""
 
     def vector(self) -> Tensor:
         """The vector so far, [width]."""
 
 
 class _Mean:
-    """The arithmetic mean over all tokens (PL-4). Summed in float64, so that the split shows in no digit kept."""
+    """The mean over all tokens (PL-4). Summed in float64, so that the split into ubatches changes no digit kept."""
 
     def __init__(self) -> None:
         self._sum: Tensor | None = None
@@ -154,7 +154,7 @@ class Pooled:
         self._vectors: dict[int, Tensor] = {}
 
     def add(self, ubatch: Ubatch, rows: Tensor) -> None:
-        """Take in the rows [n_tokens, n_embd_out] of one ubatch, a row for every token of it (PL-12)."""
+        """Add the rows [n_tokens, n_embd_out] of one ubatch, a row for every token (PL-12)."""
         if self.per_token:
             return
         if len(rows) != ubatch.n_tokens:
@@ -162,7 +162,7 @@ class Pooled:
         for sequence, found in members(ubatch).items():
             carried = self._carried.setdefault(sequence, _RULES[self._rule]())
             carried.add(found, rows)
-            # Through the head at once: should it fail, it fails inside the ubatch that can still be rolled back.
+            # The head runs here, so that if it fails, the ubatch can still be rolled back.
             vector = carried.vector()
             self._vectors[sequence] = vector if self._head is None else self._head(vector.unsqueeze(0)).squeeze(0)
 

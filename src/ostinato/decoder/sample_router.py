@@ -22,29 +22,29 @@ from ostinato.errors import InternalError, InvalidBatch
 
 
 class BackendSampler(Protocol):
-    """Chooses or narrows tokens inside a run, for one sequence."""
+    """Chooses a token, or narrows the candidates, inside a run, for one sequence."""
 
     @property
     def supported(self) -> bool:
-        """Whether it can run there at all; an empty chain cannot."""
+        """Whether it can run inside a run at all; an empty chain cannot."""
 
     def begin(self) -> None:
         """A new logical batch begins (D-14)."""
 
     def apply(self, logits: Tensor) -> Sampled:
-        """What becomes of one row of logits [n_vocab]."""
+        """The sampler's results for one row of logits [n_vocab]."""
 
     def snapshot(self) -> Any:
-        """The state, for `restore`; it must not change with the sampler."""
+        """A copy of the state, for `restore`."""
 
     def restore(self, snapshot: Any) -> None:
-        """Be as when the snapshot was taken."""
+        """Return to the state of the snapshot."""
 
 
 class SampleRouter:
-    """The registry of backend samplers, and the way of a ubatch's output rows through them.
+    """The registry of backend samplers; it passes a ubatch's output rows through them.
 
-    `on_change` is told of every real change of the registry: a new worst-case reservation is due (SR-2).
+    `on_change` is called at every real change of the registry: a new worst-case reservation is due then (SR-2).
     """
 
     def __init__(self, *, n_seq_limit: int = MAX_SEQ, on_change: Callable[[], None] = lambda: None) -> None:
@@ -81,9 +81,9 @@ class SampleRouter:
     # Before the run
 
     def check_limit(self, batch: Batch, *, limit: int, output_all: bool) -> None:
-        """Refuse more than `limit` outputs of a sampled sequence (SR-4), in a batch that nobody has judged yet.
+        """Refuse more than `limit` outputs of a sampled sequence (SR-4), in a batch that is not checked yet.
 
-        What is wrong with the batch in other ways is left to the sanitizer, which comes next.
+        All other faults of the batch are left to the sanitizer, which runs next.
         """
         if not self._samplers or (batch.output is None and not output_all):
             return
@@ -105,7 +105,7 @@ class SampleRouter:
             )
 
     def begin(self) -> None:
-        """A new logical batch: every sampler is told, once (D-14), after its state was put aside (SR-11)."""
+        """Begin a new logical batch: save every sampler's state (SR-11), then call its `begin` once (D-14)."""
         if self._begun is not None:
             raise InternalError("a batch began while another was running (D-20)")
         self._begun = []
@@ -118,11 +118,11 @@ class SampleRouter:
             raise
 
     def commit(self) -> None:
-        """The whole batch ran: what the samplers have seen is so."""
+        """The whole batch ran: keep the samplers' new states."""
         self._begun = None
 
     def undo(self) -> None:
-        """The batch failed: every sampler is as if it had never begun (SR-11). Does nothing outside a batch."""
+        """The batch failed: restore every sampler's state (SR-11). Does nothing outside a batch."""
         begun, self._begun = self._begun or [], None
         for sampler, snapshot in begun:
             sampler.restore(snapshot)
@@ -155,7 +155,7 @@ class SampleRouter:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entries:
-    """Every (token, id) of an unjudged batch: ids may be out of range."""
+    """Every (token, id) of an unchecked batch: ids may be out of range."""
 
     ids: Ints
     tokens: Ints

@@ -62,7 +62,7 @@ def settle(
     }
     _check_counts(asked)
     n_seqs = max(1, n_seq_max)
-    batch = min(n_batch, n_ctx) if causal else n_batch  # cut to what was asked for, before that is rounded (C-5)
+    batch = min(n_batch, n_ctx) if causal else n_batch  # limited to the n_ctx asked for, before that is rounded (C-5)
     ubatch = min(n_ubatch or batch, batch)
     outputs = batch if has_encoder or n_outputs_max == 0 else n_outputs_max
     if outputs < n_seqs:

@@ -1,4 +1,4 @@
-"""Vectors of texts by an encoder: as many in one forward as fit a batch; a call at a time."""
+"""Vectors of texts by an encoder: one forward takes as many texts as fit a batch; one call at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.errors import BadInput, InternalError
 
-# Tokens of one batch, unless a text has more: every row is multiplied with all of them, whoever's they are.
+# Tokens of one batch, unless a text has more: attention multiplies each row with all rows of the batch.
 BATCH_TOKENS: Final = 512
 
 
@@ -29,7 +29,7 @@ class TextEncoder:
         self._closed = False
 
     def close(self) -> None:
-        """No text is taken any more."""
+        """Refuse further texts."""
         self._closed = True
 
     def vectors(
@@ -37,7 +37,7 @@ class TextEncoder:
     ) -> Floats:
         """One float32 vector per text [texts, hidden], or its scores [texts, classes] with pooling `rank`.
 
-        `segments`: which of two texts each token is of, for models that tell them apart.
+        `segments`: which of two texts each token belongs to, for models that have segment embeddings.
         """
         found: list[Floats] = []
         with self._lock:
@@ -62,7 +62,7 @@ class TextEncoder:
     def _decoder(self, pooling: str, n_tokens: int) -> Decoder:
         made = self._made
         if made is None or made[0] != pooling or made[1].settings.n_batch < n_tokens:
-            self._made = None  # given back before more is asked for
+            self._made = None  # released before a larger one is allocated
             size = -(-n_tokens // BATCH_TOKENS) * BATCH_TOKENS
             decoder = Decoder(
                 self._model,

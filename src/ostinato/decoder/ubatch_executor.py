@@ -1,7 +1,7 @@
-"""One ubatch, wholly or not at all: memory applied, the graph run, the rows counted, and undone on any failure.
+"""Runs one ubatch, completely or not at all: apply memory, run the graph, count the rows, and undo on any failure.
 
-Memory is known only as a cursor with `apply` and `roll_back`; what runs is a callable, in practice
-`ComputeExecutor.execute`. Which ubatch comes next is `cell_flow.py`'s business.
+Memory is only a cursor with `apply` and `roll_back` here, and the run is a callable, in practice
+`ComputeExecutor.execute`. `cell_flow.py` decides which ubatch comes next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class AppliedMemory(Protocol):
 
     @property
     def n_kv(self) -> int:
-        """Cells the attention looks at, once the ubatch is applied (KV-13)."""
+        """Cells that attention reads, once the ubatch is applied (KV-13)."""
 
     def apply(self) -> object: ...
     def roll_back(self) -> object: ...
@@ -26,7 +26,7 @@ class AppliedMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """Output rows that a ubatch produced, and the cells its attention looked at."""
+    """Output rows that a ubatch produced, and the cells that its attention read."""
 
     rows: int
     n_visible: int
@@ -39,10 +39,10 @@ class UbatchExecutor:
         self.n_roll_backs = 0
 
     def execute(self, memory: AppliedMemory, compute: Callable[[], int], *, expected: int) -> Executed:
-        """Apply memory, run `compute`, which gives the rows it produced, and check their number (UX-1).
+        """Apply memory, run `compute`, which returns the number of rows it produced, and check that number (UX-1).
 
-        Whatever fails, the ubatch is rolled back once and the first failure is what the caller sees (UX-2); one
-        that has no class counts as ComputeFailed (D-21).
+        On any failure the ubatch is rolled back once, and the first failure is raised (UX-2); one that is no decode
+        error becomes ComputeFailed (D-21).
         """
         try:
             memory.apply()

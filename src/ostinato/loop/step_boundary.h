@@ -1,4 +1,4 @@
-// The step boundary between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
+// The step boundary between steps: commit the sampled tokens, take the inbox, pause and wake slots, continue or end.
 //
 // The same phases as the twin, loop/step_boundary.py, over the same bytes: `layout.h` is emitted by Python, with the
 // sizes of one engine as constants or, for an object that serves any engine, as words that the view carries. One body

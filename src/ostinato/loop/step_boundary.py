@@ -1,4 +1,4 @@
-"""The step boundary between two steps: commit what the step chose, take the inbox, pause and wake, go on or end.
+"""The step boundary between steps: commit the sampled tokens, take the inbox, pause and wake slots, continue or end.
 
 This is the twin of `loop/step_boundary.h`, phase by phase, and what `eager` runs on the CPU; the CPU's native loop
 calls the header's version, and on a GPU that version is one kernel. It touches the three arenas of `layout.py` and

@@ -1,4 +1,4 @@
-"""What the caller hands to the decoder (`batch.py`), checked (`sanitizer.py`), and cut into ubatches (`splitter.py`).
+"""The caller's batch (`batch.py`), its checks (`sanitizer.py`), and its split into ubatches (`splitter.py`).
 
-Numpy and integers only: nothing here knows tensors, models or memory beyond the first and last position it holds.
+Numpy and integers only: no tensors, no models, and of memory only the first and last position of a sequence.
 """

@@ -1,7 +1,7 @@
 """A batch as the caller gives it: lists or arrays, most of them optional.
 
-This is the edge: lists become numpy arrays here, once, and sequence ids in any of their three forms become flat ids
-with counts. What the values must satisfy is judged in `sanitizer.py`.
+Lists become numpy arrays here, once, and sequence ids in any of their three forms become flat ids with counts.
+`sanitizer.py` checks the values.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,8 @@ class Batch:
 
     `token` ids [n] or `embd` rows [n, width], or both. `pos` [n], or [dimensions, n] (flat or not) for embedding
     batches of models with several position dimensions. `seq_id` is one of: a list of ids per token; flat ids with
-    their counts in `n_seq_id`; bit masks. `output` flags [n]. `segment` [n] tells encoders which of two texts a token
-    is of. `n_tokens` only where it is not the length of the input.
+    their counts in `n_seq_id`; bit masks. `output` flags [n]. `segment` [n] says, for encoders, which of two texts a
+    token belongs to. `n_tokens` only where it is not the length of the input.
     """
 
     token: ArrayLike | None = None
@@ -48,7 +48,7 @@ class Batch:
 
 
 def misshapen(message: str, index: int | None = None) -> InvalidBatch:
-    """The refusal of a field whose shape or type is wrong."""
+    """The error for a field whose shape or type is wrong."""
     return InvalidBatch(f"{message} (S-5)", reason="shape", index=index)
 
 
@@ -64,7 +64,7 @@ def as_array(name: str, values: Any) -> NDArray[Any]:
 
 
 def length(name: str, values: Any) -> int:
-    """How many entries a field has."""
+    """The number of entries of a field."""
     try:
         return len(values)
     except TypeError as error:
@@ -78,13 +78,13 @@ def whole_numbers(name: str, values: ArrayLike) -> Ints:
         return np.zeros(array.shape, np.int64)
     if array.dtype.kind == "f":
         raise misshapen(f"{name} must hold whole numbers, not {array.dtype}")
-    if array.dtype == np.uint64:  # what does not fit would turn negative; the largest number is as far out of range
+    if array.dtype == np.uint64:  # too large values would turn negative; the maximum is out of range as well
         array = np.minimum(array, np.uint64(np.iinfo(np.int64).max))
     return array.astype(np.int64)
 
 
 def listed_ids(seq_id: Any, counts: ArrayLike | None) -> tuple[Ints, Ints]:
-    """Sequence ids in any form as (flat ids, counts per token); the ids themselves are not judged."""
+    """Sequence ids in any form as (flat ids, counts per token); the ids themselves are not checked."""
     if isinstance(seq_id, SeqMasks):
         if counts is not None:
             raise misshapen("n_seq_id goes with flat ids, not with masks")

@@ -1,6 +1,6 @@
-"""A batch after its checks: every field is there, and no rule is broken.
+"""A batch after its checks: every field is present, and no rule is broken.
 
-`sanitizer.py` makes it and `splitter.py` cuts it; nobody changes it.
+`sanitizer.py` makes it and `splitter.py` splits it; it is immutable.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class CleanBatch:
     sets: tuple[int, ...]  # the sets by number, as bit masks of ids
     output: NDArray[np.bool_]  # [n]
     spans: dict[int, tuple[int, int]]  # id -> (lowest, highest) position in the batch; ids ascending
-    segment: Ints | None = None  # [n] which of two texts each token is of
+    segment: Ints | None = None  # [n] which of two texts each token belongs to
 
     @property
     def n_tokens(self) -> int:
@@ -39,7 +39,7 @@ class CleanBatch:
 
     @property
     def unique(self) -> tuple[int, ...]:
-        """The ids that take part, ascending."""
+        """The sequence ids of the batch, ascending."""
         return tuple(self.spans)
 
     @property
@@ -58,7 +58,7 @@ class CleanBatch:
         return self.seq_id[self.seq_start[:-1]]
 
     def seq_span(self, sequence: int) -> tuple[int, int]:
-        """The lowest and the highest position of a sequence that takes part."""
+        """The lowest and the highest position of a sequence of the batch."""
         return self.spans[sequence]
 
     def ids_of(self, index: int) -> list[int]:

@@ -1,7 +1,7 @@
-"""Do the positions of a batch go on where memory stopped, step by step and in order? (rules S-13 to S-16)
+"""Checks that the positions of a batch continue those in memory, in order and without holes (rules S-13 to S-16).
 
-Each check looks at all sequences at once and names the first offender in the order the rule walks them. Only the
-first position dimension counts (S-18).
+Each check works on all sequences at once and reports the first that fails, in the order of its rule. Only the first
+position dimension counts (S-18).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ostinato.errors import InvalidBatch
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Remembered:
-    """What memory holds of each participating sequence, [sequences]; `first` and `last` count where `present`."""
+    """The positions in memory of the batch's sequences, [sequences]; `first` and `last` are valid where `present`."""
 
     present: NDArray[np.bool_]
     first: Ints
@@ -32,13 +32,13 @@ class Remembered:
 
     @property
     def next_pos(self) -> Ints:
-        """The position that would follow, 0 for a sequence that memory does not know."""
+        """The next position of each sequence, 0 where memory has none of it."""
         return np.where(self.present, self.last + 1, 0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The positions of a batch gathered by sequence, [entries], with the extremes of each, [sequences]."""
+    """The positions of a batch gathered by sequence, [entries], with each sequence's extremes, [sequences]."""
 
     gathered: Ints
     low: Ints
@@ -56,7 +56,7 @@ class Spans:
 
 
 def check_steps(entries: Entries, spans: Spans, memory: Remembered) -> None:
-    """S-13: a sequence begins right after its last position in memory, and leaves no hole."""
+    """S-13: a sequence begins right after its last position in memory, and has no hole."""
     gap = memory.present & (spans.low != memory.last + 1)
     hole = _holes(entries, spans)
     wrong = gap | hole
@@ -76,7 +76,7 @@ def _holes(entries: Entries, spans: Spans) -> NDArray[np.bool_]:
     """Which sequences have fewer distinct positions than their extremes span, [sequences]."""
     width = spans.high - spans.low
     # Where a sequence spans more positions than it has entries, there is a hole; elsewhere every position, counted
-    # from the lowest, has a seat of its own among the sequence's entries.
+    # from the lowest, has an index of its own among the sequence's entries.
     admission = np.minimum(
         spans.gathered - np.repeat(spans.low, entries.size), np.repeat(entries.size - 1, entries.size)
     )
@@ -115,7 +115,7 @@ def _hole(entries: Entries, spans: Spans, place: int) -> InvalidBatch:
 
 
 def check_coupling(entries: Entries, memory: Remembered) -> None:
-    """S-15: sequences that share a token hold the same stretch of positions in memory."""
+    """S-15: sequences that share a token have the same range of positions in memory."""
     if not entries.has_coupling:
         return
     primary = np.repeat(entries.ids[entries.start[:-1]], np.diff(entries.start))

@@ -1,7 +1,7 @@
-"""The pairs (token, sequence id) of a batch, as arrays: what every rule about sequences is computed on.
+"""The pairs (token, sequence id) of a batch, as arrays, on which every rule about sequences is computed.
 
-An entry is one id of one token; entries stand in batch order, ids as listed. `tokens` holds the same entries gathered
-by sequence, so that "the previous token of this sequence" is the neighbour on the left.
+An entry is one id of one token; entries are in batch order, ids as listed. `tokens` holds the same entries gathered by
+sequence, so that the previous token of a sequence is the element before it.
 """
 
 from __future__ import annotations

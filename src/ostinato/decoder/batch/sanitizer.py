@@ -1,8 +1,7 @@
-"""Judge a batch and fill in what the caller left out (rules S-1 to S-20); decoder and encoder both start here.
+"""Checks a batch and fills in what the caller left out (rules S-1 to S-20); decoder and encoder both start here.
 
-The checks run in the written order and the first that fails decides (G-7); those about positions are in
-`continuity.py`. Nothing outside is touched, whatever the outcome: the caller's arrays are only read, and so is
-memory, through the two questions of `MemoryView`.
+The checks run in the written order and the first failure is raised (G-7); those about positions are in
+`continuity.py`. The caller's arrays are only read, and so is memory, through the two methods of `MemoryView`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ __all__ = ["CleanBatch", "MemoryView", "sanitize"]
 
 
 class MemoryView(Protocol):
-    """What the sanitizer may ask of memory: the first and last position of a sequence, None when it has none."""
+    """The sanitizer's view of memory: the first and last position of a sequence, None when it has none."""
 
     def pos_min(self, s: int, /) -> int | None: ...
 
@@ -56,7 +55,7 @@ def sanitize(
     """The batch with every field present; InvalidBatch where a rule is broken.
 
     `n_seq_limit`: sequence ids are below it (C-4). `output_all`: every token is an output (S-20).
-    `n_pos_per_embd`: position dimensions of the model. `memory`: what has been decoded before.
+    `n_pos_per_embd`: position dimensions of the model. `memory`: the positions decoded before.
     """
     fields = _fields(batch, n_vocab, n_seq_limit, n_pos_per_embd)
     if fields.ids is not None:
@@ -215,19 +214,19 @@ def _check_not_negative(pos: Ints) -> None:
 
 
 def _remembered(entries: Entries, memory: MemoryView | None) -> Remembered:
-    """What memory holds of the participating sequences; no view is the view of an empty memory."""
+    """The positions in memory of the batch's sequences; without a view, memory counts as empty."""
     return Remembered.of([None if memory is None else _extremes(memory, s) for s in entries.unique.tolist()])
 
 
 def _extremes(memory: MemoryView, s: int) -> tuple[int, int] | None:
-    # Without a last position the sequence counts as empty, even where a part of memory knows a first one (HY-6).
+    # Without a last position the sequence counts as empty, even where a part of memory has a first one (HY-6).
     last = memory.pos_max(s)
     first = None if last is None else memory.pos_min(s)
     return None if last is None or first is None else (first, last)
 
 
 def _generated(entries: Entries, sets: Sets, next_pos: Ints) -> Ints:
-    """S-9: each sequence counts on from `next_pos`, [sequences]."""
+    """S-9: the positions of each sequence count up from `next_pos`, [sequences]."""
     if entries.has_coupling:
         return _walked(entries, sets, next_pos)
     pos = np.empty(entries.n_tokens, np.int64)
@@ -236,10 +235,10 @@ def _generated(entries: Entries, sets: Sets, next_pos: Ints) -> Ints:
 
 
 def _walked(entries: Entries, sets: Sets, next_pos: Ints) -> Ints:
-    """S-9 where tokens are shared: a token counts by its first id, and every id of it goes on from there.
+    """S-9 with shared tokens: a token gets the next position of its first id, and all its ids continue from there.
 
-    A shared token can move a counter to any value, so what follows depends on all before it: a walk, run by run of
-    tokens with the same set, whose counters agree after the first token.
+    A shared token can move a counter to any value, so each position depends on all tokens before it. The loop goes over
+    runs of tokens with the same set, whose counters agree after the first token.
     """
     counter = dict(zip(entries.unique.tolist(), next_pos.tolist(), strict=True))
     begins = np.flatnonzero(np.diff(sets.of, prepend=-1))

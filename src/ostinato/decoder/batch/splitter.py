@@ -1,8 +1,8 @@
 """Cut a clean batch into ubatches: simple, equal or sequence by sequence (rules SP-1 to SP-16).
 
 Each sequence set is a queue of its tokens in batch order, and every kind of split takes tokens from the heads of
-queues; so the state is one head per queue, and no call looks at tokens that are used. Which split a memory wants is
-its coordinator's affair (SP-15).
+queues; so the state is one head per queue, and no call looks at used tokens. A memory's coordinator chooses the kind
+of split (SP-15).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ostinato.errors import InvalidBatch
 
 
 class Splitter:
-    """One attempt to split a batch; a call that has nothing left to give returns None (SP-2)."""
+    """One attempt to split a batch; a call returns None when no tokens are left (SP-2)."""
 
     def __init__(self, batch: CleanBatch) -> None:
         self.batch = batch
@@ -30,7 +30,7 @@ class Splitter:
         self.reset()
 
     def reset(self) -> None:
-        """All tokens unused again, and no output named (SP-1)."""
+        """Mark all tokens as unused and clear the output ids (SP-1)."""
         self._head = self._begin.copy()  # [sets] where in _queued the next unused token of each set is
         self._unused = np.ones(self.batch.n_tokens, bool)
         self._first = 0  # the first unused token; every kind of split begins with it
@@ -58,8 +58,8 @@ class Splitter:
     def equal(self, n_ubatch: int, *, sequential: bool, n_keep_tail: int = 0) -> Ubatch | None:
         """Equally many tokens of several disjoint sets (SP-5 to SP-13).
 
-        `sequential`: the sets are single sequences with ids one after the other. `n_keep_tail`: the last tokens of a
-        sequence, that many, are never divided over two ubatches.
+        `sequential`: the sets are single sequences with ids one after the other. `n_keep_tail`: that many last tokens
+        of a sequence are never divided over two ubatches.
         """
         _check_limit(n_ubatch, n_keep_tail)
         if self.complete or (sequential and self.batch.has_coupling):
@@ -93,7 +93,7 @@ class Splitter:
             current = smaller
 
     def _in_order(self) -> list[int]:
-        """The sets that have unused tokens, by their first."""
+        """The sets that have unused tokens, ordered by their first one."""
         live = np.flatnonzero(self._head < self._end)
         in_order: list[int] = live[np.argsort(self._queued[self._head[live]])].tolist()
         return in_order
@@ -156,7 +156,7 @@ def _check_limit(n_ubatch: int, n_keep_tail: int = 0) -> None:
 
 
 def _spare_tails(left: Ints, n_each: int, n_ubatch: int, n_keep_tail: int) -> tuple[int, int]:
-    """How many sets go, and how many tokens of each, so that no tail is cut (SP-10, SP-11)."""
+    """How many sets to take, and how many tokens of each, so that no tail is divided (SP-10, SP-11)."""
     rest = left - n_each
     cut = (rest > 0) & (rest < n_keep_tail)
     n_whole = int(cut.argmax()) if cut.any() else len(cut)

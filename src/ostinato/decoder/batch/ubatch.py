@@ -1,6 +1,6 @@
 """One slice of a batch, as a single forward runs it (rules U-1 to U-5).
 
-A ubatch owns its arrays: it is made once, by the splitter, and nothing that happens to the batch later reaches it.
+A ubatch owns its arrays: the splitter makes it once, and later changes of the batch do not affect it.
 Sequence ids are flat with offsets, so that memory and masks can be computed without a loop over tokens.
 """
 

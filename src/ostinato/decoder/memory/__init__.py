@@ -1,1 +1,1 @@
-"""Where keys and values live: the tensors (`store.py`) and which cells a forward sees (`kv_cache.py`)."""
+"""Memory of sequences: cells that a forward writes and sees (`kv_cache.py`), recurrent states, pages, saved states."""

@@ -1,8 +1,8 @@
 """One stream's table of cells: which position and which sequences each holds (KC-1..15).
 
-Arrays over all cells, so that searching and masking need no loop; a changing call checks first and raises
-InternalError on misuse, before anything has changed. Where tokens go is decided in `slots.py`; keys and values are
-`store.py`'s.
+Arrays over all cells, so that searching and masking need no loop; a call that changes cells checks its arguments first,
+and raises InternalError on misuse before anything has changed. `slots.py` decides where tokens go; the
+backend's `kv_store.py` holds keys and values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NOWHERE: Final = np.iinfo(np.int64).max  # the lowest position of a sequence tha
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Saved:
-    """Some cells as they were: to be given back to `Cells.restore`."""
+    """A copy of some cells, for `Cells.restore`."""
 
     cells: Ints
     position: Ints
@@ -40,7 +40,7 @@ def indices(cells: ArrayLike) -> Ints:
 
 
 class Cells:
-    """`size` cells, each empty or holding a position, a set of sequences, and a shift that its key still awaits.
+    """`size` cells, each empty or holding a position, a set of sequences, and the pending shift of its key.
 
     `grid` adds a (y, x) pair to every cell, for models with several position dimensions.
     """
@@ -50,20 +50,20 @@ class Cells:
         self.position: Ints = np.full(size, EMPTY, np.int64)
         self.shift: Ints = np.zeros(size, np.int64)
         self.grid: Ints | None = np.zeros((size, 2), np.int64) if grid else None
-        # One row per sequence: a question about a sequence reads one contiguous row, and the rows of sequences that
-        # never came are pages of zeros that the system has not handed out.
+        # One row per sequence: a query about a sequence reads one contiguous row, and the rows of unused sequences are
+        # pages of zeros that the system has not allocated.
         self.member: Bools = np.zeros((MAX_SEQ, size), np.bool_)
         self.n_owners: NDArray[np.int16] = np.zeros(size, np.int16)
         self._id_sum: NDArray[np.int32] = np.zeros(size, np.int32)  # of a cell with one owner: the owner
         self.used = 0
         self.has_shift = False
-        # The extremes of each sequence's positions (KC-4); stale ones are computed again when somebody asks. A
-        # sequence with cells never has a negative highest, stale or not.
+        # The extremes of each sequence's positions (KC-4); stale ones are computed again at the next query. A sequence
+        # with cells never has a negative highest position, stale or not.
         self._lowest: Ints = np.full(MAX_SEQ, NOWHERE, np.int64)
         self._highest: Ints = np.full(MAX_SEQ, EMPTY, np.int64)
         self._stale: Bools = np.zeros(MAX_SEQ, np.bool_)
 
-    # What is there
+    # Queries
 
     @property
     def used_min(self) -> int:
@@ -108,10 +108,10 @@ class Cells:
         found: list[int] = np.flatnonzero(self.member[:, cell]).tolist()
         return found
 
-    # What changes: `cells` are distinct indices
+    # Changes: `cells` are distinct indices
 
     def set_position(self, cells: ArrayLike, positions: ArrayLike, grid: Ints | None = None) -> None:
-        """Put positions into empty cells; the sequences follow with `add` (KC-5)."""
+        """Set the positions of empty cells; `add` then sets their sequences (KC-5)."""
         at, where = indices(cells), np.asarray(positions, np.int64)
         self._require_distinct(at)
         self._require(self.position[at] < 0, at, "is in use and cannot be set")
@@ -128,7 +128,7 @@ class Cells:
         self._require_distinct(at * MAX_SEQ + who)
         self._require(self.position[at] >= 0, at, "is empty and cannot gain a sequence")
         self._require(~self.member[who, at], at, "has the sequence already")
-        # Membership last, and first in `_drop`: whenever an interrupt comes, `restore` finds every member it must undo.
+        # Membership is set last here and first in `_drop`, so that after an interrupt `restore` finds all it must undo.
         np.add.at(self.n_owners, at, 1)
         np.add.at(self._id_sum, at, who.astype(np.int32))
         self.member[who, at] = True
@@ -185,7 +185,7 @@ class Cells:
         self._move(at, self.position[at] // divisor)
 
     def reset_shift(self) -> None:
-        """The keys have been rotated: no cell awaits anything (KC-13)."""
+        """Clear all pending shifts: the keys have been rotated (KC-13)."""
         self.shift[:] = 0
         self.has_shift = False
 
@@ -206,7 +206,7 @@ class Cells:
     # Undo
 
     def save(self, cells: ArrayLike) -> Saved:
-        """What these cells hold, for `restore`; legal only while none of them awaits a shift (KC-14)."""
+        """What these cells hold, for `restore`; allowed only while none of them has a pending shift (KC-14)."""
         at = indices(cells)
         self._require_distinct(at)
         self._require(self.shift[at] == 0, at, "awaits a shift, so it cannot be saved: apply the pending update first")
@@ -214,7 +214,7 @@ class Cells:
         return Saved(at, self.position[at], grid, *self._pairs(at))
 
     def restore(self, saved: Saved) -> None:
-        """Saved cells hold again what they held; all other cells stay as they are (KC-14)."""
+        """Restore saved cells; all other cells stay as they are (KC-14)."""
         at = saved.cells
         pair_cells, pair_ids = self._pairs(at)
         self._stale[pair_ids] = True
@@ -258,7 +258,7 @@ class Cells:
         self.used -= len(cells)
 
     def _move(self, cells: Ints, positions: Ints) -> None:
-        """Used cells get new positions, and their keys await the difference."""
+        """Used cells get new positions, and the difference becomes a pending shift of their keys."""
         if not len(cells):
             return
         _, ids = self._pairs(cells)
@@ -286,6 +286,6 @@ class Cells:
             raise InternalError(f"cell {cells[~holds][0]} of {self.size} {what} (KC-12)")
 
     def _require_distinct(self, keys: Ints) -> None:
-        ascending = bool((keys[1:] > keys[:-1]).all())  # nearly always, and cheaper to see than by sorting
+        ascending = bool((keys[1:] > keys[:-1]).all())  # nearly always true, and cheaper than sorting
         if not ascending and len(np.unique(keys)) != len(keys):
             raise InternalError("the same cell was named twice (KC-12)")

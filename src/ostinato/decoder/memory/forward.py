@@ -1,7 +1,7 @@
-"""What one forward sees of memory: for its ubatch, the cells each row writes and may look at, and the states.
+"""One forward's view of memory: the cells that each row of its ubatch writes and may read, and the states.
 
-A `ForwardMemory` is a `models.blocks.Memory` for one applied ubatch; an `EncoderMemory` is one that remembers
-nothing. Both only join the integers of the caches with the tensors of the stores.
+A `ForwardMemory` is a `models.blocks.Memory` for one applied ubatch; an `EncoderMemory` keeps nothing. Both
+only join the integers of the caches with the tensors of the stores.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StreamView:
 
 @dataclass(frozen=True, slots=True)
 class KVPart:
-    """A cache, its tensors, and what this forward sees of them."""
+    """A cache, its tensors, and this forward's view of them."""
 
     store: KVStore
     views: tuple[StreamView, ...]
@@ -76,7 +76,7 @@ class KVPart:
 def in_order(cells: Cells, chosen: Ints) -> Ints:
     """Cells by position, and those of one position by their lowest sequence.
 
-    Sums then run in the same order wherever the cells lie: a state that was saved and loaded goes on to the bit.
+    Sums then run in the same order wherever the cells are, so a state that was saved and loaded continues to the bit.
     """
     positions = cells.position[chosen]
     order = np.argsort(positions, kind="stable")
@@ -86,7 +86,7 @@ def in_order(cells: Cells, chosen: Ints) -> Ints:
 
 
 def _as_slice(cells: Ints) -> slice | None:
-    """The cells as one piece of memory, where they are one: then nothing is copied to read them."""
+    """The cells as a slice, if they are contiguous: then they can be read without a copy."""
     first, last = int(cells[0]), int(cells[-1])
     whole = last - first + 1 == len(cells) and bool((np.diff(cells) == 1).all())
     return slice(first, last + 1) if whole else None
@@ -94,7 +94,7 @@ def _as_slice(cells: Ints) -> slice | None:
 
 @dataclass(frozen=True, slots=True)
 class ForwardMemory:
-    """Memory for one forward. States it is told to keep are written by `commit`, when the run has succeeded."""
+    """Memory for one forward. `commit` writes the states passed to `keep`, when the run has succeeded."""
 
     ops: Ops
     n_seqs: int
@@ -124,14 +124,14 @@ class ForwardMemory:
         self.kept[layer] = states
 
     def commit(self) -> None:
-        """The run has succeeded: the states it left become memory."""
+        """The run has succeeded: write its states to memory."""
         if self.states_store is not None and self.run is not None:
             self.states_store.commit(self.run, self.kept)
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderMemory:
-    """For encoders: every row sees the rows of this forward that share its sequence, and nothing is remembered."""
+    """For encoders: every row sees the rows of this forward that share its sequence, and nothing is kept."""
 
     ops: Ops
     mask: Tensor | None  # [rows, rows]
@@ -151,7 +151,7 @@ class EncoderMemory:
         return self.ops.attention(q, k, v, self.mask, scale=scale, softcap=softcap)
 
     def commit(self) -> None:
-        """Nothing is remembered."""
+        """Nothing to write."""
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         raise AssertionError("an encoder has no recurrent layers")

@@ -1,7 +1,7 @@
 """The KV cache as integers: streams of cells, slots for ubatches, sequence operations, pending work (KV, SQ, UP).
 
-Nothing here holds keys or values. What must happen to them is asked of `Tensors`, and which cells a forward writes
-and sees is answered by `Slot` and `visible`. A refused call has changed nothing.
+Nothing here holds keys or values: `Tensors` copies and rotates them, and `Slot` and `visible` say which cells a forward
+writes and sees. A refused call has changed nothing.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class KVCache:
     def prepare(self, ubatches: Sequence[Ubatch]) -> list[Slot] | None:
         """A slot for each ubatch, as if those before it were in place; None when one has none.
 
-        A pure question: afterwards everything is what it was (KV-8, KV-9).
+        It changes nothing (KV-8, KV-9).
         """
         slots: list[Slot] = []
         journal = Journal()
@@ -92,14 +92,14 @@ class KVCache:
                 if slot is None:
                     return None
                 slots.append(slot)
-                if len(slots) < len(ubatches):  # nobody searches after the last
+                if len(slots) < len(ubatches):  # no search follows the last
                     self._place(ubatch, slot, journal)
             return slots
         finally:
             journal.undo()
 
     def apply(self, ubatch: Ubatch, slot: Slot) -> None:
-        """Put the ubatch into its slot, wholly or, on any failure, not at all (KV-10..12)."""
+        """Put the ubatch into its slot, completely or, on any failure, not at all (KV-10..12)."""
         groups = [(number, rows.start, rows.stop) for number, rows in self._groups(ubatch)]
         if groups != [(part.stream, part.rows.start, part.rows.stop) for part in slot.streams]:
             raise InternalError("the slot is not of this ubatch: their rows or streams differ (KV-10)")
@@ -120,7 +120,7 @@ class KVCache:
             self.streams[part.stream].take_back(part.cells)
 
     def n_kv(self, slot: Slot | None = None) -> int:
-        """Cells that attention looks at, for a slot that has been applied; None: for all streams (KV-13)."""
+        """Cells that attention reads, for a slot that has been applied; None: for all streams (KV-13)."""
         parts = range(len(self.streams)) if slot is None else [part.stream for part in slot.streams]
         used = max(self.streams[number].cells.used_stop for number in parts)
         return min(self.size, max(self._pad, round_up(used, self._pad)))
@@ -145,7 +145,7 @@ class KVCache:
         return True
 
     def seq_cp(self, a: int, b: int, p0: int | None = None, p1: int | None = None) -> None:
-        """b also has what a has; across streams only everything, and the data follows at the next update (SQ-5..9)."""
+        """Add cells of a to b; across streams only all of them, with data copied at the next update (SQ-5..9)."""
         self.check_cp(a, b, p0, p1)
         if a == b:
             return
@@ -154,7 +154,7 @@ class KVCache:
             ops.copy_within(source, a, b, PositionSpan.of(p0, p1))
         else:
             ops.copy_across(source, target, a, b)
-            self.pending_copies.append((a, b))  # the stream of an id has its number, where there are several
+            self.pending_copies.append((a, b))  # with several streams, each id is the number of its stream
 
     def seq_keep(self, s: int) -> None:
         """Remove every other sequence (SQ-10)."""
@@ -192,7 +192,7 @@ class KVCache:
         self._check_id(s)
         return self._stream_of(s).cells.pos_max(s)
 
-    # The same calls' checks, for memories that must know before they change another part (HY-5)
+    # Checks of the same calls, for memories that must check all parts before they change one (HY-5)
 
     def check_rm(self, s: int | None) -> None:
         if s is not None:
@@ -250,7 +250,7 @@ class KVCache:
                     self._tensors.shift_keys(number, stream.cells.shift.copy())
                 stream.cells.reset_shift()
 
-    # Saved states: which cells are written, and where they go when they come back
+    # Saved states: which cells are saved, and where they are loaded
 
     def saved_cells(self, s: int) -> Ints:
         """The cells of a sequence worth saving, ascending: not those out of the window of its last position (ST-4)."""
@@ -316,7 +316,7 @@ class KVCache:
 
 
 def _seen(cells: Cells, ubatch: Ubatch, rows: slice, n_kv: int, window: Window, *, causal: bool) -> Bools:
-    """Where a row sees a cell: its primary sequence's, not ahead of it, and in its window."""
+    """Where a row sees a cell: of its primary sequence, not after its position, and in its window."""
     stop = cells.used_stop
     seen = np.zeros((rows.stop - rows.start, n_kv), np.bool_)
     key, query = cells.position[:stop], ubatch.first_pos[rows, None]

@@ -1,4 +1,4 @@
-"""A sequence's keys and values between the native loop's pages and a saved state, in the order of positions.
+"""Copies a sequence's keys and values between the native loop's pages and a saved state, in position order.
 
 Within a page the native loop keeps keys by number and values by position (`src/attention.h`); a saved state has both
 position by position, as every other backend does.
@@ -28,7 +28,7 @@ class NativeSequenceCopy:
     def write_kv(
         self, layers: Sequence[int], pages: Sequence[int], positions: range, tensors: Sequence[Tensor]
     ) -> None:
-        """Put back what `read_kv` gave."""
+        """Write what `read_kv` returned."""
         for (view, index), rows in zip(self._places(layers, pages, positions), tensors, strict=True):
             view[index] = rows
 
@@ -37,14 +37,14 @@ class NativeSequenceCopy:
         return []
 
     def write_states(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Nothing, as `read_states` gave."""
+        """Nothing to write, since `read_states` returns nothing."""
 
     def kv_cells(self, layers: Sequence[int]) -> tuple[Tensor, ...]:
         """One cell of each tensor of `read_kv`, as an example."""
         return tuple(view[0, :, :, 0] if is_key else view[0, :, 0] for view, is_key in self._views(layers))
 
     def state_cells(self) -> tuple[Tensor, ...]:
-        """The same of `read_states`."""
+        """The same for `read_states`."""
         return ()
 
     def _views(self, layers: Sequence[int]) -> Iterator[tuple[Tensor, bool]]:

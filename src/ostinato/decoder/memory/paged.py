@@ -1,9 +1,9 @@
 """The paged memory kind: sequences in whole pages of the loop's own store, their positions in order from 0.
 
-What the cell kinds can do with any batch, for what a backend's chunk can express: consecutive positions of single
-sequences. As there, to plan changes nothing, and `apply` is told of what was computed (MC-7). One sequence that has
-ended is kept until its pages are needed: another can go on from it, or save it. Integers only: keys and values are the
-backend's.
+It serves the batches that a backend's chunk can express: consecutive positions of single sequences; the cell kinds
+serve any batch. As there, `plan` changes nothing, and `apply` records what was computed (MC-7). One sequence that has
+ended is kept until its pages are needed, so that another can continue or save it. Integers only: the backend holds
+keys and values.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ostinato.cache.reserve import Lease, Reserve
 
 @dataclass(slots=True, eq=False)
 class PagedSequence:
-    """A sequence on its way into its pages; mutable, because it grows. `shared`: later ones may find its pages."""
+    """A sequence and its pages; mutable, because it grows. `shared`: later sequences may reuse its pages."""
 
     tokens: Sequence[int]
     lease: Lease
@@ -32,7 +32,7 @@ class PagedSequence:
 
 @dataclass(frozen=True, slots=True)
 class SequencePart:
-    """The next `n` positions of a sequence; `outputs` are the rows that are asked for, by their place among them."""
+    """The next `n` positions of a sequence; `outputs` are the rows asked for, as indices into them."""
 
     sequence: PagedSequence
     n: int
@@ -41,7 +41,7 @@ class SequencePart:
 
 @dataclass(frozen=True, slots=True)
 class KeptSequence:
-    """A sequence that has ended: its tokens, and the slot that has its state."""
+    """A sequence that has ended: its tokens, and the slot that holds its state."""
 
     tokens: Sequence[int]
     slot: int | None
@@ -63,15 +63,15 @@ class PagedSequences:
         all_now: bool = True,
         shared: bool = True,
     ) -> PagedSequence | None:
-        """Pages for a sequence that may grow to n_positions; None, and no change, while there are none to be had.
+        """Lease pages for a sequence that may grow to n_positions; None, and no change, while too few are free.
 
-        `shared`: what is cached of its beginning is not computed again, and later ones may find what it computes.
+        `shared`: its cached beginning is not computed again, and later sequences may reuse what it computes.
         """
         lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=None if shared else ())
         if lease is None:
             return None
         if self._recurs and self._kept is not None and self._kept.slot == slot:
-            self.forget()  # its state is written over
+            self.forget()  # its state will be overwritten
         return PagedSequence(tokens, lease, shared, slot)
 
     def resume(
@@ -83,8 +83,8 @@ class PagedSequences:
         all_now: bool = True,
         least_left: int = 1,
     ) -> PagedSequence | None:
-        """The same for a sequence that goes on from the one that is kept, as far as they are alike and at least so many
-        tokens are left; one that has nothing of it begins anew."""
+        """The same for a sequence that continues the kept one, as far as both begin alike and at least `least_left`
+        tokens are left to compute; without a common beginning it starts from position 0."""
         n_held = self._n_alike(tokens, slot, least_left)
         if not n_held:
             return self.open(tokens, n_positions, slot=slot, all_now=all_now)
@@ -92,58 +92,58 @@ class PagedSequences:
         lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin)
         if lease is None:
             return None
-        self.forget()  # it is this one now
+        self.forget()  # the new sequence has taken its place
         return PagedSequence(tokens, lease, False, slot, n_held)
 
     def keep(self, sequence: PagedSequence, tokens: Sequence[int]) -> None:
-        """Give its pages back, but keep those of its first tokens until they are needed."""
+        """Release its pages, but keep those of its first tokens until they are needed."""
         self.reserve.keep(sequence.lease, len(tokens))
         self._kept = KeptSequence(tuple(tokens), sequence.slot)
 
     def forget(self) -> None:
-        """Keep nothing."""
+        """Drop the kept sequence."""
         self.reserve.forget()
         self._kept = None
 
     @property
     def kept_slot(self) -> int | None:
-        """The slot whose state is kept, of a model that recurs."""
+        """The slot whose state is kept, for a recurrent model."""
         return None if self._kept is None or not self._recurs else self._kept.slot
 
     def find(self, sequence: PagedSequence) -> int:
-        """Take what is cached of its beginning by now, before it is written; how many positions are in memory."""
+        """Share the pages of its beginning that are cached by now, before it is written; the positions in memory."""
         if sequence.shared:
             sequence.n_held = self.reserve.share(sequence.lease, sequence.tokens)
         return sequence.n_held
 
     def plan(self, part: SequencePart) -> ChunkPart:
-        """What the backend is told of a part."""
+        """A part as the backend's chunk takes it."""
         sequence, start = part.sequence, part.sequence.n_held
         tokens = list(sequence.tokens[start : start + part.n])
         return ChunkPart(tokens, start, list(sequence.lease.pages), sequence.slot, part.outputs)
 
     def apply(self, part: SequencePart) -> None:
-        """A part was computed: it is in memory now."""
+        """Record that a part was computed and is in memory."""
         sequence = part.sequence
         sequence.n_held += part.n
         if sequence.shared:
             self.reserve.remember(sequence.lease, sequence.tokens, sequence.n_held)
 
     def close(self, sequence: PagedSequence) -> None:
-        """Give its pages back."""
+        """Release its pages."""
         self.reserve.close(sequence.lease)
 
     def _n_alike(self, tokens: Sequence[int], slot: int | None, least_left: int) -> int:
-        """How many positions of what is kept a sequence of these tokens can begin with."""
+        """How many positions of the kept sequence a sequence of these tokens can reuse."""
         kept, reserve = self._kept, self.reserve
         if kept is None or not reserve.kept:
             return 0
         most = min(len(kept.tokens), len(tokens) - least_left)
         alike = next((n for n in range(most) if kept.tokens[n] != tokens[n]), most)
         if self._recurs:
-            return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state does not go back
+            return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state cannot be rolled back
         if alike % reserve.page_tokens and alike < len(tokens):
             page = reserve.kept[alike // reserve.page_tokens]
             if not reserve.is_kept_alone(page):
-                alike -= alike % reserve.page_tokens  # others read what would be written to
+                alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
         return alike if alike > len(reserve.find(tokens)) * reserve.page_tokens else 0

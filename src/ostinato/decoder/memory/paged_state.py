@@ -1,7 +1,7 @@
 """One sequence of the paged memory kind as a saved state: the same parts and bytes as the cell kinds have.
 
-On its way the sequence lies in the host's memory. `PagedState` copies it out of pages and into them as work beside the
-loop; what the file says of it, and what is refused, is `state_file.py`'s business.
+In between, the sequence is held in host memory. `PagedState` copies it out of pages and into them as work beside the
+loop; `state_file.py` writes and checks the file.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class HostPart:
         return self.window.reaches_all and self.layout["part"] == "attention"
 
     def span(self, n: int) -> range:
-        """The positions that are saved of a sequence of n."""
+        """The positions to save of a sequence of n positions."""
         if self.layout["part"] == "recurrent":
             return range(n - 1, n)
         seen = ~self.window.masked(np.arange(n), np.array(n - 1))
         return range(int(seen.argmax()), n)
 
     def check_id(self, s: int) -> None:
-        """There is one."""
+        """Nothing to check: there is one sequence."""
 
     def check_flushed(self) -> None:
         """Nothing is ever pending."""
@@ -80,7 +80,7 @@ class HostPart:
         self.positions = block.rows.position[order]
         rows = (tensor_of(data, cell.cpu()) for data, cell in zip(block.data, self.form.cells, strict=True))
         self.tensors = [each[torch.from_numpy(order)] for each in rows]
-        if self.form.cells and self.form.cells[0].is_cuda:  # so that whoever starts the copy does not wait for it
+        if self.form.cells and self.form.cells[0].is_cuda:  # pinned, so that the copy is asynchronous
             self.tensors = [each.pin_memory() for each in self.tensors]
 
     def end_at(self, s: int, last: int) -> None:
@@ -108,13 +108,13 @@ class PagedState:
 
     @property
     def largest(self) -> int:
-        """No state that could be loaded has more bytes."""
+        """An upper bound for the bytes of a state that can be loaded."""
         return state_file.largest(self._parts)
 
     # Beside the loop
 
     def read(self, pages: Sequence[int], slot: int | None, n: int) -> None:
-        """Take the first n positions out of their pages, and the state out of its slot."""
+        """Copy the first n positions out of their pages, and the state out of its slot."""
         for part in self._kv:
             span = part.span(n)
             part.positions, part.tensors = np.array(span), self._copy.read_kv(part.layers, pages, span)
@@ -122,7 +122,7 @@ class PagedState:
             self._states.positions, self._states.tensors = np.array(self._states.span(n)), self._copy.read_states(slot)
 
     def write(self, pages: Sequence[int], slot: int | None) -> None:
-        """Put what was loaded into pages, and into the slot."""
+        """Copy the loaded sequence into pages, and its state into the slot."""
         for part in self._kv:
             span = range(int(part.positions[0]), int(part.positions[-1]) + 1)
             self._copy.write_kv(part.layers, pages, span, part.tensors)
@@ -132,15 +132,15 @@ class PagedState:
     # Bytes
 
     def save(self, note: Mapping[str, Any]) -> bytes:
-        """What was read, with a note beside it."""
+        """The sequence that was read, as bytes, with a note."""
         return state_file.save_sequence(self._parts, SEQUENCE, note=note)
 
     def load(self, data: bytes, n: int) -> None:
-        """Take the bytes of a sequence of n positions; BadFile where they are of another, or damaged."""
+        """Load the bytes of a sequence of n positions; BadFile where they are of another sequence, or damaged."""
         state_file.load_sequence(self._parts, SEQUENCE, data)
         for part in (*self._kv, *(() if self._states is None else (self._states,))):
             if not n or not len(part.positions) or range(part.positions[0], part.positions[-1] + 1) != part.span(n):
-                raise BadFile(f"the saved state has not the {n} positions that its note tells of; save it again")
+                raise BadFile(f"the saved state does not have the {n} positions of its note; save it again")
 
     def _attention(self, layers: Sequence[int], window: Window, context: int) -> HostPart:
         form = Form(context, False, self._copy.kv_cells(layers))

@@ -1,8 +1,8 @@
-"""Recurrent memory as integers: one cell holds the whole running state of a sequence, or of several that are still
-the same (RM-1..19).
+"""Recurrent memory as integers: one cell holds the whole running state of a sequence, or of several sequences that
+are still equal (RM-1..19).
 
-Nothing here holds states. A run is told where to read and where to write by `StateRun`; how a ubatch finds its cells is
-told in `recurrent_state.py`. A refused call has changed nothing.
+Nothing here holds states: a `StateRun` says where a run reads and writes them, and `recurrent_state.py` finds the cells
+of a ubatch. A refused call has changed nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class RecurrentMemory:
         self.n_snapshots = n_snapshots
         self._tensors = tensors
         self._state = State.empty(self.size)
-        self._before: State | None = None  # of the last apply, while nothing else has happened
+        self._before: State | None = None  # the state before the last `apply`; None after any other change
 
     @property
     def state(self) -> State:
-        """Cells, tails and the rest, to be read only."""
+        """The cells and tails; read-only."""
         return self._state
 
     @property
     def n_keep_tail(self) -> int:
-        """The last tokens of a sequence that no split may divide, so that every snapshot is good (SP-12, SP-15)."""
+        """The last tokens of a sequence that no split may divide, so that every snapshot is valid (SP-12, SP-15)."""
         return self.n_snapshots + 1 if self.n_snapshots > 0 else 0
 
     # Placement
@@ -65,7 +65,7 @@ class RecurrentMemory:
                 )
 
     def prepare(self, ubatches: Sequence[Ubatch]) -> list[StateRun] | None:
-        """Where each ubatch would run, those before it being in place; None without room. Changes nothing (RM-3)."""
+        """Where each ubatch would run after those before it; None without room. Changes nothing (RM-3)."""
         self.check_ids(ubatches)
         scratch = self._state.copy()
         try:
@@ -149,7 +149,7 @@ class RecurrentMemory:
 
     pos_min = pos_max
 
-    # The same calls' checks, for memories that must know before they change another part (HY-5)
+    # Checks of the same calls, for memories that must check all parts before they change one (HY-5)
 
     def check_rm(self, s: int | None) -> None:
         if s is not None:
@@ -196,12 +196,12 @@ class RecurrentMemory:
         return None if source is None else StateSource(source, self._state.back[s])
 
     def load(self, ids: frozenset[int], position: int) -> StateRun:
-        """A cell of their own for sequences that have none; the caller does the moves, then writes plane 0 (ST-11)."""
+        """Give sequences without a cell one of their own; the caller does the moves, then writes plane 0 (ST-11)."""
         for s in ids:
             self._check_id(s)
             if self._state.tail[s] is not None:
                 raise InternalError(f"sequence {s} has a state already; remove it before one is loaded (ST-5)")
-        # Without a cell themselves, they leave one for each of them: `empty_from` cannot fail (RM-7).
+        # There is a cell for each sequence, and these have none, so `empty_from` cannot fail (RM-7).
         return load(self._change(), ids, position)
 
     # Pending work
@@ -213,7 +213,7 @@ class RecurrentMemory:
     # Inside
 
     def _change(self) -> State:
-        """The state, about to change: an apply before this can no longer be rolled back."""
+        """The state, for a change after which an earlier `apply` can no longer be rolled back."""
         self._before = None
         return self._state
 

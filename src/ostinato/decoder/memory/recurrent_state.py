@@ -1,7 +1,7 @@
 """The cells of recurrent memory, and how a ubatch finds its own (RM-6).
 
-`source` says in which physical row a cell's state lies. It is the cell itself, except after a copy on write or a
-swap, until the next run has brought the state home. At most 256 cells: plain Python.
+`source` is the physical row that holds a cell's state. It is the cell itself, except after a copy on write or a swap,
+until the next run has moved the state to the cell's own row. At most 256 cells: plain Python.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class NoCell(Exception):
 
 
 class StateSource(NamedTuple):
-    """Where a state lies: a row, and in it the newest state (plane 0) or the one `plane` tokens earlier (RM-13)."""
+    """The place of a state: a row, and in it the newest state (plane 0) or the one `plane` tokens earlier (RM-13)."""
 
     row: int
     plane: int
@@ -52,7 +52,7 @@ class StateRun:
 class State:
     """Cells with their position, sequences and source; and per sequence its cell and what it may roll back.
 
-    Mutable: `RecurrentMemory` owns one, and tries things out on copies.
+    Mutable: `RecurrentMemory` owns one, and plans on copies of it.
     """
 
     position: list[int | None]  # per cell: of the last token
@@ -60,7 +60,7 @@ class State:
     source: list[int | None]  # per cell: the row that holds its state
     tail: list[int | None]  # per sequence: its cell
     back: list[int]  # per sequence: roll back pending, in tokens
-    n_last: list[int]  # per sequence: tokens of its last run, so n_last - 1 snapshots are good (RM-14)
+    n_last: list[int]  # per sequence: tokens of its last run, so n_last - 1 snapshots are valid (RM-14)
     head: int = 0
 
     @staticmethod
@@ -97,7 +97,7 @@ class State:
         raise NoCell
 
     def leave(self, s: int) -> list[int]:
-        """A sequence gives up its state; its cell, if that has become empty."""
+        """Remove a sequence's state; returns its cell if that has become empty."""
         cell = self.tail[s]
         self.tail[s], self.back[s], self.n_last[s] = None, 0, 0
         if cell is None:
@@ -109,7 +109,7 @@ class State:
         return [cell]
 
     def join(self, a: int, b: int) -> None:
-        """b gives up its state and shares that of a (RM-12)."""
+        """Replace the state of b by a share of that of a (RM-12)."""
         self.leave(b)
         cell = self.tail[a]
         if cell is not None:
@@ -130,7 +130,7 @@ class State:
         return cell
 
     def swap(self, a: int, b: int) -> None:
-        """Two cells exchange places, their states staying in the rows where they are."""
+        """Swap two cells; their states stay in their rows."""
         if a == b:
             return
         self.position[a], self.position[b] = self.position[b], self.position[a]
@@ -142,7 +142,7 @@ class State:
 
 
 def place(state: State, ubatch: Ubatch) -> StateRun:
-    """Give every set of an equal-length ubatch its cell, side by side; what its run must do (RM-6)."""
+    """Give every set of an equal-length ubatch a cell, side by side; returns what its run must do (RM-6)."""
     sets = [ubatch.ids_of(k * ubatch.n_seq_tokens) for k in range(ubatch.n_seqs)]
     if not ubatch.equal_seqs:
         raise InternalError("recurrent memory takes ubatches of equally long sets only (RM-6)")
@@ -168,7 +168,7 @@ def place(state: State, ubatch: Ubatch) -> StateRun:
 
 
 def load(state: State, ids: frozenset[int], position: int) -> StateRun:
-    """A cell for sequences that have none; their state is one token long as far as roll backs go (RM-14)."""
+    """Give sequences without a cell one; their state cannot be rolled back, as after a run of one token (RM-14)."""
     cell = state.empty_from(state.head)
     state.position[cell], state.ids[cell], state.source[cell] = position, ids, cell
     for s in ids:
@@ -177,7 +177,7 @@ def load(state: State, ids: frozenset[int], position: int) -> StateRun:
 
 
 def _claim(state: State, primaries: list[int]) -> tuple[int, int]:
-    """Every primary sequence has a cell of its own; the lowest and the highest of these."""
+    """Give every primary sequence a cell of its own; returns the lowest and the highest of these."""
     candidate = state.head
     cells = []
     for s in primaries:
@@ -197,7 +197,7 @@ def _start(state: State, cell: int, primary: int) -> StateSource | None:
 def _bring_home(state: State, low: int, high: int, n_sets: int) -> tuple[Move, ...]:
     """Rows to copy for sequences outside the run: those the run spans, and those whose row would be overwritten.
 
-    The latter may lie anywhere: after a roll back of a shared state, its owner reads another cell's row (RM-10).
+    The latter may be anywhere: after a roll back of a shared state, its owner reads another cell's row (RM-10).
     """
     written = set(range(low, low + n_sets))
     moves: list[Move] = []

@@ -1,7 +1,7 @@
-"""Cells for tokens: searching them, filling them, and taking it back (KV-5, KV-6, KV-10..12).
+"""Cells for tokens: find them, fill them, and undo that (KV-5, KV-6, KV-10..12).
 
-A `Stream` is a table of cells with the place where the next search starts; a `Slot` says which cells of which
-streams a ubatch gets. How the sequences of a cache are spread over streams is `kv_cache.py`'s business.
+A `Stream` is a table of cells with the index at which the next search starts; a `Slot` says which cells of which
+streams a ubatch gets. `kv_cache.py` distributes the sequences of a cache over streams.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CellRows:
-    """What cells must know of the tokens they hold."""
+    """The data that cells store of their tokens."""
 
     position: Ints  # [rows]
     grid: Ints | None  # [rows, 2] as (y, x), of models with several position dimensions
     n_ids: Ints  # [rows]
-    ids: Ints  # [ids] one row's after the other's
+    ids: Ints  # [ids] of all rows, one row after the other
 
     @staticmethod
     def of(ubatch: Ubatch, rows: slice) -> CellRows:
@@ -57,7 +57,7 @@ class CellRows:
 
 
 class Journal:
-    """What to put back, so that trying is as if it had never been (KV-9); as a context, it does so on any failure."""
+    """Records cells before they change, to undo the changes (KV-9); as a context manager, it does so on any failure."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Stream, Saved, int]] = []
@@ -74,7 +74,7 @@ class Journal:
         self._entries.append((stream, stream.cells.save(cells), stream.head))
 
     def undo(self) -> None:
-        """Everything noted is as it was."""
+        """Restore everything that was noted."""
         while self._entries:
             stream, saved, head = self._entries[-1]
             stream.cells.restore(saved)
@@ -95,7 +95,7 @@ class Stream:
         if n_rows > self.cells.size:
             return None
         start = self.head
-        # Much free space lies before the head; and a head past the end stands for the first cell.
+        # Start at the first cell if there is much free space before the head, or if the head is past the end.
         if start > self.cells.used + 2 * n_rows or start >= self.cells.size:
             start = 0
         usable = self._usable()
@@ -125,7 +125,7 @@ class Stream:
         self.head = int(at[-1]) + 1 if len(at) else self.head
 
     def take_back(self, cells: Ints) -> None:
-        """Empty cells that were filled; a search may start there again (KV-14)."""
+        """Empty cells that were filled; the next search may start there (KV-14)."""
         self.cells.empty(cells)
         self.lower_head(cells)
 
@@ -141,7 +141,7 @@ class Stream:
         return usable
 
     def _purge(self, owners: Ints, positions: Ints, journal: Journal) -> None:
-        """A sequence that lost a position gives up those before it too, so that it has no holes (KV-12)."""
+        """A sequence that lost a position loses those before it too, so that it has no holes (KV-12)."""
         for s in np.unique(owners).tolist():
             lost = int(positions[owners == s].max())
             lowest = self.cells.pos_min(s)

@@ -1,8 +1,8 @@
 """The cells of one stream as bytes: a block of a saved state.
 
 First what the cells hold, as int64: positions, then y and x where the model has them, then the number of ids of each
-cell, then the ids. After that their rows of one tensor after the other, raw, in the order of the cells. Which cells
-these are, and what becomes of them, is told in `state_parts.py`.
+cell, then the ids. After that their rows of one tensor after the other, raw, in the order of the cells.
+`state_parts.py` chooses the cells and loads them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DAMAGED: Final = "the state is damaged: save it again"
 
 _INT_BYTES: Final = 8
 _CHECKED_WORDS: Final = 1 << 22
-# Where the exponent of a float lies; with all its bits set the float is no number.
+# The exponent bits of a float; with all of them set the float is infinite or NaN.
 _EXPONENTS: Final[Mapping[torch.dtype, tuple[type[np.unsignedinteger[Any]], int]]] = {
     torch.float32: (np.uint32, 0x7F800000),
     torch.bfloat16: (np.uint16, 0x7F80),
@@ -50,7 +50,7 @@ class StateSelection:
         return StreamCounts(len(self.rows.position), len(self.rows.ids))
 
     def pieces(self) -> Iterator[memoryview]:
-        """The bytes of the block, a tensor at a time: no more than one is held beside the whole."""
+        """The bytes of the block, one tensor at a time, so that only one copy of a tensor is in memory."""
         rows = self.rows
         for ints in (rows.position, rows.grid, rows.n_ids, rows.ids):
             if ints is not None and ints.size:
@@ -90,7 +90,7 @@ class Form:
         return n_ints * _INT_BYTES + counts.n_cells * sum(cell.nbytes for cell in self.cells)
 
     def read(self, counts: StreamCounts, data: memoryview) -> StateBlock:
-        """The block in exactly `n_bytes`; BadFile where its cells hold what no cell can."""
+        """Parse a block of exactly `n_bytes`; BadFile where its cells hold values that no cell can."""
         n = counts.n_cells
         if n > self.size:
             raise BadFile(
@@ -98,7 +98,7 @@ class Form:
                 "where it was saved"
             )
         ends = np.cumsum([n, 2 * n if self.grid else 0, n, counts.n_ids]).tolist()
-        ints = np.frombuffer(data, np.int64, ends[-1]).copy()  # aligned, and ours
+        ints = np.frombuffer(data, np.int64, ends[-1]).copy()  # aligned and writable
         position, grid, n_ids, ids = np.split(ints, ends[:-1])
         rows = CellRows(position, grid.reshape(n, 2) if self.grid else None, n_ids, ids)
         _check(rows)
@@ -108,12 +108,12 @@ class Form:
 
 
 def tensor_of(data: Bytes, cell: Tensor) -> Tensor:
-    """Rows [n, ...] from their bytes, each like the example cell and where that is; a copy."""
+    """Rows [n, ...] from their bytes, with the example cell's shape, dtype and device; a copy."""
     return torch.from_numpy(data.copy()).view(cell.dtype).reshape(-1, *cell.shape).to(cell.device)
 
 
 def all_finite(data: Bytes, cell: Tensor) -> bool:
-    """Whether rows hold numbers only, neither infinite nor undefined."""
+    """Whether rows hold finite numbers only."""
     if cell.dtype not in _EXPONENTS:
         return True  # small integers
     kind, exponent = _EXPONENTS[cell.dtype]
@@ -123,7 +123,7 @@ def all_finite(data: Bytes, cell: Tensor) -> bool:
 
 
 def _check(rows: CellRows) -> None:
-    """Refuse what cells cannot hold."""
+    """Refuse values that cells cannot hold."""
     n_ids, ids = rows.n_ids, rows.ids
     if not _all_within(rows.position, 0, MAX_POSITION):
         raise BadFile(f"the saved state has a position that is negative or too high; {DAMAGED}")

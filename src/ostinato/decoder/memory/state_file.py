@@ -1,8 +1,8 @@
-"""Saved states: all of memory, or one sequence of it, as bytes that another memory can go on from (ST-1..12).
+"""Saved states: all of memory, or one sequence, as bytes from which another memory can continue (ST-1..12).
 
-A load that is refused because the state is another thing (no state, another kind, another architecture) has changed
-nothing; after any other failure the target is empty in every part of memory (ST-1, ST-8, HY-8). What the parts save
-is told in `state_parts.py`, and the format of the file in `state_bytes.py`.
+If a load is refused because the bytes are no state, or one of another kind or architecture, nothing has changed; after
+any other failure the target is empty in every part of memory (ST-1, ST-8, HY-8). `state_parts.py` describes what the
+parts save, and `state_bytes.py` the format of the file.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """Everything that a memory remembers, and the architecture whose memory it is."""
+    """All parts of a memory, and the architecture whose memory it is."""
 
     architecture: str
     kv: tuple[AttentionPart, ...] = ()
@@ -61,7 +61,7 @@ class StateParts:
 
     @property
     def left_out(self) -> list[AttentionPart]:
-        """What a partial state leaves out: full attention, where there is something else to keep (ST-12)."""
+        """The parts that a partial state leaves out: full attention, where there are other parts (ST-12)."""
         full = [part for part in self.kv if part.forgets_nothing]
         return full if len(full) < len(self.all) else []
 
@@ -84,14 +84,14 @@ class StateParts:
 
 @dataclass(frozen=True, slots=True)
 class SavedParts(StateParts):
-    """Those of the cell kinds."""
+    """The parts of the cell kinds of memory."""
 
     kv: tuple[SavedKV, ...] = ()
     recurrent: SavedStates | None = None
 
 
 def save_all(parts: StateParts, *, note: Mapping[str, Any] | None = None) -> bytes:
-    """The whole of memory, with the application's own note (JSON) beside it."""
+    """Save the whole memory, with the application's own note (JSON)."""
     return _save(parts, "whole", None, partial=False, note=note)
 
 
@@ -101,20 +101,20 @@ def save_sequence(parts: StateParts, s: int, *, partial: bool = False, note: Map
 
 
 def load_all(parts: StateParts, data: bytes) -> None:
-    """Memory holds what was saved and nothing else (ST-7)."""
+    """Replace the contents of memory by a saved state (ST-7)."""
     _load(parts, "whole", None, data)
 
 
 def load_sequence(parts: StateParts, s: int, data: bytes) -> None:
-    """Sequence s is what was saved, under whatever id; the others stay. NoSlot when they leave no room (ST-5).
+    """Replace sequence s by a saved one of any id; the others stay. NoSlot when they leave no room (ST-5).
 
-    A partial state needs the rest of its sequence to be there still; what came after its end is removed (ST-12).
+    A partial state needs the rest of its sequence in memory; positions after its end are removed (ST-12).
     """
     _load(parts, "sequence", s, data)
 
 
 def largest(parts: StateParts) -> int:
-    """No state that these parts can take has more bytes: the limit for `read`."""
+    """An upper bound for the bytes of a state that these parts can load: the limit for `read`."""
     cells = [(part.n_streams, part.form) for part in parts.all]
     n_bytes = sum(n * form.n_bytes(StreamCounts(form.size, form.size * MAX_SEQ)) for n, form in cells)
     return n_bytes + MAX_OVERHEAD_BYTES
@@ -148,7 +148,7 @@ def _load(parts: StateParts, kind: Kind, s: int | None, data: bytes) -> None:
             part.empty(s)
         for part, streams in blocks:
             part.load(s, streams)
-    except BaseException:  # whatever it is: nothing half loaded stays
+    except BaseException:  # any exception: a half-loaded state must not stay
         parts.empty(s)
         raise
 
@@ -156,7 +156,7 @@ def _load(parts: StateParts, kind: Kind, s: int | None, data: bytes) -> None:
 def _blocks(
     kept: Sequence[StatePart], s: int | None, sections: Sequence[Section], payload: memoryview
 ) -> list[tuple[StatePart, list[StateBlock]]]:
-    """What each part is to take. Everything that can be wrong with it is found here, before anything is changed."""
+    """The blocks for each part. All checks of the state happen here, before anything is changed."""
     if len(sections) != len(kept):
         raise BadFile(f"the saved state has {len(sections)} parts and this memory {len(kept)}; load it as it was saved")
     pairs = list(zip(kept, sections, strict=True))
@@ -204,7 +204,7 @@ def _difference(name: str, saved: Any, mine: Any) -> str:
 
 
 def _end_left_out(parts: StateParts, s: int, blocks: Sequence[tuple[StatePart, Sequence[StateBlock]]]) -> None:
-    """The parts that a partial state left out end where it ends; they too are empty, where it is (ST-6)."""
+    """Cut the parts that a partial state left out at its end; if it is empty, they become empty too (ST-6)."""
     lasts = [int(block.rows.position.max()) for _, streams in blocks for block in streams if block.n_cells]
     for part in parts.left_out:
         if lasts:

@@ -1,7 +1,7 @@
-"""The parts of memory as a saved state sees them: which cells are written, and where they go when they come back.
+"""The parts of memory for saved states: which cells are saved, and where they are loaded.
 
-Attention and recurrent states answer the same questions (`StatePart`). A part knows nothing of the others; the order in
-which they are asked, and what happens when one of them fails, is told in `state_file.py`.
+Attention and recurrent states implement the same interface (`StatePart`). A part knows nothing of the others;
+`state_file.py` calls them in order and handles failures.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ class StatePart(Protocol):
 
     @property
     def layout(self) -> dict[str, Any]:
-        """What a part must be like to take the bytes of this one, as JSON."""
+        """The properties, as JSON, that a part must have to load the bytes of this one."""
 
     def check_id(self, s: int) -> None:
-        """InvalidBatch for a sequence that there cannot be."""
+        """InvalidBatch for a sequence id that is out of range."""
 
     def check_flushed(self) -> None:
         """InternalError while copies or shifts are pending (ST-10)."""
 
     def choose(self, s: int | None) -> list[StateSelection]:
-        """What to save: for each stream, or for the one that the sequence is in."""
+        """The cells to save: for each stream, or for the stream of the sequence."""
 
     def check(self, s: int | None, number: int, block: StateBlock) -> None:
-        """BadFile for a block, of this stream, that the part cannot take."""
+        """BadFile for a block, of this stream, that the part cannot load."""
 
     def empty(self, s: int | None) -> None:
-        """Forget it."""
+        """Remove the sequence, or everything."""
 
     def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
-        """Take blocks that have been checked, what they replace being forgotten."""
+        """Load checked blocks; what they replace has been removed."""
 
 
 class AttentionPart(StatePart, Protocol):
@@ -61,10 +61,10 @@ class AttentionPart(StatePart, Protocol):
 
     @property
     def forgets_nothing(self) -> bool:
-        """Whether partial states leave it out: while others move on, it still has what it had (ST-12)."""
+        """Whether partial states leave it out: it keeps all positions while other parts drop old ones (ST-12)."""
 
     def end_at(self, s: int, last: int) -> None:
-        """Forget what came after the end of a partial state; BadFile where the part does not reach that far."""
+        """Remove positions after the end of a partial state; BadFile where the part does not reach that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class SavedKV:
 
     @property
     def forgets_nothing(self) -> bool:
-        """Whether partial states leave it out: while others move on, it still has what it had (ST-12)."""
+        """Whether partial states leave it out: it keeps all positions while other parts drop old ones (ST-12)."""
         return self.cache.window.reaches_all
 
     def check_id(self, s: int) -> None:
@@ -118,8 +118,8 @@ class SavedKV:
             raise BadFile(f"the saved state has another sequence in the stream of sequence {number}; {DAMAGED}")
         if s is not None and (rows.n_ids != 1).any():
             raise BadFile(f"the saved state of one sequence has several; {DAMAGED}")
-        # Attention multiplies what a row must not see by zero, and only a number survives that: one sequence's
-        # infinities would reach all others of its stream.
+        # Attention multiplies cells that a row must not see by zero. Zero times infinity is NaN, so infinities of one
+        # sequence would reach all others of its stream.
         if not all(all_finite(data, cell) for data, cell in zip(block.data, self.form.cells, strict=True)):
             raise BadFile("the saved state has keys or values that are no numbers; nothing can go on from it")
 
@@ -146,7 +146,7 @@ class SavedKV:
         self._fill(self._stream(s), cells, block)
 
     def end_at(self, s: int, last: int) -> None:
-        """Forget what came after the end of a partial state; BadFile where the part does not reach that far."""
+        """Remove positions after the end of a partial state; BadFile where the part does not reach that far."""
         mine = self.cache.pos_max(s)
         if mine is None or mine < last:
             raise BadFile(
@@ -158,7 +158,7 @@ class SavedKV:
     def _choose_stream(self, number: int) -> StateSelection:
         table = self.cache.streams[number].cells
         used = np.flatnonzero(table.position >= 0)
-        # All ids that a cell can have: n_seq_max is no limit where sequences share a stream (ST-9).
+        # All ids that a cell can have: n_seq_max does not limit ids where sequences share a stream (ST-9).
         present = np.array([s for s in range(MAX_SEQ) if table.pos_max(s) is not None], np.int64)
         place, who = np.nonzero(table.member[np.ix_(present, used)].T)
         return self._chosen(number, used, np.bincount(place, minlength=len(used)), present[who])
@@ -266,7 +266,7 @@ class SavedStates:
 
 
 def _together(runs: Sequence[StateRun]) -> StateRun:
-    """One run that writes what these write, in their order. Only a single one may have to make room for itself."""
+    """One run that writes what these runs write, in their order. Moves are allowed only if there is a single run."""
     if len(runs) == 1:
         return runs[0]
     if [run.head for run in runs] != list(range(len(runs))) or any(run.moves for run in runs):

@@ -1,4 +1,4 @@
-"""What memory answers when it is asked for room, and how the answers of several parts become one (MC-1..3)."""
+"""The result of asking memory for room, and how the results of several parts are combined (MC-1..3)."""
 
 from enum import Enum
 

@@ -1,4 +1,4 @@
-"""One face for every kind of memory (`interface.py`): attention, windowed attention, recurrent, or two at once.
+"""One interface for every kind of memory (`interface.py`): attention, windowed attention, recurrent, or two at once.
 
-The decoder talks to `interface.Memory` and never asks which kind it has (MC-8).
+The decoder uses `interface.Memory` and does not depend on its kind (MC-8).
 """

@@ -1,6 +1,6 @@
-"""The cursor that every coordinator hands out for a prepared batch (MC-7): ubatches, each with its place in each part.
+"""The cursor that every coordinator returns for a prepared batch (MC-7): ubatches, each with its place in each part.
 
-Which parts there are is told by the coordinator that makes the steps; a cursor applies them in the order of HY-3.
+The coordinator makes the steps and so decides which parts there are; a cursor applies them in the order of HY-3.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ostinato.errors import InternalError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVPlace:
-    """Where one ubatch goes in one cache. What is seen is answered once the ubatch is applied."""
+    """Where one ubatch goes in one cache. `n_kv` and `visible` are valid once the ubatch is applied."""
 
     cache: KVCache
     ubatch: Ubatch
@@ -150,12 +150,12 @@ class PreparedBatch:
 
 
 def failed() -> PreparedBatch:
-    """The answer that there is no room."""
+    """The cursor that says that there is no room."""
     return PreparedBatch((), Status.FAILED_PREPARE)
 
 
 class WorstCase:
-    """The cursor of `prepare_full`: the largest shapes that can come, and no ubatch (MC-4)."""
+    """The cursor of `prepare_full`: the largest possible shapes, and no ubatch (MC-4)."""
 
     def __init__(self, caches: Sequence[KVCache], recurrent: RecurrentMemory | None = None) -> None:
         self.status = Status.SUCCESS

@@ -20,7 +20,7 @@ from ostinato.decoder.memory.status import combine
 
 
 class HybridCoordinator:
-    """Both parts see the same ubatches; what is asked of a sequence is done to both or to neither (HY-1..7).
+    """Both parts see the same ubatches; a sequence operation changes both or neither (HY-1..7).
 
     The recurrent part checks a call before it changes anything, so it is enough to check the attention part first.
     """
@@ -39,7 +39,7 @@ class HybridCoordinator:
 
     def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Cursor:
         ubatches = self._split(splitter, n_ubatch, all_outputs)
-        # Preparing changes nothing: when the second part has no room, the first has nothing to give back (HY-2).
+        # Preparing changes nothing: when the second part has no room, there is nothing to undo in the first (HY-2).
         if ubatches is None or (runs := self.recurrent.prepare(ubatches)) is None:
             return failed()
         if (slots := self.attention.prepare(ubatches)) is None:
@@ -59,7 +59,7 @@ class HybridCoordinator:
         return WorstCase([self.attention], self.recurrent)
 
     def seq_rm(self, s: int | None, p0: int | None = None, p1: int | None = None) -> bool:
-        """The recurrent part is asked first: where it cannot forget, nothing happens (HY-4)."""
+        """The recurrent part comes first: if it cannot remove the positions, nothing changes (HY-4)."""
         self.attention.check_rm(s)
         return self.recurrent.seq_rm(s, p0, p1) and self.attention.seq_rm(s, p0, p1)
 

@@ -1,4 +1,4 @@
-"""What the decoder asks of any memory, and how it reads the answers (MC-1..9, D-12).
+"""The decoder's interface to any memory, and how it handles the results (MC-1..9, D-12).
 
 `kv.py`, `two_cache.py`, `recurrent.py` and `hybrid.py` each implement `Memory`; `cursor.py` is the cursor they share.
 """
@@ -19,7 +19,7 @@ from ostinato.errors import AllocationFailed, ComputeFailed, NoSlot
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """Pending work, or the word that there is none; `apply` carries it out and raises where it fails."""
+    """Pending work, if there is any; `apply` carries it out and raises where it fails."""
 
     status: Status
     apply: Callable[[], None]
@@ -53,7 +53,7 @@ class Cursor(Protocol):
 
     @property
     def n_kv(self) -> int:
-        """Cells that full attention looks at, once the current ubatch is applied; 0 without attention (KV-13)."""
+        """Cells that full attention reads, once the current ubatch is applied; 0 without attention (KV-13)."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,10 +63,10 @@ class Cursor(Protocol):
         """Put the current ubatch into every part of memory, or into none."""
 
     def roll_back(self) -> None:
-        """Take back what `apply` has done for the current ubatch; nothing, where it has done nothing (KV-14, RM-19)."""
+        """Undo `apply` of the current ubatch; no effect where it was not applied (KV-14, RM-19)."""
 
     def advance(self) -> bool:
-        """Go on to the next ubatch, the current one being applied; False at the end."""
+        """Move to the next ubatch, after the current one was applied; False at the end."""
 
 
 class Memory(Protocol):
@@ -78,7 +78,7 @@ class Memory(Protocol):
     def prepare_update(self, optimise: bool) -> Update: ...
 
     def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Cursor:
-        """Split the batch and find room for it all; InvalidBatch where it can never have any (MC-6)."""
+        """Split the batch and find room for all of it; InvalidBatch where it can never fit (MC-6)."""
 
     def prepare_full(self) -> Cursor:
         """The worst case, for reserving; it has no ubatch (MC-4)."""
@@ -94,7 +94,7 @@ class Memory(Protocol):
 
 
 def flush(memory: Memory) -> bool:
-    """Carry out what is pending; whether anything was, after which graphs are void (D-11, MC-5, UP-8)."""
+    """Carry out pending work; returns whether there was any, which invalidates graphs (D-11, MC-5, UP-8)."""
     update = memory.prepare_update(optimise=False)
     if update.status is Status.FAILED_PREPARE:
         raise AllocationFailed("memory cannot prepare its pending update (MC-5)", reason="update")
@@ -113,12 +113,12 @@ def prepare_with_retry(
     *,
     on_compaction: Callable[[], None] = lambda: None,
 ) -> Cursor:
-    """Room for the batch; once, where there is none, memory is asked to make some (D-12, MC-5).
+    """Find room for the batch; if there is none, ask memory once to compact itself, and retry (D-12, MC-5).
 
-    `on_compaction` is told when it did: graphs made before are void then (UP-8).
+    `on_compaction` is called when memory was compacted: that invalidates graphs built before (UP-8).
 
-    Raises NoSlot without room, AllocationFailed for answers that make no sense here, InvalidBatch where memory says
-    that there can never be room. No sequence has changed either way.
+    Raises NoSlot without room, AllocationFailed for an unexpected status, InvalidBatch where the batch can never
+    fit. No sequence has changed either way.
     """
     cursor = memory.prepare_batch(splitter, n_ubatch, all_outputs)
     if cursor.status is Status.FAILED_PREPARE and _optimise(memory):

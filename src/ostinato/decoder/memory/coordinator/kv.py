@@ -10,7 +10,7 @@ from ostinato.decoder.memory.kv_cache import KVCache
 
 
 class KVCoordinator:
-    """Attention only: what is asked of a sequence is the cache's, and the split is what its streams need (SP-15)."""
+    """Attention only: sequence operations go to the cache, and its streams decide the split (SP-15)."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache

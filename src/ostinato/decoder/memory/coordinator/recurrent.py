@@ -10,7 +10,7 @@ from ostinato.decoder.memory.recurrent import RecurrentMemory
 
 
 class RecurrentCoordinator:
-    """No attention: what is asked of a sequence is the memory's, and the split is what states need (SP-15)."""
+    """No attention: sequence operations go to the recurrent memory, and its states decide the split (SP-15)."""
 
     def __init__(self, memory: RecurrentMemory) -> None:
         self.memory = memory

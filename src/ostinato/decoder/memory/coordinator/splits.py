@@ -1,4 +1,4 @@
-"""Which split a memory asks for (SP-15), and the batches that it must refuse because no split can serve it (RM-5)."""
+"""The splits that memories use (SP-15), and the batches that a memory must refuse because no split fits (RM-5)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def split_equal(splitter: Splitter, n_ubatch: int, *, sequential: bool, n_keep_t
 def split_seq(splitter: Splitter, n_ubatch: int) -> list[Ubatch] | None:
     """One set at a time. A ubatch ends where its set shrinks: there the state that its sequences share must fork.
 
-    The splitter would go on with the smaller set (SP-14), and a recurrent state would then carry tokens into
+    The splitter would continue with the smaller set (SP-14), and a recurrent state would then carry tokens into
     sequences that do not have them (D-24). So the split is begun again with a lower limit for that ubatch.
     """
     limits: list[int] = []  # of the ubatches known so far

@@ -15,12 +15,12 @@ from ostinato.errors import InvalidBatch
 
 
 class TwoCacheCoordinator:
-    """Both caches see the same ubatches; what is asked of a sequence is done to both or to neither (HY-1..7)."""
+    """Both caches see the same ubatches; a sequence operation changes both or neither (HY-1..7)."""
 
     def __init__(self, full: KVCache, windowed: KVCache) -> None:
         self.full = full
         self.windowed = windowed
-        # Positions come from the part that forgets first (HY-6).
+        # Positions come from the windowed cache, which drops old ones first (HY-6).
         self.pos_min = windowed.pos_min
         self.pos_max = windowed.pos_max
 
@@ -39,7 +39,7 @@ class TwoCacheCoordinator:
         simple = self._prepare(split_simple(splitter, n_ubatch))
         if not simple.status.is_failure:
             return simple
-        # Cut otherwise, windows may have moved on far enough by the time a ubatch needs their cells (SP-15).
+        # With an equal split, windows may have moved far enough to free the cells that a ubatch needs (SP-15).
         return self._prepare(split_equal(splitter, n_ubatch, sequential=False))
 
     def prepare_full(self) -> Cursor:
