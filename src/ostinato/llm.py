@@ -495,7 +495,7 @@ class LLM:
         raise BadInput(CLOSED)
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
-        """Answers to prompts that run together, in order. All are checked first; the queue limits how many are submitted."""
+        """Answers to prompts that run together, in order. All are checked first, then submitted as the queue allows."""
         asks = [(prompt, self._settled(sampling)) for prompt in prompts]
         for prompt, settled in asks:
             self._engine.check(prompt, settled)

@@ -119,8 +119,8 @@ class LoadOptions:
 
     `activations` is the type that the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
     float32's tokens (on a GPU bfloat16's), `int8` is faster on a CPU. If neither runs, `int8` is refused. `prompts`
-    says what prompts read under `persistent`: a plain copy of the weights, or the tape, which takes about half the memory;
-    `auto` is plain if that fits. Other modes have no tape and refuse `tape`.
+    says what prompts read under `persistent`: a plain copy of the weights, or the tape, which takes about half the
+    memory; `auto` is plain if that fits. Other modes have no tape and refuse `tape`.
     """
 
     device: str = "auto"
