@@ -1,4 +1,4 @@
-"""Ostinato: language models with the device in charge of the token loop.
+"""Ostinato: an engine for language models in which the device runs the token loop.
 
 The public names are here and load on first use, so that `import ostinato` costs nothing.
 """

@@ -1,13 +1,13 @@
 """The command `ostinato`, and `python -m ostinato`.
 
-Nothing is imported before `main` runs, so that Ctrl-C while the verbs are still loading ends it as quietly as later.
+Nothing is imported before `main` runs, so that Ctrl-C while the verbs load ends the program without a traceback.
 """
 
 import sys
 
 
 def main() -> None:
-    """Run the verb that the command line names, and leave with its exit code."""
+    """Run the verb that the command line names, and exit with its code."""
     try:
         from ostinato.cli import main as run_verb
     except KeyboardInterrupt:

@@ -1,8 +1,8 @@
-"""Compiling at run time: CUDA by NVRTC, C++ by the machine's compiler; what was compiled once is kept on disk.
+"""Compiles at run time: CUDA by NVRTC, C++ by the machine's compiler; results are cached on disk.
 
-A file of the cache is named by everything that went into it and by its own sum, so that a change of source, option or
-compiler finds nothing, and a damaged file is made again. A source that failed is not tried twice in a process (E-7),
-and nothing here needs a GPU: a cubin is made outside of any context, and loaded by somebody else.
+The name of a cached file holds the hash of all its inputs and its own checksum, so that a change of source, option or
+compiler misses the cache, and a damaged file is compiled again. A source that failed is not tried twice in a process
+(E-7). Nothing here needs a GPU: a cubin is compiled outside of any context, and the backends load it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _COMPILERS: Final = ("c++", "g++", "clang++")
 
-# Of this process, under one lock: compilers take seconds and a core, and two of them at the same source gain nothing.
+# One lock per process: compilers take seconds and a core, and compiling the same source twice gains nothing.
 _lock: Final = threading.Lock()
 _cubins: Final[dict[str, bytes]] = {}
 _failed: Final[dict[str, str]] = {}
 
 
 class _Refused(Exception):
-    """What a compiler said about a source that it would not take."""
+    """The compiler's log for a source that it refused."""
 
 
 def cubin(
@@ -48,10 +48,10 @@ def cubin(
     defines: Mapping[str, str | int] = _NONE,
     fused: bool = True,
 ) -> bytes:
-    """CUDA source as a binary for `arch`, such as "sm_90"; `headers` are what it includes, by name. `fused`: where the
-    compiler likes, it may round a product and the sum behind it once; else only where the source says so.
+    """CUDA source as a binary for `arch`, such as "sm_90"; `headers` are what it includes, by name. `fused`:
+    the compiler may fuse a product and a sum into one rounding; otherwise only where the source says so.
 
-    Raises InternalError with the compiler's log, the same each time, and HardwareCannot where there is no NVRTC.
+    Raises InternalError with the compiler's log, the same each time, and HardwareCannot if there is no NVRTC.
     """
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{key}={value}" for key, value in defines.items())]
     options += [] if fused else ["--fmad=false"]
@@ -63,7 +63,7 @@ def cubin(
                 _cubins[key] = kept.read_bytes()
             else:
                 _cubins[key] = _once(key, f"{name} for {arch}", lambda: _run_nvrtc(source, name, headers, options))
-                with suppress(OSError):  # a cache that cannot be written costs the next process a second, no more
+                with suppress(OSError):  # without a cache the next process only compiles again
                     _keep(_cubins[key], key, "cubin")
         return _cubins[key]
 
@@ -79,9 +79,9 @@ def shared_object(
 ) -> Path:
     """C++ source as a library to be opened with ctypes, by $CXX or the first of c++, g++ and clang++.
 
-    `beside` are further translation units by name, compiled at the same time. `before_compiling` is called where
-    nothing is kept yet, and somebody must wait. Raises InternalError with the compiler's log, the same each time, and
-    HardwareCannot where there is no compiler.
+    `beside` are further translation units by name, compiled at the same time. `before_compiling` is called if
+    nothing is cached and the caller must wait. Raises InternalError with the compiler's log, the same each time, and
+    HardwareCannot if there is no compiler.
     """
     compiler = cxx()
     options = ["-shared", "-fPIC", *flags]
@@ -104,7 +104,7 @@ def shared_object(
 
 
 def cxx() -> str:
-    """The machine's C++ compiler; raises HardwareCannot where there is none."""
+    """The machine's C++ compiler; raises HardwareCannot if there is none."""
     given = os.environ.get("CXX")
     for candidate in (given,) if given else _COMPILERS:
         if candidate and (found := shutil.which(candidate)):
@@ -117,7 +117,7 @@ def cxx() -> str:
 
 
 def _key(kind: str, source: str, name: str, headers: Mapping[str, str], options: Sequence[str], version: str) -> str:
-    """The sum of everything that a compiled file depends on."""
+    """The hash of all inputs of a compiled file."""
     pieces = [kind, version, name, source, *options, "", *(text for pair in sorted(headers.items()) for text in pair)]
     total = sha256()
     for piece in pieces:
@@ -128,7 +128,7 @@ def _key(kind: str, source: str, name: str, headers: Mapping[str, str], options:
 
 
 def _once(key: str, what: str, compiled: Callable[[], bytes]) -> bytes:
-    """Compile, unless it failed already: a broken source is refused at once, with the same words (E-7)."""
+    """Compile, unless it failed already: a broken source is refused at once, with the same message (E-7)."""
     if key not in _failed:
         try:
             return compiled()
@@ -142,19 +142,19 @@ def _folder() -> Path:
 
 
 def _find(key: str, suffix: str) -> Path | None:
-    """The kept file, if it is whole."""
+    """The cached file, if it is undamaged."""
     for path in sorted(_folder().glob(f"{key}-*.{suffix}")):
         try:
             if path.stem.removeprefix(f"{key}-") == sha256(path.read_bytes()).hexdigest():
                 return path
             path.unlink()
         except OSError:
-            continue  # somebody else's, or just gone: as good as none
+            continue  # not readable, or just removed: treat as absent
     return None
 
 
 def _keep(binary: bytes, key: str, suffix: str) -> Path:
-    """In place whole or not at all: written beside, then renamed."""
+    """Write atomically: to a temporary file beside it, then rename."""
     folder = _folder()
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{key}-{sha256(binary).hexdigest()}.{suffix}"
@@ -206,7 +206,7 @@ def _run_nvrtc(source: str, name: str, headers: Mapping[str, str], options: Sequ
 
 
 def _asked(answer: tuple[Any, ...]) -> Any:
-    """The value of an NVRTC call, whose answers all begin with a result."""
+    """The value of an NVRTC call; all return values begin with a status."""
     result, *values = answer
     if result.value != 0:
         raise InternalError(f"NVRTC failed: {result.name}")
@@ -239,7 +239,7 @@ def _run_cxx(
 
 
 def _run_all(commands: Sequence[Sequence[str]], folder: Path) -> None:
-    """Run commands side by side; raises _Refused with what the first that failed has said."""
+    """Run commands in parallel; raises _Refused with the output of the first that failed."""
     with ExitStack() as running:
         start = partial(subprocess.Popen, cwd=folder, stdout=DEVNULL, stderr=PIPE, text=True)
         started = [running.enter_context(start(command)) for command in commands]

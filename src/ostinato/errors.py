@@ -1,19 +1,19 @@
 """Everything Ostinato can refuse, as one tree; each kind knows its exit code and its HTTP status.
 
-    OstinatoError                     exit 3  HTTP 500   our fault, unless a kind below says otherwise
+    OstinatoError                     exit 3  HTTP 500   an error of ours, unless a class below says otherwise
     ├── BadInput                      exit 2  HTTP 400   what the caller gave cannot be done
     │   ├── BadFile                                      damaged, hostile, or not a model at all
     │   ├── BadOption                                    a value out of range, or an unknown option
-    │   ├── BadTemplate                                  a chat template that raises, loops or eats memory
+    │   ├── BadTemplate                                  a chat template that raises, loops or uses too much memory
     │   ├── PromptTooLong                                does not fit the context
     │   ├── ContextTooLarge                              the context asked for does not fit the memory
     │   ├── Unsupported                                  a known thing that is not built here, by name
-    │   └── UnknownName                       HTTP 404   a model or family nobody knows
-    ├── DecodeError                   exit 3  HTTP 500   a batch the decoder could not take; has a code and a reason
+    │   └── UnknownName                       HTTP 404   a model or family that is not known
+    ├── DecodeError                   exit 3  HTTP 500   a batch that the decoder refused; has a code and a reason
     │   ├── InvalidBatch              exit 2  HTTP 400   the input is wrong; the same call will always fail
-    │   ├── NoSlot                    exit 4  HTTP 503   no room now; retry later, with less, or after freeing memory
+    │   ├── NoSlot                    exit 4  HTTP 503   no memory now; retry later, with less, or after freeing some
     │   ├── Aborted                   exit 130 HTTP 499  the caller's own signal stopped the run
-    │   ├── AllocationFailed          exit 4  HTTP 503   a buffer or graph could not be had
+    │   ├── AllocationFailed          exit 4  HTTP 503   a buffer or graph could not be allocated
     │   └── ComputeFailed                                a graph could not be built, or its run failed
     ├── InternalError                                    a broken invariant of ours; never the caller's fault
     │   └── BadPointer                                   memory that a kernel must not be launched on
@@ -25,7 +25,7 @@
     └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
 
 A message says what was wrong, where, and what to do, with the values in the sentence. Nothing here imports
-anything of the project, so every room may raise.
+anything of the project, so every package may raise these.
 """
 
 from collections.abc import Iterable
@@ -34,14 +34,14 @@ from typing import ClassVar
 
 
 class OstinatoError(Exception):
-    """The root: whatever is raised on purpose in this package is one of these."""
+    """The root: every exception that this package raises on purpose is one of these."""
 
     exit_code: ClassVar[int] = 3
     http_status: ClassVar[int] = 500
 
 
 class BadInput(OstinatoError):
-    """What the caller gave cannot be done."""
+    """The caller's input cannot be processed."""
 
     exit_code = 2
     http_status = 400
@@ -52,11 +52,11 @@ class BadFile(BadInput):
 
 
 class BadOption(BadInput):
-    """An option with a value out of range, or an option nobody knows."""
+    """An option with a value out of range, or an unknown option."""
 
 
 class BadTemplate(BadInput):
-    """A chat template that raises, loops or eats memory."""
+    """A chat template that raises, loops or uses too much memory."""
 
 
 class PromptTooLong(BadInput):
@@ -72,13 +72,13 @@ class Unsupported(BadInput):
 
 
 class UnknownName(BadInput):
-    """A model or family that nobody knows."""
+    """A model or family that is not known."""
 
     http_status = 404
 
 
 class DecodeError(OstinatoError):
-    """A batch that the decoder could not take: `reason` names the check, `index` the token where there is one."""
+    """A batch that the decoder refused: `reason` names the check, `index` the token where there is one."""
 
     code: ClassVar[int]
 
@@ -97,7 +97,7 @@ class InvalidBatch(DecodeError):
 
 
 class NoSlot(DecodeError):
-    """Memory has no room now. Nothing was changed: retry later, with a smaller batch, or after freeing memory (G-2)."""
+    """The memory is full now. Nothing was changed: retry later, with a smaller batch, or after freeing memory (G-2)."""
 
     code = 1
     exit_code = 4
@@ -143,7 +143,7 @@ class DecodeInvariantError(OstinatoError):
 
 
 class PlanStale(DecodeInvariantError):
-    """A buffer of the plan is not where the plan says: nothing can run on it any more."""
+    """A buffer of the plan is not where the plan says: nothing can run with this plan any more."""
 
 
 class EngineDead(OstinatoError):
@@ -167,7 +167,7 @@ class FetchFailed(OstinatoError):
 
 
 class HardwareCannot(OstinatoError):
-    """This machine cannot run what was asked."""
+    """This machine cannot run what was requested."""
 
     exit_code = 4
     http_status = 503

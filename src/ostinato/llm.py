@@ -1,7 +1,7 @@
-"""The Python face: `LLM` opens a model and answers; `Completion` is an answer, `Piece` a part of one.
+"""The Python interface: `LLM` opens a model and answers; `Completion` is an answer, `Piece` a part of one.
 
-It joins the rooms (files, text, engine) and holds next to no arithmetic of its own. How tokens become an answer is
-told in `engine/answer.py`, the walk of one request through the files in docs/walk.md.
+It joins the packages (files, text, engine) and has hardly any arithmetic of its own. `engine/answer.py` turns tokens
+into an answer; docs/walk.md follows one request through the files.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class LLM:
     ...     print(llm.generate("Once upon a time", Sampling(max_tokens=64)).text)
 
     `model` is a path (a GGUF file or a safetensors folder) or a name that the store knows. Options are those of
-    `LoadOptions`; an unknown one is refused. `progress` is told (bytes read, bytes in all) while weights load,
-    `talk` a sentence where something was settled otherwise than one might expect. Any number of threads may ask, and
-    any number of streams be open: `slots` requests are decoded at once, the others wait in line.
+    `LoadOptions`; an unknown one is refused. `progress` is called with (bytes read, total bytes) while
+    weights load, `talk` with a sentence for each default that had to be changed. Any number of threads may call, and
+    any number of streams may be open: `slots` requests are decoded at once, the others wait in the queue.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class LLM:
             else None
         )
         if self._loop_engine is not None:
-            model = self._loop_engine.loop.model  # whose matrices may lie on the tape alone
+            model = self._loop_engine.loop.model  # its matrices may be on the tape alone
         self.shape, self._model = shape, model
         self._encoder = None if shape.causal else TextEncoder(model)
         for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
             talk(sentence)
-        self._recent: list[int] = []  # what was read to make the last answer, or was loaded
+        self._recent: list[int] = []  # tokens of the last answer and its prompt, or of a loaded state
         return settled
 
     @property
@@ -137,22 +137,22 @@ class LLM:
         return () if self._loop_engine is None else self._loop_engine.why_not
 
     def stats(self) -> Stats:
-        """What the engine has counted: steps, tokens, gaps between them, pages, and who sits and waits."""
+        """The engine's counts: steps, tokens, gaps between them, pages, and requests in slots and in the queue."""
         return self._engine.stats()
 
     @property
     def fault(self) -> str | None:
-        """What the engine died of; None while it lives."""
+        """The error that ended the engine; None while it runs."""
         return None if self._loop_engine is None else self._loop_engine.fault
 
     @property
     def dtype(self) -> str:
-        """What it computes in."""
+        """The dtype of activations."""
         return self._choice.dtype
 
     @property
     def activations(self) -> str | None:
-        """What the CPU's native loop multiplies weights with, `wide` or `int8`; None where it does not run."""
+        """The activations of the CPU's native loop, `wide` or `int8`; None if it does not run."""
         return self._choice.activations if self._choice.weights == "tiles" else None
 
     @property
@@ -162,7 +162,7 @@ class LLM:
 
     @property
     def kv_type(self) -> str:
-        """How keys and values are kept."""
+        """The type of keys and values in the cache."""
         return self._choice.kv_type
 
     @property
@@ -193,7 +193,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False) -> Iterator[Piece]:
         """The answer piece by piece; pieces join to the whole text, and the last holds the `Completion`.
 
-        `reuse` does not compute again what memory holds of the prompt's beginning (`load_state`).
+        With `reuse`, a prefix of the prompt that is in memory (`load_state`) is not computed again.
 
         >>> for piece in llm.stream("Once upon a time"): print(piece.text, end="")     # doctest: +SKIP
         """
@@ -226,7 +226,7 @@ class LLM:
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
 
     def chat_text(self, messages: Messages, **template_options: Any) -> str:
-        """What the model's chat template makes of a conversation."""
+        """A conversation as text, rendered by the model's chat template."""
         if self.template is None:
             raise Unsupported(
                 f"{self.name} has no chat template, so it has no notion of a conversation; "
@@ -237,11 +237,11 @@ class LLM:
         return self.template.render(messages, **template_options)
 
     def chat_ids(self, messages: Messages | str, **template_options: Any) -> list[int]:
-        """The prompt ids of a conversation, or of what its `chat_text` was."""
+        """The prompt ids of a conversation, or of its `chat_text`."""
         text = messages if isinstance(messages, str) else self.chat_text(messages, **template_options)
         ids = self.tokenizer.encode(text, bos=False, special=True)
         bos = self.tokenizer.bos_id
-        # Most templates write BOS themselves; a second one would be a token the model never saw there.
+        # Most templates write BOS themselves; models are not trained with a second one.
         return [bos, *ids] if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos] else ids
 
     def submit(
@@ -253,10 +253,10 @@ class LLM:
         show: Collection[str] = (),
         sink: Callable[[Request, Message], None],
     ) -> Answer:
-        """Ask without waiting, for whoever serves many: QueueFull when too many wait already.
+        """Submit a request without waiting for its answer, for servers; QueueFull if too many requests wait.
 
-        `sink` is told everything, on the engine's thread; the tokens it is told are pushed into what is returned, on
-        any one thread. `fresh`: the answer is a text of its own, as in a conversation, not the rest of the prompt's.
+        The engine's thread calls `sink` with every message; the caller pushes its tokens into the returned `Answer`, on
+        any one thread. `fresh`: the answer is a text of its own, as in a conversation; it does not continue the prompt.
         `show`: control tokens that its text shows, such as those that mark a tool call.
         """
         settled = self._settled(sampling)
@@ -265,11 +265,11 @@ class LLM:
         return Answer(self._origin, ids, settled, request, fresh=fresh, show=show)
 
     def slots(self) -> list[SlotView]:
-        """Who sits in each slot now, and how far they are."""
+        """The request in each slot now, and its progress."""
         return self._engine.slots()
 
     def fingerprint(self) -> str:
-        """The sha256 of the model's files; made once, which takes seconds for a large one."""
+        """The sha256 of the model's files; computed once, which takes seconds for a large model."""
         return self._checkpoint.fingerprint()
 
     # Text and tokens
@@ -287,7 +287,7 @@ class LLM:
     # What the model computes
 
     def logits(self, ids: Sequence[int]) -> Floats:
-        """Teacher forced: float32 [n, vocab], row i being what the model expects after ids[: i + 1]."""
+        """Teacher-forced logits, float32 [n, vocab]: row i is the model's prediction after ids[: i + 1]."""
         return logits_of(self._engine, ids)
 
     @overload
@@ -297,7 +297,7 @@ class LLM:
     def score(self, text: str | list[str]) -> Score | list[Score]:
         """How well the model predicts a text, every token but the first from those before it; a list gives a list.
 
-        A text longer than the context is scored in stretches of the context that share one token.
+        A text longer than the context is scored in parts of the context's length that share one token.
         """
         texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else text)]
         if any(len(ids) < 2 for ids in texts):
@@ -321,7 +321,7 @@ class LLM:
     @overload
     def token_logprobs(self, ids: list[list[int]], top: int = 0) -> list[tuple[TokenLogprob, ...]]: ...
     def token_logprobs(self, ids: Any, top: int = 0) -> Any:
-        """What the model gives each token but the first, after those before it, and the `top` most likely ones there;
+        """The log-probability of each token but the first, given those before it, and the `top` most likely ones there;
         a list of texts gives a list.
 
         >>> sum(one.logprob for one in llm.token_logprobs(llm.tokenize("some text")))  # doctest: +SKIP
@@ -348,7 +348,7 @@ class LLM:
         """One vector per text (or its token ids), float32 [texts, hidden], from the last hidden rows.
 
         `pooling` is the model's own, else mean; with `rank` a ranking model gives its scores [texts, classes].
-        `normalize` to unit length is an encoder's own habit, and done for a decoder's, unless said.
+        `normalize` scales to unit length; the default is an encoder's own setting, and true for a decoder.
         """
         if pooling == "none":
             raise BadOption(
@@ -372,7 +372,7 @@ class LLM:
         return vectors
 
     def rank(self, query: str, texts: Sequence[str]) -> Floats:
-        """How well each text answers the query, by a model made for it: float32 [texts, classes], one class mostly.
+        """How well each text answers the query, by a ranking model: float32 [texts, classes], usually one class.
 
         >>> llm.rank("what is a lighthouse?", ["a tower with a lamp", "a kind of fish"])  # doctest: +SKIP
         """
@@ -389,7 +389,7 @@ class LLM:
     # Memory
 
     def decoder(self, **settings: Any) -> Decoder:
-        """A decoder of its own over this model, for whoever wants batches and memory in their own hands.
+        """A new decoder over this model, for callers that manage batches and memory themselves.
 
         >>> decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)                       # doctest: +SKIP
         """
@@ -403,7 +403,7 @@ class LLM:
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
         """Write the last answer, its prompt and its memory to a file, with a note of the caller's own (JSON).
 
-        What is in memory still is not computed again.
+        The part that is still in memory is not computed again.
         """
         if not self._recent:
             raise BadInput("there is no answer yet whose state could be saved")
@@ -415,7 +415,7 @@ class LLM:
         state_file.write(path, save_sequence(self._engine, self._recent, content))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
-        """Put a saved sequence into memory, and give back its note; the next call with `reuse` goes on from it."""
+        """Load a saved sequence into memory and return its note; the next call with `reuse` continues from it."""
         data = state_file.read(path, limit=largest_state_bytes(self._engine))
         try:
             content = state_file.describe(data).note or {}
@@ -435,7 +435,7 @@ class LLM:
     # Life
 
     def close(self) -> None:
-        """Cancel what runs, give back the file, threads and the template's process; of no use afterwards."""
+        """Cancel running requests and release file, threads and the template's process; not usable afterwards."""
         if self.template is not None:
             self.template.close()
         if self._encoder is not None:
@@ -472,7 +472,7 @@ class LLM:
         return settled if settled.seed is not None else dataclasses.replace(settled, seed=secrets.randbits(53))
 
     def _stream_ids(self, prompt: list[int], sampling: Sampling | None, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
-        """`fresh`: the answer is a text of its own, not the rest of the prompt's."""
+        """`fresh`: the answer is a text of its own, not a continuation of the prompt."""
         settled = self._settled(sampling)
         self._engine.check(prompt, settled)  # here, not at the first piece: a bad prompt is refused by the call
         return self._pieces(prompt, settled, reuse=reuse, fresh=fresh)
@@ -495,7 +495,7 @@ class LLM:
         raise BadInput(CLOSED)
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
-        """Answers to prompts that run together, in order. Checked first, all of them; fed as the line has room."""
+        """Answers to prompts that run together, in order. All are checked first, then submitted as the queue allows."""
         asks = [(prompt, self._settled(sampling)) for prompt in prompts]
         for prompt, settled in asks:
             self._engine.check(prompt, settled)
@@ -518,7 +518,7 @@ class LLM:
                 request, message = waited_for(heard, self._engine.helper)
                 answer = answers.get(request.id)
                 if answer is None:
-                    continue  # past its stop string
+                    continue  # it has met its stop string
                 if isinstance(message, Exception):
                     raise message
                 if not isinstance(message, Token):

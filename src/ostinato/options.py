@@ -1,7 +1,7 @@
-"""What a user may state: how to load a model (`LoadOptions`) and how to choose tokens (`Sampling`).
+"""What a user may set: how to load a model (`LoadOptions`) and how to choose tokens (`Sampling`).
 
 Frozen records, checked when made, so that nothing below re-checks a value. `None` means that the user did not
-say: a model's own defaults come in by `Sampling.over`. No torch here.
+set it: `Sampling.over` fills in the model's own defaults. No torch here.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _is_count(value: object, least: int) -> bool:
 
 
 def _known_words(kind: type, words: Iterable[str]) -> None:
-    """Refuse a word that is no option, with the nearest one that is."""
+    """Refuse an unknown option, naming the nearest known one."""
     known = [f.name for f in dataclasses.fields(kind)]
     for word in words:
         if word in _NOT_HERE:
@@ -88,7 +88,7 @@ def _is_device(value: object) -> bool:
 
 
 def _several(option: str, value: object, wanted: str) -> tuple[Any, ...]:
-    """One value, a list of them, or None for none, as a tuple: what is kept stays hashable."""
+    """One value, a list of them, or None for none, as a tuple: so that records stay hashable."""
     if value is None:
         return ()
     if isinstance(value, (str, int)):
@@ -99,7 +99,7 @@ def _several(option: str, value: object, wanted: str) -> tuple[Any, ...]:
 
 
 def _schema_text(schema: Any) -> str | None:
-    """A JSON schema as compact JSON text, its members in their order: that is the order of the answer's."""
+    """A JSON schema as compact JSON text, its members in their order, which is also the order in the answer."""
     if schema is None:
         return None
     if hasattr(schema, "model_json_schema"):
@@ -117,10 +117,10 @@ def _schema_text(schema: Any) -> str | None:
 class LoadOptions:
     """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait.
 
-    `activations` are what the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
-    float32's tokens (on a GPU bfloat16's), `int8` is quicker on a CPU. Where neither runs, `int8` is refused.
-    `prompts` says what they read under `persistent`: a plain copy of the weights, or its tape, which takes about half
-    the memory; `auto` is plain where that fits. In other modes there is no tape, and `tape` is refused.
+    `activations` is the type that the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
+    float32's tokens (on a GPU bfloat16's), `int8` is faster on a CPU. If neither runs, `int8` is refused. `prompts`
+    says what prompts read under `persistent`: a plain copy of the weights, or the tape, which takes about half the
+    memory; `auto` is plain if that fits. Other modes have no tape and refuse `tape`.
     """
 
     device: str = "auto"
@@ -166,7 +166,7 @@ RuleKind = Literal["schema", "regex", "choice", "grammar"]
 
 
 class Rule(NamedTuple):
-    """What an answer must follow, as text: a JSON schema, a regular expression, a JSON list of texts, or a grammar."""
+    """The constraint on an answer, as text: a JSON schema, a regular expression, a JSON list of texts, or a grammar."""
 
     kind: RuleKind
     text: str
@@ -177,10 +177,10 @@ _ANY_OBJECT = Rule("schema", '{"type":"object"}')
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How tokens are chosen. What is left out is the model's own default where its files state one.
+    """How tokens are sampled. An option that is left out takes the model's own default if its files state one.
 
     At most one of `schema` (a JSON schema: a mapping, its text, or a pydantic model), `json_mode` (any JSON object),
-    `regex`, `choice` (one of these texts) and `grammar` (Lark, or GBNF) says what the answer must follow.
+    `regex`, `choice` (one of these texts) and `grammar` (Lark, or GBNF) constrains the answer.
 
     >>> Sampling(max_tokens=64, temperature=0).temperature
     0
@@ -210,7 +210,7 @@ class Sampling:
     grammar: str | None = None
 
     def __new__(cls, *_: Any, **words: Any) -> Sampling:
-        _known_words(cls, words)  # a misspelt option is told its nearest name, not a TypeError
+        _known_words(cls, words)  # a misspelt option gets the nearest name, not a TypeError
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
@@ -227,7 +227,7 @@ class Sampling:
 
     @property
     def rule(self) -> Rule | None:
-        """What the answer must follow; None where anything may be said."""
+        """The constraint on the answer; None if there is none."""
         if isinstance(self.schema, str):
             return Rule("schema", self.schema)
         if self.json_mode:
@@ -303,14 +303,14 @@ class Sampling:
             _check(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "a number from -100 to 100")
 
     def check_ids(self, vocab: int) -> None:
-        """Refuse token ids that a model with so many does not have."""
+        """Refuse token ids beyond a model's vocabulary."""
         for name in ("logit_bias", "stop_ids"):
             largest = max(getattr(self, name), default=0)
             if largest >= vocab:
                 raise BadInput(f"{name} has the token id {largest}; this model has ids from 0 to {vocab - 1}")
 
     def over(self, defaults: Sampling) -> Sampling:
-        """This, with `defaults` (the model's own) wherever the user did not say."""
+        """These options, with `defaults` (the model's own) for those that the user did not set."""
         said = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return dataclasses.replace(defaults, **{k: v for k, v in said.items() if v is not None})
 

@@ -1,7 +1,7 @@
 """The command line: one verb per function, and the one place where an error becomes a message and an exit code.
 
-Verbs import the rooms they need when they run, so that `--help` never waits for torch; nothing imports this room.
-Exit codes: 0, 2 bad input, 3 our fault, 4 this machine cannot, 130 interrupted.
+Verbs import the packages they need when they run, so that `--help` never waits for torch; nothing imports this package.
+Exit codes: 0, 2 bad input, 3 internal error, 4 not possible on this machine, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _ostinato(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The program: run a verb and leave with its exit code."""
+    """The program: run a verb and exit with its code."""
     prepare()
     sys.exit(call(sys.argv[1:] if arguments is None else arguments))
 
@@ -82,7 +82,7 @@ def call(arguments: Sequence[str]) -> int:
         return _refuse(HardwareCannot(f"this machine ran out of memory: {error or 'no more to be had'}"))
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except Exception as error:  # anything else is a mistake of ours, told without a traceback unless asked for
+    except Exception as error:  # any other exception is a bug of ours, reported without a traceback unless --verbose
         return _blame_ourselves(error)
 
 

@@ -1,4 +1,4 @@
-"""A model without an engine around it, for verbs that drive the loop themselves; and its sizes for the table's head.
+"""A model without an engine, for verbs that drive the loop themselves; and its sizes for the table's header.
 
 Imports torch only when called, so that `--help` stays quick.
 """
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """A file that is open, and where its model will run."""
+    """An open file, and where its model will run."""
 
     checkpoint: Checkpoint
     shape: Shape
     settled: Settled
 
     def load(self, device: str | None = None, *, dense: bool = False) -> Model:
-        """The model with its weights, where it will run unless another device is given; `dense`: none of them packed,
-        as `eager` has them on a CPU."""
+        """The model with its weights, on its own device unless another is given; `dense`: no weight is packed, as in
+        `eager` on a CPU."""
         from ostinato.engine.load import load_model
 
         progress = LoadProgress()
@@ -47,7 +47,7 @@ class Bare:
 
 @contextmanager
 def opened_bare(name: str, options: LoadOptions) -> Iterator[Bare]:
-    """The file of that name, settled as an engine would be; closed at the end of the block."""
+    """The file of that name, with settings chosen as for an engine; closed at the end of the block."""
     from ostinato.engine.choose import choose
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.models.registry import read_shape

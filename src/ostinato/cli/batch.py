@@ -1,6 +1,6 @@
 """`ostinato batch`: a file of requests becomes a file of results, and may be interrupted at any moment.
 
-The answering is `scale/`; here words become settings, and counts a bar with tokens per second and the time left.
+`scale/` answers the requests; here options become settings, and counts a bar with tokens per second and the time left.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def _sum_up(tally: Tally, seconds: float, results: Path, *, as_json: bool) -> No
 
 
 class Bar:
-    """Told a `Tally` after each line; a bar for whoever watches, a plain line now and then for a log."""
+    """Called with a `Tally` after each line; shows a bar on a terminal, and a plain line now and then in a log."""
 
     def __init__(self) -> None:
         self._began = self._said = time.monotonic()
@@ -116,7 +116,7 @@ class Bar:
 
     @property
     def seconds(self) -> float:
-        """Since the first line could be asked."""
+        """Seconds since the first line could be submitted."""
         return time.monotonic() - self._began
 
     def __enter__(self) -> Self:

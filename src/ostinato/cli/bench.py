@@ -1,6 +1,6 @@
-"""`ostinato bench decode`: tokens per second of every mode here, beside what reading the weights allows.
+"""`ostinato bench decode`: tokens per second of every mode here, beside the limit of memory bandwidth.
 
-The measuring is `lab/bench.py`; here words become lists, and figures become a table, a line of JSON and a picture.
+`lab/bench.py` measures; here options become lists, and figures become a table, a line of JSON and a picture.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def _bench(verbose: flags.Verbose = False) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BenchModel:
-    """Where the model that is measured comes from, and what it is called in the table.
+    """The source of the measured model, and its name in the table.
 
-    On a CPU the native loop has its weights in tiles and `eager` has them dense, so `load` is told which are wanted.
+    On a CPU the native loop has weights in tiles and `eager` has dense weights, so `load` takes which are wanted.
     """
 
     name: str
@@ -141,7 +141,7 @@ def decode(
         _measure(source, modes, lists, repeats, profile=profile, plot=plot, as_json=as_json)
 
 
-# Words into lists
+# Options into lists
 
 
 def numbers(option: str, text: str, *, least: int, most: int | None = None) -> list[int]:
@@ -203,12 +203,12 @@ def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
 
 
 def _least_of(options: LoadOptions) -> LoadOptions:
-    """The options of the least engine: how many slots and how long a context are measured is for the lists to say."""
+    """The options of the smallest engine; the lists set the slots and the context that are measured."""
     return replace(options, slots=1, context=1)
 
 
 def _file_type(checkpoint: Checkpoint) -> str:
-    """The type that most of a file is in."""
+    """The type of most of a file's bytes."""
     sizes: dict[str, int] = {}
     for tensor in checkpoint.tensors.values():
         sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.n_bytes
@@ -236,18 +236,18 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     called = type or next(name for name, known in DTYPES.items() if known == dtype)
     tensors = random_tensors(sizes, dtype, mix)
     settled = decide(sizes, tensors, options, machine, talk)
-    if settled.weights != "tiles":  # whose rows are float32 whatever they are made of
+    if settled.weights != "tiles":  # with tiles, rows are float32 for any weight type
         settled = replace(settled, dtype=dtype_name, kv_type=kv_type_of(options, dtype_name))
         TORCH.prepare(settled, talk)
     dense_one = replace(settled, weights="dense", dtype=dtype_name)
 
     def room(dense: bool) -> MemoryPlan:
-        """What the least of engines takes of memory."""
+        """The memory of the smallest engine."""
         kept = replace(dense_one if dense else settled, n_slots=1, context=1, n_pages=1, kv_type="bf16")
         return MemoryPlan(TORCH if dense else backend_of(settled), sizes, tensors, kept, machine.free_bytes)
 
     def load(dense: bool) -> Model:
-        room(dense).check()  # before any of it is made
+        room(dense).check()  # before any of it is allocated
         detail(f"making {shape} as {called} on {settled.device}")
         tiles = settled.activations if settled.weights == "tiles" and not dense else None
         return random_model(shape, dtype, torch.device(settled.device), mix=mix, tiles=tiles)
@@ -262,7 +262,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     )
 
 
-# Measuring and telling
+# Measuring and printing
 
 
 def _measure(
@@ -297,10 +297,10 @@ def _measure(
         for figure in bench.figures(modes=group, **lists):
             figures.append(figure)
             if not as_json:
-                _show_row(_row(figure))  # at once: a table may take minutes
+                _show_row(_row(figure))  # print at once: a table may take minutes
         cases = product([mode for mode in group if mode in profiled], lists["batches"], lists["depths"])
         profiles += [bench.profile(batch=batch, depth=depth, mode=mode) for mode, batch, depth in cases]
-        model = None  # given back before the next is asked for
+        model = None  # freed before the next is loaded
         del bench
     if not as_json:
         for one in profiles:
@@ -312,7 +312,7 @@ def _measure(
 
 
 def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[str]]]:
-    """The modes, those together that share weights: on a CPU `eager` with dense ones, then the native loop's tiles."""
+    """The modes, grouped by the weights they share: on a CPU `eager` with dense ones, then the native loop's tiles."""
     if not source.in_tiles:
         return [(False, modes)]
     dense, packed = [mode for mode in modes if mode == "eager"], [mode for mode in modes if mode != "eager"]
@@ -320,7 +320,7 @@ def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[s
 
 
 def _modes_here(wanted: list[str] | None, source: BenchModel) -> list[str]:
-    """The modes asked for, refused where one cannot run; or all that can."""
+    """The requested modes, refused if one cannot run; or all that can."""
     reasons = source.why_not
     if wanted is None:
         for mode, reason in reasons.items():
@@ -334,7 +334,7 @@ def _modes_here(wanted: list[str] | None, source: BenchModel) -> list[str]:
 
 
 def _profiled(modes: list[str], source: BenchModel) -> list[str]:
-    """Those of the modes whose nodes can be timed; why each of the others is left out is said."""
+    """The modes whose nodes can be timed; prints why each of the others is left out."""
     from ostinato.lab.bench import why_not_profiled
 
     reasons = {mode: why_not_profiled(mode, source.device) for mode in modes}
@@ -436,7 +436,7 @@ def _show_profile(profile: Profile, bandwidth: float) -> None:
 
 
 def figure_kind(plot: Path) -> Any:
-    """matplotlib's `Figure`; refused clearly where it is not installed, or where the picture could not be written."""
+    """matplotlib's `Figure`; refused if it is not installed, or if the picture could not be written."""
     if not plot.parent.is_dir():
         raise BadInput(f"--plot {plot}: there is no folder {plot.parent}")
     try:
@@ -446,7 +446,7 @@ def figure_kind(plot: Path) -> Any:
 
 
 def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
-    """The ladder: for every batch and depth a group of bars, one for each mode, and the limit as a line above them."""
+    """The bar chart: for every batch and depth a group of bars, one per mode, and the limit as a line above them."""
     shown = [figure for figure in figures if figure.task.kind == "tg"] or list(figures)
     groups = list(dict.fromkeys((f.task.batch, f.task.name) for f in shown))
     modes = list(dict.fromkeys(f.task.mode for f in shown))

@@ -1,6 +1,6 @@
-"""`ostinato bench serve`: what a server does under load, ours or another that speaks OpenAI's API.
+"""`ostinato bench serve`: measures a server of OpenAI's API under load.
 
-The asking is `serve/load.py`; here words become a load, and outcomes a table, a line of JSON and a picture.
+`serve/load.py` sends the requests; here options become a load, and results a table, a line of JSON and a picture.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def serve_load(
     if not as_json:
         show(load, found)
     write_json(record(load, found))
-    if plot is not None:  # last: what was measured is told, whatever becomes of the picture
+    if plot is not None:  # last: the figures are printed even if the picture fails
         draw(outcomes, head(load), plot)
         talk(f"drawn: {plot}")
 
@@ -122,7 +122,7 @@ def lengths(option: str, text: str) -> Lengths:
 
 
 def head(load: Load) -> str:
-    """What was asked, in a line."""
+    """The load, in a line."""
     how = f"{load.rate:g} requests/s" if load.rate is not None else f"{load.clients} clients"
     prompt, answer = ("-".join(map(str, dict.fromkeys(each))) for each in (load.prompt, load.answer))
     kind = "streamed" if load.stream else "whole"
@@ -172,7 +172,7 @@ def record(load: Load, found: LoadReport) -> dict[str, Any]:
 
 
 def draw(outcomes: Sequence[Outcome], title: str, plot: Path) -> None:
-    """Two curves: how many first tokens, and how many gaps, came within a time."""
+    """Two cumulative curves: the times to first token, and the gaps between tokens."""
     good = [one for one in outcomes if one.error is None]
     curves = {
         "time to first token": [(one.first - one.asked) * 1e3 for one in good if one.first is not None],

@@ -1,6 +1,6 @@
 """`ostinato chat`: a conversation in the terminal, with history and a few commands.
 
-Ctrl-C stops an answer, not the program. With piped input every line is one message, and nothing is asked for.
+Ctrl-C stops an answer, not the program. With piped input every line is one message, and no prompt is shown.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _HELP = """\
 
 
 class CtrlC:
-    """Ctrl-C as an exception where somebody waits for it, and as nothing in between.
+    """Raises an exception on Ctrl-C where the code expects it, and ignores it elsewhere.
 
     Without this a second Ctrl-C, typed while the first is still being answered, would end the program.
     """
@@ -73,7 +73,7 @@ class Dialogue:
         self.messages: list[dict[str, str]] = []
 
     def say(self, text: str) -> None:
-        """Answer one message of the user; an answer that was stopped stays in the history as far as it came."""
+        """Answer one message of the user; the history keeps the shown part of an answer that was stopped."""
         question = {"role": "user", "content": text}
         answer: list[str] = []
         try:
@@ -127,7 +127,7 @@ class Dialogue:
 
 
 def converse(dialogue: Dialogue, lines: Iterator[str]) -> None:
-    """Take lines until they end or one is /quit."""
+    """Handle lines until they end or one is /quit."""
     commands: dict[str, Callable[[str], None]] = {
         "/reset": dialogue.reset,
         "/system": dialogue.set_system,
@@ -167,13 +167,13 @@ def typed_lines(ctrl_c: CtrlC) -> Iterator[str]:
 def _ask() -> str:
     if sys.stdout.isatty():
         return input("> ")
-    sys.stderr.write("> ")  # the output goes elsewhere, and the prompt is no part of it
+    sys.stderr.write("> ")  # standard output is redirected, and the prompt is not part of it
     sys.stderr.flush()
     return input()
 
 
 def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
-    """Lines of a file or a pipe; none where standard input is closed."""
+    """Lines of a file or a pipe; none if standard input is closed."""
     for number in count(1):
         with ctrl_c.awaited():
             line = b"" if sys.stdin is None else sys.stdin.buffer.readline()

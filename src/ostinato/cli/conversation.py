@@ -1,4 +1,4 @@
-"""A conversation that outlives the program: `run --state FILE` goes on from it and saves it again.
+"""A conversation that outlives the program: `run --state FILE` continues it and saves it again.
 
 The file is the model's memory with a note: the messages so far, or that the text was given without a template.
 """
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far; mutable, because it grows. `messages` is None for text without a template."""
+    """The messages so far; mutable, because they grow. `messages` is None for text without a template."""
 
     file: Path
     messages: list[dict[str, Any]] | None
@@ -27,7 +27,7 @@ class Conversation:
 
     @staticmethod
     def at(file: Path, llm: LLM, raw: bool) -> Conversation:
-        """The conversation in the file, put into the model's memory; a new one where there is no file."""
+        """The conversation in the file, loaded into the model's memory; a new one if there is no file."""
         plain = raw or llm.template is None
         if not file.exists():
             return Conversation(file, None if plain else [])
@@ -39,7 +39,7 @@ class Conversation:
         return Conversation(file, messages, note.get("ids", []))
 
     def ask(self, llm: LLM, text: str, system: str | None, sampling: Sampling) -> Iterator[Piece]:
-        """The answer to what is said next."""
+        """The answer to the next message."""
         if self.messages is None:
             if system is not None:
                 raise BadInput(f"--system needs a chat template, and {llm.name} has none")
@@ -52,7 +52,7 @@ class Conversation:
         return llm.stream_chat(self.messages, sampling, reuse=True)
 
     def save(self, llm: LLM, answer: Completion) -> None:
-        """Write the conversation with its answer: what was shown of it, so that one goes on from what one has read."""
+        """Write the conversation with the shown part of its answer, so that it continues from what the user read."""
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": answer.text})
         elif answer.finish_reason == "length":

@@ -1,6 +1,6 @@
 """`ostinato doctor`: what this machine can run, and why not the rest.
 
-It looks and reports; it changes nothing and refuses nothing.
+It only reports; it changes nothing and refuses nothing.
 """
 
 from __future__ import annotations
@@ -67,13 +67,13 @@ def examine() -> dict[str, Any]:
 
 
 def _native() -> dict[str, Any]:
-    """The native loop of the CPU: its level, where its object comes from, and else the reason why there is none."""
+    """The native loop of the CPU: its level and the origin of its object, or the reason why there is none."""
     status = native_status()
     return {"level": status.level, "origin": status.origin, "why_not": status.why_not, "line": status.line}
 
 
 def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every mode on either device, as far as the machine decides; some models lack kernels, and say so when loaded."""
+    """Every mode on either device, as far as it depends on the machine; loading reports models that lack kernels."""
     from ostinato.engine.choose import why_not_here
 
     def modes(device: str, reasons: dict[str, str | None]) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _gpu_machine(cuda: dict[str, Any]) -> Machine:
-    """The first GPU, as backends are asked about it."""
+    """The first GPU, as the record that backends check."""
     chip = None
     if cuda["devices"]:
         major, _, minor = cuda["devices"][0]["capability"].partition(".")
@@ -99,7 +99,7 @@ def _dotted(version: int) -> str:
 
 
 def _cuda() -> dict[str, Any]:
-    """The driver, the devices that torch can use, and else the reason why there are none."""
+    """The driver and the devices that torch can use, or the reason why there are none."""
     found: dict[str, Any] = {"driver": _driver(), "driver_cuda": driver_cuda(), "devices": [], "reason": None}
     reason = why_no_cuda()
     if reason is not None:
@@ -139,7 +139,7 @@ def _driver() -> str | None:
 
 
 def _cpu_info(field: str) -> str | None:
-    """A field of the first processor in /proc/cpuinfo, where there is such a file."""
+    """A field of the first processor in /proc/cpuinfo, if that file exists."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -149,7 +149,7 @@ def _cpu_info(field: str) -> str | None:
 
 
 def cpu_name() -> str:
-    """What this machine's processor is called."""
+    """The name of this machine's processor."""
     return _cpu_info("model name") or platform.processor() or platform.machine()
 
 
@@ -189,7 +189,7 @@ def _store() -> dict[str, Any]:
 
 
 def _plan() -> dict[str, Any] | None:
-    """The memory plan of the default model, where it is here; None where it is not, or cannot be read."""
+    """The memory plan of the default model; None if it is not in the store, or cannot be read."""
     if store.DEFAULT not in {model.name for model in store.installed()}:
         return None
     from ostinato.cli.inspect import plan_facts, planned

@@ -1,6 +1,6 @@
 """The options that several verbs share, each written once: its name, its help, how a shell completes it.
 
-Types for typer, and the parsing of what a shell can only give as text. Values are checked by `ostinato.options`.
+Types for typer, and the parsing of options that a shell gives as text. Values are checked by `ostinato.options`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ostinato.options import DType, KVType, Sampling
 
 
 def complete_model(incomplete: str) -> list[str]:
-    """Names of the table and of what is installed; the shell itself completes paths."""
+    """Known names and installed models; the shell itself completes paths."""
     names = {*store.TABLE, *(model.name for model in store.installed())}
     return sorted(name for name in names if name.startswith(incomplete))
 
@@ -167,7 +167,7 @@ Slots = Annotated[int, typer.Option("--slots", metavar="N", help="Requests decod
 
 
 def sampling(words: Mapping[str, Any]) -> Sampling:
-    """The sampling among all that a verb was given by name (`typer.Context.params`)."""
+    """The sampling options among all options of a verb (`typer.Context.params`)."""
     names = {field.name for field in fields(Sampling)} & words.keys()
     given = {name: words[name] for name in names}
     for name in ("schema", "grammar"):
@@ -177,7 +177,7 @@ def sampling(words: Mapping[str, Any]) -> Sampling:
 
 
 def parse_logit_bias(texts: Iterable[str] | None) -> dict[int, float]:
-    """`ID=VALUE` texts as a mapping; the last word on an id counts.
+    """`ID=VALUE` texts as a mapping; the last value of an id counts.
 
     >>> parse_logit_bias(["5=-100", "7=1.5"])
     {5: -100.0, 7: 1.5}

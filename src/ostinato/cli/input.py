@@ -1,4 +1,4 @@
-"""Text that a user gives: as an argument, in a file, or on standard input; bytes are UTF-8 or refused.
+"""Text from a user: as an argument, in a file, or on standard input; bytes are UTF-8 or refused.
 
 Parsing at the edge, once: what comes out of here is a clean `str`. No verb opens a text file by itself.
 """
@@ -16,7 +16,7 @@ STANDARD_INPUT: Final = Path("-")
 
 
 def check_text(text: str, what: str) -> str:
-    """A text from the command line, refused where the shell's bytes were not UTF-8."""
+    """A text from the command line, refused if the shell's bytes were not UTF-8."""
     return text if text.isascii() else decode_text(os.fsencode(text), what)
 
 
@@ -61,12 +61,12 @@ def is_typed() -> bool:
 
 
 def standard_input_is_given() -> bool:
-    """Whether something may come from standard input: a pipe or a file, not a person and not nothing."""
+    """Whether standard input is a pipe or a file, not a terminal and not closed."""
     return sys.stdin is not None and not sys.stdin.isatty()
 
 
 def read_text(argument: str | None, file: Path | None, what: str) -> str:
-    """The text from the one place where it was given; raises when it was given twice or nowhere."""
+    """The text from the one place where it was given; raises if it was given twice or not at all."""
     if argument is not None and file is not None:
         raise BadInput(f"{what} was given twice, as an argument and with --file {file}; give one of them")
     if argument is not None:
@@ -79,5 +79,5 @@ def read_text(argument: str | None, file: Path | None, what: str) -> str:
 
 
 def without_last_newline(text: str) -> str:
-    """Text files and `echo` end in a newline that nobody means as part of a prompt."""
+    """Text files and `echo` end in a newline that is not meant as part of a prompt."""
     return text.removesuffix("\n").removesuffix("\r") if text.endswith("\n") else text

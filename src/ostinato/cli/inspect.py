@@ -1,6 +1,6 @@
 """`ostinato inspect`: what a model file is and what it would need, from its headers alone.
 
-A file that cannot be run is still described as far as it goes, and what is missing is said.
+A file that cannot be run is still described as far as possible, with what is missing.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def inspect(
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything the headers tell, and under `missing` why some of it could not be told."""
+    """Everything in the headers, and under `missing` why some of it could not be read."""
     from ostinato.text.of_checkpoint import has_template, tokenizer_of
 
     missing: list[str] = []
@@ -110,8 +110,8 @@ def _read_shape(checkpoint: Checkpoint) -> Shape:
 
 
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """By type, how many there are and their bytes, how many of them a GPU multiplies as they are in the file, how many
-    are matrices, and the type that those have in the tiles of the CPU's native loop."""
+    """Per type: the number of tensors and their bytes, how many of them a GPU multiplies in the file's type, how many
+    are matrices, and the type of those in the tiles of the CPU's native loop."""
     from ostinato.backends.cuda.load import stays_packed
     from ostinato.backends.native.tile_weights import is_matrix, tile_type
 
@@ -127,7 +127,7 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
 
 
 def _why_not_native(checkpoint: Checkpoint, shape: Shape) -> str | None:
-    """Why the CPU's native loop cannot run such a model; whether this machine has one is `doctor`'s to say."""
+    """Why the CPU's native loop cannot run such a model; `doctor` says whether this machine has one."""
     from ostinato.backends.native.backend import why_not_blocks
     from ostinato.models.header import tensors_of
 
@@ -149,7 +149,7 @@ def _sizes(shape: Shape) -> dict[str, Any]:
 
 
 def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Sizes as the file states them, for a model that we cannot run and so do not quite understand."""
+    """Sizes as the file states them, for a model that we cannot run."""
     in_gguf = checkpoint.format == "gguf"
     keys = (f"{checkpoint.architecture}.{gguf}" if in_gguf else config for gguf, config in _STATED.values())
     stated = {name: checkpoint.metadata.get(key) for name, key in zip(_STATED, keys, strict=True)}
@@ -170,7 +170,7 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
 
 
 def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
-    """What an engine with default options would take of this machine's default device."""
+    """The memory that an engine with default options would take on this machine's default device."""
     from ostinato.backends.machine import choose_device, machine_at
     from ostinato.engine.choose import backend_of, decide, fit
     from ostinato.engine.memory_plan import MemoryPlan
@@ -180,7 +180,7 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     machine = machine_at(choose_device(options.device))
     quiet: Callable[[str], None] = lambda _: None  # noqa: E731
     settled = decide(shape, tensors, options, machine, quiet, prepare=False)
-    with suppress(OstinatoError):  # what does not fit is planned all the same, and said not to
+    with suppress(OstinatoError):  # a plan that does not fit is shown too, and marked so
         settled = fit(settled, shape, tensors, options, machine, quiet)
     return MemoryPlan(backend_of(settled), shape, tensors, settled, machine.free_bytes)
 
@@ -241,7 +241,7 @@ def _tokenizer_kind(checkpoint: Checkpoint) -> str | None:
         return kind if isinstance(kind, str) else None
     try:
         model = read_json_object(checkpoint.path / "tokenizer.json", most=MAX_TOKENIZER_BYTES).get("model")
-    except BadFile:  # told already, by whoever wanted to tokenize with it
+    except BadFile:  # the tokenizer has reported it already
         return None
     return str(model["type"]) if isinstance(model, dict) and "type" in model else None
 
@@ -281,14 +281,14 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
 
 
 def _on_a_gpu(type: str, n_packed: int) -> str:
-    """What becomes of a quantised type there: others are F32, F16 or BF16 already."""
+    """The type of quantised weights there; others are F32, F16 or BF16 already."""
     if type in ("F32", "F16", "BF16", "F64"):
         return ""
     return "; stay packed on a GPU" if n_packed else "; dequantised when loaded on a GPU"
 
 
 def _on_the_cpu(type: str, entry: dict[str, Any], native: dict[str, Any] | None) -> str:
-    """What becomes of a type's matrices there, where the native loop can run the model."""
+    """The type of a file's matrices there, if the native loop can run the model."""
     if native is None or not entry["matrices"]:
         return ""
     if native["why_not"] is not None:

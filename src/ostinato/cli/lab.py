@@ -1,4 +1,4 @@
-"""`ostinato lab`: how much of a decode step is launch overhead on this machine, and what takes it away."""
+"""`ostinato lab`: how much of a decode step is launch overhead on this machine, and how to reduce it."""
 
 from __future__ import annotations
 
@@ -283,7 +283,7 @@ def tape(
     if plot is not None:
         _check_folder(plot.parent)
     machine = _machine(device)
-    if machine.kind != "gpu":  # before a model is made for nobody
+    if machine.kind != "gpu":  # before a model is made in vain
         raise HardwareCannot("the persistent kernel is CUDA's, and this machine has no GPU to try it on")
     model, name = _model(machine, shape)
     marks = recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
@@ -342,7 +342,7 @@ def _model(machine: Machine, shape: str) -> tuple[Model, str]:
     sizes = named_shape(shape)
     if machine.kind == "gpu":
         return random_model(shape, torch.bfloat16, torch.device("cuda")), shape
-    # In tiles, where the native loop can play them: `eager` multiplies with the same.
+    # In tiles, if the native loop can run them: `eager` uses the same weights.
     from ostinato.options import LoadOptions
 
     options, tensors = LoadOptions(device="cpu"), random_tensors(sizes, torch.float32)
@@ -365,7 +365,7 @@ def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dic
 def _swept(
     machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int, *, quiet: bool
 ) -> list[ExperimentRow]:
-    """The rows of a sweep; what this machine refuses is told, and left out."""
+    """The rows of a sweep; a row that this machine refuses is reported and left out."""
     from ostinato.lab.experiment import swept
 
     rows: list[ExperimentRow] = []
@@ -379,7 +379,7 @@ def _swept(
     return rows
 
 
-# Telling
+# Printing
 
 
 def _introduce(machine: Machine) -> None:
@@ -491,7 +491,7 @@ def _keep(found: dict[str, Any], out: Path | None) -> None:
 
 @contextmanager
 def _progress(words: str, total: int, *, quiet: bool) -> Iterator[Any]:
-    """A bar on standard error, where somebody looks at it."""
+    """A bar on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress
 

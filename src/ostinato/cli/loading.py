@@ -1,4 +1,4 @@
-"""Opening a model for a verb: the `LLM` with the user's options, and a sign of life when that takes a while.
+"""Opening a model for a verb: the `LLM` with the user's options, and its progress if that takes a while.
 
 Imports the engine only when called, so that `--help` stays quick.
 """
@@ -26,8 +26,8 @@ _LINE_EVERY_S: Final = 2.0
 
 
 class LoadProgress:
-    """Told (bytes done, bytes in all); a second after the first of them it shows a bar, or where nobody watches a few
-    plain lines."""
+    """Called with (bytes done, total bytes); a second after the first call it shows a bar, or, without a terminal, a
+    few plain lines."""
 
     def __init__(self) -> None:
         self._started: float | None = None
@@ -67,7 +67,7 @@ class LoadProgress:
 
 @contextmanager
 def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
-    """The model, loaded as asked, and closed at the end of the block."""
+    """The model, loaded with the user's options, and closed at the end of the block."""
     from ostinato import LLM
 
     progress = LoadProgress()

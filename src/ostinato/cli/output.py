@@ -1,6 +1,6 @@
-"""Where words go: data to standard output, talk to standard error, and nothing of a model through markup.
+"""Output: data to standard output, messages to standard error, and no markup in a model's text.
 
-Every verb writes through here. Nothing here decides what is said.
+Every verb writes through here. Nothing here decides what is written.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _UTF8: Final = ("utf-8", "utf8")
 
 
 class ReaderGone(Exception):
-    """Whoever read our output has had enough, as in `ostinato run ... | head -1`; no error of anybody's."""
+    """The reader of our output closed it, as in `ostinato run ... | head -1`; this is not an error."""
 
 
 class _Detail:
-    """Whether `--verbose` was given. One per process: it is needed where an error is told, after all else ended."""
+    """Whether `--verbose` was given. One per process: errors are reported after everything else has ended."""
 
     wanted = False
 
@@ -37,7 +37,7 @@ def is_verbose() -> bool:
 
 
 def prepare() -> None:
-    """Let no character stop the program (what a terminal cannot show becomes `?`), nor an output that is closed."""
+    """Keep unencodable characters (written as `?`) and closed outputs from stopping the program."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open as long as we run
@@ -45,19 +45,19 @@ def prepare() -> None:
 
 
 def talk(text: str) -> None:
-    """A line for the person who watches."""
+    """A message line on standard error."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
 
 
 def detail(text: str) -> None:
-    """A line for the person who asked for `--verbose`."""
+    """A message line with `--verbose` only."""
     if is_verbose():
         talk(text)
 
 
 def write(text: str) -> None:
-    """Data, as it is and at once; no markup, no wrapping."""
+    """Data, unchanged and at once; no markup, no wrapping."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -73,7 +73,7 @@ def write_line(text: str) -> None:
 
 
 def write_json(value: dict[str, Any]) -> None:
-    """One JSON object on one line; escaped to ASCII where the output takes nothing else."""
+    """One JSON object on one line; escaped to ASCII if the output accepts nothing else."""
     encoding = (getattr(sys.stdout, "encoding", None) or "utf-8").lower()
     write_line(json.dumps(value, ensure_ascii=encoding not in _UTF8, allow_nan=False))
 
@@ -89,7 +89,7 @@ def write_columns(rows: Iterable[Sequence[str]]) -> None:
 
 
 def drop_output() -> None:
-    """Send what is left to nowhere: the reader of our output has gone, and Python would complain at its end."""
+    """Discard the remaining output: its reader has closed it, and Python would report an error at exit."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

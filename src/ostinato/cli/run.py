@@ -160,7 +160,7 @@ def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
 
 
 def timings_line(llm: LLM, completion: Completion) -> str:
-    """What a person wants to know afterwards, in one line."""
+    """The summary of a run in one line."""
     timings = completion.timings
     n_prompt, n_new = len(completion.prompt_ids), len(completion.token_ids)
     n_computed = n_prompt - completion.cached_tokens

@@ -1,6 +1,6 @@
-"""`ostinato scale plan`: how many replicas a load needs, from what one of them was measured to do.
+"""`ostinato scale plan`: how many replicas a load needs, from the measured speed of one.
 
-The arithmetic is `scale/sizing.py`, its check `scale/simulate.py`; here words become a demand, and figures a table,
+The arithmetic is `scale/sizing.py`, its check `scale/simulate.py`; here options become a demand, and figures a table,
 a line of JSON and a picture.
 """
 
@@ -94,7 +94,7 @@ def plan(
 
 
 def _kv_bytes(model: str, kv_type: KVType | None) -> int:
-    """Of one token in all layers; only the head of the file is read."""
+    """KV bytes of one token in all layers; only the header of the file is read."""
     from ostinato.backends.torch.paged import page_bytes
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.files.store import resolve
@@ -108,7 +108,7 @@ def _kv_bytes(model: str, kv_type: KVType | None) -> int:
 
 
 def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int | None, memory_gb: float | None) -> int:
-    """As asked, or as measured; never more than the memory holds."""
+    """The requested or the measured number of slots; never more than fit in memory."""
     from ostinato.scale.sizing import MOST_SLOTS
 
     slots = replica.most_live if wanted is None else wanted
@@ -131,7 +131,7 @@ def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int |
 
 
 def planned(replica: Replica, demand: Demand, slots: int) -> tuple[SizingResult, int, SimulatedLoad]:
-    """What the formula says, how many replicas the simulation wants, and what it saw with so many."""
+    """The formula's plan, the number of replicas by the simulation, and its result with that number."""
     from ostinato.scale import simulate
     from ostinato.scale.sizing import size, smallest
 

@@ -1,4 +1,4 @@
-"""`ostinato serve`: the model behind OpenAI's API, with a page, until it is told to stop."""
+"""`ostinato serve`: the model behind OpenAI's API, with a page, until a signal stops it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def serve(
 
 
 def check_installed() -> None:
-    """Refuse, with what to install, where the extra `serve` is not here."""
+    """If the extra `serve` is not installed, refuse and say what to install."""
     missing = [name for name in ("fastapi", "uvicorn", "prometheus_client") if not importlib.util.find_spec(name)]
     if missing:
         raise BadInput(f"the server needs {', '.join(missing)}; install it with pip install 'ostinato[serve]'")

@@ -1,6 +1,6 @@
 """`ostinato verify`: whether the modes agree on this machine, and where they first differ.
 
-Exits with 0 where all agree, 3 where something differs, 4 where this machine cannot run the model.
+Exits with 0 if all agree, 3 if something differs, 4 if this machine cannot run the model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def verify(
 
 
 def _verified(model: str, options: LoadOptions) -> tuple[VerifyReport, dict[str, Any]]:
-    """Load the model as it would be run, and make every check."""
+    """Load the model as an engine would, and run every check."""
     from ostinato.engine.verify import Verifier
     from ostinato.text.of_checkpoint import tokenizer_of
 
@@ -131,6 +131,6 @@ def _result(check: Check) -> str:
     if check.comparison == "bits":
         return f"same, {check.n_compared} compared"
     figures = check.figures
-    if "cosine" not in figures:  # after a tie two answers go their own ways
+    if "cosine" not in figures:  # after a tie two answers diverge
         return f"same tokens up to a tie, {check.n_compared} compared"
     return f"near, cosine {figures['cosine']:.6f}, relative error {figures['relative']:.2g}"

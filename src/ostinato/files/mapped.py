@@ -1,7 +1,7 @@
-"""One regular file, opened or as a read-only memory map, with every way in which that can fail said in words.
+"""One regular file, opened or as a read-only memory map, with a message for every way in which that can fail.
 
-Only bytes here; `gguf.py`, `safetensors.py` and `json_file.py` give them meaning. A view handed out keeps the map
-alive, so closing never pulls memory from under a reader.
+Only bytes here; `gguf.py`, `safetensors.py` and `json_file.py` give them meaning. A view keeps the map
+alive, so closing never invalidates memory that a reader uses.
 """
 
 import mmap
@@ -19,7 +19,7 @@ from ostinato.errors import BadFile, InternalError
 
 
 def status(path: Path) -> os.stat_result:
-    """`path.stat()`, or BadFile that says why there is nothing to look at."""
+    """`path.stat()`, or BadFile that says why it failed."""
     try:
         return path.stat()
     except FileNotFoundError:
@@ -34,7 +34,7 @@ def status(path: Path) -> os.stat_result:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """A regular file, open for reading; BadFile for whatever goes wrong at it."""
+    """A regular file, open for reading; BadFile for any failure."""
     mode = status(path).st_mode
     if not stat.S_ISREG(mode):  # a pipe or a device could block for ever, or have no end
         kind = "a folder" if stat.S_ISDIR(mode) else "not a regular file"
@@ -69,11 +69,11 @@ class MappedFile:
         return self._check_open()[start : start + n_bytes]
 
     def let_go(self, start: int, n_bytes: int) -> None:
-        """The pages of [start, start + n_bytes) need not stay in memory; whoever looks again reads them again."""
+        """The pages of [start, start + n_bytes) need not stay in memory; a later access reads them again."""
         first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
         last = (start + n_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
         if self._map is not None and last > first and hasattr(mmap, "MADV_DONTNEED"):
-            with suppress(OSError, ValueError):  # a wish, and the system may not know it
+            with suppress(OSError, ValueError):  # only advice, and the system may not support it
                 self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _check_open(self) -> NDArray[np.uint8]:
@@ -82,9 +82,9 @@ class MappedFile:
         return self._bytes
 
     def close(self) -> None:
-        """Let go of the map; views still held elsewhere stay good, and the map goes with the last of them."""
+        """Release the map; views that are still held stay valid, and the map ends with the last of them."""
         self._bytes = None
         if self._map is not None:
-            with suppress(BufferError):  # somebody holds a view
+            with suppress(BufferError):  # a view is still held
                 self._map.close()
             self._map = None

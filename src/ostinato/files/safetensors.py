@@ -1,7 +1,7 @@
 """A safetensors model: a folder with config.json and .safetensors files, behind `checkpoint.py`.
 
 Several files are listed by model.safetensors.index.json. F32, F16 and BF16 weights are read; weights
-quantised the way of GPTQ, AWQ, FP8 and others are refused by name. The header of a file is read by
+quantised by GPTQ, AWQ, FP8 and others are refused by name. The header of a file is read by
 `safetensors_header.py`.
 """
 
@@ -27,7 +27,7 @@ from ostinato.files.safetensors_header import TensorPlace, read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_BESIDE_WEIGHTS = (  # what else decides the answer, where it is there
+_BESIDE_WEIGHTS = (  # optional files that also affect the answer
     "config.json",
     "generation_config.json",
     _INDEX,
@@ -157,7 +157,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 
 def _no_weights(folder: Path) -> BadFile | Unsupported:
-    """What to say of a folder with config.json and no model.safetensors."""
+    """The message for a folder with config.json and no model.safetensors."""
     names = sorted(os.listdir(folder))
     if "adapter_model.safetensors" in names or "adapter_config.json" in names:
         return Unsupported(f"{folder}: holds a LoRA adapter, which is not supported; give the folder of a whole model")

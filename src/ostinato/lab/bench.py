@@ -1,4 +1,4 @@
-"""How fast a model decodes here, beside what the memory of this machine allows; measuring only, nothing is printed.
+"""Measures how fast a model decodes here, beside the limit of this machine's memory; nothing is printed.
 
 Every figure comes through an `Engine`, as any caller would use it: prompts of random ids, greedy tokens, the device's
 own times. In the terms of llama-bench: *pp* is a prompt of so many tokens, *tg* so many generated tokens, *depth* how
@@ -38,7 +38,7 @@ from ostinato.options import Activations, KVType
 
 # Far more than any cache holds, little enough for a laptop.
 READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 4 << 30}
-# Tokens that the first of several sequences may make while the prompts of the others are run.
+# Tokens that the first of several sequences may generate while the prompts of the others run.
 HEAD_START: Final = 64
 # How long a profiled step waits on a GPU, in cycles, so that the host has queued all of it before it begins.
 HOLD_CYCLES: Final = 20_000_000
@@ -76,7 +76,7 @@ class TimedRun:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """What a task came to. `bytes_per_token`: what must be read for one token at least."""
+    """The result of a task. `bytes_per_token`: the least that must be read for one token."""
 
     task: Task
     runs: tuple[TimedRun, ...]
@@ -98,7 +98,7 @@ class Figure:
 
     @property
     def limit_tok_s(self) -> float:
-        """Tokens per second if reading were all there is to do."""
+        """Tokens per second if a step only read its bytes."""
         return self.bandwidth / self.bytes_per_token
 
 
@@ -116,7 +116,7 @@ class KindTime:
 class Profile:
     """Where the time of a step goes, the mean of several, in the order of the plan; without the step boundary.
 
-    `between_us`: from the last node of a step to the first of the next, where the device itself has told.
+    `between_us`: from the last node of a step to the first of the next, if the device's own marks show it.
     """
 
     batch: int
@@ -151,13 +151,13 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
 
 
 def _event() -> Any:
-    """A mark in a stream that knows when it was passed; torch leaves its events untyped."""
+    """A CUDA event; torch leaves its events untyped."""
     kind: Any = torch.cuda.Event
     return kind(enable_timing=True)
 
 
 def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
-    """What the step that takes in a token at this position reads of its sequence: keys and values, or states."""
+    """Bytes of its sequence that a step at this position reads: keys and values, or states."""
     n_bytes = 0
     if shape.attention:
         seen = (position + 1 if window is None else min(position + 1, window) for window in shape.windows)
@@ -209,7 +209,7 @@ class Bench:
                             yield self.generated(engine, Task("tg", n, depth, batch, mode))
 
     def prompt(self, engine: Engine, task: Task) -> Figure:
-        """How fast a prompt is taken in after `depth` positions that are in memory already, in whole pages."""
+        """How fast a prompt is computed after `depth` positions that are in memory already, in whole pages."""
         page = engine.loop.page_tokens
         before = self._ids(task.depth // page * page, "before")
         sampling = replace(GREEDY, max_tokens=1, ignore_eos=True)
@@ -227,14 +227,14 @@ class Bench:
         return Figure(task, tuple(runs[1:]), (len(starts) * weights + kept) / task.n_tokens, self.bandwidth)
 
     def generated(self, engine: Engine, task: Task) -> Figure:
-        """How fast all sequences of a batch go on, from the moment that the last of them has begun."""
+        """How fast all sequences of a batch decode, from the moment that the last of them has begun."""
         prompts = [self._ids(max(1, task.depth), "sequence", number) for number in range(task.batch)]
         # The first run is not counted: it warms, and leaves the prompts in memory for those after it.
         _watch(engine, prompts, task.n_tokens)
         windows: list[_Window] = []
         for spare in range(2 * self.repeats, -1, -1):
             window = _watch(engine, prompts, task.n_tokens)
-            # One in which a sequence came to its end is not what was asked for; taken only for want of a better.
+            # A run in which a sequence ended early is used only if there is no other.
             if len(window.tokens) == task.batch * task.n_tokens or spare < self.repeats - len(windows):
                 windows.append(window)
             if len(windows) == self.repeats:
@@ -247,8 +247,8 @@ class Bench:
         return Figure(task, runs, weights / task.batch + kept, self.bandwidth)
 
     def profile(self, *, batch: int, depth: int, n_steps: int = PROFILED_STEPS, mode: str = "eager") -> Profile:
-        """The time of each kind of node: in `eager` by a host that looks at the clock around every node; in a GPU's
-        other modes, where no host looks, by marks of the device between the nodes. Refused where there are none."""
+        """The time of each kind of node: in `eager` by the host's clock around every node; in a GPU's other
+        modes by marks of the device between the nodes. Refused if there are none."""
         if (reason := why_not_profiled(mode, self.model.device)) is not None:
             raise HardwareCannot(f"mode {mode!r} cannot be profiled here: {reason}")
         n_prompt, most = max(1, depth), n_steps + 2
@@ -269,7 +269,7 @@ class Bench:
         return Profile(batch, depth, times, mode, between)
 
     def _play_steps(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
-        """Steps by the host's hand."""
+        """Steps that the host drives."""
         for slot in range(batch):
             driver.admit(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 2)
         driver.step()  # admits
@@ -290,7 +290,7 @@ class Bench:
     def engine(self, mode: str, batch: int, context: int) -> Engine:
         """An engine of so many slots, to be closed by the caller."""
         device = self.model.device
-        # One more than are live: what earlier runs left in memory must not be in the way.
+        # One more than are live, since earlier runs leave prefixes in memory.
         n_pages = (batch + 1) * -(-context // PAGE_TOKENS[device.type])
         return Engine(self.model, self._settled(mode, batch, context, n_pages))
 
@@ -325,7 +325,7 @@ class Bench:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A stretch in which all sequences lived: its tokens, and how long it was by either clock."""
+    """An interval in which all sequences were live: its tokens, and its length by either clock."""
 
     tokens: tuple[Token, ...]
     device_s: float
@@ -333,7 +333,7 @@ class _Window:
 
 
 def _watch(engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _Window:
-    """Ask for all prompts at once; watch from the last one's first token for `n_tokens` more of it, then cancel."""
+    """Submit all prompts at once; measure from the last one's first token for `n_tokens` more of it, then cancel."""
     everything = replace(GREEDY, ignore_eos=True)
     requests = [engine.submit(prompt, everything, wait=True) for prompt in prompts]
     last, heard = requests[-1], []
@@ -362,7 +362,7 @@ def _read(request: Request) -> list[Token]:
 
 
 def why_not_profiled(mode: str, device: torch.device) -> str | None:
-    """Why the nodes of a mode cannot be timed on this device; None where they can."""
+    """Why the nodes of a mode cannot be timed on this device; None if they can."""
     if mode == "loop" and device.type == "cpu":
         return "the native loop is one call: its nodes are not timed; eager's are"
     return None

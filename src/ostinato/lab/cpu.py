@@ -1,7 +1,7 @@
-"""The laboratory on a CPU: the counterparts of a GPU's starts, so that the whole of it runs anywhere.
+"""The laboratory on a CPU: the counterparts of a GPU's starts, so that the laboratory runs on any machine.
 
-`op by op` asks torch for every operation, as a host asks a GPU for every kernel; `recorded` plays a list of calls that
-were bound once, over memory that was laid out once, as a graph does; `native` is one call that plays all steps.
+`op by op` calls torch for every operation, as a host launches every kernel; `recorded` replays a list of calls that
+were bound once, over memory that was allocated once, as a graph does; `native` is one call that runs all steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TINY: Final = Workload(n=1, steps=2000)
 
 
 class CpuMachine:
-    """One thread: what is measured is how work is begun, not how it is shared out."""
+    """One thread: the cost of starting work is measured, not its partition."""
 
     kind: Literal["gpu", "cpu"] = "cpu"
     sizes: tuple[str, ...] = ("n", "steps", "kernels")  # a grid is a GPU's

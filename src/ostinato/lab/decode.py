@@ -1,6 +1,6 @@
 """The end-to-end harness: the engine's own plan for a real shape, in every start that the engine has here.
 
-Nothing is copied from the engine: requests go in and tokens come out, as any caller would have them.
+Nothing is copied from the engine: it gets requests and returns tokens, as for any caller.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _PARTS: Final = frozenset({"date", "machine", "costs", "stops_paying_us", "rows"
 
 @dataclass(frozen=True, slots=True)
 class ExperimentRow:
-    """One work in all starts, with what the formulas say of each."""
+    """One work in all starts, with the formulas' prediction for each."""
 
     work: Workload
     body_us: float
@@ -70,7 +70,7 @@ class ExperimentRow:
 
 
 def measured(machine: Machine, work: Workload, repeats: int = REPEATS) -> ExperimentRow:
-    """One work in every start of a machine, baseline first, each checked; what the formulas say is settled before."""
+    """One work in every start of a machine, baseline first, each checked; predictions are computed first."""
     work = machine.settle(work)
     costs, body_us = machine.costs(work), machine.body_us(work)
     predicted = {start: cost.step(work.kernels, body_us) for start, cost in costs.items()}
@@ -81,7 +81,7 @@ def measured(machine: Machine, work: Workload, repeats: int = REPEATS) -> Experi
 def swept(
     machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int = REPEATS
 ) -> Iterator[ExperimentRow | tuple[Workload, str]]:
-    """A row for each value of one size; a work that this machine refuses, with its words, instead of its row."""
+    """A row for each value of one size; for a work that this machine refuses, the message instead of the row."""
     if what not in machine.sizes:
         raise BadOption(f"--over is {what!r}; on this machine: {', '.join(machine.sizes)}")
     for one in with_values(work, what, values):

@@ -1,4 +1,4 @@
-"""The laboratory on an NVIDIA GPU: short kernels one by one, as graphs, as a WHILE graph, and a kernel that stays.
+"""The laboratory on an NVIDIA GPU: short kernels one by one, as graphs, as a WHILE graph, and as a persistent kernel.
 
 Kernels are compiled here for the card at hand; loops of launches are native (`programs/host.cpp`). Times are those of
 the device, by events around everything. Every wait has a deadline: on the device by its timer, on the host here.
@@ -39,7 +39,7 @@ FEW, MANY = 4, 20  # kernels of a step, to tell what each adds from what a step 
 CONTROL_WORDS: Final = 48  # of `Control` in kernels.h
 FAULT_WORD: Final = 32
 HELD_US: Final = 10  # a body that is longer than any launch
-PASSES, BARRIERS = 1, 2  # parts of a kernel that stays, as kernels.h has them
+PASSES, BARRIERS = 1, 2  # parts of a persistent kernel, as in kernels.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class GpuMachine:
         return work
 
     def check_resident(self, work: Workload) -> None:
-        """Refuse a grid of which some blocks would wait outside while the others wait for them."""
+        """Refuse a grid whose blocks cannot all be resident at once: a grid barrier would never end."""
         from cuda.bindings import driver
 
         kernel = self._kernels["persistent"]
@@ -153,7 +153,7 @@ class GpuMachine:
         return float(began.elapsed_time(ended))
 
     def body_us(self, work: Workload) -> float:
-        """A pass inside a kernel that stays, less the barrier after it: nothing of it is a launch."""
+        """A pass inside a persistent kernel, less the barrier after it, so without any launch."""
         one = replace(self.settle(work), steps=100, kernels=8)
         staying = self.costs(one)[PERSISTENT]
         return max(1e-3, (self.time(one, PERSISTENT, 3).us - staying.step_us) / 8 - staying.kernel_us)
@@ -189,7 +189,7 @@ class GpuMachine:
         return self._median_ms(play) * 1e3 / steps
 
     def _staying_us(self, start: str, work: Workload, does: int) -> float:
-        """A step of a kernel that stays and only does a part of it; nothing is checked, as nothing is meant."""
+        """A step of a persistent kernel that runs only a part of it; there is no result to check."""
         data = Data.fresh(work.n, REQUESTS)
         x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
         bound = self._fed if start == FED else self._persistent

@@ -1,7 +1,7 @@
 """The arithmetic of launch overhead: what a step of short kernels takes, by how it is started.
 
-A step is K kernels of c microseconds each. Whoever paces it adds something to every kernel (a launch, a graph's node, a
-barrier) and something to every step (a replay, a turn of a WHILE graph), and a host that submits ahead of the device
+A step is K kernels of c microseconds each. Each way to start it adds time to every kernel (a launch, a graph's node, a
+barrier) and to every step (a replay, a turn of a WHILE graph), and a host that submits ahead of the device
 adds nothing as long as it keeps ahead. Pure arithmetic: no device, no torch.
 """
 

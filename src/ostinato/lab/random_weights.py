@@ -1,8 +1,8 @@
 """Models of named shapes with random weights: what a step costs can be measured without a file.
 
 Weights are made on the device, each tensor from the seed and its own name, so that they do not depend on the order in
-which they are asked for. Matrices are scaled so that a row keeps its size through a product; what comes out are numbers
-that a sampler can live with, and no sense.
+which they are asked for. Matrices are scaled so that a row keeps its size through a product; the logits are
+in a range that a sampler can handle, without meaning.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _mixed(name: str, shape: Shape) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How random blocks of a type have sane values: bytes [n, n_bytes] are random but for what scales them.
+    """How random blocks of a type get usable values: bytes [n, n_bytes] are random except the scales.
 
     A value is d * scale * (q - middle); `spread` is the standard deviation of q. `fixed` are bytes at an offset, `d_at`
     and `m_at` where the float16 of d and, for types with minima, of the middle are.

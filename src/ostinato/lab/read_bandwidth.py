@@ -1,6 +1,6 @@
-"""What the memory of this machine gives to a loop that only reads: the measure that decoding on a CPU is held to.
+"""The bandwidth of a loop that only reads: the limit for decoding on a CPU.
 
-By the native library where it can be had, over the very weights that a step reads; else torch adds up a large tensor.
+The native library reads the weights of a step if it is available; otherwise torch sums a large tensor.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where the microseconds of a step of the tape go: a timeline from the marks that the kernel leaves.
+"""Where the microseconds of a step of the tape go: a timeline from the marks that the kernel writes.
 
-Every block notes when it begins each phase of its last step, by the clock that the whole chip shares. What lies between
-two marks of a block is the first one's phase: its products, and what it waits for others. How far apart blocks begin
-the same phase is its spread.
+Every block records when it begins each phase of its last step, by the clock that the whole chip shares. The time
+between two marks of a block is the first one's phase: its products, and its waits for others. The spread of a phase is
+how far apart blocks begin it.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def spans(marks: Sequence[Sequence[int]]) -> list[PhaseSpan]:
 
 
 def step_us(found: Sequence[PhaseSpan]) -> float:
-    """The whole step without its step boundary, as the median block plays it."""
+    """The whole step without its step boundary, for the median block."""
     return found[-1].end_us - found[0].begin_us
 
 

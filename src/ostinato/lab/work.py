@@ -1,4 +1,4 @@
-"""What is played in the laboratory, the float64 twin that checks it, and how a result is kept."""
+"""The work that the laboratory runs, the float64 twin that checks it, and the record of a result."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Timing:
 
 
 class Machine(Protocol):
-    """Something that plays work in several ways. The first of its starts is the baseline."""
+    """A machine that runs work in several ways. The first of its starts is the baseline."""
 
     name: str
     kind: Literal["gpu", "cpu"]
@@ -145,10 +145,10 @@ class Machine(Protocol):
         """The work with its open sizes filled in; refuses what cannot run here, naming the limit."""
 
     def time(self, work: Workload, start: str, repeats: int) -> Timing:
-        """Play and check it; raises where the result is wrong."""
+        """Run and check it; raises if the result is wrong."""
 
     def body_us(self, work: Workload) -> float:
-        """How long one pass is by itself, without whatever starts it."""
+        """The time of one pass by itself, without its start."""
 
     def costs(self, work: Workload) -> dict[str, StartCost]:
         """What each start adds to work of this grid, measured once with bodies of known length."""
@@ -158,7 +158,7 @@ class Machine(Protocol):
 
 
 def checked(timing: Timing) -> Timing:
-    """The timing, if its result is right: a fast wrong answer is no figure."""
+    """The timing, if its result is right: the time of a wrong result is not reported."""
     bar = ERROR_BAR * max(1.0, timing.work.passes / 500) * max(1.0, timing.largest / SMALL)
     if not timing.max_abs_err < bar:  # also where it is not a number
         raise InternalError(

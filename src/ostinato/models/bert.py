@@ -1,7 +1,7 @@
 """bert and nomic-bert: encoders, whose rows see the whole text; for embeddings, and with a head for ranking.
 
-Norms come after each block. bert adds a learned position and which of two texts a token is of; nomic-bert turns by
-rotary positions and gates its feed-forward block. Pooling is what the file says: GGUF's `pooling_type`, or the
+Norms come after each block. bert adds a learned position and which of two texts a token is of; nomic-bert uses
+RoPE and a gated MLP. Pooling is what the file says: GGUF's `pooling_type`, or the
 folder's `1_Pooling/config.json` (`pooling.py`); mean where neither does, and rank where there is a head for it.
 """
 
@@ -123,7 +123,7 @@ def nomic_from_config(checkpoint: Checkpoint) -> Shape:
         "hidden": hidden,
         "n_heads": n_heads,
         "ff_width": c.integer("n_inner", 4 * hidden),
-        # Beyond what it was trained for, its authors turn by other angles.
+        # Beyond its trained context, its authors use other RoPE angles.
         "context": min(c.integer("n_positions"), c.integer("max_trained_positions", 2048)),
         "norm_eps": c.positive("layer_norm_epsilon", 1e-12),
     }
@@ -213,7 +213,7 @@ NOMIC_STEMS = {
     "encoder.layers.*.mlp.fc2": "blk.*.ffn_down",
     "encoder.layers.*.norm2": "blk.*.layer_output_norm",
 }
-# Heads that guess masked words or the next sentence: nobody asks them.
+# Heads that predict masked words or the next sentence: not used here.
 OTHER_HEADS = re.compile(BUFFERS.pattern + r"|cls\.(predictions|seq_relationship)\..*")
 
 BERT = Family(

@@ -1,7 +1,7 @@
 """What models are made of: norms, linears, attention, feed-forward blocks, mixers, layers, and the model over them.
 
 Blocks are data. A leaf is what has a shape: a family makes its blocks over references to tensors of the file
-(`references.py`), and a backend makes them once more over what it loaded (`with_leaves`). Shapes: x is [rows, hidden],
+(`tensors.py`), and a backend makes them once more over what it loaded (`with_leaves`). Shapes: x is [rows, hidden],
 one row per token; q is [rows, heads, head_width], k and v [rows, kv_heads, head_width].
 """
 
@@ -19,7 +19,7 @@ Leaf: TypeAlias = Any  # a reference, or what a backend has in its place
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What all of them are, so that a walk knows one."""
+    """The base of all blocks, by which a walk recognises one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Conv(Block):
 
 @dataclass(frozen=True, slots=True)
 class Decay(Block):
-    """What the scan itself holds, float32: how fast each state fades, what skips it, and the bias of its steps."""
+    """What the scan itself holds, float32: the decay of each state, the skip factor, and the bias of its steps."""
 
     a: Leaf  # negative; [channels, state] in mamba, [heads] in mamba2
     d: Leaf

@@ -1,6 +1,6 @@
 """gemma2 and gemma3: norms before and after each block, scaled embeddings, layers that see a window and layers
-that see everything. gemma2 caps its scores and logits by tanh; gemma3 norms query and key heads and turns its
-window layers by another rope base. Safetensors keep a norm's weight as its distance from 1, GGUF as it is.
+that see everything. gemma2 caps its scores and logits by tanh; gemma3 norms query and key heads and has
+another RoPE base for its window layers. Safetensors keep a norm's weight as its distance from 1, GGUF as it is.
 """
 
 from dataclasses import replace

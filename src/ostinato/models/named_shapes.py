@@ -1,4 +1,4 @@
-"""Shapes of known models by name: what a step costs can be measured without a file."""
+"""Shapes of known models by name, to measure a step without a file."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Rotary positions of a family: the base, how far each frequency is stretched, and by how much to amplify.
+"""RoPE of a family: the base, how far each frequency is stretched, and by how much to amplify.
 
 Every scaling scheme (linear, llama3, yarn, longrope, a tensor of factors) comes down to one divisor per
 frequency and one amplitude, so that is all `Rope` keeps. Which two elements of a head make a pair is how a file stored
 its query and key rows: `halves` pairs element i with i + width/2, `neighbours` pairs 2i with 2i + 1; the two are the
-same model with rows permuted. The angles and the turning are a backend's (`backends/torch/ops/rope.py`).
+same model with rows permuted. A backend computes the angles and rotates (`backends/torch/ops/rope.py`).
 """
 
 import math
@@ -15,12 +15,12 @@ from ostinato.errors import BadFile, Unsupported
 from ostinato.models.fields import Fields
 
 Pairing = Literal["halves", "neighbours"]
-WIDEST = 65_536  # elements of a head that turn; no model comes near, and a list of that length is made from it
+WIDEST = 65_536  # rotated elements of a head; no model comes near, and a list of that length is made from it
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Angles of one kind of layer; `width` is how many elements of a head turn."""
+    """Angles of one kind of layer; `width` is how many elements of a head are rotated."""
 
     base: float
     width: int
@@ -66,7 +66,7 @@ def yarn(
     beta_slow: float = 1.0,
     truncate: bool = True,
 ) -> tuple[float, ...]:
-    """Pairs that turn more than beta_fast times within the original context keep their pace; slow ones stretch."""
+    """Pairs that rotate more than beta_fast times within the original context are unscaled; slow ones are stretched."""
 
     def pair_that_rotates(times: float) -> float:
         return width * math.log(original / (times * 2 * math.pi)) / (2 * math.log(base))

@@ -1,7 +1,7 @@
 """What a model is, before any weight is read: sizes, windows, caps, rope, experts.
 
 `read_shape` asks the checkpoint's family; `common_from_gguf` and `common_from_config` read what nearly every
-family states alike, and a family changes by `replace` what it does differently. `docs/add-a-family.md` tells how.
+family states alike, and a family changes by `replace` what it does differently. `docs/add-a-family.md` says how.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Multipliers:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One model's sizes and habits; everything `blocks.py` needs to know besides the weights."""
+    """One model's sizes and settings; everything `blocks.py` needs besides the weights."""
 
     family: str
     n_layers: int
@@ -276,7 +276,7 @@ def activation_from_config(c: Fields) -> Activation:
 
 
 def vocab_rows(checkpoint: Checkpoint, name: str) -> int:
-    """How many tokens the embedding holds: the file's own word for the size of the vocabulary."""
+    """How many tokens the embedding holds: the vocabulary size that the file states."""
     info = checkpoint.tensors.get(name)
     if info is None:
         raise BadFile(f"{checkpoint.path}: it has no tensor {name}; a file that holds only a vocabulary cannot be run")

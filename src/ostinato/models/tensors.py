@@ -2,7 +2,7 @@
 
 The names are those of GGUF (`blk.3.attn_q.weight`); a safetensors folder's are translated by its family. Blocks are
 made over references, so all that a model takes is known before a byte is read: `TensorTable.check` refuses a file with
-a missing or misshapen tensor, or with one that nobody takes. A backend then puts what it loads in the place of each.
+a missing or misshapen tensor, or with one that no block takes. A backend then replaces each reference by what it loads.
 """
 
 from __future__ import annotations
@@ -155,8 +155,8 @@ class TensorTable:
         return out if as_stored else np.ascontiguousarray(rounded(self._transform(name).values(out), dtype))
 
     def check(self, references: Iterable[Reference], spare: Iterable[str] = ()) -> None:
-        """Refuse a file that lacks a tensor, has it in another shape, or has one that nobody takes; `spare` names may
-        be there."""
+        """Refuse a file that lacks a tensor, has it in another shape, or has one that no block takes; `spare` names
+        are allowed."""
         taken = set(spare)
         for reference in references:
             for name, shape in reference.wanted:

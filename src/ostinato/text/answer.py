@@ -1,7 +1,7 @@
-"""What an answer's text is made of: content, reasoning and tool calls, told apart as the text comes.
+"""Splits an answer's text into content, reasoning and tool calls while it arrives.
 
-`AnswerReader` passes text through `reasoning.py` and `tools.py` and gives out deltas, as a stream of a chat needs
-them; joined, they are the message. Nothing here knows about tokens or HTTP.
+`AnswerReader` passes text through `reasoning.py` and `tools.py` and returns deltas, as a stream of a chat needs them;
+joined, they are the message. Nothing here knows about tokens or HTTP.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class CallDelta:
-    """A part of a tool call: the first of a call has its id and name; `arguments` is JSON text that goes on."""
+    """A part of a tool call: the first of a call has its id and name; `arguments` is the next part of its JSON text."""
 
     index: int
     id: str | None = None
@@ -23,7 +23,7 @@ class CallDelta:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What came: text for the reader, text of the model's reasoning, or a part of a call; one of the three."""
+    """One of three: content, text of the model's reasoning, or a part of a call."""
 
     content: str = ""
     reasoning: str = ""
@@ -31,13 +31,13 @@ class Delta:
 
 
 class Parser(Protocol):
-    """Takes text as it comes."""
+    """Parses text as it arrives."""
 
     def feed(self, text: str) -> list[Delta]:
-        """What can be told of the text so far; what may still become a marker is held back."""
+        """The deltas of the text so far; text that may still become a marker is held back."""
 
     def finish(self) -> list[Delta]:
-        """What was held back, when the text has ended."""
+        """The text that was held back, when the text has ended."""
 
 
 class AnswerReader:
@@ -50,7 +50,7 @@ class AnswerReader:
     def __init__(
         self, reasoning: Parser | None = None, calls: Parser | None = None, *, most_calls: int | None = None
     ) -> None:
-        """`most_calls`: those after so many are left out, for whoever asked for no more."""
+        """`most_calls`: calls beyond this number are left out."""
         self._reasoning, self._calls, self._most_calls = reasoning, calls, most_calls
         self.n_calls = 0
 

@@ -1,7 +1,7 @@
-"""Calls as they are written, read while they come: markers in text, and JSON objects character by character.
+"""Parses calls while they are generated: markers in text, and JSON objects character by character.
 
-Models write calls into their text, each family in its way; `tools.py` knows which. What is read here is a stranger's
-text: whatever is no call is given back as content, letter by letter, and nothing is lost.
+Models write calls into their text, each family in its own format; `tools.py` knows which. The text is untrusted:
+whatever is not a call is returned as content, character by character, and nothing is lost.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ARGUMENTS: Final = ("arguments", "parameters")
 class CallObject:
     """One call, `{"name": ..., "arguments": {...}}`, character by character; `take` until `ended` or `broken`.
 
-    The arguments are given out as they come, once the name is known. Members of other names are passed over; a call
-    inside of a member `function` counts as the call. With a `name`, only the arguments are to come.
+    The arguments are returned as they arrive, once the name is known. Members of other names are skipped; a call
+    inside of a member `function` counts as the call. With a `name`, only the arguments follow.
     """
 
     def __init__(self, name: str | None = None) -> None:
@@ -33,7 +33,7 @@ class CallObject:
         self._in_string = self._escaped = False
         self._place: Literal["key", "colon", "value", "next"] = "value" if self._only_arguments else "key"
         self._key = "arguments" if self._only_arguments else ""
-        self._token: list[str] = []  # the key or value under way
+        self._token: list[str] = []  # the key or value being read
         self._arguments: list[str] = []
         self._n_given = 0  # of the arguments' characters
 
@@ -42,7 +42,7 @@ class CallObject:
         return self._n_given > 0
 
     def take(self, character: str) -> str:
-        """The arguments' text that can be given out now."""
+        """The arguments' text that can be returned now."""
         at_member = not self._in_string and self._depth == self._base and self._depth > 0
         if self._in_string:
             self._in_string = self._escaped or character != '"'
@@ -146,11 +146,11 @@ class JsonCalls:
         self._openers, self._closers = tuple(openers), tuple(closers)
         self._new_id, self._named, self._known = new_id, named, known
         self._state: Literal["start", "text", "calls", "name", "object"] = "start" if bare else "text"
-        self._marked = False  # whether a marker opened what is read now
+        self._marked = False  # whether the current call began with a marker
         self._buffer = ""  # not read yet
-        self._raw: list[str] = []  # of the object under way, in case it is no call
+        self._raw: list[str] = []  # of the object being read, in case it is not a call
         self._call = CallObject()
-        self._told = False  # whether the call under way was begun
+        self._told = False  # whether the start of the current call was returned
         self._index = -1
 
     def feed(self, text: str) -> list[Delta]:
@@ -181,7 +181,7 @@ class JsonCalls:
                 return deltas
 
     def _start(self, last: bool) -> list[Delta]:
-        """Before anything was said: an object may be a call without a marker."""
+        """At the start of the text: an object may be a call without a marker."""
         shown = self._buffer.lstrip()
         if shown.startswith("{"):
             self._buffer = shown
@@ -191,7 +191,7 @@ class JsonCalls:
         return []
 
     def _text(self, last: bool) -> list[Delta]:
-        """Content up to a marker; blanks at its end wait, because before a call they mean nothing."""
+        """Content up to a marker; trailing blanks are held back, because before a call they mean nothing."""
         at, opener = min(((self._buffer.find(o), o) for o in self._openers if o in self._buffer), default=(-1, ""))
         if at >= 0:
             said, self._buffer = self._buffer[:at].rstrip(), self._buffer[at + len(opener) :]
@@ -274,13 +274,13 @@ class JsonCalls:
         return [Delta(call=CallDelta(self._index, arguments=text))] if text else []
 
     def _no_call(self) -> list[Delta]:
-        """What was read is given back, unless it was told of; the rest is text."""
+        """Return what was read as content, unless its start was returned as a call; the rest is text."""
         self._state = "text"
         return [] if self._told else _content("".join(self._raw))
 
 
 class TagCalls:
-    """Reads calls that are tags: `<function=name><parameter=key>value</parameter></function>`, each told when whole.
+    """Reads calls that are tags: `<function=name><parameter=key>value</parameter></function>`, each when complete.
 
     A JSON object between the outer tags is a call too.
     """
@@ -327,7 +327,7 @@ class TagCalls:
         return [] if self._after_call else _content(held)
 
     def _skip_end(self) -> bool:
-        """Pass over what ends a call; False while it may still come."""
+        """Skip the end of a call; False while it has not arrived."""
         text = self._buffer.lstrip()
         if len(text) < len(_TAG_END) and _TAG_END.startswith(text):
             return False
@@ -335,7 +335,7 @@ class TagCalls:
         return True
 
     def _read(self, found: re.Match[str]) -> tuple[str, Any] | None:
-        """A call's name and arguments; None for an object that is none."""
+        """A call's name and arguments; None for an object that is not a call."""
         if found["object"] is None:
             name = found["name"].strip()
             return name, self._arguments(name, found["body"])

@@ -1,7 +1,7 @@
-"""Tokenizers of safetensors folders: `tokenizer.json` as it is, and the special ids that the files beside it name.
+"""Tokenizers of safetensors folders: `tokenizer.json` unchanged, and the special ids that the files beside it name.
 
-The library's own file brings its normalizer, pre-tokenizer and model; here is only what it leaves to others: which
-ids begin and end a text, which end a generation, and what each id looks like as bytes, so that a stream of ids and
+The library's own file has its normalizer, pre-tokenizer and model; here is only what it does not cover: which ids
+begin and end a text, which end a generation, and what each id looks like as bytes, so that a stream of ids and
 a whole list decode alike.
 """
 

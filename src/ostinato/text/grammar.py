@@ -1,7 +1,7 @@
 """Grammars: which tokens may come next, one bit each, in an answer that must follow a schema, a regex or a grammar.
 
 The parsing is llguidance's; here are its limits, so that no schema takes more than seconds or some hundred megabytes,
-and what the end tokens may do. A `Matcher` follows one answer; nothing here chooses a token, that is the device's part.
+and what the end tokens may do. A `Matcher` follows one answer; nothing here samples a token; the device does.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KEPT: Final = 16
 LARGEST_MULTIPLE: Final = 20_000
 SMALLEST_EXPONENT: Final = -6
 
-# Compact JSON: an answer has no blanks that its schema does not ask for, so none can go on for ever.
+# Compact JSON: an answer has no blanks that its schema does not ask for, so blanks cannot continue without end.
 _COMPACT: Final[Any] = {
     "whitespace_flexible": False,
     "item_separator": ",",
@@ -61,8 +61,8 @@ class Matcher:
     def mask(self) -> np.ndarray:
         """The tokens that may come next, int32 words, the caller's own.
 
-        One that ends the answer is among them only where the answer may end, and has the least length that was asked
-        for; where nothing else may come, it ends.
+        An end token is among them only if the answer may end and has its minimum length, or if no other token is
+        allowed.
         """
         wait = self._n_made < self._min_tokens
         unwanted = self._end_bits if wait else self._only_ends if self._ignores_ends else None
@@ -73,7 +73,7 @@ class Matcher:
         return self._bits.copy()
 
     def take(self, token: int) -> None:
-        """Go on by a token of the mask; BadInput where the grammar turns out too complex to go on."""
+        """Advance by a token of the mask; BadInput if the grammar turns out too complex to continue."""
         self._inner.consume_token(token)
         self._n_made += 1
         if token not in self.ends:
@@ -101,7 +101,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def matcher(self, sampling: Sampling) -> Matcher | None:
-        """What follows the answer that `sampling` asks for; None where anything may be said. BadOption if it cannot."""
+        """The matcher for the constraint of `sampling`; None if there is none. BadOption if it cannot be followed."""
         rule = sampling.rule
         if rule is None:
             return None
@@ -124,7 +124,7 @@ class Grammars:
         return made
 
     def _compile(self, rule: Rule) -> _Compiled:
-        known = self._known  # first: it says what to do where llguidance is not there
+        known = self._known  # first: it says what to do if llguidance is not installed
         from llguidance import LLMatcher
 
         n_words = -(-self._n_ids // 32)
@@ -164,7 +164,7 @@ class _TokenTable:
         self.tokens = [
             tokenizer.texts[id].encode() if id in hidden else tokenizer.shown[id] for id in range(tokenizer.vocab_size)
         ]
-        # A token that shows nothing would let an answer go on without going anywhere.
+        # A token without text would let an answer continue without progress.
         self.special_token_ids = [id for id, piece in enumerate(self.tokens) if id in hidden or not piece]
         self._before = tokenizer.encode(_BREAK, bos=False) if tokenizer.drops_first_space else []
 
@@ -201,7 +201,7 @@ def as_lark(rule: Rule) -> str:
 
     match rule.kind:
         case "regex":
-            # Digits are 0 to 9: nobody who writes \d waits for those of every script.
+            # Digits are 0 to 9: `\d` is not meant to match those of every script.
             return f"start: /{regex_to_lark(rule.text, 'd')}/"
         case "choice":
             return "start: " + " | ".join(map(literal, json.loads(rule.text)))
@@ -215,7 +215,7 @@ def _from_gbnf(grammar: str) -> str:
         return grammar
     try:
         return any_to_lark(grammar)
-    except Exception as error:  # whatever it raises, it is about the text
+    except Exception as error:  # any exception it raises is about the text
         raise BadOption(f"as GBNF the grammar cannot be read: {error}") from error
 
 
@@ -267,7 +267,7 @@ def check_multiples(text: str) -> None:
 
 
 def _next_bits(inner: LLMatcher, n_words: int) -> np.ndarray:
-    """The bits of the next token; BadInput where there is none."""
+    """The bits of the next token; BadInput if no token is allowed."""
     bits = np.zeros(n_words, np.int32)
     if not inner.is_error():
         found = np.frombuffer(inner.compute_bitmask(), np.int32)[:n_words]

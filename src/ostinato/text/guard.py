@@ -1,6 +1,6 @@
-"""The step boundary to the `tokenizers` library, whose failures come as bare exceptions, or as panics.
+"""Wraps the `tokenizers` library, whose failures are bare exceptions, or panics.
 
-A panic is no `Exception` in Python, so that an ordinary `except` would let it through to the user.
+A panic is not an `Exception` in Python, so an ordinary `except` would let it through to the user.
 """
 
 from collections.abc import Callable

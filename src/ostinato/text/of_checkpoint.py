@@ -1,4 +1,4 @@
-"""The text side of a model on disk, of whichever kind: its tokenizer and its chat template.
+"""The tokenizer and the chat template of a model on disk, in either format.
 
 The one place that knows that a GGUF file holds both in its metadata and a folder in files of their own.
 """

@@ -1,7 +1,7 @@
-"""Reasoning: what a thinking model says to itself before it answers, told apart from the answer.
+"""Separates a thinking model's reasoning from its answer.
 
-The marks are those that its chat template knows. Where an answer must follow a schema or a grammar, the reasoning
-before it is free (`Reasoning.before`).
+The markers are those of its chat template. If an answer must follow a schema or a grammar, the reasoning before it is
+unconstrained (`Reasoning.before`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Reasoning:
 
     @staticmethod
     def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> Reasoning | None:
-        """None for a model that does not think aloud."""
+        """None for a model without marked reasoning."""
         source = "" if template is None else template.source
         for begin, end in _MARKS:
             if end in source:
@@ -48,11 +48,11 @@ class Reasoning:
         return prompt.rfind(self.begin) > prompt.rfind(self.end) and prompt.rstrip().endswith(self.begin)
 
     def parser(self, prompt: str) -> ReasoningParser:
-        """Reads an answer to this prompt, whose end may have begun the reasoning already."""
+        """A parser of an answer to this prompt, whose end may have begun the reasoning already."""
         return ReasoningParser(self.begin, self.end, inside=self.is_open(prompt))
 
     def before(self, sampling: Sampling, prompt: str) -> Sampling:
-        """`sampling` whose answer may, or where the prompt has begun it must, think before it follows its rule."""
+        """`sampling` whose answer may think before it follows its rule; it must if the prompt began the reasoning."""
         rule = sampling.rule
         if rule is None:
             return sampling
@@ -79,7 +79,7 @@ def _part(rule: Rule) -> dict[str, object]:
 
 
 class ReasoningParser:
-    """Tells reasoning, content and the marks between them apart; blanks around the reasoning belong to neither."""
+    """Separates reasoning, content and the markers between them; blanks around the reasoning belong to neither."""
 
     def __init__(self, begin: str, end: str, *, inside: bool) -> None:
         self._begin, self._end = begin, end
@@ -88,12 +88,12 @@ class ReasoningParser:
         self._buffer = ""
 
     def feed(self, text: str) -> list[Delta]:
-        """What can be told of the text so far."""
+        """The deltas of the text so far."""
         self._buffer += text
         return self._read(last=False)
 
     def finish(self) -> list[Delta]:
-        """What was held back, when the text has ended."""
+        """The text that was held back, when the text has ended."""
         return self._read(last=True)
 
     def _read(self, *, last: bool) -> list[Delta]:

@@ -1,8 +1,8 @@
 """The child process that renders chat templates: JSON lines in, JSON lines out, under limits on memory and time.
 
-A template out of a model file is a stranger's program; jinja2's sandbox keeps it from our objects, and this process
+A template from a model file is an untrusted program; jinja2's sandbox keeps it from our objects, and this process
 keeps it from our memory. It is run as a script and imports jinja2 and the standard library only, so that it starts
-quickly and has little to lose. `template.py` is the other end.
+quickly. `template.py` is the other end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-PROBE = "7f3a9c51"  # a word no template says of itself
+PROBE = "7f3a9c51"  # a text that occurs in no template
 MAX_MESSAGE = 2_000  # characters of a template's own error message
 FILE_NAME = "<template>"  # what jinja2 calls a template made from a string
 
@@ -49,7 +49,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """JSON as templates expect it: no HTML escapes, and letters as they are."""
+    """JSON as templates expect it: no HTML or ASCII escapes."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -64,7 +64,7 @@ def strftime_now(form: str) -> str:
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The sandbox with what chat templates lean on."""
+    """The sandbox with the functions that chat templates use."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, "jinja2.ext.loopcontrols"]
     )
@@ -117,7 +117,7 @@ class Template:
                 text = self._render(given)
             except (OutputTooLong, MemoryError):
                 raise
-            except Exception:  # a stranger's program may fail in any way; then it cannot show this form
+            except Exception:  # an untrusted program may fail in any way; then it cannot render this form
                 text = ""
             # A list that was merely printed shows its brackets too.
             printed = parts and (f"{PROBE}'}}" in text or f'{PROBE}"}}' in text)
@@ -143,7 +143,7 @@ def limit_memory(n_bytes: int) -> None:
 
 
 def limit_time(seconds: float) -> None:
-    """Bound the processor time of the next render, so that a loop ends even when nobody waits for it any more."""
+    """Bound the processor time of the next render, so that a loop ends even if its caller has stopped waiting."""
     try:
         import resource
 
@@ -176,13 +176,13 @@ def answer(work: Callable[[], str]) -> dict[str, str]:
         return {"error": f"it nests or calls itself too deeply{where(error)}"}
     except jinja2.TemplateSyntaxError as error:
         return {"error": f"it is not a valid template{where(error)}: {error.message}"}
-    except Exception as error:  # whatever a stranger's program can raise is an answer, never a dead process
+    except Exception as error:  # any exception of an untrusted program becomes a reply, never a dead process
         kind = "" if type(error) is jinja2.TemplateError else f"{type(error).__name__}: "
         return {"error": f"{kind}{str(error)[:MAX_MESSAGE]}{where(error)}"}
 
 
 def main() -> None:
-    """Read the settings, say that we are ready, then answer one request per line until the parent goes away."""
+    """Read the settings, report ready, then answer one request per line until the parent closes the pipe."""
     lines, replies = sys.stdin.buffer, sys.stdout.buffer
     settings = json.loads(lines.readline())
     limit_memory(settings["memory_bytes"])

@@ -1,4 +1,4 @@
-"""Special tokens in text: which are matched, and the cut of a text at them before anything is merged.
+"""Special tokens in text: which are matched, and the split of a text at them before merging.
 
 A special token is matched by its literal text, a longer one before a shorter; user-defined tokens always, control
 tokens only when the caller asks. The encoder made here keeps no state, so one serves many threads.
@@ -23,7 +23,7 @@ class SpecialToken:
     text: str
     id: int
     control: bool  # matched only when the caller asks
-    strip_left: bool = False  # blanks before it belong to nobody
+    strip_left: bool = False  # blanks before it are dropped
     strip_right: bool = False
 
 

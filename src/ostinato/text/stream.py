@@ -35,13 +35,13 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop string was met: the text before it has been given out, and nothing more will be."""
+        """Whether a stop string was met: the text before it has been returned, and nothing follows."""
         return self._stopped
 
     def push(self, id: int) -> str:
         """Take the next token; the text that is safe to show now, often empty."""
         piece = self._tokenizer.piece_bytes(id, start=self._start, special=id in self._show)
-        # The first token that shows anything ends the start of the text.
+        # The first token with visible text ends the start of the text.
         self._start = self._start and self._tokenizer.is_hidden(id)
         return self._release(self._characters.decode(piece), last=False)
 

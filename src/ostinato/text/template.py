@@ -1,6 +1,6 @@
 """Chat templates: a conversation becomes the prompt that a model was trained on.
 
-The template is rendered by `renderer.py` in a child process, because a template is a stranger's program and
+The template is rendered by `renderer.py` in a child process, because a template is an untrusted program and
 jinja2's sandbox bounds neither its time nor its memory; this module starts that process, waits with a deadline and
 replaces it when it fails. Nothing here knows about token ids.
 """
@@ -200,7 +200,7 @@ def _end_process(process: subprocess.Popen[bytes]) -> None:
         try:
             if pipe is not None:
                 pipe.close()
-        except OSError:  # what was still in the pipe has nowhere to go
+        except OSError:  # the pipe's remaining data is dropped
             pass
 
 
@@ -272,14 +272,14 @@ def _text_of(tokenizer: Tokenizer, id: int | None) -> str:
 
 
 def sources_in_gguf(metadata: Mapping[str, Any], path: Path) -> Sources | None:
-    """What a GGUF file says of its template; None where it says nothing."""
+    """The template of a GGUF file; None if it has none."""
     key = "tokenizer.chat_template"
     named = {name: metadata.get(f"{key}.{name}") for name in ("default", "tool_use")}
     return _chosen({**named, "default": metadata.get(key, named["default"])}, path)
 
 
 def sources_in_folder(folder: Path) -> Sources | None:
-    """What the files of a folder say of its template; None where they say nothing.
+    """The template of a folder's files; None if they have none.
 
     `chat_template.jinja` counts before `chat_template.json`, and that before tokenizer_config.json; variants are
     named there, or are files in `additional_chat_templates`.

@@ -1,7 +1,7 @@
-"""Text to token ids and back, for one model: `Tokenizer`, and how to have it from a GGUF file or a folder.
+"""Text to token ids and back, for one model: `Tokenizer`, made from a GGUF file or a folder.
 
-The cutting and merging is the `tokenizers` library's; the beginning and end tokens and the way back to text are
-here. No torch. Which vocabularies are supported is told in docs/tokenizers.md.
+The `tokenizers` library splits and merges; BOS, EOS and decoding are here. No torch. docs/tokenizers.md lists the
+supported vocabularies.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Tokenizer:
     def decode(self, ids: Sequence[int], *, special: bool = False, at_start: bool = True) -> str:
         """The text of `ids`; control tokens show nothing unless `special`. Bytes that make no character are U+FFFD.
 
-        `at_start=False` is for ids that go on from others: then a leading space is kept where the vocabulary's
+        `at_start=False` is for ids that continue others: then a leading space is kept where the vocabulary's
         texts begin without one.
         """
         characters = codecs.getincrementaldecoder("utf-8")("replace")

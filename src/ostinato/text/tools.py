@@ -1,8 +1,8 @@
-"""Tools: definitions on their way into a prompt, and calls on their way out of an answer.
+"""Tools: writes definitions into a prompt, and parses calls in an answer.
 
-A model calls a function by writing, in the way it was trained to; its chat template shows which. `ToolFormat` knows
-the ways of the supported families: what the template is given, what the answer's text means (`call_parser.py`), and a
-grammar for answers that must be calls. A template that knows no tools is told of them in words.
+A model writes calls in the format it was trained on; its chat template shows which. `ToolFormat` knows the formats of
+the supported families: the template's input, the parser of the answer's text (`call_parser.py`), and a grammar for
+answers that must be calls. For a template without tools, the system message describes them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ToolFormat:
 
     @staticmethod
     def for_template(template: ChatTemplate | None, tokenizer: Tokenizer) -> ToolFormat:
-        """The format that a template speaks; where it speaks none, one of our own, told to the model in words."""
+        """The format of a template; if it has none, our own, which the system message describes to the model."""
         source = "" if template is None else template.tool_source or template.source
         name = _format_of(source)
         markers = _MARKERS[name]
@@ -131,7 +131,7 @@ class ToolFormat:
     # Into the prompt
 
     def prompt_tools(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-        """What the template is given as `tools`; None where it would not look at them."""
+        """The template's `tools`; None if the template does not use them."""
         if not tools or self.name in ("phi", "plain"):
             return None
         return [tool.definition for tool in tools]
@@ -157,7 +157,7 @@ class ToolFormat:
     # Out of the answer
 
     def parser(self, tools: Sequence[Tool]) -> Parser:
-        """Reads calls out of an answer's text; `AnswerReader` joins it with what reads the reasoning."""
+        """The parser of calls in an answer's text; `AnswerReader` combines it with the parser of reasoning."""
         names = {tool.name for tool in tools}
         match self.name:
             case "tags":
@@ -173,9 +173,9 @@ class ToolFormat:
     def grammar(
         self, tools: Sequence[Tool], choice: ToolChoice, *, parallel: bool = True, schema: str | None = None
     ) -> str | None:
-        """For `Sampling(grammar=...)`: makes the answer calls as `choice` says; None where anything may be said.
+        """For `Sampling(grammar=...)`: forces calls as `choice` says; None without a constraint.
 
-        With a `schema`, what `response_format` asks for, an answer that is no call follows that.
+        With a `schema` (of `response_format`), an answer that is not a call follows it.
         """
         if choice == "none" or (choice == "auto" and schema is None):
             return None

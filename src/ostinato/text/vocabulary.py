@@ -1,7 +1,7 @@
 """A vocabulary as a GGUF file states it: tokens with types, scores and merges, and the ids with a special meaning.
 
-The metadata comes from strangers, so every list and number is checked here once; nothing below checks again.
-What the tokens mean as text is told by kind, in `byte_level.py`, `sentencepiece.py` and `wordpiece.py`.
+The metadata is untrusted, so every list and number is checked here once; nothing below checks again.
+What the tokens mean as text depends on the kind, in `byte_level.py`, `sentencepiece.py` and `wordpiece.py`.
 """
 
 from __future__ import annotations
