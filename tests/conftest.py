@@ -36,9 +36,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).parents[2] / "shared" / "data" / "vocab")
 
 
-# The same examples in every run; `make soak` looks for others.
+# The same examples in every run; `make soak` looks for others. Hypothesis also tries constants that it finds in our
+# modules, which would make examples depend on the modules that other tests have loaded.
 settings.register_profile("tests", derandomize=not soaking())
 settings.load_profile("tests")
+if not soaking():
+    local_constants = "hypothesis.internal.conjecture.providers.is_local_module_file"
+    pytest.MonkeyPatch().setattr(local_constants, lambda path: False, raising=False)
 
 
 @pytest.hookimpl(tryfirst=True)
