@@ -113,7 +113,8 @@ class LLM:
             else None
         )
         if self._loop_engine is not None:
-            model = self._loop_engine.loop.model  # its matrices may be on the tape alone
+            # What runs: a mode below the chosen one after a fallback; matrices may be on the tape alone.
+            model, settled = self._loop_engine.loop.model, self._loop_engine.loop.settled
         self.shape, self._model = shape, model
         self._encoder = None if shape.causal else TextEncoder(model)
         for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
@@ -152,8 +153,11 @@ class LLM:
 
     @property
     def activations(self) -> str | None:
-        """The activations of the CPU's native loop, `wide` or `int8`; None if it does not run."""
-        return self._choice.activations if self._choice.weights == "tiles" else None
+        """The activations of the native loop, `wide` or `int8`, or `int8` of the persistent kernel; else None."""
+        settled = self._choice
+        if settled.backend == "tape":
+            return settled.activations if settled.activations != "wide" else None
+        return settled.activations if settled.weights == "tiles" else None
 
     @property
     def threads(self) -> int | None:

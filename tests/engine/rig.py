@@ -29,7 +29,7 @@ DEADLINE_S = 60.0
 
 
 class Driver(LoopDriver):
-    """Admits sequences and collects their tokens. Pages are partition in order and never given back."""
+    """Admits sequences and collects their tokens. Pages are given out in order and never taken back."""
 
     def admit(
         self,

@@ -127,7 +127,7 @@ class Table:
         self.set_word(Word.INBOX_HEAD, head + 1)
 
     def admit(self, slot: int, generation: int, *, first_token: int = 1, **admission: int | tuple[int, ...]) -> None:
-        """Stage a admission and publish it; what is not given is what a plain request has."""
+        """Stage an admission and publish it; what is not given is what a plain request has."""
         for name in self.tables.admissions.names:
             self.tables.admissions.host(name)[slot] = 0
         plain = {"generation": generation, "position": 5, "left": 9, "granted": self.layout.max_pages * PAGE_TOKENS}
@@ -638,7 +638,7 @@ class Script:
         if slot in self.seated and self.seated[slot] not in self.finished:
             return
         table, layout = self.table, self.table.layout
-        for name in table.tables.admissions.names:  # every byte of a admission must arrive, whatever it is
+        for name in table.tables.admissions.names:  # every byte of an admission must arrive, whatever it is
             admission = table.tables.admissions.host(name)[slot : slot + 1].view(np.int32)
             admission[:] = rng.integers(-(2**31), 2**31, admission.shape)
         self.generation += 1

@@ -1,8 +1,8 @@
 """What a step is: a frozen list of nodes over buffers at fixed addresses, with a hash.
 
 A node is one launch, bound to its memory when the plan is made; what changes from step to step is read from the slot
-table. Every start runs the same nodes in the same order. `torch_plan.py`, `fused_plan.py` and `static_plan.py` make
-plans; nothing here knows a model.
+table. Every start runs the same nodes in the same order. Each backend's `plan.py` makes plans; nothing here knows a
+model.
 """
 
 from __future__ import annotations

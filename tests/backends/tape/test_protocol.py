@@ -229,7 +229,7 @@ def test_no_value_is_lost_where_every_block_has_a_tile_of_gate_up(shape: Shape, 
     play(shape, seed, slow=slow if 0 <= slow < shape.n_blocks else None)
 
 
-# So many blocks that some have nothing else to do for layers on end: tiles are partition in turn, which else helps.
+# So many blocks that some have nothing else to do for layers on end: tiles are assigned in turn, which else helps.
 SPARE = Shape(n_blocks=15, n_layers=6, qkv=1, hidden=1, gate_up=15, head=15, items=1, heads=1)
 
 

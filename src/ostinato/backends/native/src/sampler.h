@@ -544,7 +544,7 @@ static inline void sample_row(
 ) {
     const int vocab = VOCAB(view);
     const SamplerWorkspace workspace = workspace_over(scratch, vocab);
-    View admission = view;  // a admission's fields lie in the table where they lie in the admissions
+    View admission = view;  // an admission has its fields at the places that the table has
     if (first) admission.table = view.admissions;
 
     const float most = largest_of(logits, vocab);
