@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -385,3 +386,23 @@ def test_an_answer_of_the_loop_can_be_saved_and_gone_on_from(tiny_llm: LLM, tmp_
     assert last.completion is not None
     assert last.completion.token_ids == tiny_llm.generate(more, GREEDY).token_ids
     assert last.completion.cached_tokens == len(first.prompt_ids) + len(first.token_ids) - 1
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights", "activations", "told"),
+    [
+        ("native", "tiles", "wide", "wide"),
+        ("native", "tiles", "int8", "int8"),
+        ("tape", "packed", "wide", None),
+        ("tape", "packed", "int8", "int8"),
+        ("cuda", "packed", "wide", None),
+        ("torch", "dense", "wide", None),
+    ],
+)
+def test_activations_with_an_arithmetic_of_their_own_are_told_apart(
+    backend: str, weights: str, activations: str, told: str | None
+) -> None:
+    """They are part of the digest and of a saved state: int8 of the persistent kernel must not pass for another."""
+    settled = SimpleNamespace(backend=backend, weights=weights, activations=activations)
+    llm = cast(LLM, SimpleNamespace(_choice=settled))
+    assert LLM.activations.fget(llm) == told  # type: ignore[attr-defined]  # a property
