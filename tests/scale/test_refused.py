@@ -58,7 +58,7 @@ def test_an_address_that_nobody_answers_is_refused_in_time() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.monotonic()
-    with pytest.raises(BadInput, match="nobody answers there"):
+    with pytest.raises(BadInput, match="no answer"):
         cluster.check_address(f"127.0.0.1:{port}")
     assert time.monotonic() - began < cluster.JOIN_S
 

@@ -32,7 +32,7 @@ _SCALE: Final = "Beyond this process"
 
 def batch(
     requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.")],
-    results: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Results; one that is begun goes on.")],
+    results: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Results; an unfinished file is continued.")],
     model: flags.Model = DEFAULT,
     alias: Annotated[
         str | None, typer.Option("--alias", metavar="NAME", help="What the requests call the model.")

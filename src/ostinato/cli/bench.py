@@ -106,7 +106,7 @@ def decode(
         bool, typer.Option("--profile", help="Also the time of each kind of node; on a CPU, eager's alone.")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw the ladder (needs the extra `lab`).")
+        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a bar chart (needs the extra `lab`).")
     ] = None,
     device: flags.Device = "auto",
     dtype: flags.Dtype = "auto",

@@ -44,7 +44,7 @@ def serve_load(
     max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="N[-N]", help="Tokens of an answer.")] = "64",
     stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Token by token, or at the end.")] = True,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--keep-eos", help="Let every answer have all of its tokens.")
+        bool, typer.Option("--ignore-eos/--keep-eos", help="Generate all tokens of every answer.")
     ] = True,
     api_key: Annotated[
         str | None, typer.Option("--api-key", metavar="KEY", help="The server's key.", envvar="OSTINATO_API_KEY")

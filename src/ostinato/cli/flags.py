@@ -95,7 +95,7 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[
     bool,
-    typer.Option("--ignore-eos", help="Go on after the model's end token.", rich_help_panel=_SAMPLING),
+    typer.Option("--ignore-eos", help="Continue after the model's end token.", rich_help_panel=_SAMPLING),
 ]
 
 JsonSchema = Annotated[
@@ -151,7 +151,7 @@ Activations = Annotated[
     options.Activations,
     typer.Option(
         "--activations",
-        help="What the CPU's loop and --mode persistent multiply with: wide is exact, int8 quicker on a CPU.",
+        help="What the CPU's loop and --mode persistent multiply with: wide is exact, int8 faster on a CPU.",
         rich_help_panel=_LOADING,
     ),
 ]
@@ -159,7 +159,7 @@ Prompts = Annotated[
     options.Prompts,
     typer.Option(
         "--prompts",
-        help="What they read with --mode persistent: a plain copy of the weights, or its tape, in half the memory.",
+        help="What prompts read with --mode persistent: a plain copy of the weights, or the tape, in half the memory.",
         rich_help_panel=_LOADING,
     ),
 ]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ostinato.lab.work import Machine, Workload
     from ostinato.options import Activations
 
-lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and kernels that stay.")
+lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
 N = Annotated[int, typer.Option("--n", metavar="N", help="Length of the vector.")]
 Steps = Annotated[int, typer.Option("--steps", metavar="N", help="Token steps.")]
@@ -151,7 +151,9 @@ def predict(
     kernels: Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels for each token.")],
     launch_us: Annotated[float, typer.Option("--launch-us", metavar="X", help="What one launch costs.")],
     compute_ms: Annotated[float, typer.Option("--compute-ms", metavar="X", help="What a token computes.")],
-    residual_us: Annotated[float, typer.Option("--residual-us", metavar="X", help="One replay or turn instead.")] = 0.0,
+    residual_us: Annotated[
+        float, typer.Option("--residual-us", metavar="X", help="One replay or iteration instead.")
+    ] = 0.0,
     as_json: flags.Json = False,
 ) -> None:
     """The share of launches in a token's time, by the formula; needs no GPU."""

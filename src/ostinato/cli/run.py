@@ -34,10 +34,10 @@ def run(
     state: Annotated[
         Path | None,
         typer.Option(
-            "--state", metavar="FILE", help="Go on from the conversation in FILE, if it is there; save it after."
+            "--state", metavar="FILE", help="Continue the conversation in FILE, if it exists; save it afterwards."
         ),
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt as it is, without the chat template.")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompt unchanged, without the chat template.")] = False,
     max_tokens: flags.MaxTokens = 256,
     temperature: flags.Temperature = None,
     top_k: flags.TopK = None,

@@ -51,7 +51,7 @@ def plan(
         int | None, typer.Option("--slots", metavar="N", help="Of each replica; the most measured, if not given.")
     ] = None,
     route_ms: Annotated[
-        float, typer.Option("--route-ms", metavar="X", help="What the way to a replica adds to a first token.")
+        float, typer.Option("--route-ms", metavar="X", help="What the route to a replica adds to a first token.")
     ] = 0.0,
     model: Annotated[
         str | None, typer.Option("--model", metavar="PATH|NAME", help="For the memory: its KV bytes per token.")

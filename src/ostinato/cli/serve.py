@@ -33,7 +33,7 @@ ApiKey = Annotated[
     typer.Option(
         "--api-key",
         metavar="KEY",
-        help="A key that opens the server; may be repeated.",
+        help="A key that clients must send; may be repeated.",
         envvar="OSTINATO_API_KEY",
         rich_help_panel=_LISTENING,
     ),
@@ -43,14 +43,14 @@ ApiKeyFile = Annotated[
     typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line.", rich_help_panel=_LISTENING),
 ]
 NoApiKey = Annotated[
-    bool, typer.Option("--no-api-key", help="Let everybody in, on any address.", rich_help_panel=_LISTENING)
+    bool, typer.Option("--no-api-key", help="Serve without a key, on any address.", rich_help_panel=_LISTENING)
 ]
 Cors = Annotated[
     list[str] | None,
     typer.Option(
         "--cors",
         metavar="ORIGIN",
-        help="Let pages of this origin in (* for all); may be repeated.",
+        help="Allow pages of this origin (* for all); may be repeated.",
         rich_help_panel=_LISTENING,
     ),
 ]
@@ -90,7 +90,7 @@ def serve(
         Literal["prefix", "round_robin"] | None,
         typer.Option(
             "--routing",
-            help="To whoever has the prompt's beginning (if not given), or in turn.",
+            help="To the replica that holds the prompt's prefix (the default), or in turn.",
             rich_help_panel=_SCALE,
         ),
     ] = None,

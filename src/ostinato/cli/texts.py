@@ -38,9 +38,7 @@ def tokenize(
     ] = None,
     model: flags.Model = DEFAULT,
     no_bos: Annotated[bool, typer.Option("--no-bos", help="Add neither BOS nor EOS.")] = False,
-    special: Annotated[
-        bool, typer.Option("--special", help="Take special tokens in the text for what they are.")
-    ] = False,
+    special: Annotated[bool, typer.Option("--special", help="Parse special tokens in the text.")] = False,
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
@@ -76,7 +74,7 @@ def score(
     as_json: flags.Json = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """How well a model foretells a text: tokens, negative log-likelihood, perplexity; teacher forced."""
+    """How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced."""
     options = LoadOptions(device, mode, dtype, kv_type, context, threads, activations=activations)
     text = read_text(None, file, "the text to score")
     if not text:

@@ -89,7 +89,7 @@ class GGUFFile:
         value = self.metadata.get("general.architecture")
         if not isinstance(value, str) or not value:
             raise BadFile(
-                f"{self.path}: general.architecture is {reprlib.repr(value)}, so nobody knows what model this is; "
+                f"{self.path}: general.architecture is {reprlib.repr(value)}, so the model is not known; "
                 f"the file is damaged or incomplete: fetch it again"
             )
         return value

@@ -70,8 +70,8 @@ class SafetensorsFolder:
         names = self.metadata.get("architectures")
         if not isinstance(names, list) or not names or not isinstance(names[0], str):
             raise BadFile(
-                f"{self.path / 'config.json'}: architectures is {str(names)[:80]}, so nobody knows what model "
-                f'this is; it must be a list such as ["LlamaForCausalLM"]'
+                f"{self.path / 'config.json'}: architectures is {str(names)[:80]}, so the model is "
+                f'not known; it must be a list such as ["LlamaForCausalLM"]'
             )
         return names[0]
 

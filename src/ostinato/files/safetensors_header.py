@@ -85,7 +85,7 @@ def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) 
     if dtype in _SMALL_FLOATS:
         raise Unsupported(f"{where}: is stored as {dtype}; give a model in F32, F16 or BF16, or a quantised GGUF")
     if not isinstance(dtype, str) or dtype not in _ITEM_BYTES:
-        raise BadFile(f"{where}: dtype is {str(dtype)[:80]!r}, which nobody knows; known: {', '.join(_ITEM_BYTES)}")
+        raise BadFile(f"{where}: dtype is {str(dtype)[:80]!r}, which is unknown; known: {', '.join(_ITEM_BYTES)}")
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_count, shape)):
         raise BadFile(f"{where}: shape is {str(shape)[:80]}; it must be up to {MAX_DIMENSIONS} whole numbers; {_AGAIN}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_count, offsets)):

@@ -50,16 +50,14 @@ def check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "://" in address:
         raise BadInput(
-            f"--ray-address is {address!r}; it must be HOST:PORT of the cluster's head, as `ray start` told it, or "
+            f"--ray-address is {address!r}; it must be HOST:PORT of the cluster's head, as `ray start` printed it, or "
             "auto for a cluster on this machine; this machine must be one of the cluster's"
         )
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=JOIN_S / 2).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise BadInput(
-            f"--ray-address {address}: nobody answers there ({reason}); is the cluster's head up?"
-        ) from error
+        raise BadInput(f"--ray-address {address}: no answer ({reason}); is the cluster's head up?") from error
     command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_S, check=False)

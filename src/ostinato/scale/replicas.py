@@ -24,7 +24,7 @@ from ostinato.serve.supervisor import listen
 APP: Final = "ostinato"
 _LOOK_S: Final = 3.0  # between two checks of the application, while it serves
 _MISSED: Final = 3  # failed checks in a row mean that it is gone; one may be a restart of Serve's controller
-_ANSWER_S: Final = 10.0  # for the ingress, when it is told to drain
+_ANSWER_S: Final = 10.0  # for the ingress, to acknowledge a drain
 
 
 def run_replicas(
@@ -170,7 +170,7 @@ def _watch(signals: Signals) -> None:
     while not signals.first.wait(_LOOK_S):
         missed = 0 if _is_there() else missed + 1
         if missed == _MISSED:
-            raise HardwareCannot("the application is gone: somebody else deleted it, or ended Serve on this cluster")
+            raise HardwareCannot("the application is gone: it was deleted, or Serve was stopped, on this cluster")
 
 
 def _is_there() -> bool:

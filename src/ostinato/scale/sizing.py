@@ -235,7 +235,7 @@ def size(replica: Replica, demand: Demand, slots: int) -> SizingResult:
     alone = working(replica, demand, slots, 1e-9).p99_first_token_s
     if alone > demand.p99_first_token_s:
         raise BadInput(
-            f"a long prompt takes {alone:.3f} s to its first token with nobody else there; no number of replicas "
+            f"a long prompt takes {alone:.3f} s to its first token on an idle replica; no number of replicas "
             f"keeps --p99-first-token {demand.p99_first_token_s:g}; give more time, or shorter prompts"
         )
     least = max(1, math.ceil(demand.rps / most))

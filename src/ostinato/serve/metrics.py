@@ -36,7 +36,7 @@ class EngineCounts(Collector):
             "slots_live": ("Slots that decode now.", stats.live),
             "slots_prefill": ("Slots whose prompt is being computed.", stats.prefilling),
             "slots_free": ("Slots that are free.", max(0, stats.n_slots - busy)),
-            "requests_waiting": ("Requests in line.", stats.waiting),
+            "requests_waiting": ("Requests in the queue.", stats.waiting),
             "kv_pages": ("Pages of the KV cache.", stats.pages),
             "kv_pages_used": ("Pages that requests hold.", stats.pages_leased),
             "kv_pages_cached": ("Pages that keep the beginning of an earlier prompt.", stats.pages_cached),
