@@ -31,6 +31,8 @@ from tests.backends.families import FAMILIES, family_model
 from tests.engine.rig import DEADLINE_S, Driver, open_loop
 from tests.random_model import random_model
 
+pytestmark = pytest.mark.slow
+
 TOP, ROWS = 5, 64
 KINDS = get_args(OutputKind)
 
