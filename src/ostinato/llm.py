@@ -307,14 +307,14 @@ class LLM:
         if any(len(ids) < 2 for ids in texts):
             raise BadInput("a text of at least two tokens is needed to score one by the other")
         step = max(1, self.context - 1)
-        stretches = [
+        windows = [
             (number, ids[start : start + step + 1])
             for number, ids in enumerate(texts)
             for start in range(0, len(ids) - 1, step)
         ]
         nll = [0.0] * len(texts)
-        found = logprobs_of(self._engine, [ids for _, ids in stretches]) if stretches else []
-        for (number, _), one in zip(stretches, found, strict=True):
+        found = logprobs_of(self._engine, [ids for _, ids in windows]) if windows else []
+        for (number, _), one in zip(windows, found, strict=True):
             nll[number] -= float(one.logprobs.sum(dtype=np.float64))
         counts = [len(ids) - 1 for ids in texts]
         scores = [Score(n, total, math.exp(min(total / n, 700.0))) for n, total in zip(counts, nll, strict=True)]

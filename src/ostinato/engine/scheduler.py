@@ -530,8 +530,8 @@ class Scheduler:
             self._loop.start.close()
 
     def _active(self) -> list[Request | Work]:
-        seated = [sequence.request for sequence in self._slots if sequence is not None]
-        return [*seated, *(active.work for active in self._works)]
+        running = [sequence.request for sequence in self._slots if sequence is not None]
+        return [*running, *(active.work for active in self._works)]
 
 
 def _view(slot: int, sequence: ActiveSequence | None) -> SlotView:

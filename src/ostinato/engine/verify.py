@@ -180,7 +180,7 @@ class Verifier:
         case = self.cases()[0]
         with closing(self._opened(BASE)) as driver:
             of_prompt: list[Tensor | None] = []
-            self._admit(driver, seated=lambda: of_prompt.append(prompt_routes(driver.loop, len(case.prompt))))
+            self._admit(driver, on_admitted=lambda: of_prompt.append(prompt_routes(driver.loop, len(case.prompt))))
             driver.step()
             driver.step()
             first = next(entry for entry in driver.entries if entry.slot == case.slot)
@@ -347,10 +347,10 @@ class Verifier:
         *,
         most: int = N_TOKENS,
         logprobs: int | None = None,
-        seated: Callable[[], object] = lambda: None,
+        on_admitted: Callable[[], object] = lambda: None,
     ) -> None:
         """Admit every case for at most so many tokens, after zeroing all buffers that nodes write, since a step may not
-        write all of their elements; `seated` is called after each admission."""
+        write all of their elements; `on_admitted` is called after each admission."""
         written = {name for node in driver.loop.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
@@ -360,7 +360,7 @@ class Verifier:
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
             driver.admit(case.slot, case.prompt, most=min(case.most, most), sampling=sampling)
             driver.synchronize()
-            seated()
+            on_admitted()
 
 
 def tolerance_of(model: Model) -> float:

@@ -516,13 +516,13 @@ def unpack_torch(weight: TapeWeight, out: Tensor, first: int = 0) -> None:
 
 
 def _slabs(segment: Segment, grid: TapeGrid) -> Iterator[tuple[int, int]]:
-    """The tiles of a segment in stretches that hold, for every block, those it multiplies at once."""
+    """The tiles of a segment in runs that hold, for every block, those it multiplies at once."""
     each = grid.n_blocks * grid.tiles_at_once
     return ((start, min(start + each, segment.n_tiles)) for start in range(0, segment.n_tiles, each))
 
 
 def _pieces(segment: Segment, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Tiles `start` to `stop` in stretches that are laid out at a time."""
+    """Tiles `start` to `stop` in runs that are laid out at a time."""
     each = max(_PIECE_WEIGHTS // segment.columns // TILE_ROWS, 1)
     return ((first, min(first + each, stop)) for first in range(start, stop, each))
 
