@@ -581,7 +581,7 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
                 with torch.inference_mode(), torch.cuda.stream(side):
                     cuda._sleep(20_000_000)  # the host has queued everything before it begins
                     began.record()
-                    prefill.run([ChunkPart(tokens, 0, pages, 0)], prefill.rows)
+                    prefill.run([ChunkPart(tokens, 0, [pages], 0)], prefill.rows)
                     ended.record()
                 ended.synchronize()
                 spent.append(float(began.elapsed_time(ended)))

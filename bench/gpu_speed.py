@@ -220,7 +220,7 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
         side: Any = getattr(loop.start, "side", None)
 
         def run() -> None:
-            loop.prefill.run([ChunkPart(tokens, 0, range(n_pages), 0)], loop.prefill.rows)
+            loop.prefill.run([ChunkPart(tokens, 0, [range(n_pages)], 0)], loop.prefill.rows)
 
         for _ in range(REPEATS + 2):
             began, ended = event(enable_timing=True), event(enable_timing=True)

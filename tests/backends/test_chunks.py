@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import get_args
 
 import numpy as np
@@ -46,7 +46,7 @@ class Text:
     slot: int | None
 
     def part(self, start: int, stop: int, outputs: Sequence[int] = ()) -> ChunkPart:
-        return ChunkPart(self.ids[start:stop], start, self.pages, self.slot, outputs)
+        return ChunkPart(self.ids[start:stop], start, [self.pages], self.slot, outputs)
 
 
 def texts_of(vocab: int, lengths: Sequence[int], *, seed: int, slots: bool) -> list[Text]:
@@ -64,6 +64,7 @@ def texts_of(vocab: int, lengths: Sequence[int], *, seed: int, slots: bool) -> l
 def run(driver: Driver, parts: Sequence[ChunkPart], want: ChunkWant | None = None) -> ChunkOutput:
     """A chunk as work beside the loop."""
     found = []
+    parts = [replace(part, pages=driver.tables(part.pages[0])) for part in parts]  # the same pages in every layer
     driver.loop.beside(lambda: found.append(driver.loop.prefill.run(parts, ROWS, want))).result(DEADLINE_S)
     return found[0]
 
@@ -178,7 +179,7 @@ def test_states_advance_beside_others_as_they_do_alone(kind: str) -> None:
     with closing(open_loop(model=model, mode="twin", n_slots=6)) as driver:
         check_bits(driver, chunks_of(texts_of(model.shape.vocab, LENGTHS, seed=4, slots=True)), KINDS)
         with pytest.raises(InternalError, match="without a slot"):
-            run(driver, [ChunkPart([1, 2], 0, [0])])
+            run(driver, [ChunkPart([1, 2], 0, [[0]])])
 
 
 # Near the oracle
@@ -251,10 +252,10 @@ def test_log_probabilities_are_of_slices_whose_logits_have_room(monkeypatch: pyt
 
 
 def test_what_cannot_be_given_is_refused() -> None:
-    part = ChunkPart([1, 2, 3], 0, [0], outputs=[0, 2])
+    part = ChunkPart([1, 2, 3], 0, [[0]], outputs=[0, 2])
     for parts, want in (
         ([part], None),
-        ([ChunkPart([1], 0, [0], outputs=[1])], ChunkWant("hidden")),
+        ([ChunkPart([1], 0, [[0]], outputs=[1])], ChunkWant("hidden")),
         ([part], ChunkWant("logprobs", [5])),
         ([part], ChunkWant("logprobs", [5, 100])),
         ([part], ChunkWant("logprobs", [5, 6], top=8, n_tokens=7)),

@@ -8,9 +8,14 @@ from itertools import permutations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.cache.groups import one_group
 from ostinato.cache.reserve import Holding, Lease, Reserve, all_can_finish
 
 PAGE = 4
+
+
+def reserve_of(n_pages: int, *, reuse: bool) -> Reserve:
+    return Reserve(one_group(1, n_pages), PAGE, chunk_rows=8, reuse=reuse)
 
 
 def holdings() -> st.SearchStrategy[list[Holding]]:
@@ -41,7 +46,7 @@ def test_the_bankers_rule_finds_an_order_exactly_where_there_is_one(free: int, h
 def test_whoever_is_admitted_finishes_and_no_page_is_lost(seed: int, n_pages: int, reuse: bool) -> None:
     """Sequences arrive, grow and end at random; whatever happens, somebody can always go on."""
     chance = random.Random(seed)
-    reserve = Reserve(n_pages, PAGE, reuse=reuse)
+    reserve = reserve_of(n_pages, reuse=reuse)
     # Of 2 letters, so that prompts begin alike.
     waiting = [
         ([chance.randrange(2)] * chance.randrange(1, n_pages * PAGE), chance.randrange(1, 30)) for _ in range(12)
@@ -76,7 +81,7 @@ def test_whoever_is_admitted_finishes_and_no_page_is_lost(seed: int, n_pages: in
 
 
 def test_pages_of_a_prompt_that_others_read_are_not_given_away() -> None:
-    reserve = Reserve(6, PAGE, reuse=True)
+    reserve = reserve_of(6, reuse=True)
     prompt = list(range(9))  # two whole pages and one token
     first = reserve.open(prompt, 12, all_now=True)
     assert first is not None
@@ -94,7 +99,7 @@ def test_pages_of_a_prompt_that_others_read_are_not_given_away() -> None:
 
 
 def test_the_least_recently_used_prefix_goes_first_and_its_last_page_before_its_first() -> None:
-    reserve = Reserve(6, PAGE, reuse=True)
+    reserve = reserve_of(6, reuse=True)
 
     def ask(letter: int) -> int:
         """Run a prompt of two whole pages and a token; how much of it was there."""
@@ -116,7 +121,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_last_page_before_its_
 
 
 def test_a_sequence_admitted_early_shares_what_was_computed_meanwhile() -> None:
-    reserve = Reserve(8, PAGE, reuse=True)
+    reserve = reserve_of(8, reuse=True)
     prompt = list(range(10))
     first, second = (reserve.open(prompt, 10, all_now=True) for _ in range(2))
     assert first is not None
@@ -132,7 +137,7 @@ def test_a_sequence_admitted_early_shares_what_was_computed_meanwhile() -> None:
 
 
 def test_without_reuse_nothing_is_kept() -> None:
-    reserve = Reserve(4, PAGE, reuse=False)
+    reserve = reserve_of(4, reuse=False)
     lease = reserve.open([1] * 9, 9, all_now=True)
     assert lease is not None
     reserve.remember(lease, [1] * 9, 9)
@@ -141,23 +146,25 @@ def test_without_reuse_nothing_is_kept() -> None:
 
 
 def test_what_is_kept_can_be_leased_again_and_costs_nobody_a_page() -> None:
-    reserve = Reserve(6, PAGE, reuse=True)
+    reserve = reserve_of(6, reuse=True)
     prompt = [1] * 9
     lease = reserve.open(prompt, 16, all_now=True)
     assert lease is not None
     reserve.remember(lease, prompt, 9)
     pages = list(lease.pages)
-    reserve.keep(lease, 10)
-    assert reserve.kept == pages[:3]
+    reserve.keep(lease, 10, 10)
+    kept = reserve.kept(10)
+    assert kept is not None
+    assert [list(run.pages) for run in kept] == [pages[:3]]
     assert reserve.n_available == 6
-    assert [reserve.is_kept_alone(page) for page in reserve.kept] == [False, False, True]
-    again = reserve.open([1] * 11, 11, all_now=True, begin=reserve.kept)
+    assert [reserve.is_kept_alone(position) for position in (0, 4, 9)] == [False, False, True]
+    again = reserve.open([1] * 11, 11, all_now=True, begin=kept)
     assert again is not None
     assert again.pages == pages[:3]
-    reserve.keep(again, 11)
+    reserve.keep(again, 11, 11)
     everything = reserve.open([2] * 24, 24, all_now=True)
     assert everything is not None
-    assert not reserve.kept
+    assert reserve.kept(1) is None
     assert reserve.n_cached == 0
     reserve.close(everything)
     assert reserve.n_available == 6

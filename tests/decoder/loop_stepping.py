@@ -85,8 +85,8 @@ def fused(kind: MemoryKind) -> Runner:
 def static(kind: MemoryKind) -> Runner:
     """The CUDA plan of models that recur, by its references."""
     loop = opened(model_of(kind), TWIN)
-    n_slots, n_pages = N_SLOTS + SPARE_STATES, N_SLOTS * PAGES_EACH
-    loop.memory = PagedMemory.of(loop.model, n_slots=n_slots, n_pages=n_pages, kv_type="f32", page_tokens=PAGE)
+    n_slots = N_SLOTS + SPARE_STATES
+    loop.memory = PagedMemory.of(loop.model, loop.groups, n_slots=n_slots, kv_type="f32", page_tokens=PAGE)
     inside = loop.model, loop.memory, loop.tables, N_VOCAB
     loop.prefill = TorchChunks(*inside, twin_kernels())
     return replanned(loop, static_plan(*inside, twin_kernels()))

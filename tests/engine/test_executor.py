@@ -701,7 +701,7 @@ def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_se
         driver = open_loop(model=model, mode="eager", context=8192, n_pages=600)
         sizes = Sizes()  # type: ignore[no-untyped-call]
         with sizes:
-            driver.loop.prefill.run([ChunkPart(list(range(64)), start, list(range(300)), 0)], 64)
+            driver.loop.prefill.run([ChunkPart(list(range(64)), start, [list(range(300))], 0)], 64)
         largest.append(sizes.largest)
         driver.loop.close()
     assert largest[0] >= 64 * model.shape.hidden * 4  # its rows: the ops were seen

@@ -68,7 +68,7 @@ HOT = replace(GREEDY, temperature=2.0, seed=7, logit_bias={3: 50.0})
 STALE = 99  # a generation that never sat anywhere
 ORDERS: dict[str, Callable[[Driver], object]] = {
     "another position, other pages, other parameters": lambda d: d.loop.host.stage(
-        0, Admission(STALE, [1, 2], 3, [40, 41], 32, HOT, stop_ids=range(MAX_STOP_IDS))
+        0, Admission(STALE, [1, 2], 3, [[40, 41]], 32, HOT, stop_ids=range(MAX_STOP_IDS))
     ),
     "the end of another sequence": lambda d: d.loop.host.cancel(0, STALE),
     "pages of another sequence": lambda d: d.loop.host.grant(0, STALE, 0, [50, 51]),

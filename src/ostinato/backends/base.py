@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ostinato.backends.loading import Progress
 from ostinato.backends.machine import DeviceKind, Machine, kind_of
+from ostinato.cache.groups import PageGroup, page_groups
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.options import Activations, KVType, LoadOptions
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
 # Positions of a page: what a GPU reads at once, and a smaller page where memory is scarce.
 PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
+# Rows of a chunk, at most.
+CHUNK_ROWS: Final[Mapping[str, int]] = {"cuda": 512, "cpu": 256}
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are GGUF's
 Layout = Literal["dense", "packed", "tiles"]
@@ -42,7 +45,8 @@ LOGITS_BYTES: Final = 64 << 20  # of logits that are there at once: those given,
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """Consecutive positions of one sequence: those of `tokens`, from `start` on, into the pages of its page table.
+    """Consecutive positions of one sequence: those of `tokens`, from `start` on, into the pages of its page tables,
+    of which there is one for each group of layers.
 
     `slot`: the slot whose first token is sampled from the last row (`Chunks.first`), or whose recurrent state advances;
     None for a sequence that holds no slot. `outputs`: which rows are asked for, by their index in `tokens`.
@@ -50,7 +54,7 @@ class ChunkPart:
 
     tokens: Sequence[int]
     start: int
-    pages: Sequence[int]
+    pages: Sequence[Sequence[int]]
     slot: int | None = None
     outputs: Sequence[int] = ()
 
@@ -114,7 +118,7 @@ def rows_of_logits(vocab: int, rows: int) -> int:
 def output_rows(parts: Sequence[ChunkPart], want: ChunkWant | None, max_outputs: int, vocab: int) -> list[int]:
     """The rows that are asked for, by their index in the chunk; InternalError where they cannot be given so.
 
-    >>> parts = [ChunkPart([7, 8, 9], 0, [0], outputs=[2]), ChunkPart([5, 6], 0, [1], outputs=[0, 1])]
+    >>> parts = [ChunkPart([7, 8, 9], 0, [[0]], outputs=[2]), ChunkPart([5, 6], 0, [[1]], outputs=[0, 1])]
     >>> output_rows(parts, ChunkWant("hidden"), 1, 100)
     [2, 3, 4]
     """
@@ -152,7 +156,7 @@ class Settled:
     kv_type: KVType
     context: int
     n_slots: int = 1
-    n_pages: int = 0  # of keys and values, for all slots together
+    n_pages: int = 0  # for all slots together, of keys and values of layers that see everything
     n_tokens: int | None = None  # ids that the tokenizer knows, those beyond are never chosen; None: the vocabulary
     weights: Layout = "dense"  # packed: as in the file where kernels multiply that type; tiles: the native loop's
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
@@ -177,6 +181,17 @@ class Settled:
 
     def pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_tokens)
+
+    def groups(self, shape: Shape) -> tuple[PageGroup, ...]:
+        """The groups of layers that share a page table, and the pages that each has."""
+        return page_groups(
+            shape,
+            context=self.context,
+            n_pages=self.n_pages,
+            n_slots=self.n_slots,
+            page_tokens=self.page_tokens,
+            chunk_rows=CHUNK_ROWS[self.kind],
+        )
 
     def instead(self, mode: str, backend: str, why: str) -> Settled:
         """The same with the mode that takes this one's place."""

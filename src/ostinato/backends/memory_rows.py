@@ -6,7 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ostinato.backends.base import MemoryRow, Settled
-from ostinato.cache.kv_bytes import page_bytes
+from ostinato.cache.kv_bytes import kv_bytes
 from ostinato.loop.layout import Layout, arena_bytes
 
 if TYPE_CHECKING:
@@ -19,9 +19,10 @@ def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tup
     """What holds sequences, and what host and device tell each other through. Beside a GPU the host's part is pinned
     memory; `spare_states`: rows of states beyond the slots'."""
     on_host = settled.kind == "cuda"
-    layout = Layout(settled.n_slots, settled.max_pages, shape.vocab)
+    groups = settled.groups(shape)
+    layout = Layout(settled.n_slots, settled.max_pages, shape.vocab, n_groups=len(groups))
     return (
-        MemoryRow("KV pages", settled.n_pages * page_bytes(shape, settled.kv_type, settled.page_tokens)),
+        MemoryRow("KV pages", kv_bytes(shape, groups, settled.kv_type, settled.page_tokens)),
         MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots + spare_states)),
         MemoryRow("slot table", arena_bytes(layout.table_fields)),
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),

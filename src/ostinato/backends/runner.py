@@ -33,9 +33,11 @@ class Runner:
         self.model: Any = model  # over weights in the backend's layout
         self.page_tokens = settled.page_tokens
         self.n_tokens = model.shape.vocab if settled.n_tokens is None else settled.n_tokens
+        self.groups = settled.groups(model.shape)
         self.memory: Any = self._memory()
-        vocab, entries = model.shape.vocab, outbox_entries or OUTBOX_ENTRIES
-        self.tables = self._tables(Layout(settled.n_slots, settled.max_pages, vocab, outbox_entries=entries))
+        vocab, entries, n_groups = model.shape.vocab, outbox_entries or OUTBOX_ENTRIES, len(self.groups)
+        layout = Layout(settled.n_slots, settled.max_pages, vocab, outbox_entries=entries, n_groups=n_groups)
+        self.tables = self._tables(layout)
         self.host = HostSide(self.tables)
         self.guard = Guard()
         self.changed: WakeEvent = self._wake_event()

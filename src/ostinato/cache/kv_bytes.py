@@ -1,10 +1,11 @@
-"""Bytes of keys and values, by type: of one cell, and of a page of them."""
+"""Bytes of keys and values, by type: of one cell, and of all pages."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from ostinato.cache.groups import PageGroup, one_group
 from ostinato.options import Q8_BLOCK, KVType
 
 if TYPE_CHECKING:
@@ -22,4 +23,11 @@ def cell_bytes(shape: Shape, kv_type: KVType) -> int:
 
 def page_bytes(shape: Shape, kv_type: KVType, page_tokens: int) -> int:
     """Bytes of one page in all layers."""
-    return cell_bytes(shape, kv_type) * page_tokens * shape.n_layers if shape.attention else 0
+    return kv_bytes(shape, one_group(shape.n_layers, 1), kv_type, page_tokens)
+
+
+def kv_bytes(shape: Shape, groups: Sequence[PageGroup], kv_type: KVType, page_tokens: int) -> int:
+    """Bytes of all pages of these groups of layers."""
+    if not shape.attention:
+        return 0
+    return cell_bytes(shape, kv_type) * page_tokens * sum(len(group.layers) * group.n_pages for group in groups)

@@ -1,7 +1,9 @@
-"""Pages of prompts that were computed before, found again by their tokens: a trie with one page per node.
+"""Pages of prompts that were computed before, found again by their tokens: a trie with one page of tokens per node.
 
 The trie counts as a holder of its pages, so a page stays while a sequence reads it, and after that until it is needed
-elsewhere: the least recently used goes first. Integers only; a page is added when prefill has written all of it.
+elsewhere: the least recently used goes first. Each group of layers has its own page at a node. A group that sees a
+window may have given its page back, so a beginning is found where the windows before its end are complete. Integers
+only; a page is added when prefill has written all of it.
 """
 
 from __future__ import annotations
@@ -11,34 +13,56 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from ostinato.cache.pages import Pages
+from ostinato.cache.window_pages import PageRun
 
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """One page: its tokens are the key in its parent's children. Mutable, because children come and go."""
+    """One page of tokens, the key in its parent's children, and the page of each group. Mutable: they come and go."""
 
-    page: int
+    pages: list[int | None]
     key: tuple[int, ...]
     parent: _Node | None
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict)
 
 
-class PrefixCache:
-    """The trie over a pool of pages. A holder of a page of a path also holds all pages before it."""
+@dataclass(frozen=True, slots=True)
+class CachedGroup:
+    """A group's pool, and the window that its layers see; None for all positions."""
 
-    def __init__(self, pages: Pages, kind: Callable[[int], int]) -> None:
+    pages: Pages
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A cached beginning of so many pages of tokens, and each group's pages of it that are still needed."""
+
+    n_pages: int
+    runs: tuple[PageRun, ...]
+
+
+class PrefixCache:
+    """The trie over the pools of all groups. In a group without a window, a holder of a page of a path also holds all
+    pages before it."""
+
+    def __init__(self, groups: Sequence[CachedGroup], kind: Callable[[int], int]) -> None:
         """`kind` of a prompt's length: pages of prompts of two kinds may differ in bits, and are not shared."""
-        self._pages, self._kind = pages, kind
-        self._roots: defaultdict[int, _Node] = defaultdict(lambda: _Node(-1, (), None))
-        # From the least recently used; a child always comes before its parent, so that leaves go first.
-        self._by_use: OrderedDict[_Node, None] = OrderedDict()
+        self._groups, self._kind = tuple(groups), kind
+        self._page_tokens = groups[0].pages.page_cells
+        self._whole = [number for number, group in enumerate(groups) if group.window is None]
+        self._roots: defaultdict[int, _Node] = defaultdict(lambda: _Node([], (), None))
+        # Of each group, the nodes with a page, from the least recently used. Without a window, a child comes before its
+        # parent, so that leaves go first; with one, a parent comes first, because the last positions are needed.
+        self._by_use: list[OrderedDict[_Node, None]] = [OrderedDict() for _ in groups]
 
     def __len__(self) -> int:
-        return len(self._by_use)
+        """The number of cached pages, of all groups."""
+        return sum(map(len, self._by_use))
 
-    def find(self, prompt: Sequence[int]) -> list[int]:
-        """The pages of the prompt's longest cached beginning; at least one token is left to compute."""
-        size, path = self._pages.page_cells, list[_Node]()
+    def find(self, prompt: Sequence[int]) -> Found:
+        """The prompt's longest cached beginning; at least one token is left to compute."""
+        size, path = self._page_tokens, list[_Node]()
         node: _Node | None = self._roots[self._kind(len(prompt))]
         for start in range(0, (len(prompt) - 1) // size * size, size):
             assert node is not None
@@ -46,40 +70,93 @@ class PrefixCache:
             if node is None:
                 break
             path.append(node)
-        self._use(path)
-        return [node.page for node in path]
+        n = self._n_complete(path)
+        for group in range(len(self._groups)):
+            self._use(group, path[self._first(group, n) : n])
+        return Found(n, tuple(self._run(path, group, n) for group in range(len(self._groups))))
 
-    def add(self, prompt: Sequence[int], pages: Sequence[int]) -> None:
-        """Cache these first pages of a prompt; where another page with the same tokens is cached, that one stays."""
-        size, path, node = self._pages.page_cells, list[_Node](), self._roots[self._kind(len(prompt))]
-        for number, page in enumerate(pages):
+    def add(self, prompt: Sequence[int], runs: Sequence[PageRun], n_pages: int) -> None:
+        """Cache the first pages of a prompt; where another page with the same tokens is cached, that one stays."""
+        size, path, node = self._page_tokens, list[_Node](), self._roots[self._kind(len(prompt))]
+        for number in range(n_pages):
             key = tuple(prompt[number * size : (number + 1) * size])
             child = node.children.get(key)
             if child is None:
-                self._pages.hold([page])
-                child = node.children[key] = _Node(page, key, node)
-                self._by_use[child] = None
-            elif child.page != page:
+                child = node.children[key] = _Node([None] * len(self._groups), key, node)
+            elif any(child.pages[group] != runs[group].at(number) for group in self._whole):
                 break  # later pages would follow one that this sequence does not hold
+            for group, run in enumerate(runs):
+                page = run.at(number)
+                if child.pages[group] is None and page is not None:
+                    self._groups[group].pages.hold([page])
+                    child.pages[group] = page
+                    self._by_use[group][child] = None
             path.append(child)
             node = child
-        self._use(path)
+        for group in range(len(self._groups)):
+            self._use(group, path)
+        if path:
+            self._prune(path[-1])
 
-    def evict(self, n: int) -> int:
-        """Free up to n pages that have no other holder; returns how many were freed."""
+    def evict(self, group: int, n: int) -> int:
+        """Free up to n pages of a group that have no other holder; returns how many were freed."""
+        pages, whole = self._groups[group].pages, self._groups[group].window is None
         gone: list[_Node] = []
-        for node in self._by_use:
+        for node in self._by_use[group]:
             if len(gone) >= n:
                 break
-            if not node.children and self._pages.n_holders(node.page) == 1:
-                assert node.parent is not None
-                del node.parent.children[node.key]
+            page = node.pages[group]
+            assert page is not None
+            if pages.n_holders(page) == 1 and not (whole and node.children):
+                if whole:  # without it the node is of no use, and its parent may be the next leaf
+                    self._unlink(node)
                 gone.append(node)
         for node in gone:
-            del self._by_use[node]
-        self._pages.release(node.page for node in gone)
+            for each in range(len(self._groups)) if whole else (group,):
+                self._drop(node, each)
+            if not whole:
+                self._prune(node)
         return len(gone)
 
-    def _use(self, path: Sequence[_Node]) -> None:
-        for node in reversed(path):
-            self._by_use.move_to_end(node)
+    def _first(self, group: int, n: int) -> int:
+        """The first page of n that the group needs to go on after them."""
+        window = self._groups[group].window
+        return 0 if window is None else max(0, n * self._page_tokens - window) // self._page_tokens
+
+    def _n_complete(self, path: Sequence[_Node]) -> int:
+        """The most pages of a path after which every group has what it needs to go on."""
+        n, last_missing = 0, [-1] * len(self._groups)
+        for index, node in enumerate(path):
+            last_missing = [
+                index if page is None else last for last, page in zip(last_missing, node.pages, strict=True)
+            ]
+            if all(last < self._first(group, index + 1) for group, last in enumerate(last_missing)):
+                n = index + 1
+        return n
+
+    def _run(self, path: Sequence[_Node], group: int, n: int) -> PageRun:
+        first = self._first(group, n)
+        return PageRun(first, [page for node in path[first:n] if (page := node.pages[group]) is not None])
+
+    def _use(self, group: int, path: Sequence[_Node]) -> None:
+        by_use = self._by_use[group]
+        for node in path if self._groups[group].window is not None else reversed(path):
+            if node.pages[group] is not None:
+                by_use.move_to_end(node)
+
+    def _drop(self, node: _Node, group: int) -> None:
+        page = node.pages[group]
+        if page is not None:
+            node.pages[group] = None
+            del self._by_use[group][node]
+            self._groups[group].pages.release([page])
+
+    def _unlink(self, node: _Node) -> None:
+        assert node.parent is not None
+        del node.parent.children[node.key]
+
+    def _prune(self, node: _Node) -> None:
+        """Remove a node without pages and children, and then its parent if that has none either."""
+        while node.parent is not None and not node.children and all(page is None for page in node.pages):
+            self._unlink(node)
+            node = node.parent

@@ -2,8 +2,8 @@
 
 A sequence is admitted with all the pages it may ever need where they fit, else with a part, and gets more later. A
 page is granted only if, afterwards, there is still an order in which every admitted sequence can get its worst case and
-finish (the banker's rule, for one resource), so no sequence waits for ever. Integers only; `torch/paged.py` holds the
-tensors.
+finish (the banker's rule, for one resource), so no sequence waits for ever. Pages of layers that see a window are
+promised at admission as a whole (`window_pages.py`). Integers only; the backends hold the bytes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
+from ostinato.cache.groups import PageGroup
 from ostinato.cache.pages import Pages
-from ostinato.cache.prefix import PrefixCache
+from ostinato.cache.prefix import CachedGroup, Found, PrefixCache
+from ostinato.cache.window_pages import PageRun, WindowLease, WindowPages
 from ostinato.errors import InternalError
 
 
@@ -51,10 +54,13 @@ def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The pages of one admitted sequence, in position order, and its number of pages in the worst case. It grows."""
+    """The pages of one admitted sequence: those of layers that see everything, in position order, of which it may get
+    more, and those of layers that see a window. `worst`: the entries of its page tables, in the worst case. It grows.
+    """
 
     pages: list[int]
     worst: int
+    windows: tuple[WindowLease, ...] = ()
 
     @property
     def short(self) -> int:
@@ -62,25 +68,54 @@ class Lease:
         return self.worst - len(self.pages)
 
 
+@dataclass(frozen=True, slots=True)
+class KeptPages:
+    """Pages of a sequence that has ended, one run for each group: those that one like it needs to go on."""
+
+    runs: tuple[PageRun, ...]
+    n_positions: int
+
+
 class Reserve:
-    """A pool of pages that are leased to sequences; unleased pages may hold prefixes until they are needed."""
+    """Pools of pages that are leased to sequences; unleased pages may hold prefixes until they are needed.
+
+    There is one pool for the layers that see everything, unless every layer sees a window, and one for each window.
+    """
 
     def __init__(
-        self, n_pages: int, page_tokens: int, *, reuse: bool, kind: Callable[[int], int] = lambda _: 0
+        self,
+        groups: Sequence[PageGroup],
+        page_tokens: int,
+        *,
+        chunk_rows: int,
+        reuse: bool,
+        kind: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`reuse`: cache prompts' pages for later prompts of the same `kind`, by their length (`Prefill.rows_for`). Not
-        for recurrent models, whose past is not in pages alone."""
-        self.n_pages, self.page_tokens = n_pages, page_tokens
-        self._pages = Pages(n_pages, page_tokens)
-        self._prefixes = PrefixCache(self._pages, kind) if reuse else None
+        """`chunk_rows`: of any chunk, at most. `reuse`: cache prompts' pages for later prompts of the same `kind`, by
+        their length (`Chunks.rows_for`). Not for recurrent models, whose past is not in pages alone."""
+        self.page_tokens = page_tokens
+        self._groups = tuple(groups)
+        whole = [group for group in groups if group.window is None]
+        self._pages = Pages(whole[0].n_pages, page_tokens) if whole else None
+        self._windows = tuple(
+            WindowPages(group, page_tokens, chunk_rows, partial(self._make_room, number))
+            for number, group in enumerate(groups)
+            if group.window is not None
+        )
+        self._prefixes = PrefixCache(self._cached_groups(), kind) if reuse else None
         self._leases: list[Lease] = []
-        self._holders: dict[int, int] = {}  # of each leased page, the number of leases
-        self._kept: list[int] = []  # pages of one sequence that has ended
+        self._holders: dict[int, int] = {}  # of each leased page of the whole group, the number of leases
+        self._kept: KeptPages | None = None  # of one sequence that has ended
+
+    @property
+    def n_pages(self) -> int:
+        """Pages of all groups."""
+        return sum(group.n_pages for group in self._groups)
 
     @property
     def n_available(self) -> int:
-        """Pages in no lease: free ones, and cached ones that would be evicted."""
-        return self.n_pages - len(self._holders)
+        """Pages that no lease has or was promised: free ones, and cached ones that would be evicted."""
+        return self._n_unleased + sum(windows.n_unpromised for windows in self._windows)
 
     @property
     def n_cached(self) -> int:
@@ -91,17 +126,26 @@ class Reserve:
         return -(-n_positions // self.page_tokens)
 
     def open(
-        self, prompt: Sequence[int], n_positions: int, *, all_now: bool, begin: Sequence[int] | None = None
+        self, prompt: Sequence[int], n_positions: int, *, all_now: bool, begin: Sequence[PageRun] | None = None
     ) -> Lease | None:
         """Lease pages for a prompt that may grow to n_positions; None, and no change, while that is not safe.
 
         Its cached beginning is shared, or the pages of `begin` are. `all_now` asks for all pages that it may need;
-        without that, or where that is not safe, it gets those of the prompt and one more.
+        without that, or where that is not safe, it gets those of the prompt and one more. Windowed pages, which do not
+        grow with the sequence, are promised as a whole.
         """
-        found = self.find(prompt) if begin is None else list(begin)
-        lease = Lease(found, self.pages_for(n_positions))
-        least = min(lease.worst, self.pages_for(len(prompt)) + 1)
+        windows = self._open_windows(n_positions)
+        if windows is None:
+            return None
+        runs = self.find(prompt).runs if begin is None else begin
+        lease = Lease([], self.pages_for(n_positions), windows)
         self._leases.append(lease)
+        self._begin_windows(lease, runs)
+        if self._pages is None:
+            return lease
+        found = list(runs[0].pages) if runs else []
+        lease.pages = found
+        least = min(lease.worst, self.pages_for(len(prompt)) + 1)
         self._pages.hold(found)
         self._count(found)
         for size in (lease.worst, least) if all_now else (least,):
@@ -119,59 +163,150 @@ class Reserve:
             n //= 2
         return self._take(lease, n)
 
+    def granted(self, lease: Lease) -> int:
+        """The positions that have pages in every group."""
+        return (lease.worst if self._pages is None else len(lease.pages)) * self.page_tokens
+
+    def is_complete(self, lease: Lease) -> bool:
+        """Whether it has all pages that it may need."""
+        return self._pages is None or not lease.short
+
+    def cover(self, lease: Lease, n_held: int, n_positions: int) -> None:
+        """Take the windowed pages of the positions from n_held on to n_positions, which are about to be written."""
+        for windows, own in self._each_window(lease):
+            windows.cover(own, n_held, n_positions)
+
+    def turn(self, lease: Lease, n_prompt: int, n_positions: int) -> None:
+        """Take the windowed pages that the decode loop needs from position n_prompt on."""
+        for windows, own in self._each_window(lease):
+            windows.turn(own, n_prompt, n_positions)
+
+    def tables(self, lease: Lease) -> list[list[int]]:
+        """The page table of each group."""
+        whole = [] if self._pages is None else [list(lease.pages)]
+        return whole + [windows.table(own, lease.worst) for windows, own in self._each_window(lease)]
+
     def share(self, lease: Lease, prompt: Sequence[int]) -> int:
         """Replace a lease's own pages by cached ones, before they are written; the number of cached positions."""
         found = self.find(prompt)
-        own = [(place, page) for place, page in enumerate(found) if lease.pages[place] != page]
-        self._pages.hold(page for _, page in own)
-        self._count(page for _, page in own)
-        given_up = [lease.pages[place] for place, _ in own]
-        for place, page in own:
-            lease.pages[place] = page
-        self._discount(given_up)
-        self._pages.release(given_up)
-        return len(found) * self.page_tokens
+        self._begin_windows(lease, found.runs)
+        if self._pages is not None and found.runs:
+            own = [(place, page) for place, page in enumerate(found.runs[0].pages) if lease.pages[place] != page]
+            self._pages.hold(page for _, page in own)
+            self._count(page for _, page in own)
+            given_up = [lease.pages[place] for place, _ in own]
+            for place, page in own:
+                lease.pages[place] = page
+            self._discount(given_up)
+            self._pages.release(given_up)
+        return found.n_pages * self.page_tokens
 
     def remember(self, lease: Lease, prompt: Sequence[int], n_done: int) -> None:
         """Let later prompts find the pages that are full with the first n_done tokens of this one."""
         if self._prefixes is not None:
-            self._prefixes.add(prompt, lease.pages[: n_done // self.page_tokens])
+            whole = () if self._pages is None else (PageRun(0, lease.pages),)
+            runs = (*whole, *(PageRun(own.first, own.pages) for own in lease.windows))
+            self._prefixes.add(prompt, runs, n_done // self.page_tokens)
 
-    def keep(self, lease: Lease, n_positions: int) -> None:
-        """Close a lease, but hold the pages of its first positions until they are needed, or others are kept."""
-        kept = lease.pages[: self.pages_for(n_positions)]
-        self._pages.hold(kept)
+    def trim(self, lease: Lease, n_held: int) -> None:
+        """Release the windowed pages that no later position sees."""
+        for windows, own in self._each_window(lease):
+            windows.trim(own, n_held)
+
+    def keep(self, lease: Lease, n_positions: int, n_written: int) -> None:
+        """Close a lease, but hold the pages of its first positions until they are needed, or others are kept.
+
+        `n_written`: the positions that the loop has written. Where it has written over a page of those, nothing is kept.
+        """
+        runs: list[PageRun | None] = []
+        if self._pages is not None:
+            runs.append(PageRun(0, lease.pages[: self.pages_for(n_positions)]))
+        runs += [windows.last_pages(own, n_positions, n_written) for windows, own in self._each_window(lease)]
+        kept = tuple(run for run in runs if run is not None)
+        is_whole = len(kept) == len(runs)
+        for pool, run in zip(self._pools(), kept if is_whole else (), strict=False):
+            pool.hold(run.pages)
         self.close(lease)
         self.forget()
-        self._kept = kept
+        self._kept = KeptPages(kept, n_positions) if is_whole else None
 
-    @property
-    def kept(self) -> Sequence[int]:
-        """The pages that are kept; empty where none were kept, or where they were needed."""
-        return self._kept
+    def kept(self, n_positions: int) -> tuple[PageRun, ...] | None:
+        """The kept pages that a sequence needs which goes on after the first positions of the kept one; None where none
+        are kept, where they were needed elsewhere, or where a window reaches further back than they do."""
+        if self._kept is None or n_positions > self._kept.n_positions:
+            return None
+        stop, runs = self.pages_for(n_positions), []
+        for number, run in enumerate(self._kept.runs):
+            first = 0 if self._groups[number].window is None else self._window(number).first_seen(n_positions)
+            if first < run.first:
+                return None
+            runs.append(PageRun(first, run.pages[first - run.first : stop - run.first]))
+        return tuple(runs)
 
-    def is_kept_alone(self, page: int) -> bool:
-        """Whether a kept page is neither leased nor cached, so that a sequence that takes it may write to it."""
-        return self._pages.n_holders(page) == 1
+    def is_kept_alone(self, n_positions: int) -> bool:
+        """Whether the kept pages with this position are neither leased nor cached, so that a sequence that takes them
+        may write to them."""
+        last = [] if self._kept is None else [run.at(n_positions // self.page_tokens) for run in self._kept.runs]
+        return all(page is None or pool.n_holders(page) == 1 for pool, page in zip(self._pools(), last, strict=False))
 
     def forget(self) -> None:
         """Release the kept pages."""
-        self._pages.release(self._kept)
-        self._kept = []
+        kept, self._kept = self._kept, None
+        for pool, run in zip(self._pools(), () if kept is None else kept.runs, strict=False):
+            pool.release(run.pages)
 
     def close(self, lease: Lease) -> None:
         """Release all pages of a lease."""
         self._leases.remove(lease)
-        self._discount(lease.pages)
-        self._pages.release(lease.pages)
+        for windows, own in self._each_window(lease):
+            windows.close(own)
+        if self._pages is not None:
+            self._discount(lease.pages)
+            self._pages.release(lease.pages)
 
-    def find(self, prompt: Sequence[int]) -> list[int]:
-        """The pages of the prompt's longest beginning that is cached."""
-        return [] if self._prefixes is None else self._prefixes.find(prompt)
+    def find(self, prompt: Sequence[int]) -> Found:
+        """The prompt's longest beginning that is cached."""
+        return Found(0, ()) if self._prefixes is None else self._prefixes.find(prompt)
+
+    # Groups
+
+    def _pools(self) -> list[Pages]:
+        return ([] if self._pages is None else [self._pages]) + [windows.pages for windows in self._windows]
+
+    def _cached_groups(self) -> list[CachedGroup]:
+        pools = zip(self._pools(), self._groups, strict=True)
+        return [CachedGroup(pages, group.window) for pages, group in pools]
+
+    def _window(self, number: int) -> WindowPages:
+        return self._windows[number - (self._pages is not None)]
+
+    def _each_window(self, lease: Lease) -> Iterable[tuple[WindowPages, WindowLease]]:
+        return zip(self._windows, lease.windows, strict=True)
+
+    def _open_windows(self, n_positions: int) -> tuple[WindowLease, ...] | None:
+        opened = [windows.open(n_positions) for windows in self._windows]
+        leases = tuple(lease for lease in opened if lease is not None)
+        if len(leases) == len(opened):
+            return leases
+        for windows, lease in zip(self._windows, opened, strict=True):
+            if lease is not None:
+                windows.close(lease)
+        return None
+
+    def _begin_windows(self, lease: Lease, runs: Sequence[PageRun]) -> None:
+        if runs:
+            for (windows, own), run in zip(self._each_window(lease), runs[self._pages is not None :], strict=True):
+                windows.begin_with(own, run)
+
+    # The group that sees everything
+
+    @property
+    def _n_unleased(self) -> int:
+        return 0 if self._pages is None else self._groups[0].n_pages - len(self._holders)
 
     def _is_safe(self, lease: Lease, n_more: int) -> bool:
         """Whether all sequences could still finish if this lease got `n_more` pages."""
-        free = self.n_available - n_more
+        free = self._n_unleased - n_more
         return free >= 0 and all_can_finish(
             free, [self._holding(each, n_more if each is lease else 0) for each in self._leases]
         )
@@ -182,21 +317,27 @@ class Reserve:
         return Holding(len(lease.pages) - len(shared) + n_more, shared, lease.short - n_more)
 
     def _take(self, lease: Lease, n: int) -> list[int]:
-        self._evict(n)
-        if self._kept and n > self._pages.n_free:
-            self.forget()
-            self._evict(n)
+        assert self._pages is not None
+        if n > self._pages.n_free:
+            self._make_room(0, n - self._pages.n_free)
         taken = self._pages.take(n)
         if taken is None:
-            raise InternalError(f"{n} pages were promised, and {self._pages.n_free} of {self.n_pages} are free")
+            raise InternalError(f"{n} pages were promised, and {self._pages.n_free} are free")
         self._count(taken)
         lease.pages.extend(taken)
         return taken
 
-    def _evict(self, n: int) -> None:
-        """Evict prefixes until n pages are free, as far as possible."""
-        if self._prefixes is not None and n > self._pages.n_free:
-            self._prefixes.evict(n - self._pages.n_free)
+    def _make_room(self, group: int, n: int) -> None:
+        """Free n more pages of a group, as far as possible: of prefixes first, then those that are kept."""
+        pool, wanted = self._pools()[group], self._pools()[group].n_free + n
+        self._evict(group, n)
+        if self._kept is not None and pool.n_free < wanted:
+            self.forget()
+            self._evict(group, wanted - pool.n_free)
+
+    def _evict(self, group: int, n: int) -> None:
+        if self._prefixes is not None and n > 0:
+            self._prefixes.evict(group, n)
 
     def _count(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -134,10 +134,9 @@ def _cache(
 ) -> tuple[KVCache, KVStore]:
     store = KVStore(
         model.shape,
-        layers,
+        dict.fromkeys(layers, cells),
         kv_type,
         streams=settings.n_streams,
-        cells=cells,
         device=model.device,
         frequencies=model.frequencies,
     )

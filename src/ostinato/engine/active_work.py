@@ -104,7 +104,7 @@ class ActiveWork:
 
     def _begin_copy(self, copy: PageCopyJob, sequence: PagedSequence) -> PendingChunk:
         self._copy = None
-        pages, slot = list(sequence.lease.pages), sequence.slot
+        pages, slot = self._flow.memory.reserve.tables(sequence.lease), sequence.slot
         return self._flow.begin_copy(lambda: copy.run(pages, slot))
 
     def _sequence(self, text: WorkText, slot: int | None) -> PagedSequence | None:
@@ -117,7 +117,7 @@ class ActiveWork:
         if sequence is None:
             return None
         if self._copy is not None and not self._copy.computes:
-            sequence.n_held = n  # the copy fills its pages
+            memory.fill(sequence)
         else:
             memory.find(sequence)
         return sequence
@@ -125,7 +125,7 @@ class ActiveWork:
     def _close(self, text: ActiveText, *, complete: bool) -> None:
         memory, sequence = self._flow.memory, text.sequence
         if complete and self.work.spec.copy is not None:
-            memory.keep(sequence, sequence.tokens)
+            memory.keep(sequence, sequence.tokens, len(sequence.tokens))
         else:
             memory.close(sequence)
         if self._slots is not None and sequence.slot is not None:

@@ -22,7 +22,7 @@ from ostinato.backends.machine import DeviceKind, Machine, choose_device, machin
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
-from ostinato.cache.kv_bytes import page_bytes
+from ostinato.cache.kv_bytes import kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
@@ -252,8 +252,8 @@ def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int
     device, kv_type = settled.device, settled.kv_type
 
     def needed(context: int) -> int:
-        paged = settled.pages_for(context) * page_bytes(shape, kv_type, settled.page_tokens)
-        return max(context_bytes(shape, kv_type, context), paged)
+        one = replace(settled, context=context, n_slots=1, n_pages=settled.pages_for(context))
+        return max(context_bytes(shape, kv_type, context), _kv_bytes(shape, one))
 
     most = bisect_right(range(shape.context + 1), free, key=needed) - 1
     if wanted is not None:
@@ -278,8 +278,15 @@ def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int
 def choose_pages(shape: Shape, settled: Settled, free: int) -> int:
     """Pages for every slot's whole context, or what fits the free memory; at least one whole context."""
     one, n_slots = settled.max_pages, settled.n_slots
-    size = page_bytes(shape, settled.kv_type, settled.page_tokens)
-    return n_slots * one if not size else min(n_slots * one, max(one, free // size))
+
+    def needed(n_pages: int) -> int:
+        return _kv_bytes(shape, replace(settled, n_pages=n_pages))
+
+    return max(one, bisect_right(range(n_slots * one + 1), free, key=needed) - 1)
+
+
+def _kv_bytes(shape: Shape, settled: Settled) -> int:
+    return kv_bytes(shape, settled.groups(shape), settled.kv_type, settled.page_tokens)
 
 
 def gib(n_bytes: int) -> str:

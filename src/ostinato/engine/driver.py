@@ -1,7 +1,7 @@
 """A loop driven directly: sequences are admitted one by one, then the loop runs to its end, or step by step.
 
-It does what an engine does, without queue, cache and threads, for comparisons and measurements. Prompts are token ids;
-pages are assigned in order from the first.
+It does what an engine does, without queue, prefix cache and threads, for comparisons and measurements. Prompts are
+token ids.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import Final
 
 from ostinato.backends.base import ChunkPart
 from ostinato.backends.runner import Runner
+from ostinato.cache.reserve import Reserve
+from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, SequencePart
 from ostinato.errors import EngineDead, InternalError
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
@@ -27,7 +29,9 @@ class LoopDriver:
         self.loop = loop
         self.entries: list[OutEntry] = []
         self._generation = 0
-        self._next_page = 0
+        reserve = Reserve(loop.groups, loop.page_tokens, chunk_rows=loop.prefill.rows, reuse=False)
+        self._memory = PagedSequences(reserve, recurs=loop.model.shape.recurrent is not None)
+        self._sequences: list[PagedSequence] = []
 
     def admit(
         self,
@@ -43,20 +47,19 @@ class LoopDriver:
     ) -> int:
         """Run a prompt and ask for its admission; returns its generation.
 
-        By default it gets pages for all its `most` tokens, with all their positions granted; `pages` and `granted`
-        change that. With `admit=False` it is only staged, and the caller asks for its admission.
+        By default it gets pages for all its `most` tokens, with all their positions granted; `pages`, the same in every
+        layer, and `granted` change that. With `admit=False` it is only staged, and the caller asks for its admission.
         """
         loop = self.loop
         self._generation += 1
-        n_pages = -(-(len(prompt) + most) // loop.page_tokens)
+        n_positions = len(prompt) + most
         if pages is None:
-            pages = range(self._next_page, self._next_page + n_pages)
-            self._next_page += n_pages
-        if max(pages) >= loop.settled.n_pages:
-            raise InternalError(f"{loop.settled.n_pages} pages of keys and values do not hold these sequences")
-        self.prefill(slot, prompt, pages)
-        granted = n_pages * loop.page_tokens if granted is None else granted
-        admission = Admission(self._generation, prompt, most, pages, granted, sampling, stop_ids=stop_ids)
+            tables = self._prefilled(slot, prompt, n_positions)
+        else:
+            tables = self.tables(pages)
+            self.prefill(slot, prompt, pages)
+        granted = -(-n_positions // loop.page_tokens) * loop.page_tokens if granted is None else granted
+        admission = Admission(self._generation, prompt, most, tables, granted, sampling, stop_ids=stop_ids)
         loop.host.stage(slot, admission)
         loop.beside(lambda: loop.prefill.first(slot)).result(DEADLINE_S)
         if admit and not loop.host.admit(slot, self._generation):
@@ -64,16 +67,36 @@ class LoopDriver:
         return self._generation
 
     def prefill(self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0) -> None:
-        """Compute positions from `start` on of a prompt into its pages, to the end."""
-        prefill = self.loop.prefill
-        rows = prefill.rows_for(len(prompt))
+        """Compute positions from `start` on of a prompt into these pages of every layer, to the end."""
+        rows, tables = self.loop.prefill.rows_for(len(prompt)), self.tables(pages)
         for first in range(start, len(prompt), rows):
-            chunk = list(prompt[first : first + rows])
+            self._run_chunk(ChunkPart(list(prompt[first : first + rows]), first, tables, slot), rows)
 
-            def run(chunk: list[int] = chunk, first: int = first) -> None:
-                prefill.run([ChunkPart(chunk, first, list(pages), slot)], rows)
+    def tables(self, pages: Sequence[int]) -> list[list[int]]:
+        """A page table for each group of layers, with these pages in all of them."""
+        groups = self.loop.groups
+        if max(pages) >= min(group.n_pages for group in groups):
+            raise InternalError(f"pages up to {max(pages)}; there are {[group.n_pages for group in groups]}")
+        return [list(pages)] * len(groups)
 
-            self.loop.beside(run).result(DEADLINE_S)
+    def _prefilled(self, slot: int, prompt: Sequence[int], n_positions: int) -> list[list[int]]:
+        """Compute a prompt into pages of its own; the page tables with which the loop goes on."""
+        sequence = self._memory.open(prompt, n_positions, slot=slot, shared=False)
+        if sequence is None:
+            raise InternalError(f"{self._memory.reserve.n_pages} pages of keys and values do not hold these sequences")
+        self._sequences.append(sequence)
+        rows = self.loop.prefill.rows_for(len(prompt))
+        while sequence.n_left:
+            part = SequencePart(sequence, min(rows, sequence.n_left))
+            self._run_chunk(self._memory.plan(part), rows)
+            self._memory.apply(part)
+        return self._memory.stage(sequence, n_positions)
+
+    def _run_chunk(self, part: ChunkPart, rows: int) -> None:
+        def run() -> None:
+            self.loop.prefill.run([part], rows)
+
+        self.loop.beside(run).result(DEADLINE_S)
 
     def run(self) -> None:
         """Trigger, wait until there are no live slots, and collect the entries."""
@@ -110,8 +133,9 @@ class LoopDriver:
         return bool(self.loop.host.word(Word.GO))
 
     def forget(self) -> None:
-        """All sequences have ended: assign pages from the first again, and drop the entries."""
-        self._next_page = 0
+        """All sequences have ended: release their pages, and drop the entries."""
+        while self._sequences:
+            self._memory.close(self._sequences.pop())
         self.entries = []
 
     def synchronize(self) -> None:

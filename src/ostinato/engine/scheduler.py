@@ -74,7 +74,9 @@ class Scheduler:
         self._loop, self._queue = loop, queue
         self._host, self._mode = loop.host, loop.mode
         options = loop.settled
-        self.reserve = Reserve(options.n_pages, loop.page_tokens, reuse=reuse, kind=loop.prefill.rows_for)
+        self.reserve = Reserve(
+            loop.groups, loop.page_tokens, chunk_rows=loop.prefill.rows, reuse=reuse, kind=loop.prefill.rows_for
+        )
         self._recurs = loop.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
         self._flow = PagedFlow(self._memory, loop.prefill, loop.beside)
@@ -279,7 +281,7 @@ class Scheduler:
         """Free a sequence's slot and pages, which neither loop nor prefill touches any more."""
         # No step has read the last token of an answer. After a cancellation a recurrent state may be further than that.
         if sequence.answer and not (self._recurs and sequence.request.finish_reason == "cancelled"):
-            self._memory.keep(sequence.paged, (*sequence.paged.tokens, *sequence.answer[:-1]))
+            self._memory.keep(sequence.paged, (*sequence.paged.tokens, *sequence.answer[:-1]), sequence.last + 1)
         else:
             self._memory.close(sequence.paged)
         self._slots[sequence.slot] = None
@@ -296,10 +298,10 @@ class Scheduler:
     def _grant_pages(self) -> None:
         """Grant more pages to every sequence that has used half of the positions granted beyond its prompt."""
         for sequence in self._slots:
-            if sequence is None or not sequence.admitted or not sequence.paged.lease.short:
+            if sequence is None or not sequence.admitted or self.reserve.is_complete(sequence.paged.lease):
                 continue
             n_prompt, lease = len(sequence.request.spec.prompt), sequence.paged.lease
-            granted = len(lease.pages) * self._loop.page_tokens - n_prompt
+            granted = self.reserve.granted(lease) - n_prompt
             if 2 * (sequence.last + 1 - n_prompt) >= granted:
                 beyond = len(lease.pages) - self.reserve.pages_for(n_prompt)
                 first = len(lease.pages)
@@ -416,13 +418,13 @@ class Scheduler:
         self._loop.changed.set()  # look again: the next prompt may begin
 
     def _stage(self, sequence: ActiveSequence) -> None:
-        spec, pages = sequence.request.spec, sequence.paged.lease.pages
+        spec, paged = sequence.request.spec, sequence.paged
         admission = Admission(
             generation=sequence.generation,
             prompt=spec.prompt,
             left=spec.most,
-            pages=pages,
-            granted=len(pages) * self._loop.page_tokens,
+            pages=self._memory.stage(paged, spec.n_positions),
+            granted=self.reserve.granted(paged.lease),
             sampling=spec.sampling,
             stop_ids=spec.stop_ids,
             mask=None if spec.constraint is None else spec.constraint.mask(),

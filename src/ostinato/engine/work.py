@@ -29,9 +29,9 @@ class WorkText:
 @dataclass(frozen=True, slots=True)
 class PageCopyJob:
     """A copy of one text's pages and state. `computes`: tokens that are not in memory are computed before the copy;
-    else the copy fills all of them. `run` gets the pages and the slot; the text is kept afterwards."""
+    else the copy fills all of them. `run` gets the page tables and the slot; the text is kept afterwards."""
 
-    run: Callable[[Sequence[int], int | None], None]
+    run: Callable[[Sequence[Sequence[int]], int | None], None]
     computes: bool
 
 

@@ -50,7 +50,7 @@ class Admission:
     generation: int
     prompt: Sequence[int]
     left: int
-    pages: Sequence[int]
+    pages: Sequence[Sequence[int]]  # a page table for each group of layers
     granted: int
     sampling: Sampling
     stop_ids: Sequence[int]
@@ -132,7 +132,8 @@ class HostSide:
         row["stop_ids"][slot, : len(admission.stop_ids)] = list(admission.stop_ids)
         row["bias_ids"][slot, : len(s.logit_bias)] = list(s.logit_bias)
         row["bias_values"][slot, : len(s.logit_bias)] = list(s.logit_bias.values())
-        row["pages"][slot, : len(admission.pages)] = list(admission.pages)
+        for group, table in enumerate(admission.pages):
+            row["pages"][slot, group, : len(table)] = list(table)
         if admission.mask is not None:
             row["mask_bits"][slot] = admission.mask
         if penalised:
@@ -152,7 +153,8 @@ class HostSide:
         return self._publish(InboxKind.STOP, 0, 0)
 
     def grant(self, slot: int, generation: int, first: int, pages: Sequence[int]) -> int:
-        """Append pages to a sequence's page table, from index `first` on; how many the inbox had room for."""
+        """Append pages to the page table of the layers that see everything, from index `first` on; how many the inbox
+        had room for."""
         done = 0
         while done < len(pages):
             some = pages[done : done + GRANT_PAGES]

@@ -32,6 +32,11 @@ OUTBOX_ENTRIES: Final = 65_536
 Kind = Literal["int32", "int64", "float32"]
 _C: Final = {"int32": "int", "int64": "long long", "float32": "float"}
 _HEADER: Final = ("// Emitted by loop/layout.py; edit there.", "#pragma once")
+# The page table of a slot for one group of layers.
+_PAGE_TABLE: Final = (
+    "#define PAGE_TABLE(view, slot, group) "
+    "(TABLE_pages(view) + ((long long)(slot) * N_GROUPS(view) + (group)) * MAX_PAGES(view))"
+)
 
 
 class SlotState(IntEnum):
@@ -179,6 +184,7 @@ class Layout:
     vocab: int
     inbox_entries: int = INBOX_ENTRIES
     outbox_entries: int = OUTBOX_ENTRIES
+    n_groups: int = 1  # of layers that share a page table
 
     @property
     def mask_words(self) -> int:
@@ -212,7 +218,7 @@ class Layout:
                 ("stop_ids", "int32", (n, MAX_STOP_IDS)),
                 ("bias_ids", "int32", (n, MAX_LOGIT_BIAS)),
                 ("bias_values", "float32", (n, MAX_LOGIT_BIAS)),
-                ("pages", "int32", (n, self.max_pages)),
+                ("pages", "int32", (n, self.n_groups, self.max_pages)),
                 ("prompt_bits", "int32", (n, self.mask_words)),
                 ("mask_bits", "int32", (n, self.mask_words)),  # 1: may be chosen
             ]
@@ -273,6 +279,7 @@ class Layout:
         lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
         for arena, fields in self.fields.items():
             lines += [_place(arena, field, str(field.offset)) for field in fields]
+        lines.append(_PAGE_TABLE)
         rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in self.admission_fields)
         lines.append(f"#define ADMISSION_ROWS {rows}")
         return "\n".join(lines) + "\n"
@@ -298,6 +305,7 @@ class Layout:
         return {
             "N_SLOTS": self.n_slots,
             "MAX_PAGES": self.max_pages,
+            "N_GROUPS": self.n_groups,
             "VOCAB": self.vocab,
             "MASK_WORDS": self.mask_words,
             "INBOX_ENTRIES": self.inbox_entries,
@@ -325,6 +333,7 @@ def words_header() -> str:
         for field in fields:
             lines.append(_place(arena, field, f"(view).layout[{at}]"))
             at += 1
+    lines.append(_PAGE_TABLE)
     lines.append(f"#define ADMISSION_WORDS(view) ((view).layout + {at})  // int32 of one slot, of each field in turn")
     return "\n".join(lines) + "\n"
 

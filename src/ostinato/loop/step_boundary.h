@@ -292,7 +292,9 @@ BOUNDARY_FN void cancel(BoundaryState& boundary, const View& view, int slot) {
 
 BOUNDARY_FN void grant(const View& view, int slot, const int* entry) {
     const int first = entry[INBOX_WORD_FIRST], count = entry[INBOX_WORD_COUNT];
-    FOR_EACH(i, count) TABLE_pages(view)[(long long)slot * MAX_PAGES(view) + first + i] = entry[INBOX_WORD_PAGES + i];
+    // Of the layers that see everything: the pages of windowed layers are all granted with the admission.
+    int* const table = PAGE_TABLE(view, slot, 0);
+    FOR_EACH(i, count) table[first + i] = entry[INBOX_WORD_PAGES + i];
     ONE TABLE_granted(view)[slot] = (first + count) * PAGE_TOKENS(view);
 }
 

@@ -267,7 +267,7 @@ class StepBoundary:
         self._state[slot] = SlotState.LIVE
 
     def _grant(self, slot: int, first: int, count: int, pages: list[int]) -> None:
-        self._pages[slot, first : first + count] = pages[:count]
+        self._pages[slot, 0, first : first + count] = pages[:count]
         self._granted[slot] = (first + count) * self._page_tokens
 
     def _room(self, head: int, read: int) -> int:

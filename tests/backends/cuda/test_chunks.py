@@ -112,7 +112,7 @@ def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said(
     driver = open_loop(mode="twin", model=model, n_slots=2)
     prefill = prefill_of(driver, triton=False)
     prefill._outputs.warm(prefill._x)
-    part = ChunkPart([5, 6, 7], 0, [0], outputs=[2])
+    part = ChunkPart([5, 6, 7], 0, [[0]], outputs=[2])
     prefill.run([replace(part, outputs=())], 64)
     assert prefill._outputs._room is None
     prefill.run([part], 64, ChunkWant("hidden"))

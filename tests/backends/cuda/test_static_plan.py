@@ -51,8 +51,8 @@ def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: 
     loop.start.close()
     loop.memory = PagedMemory.of(
         model,
+        loop.groups,
         n_slots=N_SLOTS + SPARE_STATES,
-        n_pages=96,
         kv_type=kv_type,  # type: ignore[arg-type]
         page_tokens=loop.page_tokens,
     )

@@ -185,7 +185,7 @@ def bits_of(
         generation = driver.admit(7, prompt, most=12, pages=pages, admit=False)
         for start, stop in zip((0, *cuts), (*cuts, len(prompt)), strict=True):
             chunk = prompt[start:stop]
-            driver.loop.prefill.run([ChunkPart(chunk, start, list(pages), 7)], len(chunk))
+            driver.loop.prefill.run([ChunkPart(chunk, start, driver.tables(pages), 7)], len(chunk))
         driver.loop.prefill.first(7)
         assert driver.loop.host.admit(7, generation)
         logits = []

@@ -14,6 +14,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from ostinato.cache.groups import one_group
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, pack
 from ostinato.backends.tape.backend import HEAD_WIDTHS
@@ -319,7 +320,9 @@ class Laid:
         *,
         on_tape: bool = False,
     ) -> None:
-        self.memory = PagedMemory.of(model, n_slots=n_slots, n_pages=6, kv_type=kv_type, page_tokens=16)
+        self.memory = PagedMemory.of(
+            model, one_group(model.shape.n_layers, 6), n_slots=n_slots, kv_type=kv_type, page_tokens=16
+        )
         self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU)
         chip = Chip((9, 0), 3, 227 << 10, 0)
         n_tokens = model.shape.vocab

@@ -94,7 +94,7 @@ def test_plain_weights_give_the_same_bits_from_the_tape(name: str) -> None:
 @pytest.mark.parametrize("name", ["llama", "untied"])
 def test_a_chunk_from_the_tape_gives_the_same_rows_logits_and_log_probabilities(name: str) -> None:
     model, found = small(SHAPES[name]), []
-    parts = [ChunkPart(PROMPTS[0], 0, [0], outputs=[1, 4]), ChunkPart(PROMPTS[1][:9], 0, [3], outputs=[8])]
+    parts = [ChunkPart(PROMPTS[0], 0, [[0]], outputs=[1, 4]), ChunkPart(PROMPTS[1][:9], 0, [[3]], outputs=[8])]
     wants = (ChunkWant("hidden"), ChunkWant("logits"), ChunkWant("logprobs", [5, 6, 7], top=2))
     for given in (on_tape(model), model):
         driver = open_loop(model=given, mode="twin", n_slots=3)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from ostinato.cache.groups import one_group
 from ostinato.backends import cards
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan
@@ -101,7 +102,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
 
 def start_on(card: Card) -> TapeLoop:
     model = small(shape_of())
-    memory = PagedMemory.of(model, n_slots=3, n_pages=6, kv_type="f32", page_tokens=16)
+    memory = PagedMemory.of(model, one_group(model.shape.n_layers, 6), n_slots=3, kv_type="f32", page_tokens=16)
     tables = tensor_tables(Layout(3, 4, model.shape.vocab), CPU)
     step = TapeStep(model, memory, tables, model.shape.vocab, CHIP, kv_type="f32", n_compute_warps=2)
     return TapeLoop(tape_plan(model, memory, tables, step), step, tables, Guard(), lambda: card.note("wake event"))

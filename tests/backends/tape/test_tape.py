@@ -242,7 +242,7 @@ def test_a_masked_slot_waits_for_each_mask_and_chooses_within_it() -> None:
     with closing(tape_driver(model)) as driver:
         other = driver.admit(1, [9, 9], most=6)
         generation = driver.admit(0, [1, 2, 3], most=4, pages=[20], granted=16, admit=False)
-        driver.loop.host.stage(0, Admission(generation, [1, 2, 3], 4, [20], 16, GREEDY, stop_ids=(), mask=bits))
+        driver.loop.host.stage(0, Admission(generation, [1, 2, 3], 4, [[20]], 16, GREEDY, stop_ids=(), mask=bits))
         driver.loop.beside(lambda: driver.loop.prefill.first(0)).result(60)
         assert driver.loop.host.admit(0, generation)
         driver.run()

@@ -23,7 +23,7 @@ TYPES: Sequence[KVType] = ("f32", "bf16", "f16", "q8_0")
 
 def store_of(shape: Shape, kv_type: KVType, *, streams: int = 1, cells: int = 8) -> KVStore:
     ropes = {rope: frequencies_of(rope, 64) for rope in shape.ropes if rope is not None}
-    return KVStore(shape, [0, 1], kv_type, streams=streams, cells=cells, device=CPU, frequencies=ropes)
+    return KVStore(shape, {0: cells, 1: cells}, kv_type, streams=streams, device=CPU, frequencies=ropes)
 
 
 def noise(*size: int, seed: int = 0) -> torch.Tensor:

@@ -69,7 +69,7 @@ def kv_part(
     """An empty cache, with random numbers in its tensors."""
     streams = 1 if unified else n_seq_max
     shape = shape_of(max(layers) + 1, head_width)
-    store = KVStore(shape, layers, kv_type, streams=streams, cells=size, device=CPU, frequencies={})
+    store = KVStore(shape, dict.fromkeys(layers, size), kv_type, streams=streams, device=CPU, frequencies={})
     randomise([part for half in store.halves for part in half.parts], seed)
     cache = KVCache(size, n_seq_max=n_seq_max, unified=unified, window=window, n_pos_dims=n_pos_dims, tensors=store)
     return SavedKV(cache, store)

@@ -61,7 +61,7 @@ class FusedChunks:
         self._buckets = tuple(buckets)
         self.rows = most = self._buckets[-1]
         shape, device = model.shape, model.device
-        max_pages = tables.layout.max_pages
+        max_pages, n_groups = tables.layout.max_pages, tables.layout.n_groups
 
         def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return zeros(size, dtype, device)
@@ -69,12 +69,17 @@ class FusedChunks:
         # What a chunk brings, in one copy: how many rows and tiles, the tiles, ids, positions and parts of the rows,
         # and the parts' page tables, as many as there are. The staged side is ours and stays, because the copy runs
         # on when the caller has gone (E-34).
-        size = 4 + 7 * most + most * max_pages
+        size = 4 + 7 * most + most * n_groups * max_pages
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._brought = made(size, dtype=torch.int32)
-        self._to_stage, brought = (_Brought.over(memory, most, max_pages) for memory in (self._staged, self._brought))
+        self._to_stage, brought = (
+            _Brought.over(memory, most, n_groups, max_pages) for memory in (self._staged, self._brought)
+        )
         self._n, self._tokens, self._positions = brought.n, brought.tokens, brought.positions
-        self._chunk = Chunk(brought.n, brought.n_tiles, brought.tiles, brought.positions, brought.parts, brought.pages)
+        self._chunks = [
+            Chunk(brought.n, brought.n_tiles, brought.tiles, brought.positions, brought.parts, brought.pages[:, group])
+            for group in range(n_groups)
+        ]
 
         wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
         n_qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width
@@ -132,6 +137,8 @@ class FusedChunks:
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
         counts = [len(part.tokens) for part in parts]
         asked = output_rows(parts, want, self.max_outputs, self._model.shape.vocab)
+        if any(len(part.pages) != len(self._chunks) for part in parts):
+            raise InternalError(f"a part lacks a page table; the layers have {len(self._chunks)}")
         bucket = next((size for size in self._buckets if size >= sum(counts) > 0), None)
         if bucket is None:
             raise InternalError(f"a chunk of {sum(counts)} tokens; 1 to {self.rows} go at once")
@@ -162,7 +169,7 @@ class FusedChunks:
 
     def _embedding(self, rows: int) -> Launch:
         model, n_rows = self._model, self._count(rows)
-        placed = StepRows(n_rows, self._row_slot[:rows], self._positions[:rows], self._chunk.pages)
+        placed = StepRows(n_rows, self._row_slot[:rows], self._positions[:rows], self._chunks[0].pages)
         return self._kernels.embed(
             model.embedding,
             self._x[:rows],
@@ -180,11 +187,12 @@ class FusedChunks:
         prompts, attention = self._prompts, layer.attention
         heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
         qkv, q, attended = self._qkv[:rows], self._q[:rows], self._attended[:rows]
+        chunk = self._chunks[self._memory.group_of[number]]
         return [
             self._norm(layer.attention_norm, rows),
             self._product(self._h[:rows], attention.qkv, qkv),
-            prompts.append(qkv, q, kv, self._chunk, heads),
-            prompts.attend(q, attended, kv, self._chunk, heads),
+            prompts.append(qkv, q, kv, chunk, heads),
+            prompts.attend(q, attended, kv, chunk, heads),
             *self._into_residual(attended, attention.out, layer.after_attention, rows),
             *self._mlp(number, layer, rows),
         ]
@@ -259,14 +267,15 @@ class _Brought:
     tokens: Tensor  # [rows], as the next two
     positions: Tensor
     parts: Tensor
-    pages: Tensor  # [parts, max_pages], at most as many parts as rows
+    pages: Tensor  # [parts, groups, max_pages], at most as many parts as rows
 
     @staticmethod
-    def over(memory: Tensor, rows: int, max_pages: int) -> _Brought:
+    def over(memory: Tensor, rows: int, n_groups: int, max_pages: int) -> _Brought:
         n, n_tiles, _, tiles, tokens, positions, parts, pages = memory.split(
-            [1, 1, 2, 4 * rows, rows, rows, rows, rows * max_pages]
+            [1, 1, 2, 4 * rows, rows, rows, rows, rows * n_groups * max_pages]
         )
-        return _Brought(n, n_tiles, tiles.view(rows, 4), tokens, positions, parts, pages.view(rows, max_pages))
+        tables = pages.view(rows, n_groups, max_pages)
+        return _Brought(n, n_tiles, tiles.view(rows, 4), tokens, positions, parts, tables)
 
     def fill(self, parts: Sequence[ChunkPart], counts: Sequence[int]) -> int:
         """Write a chunk's rows; returns how many numbers of the memory are to be copied."""
@@ -281,7 +290,8 @@ class _Brought:
         self.positions.numpy()[n:] = placed.positions[-1]
         self.parts.numpy()[:n] = placed.parts
         for number, part in enumerate(parts):
-            self.pages.numpy()[number, : len(part.pages)] = part.pages
+            for group, table in enumerate(part.pages):
+                self.pages.numpy()[number, group, : len(table)] = table
         return self.pages[: len(parts)].numel() + int(self.pages.storage_offset())
 
 

@@ -114,7 +114,7 @@ class FusedPlan:
         self._n_slots = tables.layout.n_slots
         self.step = StepBuffers.of(model, self._n_slots)
         self._n_rows = self._table["n_rows"]
-        self._rows = StepRows(self._n_rows, self._table["row_slot"], self._table["position"], self._table["pages"])
+        self._rows = StepRows.of(self._table)
         self._buffers: dict[str, Tensor] = {
             "table": tables.table.memory,
             "admissions": tables.admissions.memory,
@@ -201,7 +201,8 @@ class FusedPlan:
             names |= {f"memory.{number}.keys.scales": keys.scales, f"memory.{number}.values.scales": values.scales}
         self._buffers |= names
         kv = paged_kv_of(self._memory, number)
-        run = self._kernels.attend(s.qkv, s.attended, kv, self._rows, heads_of(self._model, number), self._workspace)
+        rows = StepRows.of(self._table, self._memory.group_of[number])
+        run = self._kernels.attend(s.qkv, s.attended, kv, rows, heads_of(self._model, number), self._workspace)
         scratch = tuple(name for name in self._buffers if name.startswith("attend.workspace"))
         self._add(name, "attend", run, ("qkv", *names, *scratch), ("attended", *names, *scratch))
 

@@ -27,7 +27,7 @@ from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
-from ostinato.loop.layout import Tables, sampled
+from ostinato.loop.layout import Arena, Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
 
@@ -43,17 +43,19 @@ class StepAttention:
     workspace: object
 
     @staticmethod
-    def of(model: Model, memory: PagedMemory, rows: StepRows, kernels: StepKernels) -> StepAttention:
+    def of(model: Model, memory: PagedMemory, table: Arena, kernels: StepKernels) -> StepAttention:
         s, device = model.shape, model.device
         heads = {
             layer: Heads(s.n_heads, s.n_kv_heads, s.head_width, s.query_scale, s.attention_softcap, s.windows[layer])
             for layer in range(s.n_layers)
         }
-        qkv = zeros((rows.n_slots, heads[0].n_columns), torch.float32, device)
-        attended = zeros((rows.n_slots, s.n_heads * s.head_width), torch.float32, device)
-        workspace = kernels.attend_workspace(rows.n_slots, heads[0], device)
+        rows = [StepRows.of(table, group) for group in memory.group_of]
+        n_slots = rows[0].n_slots
+        qkv = zeros((n_slots, heads[0].n_columns), torch.float32, device)
+        attended = zeros((n_slots, s.n_heads * s.head_width), torch.float32, device)
+        workspace = kernels.attend_workspace(n_slots, heads[0], device)
         launches = {
-            layer: kernels.attend(qkv, attended, paged_kv_of(memory, layer), rows, how, workspace)
+            layer: kernels.attend(qkv, attended, paged_kv_of(memory, layer), rows[layer], how, workspace)
             for layer, how in heads.items()
         }
         return StepAttention(heads, launches, qkv, attended, workspace)
@@ -114,9 +116,7 @@ class StaticStep:
         # On the device before any capture: a number that torch must carry there would end one.
         scale = shape.embedding_scale
         self._scale = None if scale is None else torch.tensor(scale, dtype=model.dtype, device=device)
-        table = tables.table
-        rows = StepRows(table["n_rows"], table["row_slot"], table["position"], table["pages"])
-        attention = None if memory.kv is None else StepAttention.of(model, memory, rows, kernels)
+        attention = None if memory.kv is None else StepAttention.of(model, memory, tables.table, kernels)
         self.memory = StepMemory(n_slots, self.from_row, self.to_row, _states_of(memory, n_slots), attention)
 
     @torch.inference_mode()

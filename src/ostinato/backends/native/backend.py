@@ -85,7 +85,7 @@ class NativeRunner(Runner):
     def _memory(self) -> NativePages:
         from ostinato.backends.native.pages import NativePages
 
-        return NativePages.of(self.model.shape, n_pages=self.settled.n_pages, kv_type=self.settled.kv_type)
+        return NativePages.of(self.model.shape, self.groups, kv_type=self.settled.kv_type)
 
     def _wake_event(self) -> FileWakeEvent:
         return FileWakeEvent()

@@ -33,9 +33,9 @@ class NativeChunks:
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
         ids = np.array([token for part in parts for token in part.tokens], np.int32)
         self._check(parts, ids)
-        pages = [np.array(part.pages, np.int32) for part in parts]
+        pages = [_page_tables(part) for part in parts]
         placed = [
-            PartStruct(_at(own), len(part.tokens), part.start, -1 if part.slot is None else part.slot)
+            PartStruct(_at(own), len(part.tokens), part.start, -1 if part.slot is None else part.slot, own.shape[1])
             for part, own in zip(parts, pages, strict=True)
         ]
         asked = np.array(output_rows(parts, want, self.max_outputs, self._native.vocab), np.int32)
@@ -51,7 +51,9 @@ class NativeChunks:
         if not 0 < len(ids) <= self.rows:
             raise InternalError(f"a chunk of {len(ids)} rows; there is room for 1 to {self.rows}")
         for part in parts:
-            n, n_pages = len(part.tokens), len(part.pages)
+            if len(part.pages) != self._native.n_groups:
+                raise InternalError(f"{len(part.pages)} page tables; the layers have {self._native.n_groups}")
+            n, n_pages = len(part.tokens), min(map(len, part.pages))
             if part.start + n > n_pages * LANES:
                 raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
         if ids.min() < 0 or ids.max() >= self._native.vocab:
@@ -84,6 +86,14 @@ class NativeChunks:
             0 if want is None else want.top,
             self._native.vocab if want is None else want.n_tokens or self._native.vocab,
         )
+
+
+def _page_tables(part: ChunkPart) -> Ints:
+    """[groups, pages]; the tables of a sequence differ in length, and no page behind the end of one is used."""
+    tables = np.zeros((len(part.pages), max(map(len, part.pages))), np.int32)
+    for group, table in enumerate(part.pages):
+        tables[group, : len(table)] = table
+    return tables
 
 
 def _at(array: NDArray[np.int32] | Floats | None) -> int | None:

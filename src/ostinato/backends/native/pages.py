@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from ostinato.cache.groups import PageGroup, group_of_layer
 from ostinato.loop.memory import host_zeros
 from ostinato.options import Q8_BLOCK, KVType, check_kv_width
 
@@ -34,15 +36,17 @@ class NativePages:
 
     kv_type: KVType
     layers: tuple[LayerPages, ...]
+    group_of: tuple[int, ...]  # for each layer, the number of its page table
 
     @staticmethod
-    def of(shape: Shape, *, n_pages: int, kv_type: KVType) -> NativePages:
+    def of(shape: Shape, groups: Sequence[PageGroup], *, kv_type: KVType) -> NativePages:
         check_kv_width(kv_type, shape.head_width)
-        heads, width = (n_pages, shape.n_kv_heads), shape.head_width
+        width, group_of = shape.head_width, group_of_layer(groups)
         blocks = width // Q8_BLOCK if kv_type == "q8_0" else 0
         kind = _DTYPES[kv_type]
 
-        def layer() -> LayerPages:
+        def layer(n_pages: int) -> LayerPages:
+            heads = n_pages, shape.n_kv_heads
             return LayerPages(
                 host_zeros((*heads, width, PAGE_TOKENS), kind),
                 host_zeros((*heads, PAGE_TOKENS, width), kind),
@@ -50,4 +54,4 @@ class NativePages:
                 host_zeros((*heads, PAGE_TOKENS, blocks), np.float16),
             )
 
-        return NativePages(kv_type, tuple(layer() for _ in range(shape.n_layers)))
+        return NativePages(kv_type, tuple(layer(groups[group].n_pages) for group in group_of), group_of)

@@ -51,7 +51,7 @@ class _Layer(Structure):
         *((name, _Product) for name in ("qkv", "out", "gate_up", "down", "router")),
         ("experts", c_void_p),
         ("cache", _Cache),
-        *((name, c_int) for name in ("window", "rope", "ff_width", "reserved")),
+        *((name, c_int) for name in ("window", "rope", "ff_width", "group")),
     )
 
 
@@ -60,7 +60,7 @@ class _Rope(Structure):
 
 
 class PartStruct(Structure):
-    _fields_ = (("pages", c_void_p), *((name, c_int) for name in ("n_rows", "start", "slot", "reserved")))
+    _fields_ = (("pages", c_void_p), *((name, c_int) for name in ("n_rows", "start", "slot", "table_pages")))
 
 
 class OutputsStruct(Structure):
@@ -112,6 +112,7 @@ class NativeStep:
         self._plan = _Plan()
         self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
+        self.n_groups = tables.layout.n_groups
         self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)
         self.last = host_zeros((tables.layout.n_slots, model.shape.hidden), np.float32)
         self._set_sizes(model.shape, memory, tables, n_tokens, activations)
@@ -232,6 +233,7 @@ class NativeStep:
         out.cache = _cache(memory.layers[number])
         rope = shape.ropes[number]
         out.window, out.rope = shape.windows[number] or 0, -1 if rope is None else ropes.index(rope)
+        out.group = memory.group_of[number]
         return out
 
     def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:

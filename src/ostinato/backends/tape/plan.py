@@ -82,7 +82,7 @@ class Argument(Structure):
         ("view", _TapeView),
         *((name, c_uint64) for name in ("plan_hash", "epoch")),
         *((name, c_void_p) for name in ("tape", "tape_at", "segments", "norms", "qkv_bias", "qk_norms")),
-        *((name, c_void_p) for name in ("frequencies", "embedding", "caches", "windows")),
+        *((name, c_void_p) for name in ("frequencies", "embedding", "caches", "windows", "groups")),
         *((name, c_void_p) for name in ("x", "qkv", "parts", "attended", "inside", "summaries", "marks")),
         *((name, c_void_p) for name in ("logits", "scaled", "state", "clock")),
         ("single", c_int),
@@ -435,6 +435,7 @@ class TapeStep:
         halves = [half for i in range(model.shape.n_layers) for half in (memory.kv.keys[i], memory.kv.values[i])]
         places = [half.values.data_ptr() for half in halves]
         self.buffers["caches"] = torch.tensor(places, dtype=torch.int64, device=model.device)
+        self.buffers["groups"] = torch.tensor(memory.group_of, dtype=torch.int32, device=model.device)
 
     def _argument(self, tables: Tables) -> Argument:
         argument = Argument(_TapeView(*tables.addresses))

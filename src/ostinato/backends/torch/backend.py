@@ -151,8 +151,8 @@ def paged_memory(model: Model, settled: Settled, *, spare_states: int = 0) -> Pa
 
     return PagedMemory.of(
         model,
+        settled.groups(model.shape),
         n_slots=settled.n_slots + spare_states,
-        n_pages=settled.n_pages,
         kv_type=settled.kv_type,
         page_tokens=settled.page_tokens,
     )

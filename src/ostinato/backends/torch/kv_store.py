@@ -59,25 +59,24 @@ class Half:
 
 
 class KVStore:
-    """K and V of some layers of a model, for a number of streams of cells."""
+    """K and V of some layers of a model, for a number of streams of cells. `cells`: of each layer."""
 
     def __init__(
         self,
         shape: Shape,
-        layers: Sequence[int],
+        cells: Mapping[int, int],
         kv_type: KVType,
         *,
         streams: int,
-        cells: int,
         device: torch.device,
         frequencies: Mapping[Rope, Tensor],
     ) -> None:
         check_kv_width(kv_type, shape.head_width)
         self.kv_type = kv_type
         self._shape, self._frequencies = shape, frequencies
-        size = (streams, cells, shape.n_kv_heads, shape.head_width)
-        self.keys = {layer: Half(*size, kv_type, device) for layer in layers}
-        self.values = {layer: Half(*size, kv_type, device) for layer in layers}
+        size = shape.n_kv_heads, shape.head_width
+        self.keys = {layer: Half(streams, n, *size, kv_type, device) for layer, n in cells.items()}
+        self.values = {layer: Half(streams, n, *size, kv_type, device) for layer, n in cells.items()}
 
     @property
     def halves(self) -> list[Half]:

@@ -8,6 +8,7 @@ sequence owns which pages.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,7 @@ from ostinato.backends.base import PAGE_TOKENS as PAGE_TOKENS
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
+from ostinato.cache.groups import PageGroup, group_of_layer
 from ostinato.cache.kv_bytes import page_bytes as page_bytes
 from ostinato.cache.sequences import Ints
 from ostinato.options import KVType
@@ -28,32 +30,34 @@ class PagedMemory:
     """The tensors: a KV store of whole pages where the model attends, and states of each slot where it recurs."""
 
     page_tokens: int
-    n_pages: int
+    group_of: tuple[int, ...]  # for each layer, the number of its page table
     kv: KVStore | None
     states: StateStore | None
 
     @staticmethod
-    def of(model: Model, *, n_slots: int, n_pages: int, kv_type: KVType, page_tokens: int) -> PagedMemory:
+    def of(
+        model: Model, groups: Sequence[PageGroup], *, n_slots: int, kv_type: KVType, page_tokens: int
+    ) -> PagedMemory:
         shape, device = model.shape, model.device
         every = range(shape.n_layers)
+        group_of = group_of_layer(groups)
         kv = None
         if shape.attention:
             kv = KVStore(
                 shape,
-                every,
+                {layer: groups[group].n_pages * page_tokens for layer, group in enumerate(group_of)},
                 kv_type,
                 streams=1,
-                cells=n_pages * page_tokens,
                 device=device,
                 frequencies=model.frequencies,
             )
         states = None
         if shape.recurrent is not None:
             states = StateStore(shape.recurrent, every, rows=n_slots, planes=1, device=device)
-        return PagedMemory(page_tokens, n_pages, kv, states)
+        return PagedMemory(page_tokens, group_of, kv, states)
 
     def cells(self, pages: Ints, first: int, stop: int) -> Ints:
-        """The cells of positions [first, stop) of a sequence with these pages."""
+        """The cells of positions [first, stop) of a sequence with this page table."""
         positions = np.arange(first, stop)
         return np.asarray(pages)[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
 
@@ -66,20 +70,20 @@ class RowMemory:
     model: Model
     slot: int
     position: int
-    pages: Ints
+    pages: Sequence[Ints]  # a page table for each group of layers
     n_seqs: int = 1
     n_planes: int = 1
-    _seen: dict[int | None, slice | Tensor] = field(default_factory=dict)
+    _seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
         kv = self.memory.kv
         assert kv is not None
         keys, values = kv.keys[layer], kv.values[layer]
-        here = int(self.pages[self.position // self.memory.page_tokens]) * self.memory.page_tokens
-        cell = torch.tensor([here + self.position % self.memory.page_tokens])
+        group = self.memory.group_of[layer]
+        cell = torch.from_numpy(self.memory.cells(self.pages[group], self.position, self.position + 1))
         keys.write(0, cell, k)
         values.write(0, cell, v)
-        seen = self._cells_of(self.model.shape.windows[layer])
+        seen = self._cells_of(group, self.model.shape.windows[layer])
         all_keys, all_values = keys.read(0, seen, q.dtype), values.read(0, seen, q.dtype)
         return self.model.ops.attention(q, all_keys, all_values, None, scale=scale, softcap=softcap)
 
@@ -92,14 +96,15 @@ class RowMemory:
         for kept, new in zip(self.memory.states.layers[layer], states, strict=True):
             kept[self.slot, 0] = new[0, 0]
 
-    def _cells_of(self, window: int | None) -> slice | Tensor:
-        if window not in self._seen:
+    def _cells_of(self, group: int, window: int | None) -> slice | Tensor:
+        if (group, window) not in self._seen:
             first = 0 if window is None else max(0, self.position + 1 - window)
-            cells = self.memory.cells(self.pages, first, self.position + 1)
+            cells = self.memory.cells(self.pages[group], first, self.position + 1)
             whole = int(cells[-1]) - int(cells[0]) == len(cells) - 1 and bool((np.diff(cells) == 1).all())
             # One piece of memory is read where it lies.
-            self._seen[window] = slice(int(cells[0]), int(cells[-1]) + 1) if whole else torch.from_numpy(cells)
-        return self._seen[window]
+            seen = slice(int(cells[0]), int(cells[-1]) + 1) if whole else torch.from_numpy(cells)
+            self._seen[group, window] = seen
+        return self._seen[group, window]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class ChunkMemory:
     slot: int
     start: int
     n: int
-    pages: Ints
+    pages: Sequence[Ints]  # a page table for each group of layers
     n_seqs: int = 1
     n_planes: int = 1
 
@@ -119,10 +124,11 @@ class ChunkMemory:
         kv = self.memory.kv
         assert kv is not None
         keys, values = kv.keys[layer], kv.values[layer]
-        cells = torch.from_numpy(self.memory.cells(self.pages, self.start, self.start + self.n)).to(q.device)
+        pages = self.pages[self.memory.group_of[layer]]
+        cells = torch.from_numpy(self.memory.cells(pages, self.start, self.start + self.n)).to(q.device)
         keys.write(0, cells, k[: self.n])
         values.write(0, cells, v[: self.n])
-        seen = torch.from_numpy(self.memory.cells(self.pages, 0, self.start + self.n)).to(q.device)
+        seen = torch.from_numpy(self.memory.cells(pages, 0, self.start + self.n)).to(q.device)
 
         def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
             return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)

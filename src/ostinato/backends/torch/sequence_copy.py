@@ -14,6 +14,8 @@ from torch import Tensor
 from ostinato.backends.torch.kv_store import Half
 from ostinato.backends.torch.paged import PagedMemory
 
+PageTables = Sequence[Sequence[int]]  # of one sequence, one for each group of layers
+
 
 class SequenceCopy:
     """Copies out of paged memory and into it."""
@@ -21,13 +23,11 @@ class SequenceCopy:
     def __init__(self, memory: PagedMemory) -> None:
         self._memory = memory
 
-    def read_kv(self, layers: Sequence[int], pages: Sequence[int], positions: range) -> list[Tensor]:
+    def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Tensor]:
         """Keys of these layers, then values, each [positions, heads, ...]; scales follow where there are some."""
         return [_to_host(view[index]) for view, index in self._places(layers, pages, positions)]
 
-    def write_kv(
-        self, layers: Sequence[int], pages: Sequence[int], positions: range, tensors: Sequence[Tensor]
-    ) -> None:
+    def write_kv(self, layers: Sequence[int], pages: PageTables, positions: range, tensors: Sequence[Tensor]) -> None:
         """Put back what `read_kv` gave."""
         for (view, index), rows in zip(self._places(layers, pages, positions), tensors, strict=True):
             view[index] = rows.to(view.device, non_blocking=True)
@@ -43,7 +43,7 @@ class SequenceCopy:
 
     def kv_cells(self, layers: Sequence[int]) -> tuple[Tensor, ...]:
         """One cell of each tensor of `read_kv`, as an example."""
-        return tuple(part[0, 0] for half in self._halves(layers) for part in half.parts)
+        return tuple(part[0, 0] for _, half in self._halves(layers) for part in half.parts)
 
     def state_cells(self) -> tuple[Tensor, ...]:
         """The same of `read_states`."""
@@ -53,20 +53,21 @@ class SequenceCopy:
         states = self._memory.states
         return [] if states is None else [state for of_layer in states.layers.values() for state in of_layer]
 
-    def _halves(self, layers: Sequence[int]) -> list[Half]:
-        """Keys of every layer, then values of every layer."""
+    def _halves(self, layers: Sequence[int]) -> list[tuple[int, Half]]:
+        """Each layer with its keys, then each with its values."""
         kv = self._memory.kv
-        return [] if kv is None else [*(kv.keys[layer] for layer in layers), *(kv.values[layer] for layer in layers)]
+        return [] if kv is None else [(layer, half[layer]) for half in (kv.keys, kv.values) for layer in layers]
 
     def _places(
-        self, layers: Sequence[int], pages: Sequence[int], positions: range
+        self, layers: Sequence[int], pages: PageTables, positions: range
     ) -> Iterator[tuple[Tensor, tuple[Tensor | slice, ...]]]:
         """Each tensor as its pages lie, and the index of these positions in it."""
         size = self._memory.page_tokens
-        for half in self._halves(layers):
+        for layer, half in self._halves(layers):
+            table = pages[self._memory.group_of[layer]]
             for part in half.parts:
                 at = torch.arange(positions.start, positions.stop, device=part.device)
-                page, token = _sent(pages, part.device)[at // size], at % size
+                page, token = _sent(table, part.device)[at // size], at % size
                 yield part[0].view(-1, size, *part.shape[2:]), (page, token)
 
 

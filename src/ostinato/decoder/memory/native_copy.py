@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
+from ostinato.backends.torch.sequence_copy import PageTables
 
 
 class NativeSequenceCopy:
@@ -21,13 +22,11 @@ class NativeSequenceCopy:
     def __init__(self, pages: NativePages) -> None:
         self._pages = pages
 
-    def read_kv(self, layers: Sequence[int], pages: Sequence[int], positions: range) -> list[Tensor]:
+    def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Tensor]:
         """Keys of these layers, then values, each [positions, heads, ...]; scales follow where there are some."""
         return [view[index] for view, index in self._places(layers, pages, positions)]
 
-    def write_kv(
-        self, layers: Sequence[int], pages: Sequence[int], positions: range, tensors: Sequence[Tensor]
-    ) -> None:
+    def write_kv(self, layers: Sequence[int], pages: PageTables, positions: range, tensors: Sequence[Tensor]) -> None:
         """Write what `read_kv` returned."""
         for (view, index), rows in zip(self._places(layers, pages, positions), tensors, strict=True):
             view[index] = rows
@@ -41,27 +40,28 @@ class NativeSequenceCopy:
 
     def kv_cells(self, layers: Sequence[int]) -> tuple[Tensor, ...]:
         """One cell of each tensor of `read_kv`, as an example."""
-        return tuple(view[0, :, :, 0] if is_key else view[0, :, 0] for view, is_key in self._views(layers))
+        return tuple(view[0, :, :, 0] if is_key else view[0, :, 0] for _, view, is_key in self._views(layers))
 
     def state_cells(self) -> tuple[Tensor, ...]:
         """The same for `read_states`."""
         return ()
 
-    def _views(self, layers: Sequence[int]) -> Iterator[tuple[Tensor, bool]]:
-        """Keys of every layer, then values of every layer, each with its scales behind it; whether it is keys."""
+    def _views(self, layers: Sequence[int]) -> Iterator[tuple[int, Tensor, bool]]:
+        """Each layer with its keys, then each with its values, with the scales behind them; whether it is keys."""
         for is_key in (True, False):
             for number in layers:
                 layer = self._pages.layers[number]
                 both = (layer.keys, layer.key_scales) if is_key else (layer.values, layer.value_scales)
                 for array in both if self._pages.kv_type == "q8_0" else both[:1]:
-                    yield _tensor_over(array), is_key
+                    yield number, _tensor_over(array), is_key
 
     def _places(
-        self, layers: Sequence[int], pages: Sequence[int], positions: range
+        self, layers: Sequence[int], pages: PageTables, positions: range
     ) -> Iterator[tuple[Tensor, tuple[Tensor | slice, ...]]]:
         at, whole = torch.arange(positions.start, positions.stop), slice(None)
-        page, token = torch.tensor(pages, dtype=torch.int64)[at // PAGE_TOKENS], at % PAGE_TOKENS
-        for view, is_key in self._views(layers):
+        token = at % PAGE_TOKENS
+        for layer, view, is_key in self._views(layers):
+            page = torch.tensor(pages[self._pages.group_of[layer]], dtype=torch.int64)[at // PAGE_TOKENS]
             yield view, ((page, whole, whole, token) if is_key else (page, whole, token))
 
 

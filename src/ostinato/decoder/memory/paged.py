@@ -86,18 +86,19 @@ class PagedSequences:
         """The same for a sequence that continues the kept one, as far as both begin alike and at least `least_left`
         tokens are left to compute; without a common beginning it starts from position 0."""
         n_held = self._n_alike(tokens, slot, least_left)
-        if not n_held:
+        begin = self.reserve.kept(n_held) if n_held else None
+        if begin is None:
             return self.open(tokens, n_positions, slot=slot, all_now=all_now)
-        begin = self.reserve.kept[: self.reserve.pages_for(n_held)]
         lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin)
         if lease is None:
             return None
         self.forget()  # the new sequence has taken its place
         return PagedSequence(tokens, lease, False, slot, n_held)
 
-    def keep(self, sequence: PagedSequence, tokens: Sequence[int]) -> None:
-        """Release its pages, but keep those of its first tokens until they are needed."""
-        self.reserve.keep(sequence.lease, len(tokens))
+    def keep(self, sequence: PagedSequence, tokens: Sequence[int], n_written: int) -> None:
+        """Release its pages, but keep those of its first tokens until they are needed, unless the loop has written
+        over some of them: it has written `n_written` positions."""
+        self.reserve.keep(sequence.lease, len(tokens), n_written)
         self._kept = KeptSequence(tuple(tokens), sequence.slot)
 
     def forget(self) -> None:
@@ -117,10 +118,11 @@ class PagedSequences:
         return sequence.n_held
 
     def plan(self, part: SequencePart) -> ChunkPart:
-        """A part as the backend's chunk takes it."""
+        """A part as the backend's chunk takes it. Layers that see a window get the pages that it writes now."""
         sequence, start = part.sequence, part.sequence.n_held
         tokens = list(sequence.tokens[start : start + part.n])
-        return ChunkPart(tokens, start, list(sequence.lease.pages), sequence.slot, part.outputs)
+        self.reserve.cover(sequence.lease, start, start + part.n)
+        return ChunkPart(tokens, start, self.reserve.tables(sequence.lease), sequence.slot, part.outputs)
 
     def apply(self, part: SequencePart) -> None:
         """Record that a part was computed and is in memory."""
@@ -128,6 +130,18 @@ class PagedSequences:
         sequence.n_held += part.n
         if sequence.shared:
             self.reserve.remember(sequence.lease, sequence.tokens, sequence.n_held)
+        self.reserve.trim(sequence.lease, sequence.n_held)
+
+    def stage(self, sequence: PagedSequence, n_positions: int) -> list[list[int]]:
+        """The page tables with which the decode loop goes on behind its tokens, to n_positions at most."""
+        self.reserve.cover(sequence.lease, sequence.n_held, len(sequence.tokens))
+        self.reserve.turn(sequence.lease, len(sequence.tokens), n_positions)
+        return self.reserve.tables(sequence.lease)
+
+    def fill(self, sequence: PagedSequence) -> None:
+        """All its positions are about to be copied into its pages."""
+        sequence.n_held = len(sequence.tokens)
+        self.reserve.cover(sequence.lease, sequence.n_held, sequence.n_held)
 
     def close(self, sequence: PagedSequence) -> None:
         """Release its pages."""
@@ -136,14 +150,13 @@ class PagedSequences:
     def _n_alike(self, tokens: Sequence[int], slot: int | None, least_left: int) -> int:
         """How many positions of the kept sequence a sequence of these tokens can reuse."""
         kept, reserve = self._kept, self.reserve
-        if kept is None or not reserve.kept:
+        if kept is None:
             return 0
         most = min(len(kept.tokens), len(tokens) - least_left)
         alike = next((n for n in range(most) if kept.tokens[n] != tokens[n]), most)
         if self._recurs:
             return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state cannot be rolled back
         if alike % reserve.page_tokens and alike < len(tokens):
-            page = reserve.kept[alike // reserve.page_tokens]
-            if not reserve.is_kept_alone(page):
+            if not reserve.is_kept_alone(alike):
                 alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
-        return alike if alike > len(reserve.find(tokens)) * reserve.page_tokens else 0
+        return alike if alike > reserve.find(tokens).n_pages * reserve.page_tokens else 0

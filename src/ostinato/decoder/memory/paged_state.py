@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.sequence_copy import SequenceCopy
+from ostinato.backends.torch.sequence_copy import PageTables, SequenceCopy
 from ostinato.cache.sequences import Ints
 from ostinato.cache.window import Window
 from ostinato.decoder.memories import layers_of, window_of
@@ -113,7 +113,7 @@ class PagedState:
 
     # Beside the loop
 
-    def read(self, pages: Sequence[int], slot: int | None, n: int) -> None:
+    def read(self, pages: PageTables, slot: int | None, n: int) -> None:
         """Copy the first n positions out of their pages, and the state out of its slot."""
         for part in self._kv:
             span = part.span(n)
@@ -121,7 +121,7 @@ class PagedState:
         if self._states is not None and slot is not None:
             self._states.positions, self._states.tensors = np.array(self._states.span(n)), self._copy.read_states(slot)
 
-    def write(self, pages: Sequence[int], slot: int | None) -> None:
+    def write(self, pages: PageTables, slot: int | None) -> None:
         """Copy the loaded sequence into pages, and its state into the slot."""
         for part in self._kv:
             span = range(int(part.positions[0]), int(part.positions[-1]) + 1)

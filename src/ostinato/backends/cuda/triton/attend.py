@@ -77,7 +77,7 @@ def bind_attend(
     checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device)
     checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device)
     checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device)
-    checked("pages", rows.pages, dtype=torch.int32, shape=(n_slots, rows.pages.shape[1]), device=device)
+    checked("pages", rows.pages, dtype=torch.int32, shape=(n_slots, None), device=device, columns=True)
     check_heads(heads, device)
     lead = (n_slots, heads.n_kv_heads, MAX_SPLITS)
     checked("sums", workspace.sums, dtype=torch.float32, shape=(*lead, heads.group, heads.head_width), device=device)
@@ -91,7 +91,7 @@ def bind_attend(
         *(_or(heads.q_norm, qkv), _or(heads.k_norm, qkv), _or(heads.frequencies, qkv)),
         *(workspace.sums, workspace.norms, workspace.arrivals),
     )
-    numbers = (heads.scale, heads.softcap or 1.0, heads.norm_eps, heads.amplitude, rows.pages.shape[1])
+    numbers = (heads.scale, heads.softcap or 1.0, heads.norm_eps, heads.amplitude, rows.pages.stride(0))
     constants = attend_constants(heads, kv.keys.dtype, kv.page_tokens, n_slots)
     grid, stages = (programs,), stages or stages_for(heads, kv)
 
@@ -188,7 +188,7 @@ def attend_kernel(
     softcap,
     eps,
     amplitude,
-    max_pages,
+    table_stride,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -227,7 +227,7 @@ def attend_kernel(
         begin = first // LEAST * LEAST + split * length
         end = tl.minimum(begin + length, p)  # the row's own position comes from registers
         begin = tl.maximum(begin, first // BLOCK * BLOCK)
-        its_pages = pages + slot.to(tl.int64) * max_pages
+        its_pages = pages + slot.to(tl.int64) * table_stride
         # Where the first block lies is asked before the queries are computed, and of each block one block ahead.
         page = page_at(its_pages, begin, end, PAGE, BLOCK)
 

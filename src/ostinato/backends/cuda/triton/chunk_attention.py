@@ -76,7 +76,7 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     }
     grid = (triton.cdiv(m, _APPENDED), heads.n_heads + 2 * heads.n_kv_heads)
 
-    numbers = (chunk.pages.shape[1], heads.norm_eps, heads.amplitude)
+    numbers = (chunk.pages.stride(0), heads.norm_eps, heads.amplitude)
 
     def launch() -> None:
         append_chunk_kernel[grid](*tensors, *numbers, **constants, num_warps=4)
@@ -105,7 +105,7 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
         "CAPPED": heads.softcap is not None,
         "Q8": kv.keys.dtype == torch.int8,
     }
-    numbers = (chunk.pages.shape[1], heads.scale, heads.softcap or 1.0)
+    numbers = (chunk.pages.stride(0), heads.scale, heads.softcap or 1.0)
     grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
     exact = kv.keys.dtype == torch.float32
     warps = 8 if exact or heads.head_width > 128 else 4
@@ -128,7 +128,7 @@ def _check_chunk(chunk: Chunk, m: int, device: torch.device) -> None:
         "pages": (1, None),
     }
     for name, shape in shapes.items():
-        checked(name, getattr(chunk, name), dtype=torch.int32, shape=shape, device=device)
+        checked(name, getattr(chunk, name), dtype=torch.int32, shape=shape, device=device, columns=name == "pages")
 
 
 @triton.jit
@@ -146,7 +146,7 @@ def append_chunk_kernel(
     q_weight,
     k_weight,
     frequencies,
-    max_pages,
+    table_stride,
     eps,
     amplitude,
     HEADS: tl.constexpr,
@@ -175,7 +175,7 @@ def append_chunk_kernel(
             to = q + (row * HEADS + head) * WIDTH + d
             tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
         else:
-            its_pages = pages + tl.load(parts + row, mask=live, other=0) * max_pages
+            its_pages = pages + tl.load(parts + row, mask=live, other=0) * table_stride
             page = tl.load(its_pages + p // PAGE, mask=live, other=0).to(tl.int64)
             cell = page * PAGE + p % PAGE
             if head < HEADS + KV_HEADS:
@@ -199,7 +199,7 @@ def chunk_attention_kernel(
     n_tiles,
     tiles,
     pages,
-    max_pages,
+    table_stride,
     scale,
     softcap,
     HEADS: tl.constexpr,
@@ -219,7 +219,7 @@ def chunk_attention_kernel(
     for tile in range(tl.program_id(0), tl.load(n_tiles), tl.num_programs(0)):
         row = tl.load(tiles + 4 * tile) + tl.arange(0, ROWS)
         n_live, begins = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2)
-        its_pages = pages + tl.load(tiles + 4 * tile + 3) * max_pages
+        its_pages = pages + tl.load(tiles + 4 * tile + 3) * table_stride
         live = tl.arange(0, ROWS) < n_live
         mask = live[:, None] & (d < WIDTH)[None, :]
         at = (row * (HEADS * WIDTH) + head * WIDTH)[:, None] + d[None, :]

@@ -41,7 +41,8 @@ struct Layer {
     attention::Cache cache;
     int window;  // positions that it sees; 0: all
     int rope;    // which of the plan's; -1: none
-    int ff_width, reserved;
+    int ff_width;
+    int group;   // which of a sequence's page tables
 };
 
 struct Rope {
@@ -70,9 +71,9 @@ struct Plan {
 
 // Consecutive positions of one sequence, from `start` on.
 struct Part {
-    const int* pages;
+    const int* pages;         // [groups][table_pages]
     int n_rows, start, slot;  // the slot whose `last` row gets the last of these; -1: none
-    int reserved;
+    int table_pages;
 };
 
 // What is asked for of some rows of a chunk; null where it is not. They are taken in slices, so that the logits behind
@@ -207,8 +208,10 @@ struct ForwardPass {
     int slot_of(int row) const { return TABLE_row_slot(plan.view)[row]; }
     int token_of(int row) const { return is_chunk ? tokens[row] : TABLE_token(plan.view)[slot_of(row)]; }
     int position_of(int row) const { return is_chunk ? chunk_position[row] : TABLE_position(plan.view)[slot_of(row)]; }
-    const int* pages_of(int row) const {
-        return is_chunk ? parts[part_of[row]].pages : TABLE_pages(plan.view) + size_t(slot_of(row)) * plan.max_pages;
+    const int* pages_of(const Layer& layer, int row) const {
+        if (!is_chunk) return PAGE_TABLE(plan.view, slot_of(row), layer.group);
+        const Part& part = parts[part_of[row]];
+        return part.pages + size_t(layer.group) * part.table_pages;
     }
     const float* cos_sin_of(int row, int rope) const {
         const float* at = cos_sin + size_t(row) * cos_sin_width(plan);
@@ -459,7 +462,7 @@ struct ForwardPass {
         float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + kv) * width;
         if (layer.k_norm) block::rms_norm(key, layer.k_norm, width, plan.eps, key);
         rotate(layer, row, key);
-        const int page = pages_of(row)[position / attention::PAGE];
+        const int page = pages_of(layer, row)[position / attention::PAGE];
         attention::append(
             heads(), layer.cache, page, position % attention::PAGE, kv, key, key + size_t(plan.n_kv_heads) * width
         );
@@ -487,7 +490,7 @@ struct ForwardPass {
     void attend_row(team::Member& m, const Layer& layer, int row, int kv, int first, int last) {
         const attention::Heads of = heads();
         ThreadScratch& mine = own[m.me];
-        attention::soon_keys(of, layer.cache, pages_of(row), kv, first, last);
+        attention::soon_keys(of, layer.cache, pages_of(layer, row), kv, first, last);
         keep(layer, row, kv);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
@@ -500,7 +503,7 @@ struct ForwardPass {
                 queries[i] = {q, first, last};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::attend(of, layer.cache, pages_of(row), kv, queries, n, to, mine.partial);
+            attention::attend(of, layer.cache, pages_of(layer, row), kv, queries, n, to, mine.partial);
         }
     }
 
@@ -510,7 +513,7 @@ struct ForwardPass {
         const attention::Heads of = heads();
         ThreadScratch& mine = own[m.me];
         const int begin_of_block = at * attention::BLOCK;
-        attention::soon_keys(of, layer.cache, pages_of(row), kv, first > begin_of_block ? first : begin_of_block, last);
+        attention::soon_keys(of, layer.cache, pages_of(layer, row), kv, first > begin_of_block ? first : begin_of_block, last);
         if ((last - 1) / attention::BLOCK == at) keep(layer, row, kv);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
@@ -523,7 +526,7 @@ struct ForwardPass {
                 queries[i] = {q, first, last};
                 partials[i].mixed = block_mixed + block_place(row, head, at) * of.width;
             }
-            attention::attend_typed(of, layer.cache, pages_of(row), kv, at, queries, n, partials);
+            attention::attend_typed(of, layer.cache, pages_of(layer, row), kv, at, queries, n, partials);
             for (int i = 0; i < n; i++) {
                 float* to = block_partials + 2 * block_place(row, kv * of.group + begin + i, at);
                 to[0] = partials[i].top;
@@ -591,7 +594,7 @@ struct ForwardPass {
                 queries[i] = {q, first_visible(layer, position_of(row)), position_of(row) + 1};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::attend(of, layer.cache, pages_of(begin), kv, queries, n, to, mine.partial);
+            attention::attend(of, layer.cache, pages_of(layer, begin), kv, queries, n, to, mine.partial);
         }
     }
 

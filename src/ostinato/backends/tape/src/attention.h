@@ -77,9 +77,6 @@ DEVICE Cut cut_of(int position, int window) {
     return {first, length, (n_visible + length - 1) / length};
 }
 
-DEVICE const int* table_of(const Tape& tape, int slot) {
-    return TABLE_pages(tape.view) + (u64)slot * MAX_PAGES(tape.view);
-}
 // In pieces of 16 bytes, which are few enough for 32 bits.
 DEVICE u32 line_at(int page, int position, int head) {
     const u32 cell = (u32)page * PAGE_TOKENS(0) + position % PAGE_TOKENS(0);
@@ -98,7 +95,8 @@ DEVICE void note_cos_sin(const ComputeThread& p, const Tape& tape, int n_rows, A
 
 // The item of this number, and its pages, by a warp. Neighbouring blocks take the heads of the same positions, which
 // lie side by side in memory.
-DEVICE void note_item(const ComputeThread& p, const Tape& tape, int number, int window, AttentionPlan& plan, int i) {
+DEVICE void note_item(const ComputeThread& p, const Tape& tape, int number, int layer, AttentionPlan& plan, int i) {
+    const int window = tape.windows[layer];
     int row = 0, within = number;
     Cut cut = cut_of(p.shared->position[0], window);
     while (within >= cut.n_splits * N_KV_HEADS) {
@@ -107,7 +105,7 @@ DEVICE void note_item(const ComputeThread& p, const Tape& tape, int number, int 
     }
     const int position = p.shared->position[row], split = within / N_KV_HEADS;
     const int begin = cut.first + split * cut.length, end = min(begin + cut.length, position + 1);
-    const int* const table = table_of(tape, p.shared->slot[row]);
+    const int* const table = PAGE_TABLE(tape.view, p.shared->slot[row], tape.groups[layer]);
     const int first_page = begin / PAGE_TOKENS(0), n_pages = (end - 1) / PAGE_TOKENS(0) + 1 - first_page;
     for (int k = p.lane; k < n_pages; k += 32) plan.pages[i][k] = load_fresh(table + first_page + k);
     if (p.lane > 0) return;
@@ -139,7 +137,7 @@ APART void make_attention_plan(ComputeThread p, const Tape& tape, int layer, int
         n_all += n_splits * N_KV_HEADS;
     }
     const int n_items = first < n_all ? min(ITEMS_AT_ONCE, (n_all - first + N_BLOCKS - 1) / N_BLOCKS) : 0;
-    for (int i = p.warp; i < n_items; i += N_COMPUTE_WARPS) note_item(p, tape, first + i * N_BLOCKS, window, plan, i);
+    for (int i = p.warp; i < n_items; i += N_COMPUTE_WARPS) note_item(p, tape, first + i * N_BLOCKS, layer, plan, i);
     // Items that do not fit take the places of those before them.
     const int until = n_all > ITEMS_AT_ONCE * N_BLOCKS ? layer + 1 : next_window(p, tape, layer, window);
     if (p.thread == 0) {

@@ -61,6 +61,7 @@ struct Tape {
     const char* embedding;      // [vocab, HIDDEN] of EMBEDDING_TYPE
     const Cache* caches;        // [N_LAYERS]
     const int* windows;         // [N_LAYERS]; 0: all that came before
+    const int* groups;          // [N_LAYERS]: which of a slot's page tables; the same where windows are
     u64* x;                     // [4][MAX_ROWS][HIDDEN] float32: the residual stream, before attention (0, 1) and the MLP (2, 3)
     u64* qkv;                   // [2][MAX_ROWS][QKV_COLUMNS] float32
     u64* parts;                 // [2][MAX_ROWS][N_HEADS][SPLITS][HEAD_WIDTH + 2] float32: sums, the largest, the total

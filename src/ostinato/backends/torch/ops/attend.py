@@ -18,6 +18,7 @@ from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quant
 from ostinato.backends.torch.ops.rms_norm import rms_norm_torch
 from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.errors import BadOption
+from ostinato.loop.layout import Arena
 from ostinato.models.rope import Pairing
 
 # What q and K, and the weights and V, are multiplied in, by the type of the store. Sums are float32 always.
@@ -110,7 +111,12 @@ class StepRows:
     n_rows: Tensor  # [1]
     row_slot: Tensor  # [n_slots]
     position: Tensor  # [n_slots], by slot
-    pages: Tensor  # [n_slots, max_pages], by slot
+    pages: Tensor  # [n_slots, max_pages], by slot: the page table of one group of layers
+
+    @staticmethod
+    def of(table: Arena, group: int = 0) -> StepRows:
+        """The rows as a slot table has them, for the layers of a group."""
+        return StepRows(table["n_rows"], table["row_slot"], table["position"], table["pages"][:, group])
 
     @property
     def n_slots(self) -> int:

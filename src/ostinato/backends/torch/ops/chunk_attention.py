@@ -29,7 +29,7 @@ class Chunk:
     tiles: Tensor  # [M, 4], as `chunk_tables` has them
     positions: Tensor  # [M], by row
     parts: Tensor  # [M], by row: whose page table
-    pages: Tensor  # [parts, max_pages]
+    pages: Tensor  # [parts, max_pages]: the page tables of one group of layers
 
 
 @dataclass(frozen=True, slots=True)

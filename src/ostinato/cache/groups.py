@@ -1,0 +1,75 @@
+"""Groups of layers that share a page table, and how many pages they have: layers whose attention reaches equally far.
+
+A layer that sees all positions needs a page for each of a sequence's positions. A layer that sees a window needs pages
+for the window alone, whatever the length of the sequence: it has a pool of its own, and `window_pages.py` says which
+of its pages a sequence holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from ostinato.models.shape import Shape
+
+# Windowed pages in the pool, in what the slots can hold together: the rest keeps the windows of earlier prompts.
+POOL_OF_SLOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """Layers that share a page table, and the pages of their pool. `window`: the positions that they see, the query's
+    own included; None for all."""
+
+    layers: tuple[int, ...]
+    n_pages: int
+    window: int | None = None
+
+
+def one_group(n_layers: int, n_pages: int) -> tuple[PageGroup, ...]:
+    """All layers as one group that keeps every position, which is right for any model."""
+    return (PageGroup(tuple(range(n_layers)), n_pages),)
+
+
+def page_groups(
+    shape: Shape, *, context: int, n_pages: int, n_slots: int, page_tokens: int, chunk_rows: int
+) -> tuple[PageGroup, ...]:
+    """The groups of a model, the one that sees everything first. `n_pages`: of a group that keeps every position.
+
+    A window that is no shorter than the context hides nothing, so it counts as none.
+    """
+    windows = [None if window is None or window >= context else window for window in shape.windows]
+    groups = []
+    for window in sorted(set(windows), key=lambda window: (window is not None, window)):
+        own = n_pages
+        if window is not None:
+            own = min(n_pages, POOL_OF_SLOTS * n_slots * lease_pages(window, page_tokens, chunk_rows))
+        groups.append(PageGroup(tuple(i for i, each in enumerate(windows) if each == window), own, window))
+    return tuple(groups)
+
+
+def group_of_layer(groups: Sequence[PageGroup]) -> tuple[int, ...]:
+    """For each layer, the number of its group."""
+    found = {layer: number for number, group in enumerate(groups) for layer in group.layers}
+    return tuple(found[layer] for layer in range(len(found)))
+
+
+def ring_pages(window: int, page_tokens: int) -> int:
+    """Pages that a window moves over while its sequence decodes: a page is written again when no position in it is
+    seen any more, neither by the next query nor by the last one.
+
+    >>> ring_pages(1, 16), ring_pages(16, 16), ring_pages(17, 16)
+    (2, 2, 3)
+    """
+    return -(-window // page_tokens) + 1
+
+
+def lease_pages(window: int, page_tokens: int, chunk_rows: int) -> int:
+    """Pages that a sequence holds at most: those of a chunk and of the window before it, and those it decodes into.
+
+    >>> lease_pages(512, 64, 512)
+    26
+    """
+    return -(-(window + chunk_rows - 1) // page_tokens) + 1 + ring_pages(window, page_tokens)
