@@ -216,7 +216,7 @@ class Reserve:
     def keep(self, lease: Lease, n_positions: int, n_written: int) -> None:
         """Close a lease, but hold the pages of its first positions until they are needed, or others are kept.
 
-        `n_written`: the positions that the loop has written. Where it has written over a page of those, nothing is kept.
+        `n_written`: the positions that the loop has written. If it has written over a page of those, nothing is kept.
         """
         runs: list[PageRun | None] = []
         if self._pages is not None:

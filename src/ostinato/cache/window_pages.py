@@ -128,7 +128,6 @@ class WindowPages:
             self._make_room(n - self.pages.n_free)
         taken = self.pages.take(n)
         if taken is None or len(lease.pages) + n > lease.promised:
-            raise InternalError(
-                f"{len(lease.pages)} and {n} windowed pages; {lease.promised} were promised, {self.pages.n_free} are free"
-            )
+            held = f"{len(lease.pages)} windowed pages and {n} more"
+            raise InternalError(f"{held}; {lease.promised} were promised, and {self.pages.n_free} are free")
         lease.pages += taken

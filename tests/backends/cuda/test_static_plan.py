@@ -279,7 +279,7 @@ def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: Memor
     others = [other for other in range(N_SLOTS + SPARE_STATES) if other != slot]
     for state in kept_states(driver):
         state[others] = float("nan")
-    elsewhere = torch.ones(memory.n_pages * memory.page_tokens, dtype=torch.bool)
+    elsewhere = torch.ones(driver.loop.settled.n_pages * memory.page_tokens, dtype=torch.bool)
     for page in (7, 2):
         elsewhere[page * memory.page_tokens : (page + 1) * memory.page_tokens] = False
     halves = [] if memory.kv is None else memory.kv.halves

@@ -4,9 +4,9 @@ from typing import get_args
 
 import pytest
 
-from ostinato.cache.groups import one_group
 from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
 from ostinato.backends.torch.paged import page_bytes
+from ostinato.cache.groups import one_group
 from ostinato.errors import BadOption
 from ostinato.loop.memory import memory_in
 from ostinato.options import KVType

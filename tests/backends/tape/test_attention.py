@@ -26,7 +26,7 @@ from tests.backends.tape.emulator import headers_of
 from tests.backends.tape.stage import PLAYER, SHARED_BYTES, TYPES, words
 
 TAG = 40
-N_LAYERS = 2
+N_LAYERS = N_GROUPS = 2
 MAX_ROWS = 8
 TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # Of the largest output. It is handed on as float16, and q, k and v may be rounded to the other neighbour where a sine
@@ -44,7 +44,7 @@ struct Given {
     u64 *qkv, *parts, *attended;
     const float *qk_norms, *frequencies;
     const Cache* caches;
-    const int* windows;
+    const int *windows, *groups;
     u16* out;            // [N_LAYERS][blocks][MAX_ROWS][columns]
     State* state;
     int n_rows, tag, n_blocks;
@@ -60,6 +60,7 @@ KERNEL(attend, Given, given, N_COMPUTE_THREADS) {
     tape.frequencies = given.frequencies;
     tape.caches = given.caches;
     tape.windows = given.windows;
+    tape.groups = given.groups;
     tape.state = given.state;
     constexpr int ROW = MAX_ROWS * QKV_COLUMNS, COLUMNS = (QUERY_COLUMNS + 31) / 32 * 32;
     learn_rows(p, tape, given.n_rows);
@@ -117,7 +118,12 @@ class Case:
     @property
     def layout(self) -> Layout:
         longest = 4096 if max(self.positions) >= 1024 else 1024
-        return Layout(MAX_ROWS, longest // self.page_tokens, 64, inbox_entries=4, outbox_entries=4)
+        return Layout(MAX_ROWS, longest // self.page_tokens, 64, inbox_entries=4, outbox_entries=4, n_groups=N_GROUPS)
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """Each layer's page table: one for all layers with the same window."""
+        return tuple(self.windows.index(window) for window in self.windows)
 
     @property
     def shape(self) -> dict[str, int | str]:
@@ -146,7 +152,7 @@ class Step:
     qkv: Tensor  # [layers, rows, columns]
     kv: list[PagedKV]
     heads: list[Heads]
-    rows: StepRows
+    rows: list[StepRows]  # by layer
     table: Arena
 
 
@@ -156,8 +162,8 @@ def made(case: Case) -> Step:
     tables = tensor_tables(layout, torch.device("cpu"))
     g = torch.Generator().manual_seed(case.data)
     slots = torch.randperm(MAX_ROWS, generator=g)[: len(case.positions)]
-    pages = torch.randperm(MAX_ROWS * layout.max_pages, generator=g).view(MAX_ROWS, layout.max_pages).int()
-    tables.table["pages"].copy_(pages)
+    pages = torch.randperm(MAX_ROWS * N_GROUPS * layout.max_pages, generator=g).int()
+    tables.table["pages"].copy_(pages.view(tables.table["pages"].shape))
     tables.table["position"].fill_(12_345_678)
     tables.table["row_slot"].fill_(77_777_777)
     tables.table["row_slot"][: len(slots)] = slots.int()
@@ -180,10 +186,10 @@ def made(case: Case) -> Step:
         )
         for layer in range(N_LAYERS)
     ]
-    cells = (MAX_ROWS * layout.max_pages * case.page_tokens, case.n_kv_heads, case.width)
+    cells = (MAX_ROWS * N_GROUPS * layout.max_pages * case.page_tokens, case.n_kv_heads, case.width)
     empty = torch.full(cells, torch.nan, dtype=dtype)
     kv = [PagedKV(empty.clone(), empty.clone(), case.page_tokens) for _ in range(N_LAYERS)]
-    rows = StepRows(*(tables.table[name] for name in ("n_rows", "row_slot", "position", "pages")))
+    rows = [StepRows.of(tables.table, group) for group in case.groups]
     qkv = torch.zeros(N_LAYERS, len(slots), heads[0].n_columns)
     for row, (slot, position) in enumerate(zip(slots, case.positions, strict=True)):
         for layer in range(N_LAYERS):
@@ -192,7 +198,7 @@ def made(case: Case) -> Step:
             window = case.windows[layer] or position + 1
             seen = torch.arange(max(0, position - window + 1), position)
             past = torch.randn(2, len(seen), *cells[1:], generator=own)
-            where = kv[layer].cells(pages[slot], seen)
+            where = kv[layer].cells(rows[layer].pages[slot], seen)
             kv[layer].keys[where], kv[layer].values[where] = past.to(dtype)
     return Step(qkv, kv, heads, rows, tables.table)
 
@@ -229,6 +235,7 @@ def played(case: Case, step: Step, seed: int) -> Tensor:
         frequencies=torch.zeros(4) if n_rotary is None else n_rotary,
         caches=caches,
         windows=np.array(case.windows, dtype=np.int32),
+        groups=np.array(case.groups, dtype=np.int32),
         out=out,
         state=np.zeros(4, dtype=np.uint32),
         n_rows=n_rows,
@@ -247,7 +254,7 @@ def check(case: Case, seed: int = 0) -> Tensor:
     got = played(case, step, seed)
     for layer in range(N_LAYERS):
         seen = torch.zeros(len(case.positions), case.n_heads * case.width)
-        attend_torch(wanted.qkv[layer], seen, wanted.kv[layer], wanted.rows, wanted.heads[layer])
+        attend_torch(wanted.qkv[layer], seen, wanted.kv[layer], wanted.rows[layer], wanted.heads[layer])
         assert not seen.isnan().any()
         worst = float((got[layer].float() - seen).abs().max() / seen.abs().max())
         assert worst < TOLERANCE[case.store], f"layer {layer}: {worst}"

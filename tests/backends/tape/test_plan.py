@@ -14,7 +14,6 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ostinato.cache.groups import one_group
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, pack
 from ostinato.backends.tape.backend import HEAD_WIDTHS
@@ -45,6 +44,7 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.backends.weights import Stack
+from ostinato.cache.groups import one_group
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.lab.random_weights import random_blocks
 from ostinato.loop.layout import Layout

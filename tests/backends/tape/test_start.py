@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.cache.groups import one_group
 from ostinato.backends import cards
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.tables import tensor_tables
+from ostinato.cache.groups import one_group
 from ostinato.errors import DecodeInvariantError, HardwareCannot
 from ostinato.loop.guard import Guard
 from ostinato.loop.layout import Layout

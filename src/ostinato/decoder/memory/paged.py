@@ -156,7 +156,6 @@ class PagedSequences:
         alike = next((n for n in range(most) if kept.tokens[n] != tokens[n]), most)
         if self._recurs:
             return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state cannot be rolled back
-        if alike % reserve.page_tokens and alike < len(tokens):
-            if not reserve.is_kept_alone(alike):
-                alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
+        if alike % reserve.page_tokens and alike < len(tokens) and not reserve.is_kept_alone(alike):
+            alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
         return alike if alike > reserve.find(tokens).n_pages * reserve.page_tokens else 0
