@@ -6,17 +6,14 @@ nothing else: not on where the prompt was cut, nor on the bucket, nor on the oth
 for the largest bucket, and the others use its first rows: no launch allocates, so graphs keep no memory but their own.
 A chunk copies its ids and pages in and replays; what is asked for of its rows follows (`outputs.py`).
 
-If a model's matrices lie on the tape alone, they are dequantised one by one, each right before its product, into
-scratch memory that all of them share.
+Matrices that no kernel here reads where they lie are unpacked right before their products (`scratch.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import Any, Final
 
 import torch
@@ -24,11 +21,10 @@ from torch import Tensor
 
 from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows
-from ostinato.backends.cuda.outputs import ChunkOutputs, head_launches
+from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
-from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
-from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
-from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.cuda.scratch import Scratch
+from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels, play
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
@@ -95,7 +91,7 @@ class FusedChunks:
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
         self._last = made(tables.layout.n_slots, shape.hidden)
-        self._scratch = made(scratch_elements(model), dtype=model.dtype) if lies_on_tape(model) else None
+        self._scratch = Scratch(model)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
@@ -111,13 +107,13 @@ class FusedChunks:
         for rows, launches in self._launches.items():
             with torch.cuda.stream(stream):
                 self._brought.zero_()
-                _play(launches)
+                play(launches)
                 self._first.play()
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    _play(launches)
+                    play(launches)
                 self._graphs[rows] = graph
             except RuntimeError as error:
                 self.failures = {**self.failures, rows: str(error)}
@@ -149,7 +145,7 @@ class FusedChunks:
         if graph is not None:
             graph.replay()
         else:
-            _play(self._launches[bucket])
+            play(self._launches[bucket])
         for part, stop in zip(parts, accumulate(counts), strict=True):
             if part.slot is not None:
                 self._last[part.slot].copy_(self._x[stop - 1])
@@ -248,13 +244,10 @@ class FusedChunks:
         return [*launches, lambda: x.add_(y)]
 
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
-        weight: Weight = linear.weight
-        if not isinstance(weight, TapeWeight):
+        def bind(weight: Weight, out: Tensor) -> Launch:
             return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
-        assert self._scratch is not None
-        plain = self._scratch[: prod(weight.shape)].view(weight.shape)
-        product = self._prompts.gemm(given, plain, out, bias=linear.bias, scale=linear.scale)
-        return partial(_play, (self._prompts.unpack(weight, plain), product))
+
+        return self._scratch.product(linear.weight, out, bind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,8 +313,7 @@ class _Routed:
 class FirstToken:
     """From the last row of a prompt to its first token, in the table, by the step's own head and sampler.
 
-    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left. A
-    head on the tape comes by slices of its rows through `scratch`.
+    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left.
     """
 
     def __init__(
@@ -331,7 +323,7 @@ class FirstToken:
         n_tokens: int,
         kernels: StepKernels,
         prompts: PromptKernels | None = None,
-        scratch: Tensor | None = None,
+        scratch: Scratch | None = None,
     ) -> None:
         shape, device = model.shape, model.device
         self._table = tables.table
@@ -362,7 +354,7 @@ class FirstToken:
             workspace=workspace,
             first=True,
         )
-        if prompts is None:
+        if prompts is None or scratch is None:
             head: list[Callable[[], Any]] = [lambda: logits.copy_(model.logits(self._row))]
         else:
             head = self._fused_head(model, logits, one, kernels, prompts, scratch)
@@ -375,7 +367,7 @@ class FirstToken:
         one: Tensor,
         kernels: StepKernels,
         prompts: PromptKernels,
-        scratch: Tensor | None,
+        scratch: Scratch,
     ) -> list[Callable[[], Any]]:
         norm, head = model.norm, model.head
         assert norm is not None
@@ -387,11 +379,11 @@ class FirstToken:
             return kernels.matmul(normed, weight, out, one, **words)
 
         norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
-        return [norming, *head_launches(head, logits, product, prompts, scratch)]
+        return [norming, scratch.product(head.weight, logits, product)]
 
     def play(self) -> None:
         """Run the launches as they are: what warms them."""
-        _play(self._launches)
+        play(self._launches)
 
     def choose(self, slot: int, row: Tensor) -> None:
         """Choose for this slot from the hidden row [1, hidden]."""
@@ -400,8 +392,3 @@ class FirstToken:
         self.play()
         for name, made in self._made.items():
             self._table[f"first_{name}"][slot : slot + 1].copy_(made)
-
-
-def _play(launches: Sequence[Callable[[], Any]]) -> None:
-    for launch in launches:
-        launch()

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
-from ostinato.backends.tape.pack import unpack_torch
 from ostinato.backends.torch.ops.activation import activate_rows_torch, gated_rows_torch
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
 from ostinato.backends.torch.ops.attend import attend_torch
@@ -28,6 +27,12 @@ from ostinato.backends.torch.ops.sample_step import sample_step_torch
 
 Launch = Callable[[], object]  # its result is ignored
 Bind = Callable[..., Launch]
+
+
+def play(launches: Sequence[Launch]) -> None:
+    """Launch one after the other."""
+    for launch in launches:
+        launch()
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +57,6 @@ class PromptKernels:
 
     norm: Bind
     gemm: Bind
-    unpack: Bind
     append: Bind
     attend: Bind
     activate: Bind
@@ -118,7 +122,6 @@ def twin_prompts() -> PromptKernels:
     return PromptKernels(
         norm=partial(partial, norm_rows_torch),
         gemm=partial(partial, gemm_torch),
-        unpack=partial(partial, unpack_torch),
         append=partial(partial, append_chunk_torch),
         attend=partial(partial, chunk_attention_torch),
         activate=partial(partial, activate_rows_torch),
@@ -134,12 +137,10 @@ def triton_prompts() -> PromptKernels:
     from ostinato.backends.cuda.triton.gemm import bind_gemm
     from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.norm import bind_norm
-    from ostinato.backends.tape.unpack import bind_unpack
 
     return PromptKernels(
         norm=bind_norm,
         gemm=bind_gemm,
-        unpack=bind_unpack,
         append=bind_append_chunk,
         attend=bind_chunk_attention,
         activate=bind_activate,
