@@ -16,13 +16,14 @@ from torch import Tensor
 from ostinato import LLM, Sampling
 from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, Prompts, Settled
 from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
-from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
 from ostinato.backends.tape.backend import TapeRunner
 from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.tape.unpack import bind_unpack
 from ostinato.backends.torch.backend import TWIN
+from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of

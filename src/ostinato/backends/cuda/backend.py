@@ -113,7 +113,7 @@ class FusedRunner(CudaRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
-        from ostinato.backends.cuda.step import triton_kernels, triton_prompts
+        from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 
         plan, start = self._step()
         try:
@@ -126,8 +126,8 @@ class FusedRunner(CudaRunner):
         return plan, start, prefill
 
     def _step(self) -> tuple[Plan, CudaStart]:
+        from ostinato.backends.cuda.kernels import triton_kernels
         from ostinato.backends.cuda.plan import fused_plan
-        from ostinato.backends.cuda.step import triton_kernels
 
         plan = fused_plan(self.model, self.memory, self.tables, self.n_tokens, triton_kernels())
         return plan, self._start(plan)
@@ -137,8 +137,8 @@ class StaticRunner(CudaRunner):
     """Recurrent models: torch's step over all rows, and prompts in torch."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
+        from ostinato.backends.cuda.kernels import triton_kernels
         from ostinato.backends.cuda.static_plan import static_plan
-        from ostinato.backends.cuda.step import triton_kernels
         from ostinato.backends.torch.chunks import TorchChunks
 
         kernels = triton_kernels()

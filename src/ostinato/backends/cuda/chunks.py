@@ -11,7 +11,7 @@ Matrices that no kernel here reads where they lie are unpacked right before thei
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -24,7 +24,8 @@ from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_row
 from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.scratch import Scratch
-from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels, play
+from ostinato.backends.torch.first_token import FirstToken
+from ostinato.backends.torch.kernels import Launch, PromptKernels, StepKernels, play
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
@@ -32,7 +33,7 @@ from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
-from ostinato.loop.layout import MAX_TOP, Tables
+from ostinato.loop.layout import Tables
 from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape
 
@@ -95,7 +96,7 @@ class FusedChunks:
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
-        self._first = FirstToken(model, tables, n_tokens, kernels, prompts, self._scratch)
+        self._first = self._first_token(n_tokens)
         self._outputs = ChunkOutputs(model, prompts, most, self._scratch)
         self.max_outputs = self._outputs.max_outputs
         self._n_copies = 0
@@ -153,6 +154,22 @@ class FusedChunks:
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
+
+    def _first_token(self, n_tokens: int) -> FirstToken:
+        """By the step's own head, behind the last norm."""
+        model, norm, head = self._model, self._model.norm, self._model.head
+        assert norm is not None
+        assert head is not None
+        row, logits = (zeros((1, n), torch.float32, model.device) for n in (model.shape.hidden, model.shape.vocab))
+        normed, one = torch.zeros_like(row), self._count(1)
+        words = {"bias": head.bias, "scale": head.scale, "softcap": model.shape.logit_softcap}
+
+        def product(weight: Weight, out: Tensor) -> Launch:
+            return self._kernels.matmul(normed, weight, out, one, **words)
+
+        norming = self._prompts.norm(row, normed, norm.weight, norm.bias, norm.eps)
+        launches = (norming, self._scratch.product(head.weight, logits, product))
+        return FirstToken(row, logits, launches, self._tables, n_tokens, self._kernels)
 
     # The launches of a bucket
 
@@ -308,87 +325,3 @@ class _Routed:
             shares=zeros((rows, used), torch.float32, device),
             act=zeros((rows, used, experts.ff_width), torch.float32, device),
         )
-
-
-class FirstToken:
-    """From the last row of a prompt to its first token, in the table, by the step's own head and sampler.
-
-    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        tables: Tables,
-        n_tokens: int,
-        kernels: StepKernels,
-        prompts: PromptKernels | None = None,
-        scratch: Scratch | None = None,
-    ) -> None:
-        shape, device = model.shape, model.device
-        self._table = tables.table
-        self._row = zeros((1, shape.hidden), model.dtype if prompts is None else torch.float32, device)
-        logits = zeros((1, shape.vocab), torch.float32, device)
-        self._slot = zeros((1,), torch.int32, device)
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        self._made = {
-            "token": zeros((1,), torch.int32, device),
-            "logprob": zeros((1,), torch.float32, device),
-            "top_ids": zeros((1, MAX_TOP), torch.int32, device),
-            "top_logprobs": zeros((1, MAX_TOP), torch.float32, device),
-        }
-        workspace = kernels.sample_workspace(1, shape.vocab, device)
-        # The admission is not in the table before the loop admits it: what it says is read where it was staged.
-        sampling = kernels.sample(
-            logits,
-            tables.admissions,
-            n_rows=one,
-            row_slot=self._slot,
-            n_tokens=n_tokens,
-            position=tables.admissions["position"],
-            offset=0,
-            chosen=self._made["token"],
-            chosen_logprob=self._made["logprob"],
-            top_ids=self._made["top_ids"],
-            top_logprobs=self._made["top_logprobs"],
-            workspace=workspace,
-            first=True,
-        )
-        if prompts is None or scratch is None:
-            head: list[Callable[[], Any]] = [lambda: logits.copy_(model.logits(self._row))]
-        else:
-            head = self._fused_head(model, logits, one, kernels, prompts, scratch)
-        self._launches: list[Callable[[], Any]] = [*head, *(launch for _, launch in sampling)]
-
-    def _fused_head(
-        self,
-        model: Model,
-        logits: Tensor,
-        one: Tensor,
-        kernels: StepKernels,
-        prompts: PromptKernels,
-        scratch: Scratch,
-    ) -> list[Callable[[], Any]]:
-        norm, head = model.norm, model.head
-        assert norm is not None
-        assert head is not None
-        normed = torch.zeros_like(self._row)
-        words = {"bias": head.bias, "scale": head.scale, "softcap": model.shape.logit_softcap}
-
-        def product(weight: Weight, out: Tensor) -> Launch:
-            return kernels.matmul(normed, weight, out, one, **words)
-
-        norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
-        return [norming, scratch.product(head.weight, logits, product)]
-
-    def play(self) -> None:
-        """Run the launches as they are: what warms them."""
-        play(self._launches)
-
-    def choose(self, slot: int, row: Tensor) -> None:
-        """Choose for this slot from the hidden row [1, hidden]."""
-        self._row.copy_(row)
-        self._slot.fill_(slot)
-        self.play()
-        for name, made in self._made.items():
-            self._table[f"first_{name}"][slot : slot + 1].copy_(made)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkWant, rows_of_logits
 from ostinato.backends.cuda.scratch import Scratch
-from ostinato.backends.cuda.step import Launch, PromptKernels
+from ostinato.backends.torch.kernels import Launch, PromptKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight
 from ostinato.models.shape import Shape

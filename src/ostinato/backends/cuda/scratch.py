@@ -15,7 +15,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from ostinato.backends.allocate import zeros
-from ostinato.backends.cuda.step import Launch, play
+from ostinato.backends.torch.kernels import Launch, play
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import DeviceMatrix, Weight
 from ostinato.models.blocks import leaves_of

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.scratch import ScratchWeight
-from ostinato.backends.cuda.step import Bind, Launch
 from ostinato.backends.tape.pack import unpack_torch
 from ostinato.backends.tape.partition import TILE_ROWS, Partition
+from ostinato.backends.torch.kernels import Bind, Launch
 from ostinato.errors import InternalError
 
 

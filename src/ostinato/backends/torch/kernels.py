@@ -1,6 +1,7 @@
-"""The kernels that a fused step is made of, as one table: Triton's for a GPU, or the twins.
+"""The kernels that a fused step and a prompt's chunk are made of, as tables; here with the twins as their entries.
 
-Each entry takes the buffers of one launch, checks them once, and gives back the launch.
+Each entry takes the buffers of one launch, checks them once, and gives back the launch. Another backend fills the
+same tables with kernels of its own.
 """
 
 from __future__ import annotations
@@ -10,10 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ostinato.backends.allocate import zeros
 from ostinato.backends.torch.ops.activation import activate_rows_torch, gated_rows_torch
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
 from ostinato.backends.torch.ops.attend import attend_torch
@@ -90,33 +87,6 @@ def twin_kernels() -> StepKernels:
     )
 
 
-def triton_kernels() -> StepKernels:
-    """Triton's."""
-    from ostinato.backends.cuda.triton.add_norm import bind_add_norm
-    from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
-    from ostinato.backends.cuda.triton.embed import bind_embed
-    from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
-    from ostinato.backends.cuda.triton.matmul import bind_matmul
-    from ostinato.backends.cuda.triton.sample import bind_sample
-    from ostinato.backends.cuda.triton.sample import sample_workspace as sizes
-
-    def sample_workspace(n_slots: int, vocab: int, device: torch.device) -> dict[str, Tensor]:
-        return {name: zeros(size, dtype, device) for name, (size, dtype) in sizes(n_slots, vocab).items()}
-
-    return StepKernels(
-        embed=bind_embed,
-        matmul=bind_matmul,
-        attend=bind_attend,
-        add_norm=bind_add_norm,
-        route=bind_route,
-        experts_gate_up=bind_experts_gate_up,
-        experts_down=bind_experts_down,
-        sample=bind_sample,
-        attend_workspace=attend_workspace,
-        sample_workspace=sample_workspace,
-    )
-
-
 def twin_prompts() -> PromptKernels:
     """The definitions for a prompt's chunk."""
     return PromptKernels(
@@ -127,23 +97,4 @@ def twin_prompts() -> PromptKernels:
         activate=partial(partial, activate_rows_torch),
         gated=partial(partial, gated_rows_torch),
         logprobs=partial(partial, logprobs_torch),
-    )
-
-
-def triton_prompts() -> PromptKernels:
-    """Triton's."""
-    from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
-    from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
-    from ostinato.backends.cuda.triton.gemm import bind_gemm
-    from ostinato.backends.cuda.triton.logprobs import bind_logprobs
-    from ostinato.backends.cuda.triton.norm import bind_norm
-
-    return PromptKernels(
-        norm=bind_norm,
-        gemm=bind_gemm,
-        append=bind_append_chunk,
-        attend=bind_chunk_attention,
-        activate=bind_activate,
-        gated=bind_gated,
-        logprobs=bind_logprobs,
     )
