@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ostinato.backends.allocate import is_out_of_memory
+from ostinato.backends.torch.allocate import is_out_of_memory
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.graphs import PreparedGraph
 from ostinato.decoder.output import Outputs

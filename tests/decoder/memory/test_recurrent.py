@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.coordinator.interface import Cursor
 from ostinato.decoder.memory.coordinator.recurrent import RecurrentCoordinator
 from ostinato.decoder.memory.recurrent import RecurrentMemory
-from ostinato.decoder.memory.recurrent_state import Move, State, StateRun, StateSource, place
+from ostinato.decoder.memory.recurrent_state import State, place
 from ostinato.errors import InternalError, InvalidBatch
 from tests.counts import soak
 from tests.decoder.memory.makers import splitter_of

@@ -19,11 +19,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows
 from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.scratch import Scratch
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
 from ostinato.backends.torch.kernels import Launch, PromptKernels, StepKernels, play
 from ostinato.backends.torch.model import Model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import PromptKernels, StepKernels
 
 

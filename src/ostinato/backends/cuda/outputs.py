@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkWant, rows_of_logits
 from ostinato.backends.cuda.scratch import Scratch
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Launch, PromptKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight

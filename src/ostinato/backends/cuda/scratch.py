@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Launch, play
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import DeviceMatrix, Weight

@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.plan import paged_kv_of
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Launch, StepKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, StepRows

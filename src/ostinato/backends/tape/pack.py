@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ostinato.backends.allocate import Allocate, zeros
 from ostinato.backends.cuda.packed import OFFSETS, Packed, for_a_gpu, quants_of, raw_rows, scales_of
 from ostinato.backends.tape.partition import (
     PER_COMPUTE_WARP,
@@ -58,6 +57,7 @@ from ostinato.backends.tape.partition import (
     part_bytes,
     tile_bytes,
 )
+from ostinato.backends.torch.allocate import Allocate, zeros
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, InternalError, Unsupported

@@ -16,7 +16,6 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
@@ -33,6 +32,7 @@ from ostinato.backends.tape.partition import (
     segments_of,
 )
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
 from ostinato.backends.torch.kernels import StepKernels, twin_kernels
 from ostinato.backends.torch.model import Model

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Launch, StepKernels, play
 from ostinato.loop.layout import MAX_TOP, Tables
 

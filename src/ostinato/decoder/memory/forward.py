@@ -16,10 +16,10 @@ from torch import Tensor
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.table import Ops
 from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.cache.state_run import StateRun
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.cells import Cells
 from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.decoder.memory.slots import Slot
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory import sequence_ops as ops
-from ostinato.decoder.memory.recurrent_state import NoCell, State, StateRun, StateSource, load, place
+from ostinato.decoder.memory.recurrent_state import NoCell, State, load, place
 from ostinato.decoder.memory.sequence_ops import NO_END, PositionSpan
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
+from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import InternalError
 
@@ -18,34 +18,6 @@ NOBODY: frozenset[int] = frozenset()
 
 class NoCell(Exception):
     """No empty cell is left (RM-7); `RecurrentMemory` turns it into an answer."""
-
-
-class StateSource(NamedTuple):
-    """The place of a state: a row, and in it the newest state (plane 0) or the one `plane` tokens earlier (RM-13)."""
-
-    row: int
-    plane: int
-
-
-class Move(NamedTuple):
-    """A whole row, all its planes, that must be copied for a sequence that is not in the run."""
-
-    source: int
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class StateRun:
-    """What a run of a ubatch does to the states: the state of set k ends in row `head + k`.
-
-    First everything is read, from `starts` and the sources of `moves`; then rows are written, and only once the run
-    has succeeded, so that a failed one has changed nothing (RM-19).
-    """
-
-    head: int
-    count: int  # cells from head on that the run spans
-    starts: tuple[StateSource | None, ...]  # for each set, where its state begins; None: fresh, all zeros
-    moves: tuple[Move, ...]
 
 
 @dataclass(slots=True)

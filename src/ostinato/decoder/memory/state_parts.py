@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory
-from ostinato.decoder.memory.recurrent_state import StateRun, StateSource
 from ostinato.decoder.memory.slots import CellRows
 from ostinato.decoder.memory.state_block import DAMAGED, Form, StateBlock, StateSelection, all_finite, tensor_of
 from ostinato.errors import BadFile, InternalError, NoSlot

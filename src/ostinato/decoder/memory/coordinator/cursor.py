@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ostinato.cache.state_run import StateRun
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.cells import Bools
 from ostinato.decoder.memory.kv_cache import KVCache
 from ostinato.decoder.memory.recurrent import RecurrentMemory
-from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.decoder.memory.slots import Slot
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import InternalError

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ostinato.cache.state_run import StateRun
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.memory.coordinator.cursor import KVPlace
-from ostinato.decoder.memory.recurrent_state import StateRun
 from ostinato.decoder.memory.status import Status
 from ostinato.errors import AllocationFailed, ComputeFailed, NoSlot
 
