@@ -19,8 +19,8 @@ from ostinato.cache.window import Window
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.cells.memory.kv_cache import KVCache
 
 SIZES: Final = (4_096, 32_768, 131_072)
 FILLS: Final = (0.50, 0.99)

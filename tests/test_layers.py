@@ -34,7 +34,7 @@ WITH_TORCH = (
     "backends/cuda/",
     "backends/tape/",
     "backends/torch/",
-    "decoder/memory/",
+    "decoder/cells/",
     "lab/gpu.py",
     "lab/profile.py",
 )
@@ -45,21 +45,14 @@ NOT_YET = {
     "cli/bench.py imports torch",
     "cli/doctor.py imports torch",
     "cli/lab.py imports torch",
-    "decoder/cell_flow.py imports torch",
-    "decoder/compute_executor.py imports torch",
-    "decoder/decoder.py imports torch",
-    "decoder/eager.py imports torch",
-    "decoder/encode_flow.py imports torch",
-    "decoder/output.py imports torch",
-    "decoder/output_rows.py imports torch",
-    "decoder/pooling.py imports torch",
-    "decoder/sample_router.py imports torch",
     "engine/verify.py imports torch",
     "lab/bench.py imports torch",
     "lab/cpu.py imports torch",
     "lab/random_weights.py imports torch",
     "lab/read_bandwidth.py imports torch",
     "lab/work.py imports torch",
+    "decoder/native_copy.py imports torch",
+    "decoder/paged_state.py imports torch",
 }
 
 

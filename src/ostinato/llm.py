@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 import numpy as np
 
 from ostinato.backends.base import Floats, Settled
-from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.memory import state_file
+from ostinato.decoder.cells.decoder import Decoder
+from ostinato.decoder.cells.memory import state_file
 from ostinato.decoder.text_encoder import TextEncoder
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion

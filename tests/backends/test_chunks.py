@@ -25,7 +25,7 @@ from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import memory_tensors
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import InternalError
 from ostinato.options import KVType
 from tests.backends.families import FAMILIES, family_model

@@ -5,11 +5,11 @@ from typing import Any
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
-from ostinato.decoder.memory.coordinator.interface import Cursor, Update, prepare_with_retry
-from ostinato.decoder.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.memory.status import Status, combine
+from ostinato.decoder.cells.memory.coordinator.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Update, prepare_with_retry
+from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.cells.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.status import Status, combine
 from ostinato.errors import DecodeError
 from tests.vectors.sanitizer import N_VOCAB
 

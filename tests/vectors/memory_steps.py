@@ -4,7 +4,7 @@ from typing import Any
 
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.interface import Cursor, Memory
+from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Memory
 from ostinato.errors import InvalidBatch
 from tests.vectors.sanitizer import N_VOCAB, batch_of
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from ostinato.decoder.pooling import Pooled, Pooling, pooling
+from ostinato.decoder.cells.pooling import Pooled, Pooling, pooling
 from tests.vectors.ubatches import ubatches_of
 
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ostinato.decoder.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.decoder.memory.recurrent import RecurrentMemory
+from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordinator
+from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.errors import InvalidBatch
 from tests.vectors.memory_steps import SEQUENCE_OPS, apply_all, seq_pos, sequence_op, splitter_of, update
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from ostinato.cache.window import Window, windowed_size
-from ostinato.decoder.memory.coordinator.two_cache import TwoCacheCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.decoder.cells.memory.kv_cache import KVCache
 
 
 def masked(kind: Any, n_swa: int, pairs: list[list[int]]) -> dict[str, Any]:

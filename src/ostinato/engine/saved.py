@@ -8,8 +8,8 @@ from typing import Any
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.torch.sequence_copy import SequenceCopy
 from ostinato.cache.state_bytes import describe
-from ostinato.decoder.memory.native_copy import NativeSequenceCopy
-from ostinato.decoder.memory.paged_state import PagedState
+from ostinato.decoder.native_copy import NativeSequenceCopy
+from ostinato.decoder.paged_state import PagedState
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import PageCopyJob, WorkSpec, WorkText
 from ostinato.errors import BadFile

@@ -18,7 +18,7 @@ from ostinato.engine.engine import Engine
 from ostinato.engine.work import WorkSpec, WorkText
 from ostinato.errors import BadOption, listing
 
-# The rows of a text of n tokens whose mean is its vector; the definition is `decoder/pooling.py`.
+# The rows of a text of n tokens whose mean is its vector; the definition is `decoder/cells/pooling.py`.
 _POOLED: Final[Mapping[str, Callable[[int], range]]] = MappingProxyType(
     {"mean": range, "cls": lambda n: range(1), "last": lambda n: range(n - 1, n)}
 )

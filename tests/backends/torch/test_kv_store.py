@@ -9,8 +9,8 @@ import torch
 from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
 from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of, rope_torch
 from ostinato.cache.state_run import Move, StateRun, StateSource
-from ostinato.decoder.memories import context_bytes, memory_bytes, memory_for
-from ostinato.decoder.settings import settle
+from ostinato.decoder.cells.memories import context_bytes, memory_bytes, memory_for
+from ostinato.decoder.cells.settings import settle
 from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
 from ostinato.models.shape import RecurrentShape, Shape

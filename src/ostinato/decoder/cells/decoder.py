@@ -1,0 +1,186 @@
+"""The decoder for library users: any batch of tokens of any sequences in, rows out; the caller manages memory.
+
+    decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)
+    decoder.decode(Batch(token=[1, 2, 3], seq_id=[[0], [0], [1]], output=[0, 1, 1]))
+    decoder.logits(1), decoder.memory.seq_rm(0)
+
+It owns the buffers that outputs are read from: a returned tensor is a view, valid until the next accepted decode.
+Failures are one exception per class, each with `.code`, `.reason` and `.index`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, get_args
+
+from torch import Tensor
+
+from ostinato.backends.torch.model import Model
+from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.cells.encode_flow import EncodeFlow
+from ostinato.decoder.cells.flow import Decoded, DecodeFlow, never
+from ostinato.decoder.cells.memories import MemoryParts, memory_for
+from ostinato.decoder.cells.memory import state_file
+from ostinato.decoder.cells.memory.coordinator.interface import Memory
+from ostinato.decoder.cells.output import Outputs
+from ostinato.decoder.cells.pooling import Pooled, Pooling
+from ostinato.decoder.cells.pooling import pooling as pooling_named
+from ostinato.decoder.cells.sample_router import BackendSampler
+from ostinato.decoder.cells.settings import Settings, settle
+from ostinato.errors import BadOption, Unsupported
+from ostinato.options import KVType
+
+
+class Decoder:
+    """Decodes batches, or encodes them where the model is an encoder and has no memory (D-2).
+
+    `n_outputs_max`: rows that one call may ask for; 0 is as many as a batch has tokens. `embeddings` asks for hidden
+    rows instead of flagged outputs only, and `pooling` for one vector per sequence. Other sizes: `settings.py`.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_batch: int = 2048,
+        n_ubatch: int = 512,
+        n_seq_max: int = 1,
+        unified: bool = True,
+        n_outputs_max: int = 0,
+        n_outputs_max_per_seq: int = 0,
+        n_rs_seq: int = 0,
+        kv_type: KVType = "f32",
+        embeddings: bool = False,
+        pooling: str = "none",
+    ) -> None:
+        if kv_type not in get_args(KVType):
+            raise BadOption(f"kv_type is {kv_type!r}; known: {', '.join(get_args(KVType))}")
+        causal = model.shape.causal
+        self.settings: Settings = settle(
+            n_ctx=n_ctx,
+            n_batch=n_batch,
+            n_ubatch=n_ubatch,
+            n_seq_max=n_seq_max,
+            unified=unified,
+            n_outputs_max=n_outputs_max,
+            n_outputs_max_per_seq=n_outputs_max_per_seq,
+            n_rs_seq=n_rs_seq,
+            causal=causal,
+        )
+        self.model = model
+        pooled = _pooled(model, pooling) if embeddings or not causal else None
+        self._parts: MemoryParts | None = None
+        self._flow: DecodeFlow | EncodeFlow
+        if causal:
+            self._parts = memory_for(model, self.settings, kv_type)
+            self._flow = DecodeFlow(model, self.settings, self._parts, embeddings=embeddings, pooled=pooled)
+        else:
+            self._flow = EncodeFlow(model, self.settings, pooled=pooled)
+
+    # Decoding
+
+    def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
+        """Decode a batch, or encode it where there is no memory. `abort` is called during the run; true stops it."""
+        if isinstance(self._flow, EncodeFlow):
+            return self._flow.encode(batch, abort=abort)
+        return self._flow.decode(batch, abort=abort)
+
+    def register(self, sequence: int, sampler: BackendSampler | None) -> bool:
+        """Sample a sequence inside the run by this sampler, or no longer; False where it cannot run there (SR-1)."""
+        return self._flow.router.register(sequence, sampler)
+
+    # Outputs
+
+    @property
+    def outputs(self) -> Outputs:
+        """Everything that the last decode published, with reasons for what is absent."""
+        return self._flow.outputs
+
+    def reorder(self) -> None:
+        """Put all rows into batch order now, instead of at the first read (OUT-12)."""
+        self.outputs.reorder()
+
+    def logits(self, index: int) -> Tensor | None:
+        """Float32 logits [n_vocab] of a batch index; -1 is the last output. None where there are none."""
+        return self.outputs.logits(index).value
+
+    def embedding(self, index: int) -> Tensor | None:
+        """The hidden row of a batch index, with pooling none."""
+        return self.outputs.embedding(index).value
+
+    def pooled(self, sequence: int) -> Tensor | None:
+        """The pooled vector of a sequence of the last batch; None with pooling none."""
+        return None if self._flow.pooled is None else self._flow.pooled.get(sequence)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """How often graphs were reserved, built and reused, and ubatches rolled back."""
+        graphs = self._flow.graphs
+        rolled = self._flow.ubatches.n_roll_backs if isinstance(self._flow, DecodeFlow) else 0
+        return {
+            "reserved": graphs.n_reserved,
+            "built": graphs.n_built,
+            "reused": graphs.n_reused,
+            "rolled_back": rolled,
+        }
+
+    # Memory
+
+    @property
+    def parts(self) -> MemoryParts:
+        """The memory's caches and states with their tensors; read-only."""
+        if self._parts is None:
+            raise Unsupported(f"{self.model.shape.family} is an encoder: it has no memory")
+        return self._parts
+
+    @property
+    def memory(self) -> Memory:
+        """The memory: `seq_rm`, `seq_cp`, `seq_keep`, `seq_add`, `seq_div`, `clear`, `pos_min`, `pos_max`."""
+        return self.parts.memory
+
+    @property
+    def largest_state_bytes(self) -> int:
+        """An upper bound for the size of any saved state of this memory."""
+        return state_file.largest(self._saved_parts())
+
+    def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
+        """The whole memory as bytes (ST-1)."""
+        self._flush()
+        return state_file.save_all(self._saved_parts(), note=note)
+
+    def load_all(self, data: bytes) -> None:
+        """Replace the whole memory; BadFile where the bytes are damaged or of another model."""
+        self._flush()
+        state_file.load_all(self._saved_parts(), data)
+
+    def save_sequence(self, sequence: int, note: Mapping[str, Any] | None = None) -> bytes:
+        """One sequence as bytes."""
+        self._flush()
+        return state_file.save_sequence(self._saved_parts(), sequence, note=note)
+
+    def load_sequence(self, sequence: int, data: bytes) -> None:
+        """Replace one sequence by a saved one."""
+        self._flush()
+        state_file.load_sequence(self._saved_parts(), sequence, data)
+
+    def _flush(self) -> None:
+        """Carry out pending shifts and copies, before saving and before loading (ST-10)."""
+        if isinstance(self._flow, DecodeFlow):
+            self._flow.update()
+
+    def _saved_parts(self) -> state_file.SavedParts:
+        parts = self.parts
+        caches = tuple(state_file.SavedKV(*part) for part in (parts.full, parts.windowed) if part is not None)
+        states = None if parts.recurrent is None else state_file.SavedStates(*parts.recurrent)
+        return state_file.SavedParts(self.model.shape.family, caches, states)
+
+
+def _pooled(model: Model, name: str) -> Pooled:
+    kind = pooling_named(name)
+    if kind is not Pooling.RANK:
+        return Pooled(kind)
+    if model.ranking is None:
+        raise BadOption(f"pooling 'rank' needs a model with a ranking head, and this {model.shape.family} has none")
+    by = Pooling(model.shape.pooling) if model.shape.pooling in ("mean", "cls", "last") else Pooling.CLS
+    return Pooled(kind, head=model.rank, rank_by=by)
