@@ -51,8 +51,6 @@ NOT_YET = {
     "lab/random_weights.py imports torch",
     "lab/read_bandwidth.py imports torch",
     "lab/work.py imports torch",
-    "decoder/native_copy.py imports torch",
-    "decoder/paged_state.py imports torch",
 }
 
 

@@ -1,7 +1,7 @@
 """One sequence of the paged memory kind as a saved state: the same parts and bytes as the cell kinds have.
 
 In between, the sequence is held in host memory. `PagedState` copies it out of pages and into them as work beside the
-loop; `state_file.py` writes and checks the file.
+loop; `cache/state_file.py` writes and checks the file.
 """
 
 from __future__ import annotations
@@ -11,17 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ostinato.backends.torch.sequence_copy import PageTables, SequenceCopy
+from ostinato.backends.base import PageTables, SequenceCopy
+from ostinato.cache import state_file
 from ostinato.cache.sequences import Ints
+from ostinato.cache.state_block import DAMAGED, Bytes, CellRows, Form, StateBlock, StateSelection, check_finite
 from ostinato.cache.window import Window
-from ostinato.decoder.cells.memories import layers_of, window_of
-from ostinato.decoder.cells.memory import state_file
-from ostinato.decoder.cells.memory.slots import CellRows
-from ostinato.decoder.cells.memory.state_block import DAMAGED, Form, StateBlock, StateSelection, all_finite, tensor_of
-from ostinato.decoder.native_copy import NativeSequenceCopy
+from ostinato.decoder.sizes import layers_of, window_of
 from ostinato.errors import BadFile
 from ostinato.models.shape import Shape
 
@@ -38,7 +34,7 @@ class HostPart:
     layers: Sequence[int] = ()
     window: Window = EVERYTHING
     positions: Ints = field(default_factory=lambda: np.empty(0, np.int64))  # of the rows, ascending
-    tensors: list[Tensor] = field(default_factory=list)
+    tensors: list[Bytes] = field(default_factory=list)  # each [positions, bytes of a cell]
 
     n_streams = 1
 
@@ -62,14 +58,13 @@ class HostPart:
     def choose(self, s: int | None) -> list[StateSelection]:
         n = len(self.positions)
         rows = CellRows(self.positions, None, np.ones(n, np.int64), np.zeros(n, np.int64))
-        return [StateSelection(rows, self.tensors, (torch.arange(n),))]
+        return [StateSelection(rows, self.tensors)]
 
     def check(self, s: int | None, number: int, block: StateBlock) -> None:
         positions = np.sort(block.rows.position)
         if (block.rows.n_ids != 1).any() or (np.diff(positions) != 1).any():
             raise BadFile(f"the saved state is not of one sequence without gaps; {DAMAGED}")
-        if not all(all_finite(data, cell) for data, cell in zip(block.data, self.form.cells, strict=True)):
-            raise BadFile("the saved state has keys or values that are no numbers; nothing can go on from it")
+        check_finite(block, self.form)
 
     def empty(self, s: int | None) -> None:
         self.positions, self.tensors = np.empty(0, np.int64), []
@@ -78,10 +73,7 @@ class HostPart:
         (block,) = blocks
         order = np.argsort(block.rows.position)
         self.positions = block.rows.position[order]
-        rows = (tensor_of(data, cell.cpu()) for data, cell in zip(block.data, self.form.cells, strict=True))
-        self.tensors = [each[torch.from_numpy(order)] for each in rows]
-        if self.form.cells and self.form.cells[0].is_cuda:  # pinned, so that the copy is asynchronous
-            self.tensors = [each.pin_memory() for each in self.tensors]
+        self.tensors = [data.reshape(len(order), -1)[order] for data in block.data]
 
     def end_at(self, s: int, last: int) -> None:
         raise BadFile("this is a partial state, and no sequence is in memory that it could be a part of (ST-12)")
@@ -90,7 +82,7 @@ class HostPart:
 class PagedState:
     """A sequence between pages and bytes. Made for one save or one load."""
 
-    def __init__(self, shape: Shape, copy: SequenceCopy | NativeSequenceCopy, context: int) -> None:
+    def __init__(self, shape: Shape, copy: SequenceCopy, context: int) -> None:
         self._copy = copy
         kv: list[HostPart] = []
         if shape.attention:
@@ -102,7 +94,7 @@ class PagedState:
         self._states = None
         if shape.recurrent is not None:
             form = Form(1, False, copy.state_cells())
-            layout = {"part": "recurrent", "layers": list(range(shape.n_layers)), "tensors": form.tensors}
+            layout = {"part": "recurrent", "layers": list(range(shape.n_layers)), "tensors": list(map(str, form.cells))}
             self._states = HostPart(form, layout)
         self._parts = state_file.StateParts(shape.family, self._kv, self._states)
 
@@ -141,6 +133,7 @@ class PagedState:
         for part in (*self._kv, *(() if self._states is None else (self._states,))):
             if not n or not len(part.positions) or range(part.positions[0], part.positions[-1] + 1) != part.span(n):
                 raise BadFile(f"the saved state does not have the {n} positions of its note; save it again")
+            part.tensors = [self._copy.staged(rows) for rows in part.tensors]
 
     def _attention(self, layers: Sequence[int], window: Window, context: int) -> HostPart:
         form = Form(context, False, self._copy.kv_cells(layers))
@@ -149,6 +142,6 @@ class PagedState:
             "window": f"{window.kind} {window.size}",
             "grid": False,
             "layers": list(layers),
-            "tensors": form.tensors,
+            "tensors": list(map(str, form.cells)),
         }
         return HostPart(form, layout, layers, window)

@@ -19,7 +19,6 @@ import torch
 from ostinato.cache.window import Window
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.memories import memory_bytes
 from ostinato.decoder.cells.memory.coordinator.hybrid import HybridCoordinator
 from ostinato.decoder.cells.memory.coordinator.interface import Memory
 from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
@@ -27,6 +26,7 @@ from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordin
 from ostinato.decoder.cells.memory.coordinator.two_cache import TwoCacheCoordinator
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
+from ostinato.decoder.sizes import memory_bytes
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch, NoSlot
 from tests.decoder.cells.oracle import Row
 from tests.decoder.cells.rig import KINDS, N_VOCAB, Kind, Rig, Strike, assert_close, flow_of, nth, small_decoder

@@ -16,12 +16,13 @@ from typing import Any, get_args
 from torch import Tensor
 
 from ostinato.backends.torch.model import Model
+from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.encode_flow import EncodeFlow
 from ostinato.decoder.cells.flow import Decoded, DecodeFlow, never
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
-from ostinato.decoder.cells.memory import state_file
 from ostinato.decoder.cells.memory.coordinator.interface import Memory
+from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
 from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.pooling import Pooled, Pooling
 from ostinato.decoder.cells.pooling import pooling as pooling_named
@@ -169,11 +170,11 @@ class Decoder:
         if isinstance(self._flow, DecodeFlow):
             self._flow.update()
 
-    def _saved_parts(self) -> state_file.SavedParts:
+    def _saved_parts(self) -> SavedParts:
         parts = self.parts
-        caches = tuple(state_file.SavedKV(*part) for part in (parts.full, parts.windowed) if part is not None)
-        states = None if parts.recurrent is None else state_file.SavedStates(*parts.recurrent)
-        return state_file.SavedParts(self.model.shape.family, caches, states)
+        caches = tuple(SavedKV(*part) for part in (parts.full, parts.windowed) if part is not None)
+        states = None if parts.recurrent is None else SavedStates(*parts.recurrent)
+        return SavedParts(self.model.shape.family, caches, states)
 
 
 def _pooled(model: Model, name: str) -> Pooled:

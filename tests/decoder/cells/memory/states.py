@@ -11,12 +11,8 @@ from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.cache.window import Window
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
+from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
 from ostinato.decoder.cells.memory.slots import Stream
-from ostinato.decoder.cells.memory.state_file import (
-    SavedKV,
-    SavedParts,
-    SavedStates,
-)
 from ostinato.models.rope import Rope
 from ostinato.models.shape import RecurrentShape, Shape
 from ostinato.options import KVType

@@ -13,13 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.cache.sequences import Ints
+from ostinato.cache.state_block import CellRows
 from ostinato.cache.window import Window, WindowKind
 from ostinato.decoder.cells.memory.coordinator.interface import flush
 from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
 from ostinato.decoder.cells.memory.coordinator.splits import split_equal, split_simple
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.sequence_ops import NO_END
-from ostinato.decoder.cells.memory.slots import CellRows, Slot, StreamSlot
+from ostinato.decoder.cells.memory.slots import Slot, StreamSlot
 from ostinato.errors import Aborted, InternalError, InvalidBatch
 from tests.counts import soak
 from tests.decoder.cells.memory.kv_oracle import Oracle, masked

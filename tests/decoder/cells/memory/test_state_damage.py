@@ -13,16 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.cache import state_bytes
-from ostinato.decoder.cells.memory import state_file
-from ostinato.decoder.cells.memory.state_file import (
-    SavedParts,
-    describe,
-    load_all,
-    load_sequence,
-    save_all,
-    save_sequence,
-)
+from ostinato.cache import state_bytes, state_file
+from ostinato.cache.state_bytes import describe
+from ostinato.cache.state_file import load_all, load_sequence, save_all, save_sequence
+from ostinato.decoder.cells.memory.saved import SavedParts
 from ostinato.errors import BadFile, BadInput, NoSlot, OstinatoError
 from ostinato.options import KVType
 from tests.decoder.cells.memory.states import (
@@ -243,8 +237,8 @@ def test_a_state_goes_to_a_file_and_back(tmp_path: Path) -> None:
     source, target = hybrid(), fresh(hybrid())
     path = tmp_path / "chat.state"
     for note in ({"turn": 1}, {"turn": 2}):
-        state_file.write(path, save_all(source, note=note))
-    data = state_file.read(path, limit=state_file.largest(target))
+        state_bytes.write(path, save_all(source, note=note))
+    data = state_bytes.read(path, limit=state_file.largest(target))
     assert describe(data).note == {"turn": 2}
     load_all(target, data)
     assert content(target) == content(source)
@@ -253,7 +247,7 @@ def test_a_state_goes_to_a_file_and_back(tmp_path: Path) -> None:
 
 def test_a_full_disk_leaves_the_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.state"
-    state_file.write(path, save_all(one_cache()))
+    state_bytes.write(path, save_all(one_cache()))
     before = path.read_bytes()
 
     def full(_: int) -> None:
@@ -261,7 +255,7 @@ def test_a_full_disk_leaves_the_older_state(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BadInput, match=r"chat.state: the state of \d+ bytes cannot be written: the disk is full"):
-        state_file.write(path, save_all(hybrid()))
+        state_bytes.write(path, save_all(hybrid()))
     assert path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["chat.state"]
 
@@ -269,12 +263,12 @@ def test_a_full_disk_leaves_the_older_state(tmp_path: Path, monkeypatch: pytest.
 def test_a_link_stays_a_link_and_devices_are_not_written_over(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
-    state_file.write(link, save_all(one_cache()))
+    state_bytes.write(link, save_all(one_cache()))
     assert link.is_symlink()
-    assert state_file.read(tmp_path / "real") == state_file.read(link)
+    assert state_bytes.read(tmp_path / "real") == state_bytes.read(link)
     for wrong in ("/dev/null", tmp_path, tmp_path / "no" / "folder", "a\0b", "x" * 5000):
         with pytest.raises(BadInput):
-            state_file.write(wrong, b"")
+            state_bytes.write(wrong, b"")
 
 
 def test_what_is_no_state_file_is_refused_with_its_path(tmp_path: Path) -> None:
@@ -292,10 +286,10 @@ def test_what_is_no_state_file_is_refused_with_its_path(tmp_path: Path) -> None:
         (tmp_path / "absent", "there is no such file"),
     ):
         with pytest.raises(BadFile, match=words) as caught:
-            state_file.read(path)
+            state_bytes.read(path)
         assert str(caught.value).startswith(f"{path}: ")
     with pytest.raises(BadFile, match="more than the 100 that can be loaded here"):
-        state_file.read(big, limit=100)
+        state_bytes.read(big, limit=100)
 
 
 def test_another_version_is_named() -> None:

@@ -10,16 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.backends.torch.kv_store import StateStore
+from ostinato.cache import state_bytes
+from ostinato.cache.state_bytes import describe
+from ostinato.cache.state_file import load_all, load_sequence, save_all, save_sequence
 from ostinato.cache.window import Window
-from ostinato.decoder.cells.memory import state_file
-from ostinato.decoder.cells.memory.state_file import (
-    SavedParts,
-    describe,
-    load_all,
-    load_sequence,
-    save_all,
-    save_sequence,
-)
+from ostinato.decoder.cells.memory.saved import SavedParts
 from ostinato.errors import BadFile, BadInput, InternalError, InvalidBatch, NoSlot
 from ostinato.options import KVType
 from tests.decoder.cells.memory.states import (
@@ -329,8 +324,8 @@ def test_a_sequence_that_cannot_be_is_refused_and_nothing_changes(kind: Callable
 def test_the_note_comes_back_with_what_the_state_is() -> None:
     note = {"tokens": [1, 2, 3], "text": "λ\ud800", "nested": {"a": None}}
     info = describe(save_sequence(hybrid(), 0, note=note))
-    assert info == state_file.StateInfo("sequence", "llama", 1, 3, False, note)
-    assert describe(save_all(one_cache())) == state_file.StateInfo("whole", "llama", 1, 4, False, None)
+    assert info == state_bytes.StateInfo("sequence", "llama", 1, 3, False, note)
+    assert describe(save_all(one_cache())) == state_bytes.StateInfo("whole", "llama", 1, 4, False, None)
 
 
 @pytest.mark.parametrize("note", [{"a": float("nan")}, {"a": b"bytes"}, {"a": "x" * (1 << 25)}])

@@ -12,12 +12,13 @@ from typing import Protocol
 import numpy as np
 
 from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.cache.state_block import CellRows
 from ostinato.cache.window import CELL_STEP, Window, round_up
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.memory import sequence_ops as ops
 from ostinato.decoder.cells.memory.cells import Bools, Cells
 from ostinato.decoder.cells.memory.sequence_ops import PositionSpan
-from ostinato.decoder.cells.memory.slots import CellRows, Journal, Slot, Stream, StreamSlot
+from ostinato.decoder.cells.memory.slots import Journal, Slot, Stream, StreamSlot, rows_of
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
 
@@ -296,7 +297,7 @@ class KVCache:
 
     def _place(self, ubatch: Ubatch, slot: Slot, journal: Journal) -> None:
         for part in slot.streams:
-            self.streams[part.stream].place(part.cells, CellRows.of(ubatch, part.rows), journal)
+            self.streams[part.stream].place(part.cells, rows_of(ubatch, part.rows), journal)
 
     def _stream_of(self, s: int) -> Stream:
         return self.streams[0 if self.unified else s]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ostinato.cache.sequences import Ints
+from ostinato.cache.state_block import CellRows
 from ostinato.cache.window import Window
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.memory.cells import Bools, Cells, Saved
@@ -37,23 +38,13 @@ class Slot:
     streams: tuple[StreamSlot, ...]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CellRows:
-    """The data that cells store of their tokens."""
-
-    position: Ints  # [rows]
-    grid: Ints | None  # [rows, 2] as (y, x), of models with several position dimensions
-    n_ids: Ints  # [rows]
-    ids: Ints  # [ids] of all rows, one row after the other
-
-    @staticmethod
-    def of(ubatch: Ubatch, rows: slice) -> CellRows:
-        """The rows of a ubatch."""
-        grid = None
-        if ubatch.pos.ndim == 2 and len(ubatch.pos) >= 3:  # the dimensions are time, y, x
-            grid = np.ascontiguousarray(ubatch.pos[1:3, rows].T)
-        starts = ubatch.seq_start[rows.start : rows.stop + 1]
-        return CellRows(ubatch.first_pos[rows], grid, np.diff(starts), ubatch.seq_id[starts[0] : starts[-1]])
+def rows_of(ubatch: Ubatch, rows: slice) -> CellRows:
+    """What cells store of some rows of a ubatch."""
+    grid = None
+    if ubatch.pos.ndim == 2 and len(ubatch.pos) >= 3:  # the dimensions are time, y, x
+        grid = np.ascontiguousarray(ubatch.pos[1:3, rows].T)
+    starts = ubatch.seq_start[rows.start : rows.stop + 1]
+    return CellRows(ubatch.first_pos[rows], grid, np.diff(starts), ubatch.seq_id[starts[0] : starts[-1]])
 
 
 class Journal:

@@ -1,70 +1,27 @@
-"""The parts of memory for saved states: which cells are saved, and where they are loaded.
+"""The parts of cell memory for saved states: which cells are saved, and where they are loaded.
 
-Attention and recurrent states implement the same interface (`StatePart`). A part knows nothing of the others;
-`state_file.py` calls them in order and handles failures.
+A part knows nothing of the others; `cache/state_file.py` calls them in order and handles failures.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore
+from ostinato.backends.torch.sequence_copy import cell_form
 from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.cache.state_block import DAMAGED, Bytes, CellRows, Form, StateBlock, StateSelection, check_finite
+from ostinato.cache.state_file import StateParts
 from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
-from ostinato.decoder.cells.memory.slots import CellRows
-from ostinato.decoder.cells.memory.state_block import DAMAGED, Form, StateBlock, StateSelection, all_finite, tensor_of
 from ostinato.errors import BadFile, InternalError, NoSlot
-
-
-class StatePart(Protocol):
-    """A part of memory. `s` is a sequence, or None for everything that the part holds."""
-
-    @property
-    def n_streams(self) -> int: ...
-
-    @property
-    def form(self) -> Form: ...
-
-    @property
-    def layout(self) -> dict[str, Any]:
-        """The properties, as JSON, that a part must have to load the bytes of this one."""
-
-    def check_id(self, s: int) -> None:
-        """InvalidBatch for a sequence id that is out of range."""
-
-    def check_flushed(self) -> None:
-        """InternalError while copies or shifts are pending (ST-10)."""
-
-    def choose(self, s: int | None) -> list[StateSelection]:
-        """The cells to save: for each stream, or for the stream of the sequence."""
-
-    def check(self, s: int | None, number: int, block: StateBlock) -> None:
-        """BadFile for a block, of this stream, that the part cannot load."""
-
-    def empty(self, s: int | None) -> None:
-        """Remove the sequence, or everything."""
-
-    def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
-        """Load checked blocks; what they replace has been removed."""
-
-
-class AttentionPart(StatePart, Protocol):
-    """A part with keys and values."""
-
-    @property
-    def forgets_nothing(self) -> bool:
-        """Whether partial states leave it out: it keeps all positions while other parts drop old ones (ST-12)."""
-
-    def end_at(self, s: int, last: int) -> None:
-        """Remove positions after the end of a partial state; BadFile where the part does not reach that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +38,7 @@ class SavedKV:
     @property
     def form(self) -> Form:
         grid = self.cache.streams[0].cells.grid is not None
-        return Form(self.cache.size, grid, tuple(tensor[0] for tensor in self._tensors(0)))
+        return Form(self.cache.size, grid, tuple(cell_form(tensor[0]) for tensor in self._tensors(0)))
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -91,7 +48,7 @@ class SavedKV:
             "window": f"{window.kind} {window.size}",
             "grid": form.grid,
             "layers": list(self.store.keys),
-            "tensors": form.tensors,
+            "tensors": list(map(str, form.cells)),
         }
 
     @property
@@ -120,8 +77,7 @@ class SavedKV:
             raise BadFile(f"the saved state of one sequence has several; {DAMAGED}")
         # Attention multiplies cells that a row must not see by zero. Zero times infinity is NaN, so infinities of one
         # sequence would reach all others of its stream.
-        if not all(all_finite(data, cell) for data, cell in zip(block.data, self.form.cells, strict=True)):
-            raise BadFile("the saved state has keys or values that are no numbers; nothing can go on from it")
+        check_finite(block, self.form)
 
     def empty(self, s: int | None) -> None:
         if s is None:
@@ -166,14 +122,14 @@ class SavedKV:
     def _chosen(self, number: int, cells: Ints, n_ids: Ints, ids: Ints) -> StateSelection:
         table = self.cache.streams[number].cells
         rows = CellRows(table.position[cells], None if table.grid is None else table.grid[cells], n_ids, ids)
-        return StateSelection(rows, self._tensors(number), (torch.from_numpy(cells),))
+        return StateSelection(rows, _bytes(self._tensors(number), (torch.from_numpy(cells),)))
 
     def _fill(self, number: int, cells: Ints, block: StateBlock) -> None:
         if not len(cells):
             return
         at = torch.from_numpy(cells)
         for tensor, data in zip(self._tensors(number), block.data, strict=True):
-            tensor[at] = tensor_of(data, tensor[0])
+            tensor[at] = _tensor_of(data, tensor[0])
 
     def _tensors(self, number: int) -> list[Tensor]:
         """Each [cells, ...]: keys of every layer, then values of every layer (ST-2)."""
@@ -194,11 +150,11 @@ class SavedStates:
 
     @property
     def form(self) -> Form:
-        return Form(self.memory.size, False, tuple(tensor[0, 0] for tensor in self._tensors))
+        return Form(self.memory.size, False, tuple(cell_form(tensor[0, 0]) for tensor in self._tensors))
 
     @property
     def layout(self) -> dict[str, Any]:
-        return {"part": "recurrent", "layers": list(self.store.layers), "tensors": self.form.tensors}
+        return {"part": "recurrent", "layers": list(self.store.layers), "tensors": list(map(str, self.form.cells))}
 
     def check_id(self, s: int) -> None:
         self.memory.check_rm(s)
@@ -219,7 +175,8 @@ class SavedStates:
             np.array([len(ids) for ids in owners], np.int64),
             np.array([owner for ids in owners for owner in ids], np.int64),
         )
-        return [StateSelection(rows, self._tensors, (torch.from_numpy(at[:, 0]), torch.from_numpy(at[:, 1])))]
+        index = torch.from_numpy(at[:, 0]), torch.from_numpy(at[:, 1])
+        return [StateSelection(rows, _bytes(self._tensors, index))]
 
     def check(self, s: int | None, number: int, block: StateBlock) -> None:
         ids = block.rows.ids
@@ -248,7 +205,7 @@ class SavedStates:
         runs = [self.memory.load(frozenset(ids.tolist()), p) for ids, p in zip(owners, positions, strict=True)]
         data = iter(block.data)
         new = {
-            layer: tuple(tensor_of(next(data), state[0, 0]).unsqueeze(1) for state in states)
+            layer: tuple(_tensor_of(next(data), state[0, 0]).unsqueeze(1) for state in states)
             for layer, states in self.store.layers.items()
         }
         self.store.commit(_together(runs), new)
@@ -263,6 +220,25 @@ class SavedStates:
     def _tensors(self) -> list[Tensor]:
         """Each [cells, planes, ...]."""
         return [state for states in self.store.layers.values() for state in states]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts(StateParts):
+    """The parts of the cell kinds of memory."""
+
+    kv: tuple[SavedKV, ...] = ()
+    recurrent: SavedStates | None = None
+
+
+def _bytes(tensors: Sequence[Tensor], index: tuple[Tensor, ...]) -> Iterator[Bytes]:
+    """The rows at an index of each tensor."""
+    for tensor in tensors:
+        yield tensor[index].reshape(-1).view(torch.uint8).cpu().numpy()
+
+
+def _tensor_of(data: Bytes, cell: Tensor) -> Tensor:
+    """Rows [n, ...] from their bytes, with the example cell's shape, dtype and device; a copy."""
+    return torch.from_numpy(data.copy()).view(cell.dtype).reshape(-1, *cell.shape).to(cell.device)
 
 
 def _together(runs: Sequence[StateRun]) -> StateRun:

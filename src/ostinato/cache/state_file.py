@@ -1,50 +1,72 @@
 """Saved states: all of memory, or one sequence, as bytes from which another memory can continue (ST-1..12).
 
 If a load is refused because the bytes are no state, or one of another kind or architecture, nothing has changed; after
-any other failure the target is empty in every part of memory (ST-1, ST-8, HY-8). `state_parts.py` describes what the
-parts save, and `state_bytes.py` the format of the file.
+any other failure the target is empty in every part of memory (ST-1, ST-8, HY-8). The memory kinds say what their parts
+save, and `state_bytes.py` is the format of the file.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from ostinato.cache.sequences import MAX_SEQ
+from ostinato.cache.state_block import DAMAGED, Form, StateBlock, StateSelection
 from ostinato.cache.state_bytes import (
     MAX_OVERHEAD_BYTES,
     Kind,
     Section,
     StateHeader,
-    StateInfo,
     StreamCounts,
-    describe,
     identify,
     pack,
-    read,
     unpack,
-    write,
 )
-from ostinato.decoder.cells.memory.state_block import DAMAGED, StateBlock
-from ostinato.decoder.cells.memory.state_parts import AttentionPart, SavedKV, SavedStates, StatePart
 from ostinato.errors import BadFile
 
-__all__ = [
-    "SavedKV",
-    "SavedParts",
-    "SavedStates",
-    "StateInfo",
-    "StateParts",
-    "describe",
-    "largest",
-    "load_all",
-    "load_sequence",
-    "read",
-    "save_all",
-    "save_sequence",
-    "write",
-]
+
+class StatePart(Protocol):
+    """A part of memory. `s` is a sequence, or None for everything that the part holds."""
+
+    @property
+    def n_streams(self) -> int: ...
+
+    @property
+    def form(self) -> Form: ...
+
+    @property
+    def layout(self) -> dict[str, Any]:
+        """The properties, as JSON, that a part must have to load the bytes of this one."""
+
+    def check_id(self, s: int) -> None:
+        """InvalidBatch for a sequence id that is out of range."""
+
+    def check_flushed(self) -> None:
+        """InternalError while copies or shifts are pending (ST-10)."""
+
+    def choose(self, s: int | None) -> list[StateSelection]:
+        """The cells to save: for each stream, or for the stream of the sequence."""
+
+    def check(self, s: int | None, number: int, block: StateBlock) -> None:
+        """BadFile for a block, of this stream, that the part cannot load."""
+
+    def empty(self, s: int | None) -> None:
+        """Remove the sequence, or everything."""
+
+    def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
+        """Load checked blocks; what they replace has been removed."""
+
+
+class AttentionPart(StatePart, Protocol):
+    """A part with keys and values."""
+
+    @property
+    def forgets_nothing(self) -> bool:
+        """Whether partial states leave it out: it keeps all positions while other parts drop old ones (ST-12)."""
+
+    def end_at(self, s: int, last: int) -> None:
+        """Remove positions after the end of a partial state; BadFile where the part does not reach that far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +102,6 @@ class StateParts:
             part.check_flushed()
             if s is not None:
                 part.check_id(s)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedParts(StateParts):
-    """The parts of the cell kinds of memory."""
-
-    kv: tuple[SavedKV, ...] = ()
-    recurrent: SavedStates | None = None
 
 
 def save_all(parts: StateParts, *, note: Mapping[str, Any] | None = None) -> bytes:
