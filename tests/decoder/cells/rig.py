@@ -200,7 +200,7 @@ class Rig:
 
     def check_tensors(self) -> None:
         """Keys, values and states are what the oracle computes from the histories, in every layer."""
-        self.decoder._flush()
+        self.decoder._flow.update()
         self.check()
         parts, oracle = self.decoder.parts, self.oracle
         for s in oracle.ids:

@@ -117,7 +117,7 @@ def coordinated(kind: Kind, by: Kind) -> Decoder:
     """A decoder of one kind whose coordinator is another's."""
     decoder = small_decoder(kind, cells=40, n_seq_max=3)
     parts = replace(decoder.parts, memory=coordinators(decoder)[by])
-    decoder._parts = flow_of(decoder).parts = parts
+    flow_of(decoder).parts = parts
     return decoder
 
 

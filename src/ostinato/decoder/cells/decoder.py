@@ -18,7 +18,6 @@ from torch import Tensor
 from ostinato.backends.torch.model import Model
 from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cells.encode_flow import EncodeFlow
 from ostinato.decoder.cells.flow import Decoded, DecodeFlow, never
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
 from ostinato.decoder.cells.memory.coordinator.interface import Memory
@@ -68,23 +67,22 @@ class Decoder:
             n_outputs_max_per_seq=n_outputs_max_per_seq,
             n_rs_seq=n_rs_seq,
             causal=causal,
+            has_encoder=not causal,
         )
         self.model = model
-        pooled = _pooled(model, pooling) if embeddings or not causal else None
-        self._parts: MemoryParts | None = None
-        self._flow: DecodeFlow | EncodeFlow
-        if causal:
-            self._parts = memory_for(model, self.settings, kv_type)
-            self._flow = DecodeFlow(model, self.settings, self._parts, embeddings=embeddings, pooled=pooled)
-        else:
-            self._flow = EncodeFlow(model, self.settings, pooled=pooled)
+        embeddings = embeddings or not causal
+        self._flow = DecodeFlow(
+            model,
+            self.settings,
+            memory_for(model, self.settings, kv_type),
+            embeddings=embeddings,
+            pooled=_pooled(model, pooling) if embeddings else None,
+        )
 
     # Decoding
 
     def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
         """Decode a batch, or encode it where there is no memory. `abort` is called during the run; true stops it."""
-        if isinstance(self._flow, EncodeFlow):
-            return self._flow.encode(batch, abort=abort)
         return self._flow.decode(batch, abort=abort)
 
     def register(self, sequence: int, sampler: BackendSampler | None) -> bool:
@@ -118,22 +116,21 @@ class Decoder:
     def counters(self) -> Mapping[str, int]:
         """How often graphs were reserved, built and reused, and ubatches rolled back."""
         graphs = self._flow.graphs
-        rolled = self._flow.ubatches.n_roll_backs if isinstance(self._flow, DecodeFlow) else 0
         return {
             "reserved": graphs.n_reserved,
             "built": graphs.n_built,
             "reused": graphs.n_reused,
-            "rolled_back": rolled,
+            "rolled_back": self._flow.ubatches.n_roll_backs,
         }
 
-    # Memory
+    # Memory. Pending shifts and copies are carried out before saving and before loading (ST-10).
 
     @property
     def parts(self) -> MemoryParts:
         """The memory's caches and states with their tensors; read-only."""
-        if self._parts is None:
+        if not self.model.shape.causal:
             raise Unsupported(f"{self.model.shape.family} is an encoder: it has no memory")
-        return self._parts
+        return self._flow.parts
 
     @property
     def memory(self) -> Memory:
@@ -147,28 +144,23 @@ class Decoder:
 
     def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
         """The whole memory as bytes (ST-1)."""
-        self._flush()
+        self._flow.update()
         return state_file.save_all(self._saved_parts(), note=note)
 
     def load_all(self, data: bytes) -> None:
         """Replace the whole memory; BadFile where the bytes are damaged or of another model."""
-        self._flush()
+        self._flow.update()
         state_file.load_all(self._saved_parts(), data)
 
     def save_sequence(self, sequence: int, note: Mapping[str, Any] | None = None) -> bytes:
         """One sequence as bytes."""
-        self._flush()
+        self._flow.update()
         return state_file.save_sequence(self._saved_parts(), sequence, note=note)
 
     def load_sequence(self, sequence: int, data: bytes) -> None:
         """Replace one sequence by a saved one."""
-        self._flush()
+        self._flow.update()
         state_file.load_sequence(self._saved_parts(), sequence, data)
-
-    def _flush(self) -> None:
-        """Carry out pending shifts and copies, before saving and before loading (ST-10)."""
-        if isinstance(self._flow, DecodeFlow):
-            self._flow.update()
 
     def _saved_parts(self) -> SavedParts:
         parts = self.parts

@@ -1,4 +1,5 @@
-"""One decode: any batch of tokens of any sequences in, rows of logits, embeddings or samples out (D-1..26).
+"""One decode or encode: any batch of tokens of any sequences in, rows of logits, embeddings or samples out (D-1..26,
+EN-1..5).
 
 The order is the specification's: check the batch, apply pending memory updates, find room, reserve outputs, run the
 ubatches one after the other, publish. A refused batch has changed nothing (G-3); a batch that fails half-way leaves
@@ -62,13 +63,14 @@ class DecodeFlow:
         self.embeddings = embeddings
         self.pooled = pooled or (Pooled(Pooling.NONE) if embeddings else None)
         self.outputs = Outputs(
-            n_vocab=model.shape.vocab,
+            n_vocab=0 if model.head is None else model.shape.vocab,
             n_embd_out=model.shape.hidden,
             n_batch=settings.n_batch,
             n_seq_max=settings.n_seq_max,
         )
         self.outputs.reserve(settings.n_seq_max, embeddings=embeddings, sampling=False)
-        self.graphs: GraphScheduler[EagerGraph] = GraphScheduler("decoder", self._build, self._reserve)
+        graph_type = "decoder" if settings.causal else "encoder"
+        self.graphs: GraphScheduler[EagerGraph] = GraphScheduler(graph_type, self._build, self._reserve)
         self.router = SampleRouter(n_seq_limit=settings.n_seq_limit, on_change=self.graphs.request_reservation)
         self._extractor = Extractor(self.outputs, self.router, self.pooled)
         n_threads = torch.get_num_threads()
@@ -140,13 +142,13 @@ class DecodeFlow:
             output_all=self.embeddings,
             memory=self.memory,
         )
-        if clean.n_tokens > s.n_batch:
-            raise InvalidBatch(f"{clean.n_tokens} tokens; a batch holds {s.n_batch} at most (D-7)", reason="n_batch")
         if not s.causal and clean.n_tokens > s.n_ubatch:
             raise InvalidBatch(
-                f"{clean.n_tokens} tokens that all see each other must fit one ubatch of {s.n_ubatch} (D-7)",
+                f"{clean.n_tokens} tokens that all see each other must fit one ubatch of {s.n_ubatch} (D-7, EN-2)",
                 reason="n_ubatch",
             )
+        if clean.n_tokens > s.n_batch:
+            raise InvalidBatch(f"{clean.n_tokens} tokens; a batch holds {s.n_batch} at most (D-7)", reason="n_batch")
         if clean.n_outputs > s.n_outputs_max:
             raise InvalidBatch(
                 f"{clean.n_outputs} outputs; {s.n_outputs_max} at most were asked for (D-7)", reason="n_outputs"
@@ -198,7 +200,7 @@ class DecodeFlow:
     @property
     def _makes_logits(self) -> bool:
         """Whether logits are computed: not for pooled vectors, where a head over every token would cost the most."""
-        return self.pooled is None or self.pooled.per_token
+        return self.model.head is not None and (self.pooled is None or self.pooled.per_token)
 
     def _setup(self) -> Setup:
         pooling = None if self.pooled is None else self.pooled.kind

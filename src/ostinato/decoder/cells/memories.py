@@ -1,7 +1,7 @@
 """The memory that a model needs: its coordinator, and the tensors behind it.
 
-The only module that maps a model's shape to its kind of memory: keys and values for attention, in two caches
-where some layers see a window; states for recurrent layers; both for a hybrid (SP-15, SW-5, HY-1).
+The only module that maps a model's shape to its kind of memory: keys and values for attention, in two caches where
+some layers see a window; states for recurrent layers; both for a hybrid; none for an encoder (SP-15, SW-5, HY-1).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from ostinato.cache.window import Window
 from ostinato.decoder.cells.memory.coordinator.hybrid import HybridCoordinator
 from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Memory
 from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.cells.memory.coordinator.none import NoMemory
 from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordinator
 from ostinato.decoder.cells.memory.coordinator.two_cache import TwoCacheCoordinator
-from ostinato.decoder.cells.memory.forward import ForwardMemory, KVPart
+from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.settings import Settings
@@ -35,9 +36,11 @@ class MemoryParts:
     windowed: tuple[KVCache, KVStore] | None = None
     recurrent: tuple[RecurrentMemory, StateStore] | None = None
 
-    def forward(self, cursor: Cursor, model: Model) -> ForwardMemory:
+    def forward(self, cursor: Cursor, model: Model) -> ForwardMemory | EncoderMemory:
         """The memory that the forward of the cursor's current, applied ubatch reads and writes."""
         ubatch, causal, device = cursor.ubatch, model.shape.causal, model.device
+        if not causal:
+            return EncoderMemory.of(model.ops, ubatch, device)
         caches = [
             (place, part[1])
             for place, part in ((cursor.attention, self.full), (cursor.windowed, self.windowed))
@@ -58,6 +61,8 @@ def _part_with(layer: int, parts: list[KVPart]) -> int:
 def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts:
     """A new, empty memory of the kind that the model needs."""
     shape = model.shape
+    if not shape.causal:
+        return MemoryParts(NoMemory())
     recurrent = _recurrent(model, settings)
     if not shape.attention:
         assert recurrent is not None

@@ -87,7 +87,7 @@ class PreparedBatch:
         self.status = status
         self._steps = tuple(steps)
         self._at = 0
-        self._applied: list[KVPlace | RecurrentPlace] = []
+        self._applied: list[KVPlace | RecurrentPlace] | None = None  # parts of the current ubatch; None: not applied
 
     @property
     def ubatches(self) -> tuple[Ubatch, ...]:
@@ -120,8 +120,9 @@ class PreparedBatch:
         return self._step.shape
 
     def apply(self) -> None:
-        if self._applied:
+        if self._applied is not None:
             raise InternalError("the current ubatch is applied already (MC-7)")
+        self._applied = []
         try:
             for part in self._step.parts:
                 part.apply()
@@ -134,11 +135,12 @@ class PreparedBatch:
         while self._applied:
             self._applied[-1].roll_back()
             self._applied.pop()
+        self._applied = None
 
     def advance(self) -> bool:
-        if not self._applied:
+        if self._applied is None:
             raise InternalError("a ubatch that is not applied cannot be left behind (MC-7)")
-        self._applied = []
+        self._applied = None
         self._at += 1
         return self._at < len(self._steps)
 
