@@ -18,7 +18,7 @@ from ostinato.backends.torch.kv_store import Half
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.memory.coordinator.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.ubatch_executor import AppliedMemory, Executed, UbatchExecutor

@@ -21,7 +21,7 @@ from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.cells.flow import DecodeFlow, never
-from ostinato.decoder.cells.memory.coordinator.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.ubatch_executor import AppliedMemory, Executed, UbatchExecutor

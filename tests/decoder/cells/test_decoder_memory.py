@@ -1,4 +1,4 @@
-"""Memory as the decoder uses it: bounded windows, one coordinator for each kind, pending updates, saved states."""
+"""Coordinator as the decoder uses it: bounded windows, one coordinator for each kind, pending updates, saved states."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ import torch
 from ostinato.cache.window import Window
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.memory.coordinator.hybrid import HybridCoordinator
-from ostinato.decoder.cells.memory.coordinator.interface import Memory
-from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.decoder.cells.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.sizes import memory_bytes
@@ -97,7 +93,7 @@ OWN: dict[Kind, Told] = {
 }
 
 
-def coordinators(decoder: Decoder) -> dict[Kind, Memory]:
+def coordinators(decoder: Decoder) -> dict[Kind, Coordinator]:
     """One of each kind over the parts that a decoder has; parts that it lacks are integers only."""
     parts, cells = decoder.parts, decoder.settings.capacity
     full = parts.full[0] if parts.full else KVCache(cells, n_seq_max=3, unified=True)
@@ -106,10 +102,10 @@ def coordinators(decoder: Decoder) -> dict[Kind, Memory]:
     )
     recurrent = parts.recurrent[0] if parts.recurrent else RecurrentMemory(3)
     return {
-        "kv": KVCoordinator(full),
-        "swa": TwoCacheCoordinator(full, windowed),
-        "recurrent": RecurrentCoordinator(recurrent),
-        "hybrid": HybridCoordinator(full, recurrent),
+        "kv": Coordinator(full),
+        "swa": Coordinator(full, windowed),
+        "recurrent": Coordinator(recurrent=recurrent),
+        "hybrid": Coordinator(full, recurrent=recurrent),
     }
 
 

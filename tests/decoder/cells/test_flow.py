@@ -15,9 +15,8 @@ from torch import Tensor
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.memory.coordinator.cursor import failed
-from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Update
-from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
+from ostinato.decoder.cells.memory.coordinator import Coordinator, Update
+from ostinato.decoder.cells.memory.cursor import PreparedBatch, failed
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.decoder.cells.output import Sampled
@@ -257,7 +256,7 @@ def test_an_abort_stops_the_run_within_a_layer(kind: Kind) -> None:
 # Room
 
 
-class Cramped(KVCoordinator):
+class Cramped(Coordinator):
     """A cache that finds no room at first, and can perhaps make some."""
 
     def __init__(self, cache: KVCache, *, n_failures: int, can_compact: bool) -> None:
@@ -265,7 +264,7 @@ class Cramped(KVCoordinator):
         self.n_failures, self.can_compact = n_failures, can_compact
         self.asked: list[str] = []
 
-    def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Cursor:
+    def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
         self.asked.append("prepare")
         if self.asked.count("prepare") <= self.n_failures:
             return failed()

@@ -20,7 +20,7 @@ from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.flow import Decoded, DecodeFlow, never
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
-from ostinato.decoder.cells.memory.coordinator.interface import Memory
+from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
 from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.pooling import Pooled, Pooling
@@ -133,7 +133,7 @@ class Decoder:
         return self._flow.parts
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Coordinator:
         """The memory: `seq_rm`, `seq_cp`, `seq_keep`, `seq_add`, `seq_div`, `clear`, `pos_min`, `pos_max`."""
         return self.parts.memory
 

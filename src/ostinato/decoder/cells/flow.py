@@ -21,7 +21,8 @@ from ostinato.decoder.cells.compute_executor import ComputeExecutor, Extractor, 
 from ostinato.decoder.cells.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
 from ostinato.decoder.cells.graphs import GraphKey, GraphLimits, GraphScheduler, Setup, classed
 from ostinato.decoder.cells.memories import MemoryParts
-from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Memory, flush, prepare_with_retry
+from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.pooling import Pooled, Pooling
@@ -80,7 +81,7 @@ class DecodeFlow:
         self.graphs.ensure_reserved(self._worst())
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> Coordinator:
         return self.parts.memory
 
     def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
@@ -156,7 +157,7 @@ class DecodeFlow:
         check_inputs(self.model, clean)
         return clean
 
-    def _run_all(self, cursor: Cursor, abort: Callable[[], bool]) -> None:
+    def _run_all(self, cursor: PreparedBatch, abort: Callable[[], bool]) -> None:
         """Run the ubatches in order; each becomes part of memory only when it has succeeded (D-15, D-26)."""
         first_row = 0
         while True:
@@ -209,7 +210,7 @@ class DecodeFlow:
     def _worst(self) -> GraphKey:
         s = self.settings
         limits = GraphLimits(n_ctx=s.n_ctx, n_ubatch=s.n_ubatch, n_seq_max=s.n_seq_max, n_outputs_max=s.n_outputs_max)
-        return self.graphs.worst_key(limits, self._setup(), memory=self.memory.prepare_full().shape)
+        return self.graphs.worst_key(limits, self._setup(), memory=self.memory.prepare_full())
 
     def _build(self, key: GraphKey) -> EagerGraph:
         return EagerGraph.of(key, self.model.device)

@@ -12,12 +12,8 @@ from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.window import Window
-from ostinato.decoder.cells.memory.coordinator.hybrid import HybridCoordinator
-from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Memory
-from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.cells.memory.coordinator.none import NoMemory
-from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.decoder.cells.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
@@ -31,12 +27,12 @@ from ostinato.options import KVType
 class MemoryParts:
     """A memory and the tensors of each of its parts; a part that a model does not need is None."""
 
-    memory: Memory
+    memory: Coordinator
     full: tuple[KVCache, KVStore] | None = None
     windowed: tuple[KVCache, KVStore] | None = None
     recurrent: tuple[RecurrentMemory, StateStore] | None = None
 
-    def forward(self, cursor: Cursor, model: Model) -> ForwardMemory | EncoderMemory:
+    def forward(self, cursor: PreparedBatch, model: Model) -> ForwardMemory | EncoderMemory:
         """The memory that the forward of the cursor's current, applied ubatch reads and writes."""
         ubatch, causal, device = cursor.ubatch, model.shape.causal, model.device
         if not causal:
@@ -62,22 +58,22 @@ def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts
     """A new, empty memory of the kind that the model needs."""
     shape = model.shape
     if not shape.causal:
-        return MemoryParts(NoMemory())
-    recurrent = _recurrent(model, settings)
-    if not shape.attention:
-        assert recurrent is not None
-        return MemoryParts(RecurrentCoordinator(recurrent[0]), recurrent=recurrent)
-    window = window_of(shape)
-    full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
-    if recurrent is not None:
-        if window is not None:
-            raise Unsupported(f"{shape.family}: recurrent layers beside a sliding window are not supported")
-        return MemoryParts(HybridCoordinator(full[0], recurrent[0]), full=full, recurrent=recurrent)
-    if window is None:
-        return MemoryParts(KVCoordinator(full[0]), full=full)
-    cells, layers = windowed_cells(settings, window), layers_of(shape, windowed=True)
-    small = _cache(model, settings, kv_type, layers, cells, Window("standard", window))
-    return MemoryParts(TwoCacheCoordinator(full[0], small[0]), full=full, windowed=small)
+        return MemoryParts(Coordinator())
+    full = windowed = None
+    recurrent, window = _recurrent(model, settings), window_of(shape)
+    if recurrent is not None and window is not None:
+        raise Unsupported(f"{shape.family}: recurrent layers beside a sliding window are not supported")
+    if shape.attention:
+        full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
+    if window is not None:
+        layers, cells = layers_of(shape, windowed=True), windowed_cells(settings, window)
+        windowed = _cache(model, settings, kv_type, layers, cells, Window("standard", window))
+    memory = Coordinator(
+        full=None if full is None else full[0],
+        windowed=None if windowed is None else windowed[0],
+        recurrent=None if recurrent is None else recurrent[0],
+    )
+    return MemoryParts(memory, full, windowed, recurrent)
 
 
 def _cache(

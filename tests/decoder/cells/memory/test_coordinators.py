@@ -10,15 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.decoder.cells.memory.coordinator.cursor import PreparedBatch
-from ostinato.decoder.cells.memory.coordinator.hybrid import HybridCoordinator
-from ostinato.decoder.cells.memory.coordinator.interface import Cursor, Memory, Update, flush, prepare_with_retry
-from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.decoder.cells.memory.coordinator.splits import split_seq
-from ostinato.decoder.cells.memory.coordinator.two_cache import TwoCacheCoordinator
+from ostinato.decoder.cells.memory.coordinator import Coordinator, Update, flush, prepare_with_retry
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
+from ostinato.decoder.cells.memory.splits import split_seq
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.errors import AllocationFailed, ComputeFailed, InternalError, InvalidBatch, NoSlot
 from tests.counts import soak
@@ -26,32 +22,52 @@ from tests.decoder.cells.memory.makers import cache_of, digest, splitter_of
 from tests.vectors.kv_cells import told
 
 
-def kv(size: int = 16, unified: bool = True) -> KVCoordinator:
-    return KVCoordinator(cache_of(size, unified=unified))
+def kv(size: int = 16, unified: bool = True) -> Coordinator:
+    return Coordinator(cache_of(size, unified=unified))
 
 
-def two_cache(size: int = 16, windowed: int = 6, n_swa: int = 2, unified: bool = True) -> TwoCacheCoordinator:
-    return TwoCacheCoordinator(
+def two_cache(size: int = 16, windowed: int = 6, n_swa: int = 2, unified: bool = True) -> Coordinator:
+    return Coordinator(
         cache_of(size, unified=unified), cache_of(windowed, unified=unified, kind="standard", n_swa=n_swa)
     )
 
 
-def recurrent(n_snapshots: int = 0) -> RecurrentCoordinator:
-    return RecurrentCoordinator(RecurrentMemory(4, n_snapshots=n_snapshots))
+def recurrent(n_snapshots: int = 0) -> Coordinator:
+    return Coordinator(recurrent=RecurrentMemory(4, n_snapshots=n_snapshots))
 
 
-def hybrid(size: int = 16, unified: bool = True, n_snapshots: int = 0) -> HybridCoordinator:
-    return HybridCoordinator(cache_of(size, unified=unified), RecurrentMemory(4, n_snapshots=n_snapshots))
+def hybrid(size: int = 16, unified: bool = True, n_snapshots: int = 0) -> Coordinator:
+    return Coordinator(cache_of(size, unified=unified), recurrent=RecurrentMemory(4, n_snapshots=n_snapshots))
 
 
-KINDS: dict[str, Callable[[], Memory]] = {"kv": kv, "two_cache": two_cache, "recurrent": recurrent, "hybrid": hybrid}
+KINDS: dict[str, Callable[[], Coordinator]] = {
+    "kv": kv,
+    "two_cache": two_cache,
+    "recurrent": recurrent,
+    "hybrid": hybrid,
+}
 
 
-def prepare(memory: Memory, ids: list[list[int]], n_ubatch: int = 8, all_outputs: bool = False) -> Cursor:
+def full(memory: Coordinator) -> KVCache:
+    assert memory.full is not None
+    return memory.full
+
+
+def small(memory: Coordinator) -> KVCache:
+    assert memory.windowed is not None
+    return memory.windowed
+
+
+def states(memory: Coordinator) -> RecurrentMemory:
+    assert memory.recurrent is not None
+    return memory.recurrent
+
+
+def prepare(memory: Coordinator, ids: list[list[int]], n_ubatch: int = 8, all_outputs: bool = False) -> PreparedBatch:
     return memory.prepare_batch(splitter_of(ids, memory=memory, limit=4), n_ubatch, all_outputs)
 
 
-def decode(memory: Memory, ids: list[list[int]], n_ubatch: int = 8, all_outputs: bool = False) -> Cursor:
+def decode(memory: Coordinator, ids: list[list[int]], n_ubatch: int = 8, all_outputs: bool = False) -> PreparedBatch:
     cursor = prepare(memory, ids, n_ubatch, all_outputs)
     assert cursor.status is Status.SUCCESS
     for _ in cursor.ubatches:
@@ -60,14 +76,14 @@ def decode(memory: Memory, ids: list[list[int]], n_ubatch: int = 8, all_outputs:
     return cursor
 
 
-def contents(memory: Memory) -> Any:
+def contents(memory: Coordinator) -> Any:
     """Everything a memory keeps."""
     caches = [part for part in vars(memory).values() if isinstance(part, KVCache)]
     states = [part.state.copy() for part in vars(memory).values() if isinstance(part, RecurrentMemory)]
     return [digest(cache) for cache in caches], states
 
 
-def behaviour(build: Callable[[], Memory]) -> dict[str, Any]:
+def behaviour(build: Callable[[], Coordinator]) -> dict[str, Any]:
     """Answers to questions that any memory understands."""
     memory, shared = build(), build()
     order = [u.index.tolist() for u in decode(memory, [[0], [1], [0], [0]], all_outputs=True).ubatches]
@@ -84,7 +100,7 @@ def behaviour(build: Callable[[], Memory]) -> dict[str, Any]:
         "first position kept": memory.pos_min(0),
         "forgets the last token": memory.seq_rm(0, 6),
         "forgets the first token": memory.seq_rm(0, 0, 1),
-        "worst case": memory.prepare_full().shape,
+        "worst case": memory.prepare_full(),
     }
     memory.seq_rm(0)
     assert memory.pos_min(0) is memory.pos_max(0) is None
@@ -202,24 +218,17 @@ def test_the_shape_of_a_step_is_the_same_for_the_next_one_gs_2(kind: str) -> Non
     assert len(shapes) == 1
 
 
-def test_the_worst_case_succeeds_and_has_no_ubatch_mc_4() -> None:
-    cursor = hybrid().prepare_full()
-    assert (cursor.status, cursor.n_kv, cursor.ubatches) == (Status.SUCCESS, 16, ())
-    assert cursor.advance() is False
-    cursor.roll_back()
-    with pytest.raises(InternalError, match="MC-4"):
-        cursor.apply()
-    with pytest.raises(InternalError, match="MC-4"):
-        _ = cursor.ubatch
-    assert kv(unified=False).prepare_full().shape == (16, 4)
-    assert recurrent().prepare_full().n_kv == 0
+def test_the_worst_case_is_of_all_cells_in_all_streams_mc_4() -> None:
+    assert hybrid().prepare_full() == (16, 1, 0, 4)
+    assert kv(unified=False).prepare_full() == (16, 4)
+    assert recurrent().prepare_full() == (0, 4)
 
 
 # Both parts or neither (HY-2, HY-3)
 
 
 @pytest.mark.parametrize("build", [lambda: hybrid(size=4), lambda: two_cache(size=4, windowed=16)])
-def test_a_batch_that_one_part_cannot_take_is_taken_by_none_hy_2(build: Callable[[], Memory]) -> None:
+def test_a_batch_that_one_part_cannot_take_is_taken_by_none_hy_2(build: Callable[[], Coordinator]) -> None:
     memory = build()
     decode(memory, [[0]] * 3)
     before = contents(memory)
@@ -238,8 +247,8 @@ def test_windows_that_are_all_in_use_fail_the_whole_two_cache_hy_2() -> None:
 
 def test_recurrent_memory_is_asked_before_attention_hy_3(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = hybrid()
-    monkeypatch.setattr(memory.recurrent, "prepare", lambda _: None)
-    monkeypatch.setattr(memory.attention, "prepare", lambda _: 1 / 0)
+    monkeypatch.setattr(states(memory), "prepare", lambda _: None)
+    monkeypatch.setattr(full(memory), "prepare", lambda _: 1 / 0)
     assert prepare(memory, [[0]]).status is Status.FAILED_PREPARE
 
 
@@ -248,7 +257,7 @@ def test_a_part_that_cannot_be_applied_takes_the_others_back_hy_2(monkeypatch: p
     decode(memory, [[0]])
     cursor = prepare(memory, [[0]])
     before = contents(memory)
-    monkeypatch.setattr(memory.recurrent, "apply", lambda *_: 1 / 0)
+    monkeypatch.setattr(states(memory), "apply", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cursor.apply()
     assert contents(memory) == before
@@ -267,14 +276,14 @@ def test_a_hybrid_that_cannot_forget_changes_neither_part_hy_4() -> None:
     assert memory.seq_rm(None, 0, 2) is False
     assert contents(memory) == before
     assert memory.seq_rm(0)
-    assert memory.attention.pos_max(0) is memory.recurrent.pos_max(0) is None
+    assert full(memory).pos_max(0) is states(memory).pos_max(0) is None
 
 
 def test_a_hybrid_with_snapshots_rolls_both_parts_back_hy_4() -> None:
     memory = hybrid(n_snapshots=2)
     decode(memory, [[0]] * 4)
     assert memory.seq_rm(0, 3)
-    assert (memory.attention.pos_max(0), memory.recurrent.pos_max(0)) == (2, 2)
+    assert (full(memory).pos_max(0), states(memory).pos_max(0)) == (2, 2)
     assert (memory.pos_min(0), memory.pos_max(0)) == (2, 2)
 
 
@@ -308,11 +317,11 @@ def test_sequence_operations_reach_both_parts_hy_5() -> None:
     memory.seq_keep(2)
     memory.seq_add(2, None, None, 7)
     memory.seq_div(2, None, None, 4)
-    for part in (memory.attention, memory.recurrent):
+    for part in (full(memory), states(memory)):
         assert [part.pos_max(s) for s in range(4)] == [None, None, 2, None]
     assert flush(memory)
     memory.clear()
-    assert memory.pos_max(2) is memory.attention.pos_max(2) is memory.recurrent.pos_max(2) is None
+    assert memory.pos_max(2) is full(memory).pos_max(2) is states(memory).pos_max(2) is None
 
 
 def test_operations_reach_both_caches_hy_5() -> None:
@@ -322,16 +331,16 @@ def test_operations_reach_both_caches_hy_5() -> None:
     memory.seq_keep(2)
     memory.seq_add(2, None, None, 7)
     memory.seq_div(2, None, None, 4)
-    for part in (memory.full, memory.windowed):
+    for part in (full(memory), small(memory)):
         assert [part.pos_max(s) for s in range(4)] == [None, None, 2, None]
         assert part.has_shift
     assert flush(memory)
-    assert not memory.full.has_shift
-    assert not memory.windowed.has_shift
+    assert not full(memory).has_shift
+    assert not small(memory).has_shift
     assert memory.seq_rm(2, 2)
-    assert memory.full.pos_max(2) == memory.windowed.pos_max(2) == 1
+    assert full(memory).pos_max(2) == small(memory).pos_max(2) == 1
     memory.clear()
-    assert memory.full.pos_max(2) is memory.windowed.pos_max(2) is None
+    assert full(memory).pos_max(2) is small(memory).pos_max(2) is None
 
 
 def test_a_copy_that_one_cache_refuses_is_made_in_neither_hy_5() -> None:
@@ -350,12 +359,12 @@ def test_a_copy_that_one_cache_refuses_is_made_in_neither_hy_5() -> None:
 def test_positions_of_two_parts_are_those_that_both_have_hy_6() -> None:
     memory = hybrid()
     decode(memory, [[0]] * 3)
-    memory.recurrent.seq_rm(0)
-    assert memory.attention.pos_max(0) == 2
+    states(memory).seq_rm(0)
+    assert full(memory).pos_max(0) == 2
     assert memory.pos_min(0) is memory.pos_max(0) is None
     windows = two_cache()
     decode(windows, [[0]] * 9, n_ubatch=3)
-    assert (windows.full.pos_min(0), windows.pos_min(0), windows.pos_max(0)) == (0, 3, 8)
+    assert (full(windows).pos_min(0), windows.pos_min(0), windows.pos_max(0)) == (0, 3, 8)
 
 
 def test_caches_of_different_size_cannot_shift_hy_7() -> None:
@@ -372,7 +381,7 @@ def test_caches_of_different_size_cannot_shift_hy_7() -> None:
     assert contents(memory) == before
     assert two_cache(windowed=16).can_shift
     no_shift = KVCache(8, n_seq_max=1, unified=True, can_shift=False)
-    assert not HybridCoordinator(no_shift, RecurrentMemory(1)).can_shift
+    assert not Coordinator(no_shift, recurrent=RecurrentMemory(1)).can_shift
 
 
 # Splits (SP-15, MC-6)
@@ -381,10 +390,10 @@ def test_caches_of_different_size_cannot_shift_hy_7() -> None:
 @pytest.mark.parametrize("build", [lambda: kv(unified=False), lambda: two_cache(unified=False), recurrent])
 @pytest.mark.parametrize("all_outputs", [False, True])
 def test_shared_tokens_are_refused_where_sequences_have_memory_of_their_own_mc_6(
-    build: Callable[[], Memory], all_outputs: bool
+    build: Callable[[], Coordinator], all_outputs: bool
 ) -> None:
     memory = build()
-    if isinstance(memory, RecurrentCoordinator) and all_outputs:
+    if memory.recurrent is not None and all_outputs:
         assert prepare(memory, [[0, 1]], all_outputs=True).status is Status.SUCCESS
         return
     with pytest.raises(InvalidBatch) as refused:
@@ -402,8 +411,9 @@ def test_a_hybrid_with_streams_refuses_shared_tokens_however_it_splits_rm_5(all_
 
 
 def test_the_last_tokens_stay_together_where_there_are_snapshots_sp_15() -> None:
-    for build, tail in ((lambda n: recurrent(n), 3), (lambda n: hybrid(n_snapshots=n), 3)):
-        assert [u.n_tokens for u in prepare(build(2), [[0]] * 9).ubatches] == [6, tail]
+    builds: list[Callable[[int], Coordinator]] = [recurrent, lambda n: hybrid(n_snapshots=n)]
+    for build in builds:
+        assert [u.n_tokens for u in prepare(build(2), [[0]] * 9).ubatches] == [6, 3]
         assert [u.n_tokens for u in prepare(build(0), [[0]] * 9).ubatches] == [8, 1]
 
 
@@ -423,7 +433,7 @@ def test_a_state_forks_where_a_set_of_sequences_shrinks_d_24() -> None:
     cursor = decode(memory, [[0, 1], [0, 1], [0], [1], [0]], all_outputs=True)
     assert [u.index.tolist() for u in cursor.ubatches] == [[0, 1], [2, 4], [3]]
     assert (memory.pos_max(0), memory.pos_max(1)) == (3, 2)
-    assert memory.memory.state.tail[0] != memory.memory.state.tail[1]
+    assert states(memory).state.tail[0] != states(memory).state.tail[1]
 
 
 @pytest.mark.soak
@@ -453,7 +463,7 @@ def test_a_batch_that_can_never_fit_is_still_only_without_room_mc_9() -> None:
 # What the decoder makes of the answers (D-11, D-12, MC-5)
 
 
-class Scripted(KVCoordinator):
+class Scripted(Coordinator):
     """A memory whose update and batches end as told."""
 
     def __init__(self, update: Status, *batches: Status) -> None:
@@ -466,7 +476,7 @@ class Scripted(KVCoordinator):
     def prepare_update(self, optimise: bool) -> Update:
         return Update(self.update, self.apply_update)
 
-    def prepare_batch(self, splitter: Any, n_ubatch: int, all_outputs: bool) -> Cursor:
+    def prepare_batch(self, splitter: Any, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
         return PreparedBatch((), self.batches.pop(0))
 
 
@@ -496,4 +506,4 @@ def test_a_full_memory_is_no_slot_and_unchanged_g_3() -> None:
     with pytest.raises(NoSlot, match="D-12"):
         prepare_with_retry(memory, splitter_of([[1]], memory=memory), 8, False)
     assert contents(memory) == before
-    assert len([cell for cell in told(memory.cache.streams[0].cells) if cell is not None]) == 4
+    assert len([cell for cell in told(full(memory).streams[0].cells) if cell is not None]) == 4

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from ostinato.cache.sequences import Ints
 from ostinato.cache.state_block import CellRows
 from ostinato.cache.window import Window, WindowKind
-from ostinato.decoder.cells.memory.coordinator.interface import flush
-from ostinato.decoder.cells.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.cells.memory.coordinator.splits import split_equal, split_simple
+from ostinato.decoder.cells.memory.coordinator import Coordinator, flush
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.sequence_ops import NO_END
 from ostinato.decoder.cells.memory.slots import Slot, StreamSlot
+from ostinato.decoder.cells.memory.splits import split_equal, split_simple
 from ostinato.errors import Aborted, InternalError, InvalidBatch
 from tests.counts import soak
 from tests.decoder.cells.memory.kv_oracle import Oracle, masked
@@ -42,7 +41,7 @@ class Both:
         size = data.draw(st.integers(3, 9))
         self.n_ubatch = data.draw(st.integers(1, 6))
         self.cache = KVCache(size, n_seq_max=N_SEQ, unified=unified, window=Window(kind, n_swa))
-        self.memory = KVCoordinator(self.cache)
+        self.memory = Coordinator(self.cache)
         self.oracle = Oracle(size, N_SEQ, unified, kind, n_swa)
 
     def check(self) -> None:
@@ -88,7 +87,14 @@ class Both:
             assert [(part.stream, part.cells.tolist()) for part in place.slot.streams] == slot
             cursor.apply()
             self.oracle.apply(cursor.ubatch, slot)
-            self.see(place.visible(), cursor.ubatch, slot)
+            self.see(
+                place.cache.visible(
+                    place.ubatch,
+                    place.slot,
+                ),
+                cursor.ubatch,
+                slot,
+            )
             if k == fail_at:
                 cursor.roll_back()
                 self.oracle.roll_back(slot)
@@ -151,7 +157,7 @@ def test_any_operations_leave_the_cache_as_the_plain_one(data: st.DataObject) ->
 
 def decode(cache: KVCache, seq_id: list[list[int]], pos: list[int] | None = None, n_ubatch: int = 32) -> list[Slot]:
     """Decode as a whole; the slots."""
-    memory = KVCoordinator(cache)
+    memory = Coordinator(cache)
     cursor = memory.prepare_batch(splitter_of(seq_id, pos, memory=memory), n_ubatch, False)
     assert not cursor.status.is_failure
     slots = cache.prepare(cursor.ubatches)
@@ -253,7 +259,7 @@ def test_preparing_changes_nothing_whether_there_is_room_or_not_kv_9(n_seqs: int
     cache = cache_of(6, kind="standard", n_swa=2)
     decode(cache, [[0]] * 5)
     decode(cache, [[1]])
-    memory = KVCoordinator(cache)
+    memory = Coordinator(cache)
     before = digest(cache)
     ids = [[i % n_seqs] for i in range(30)]  # windows move on and give up cells while the batch is tried
     cursor = memory.prepare_batch(splitter_of(ids, memory=memory), 2, False)
@@ -285,7 +291,7 @@ def test_rolling_back_does_not_bring_back_window_cells_and_says_so_kv_15() -> No
     cache.apply(ubatch, slot)
     cache.roll_back(ubatch, slot)
     assert (cache.pos_min(0), cache.pos_max(0)) == (1, 3)
-    cursor = KVCoordinator(cache).prepare_batch(splitter_of([[0]], memory=cache), 1, False)
+    cursor = Coordinator(cache).prepare_batch(splitter_of([[0]], memory=cache), 1, False)
     assert not cursor.status.is_failure
 
 
@@ -393,9 +399,9 @@ def test_an_update_copies_streams_in_order_and_then_shifts_keys_up_3() -> None:
     cache.seq_cp(0, 1)
     cache.seq_add(1, 1, None, 5)
     cache.seq_cp(1, 2)
-    assert flush(KVCoordinator(cache))
+    assert flush(Coordinator(cache))
     assert tensors.log == [("copy", 0, 1), ("copy", 1, 2), ("shift", 1, [0, 5, 0, 0]), ("shift", 2, [0, 5, 0, 0])]
-    assert not flush(KVCoordinator(cache))
+    assert not flush(Coordinator(cache))
     assert len(tensors.log) == 4
 
 
@@ -407,11 +413,11 @@ def test_a_failed_key_shift_stays_pending_up_5() -> None:
     cache.seq_add(1, None, None, 3)
     tensors.fails = True
     with pytest.raises(Aborted):
-        flush(KVCoordinator(cache))
+        flush(Coordinator(cache))
     assert cache.has_shift
     assert cache.pending_copies == []  # the copy was done, and is not done twice
     tensors.fails = False
-    assert flush(KVCoordinator(cache))
+    assert flush(Coordinator(cache))
     assert tensors.log == [("copy", 0, 1), ("shift", 1, [3, 0, 0, 0])]
     assert not cache.has_shift
 
@@ -419,7 +425,7 @@ def test_a_failed_key_shift_stays_pending_up_5() -> None:
 def test_optimising_finds_nothing_to_do_up_7() -> None:
     cache = cache_of()
     decode(cache, [[0]])
-    assert KVCoordinator(cache).prepare_update(optimise=True).status.value == "no_update"
+    assert Coordinator(cache).prepare_update(optimise=True).status.value == "no_update"
 
 
 def test_clearing_the_data_too_zeroes_it_kv_2() -> None:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory.coordinator.interface import Cursor
-from ostinato.decoder.cells.memory.coordinator.recurrent import RecurrentCoordinator
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.recurrent_state import State, place
 from ostinato.errors import InternalError, InvalidBatch
@@ -70,7 +70,7 @@ class Both:
         self.n_snapshots = data.draw(st.sampled_from([2, 3, 1, 0]))
         self.n_ubatch = data.draw(st.integers(self.n_snapshots + 2, 8))
         self.states = RecurrentMemory(N_SEQ, n_snapshots=self.n_snapshots)
-        self.memory = RecurrentCoordinator(self.states)
+        self.memory = Coordinator(recurrent=self.states)
         self.store = Store(N_SEQ, 1 + self.n_snapshots)
         self.told: dict[int, Told] = {}
         self.next_token = 0
@@ -113,7 +113,7 @@ class Both:
         shared = self.data.draw(st.sampled_from([[], [[0, 1]], [[2, 1, 0], [2, 1, 0]]])) if may_share else []
         return [*shared, *rest]
 
-    def run(self, cursor: Cursor) -> None:
+    def run(self, cursor: PreparedBatch) -> None:
         fails_at = self.data.draw(st.integers(-6, len(cursor.ubatches) - 1))
         more = True
         for k in range(len(cursor.ubatches)):
@@ -233,13 +233,18 @@ def test_every_sequence_keeps_the_state_of_its_own_tokens(data: st.DataObject) -
         both.check()
 
 
-def decoded(ids: list[list[int]], *, n_snapshots: int = 0) -> RecurrentCoordinator:
-    memory = RecurrentCoordinator(RecurrentMemory(N_SEQ, n_snapshots=n_snapshots))
+def states_of(memory: Coordinator) -> RecurrentMemory:
+    assert memory.recurrent is not None
+    return memory.recurrent
+
+
+def decoded(ids: list[list[int]], *, n_snapshots: int = 0) -> Coordinator:
+    memory = Coordinator(recurrent=RecurrentMemory(N_SEQ, n_snapshots=n_snapshots))
     more(memory, ids)
     return memory
 
 
-def more(memory: RecurrentCoordinator, ids: list[list[int]]) -> None:
+def more(memory: Coordinator, ids: list[list[int]]) -> None:
     cursor = memory.prepare_batch(splitter_of(ids, memory=memory, limit=N_SEQ), 8, False)
     for _ in cursor.ubatches:
         cursor.apply()
@@ -252,7 +257,7 @@ def test_at_least_one_cell_rm_1() -> None:
 
 def test_swapped_cells_are_brought_home_with_the_run_rm_6() -> None:
     memory = decoded([[2], [0], [1]])  # 0 and 1 sit in cells 0 and 1 of the first run, 2 in cell 2 of the second
-    assert memory.memory.state.tail[:3] == [1, 2, 0]
+    assert states_of(memory).state.tail[:3] == [1, 2, 0]
     splitter = splitter_of([[0], [1], [2]], memory=memory, limit=N_SEQ)
     cursor = memory.prepare_batch(splitter, 8, False)
     run = cursor.recurrent
@@ -277,7 +282,7 @@ def test_ubatches_of_unequal_sets_are_a_mistake_rm_6() -> None:
 
 
 def test_an_id_without_a_cell_names_its_token_rm_4() -> None:
-    memory = RecurrentCoordinator(RecurrentMemory(2))
+    memory = Coordinator(recurrent=RecurrentMemory(2))
     with pytest.raises(InvalidBatch, match=r"token 1: sequence 5 .*RM-4") as refused:
         memory.prepare_batch(splitter_of([[0], [5]]), 8, False)
     assert (refused.value.reason, refused.value.index) == ("seq_range", 1)
@@ -285,7 +290,7 @@ def test_an_id_without_a_cell_names_its_token_rm_4() -> None:
 
 
 def test_shared_tokens_that_cannot_be_split_name_the_first_rm_5() -> None:
-    memory = RecurrentCoordinator(RecurrentMemory(4))
+    memory = Coordinator(recurrent=RecurrentMemory(4))
     with pytest.raises(InvalidBatch, match=r"token 0: belongs to sequences \[0, 1\].*RM-5") as refused:
         memory.prepare_batch(splitter_of([[0, 1], [0]]), 8, False)
     assert refused.value.reason == "coupled_unsupported"
@@ -296,7 +301,7 @@ def test_rolling_back_one_owner_leaves_the_state_of_the_other_rm_10() -> None:
     memory.seq_cp(0, 1)
     assert memory.seq_rm(0, 3)
     assert (memory.pos_max(0), memory.pos_max(1)) == (2, 3)
-    assert (memory.memory.source_of(0), memory.memory.source_of(1)) == (StateSource(0, 1), StateSource(0, 0))
+    assert (states_of(memory).source_of(0), states_of(memory).source_of(1)) == (StateSource(0, 1), StateSource(0, 0))
     cursor = memory.prepare_batch(splitter_of([[1]], memory=memory, limit=N_SEQ), 8, False)
     assert cursor.recurrent is not None
     assert cursor.recurrent.moves == (Move(0, 1),)  # the row of 1 is written, and 0 still needs it
@@ -310,10 +315,10 @@ def test_a_run_consumes_the_pending_roll_back_and_a_failed_one_does_not_rm_13() 
         cursor.apply()
         assert cursor.recurrent is not None
         assert cursor.recurrent.starts == (StateSource(0, 2),)
-        assert memory.memory.state.back[0] == 0
+        assert states_of(memory).state.back[0] == 0
         if fails:
             cursor.roll_back()
-            assert memory.memory.state.back[0] == 2
+            assert states_of(memory).state.back[0] == 2
     assert not memory.seq_rm(0, 2)  # the last run was of one token (RM-14)
 
 
@@ -340,11 +345,11 @@ def test_a_copy_inherits_what_can_be_rolled_back_rm_14() -> None:
 def test_refused_operations_change_nothing_rm_11_rm_16(name: str, arguments: tuple[Any, ...], reason: str) -> None:
     memory = decoded([[0], [0], [1]])
     memory.seq_cp(1, 2)
-    before = memory.memory.state.copy()
+    before = states_of(memory).state.copy()
     with pytest.raises(InvalidBatch) as refused:
         getattr(memory, name)(*arguments)
     assert refused.value.reason == reason
-    assert memory.memory.state == before
+    assert states_of(memory).state == before
 
 
 def test_shifts_out_of_range_of_the_state_or_of_nothing_do_nothing_rm_16() -> None:
@@ -388,7 +393,7 @@ def test_a_plan_that_memory_has_outgrown_is_refused_rm_6() -> None:
 
 
 def test_loading_over_a_state_is_a_mistake_st_5() -> None:
-    memory = decoded([[0]]).memory
+    memory = states_of(decoded([[0]]))
     with pytest.raises(InternalError, match="ST-5"):
         memory.load(frozenset({0}), 3)
     memory.load(frozenset({1, 2}), 3)

@@ -1,6 +1,5 @@
-"""The cursor that every coordinator returns for a prepared batch (MC-7): ubatches, each with its place in each part.
-
-The coordinator makes the steps and so decides which parts there are; a cursor applies them in the order of HY-3.
+"""The cursor over a prepared batch (MC-7): ubatches, each with its place in each part of memory. Only `apply` changes
+memory, in the order of HY-3.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 
 from ostinato.cache.state_run import StateRun
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory.cells import Bools
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.slots import Slot
@@ -20,7 +18,7 @@ from ostinato.errors import InternalError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KVPlace:
-    """Where one ubatch goes in one cache. `n_kv` and `visible` are valid once the ubatch is applied."""
+    """Where one ubatch goes in one cache. `n_kv` is valid once the ubatch is applied."""
 
     cache: KVCache
     ubatch: Ubatch
@@ -29,10 +27,6 @@ class KVPlace:
     @property
     def n_kv(self) -> int:
         return self.cache.n_kv(self.slot)
-
-    def visible(self, *, causal: bool = True) -> list[Bools]:
-        """For each stream of the slot, where a row sees a cell, bool [rows, n_kv] (KV-16)."""
-        return self.cache.visible(self.ubatch, self.slot, causal=causal)
 
     def apply(self) -> None:
         self.cache.apply(self.ubatch, self.slot)
@@ -80,6 +74,24 @@ class CursorStep:
         return tuple(shape)
 
 
+def kv_places(cache: KVCache | None, ubatches: Sequence[Ubatch]) -> Sequence[KVPlace | None] | None:
+    """The places of ubatches in a cache, where there is one; None when it has no room for them."""
+    if cache is None:
+        return [None] * len(ubatches)
+    slots = cache.prepare(ubatches)
+    return None if slots is None else [KVPlace(cache, *pair) for pair in zip(ubatches, slots, strict=True)]
+
+
+def recurrent_places(
+    memory: RecurrentMemory | None, ubatches: Sequence[Ubatch]
+) -> Sequence[RecurrentPlace | None] | None:
+    """The same in recurrent memory."""
+    if memory is None:
+        return [None] * len(ubatches)
+    runs = memory.prepare(ubatches)
+    return None if runs is None else [RecurrentPlace(memory, *pair) for pair in zip(ubatches, runs, strict=True)]
+
+
 class PreparedBatch:
     """A cursor over steps, or over none where the prepare failed."""
 
@@ -91,35 +103,43 @@ class PreparedBatch:
 
     @property
     def ubatches(self) -> tuple[Ubatch, ...]:
+        """All of them, in order; none after a failure."""
         return tuple(step.ubatch for step in self._steps)
 
     @property
     def ubatch(self) -> Ubatch:
+        """The current one."""
         return self._step.ubatch
 
     @property
     def attention(self) -> KVPlace | None:
+        """Where the current ubatch goes in the cache of the full attention layers, where there is one."""
         return self._step.attention
 
     @property
     def windowed(self) -> KVPlace | None:
+        """Where the current ubatch goes in the cache of the windowed layers, where they have one of their own."""
         return self._step.windowed
 
     @property
     def recurrent(self) -> StateRun | None:
+        """What the current ubatch's run does to recurrent states, where there are any."""
         place = self._step.recurrent
         return None if place is None else place.run
 
     @property
     def n_kv(self) -> int:
+        """Cells that full attention reads, once the current ubatch is applied; 0 without attention (KV-13)."""
         place = self._step.attention
         return 0 if place is None else place.n_kv
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Of an applied ubatch: equal iff memory lets two of them run in the same graph (GS-2)."""
         return self._step.shape
 
     def apply(self) -> None:
+        """Put the current ubatch into every part of memory, or into none."""
         if self._applied is not None:
             raise InternalError("the current ubatch is applied already (MC-7)")
         self._applied = []
@@ -132,12 +152,14 @@ class PreparedBatch:
             raise
 
     def roll_back(self) -> None:
+        """Undo `apply` of the current ubatch; no effect where it was not applied (KV-14, RM-19)."""
         while self._applied:
             self._applied[-1].roll_back()
             self._applied.pop()
         self._applied = None
 
     def advance(self) -> bool:
+        """Move to the next ubatch, after the current one was applied; False at the end."""
         if self._applied is None:
             raise InternalError("a ubatch that is not applied cannot be left behind (MC-7)")
         self._applied = None
@@ -154,30 +176,3 @@ class PreparedBatch:
 def failed() -> PreparedBatch:
     """The cursor that says that there is no room."""
     return PreparedBatch((), Status.FAILED_PREPARE)
-
-
-class WorstCase:
-    """The cursor of `prepare_full`: the largest possible shapes, and no ubatch (MC-4)."""
-
-    def __init__(self, caches: Sequence[KVCache], recurrent: RecurrentMemory | None = None) -> None:
-        self.status = Status.SUCCESS
-        self.ubatches: tuple[Ubatch, ...] = ()
-        self.attention: KVPlace | None = None
-        self.windowed: KVPlace | None = None
-        self.recurrent: StateRun | None = None
-        self.n_kv = caches[0].size if caches else 0
-        counts = [count for cache in caches for count in (cache.size, len(cache.streams))]
-        self.shape: tuple[int, ...] = (*counts, *(() if recurrent is None else (0, recurrent.size)))
-
-    @property
-    def ubatch(self) -> Ubatch:
-        raise InternalError("the worst case has no ubatch (MC-4)")
-
-    def apply(self) -> None:
-        raise InternalError("the worst case cannot be applied (MC-4)")
-
-    def roll_back(self) -> None:
-        """Nothing was applied."""
-
-    def advance(self) -> bool:
-        return False
