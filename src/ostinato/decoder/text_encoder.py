@@ -80,7 +80,7 @@ class TextEncoder:
         vector = decoder.pooled(number)
         if vector is None:
             raise InternalError("a pooled vector was asked for and is not there")
-        found: Floats = vector.cpu().numpy().copy()
+        found: Floats = vector.numpy()
         return found
 
 

@@ -1,5 +1,5 @@
 """How a file says that the rows of a text become one vector: by `pooling_type` in GGUF, by the files that
-sentence-transformers keeps beside the model in a folder. The pooling itself is in `decoder/cells/pooling.py`.
+sentence-transformers keeps beside the model in a folder. The pooling itself is in `decoder/pooling.py`.
 """
 
 import json

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ostinato.decoder.cells.compute_executor import Computed, ComputeExecutor, Extractor, Threads
 from ostinato.decoder.cells.output import Absence, Outputs
-from ostinato.decoder.cells.pooling import Pooled, Pooling
 from ostinato.decoder.cells.sample_router import SampleRouter
 from ostinato.decoder.cells.ubatch_executor import Executed, UbatchExecutor
+from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.errors import Aborted, AllocationFailed, ComputeFailed, InternalError
 from tests.decoder.cells.samplers import GreedySampler
 from tests.vectors.compute_executor import Recorder

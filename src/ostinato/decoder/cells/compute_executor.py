@@ -16,8 +16,8 @@ from ostinato.backends.torch.allocate import is_out_of_memory
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.graphs import PreparedGraph
 from ostinato.decoder.cells.output import Outputs
-from ostinato.decoder.cells.pooling import Pooled
 from ostinato.decoder.cells.sample_router import SampleRouter
+from ostinato.decoder.pooling import Pooled
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch
 
 Graph = TypeVar("Graph")
@@ -148,4 +148,4 @@ class Extractor:
         if pooled.per_token:
             self.outputs.write_embeddings(first_row, embeddings)
         else:
-            pooled.add(ubatch, embeddings)
+            pooled.add(ubatch, embeddings.float().cpu().numpy())

@@ -13,8 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
+import torch
 from torch import Tensor
 
+from ostinato.backends.base import Floats
 from ostinato.backends.torch.model import Model
 from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
@@ -23,10 +25,10 @@ from ostinato.decoder.cells.memories import MemoryParts, memory_for
 from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
 from ostinato.decoder.cells.output import Outputs
-from ostinato.decoder.cells.pooling import Pooled, Pooling
-from ostinato.decoder.cells.pooling import pooling as pooling_named
 from ostinato.decoder.cells.sample_router import BackendSampler
 from ostinato.decoder.cells.settings import Settings, settle
+from ostinato.decoder.pooling import Pooled, Pooling
+from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.errors import BadOption, Unsupported
 from ostinato.options import KVType
 
@@ -110,7 +112,8 @@ class Decoder:
 
     def pooled(self, sequence: int) -> Tensor | None:
         """The pooled vector of a sequence of the last batch; None with pooling none."""
-        return None if self._flow.pooled is None else self._flow.pooled.get(sequence)
+        found = None if self._flow.pooled is None else self._flow.pooled.get(sequence)
+        return None if found is None else torch.from_numpy(found)
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -170,10 +173,13 @@ class Decoder:
 
 
 def _pooled(model: Model, name: str) -> Pooled:
-    kind = pooling_named(name)
+    kind = pooling_named(name, ranks=model.ranking is not None)
     if kind is not Pooling.RANK:
         return Pooled(kind)
-    if model.ranking is None:
-        raise BadOption(f"pooling 'rank' needs a model with a ranking head, and this {model.shape.family} has none")
+
+    def head(vector: Floats) -> Floats:
+        scores: Floats = model.rank(torch.from_numpy(vector).to(model.device).unsqueeze(0))[0].cpu().numpy()
+        return scores
+
     by = Pooling(model.shape.pooling) if model.shape.pooling in ("mean", "cls", "last") else Pooling.CLS
-    return Pooled(kind, head=model.rank, rank_by=by)
+    return Pooled(kind, head=head, rank_by=by)

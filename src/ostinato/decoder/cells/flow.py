@@ -25,10 +25,10 @@ from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepar
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.decoder.cells.output import Outputs
-from ostinato.decoder.cells.pooling import Pooled, Pooling
 from ostinato.decoder.cells.sample_router import SampleRouter
 from ostinato.decoder.cells.settings import Settings
 from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
+from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.errors import Aborted, InternalError, InvalidBatch
 
 

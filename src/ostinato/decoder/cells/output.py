@@ -2,7 +2,7 @@
 
 Rows are filled in the order in which the ubatches ran, and put into batch order at the first read (OUT-8..12). Every
 returned tensor is a read-only view into buffers owned here, valid until the next accepted decode. The buffers
-themselves are in `output_rows.py`, pooled vectors in `pooling.py`.
+themselves are in `output_rows.py`, pooled vectors in `decoder/pooling.py`.
 """
 
 from __future__ import annotations
