@@ -709,8 +709,9 @@ def judge_phases(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 
 def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, runs: int) -> Iterator[Record]:
     """The pace of a loop with every fusion, and with each of them switched off."""
+    from ostinato.backends.cuda.kernels import triton_kernels
     from ostinato.backends.cuda.plan import Fusions, fused_plan
-    from ostinato.backends.cuda.step import triton_kernels, twin_kernels
+    from ostinato.backends.torch.kernels import twin_kernels
 
     model = model_on(name, type, device)
     kernels = twin_kernels() if device == "cpu" else triton_kernels()

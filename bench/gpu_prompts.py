@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, place
-from ostinato.backends.tape.plan import scratch_elements
+from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of

@@ -19,8 +19,8 @@ from ostinato.cache.window import Window
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.kv_cache import KVCache
 
 SIZES: Final = (4_096, 32_768, 131_072)
 FILLS: Final = (0.50, 0.99)
@@ -66,7 +66,7 @@ def measure(size: int, n_tokens: int, n_seqs: int, window: Window) -> list[Serie
     splitter = splitter_of(n_tokens, n_seqs)
     found = []
     for fill in FILLS:
-        memory = KVCoordinator(filled(size, fill, window))
+        memory = Coordinator(filled(size, fill, window))
         if memory.prepare_batch(splitter, N_UBATCH, False).status.is_failure:
             continue
         runs = microseconds(partial(memory.prepare_batch, splitter, N_UBATCH, False))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ostinato.decoder.batch.batch import Batch as Batch
-    from ostinato.decoder.decoder import Decoder as Decoder
+    from ostinato.decoder.cells.decoder import Decoder as Decoder
     from ostinato.errors import OstinatoError as OstinatoError
     from ostinato.llm import LLM as LLM
     from ostinato.llm import Completion as Completion
@@ -25,7 +25,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "LLM": "llm",
     "Batch": "decoder.batch.batch",
-    "Decoder": "decoder.decoder",
+    "Decoder": "decoder.cells.decoder",
     "Completion": "llm",
     "Piece": "llm",
     "Score": "llm",

@@ -21,8 +21,8 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 import numpy as np
 
 from ostinato.backends.base import Floats, Settled
-from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.memory import state_file
+from ostinato.cache import state_bytes
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.text_encoder import TextEncoder
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
@@ -416,13 +416,13 @@ class LLM:
             "activations": self.activations,
             "note": dict(note or {}),
         }
-        state_file.write(path, save_sequence(self._engine, self._recent, content))
+        state_bytes.write(path, save_sequence(self._engine, self._recent, content))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
         """Load a saved sequence into memory and return its note; the next call with `reuse` continues from it."""
-        data = state_file.read(path, limit=largest_state_bytes(self._engine))
+        data = state_bytes.read(path, limit=largest_state_bytes(self._engine))
         try:
-            content = state_file.describe(data).note or {}
+            content = state_bytes.describe(data).note or {}
             if content.get("model") != self._checkpoint.fingerprint() or not isinstance(content.get("note"), dict):
                 raise BadFile(f"this state was not saved by {self.name}; use the model that did, or another file")
             if (saved := content.get("activations")) != self.activations:

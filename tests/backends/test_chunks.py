@@ -19,12 +19,13 @@ from torch import Tensor
 
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, OutputKind, output_rows
 from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 from ostinato.backends.native.pages import NativePages
+from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import memory_tensors
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import InternalError
 from ostinato.options import KVType
 from tests.backends.families import FAMILIES, family_model

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ostinato.cache.window import Window, WindowKind, round_up, windowed_size
 from ostinato.errors import InternalError
-from tests.decoder.memory.kv_oracle import masked
+from tests.decoder.cells.memory.kv_oracle import masked
 
 KINDS: list[WindowKind] = ["none", "standard", "chunked", "symmetric"]
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ostinato.cache.groups import PageGroup, lease_pages, page_groups, ring_pages
 from ostinato.cache.reserve import Reserve
-from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, SequencePart
+from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
 from tests.random_model import random_model
 
 PAGE, ROWS, SLOTS = 4, 8, 3

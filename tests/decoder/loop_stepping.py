@@ -19,11 +19,11 @@ from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import fused_plan
 from ostinato.backends.cuda.static_plan import static_plan
-from ostinato.backends.cuda.step import twin_kernels, twin_prompts
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.chunks import TorchChunks
+from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.start import CpuLoop

@@ -17,12 +17,12 @@ from torch import Tensor
 from ostinato.backends.torch.kv_store import Half
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
-from ostinato.decoder.memory.forward import ForwardMemory, KVPart
-from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
-from tests.decoder.rig import Kind, flow_of, small_decoder
+from ostinato.decoder.cells.decoder import Decoder
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.forward import ForwardMemory, KVPart
+from ostinato.decoder.cells.memory.kv_cache import KVCache
+from ostinato.decoder.cells.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
+from tests.decoder.cells.rig import Kind, flow_of, small_decoder
 
 
 class Place(NamedTuple):

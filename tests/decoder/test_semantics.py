@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from ostinato.backends.runner import Runner
 from tests.counts import soak
 from tests.decoder import loop_stepping as loops
+from tests.decoder.cells.rig import KINDS, N_VOCAB
 from tests.decoder.loop_stepping import LoopStepper
-from tests.decoder.rig import KINDS, N_VOCAB
 from tests.decoder.stepping import BatchStepper, Committed, Event, Place, Read, StepDecoder, Wrote
 
 pytestmark = pytest.mark.slow

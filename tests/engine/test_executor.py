@@ -28,18 +28,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ostinato
 from bench.gpu_executor import perplexity
 from bench.gpu_models import moved
-from ostinato.backends.allocate import BumpAllocator
 from ostinato.backends.base import ChunkPart
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.graph import CudaGraph
+from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.plan import Fusions
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaEager
 from ostinato.backends.cuda.start import source as cuda_source
-from ostinato.backends.cuda.step import triton_kernels, twin_kernels, twin_prompts
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.machine import choose_device
+from ostinato.backends.torch.allocate import BumpAllocator
+from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats

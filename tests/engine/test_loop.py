@@ -11,7 +11,7 @@ import torch
 
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.loop.layout import End, Finish, SlotState, Word
 from ostinato.options import Sampling
 from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop

@@ -11,7 +11,7 @@ import torch
 
 from ostinato import LLM, Sampling
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.engine import Engine
 from ostinato.engine.saved import load_sequence, save_sequence
 from ostinato.errors import BadFile, BadInput

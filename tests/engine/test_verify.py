@@ -12,9 +12,9 @@ import torch
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.plan import fused_plan
-from ostinato.backends.cuda.step import StepKernels, twin_kernels, twin_prompts
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.forward import through_mlp
+from ostinato.backends.torch.kernels import StepKernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop

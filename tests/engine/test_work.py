@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.backends.base import ChunkPart, Floats
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.engine import Engine
 from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
 from ostinato.engine.work import WorkSpec, WorkText

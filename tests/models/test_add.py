@@ -15,10 +15,10 @@ import torch
 from numpy.typing import NDArray
 
 import ostinato
-from ostinato.backends.allocate import empty
 from ostinato.backends.cuda.load import PackedLoader
 from ostinato.backends.loading import read_all
 from ostinato.backends.native.tile_weights import TileLoader
+from ostinato.backends.torch.allocate import empty
 from ostinato.backends.torch.load import DenseLoader
 from ostinato.backends.torch.weight import dense_of
 from ostinato.errors import BadFile, UnknownName

@@ -11,9 +11,9 @@ from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cell_flow import DecodeFlow
-from ostinato.decoder.memories import memory_for
-from ostinato.decoder.settings import settle
+from ostinato.decoder.cells.flow import DecodeFlow
+from ostinato.decoder.cells.memories import memory_for
+from ostinato.decoder.cells.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
 from ostinato.lab.random_weights import Kind, RandomLoader, kept_as, random_blocks, random_model, weight_bytes

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from ostinato import LLM
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from tests.models import tiny
 
 pytestmark = pytest.mark.slow  # together they take seconds

@@ -3,8 +3,8 @@
 from typing import Any
 
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.compute_executor import Abort, ComputeExecutor, Threads
-from ostinato.decoder.graphs import PreparedGraph
+from ostinato.decoder.cells.compute_executor import Abort, ComputeExecutor, Threads
+from ostinato.decoder.cells.graphs import PreparedGraph
 from ostinato.errors import Aborted, DecodeError
 from tests.vectors.ubatches import ubatch_of
 

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from ostinato.decoder.settings import settle
+from ostinato.decoder.cells.settings import settle
 from ostinato.errors import InvalidBatch
 from tests.vectors.sanitizer import refused
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cell_flow import never
-from ostinato.decoder.decoder import Decoder
-from ostinato.decoder.sample_router import BackendSampler
+from ostinato.decoder.cells.decoder import Decoder
+from ostinato.decoder.cells.flow import never
+from ostinato.decoder.cells.sample_router import BackendSampler
 from ostinato.errors import DecodeError, OstinatoError
-from tests.decoder.samplers import GreedySampler, TopKSampler
+from tests.decoder.cells.samplers import GreedySampler, TopKSampler
 from tests.random_model import MemoryKind, random_model
 from tests.vectors.memory_steps import SEQUENCE_OPS, seq_pos, sequence_op
 from tests.vectors.sanitizer import batch_of

@@ -4,9 +4,9 @@ from typing import Any
 
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.window import Window
-from ostinato.decoder.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.memory.slots import Slot
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.slots import Slot
 from ostinato.errors import InvalidBatch
 from tests.vectors.kv_cells import fill, told
 from tests.vectors.memory_steps import SEQUENCE_OPS, apply_all, seq_pos, sequence_op, splitter_of, update
@@ -37,7 +37,7 @@ class Steps:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.cache = cache_of(given)
-        self.memory = KVCoordinator(self.cache)
+        self.memory = Coordinator(self.cache)
         self.n_ubatch = given["n_ubatch"]
         self.limit = MAX_SEQ if given["unified"] else given["n_seq_max"]
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ostinato.cache.sequences import MAX_SEQ
-from ostinato.decoder.memory.cells import Cells, Saved
+from ostinato.decoder.cells.memory.cells import Cells, Saved
 from ostinato.errors import InternalError
 
 

@@ -5,16 +5,15 @@ from typing import Any
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.cursor import PreparedBatch
-from ostinato.decoder.memory.coordinator.interface import Cursor, Update, prepare_with_retry
-from ostinato.decoder.memory.coordinator.kv import KVCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
-from ostinato.decoder.memory.status import Status, combine
+from ostinato.decoder.cells.memory.coordinator import Coordinator, Update, prepare_with_retry
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.status import Status, combine
 from ostinato.errors import DecodeError
 from tests.vectors.sanitizer import N_VOCAB
 
 
-class Scripted(KVCoordinator):
+class Scripted(Coordinator):
     """A memory that answers as it was told to."""
 
     def __init__(self, prepare: list[str], optimise: str) -> None:
@@ -24,7 +23,7 @@ class Scripted(KVCoordinator):
         self.prepare_calls = 0
         self.optimise_calls = 0
 
-    def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Cursor:
+    def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
         self.prepare_calls += 1
         return PreparedBatch((), Status(next(self._answers)))
 

@@ -4,20 +4,21 @@ from typing import Any
 
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.memory.coordinator.interface import Cursor, Memory
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.errors import InvalidBatch
 from tests.vectors.sanitizer import N_VOCAB, batch_of
 
 SEQUENCE_OPS = ("seq_rm", "seq_cp", "seq_keep", "seq_add", "seq_div", "clear")
 
 
-def splitter_of(memory: Memory, batch: dict[str, Any], *, limit: int, output_all: bool = False) -> Splitter:
+def splitter_of(memory: Coordinator, batch: dict[str, Any], *, limit: int, output_all: bool = False) -> Splitter:
     """The batch, sanitized against what memory holds."""
     clean = sanitize(batch_of(batch), n_vocab=N_VOCAB, n_seq_limit=limit, output_all=output_all, memory=memory)
     return Splitter(clean)
 
 
-def apply_all(cursor: Cursor) -> None:
+def apply_all(cursor: PreparedBatch) -> None:
     """Put every ubatch of a prepared batch into memory."""
     more = bool(cursor.ubatches)
     while more:
@@ -25,7 +26,7 @@ def apply_all(cursor: Cursor) -> None:
         more = cursor.advance()
 
 
-def sequence_op(memory: Memory, name: str, *arguments: Any) -> Any:
+def sequence_op(memory: Coordinator, name: str, *arguments: Any) -> Any:
     """One sequence operation, or "invalid"; the file's -1 for "any sequence" becomes None."""
     if name == "seq_rm":
         s, p0, p1 = arguments
@@ -36,13 +37,13 @@ def sequence_op(memory: Memory, name: str, *arguments: Any) -> Any:
         return "invalid"
 
 
-def update(memory: Memory) -> str:
+def update(memory: Coordinator) -> str:
     """Carry out what is pending; the status word."""
     pending = memory.prepare_update(optimise=False)
     pending.apply()
     return pending.status.value
 
 
-def seq_pos(memory: Memory, limit: int) -> dict[int, list[int | None]]:
+def seq_pos(memory: Coordinator, limit: int) -> dict[int, list[int | None]]:
     """The extremes of every sequence that memory holds."""
     return {s: [memory.pos_min(s), memory.pos_max(s)] for s in range(limit) if memory.pos_max(s) is not None}

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from ostinato.decoder.output import Outputs, resolve
+from ostinato.decoder.cells.output import Outputs, resolve
 from tests.vectors.compare import plain
 
 ABSENT = -1

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ostinato.decoder.memory.coordinator.recurrent import RecurrentCoordinator
-from ostinato.decoder.memory.recurrent import RecurrentMemory
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.errors import InvalidBatch
 from tests.vectors.memory_steps import SEQUENCE_OPS, apply_all, seq_pos, sequence_op, splitter_of, update
 
@@ -13,7 +13,7 @@ class Steps:
 
     def __init__(self, given: dict[str, Any]) -> None:
         self.states = RecurrentMemory(given["n_seq_max"], n_snapshots=given.get("n_rs_seq", 0))
-        self.memory = RecurrentCoordinator(self.states)
+        self.memory = Coordinator(recurrent=self.states)
         self.n_ubatch = given["n_ubatch"]
         self.limit = given.get("limit", given["n_seq_max"])
         self.output_all = given.get("output_all", False)

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ostinato.decoder.sample_router import SampleRouter
+from ostinato.decoder.cells.sample_router import SampleRouter
 from ostinato.errors import InvalidBatch
-from tests.decoder.samplers import GreedySampler
+from tests.decoder.cells.samplers import GreedySampler
 from tests.vectors.sanitizer import batch_of, refused
 from tests.vectors.ubatches import ubatches_of
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ostinato.decoder.compute_executor import ComputeExecutor, Threads
-from ostinato.decoder.ubatch_executor import UbatchExecutor
+from ostinato.decoder.cells.compute_executor import ComputeExecutor, Threads
+from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
 from ostinato.errors import DecodeError, InternalError
 from tests.vectors.compute_executor import OK, Recorder
 from tests.vectors.ubatches import ubatch_of

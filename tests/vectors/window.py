@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from ostinato.cache.window import Window, windowed_size
-from ostinato.decoder.memory.coordinator.two_cache import TwoCacheCoordinator
-from ostinato.decoder.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.kv_cache import KVCache
 
 
 def masked(kind: Any, n_swa: int, pairs: list[list[int]]) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def size(base: int, n_swa: int, n_seq_max: int, unified: bool, n_ubatch: int, fu
     cells = windowed_size(base, n_swa, n_seq_max=n_seq_max, unified=unified, n_ubatch=n_ubatch, full=full)
     whole = KVCache(base, n_seq_max=n_seq_max, unified=unified)
     windowed = KVCache(cells, n_seq_max=n_seq_max, unified=unified, window=Window("standard", n_swa))
-    return {"size": cells, "can_shift": TwoCacheCoordinator(whole, windowed).can_shift}
+    return {"size": cells, "can_shift": Coordinator(whole, windowed).can_shift}
 
 
 def run(given: dict[str, Any], op: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ostinato.backends.loading import Progress
 from ostinato.backends.machine import DeviceKind, Machine, kind_of
 from ostinato.cache.groups import PageGroup, page_groups
+from ostinato.cache.state_block import Bytes, CellForm
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.options import Activations, KVType, LoadOptions
@@ -39,6 +40,7 @@ Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are
 Layout = Literal["dense", "packed", "tiles"]
 Prompts = Literal["plain", "tape"]
 Floats = NDArray[np.float32]
+PageTables = Sequence[Sequence[int]]  # of one sequence, one for each group of layers
 OutputKind = Literal["hidden", "logits", "logprobs"]
 LOGITS_BYTES: Final = 64 << 20  # of logits that are there at once: those given, or those behind log-probabilities
 
@@ -140,6 +142,36 @@ def output_rows(parts: Sequence[ChunkPart], want: ChunkWant | None, max_outputs:
         if not 0 <= want.top <= (want.n_tokens or vocab) <= vocab:
             raise InternalError(f"the {want.top} most likely of {want.n_tokens} tokens of {vocab} are asked for")
     return found
+
+
+class SequenceCopy(Protocol):
+    """Copies one sequence between a backend's memory and the host, its positions in order. Rows are bytes
+    [positions, bytes of a cell]: keys of every layer, then values of every layer, then states, which have one row.
+
+    Run as work beside the loop: what is read from a GPU is there when that work is done, and what is written is kept
+    until then.
+    """
+
+    def kv_cells(self, layers: Sequence[int]) -> tuple[CellForm, ...]:
+        """One cell of each tensor of `read_kv`."""
+
+    def state_cells(self) -> tuple[CellForm, ...]:
+        """The same of `read_states`."""
+
+    def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Bytes]:
+        """Keys and values of these layers; scales follow each where there are some."""
+
+    def write_kv(self, layers: Sequence[int], pages: PageTables, positions: range, rows: Sequence[Bytes]) -> None:
+        """Write what `read_kv` gave."""
+
+    def read_states(self, slot: int) -> list[Bytes]:
+        """The recurrent states of a slot, layer by layer."""
+
+    def write_states(self, slot: int, rows: Sequence[Bytes]) -> None:
+        """Write what `read_states` gave."""
+
+    def staged(self, rows: Bytes) -> Bytes:
+        """The same rows in memory that can be written from without waiting."""
 
 
 # What is settled, and by whom it can be run

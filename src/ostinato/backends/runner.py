@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
-from ostinato.backends.base import Chunks, Settled
+from ostinato.backends.base import Chunks, SequenceCopy, Settled
 from ostinato.loop.guard import Guard
 from ostinato.loop.host import HostSide
 from ostinato.loop.layout import OUTBOX_ENTRIES, Layout, Tables
@@ -64,6 +64,10 @@ class Runner:
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         """The plan, the start of the settled mode, not built yet, and prefill."""
+        raise NotImplementedError
+
+    def sequence_copy(self) -> SequenceCopy:
+        """Copies sequences between this memory and the host."""
         raise NotImplementedError
 
     def _wake_event(self) -> WakeEvent:

@@ -3,7 +3,7 @@
     magic 8s | version u16 | kind u16 | name bytes u32 | header bytes u64 | payload bytes u64      little-endian
     name of the architecture, UTF-8 | header, JSON | payload | SHA-256 of everything before it
 
-A digest detects damage, not malice, so every size is checked against a bound before it is used. `state_parts.py`
+A digest detects damage, not malice, so every size is checked against a bound before it is used. `state_block.py`
 describes the payload, and `state_file.py` when it is written and read.
 """
 

@@ -158,7 +158,7 @@ def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
     from ostinato.backends.torch.ops.q8_0 import BLOCK
-    from ostinato.decoder.memories import context_bytes
+    from ostinato.decoder.sizes import context_bytes
 
     context = shape.default_context
     types: list[KVType] = [t for t in get_args(KVType) if t != "q8_0" or shape.head_width % BLOCK == 0]

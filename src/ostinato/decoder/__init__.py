@@ -1,1 +1,1 @@
-"""Tokens through the model: chunks of single sequences through `flow.py`, any batch through `decoder.py`."""
+"""Tokens through the model: chunks of single sequences through `flow.py`, any batch through `cells/decoder.py`."""

@@ -2,7 +2,7 @@
 
 A chunk of a prompt, a text to score or embed, a sequence to save: `begin` starts it as a job beside the loop, and
 `finish` takes its results when the job is done, so the caller never waits for a device. A failed chunk leaves memory as
-it was. Batches that need cells use `cell_flow.py`, which has the full order of the specification.
+it was. Batches that need cells use `cells/flow.py`, which has the full order of the specification.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ostinato.backends.base import ChunkOutput, Chunks, ChunkWant
-from ostinato.decoder.memory.paged import PagedSequences, SequencePart
+from ostinato.decoder.paged import PagedSequences, SequencePart
 from ostinato.loop.start import PendingWork
 
 

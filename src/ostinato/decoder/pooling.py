@@ -1,7 +1,7 @@
 """From hidden rows to one vector per sequence: mean, cls, last, rank, or none at all (PL-1..12).
 
-Sums and choices are carried from ubatch to ubatch, so a sequence may be spread over any number of them. Rows arrive
-in ubatch order, one for every token; the rows of pooling none are kept by `output.py` instead.
+Sums and choices are carried from one piece of a sequence to the next, so it may be spread over any number of ubatches
+or chunks. The rows of pooling none are outputs of their own (`cells/output.py`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
+from ostinato.backends.base import Floats
 from ostinato.cache.sequences import Ints
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import BadOption, InternalError, listing
 
-# The classification head of a ranking model: [sequences, n_embd_out] to [sequences, classes].
-Head = Callable[[Tensor], Tensor]
+# The classification head of a ranking model: [n_embd_out] to [classes].
+Head = Callable[[Floats], Floats]
 
 
 class Pooling(StrEnum):
@@ -32,11 +32,18 @@ class Pooling(StrEnum):
     LAST = "last"  # the token with the highest position
     RANK = "rank"  # mean, cls or last, then a classification head
 
+    def rows_of(self, n: int) -> range:
+        """The rows, of a text of n tokens, that its vector is made of."""
+        return {Pooling.CLS: range(1), Pooling.LAST: range(n - 1, n)}.get(self, range(n))
 
-def pooling(name: str) -> Pooling:
-    """The pooling of that name; BadOption, with the known names, if there is none."""
+
+def pooling(name: str, *, ranks: bool = True) -> Pooling:
+    """The pooling of that name; BadOption, with the known names, if there is none. `ranks`: the model has a ranking
+    head."""
     if name not in tuple(Pooling):
         raise BadOption(f"unknown pooling {name!r}; known: {listing(name, Pooling)}")
+    if name == Pooling.RANK and not ranks:
+        raise BadOption("pooling 'rank' needs a model with a ranking head, and this one has none")
     return Pooling(name)
 
 
@@ -60,29 +67,27 @@ def members(ubatch: Ubatch) -> dict[int, Members]:
 class _Rule(Protocol):
     """Carries one sequence's rows to one float32 vector."""
 
-    def add(self, found: Members, rows: Tensor) -> None:
-        """Add the sequence's tokens of one ubatch; `rows` are those of the whole ubatch."""
+    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
+        """Add rows [n, width] and their positions [n]; at least one."""
 
-    def vector(self) -> Tensor:
-        """The vector so far, [width]."""
+    def vector(self) -> Floats:
+        """The vector of the rows so far, [width]."""
 
 
 class _Mean:
     """The mean over all tokens (PL-4). Summed in float64, so that the split into ubatches changes no digit kept."""
 
     def __init__(self) -> None:
-        self._sum: Tensor | None = None
+        self._sum: Any = 0.0
         self._count = 0
 
-    def add(self, found: Members, rows: Tensor) -> None:
-        part = rows[torch.from_numpy(found.tokens).to(rows.device)].double().sum(0)
-        self._sum = part if self._sum is None else self._sum + part
-        self._count += len(found.tokens)
+    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
+        self._sum = self._sum + rows.sum(0, dtype=np.float64)
+        self._count += len(rows)
 
-    def vector(self) -> Tensor:
-        if self._sum is None:
-            raise InternalError("the mean of a sequence without tokens was asked for (PL-4)")
-        return (self._sum / self._count).float()
+    def vector(self) -> Floats:
+        mean: Floats = (self._sum / self._count).astype(np.float32)
+        return mean
 
 
 class _Chosen:
@@ -90,34 +95,32 @@ class _Chosen:
 
     def __init__(self) -> None:
         self._position: int | None = None
-        self._row: Tensor | None = None
+        self._row: Floats = np.empty(0, np.float32)
 
-    def _keep(self, position: int, row: Tensor) -> None:
+    def _keep(self, position: int, row: NDArray[Any]) -> None:
         # A copy: the rows of a ubatch are overwritten by the next.
-        self._position, self._row = position, row.to(torch.float32, copy=True)
+        self._position, self._row = position, row.astype(np.float32)
 
-    def vector(self) -> Tensor:
-        if self._row is None:
-            raise InternalError("the row of a sequence without tokens was asked for (PL-5)")
+    def vector(self) -> Floats:
         return self._row
 
 
 class _FirstRow(_Chosen):
     """The lowest position; of equals the earliest (PL-5)."""
 
-    def add(self, found: Members, rows: Tensor) -> None:
-        at = int(found.positions.argmin())
-        if self._position is None or found.positions[at] < self._position:
-            self._keep(int(found.positions[at]), rows[int(found.tokens[at])])
+    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
+        at = int(positions.argmin())
+        if self._position is None or positions[at] < self._position:
+            self._keep(int(positions[at]), rows[at])
 
 
 class _LastRow(_Chosen):
     """The highest position; of equals the latest (PL-6)."""
 
-    def add(self, found: Members, rows: Tensor) -> None:
-        at = len(found.positions) - 1 - int(found.positions[::-1].argmax())
-        if self._position is None or found.positions[at] >= self._position:
-            self._keep(int(found.positions[at]), rows[int(found.tokens[at])])
+    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
+        at = len(positions) - 1 - int(positions[::-1].argmax())
+        if self._position is None or positions[at] >= self._position:
+            self._keep(int(positions[at]), rows[at])
 
 
 _RULES: Final[Mapping[Pooling, Callable[[], _Rule]]] = MappingProxyType(
@@ -151,25 +154,29 @@ class Pooled:
     def clear(self) -> None:
         """Forget everything: a new batch was accepted (D-13), or a ubatch of this one failed."""
         self._carried: dict[int, _Rule] = {}
-        self._vectors: dict[int, Tensor] = {}
+        self._vectors: dict[int, Floats] = {}
 
-    def add(self, ubatch: Ubatch, rows: Tensor) -> None:
+    def add(self, ubatch: Ubatch, rows: NDArray[Any]) -> None:
         """Add the rows [n_tokens, n_embd_out] of one ubatch, a row for every token (PL-12)."""
         if self.per_token:
             return
         if len(rows) != ubatch.n_tokens:
             raise InternalError(f"{len(rows)} rows to pool for {ubatch.n_tokens} tokens (PL-12)")
         for sequence, found in members(ubatch).items():
-            carried = self._carried.setdefault(sequence, _RULES[self._rule]())
-            carried.add(found, rows)
-            # The head runs here, so that if it fails, the ubatch can still be rolled back.
-            vector = carried.vector()
-            self._vectors[sequence] = vector if self._head is None else self._head(vector.unsqueeze(0)).squeeze(0)
+            self.add_rows(sequence, found.positions, rows[found.tokens])
 
-    def results(self) -> dict[int, Tensor]:
+    def add_rows(self, sequence: int, positions: Ints, rows: NDArray[Any]) -> None:
+        """Add rows [n, n_embd_out] of one sequence, at these positions [n]."""
+        carried = self._carried.setdefault(sequence, _RULES[self._rule]())
+        carried.add(positions, rows)
+        # The head runs here, so that if it fails, the ubatch can still be rolled back.
+        vector = carried.vector()
+        self._vectors[sequence] = vector if self._head is None else self._head(vector)
+
+    def results(self) -> dict[int, Floats]:
         """Every participating sequence's vector, float32 [n_embd_out], or [classes] for rank (PL-3)."""
         return dict(self._vectors)
 
-    def get(self, sequence: int) -> Tensor | None:
+    def get(self, sequence: int) -> Floats | None:
         """One sequence's vector; None if it was not in the batch, or with pooling none (PL-11)."""
         return self._vectors.get(sequence)

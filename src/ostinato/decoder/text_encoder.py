@@ -12,7 +12,7 @@ from ostinato.backends.base import Floats
 from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import BadInput, InternalError
 
 # Tokens of one batch, unless a text has more: attention multiplies each row with all rows of the batch.
@@ -80,7 +80,7 @@ class TextEncoder:
         vector = decoder.pooled(number)
         if vector is None:
             raise InternalError("a pooled vector was asked for and is not there")
-        found: Floats = vector.cpu().numpy().copy()
+        found: Floats = vector.numpy()
         return found
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from ostinato.backends.base import ChunkOutput, ChunkWant
 from ostinato.decoder.flow import PagedFlow, PendingChunk
-from ostinato.decoder.memory.paged import PagedSequence, SequencePart
+from ostinato.decoder.paged import PagedSequence, SequencePart
 from ostinato.engine.work import PageCopyJob, Work, WorkRows, WorkText
 
 

@@ -247,7 +247,7 @@ def _narrower(settled: Settled) -> str:
 
 def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk) -> int:
     """The context asked for, or as much of the model's own as fits."""
-    from ostinato.decoder.memories import context_bytes
+    from ostinato.decoder.sizes import context_bytes
 
     device, kv_type = settled.device, settled.kv_type
 

@@ -12,7 +12,7 @@ from typing import Final
 from ostinato.backends.base import ChunkPart
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
-from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, SequencePart
+from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
 from ostinato.errors import EngineDead, InternalError
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word

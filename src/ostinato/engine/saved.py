@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ostinato.backends.native.pages import NativePages
-from ostinato.backends.torch.sequence_copy import SequenceCopy
 from ostinato.cache.state_bytes import describe
-from ostinato.decoder.memory.native_copy import NativeSequenceCopy
-from ostinato.decoder.memory.paged_state import PagedState
+from ostinato.decoder.paged_state import PagedState
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import PageCopyJob, WorkSpec, WorkText
 from ostinato.errors import BadFile
@@ -39,9 +36,7 @@ def largest_state_bytes(engine: Engine) -> int:
 
 
 def _state(engine: Engine) -> PagedState:
-    memory = engine.loop.memory
-    copy = NativeSequenceCopy(memory) if isinstance(memory, NativePages) else SequenceCopy(memory)
-    return PagedState(engine.loop.model.shape, copy, engine.context)
+    return PagedState(engine.loop.model.shape, engine.loop.sequence_copy(), engine.context)
 
 
 def _copied(engine: Engine, ids: Sequence[int], job: PageCopyJob) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
 from ostinato.decoder.flow import PagedFlow, PendingChunk
-from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, SequencePart
+from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
 from ostinato.engine.active_work import ActiveWork
 from ostinato.engine.constraint import Masks
 from ostinato.engine.queue import RequestQueue

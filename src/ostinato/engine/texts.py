@@ -5,23 +5,18 @@ A chunk holds as many texts as it has rows for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Final
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.base import Floats
+from ostinato.decoder.pooling import Pooled
+from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import WorkSpec, WorkText
-from ostinato.errors import BadOption, listing
-
-# The rows of a text of n tokens whose mean is its vector; the definition is `decoder/pooling.py`.
-_POOLED: Final[Mapping[str, Callable[[int], range]]] = MappingProxyType(
-    {"mean": range, "cls": lambda n: range(1), "last": lambda n: range(n - 1, n)}
-)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,16 +57,12 @@ def logprobs_of(
 
 def vectors_of(engine: Engine, texts: Sequence[Sequence[int]], pooling: str) -> Floats:
     """One vector per text, float32 [texts, hidden], from its hidden rows."""
-    if pooling not in _POOLED:
-        if pooling == "rank":
-            raise BadOption("pooling 'rank' needs a model with a ranking head, and this one has none")
-        raise BadOption(f"unknown pooling {pooling!r}; known: {listing(pooling, (*_POOLED, 'rank'))}")
-    asked = [(ids, _POOLED[pooling](len(ids))) for ids in texts]
+    pooled = Pooled(pooling_named(pooling, ranks=False))
+    asked = [(ids, pooled.kind.rows_of(len(ids))) for ids in texts]
     # Tokens after the last row that is asked for are left out: attention is causal, so no row depends on them.
     work = engine.work(WorkSpec([WorkText(ids[: rows.stop], rows) for ids, rows in asked], "hidden"))
-    sums = np.zeros((len(texts), engine.loop.model.shape.hidden))
+    positions = [iter(rows) for _, rows in asked]
     for number, output in work:
         assert output.hidden is not None
-        sums[number] += output.hidden.sum(0, dtype=np.float64)
-    means: Floats = (sums / np.array([[len(rows)] for _, rows in asked])).astype(np.float32)
-    return means
+        pooled.add_rows(number, np.fromiter(islice(positions[number], len(output.hidden)), np.int64), output.hidden)
+    return np.stack([vector for _, vector in sorted(pooled.results().items())])

@@ -26,9 +26,9 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cell_flow import DecodeFlow
-from ostinato.decoder.memories import memory_for
-from ostinato.decoder.settings import settle
+from ostinato.decoder.cells.flow import DecodeFlow
+from ostinato.decoder.cells.memories import memory_for
+from ostinato.decoder.cells.settings import settle
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import open_runner

@@ -19,9 +19,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import empty
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
+from ostinato.backends.torch.allocate import empty
 from ostinato.backends.torch.load import constant
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight

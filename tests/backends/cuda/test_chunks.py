@@ -13,9 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from ostinato.backends.base import ChunkPart, ChunkWant
 from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 from ostinato.backends.cuda.outputs import output_bytes
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack

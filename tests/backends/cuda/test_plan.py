@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan
-from ostinato.backends.cuda.step import StepKernels, triton_kernels, twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import StepKernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuLoop

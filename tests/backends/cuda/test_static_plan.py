@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.static_plan import static_plan
-from ostinato.backends.cuda.step import StepKernels, twin_kernels
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.chunks import TorchChunks
+from ostinato.backends.torch.kernels import StepKernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.start import CpuLoop

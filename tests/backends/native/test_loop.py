@@ -27,7 +27,7 @@ from ostinato.backends.native.start import NativeLoop
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.decoder import Decoder
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner

@@ -16,12 +16,14 @@ from torch import Tensor
 from ostinato import LLM, Sampling
 from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, Prompts, Settled
 from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.tape.backend import TapeRunner
-from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
 from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.tape.unpack import bind_unpack
 from ostinato.backends.torch.backend import TWIN
+from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
@@ -30,7 +32,7 @@ from ostinato.engine.choose import settle_model
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import Start
-from ostinato.models.blocks import Layer, Linear, with_leaves
+from ostinato.models.blocks import Layer, Linear, leaves_of, with_leaves
 from ostinato.models.registry import read_shape
 from ostinato.models.shape import Shape
 from tests.backends.cuda.test_chunks import Allocations, without_kernels
@@ -45,8 +47,16 @@ PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
 PACKABLE = shape_of(hidden=256, ff_width=256)
 
 
-def on_tape(model: Model) -> Model:
-    return Laid(model, on_tape=True).step.model
+def on_tape(model: Model, *, triton: bool = False) -> Model:
+    found = Laid(model, on_tape=True).step.model
+    for weight in leaves_of(found) if triton else ():
+        if isinstance(weight, TapeWeight):
+            weight.tape.bind_unpack = bind_unpack
+    return found
+
+
+def lies_on_tape(model: Model) -> bool:
+    return any(isinstance(weight, TapeWeight) for weight in leaves_of(model))
 
 
 def prefill_of(driver: Driver, model: Model, *, triton: bool = False, buckets: tuple[int, ...] = (16, 32)) -> None:
@@ -112,7 +122,7 @@ def test_a_chunk_from_the_tape_gives_the_same_rows_logits_and_log_probabilities(
 @pytest.mark.parametrize("name", ["untied", "qwen2"])
 def test_so_they_do_by_kernels(name: str) -> None:
     model = small(SHAPES[name])
-    same(prompted(on_tape(model), triton=True), prompted(model, triton=True))
+    same(prompted(on_tape(model, triton=True), triton=True), prompted(model, triton=True))
 
 
 def as_on_tape(model: Model) -> Model:
@@ -160,7 +170,7 @@ def test_what_goes_through_the_models_own_blocks_reads_the_tape_too(mix: str | N
 
 
 def test_no_launch_of_a_chunk_from_the_tape_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = on_tape(small(replace(PACKABLE, tied_head=False), mix="q4_k_m"))
+    model = on_tape(small(replace(PACKABLE, tied_head=False), mix="q4_k_m"), triton=True)
     driver = open_loop(model=model, mode="twin", n_slots=2)
     prefill_of(driver, model, triton=True)
     prefill: Any = driver.loop.prefill

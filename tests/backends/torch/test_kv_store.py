@@ -8,9 +8,10 @@ import torch
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
 from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of, rope_torch
-from ostinato.decoder.memories import context_bytes, memory_bytes, memory_for
-from ostinato.decoder.memory.recurrent_state import Move, StateRun, StateSource
-from ostinato.decoder.settings import settle
+from ostinato.cache.state_run import Move, StateRun, StateSource
+from ostinato.decoder.cells.memories import memory_for
+from ostinato.decoder.cells.settings import settle
+from ostinato.decoder.sizes import context_bytes, memory_bytes
 from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
 from ostinato.models.shape import RecurrentShape, Shape

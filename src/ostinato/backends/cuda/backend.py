@@ -13,7 +13,7 @@ from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tenso
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.runner import Runner
-from ostinato.backends.torch.backend import loaded_with, model_of, paged_memory, prefill_bytes, tables_on
+from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
 from ostinato.errors import Unsupported
 from ostinato.options import Activations, LoadOptions
 
@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ostinato.backends.loading import Progress
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
-    from ostinato.backends.torch.paged import PagedMemory
-    from ostinato.loop.layout import Layout as TableLayout
-    from ostinato.loop.layout import Tables
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -89,15 +86,10 @@ class CudaBackend:
         return kind(model_of(model, settled), settled, outbox_entries=outbox_entries)
 
 
-class CudaRunner(Runner):
+class CudaRunner(TensorRunner):
     """What both kinds of step share on a GPU."""
 
-    def _memory(self) -> PagedMemory:
-        # A step computes all rows at once; rows without a live slot need a place to write their states.
-        return paged_memory(self.model, self.settled, spare_states=SPARE_STATES)
-
-    def _tables(self, layout: TableLayout) -> Tables:
-        return tables_on(self.model, layout)
+    spare_states = SPARE_STATES
 
     def _start(self, plan: Plan) -> CudaStart:
         from ostinato.backends.cuda.graph import CudaGraph
@@ -113,7 +105,7 @@ class FusedRunner(CudaRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
-        from ostinato.backends.cuda.step import triton_kernels, triton_prompts
+        from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 
         plan, start = self._step()
         try:
@@ -126,8 +118,8 @@ class FusedRunner(CudaRunner):
         return plan, start, prefill
 
     def _step(self) -> tuple[Plan, CudaStart]:
+        from ostinato.backends.cuda.kernels import triton_kernels
         from ostinato.backends.cuda.plan import fused_plan
-        from ostinato.backends.cuda.step import triton_kernels
 
         plan = fused_plan(self.model, self.memory, self.tables, self.n_tokens, triton_kernels())
         return plan, self._start(plan)
@@ -137,8 +129,8 @@ class StaticRunner(CudaRunner):
     """Recurrent models: torch's step over all rows, and prompts in torch."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
+        from ostinato.backends.cuda.kernels import triton_kernels
         from ostinato.backends.cuda.static_plan import static_plan
-        from ostinato.backends.cuda.step import triton_kernels
         from ostinato.backends.torch.chunks import TorchChunks
 
         kernels = triton_kernels()

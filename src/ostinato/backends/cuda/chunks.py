@@ -6,29 +6,26 @@ nothing else: not on where the prompt was cut, nor on the bucket, nor on the oth
 for the largest bucket, and the others use its first rows: no launch allocates, so graphs keep no memory but their own.
 A chunk copies its ids and pages in and replays; what is asked for of its rows follows (`outputs.py`).
 
-If a model's matrices lie on the tape alone, they are dequantised one by one, each right before its product, into
-scratch memory that all of them share.
+Matrices that no kernel here reads where they lie are unpacked right before their products (`scratch.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from math import prod
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows
-from ostinato.backends.cuda.outputs import ChunkOutputs, head_launches
+from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
-from ostinato.backends.cuda.step import Launch, PromptKernels, StepKernels
-from ostinato.backends.tape.plan import lies_on_tape, scratch_elements
-from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.cuda.scratch import Scratch
+from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.first_token import FirstToken
+from ostinato.backends.torch.kernels import Launch, PromptKernels, StepKernels, play
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
@@ -36,7 +33,7 @@ from ostinato.backends.torch.ops.matmul import n_stats
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
-from ostinato.loop.layout import MAX_TOP, Tables
+from ostinato.loop.layout import Tables
 from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape
 
@@ -95,11 +92,11 @@ class FusedChunks:
         self._row_slot = torch.arange(most, dtype=torch.int32, device=device)  # a row of a prompt is its own slot
         self._routed = _Routed.of(shape.experts, shape.n_layers, most, device)
         self._last = made(tables.layout.n_slots, shape.hidden)
-        self._scratch = made(scratch_elements(model), dtype=model.dtype) if lies_on_tape(model) else None
+        self._scratch = Scratch(model)
         self._launches = {rows: self._bound(rows) for rows in self._buckets}
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
-        self._first = FirstToken(model, tables, n_tokens, kernels, prompts, self._scratch)
+        self._first = self._first_token(n_tokens)
         self._outputs = ChunkOutputs(model, prompts, most, self._scratch)
         self.max_outputs = self._outputs.max_outputs
         self._n_copies = 0
@@ -111,13 +108,13 @@ class FusedChunks:
         for rows, launches in self._launches.items():
             with torch.cuda.stream(stream):
                 self._brought.zero_()
-                _play(launches)
+                play(launches)
                 self._first.play()
             stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             try:
                 with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                    _play(launches)
+                    play(launches)
                 self._graphs[rows] = graph
             except RuntimeError as error:
                 self.failures = {**self.failures, rows: str(error)}
@@ -149,7 +146,7 @@ class FusedChunks:
         if graph is not None:
             graph.replay()
         else:
-            _play(self._launches[bucket])
+            play(self._launches[bucket])
         for part, stop in zip(parts, accumulate(counts), strict=True):
             if part.slot is not None:
                 self._last[part.slot].copy_(self._x[stop - 1])
@@ -157,6 +154,22 @@ class FusedChunks:
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
+
+    def _first_token(self, n_tokens: int) -> FirstToken:
+        """By the step's own head, behind the last norm."""
+        model, norm, head = self._model, self._model.norm, self._model.head
+        assert norm is not None
+        assert head is not None
+        row, logits = (zeros((1, n), torch.float32, model.device) for n in (model.shape.hidden, model.shape.vocab))
+        normed, one = torch.zeros_like(row), self._count(1)
+        words = {"bias": head.bias, "scale": head.scale, "softcap": model.shape.logit_softcap}
+
+        def product(weight: Weight, out: Tensor) -> Launch:
+            return self._kernels.matmul(normed, weight, out, one, **words)
+
+        norming = self._prompts.norm(row, normed, norm.weight, norm.bias, norm.eps)
+        launches = (norming, self._scratch.product(head.weight, logits, product))
+        return FirstToken(row, logits, launches, self._tables, n_tokens, self._kernels)
 
     # The launches of a bucket
 
@@ -248,13 +261,10 @@ class FusedChunks:
         return [*launches, lambda: x.add_(y)]
 
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
-        weight: Weight = linear.weight
-        if not isinstance(weight, TapeWeight):
+        def bind(weight: Weight, out: Tensor) -> Launch:
             return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
-        assert self._scratch is not None
-        plain = self._scratch[: prod(weight.shape)].view(weight.shape)
-        product = self._prompts.gemm(given, plain, out, bias=linear.bias, scale=linear.scale)
-        return partial(_play, (self._prompts.unpack(weight, plain), product))
+
+        return self._scratch.product(linear.weight, out, bind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,93 +325,3 @@ class _Routed:
             shares=zeros((rows, used), torch.float32, device),
             act=zeros((rows, used, experts.ff_width), torch.float32, device),
         )
-
-
-class FirstToken:
-    """From the last row of a prompt to its first token, in the table, by the step's own head and sampler.
-
-    Without `prompts` the head is the model's own, as torch runs it, and the row is one that the last norm has left. A
-    head on the tape comes by slices of its rows through `scratch`.
-    """
-
-    def __init__(
-        self,
-        model: Model,
-        tables: Tables,
-        n_tokens: int,
-        kernels: StepKernels,
-        prompts: PromptKernels | None = None,
-        scratch: Tensor | None = None,
-    ) -> None:
-        shape, device = model.shape, model.device
-        self._table = tables.table
-        self._row = zeros((1, shape.hidden), model.dtype if prompts is None else torch.float32, device)
-        logits = zeros((1, shape.vocab), torch.float32, device)
-        self._slot = zeros((1,), torch.int32, device)
-        one = torch.ones(1, dtype=torch.int32, device=device)
-        self._made = {
-            "token": zeros((1,), torch.int32, device),
-            "logprob": zeros((1,), torch.float32, device),
-            "top_ids": zeros((1, MAX_TOP), torch.int32, device),
-            "top_logprobs": zeros((1, MAX_TOP), torch.float32, device),
-        }
-        workspace = kernels.sample_workspace(1, shape.vocab, device)
-        # The admission is not in the table before the loop admits it: what it says is read where it was staged.
-        sampling = kernels.sample(
-            logits,
-            tables.admissions,
-            n_rows=one,
-            row_slot=self._slot,
-            n_tokens=n_tokens,
-            position=tables.admissions["position"],
-            offset=0,
-            chosen=self._made["token"],
-            chosen_logprob=self._made["logprob"],
-            top_ids=self._made["top_ids"],
-            top_logprobs=self._made["top_logprobs"],
-            workspace=workspace,
-            first=True,
-        )
-        if prompts is None:
-            head: list[Callable[[], Any]] = [lambda: logits.copy_(model.logits(self._row))]
-        else:
-            head = self._fused_head(model, logits, one, kernels, prompts, scratch)
-        self._launches: list[Callable[[], Any]] = [*head, *(launch for _, launch in sampling)]
-
-    def _fused_head(
-        self,
-        model: Model,
-        logits: Tensor,
-        one: Tensor,
-        kernels: StepKernels,
-        prompts: PromptKernels,
-        scratch: Tensor | None,
-    ) -> list[Callable[[], Any]]:
-        norm, head = model.norm, model.head
-        assert norm is not None
-        assert head is not None
-        normed = torch.zeros_like(self._row)
-        words = {"bias": head.bias, "scale": head.scale, "softcap": model.shape.logit_softcap}
-
-        def product(weight: Weight, out: Tensor) -> Launch:
-            return kernels.matmul(normed, weight, out, one, **words)
-
-        norming = prompts.norm(self._row, normed, norm.weight, norm.bias, norm.eps)
-        return [norming, *head_launches(head, logits, product, prompts, scratch)]
-
-    def play(self) -> None:
-        """Run the launches as they are: what warms them."""
-        _play(self._launches)
-
-    def choose(self, slot: int, row: Tensor) -> None:
-        """Choose for this slot from the hidden row [1, hidden]."""
-        self._row.copy_(row)
-        self._slot.fill_(slot)
-        self.play()
-        for name, made in self._made.items():
-            self._table[f"first_{name}"][slot : slot + 1].copy_(made)
-
-
-def _play(launches: Sequence[Callable[[], Any]]) -> None:
-    for launch in launches:
-        launch()

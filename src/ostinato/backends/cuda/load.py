@@ -15,9 +15,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.allocate import Allocate, empty
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, laid_out, put
 from ostinato.backends.loading import Piece
+from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.load import DenseLoader
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack

@@ -7,21 +7,18 @@ caller waits for the work's event, and no function here waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkWant, rows_of_logits
-from ostinato.backends.cuda.step import Launch, PromptKernels
-from ostinato.backends.tape.partition import TILE_ROWS
-from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.cuda.scratch import Scratch
+from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.kernels import Launch, PromptKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight
-from ostinato.models.blocks import Linear
 from ostinato.models.shape import Shape
 
 
@@ -50,9 +47,9 @@ def output_bytes(shape: Shape, dtype: torch.dtype, rows: int) -> int:
 
 
 class ChunkOutputs:
-    """Computes the requested outputs of a chunk's rows. `scratch`: where a head on the tape is dequantised."""
+    """Computes the requested outputs of a chunk's rows."""
 
-    def __init__(self, model: Model, prompts: PromptKernels, rows: int, scratch: Tensor | None) -> None:
+    def __init__(self, model: Model, prompts: PromptKernels, rows: int, scratch: Scratch) -> None:
         self._model, self._prompts, self._scratch = model, prompts, scratch
         self.max_outputs = rows_of_logits(model.shape.vocab, rows)
         self.n_copies = 0
@@ -119,8 +116,7 @@ class ChunkOutputs:
         def product(weight: Weight, out: Tensor) -> Launch:
             return self._prompts.gemm(h, weight, out, bias=head.bias, scale=head.scale)
 
-        for launch in head_launches(head, logits, product, self._prompts, self._scratch):
-            launch()
+        self._scratch.product(head.weight, logits, product)()
         return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
 
     # Between host and device
@@ -138,40 +134,6 @@ class ChunkOutputs:
     def _take(self, out: Tensor, made: Tensor) -> None:
         self.n_copies += 1
         out.copy_(made, non_blocking=True)
-
-
-def head_launches(
-    head: Linear,
-    logits: Tensor,
-    product: Callable[[Weight, Tensor], Launch],
-    prompts: PromptKernels,
-    scratch: Tensor | None,
-) -> list[Callable[[], Any]]:
-    """The head's product into logits [rows, vocab]; one on the tape comes by slices of its rows through `scratch`."""
-    weight = head.weight
-    if not isinstance(weight, TapeWeight):
-        return [product(weight, logits)]
-    assert scratch is not None
-    assert (head.bias, head.scale) == (None, None), "the tape knows none of them"
-    vocab, hidden = weight.shape
-    launches: list[Callable[[], Any]] = []
-    for own in slices_of(vocab, hidden, len(scratch)):
-        plain = scratch[: (own.stop - own.start) * hidden].view(-1, hidden)
-        launches += [prompts.unpack(weight, plain, own.start), product(plain, logits[:, own])]
-    return launches
-
-
-def slices_of(rows: int, columns: int, most: int) -> list[slice]:
-    """Rows of a matrix in slices of about one size, each of whole tiles and of at most so many numbers: a small one
-    would be cut otherwise by its product (`triton/tiles.py`), and its sums have other bits.
-
-    >>> slices_of(1000, 8, 4000)
-    [slice(0, 336, None), slice(336, 672, None), slice(672, 1000, None)]
-    """
-    at_most = most // columns // TILE_ROWS * TILE_ROWS
-    each = -(-rows // -(-rows // at_most))
-    each += -each % TILE_ROWS
-    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
 
 
 def _product_type(dtype: torch.dtype) -> torch.dtype:

@@ -27,7 +27,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import Allocate, empty
+from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.weight import DeviceMatrix, Weight
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS

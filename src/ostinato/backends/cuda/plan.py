@@ -17,10 +17,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.cuda.packed import Packed
-from ostinato.backends.cuda.step import StepKernels
+from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.kernels import StepKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats

@@ -5,7 +5,7 @@ live, and nothing synchronises with the device, so that the step can be captured
 depend on the other rows.
 A row without a live slot is computed like any other and changes nothing: its token is 0, its states are read from a row
 of zeros and written to a row that is not read, and its keys and values are not stored. Attention and sampling are those
-of `backends/cuda/step.py`.
+of `backends/cuda/kernels.py`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.plan import paged_kv_of
-from ostinato.backends.cuda.step import Launch, StepKernels
+from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.kernels import Launch, StepKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, StepRows
 from ostinato.backends.torch.paged import PagedMemory

@@ -15,7 +15,7 @@ from ostinato.models.header import has_layer_norm, has_learned_positions, has_pl
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
-    from ostinato.backends.base import Chunks
+    from ostinato.backends.base import Chunks, SequenceCopy
     from ostinato.backends.loading import Progress
     from ostinato.backends.native.pages import NativePages
     from ostinato.loop.plan import Plan
@@ -86,6 +86,11 @@ class NativeRunner(Runner):
         from ostinato.backends.native.pages import NativePages
 
         return NativePages.of(self.model.shape, self.groups, kv_type=self.settled.kv_type)
+
+    def sequence_copy(self) -> SequenceCopy:
+        from ostinato.backends.native.sequence_copy import NativeSequenceCopy
+
+        return NativeSequenceCopy(self.memory)
 
     def _wake_event(self) -> FileWakeEvent:
         return FileWakeEvent()

@@ -36,13 +36,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ostinato.backends.allocate import Allocate, zeros
 from ostinato.backends.cuda.packed import OFFSETS, Packed, for_a_gpu, quants_of, raw_rows, scales_of
 from ostinato.backends.tape.partition import (
     PER_COMPUTE_WARP,
@@ -58,11 +57,14 @@ from ostinato.backends.tape.partition import (
     part_bytes,
     tile_bytes,
 )
-from ostinato.backends.tape.tape_weight import TapeWeight
+from ostinato.backends.torch.allocate import Allocate, zeros
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
+
+if TYPE_CHECKING:
+    from ostinato.backends.tape.tape_weight import TapeWeight
 
 # Columns that share a scale.
 GROUP_COLUMNS: Final[Mapping[WeightType, int]] = MappingProxyType(

@@ -11,15 +11,14 @@ from collections.abc import Collection, Iterator, Sequence
 from ctypes import Structure, c_int, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from itertools import groupby
-from math import prod
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, why_not_packed
 from ostinato.backends.tape.partition import (
     Segment,
@@ -33,11 +32,12 @@ from ostinato.backends.tape.partition import (
     segments_of,
 )
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight, rows_of
-from ostinato.backends.weights import Stack, shape_of
+from ostinato.backends.weights import Stack
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
@@ -485,18 +485,6 @@ def _parts(name: str, weight: Weight) -> list[Weight]:
     parts = weight.parts if isinstance(weight, Stack) and name.endswith("qkv") else ()
     differ = len({part.type if isinstance(part, Packed) else "plain" for part in parts}) > 1
     return list(parts) if differ else [weight]
-
-
-def lies_on_tape(model: Model) -> bool:
-    """Whether its matrices are on a tape alone."""
-    return any(
-        isinstance(layer, Layer) and isinstance(layer.attention.qkv.weight, TapeWeight) for layer in model.layers
-    )
-
-
-def scratch_elements(model: Model) -> int:
-    """Elements of the largest matrix of a layer: the scratch that each matrix in turn is dequantised into."""
-    return max(prod(shape_of(linear.weight)) for name, linear in _linears(model) if name != "head")
 
 
 def _plain_embedding(model: Model) -> Tensor:

@@ -1,17 +1,22 @@
-"""A weight that lies on the tape alone: before another kernel can read it, it is dequantised into separate memory.
+"""A weight that lies on the tape alone: before another kernel can read it, it is unpacked into separate memory.
 
-The kernel that does so is `backends/tape/unpack.py`, its twin `unpack_torch` of `pack.py`.
+The kernel that does so is `backends/tape/unpack.py`, where the tape lies on a GPU; elsewhere its twin, `unpack_torch`
+of `pack.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ostinato.backends.tape.partition import Partition
-from ostinato.backends.torch.weight import DeviceMatrix
+from ostinato.backends.cuda.scratch import ScratchWeight
+from ostinato.backends.tape.pack import unpack_torch
+from ostinato.backends.tape.partition import TILE_ROWS, Partition
+from ostinato.backends.torch.kernels import Bind, Launch
 from ostinato.errors import InternalError
 
 
@@ -22,11 +27,22 @@ class Tape:
     def __init__(self, tape: Tensor, partition: Partition, half: torch.dtype) -> None:
         self.bytes, self.partition, self.half = tape, partition, half
         self.places = torch.tensor(partition.places, dtype=torch.int64, device=tape.device)
+        self.bind_unpack = _unpacker(tape.device)
+
+
+def _unpacker(device: torch.device) -> Bind:
+    if device.type != "cuda":
+        return partial(partial, unpack_torch)
+    from ostinato.backends.tape.unpack import bind_unpack
+
+    return bind_unpack
 
 
 @dataclass(frozen=True, slots=True)
-class TapeWeight(DeviceMatrix):
+class TapeWeight(ScratchWeight):
     """A weight [rows, cols] that is these matrices of a tape, one above the other."""
+
+    tile_rows: ClassVar[int] = TILE_ROWS
 
     tape: Tape
     matrices: range
@@ -38,7 +54,7 @@ class TapeWeight(DeviceMatrix):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype it is dequantised to."""
+        """The dtype it is unpacked to."""
         return self.tape.half
 
     @property
@@ -46,17 +62,13 @@ class TapeWeight(DeviceMatrix):
         return self.tape.bytes.device
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """In memory of its own: by the kernel where the tape lies on a GPU, else by its twin."""
+        """In memory of its own."""
         out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        if self.device.type == "cuda":
-            from ostinato.backends.tape.unpack import bind_unpack
-
-            bind_unpack(self, out)()
-        else:
-            from ostinato.backends.tape.pack import unpack_torch
-
-            unpack_torch(self, out)
+        self.bind_unpack(out)()
         return out.to(dtype)
+
+    def bind_unpack(self, out: Tensor, first: int = 0) -> Launch:
+        return self.tape.bind_unpack(self, out, first)
 
     def rows_at(self, ids: Tensor) -> Tensor:
         raise InternalError("some rows were asked of a weight that lies on a tape; an embedding never does")

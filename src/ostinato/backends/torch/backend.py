@@ -13,7 +13,7 @@ from ostinato.errors import Unsupported
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
-    from ostinato.backends.base import Chunks
+    from ostinato.backends.base import Chunks, SequenceCopy
     from ostinato.backends.loading import Progress
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
@@ -81,14 +81,36 @@ class TorchBackend:
         return TorchRunner(model_of(model, settled), settled, outbox_entries=outbox_entries)
 
 
-class TorchRunner(Runner):
-    """A model's own blocks, one row at a time."""
+class TensorRunner(Runner):
+    """Tables and memory are torch's tensors, on the model's device."""
+
+    spare_states = 0  # rows of recurrent states beyond the slots'
 
     def _memory(self) -> PagedMemory:
-        return paged_memory(self.model, self.settled)
+        from ostinato.backends.torch.paged import PagedMemory
+
+        settled = self.settled
+        return PagedMemory.of(
+            self.model,
+            settled.groups(self.model.shape),
+            n_slots=settled.n_slots + self.spare_states,
+            kv_type=settled.kv_type,
+            page_tokens=settled.page_tokens,
+        )
 
     def _tables(self, layout: TableLayout) -> Tables:
-        return tables_on(self.model, layout)
+        from ostinato.backends.torch.tables import tensor_tables
+
+        return tensor_tables(layout, self.model.device)
+
+    def sequence_copy(self) -> SequenceCopy:
+        from ostinato.backends.torch.sequence_copy import TorchSequenceCopy
+
+        return TorchSequenceCopy(self.memory)
+
+
+class TorchRunner(TensorRunner):
+    """A model's own blocks, one row at a time."""
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.torch.chunks import TorchChunks
@@ -136,26 +158,8 @@ def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
     return Model.of(blocks, dtype=dtype, device=device, context=settled.context)
 
 
-def tables_on(model: Model, layout: TableLayout) -> Tables:
-    from ostinato.backends.torch.tables import tensor_tables
-
-    return tensor_tables(layout, model.device)
-
-
 def dense_bytes(tensors: Tensors, settled: Settled) -> int:
     return sum(tensor.n_elements for tensor in tensors.values()) * ITEM_BYTES[settled.dtype]
-
-
-def paged_memory(model: Model, settled: Settled, *, spare_states: int = 0) -> PagedMemory:
-    from ostinato.backends.torch.paged import PagedMemory
-
-    return PagedMemory.of(
-        model,
-        settled.groups(model.shape),
-        n_slots=settled.n_slots + spare_states,
-        kv_type=settled.kv_type,
-        page_tokens=settled.page_tokens,
-    )
 
 
 def prefill_bytes(shape: Shape, settled: Settled, rows: int) -> int:

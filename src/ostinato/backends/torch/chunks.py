@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
-from ostinato.backends.cuda.chunks import FirstToken
-from ostinato.backends.cuda.step import StepKernels, twin_kernels
+from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.first_token import FirstToken
+from ostinato.backends.torch.kernels import StepKernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from ostinato.backends.torch.paged import ChunkMemory, PagedMemory
@@ -46,7 +46,10 @@ class TorchChunks:
         self._model, self._memory = model, memory
         self._last = zeros((tables.layout.n_slots, model.shape.hidden), model.dtype, model.device)
         self._recurs = model.shape.recurrent is not None
-        self._first = FirstToken(model, tables, n_tokens, kernels or twin_kernels())
+        row = zeros((1, model.shape.hidden), model.dtype, model.device)
+        logits = zeros((1, model.shape.vocab), torch.float32, model.device)
+        head = [lambda: logits.copy_(model.logits(row))]
+        self._first = FirstToken(row, logits, head, tables, n_tokens, kernels or twin_kernels())
         self.max_outputs = rows_of_logits(model.shape.vocab, self.rows)
         self._slice = min(FEW_ROWS, self.max_outputs)
 

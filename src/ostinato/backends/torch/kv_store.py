@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.cache.kv_bytes import cell_bytes as cell_bytes
 from ostinato.cache.sequences import Ints
-from ostinato.decoder.memory.recurrent_state import StateRun
+from ostinato.cache.state_run import StateRun
 from ostinato.models.rope import Rope
 from ostinato.options import KVType, check_kv_width
 

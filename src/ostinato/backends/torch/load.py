@@ -14,8 +14,8 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import Allocate, BumpAllocator, Measure
 from ostinato.backends.loading import Piece, Progress, read_all
+from ostinato.backends.torch.allocate import Allocate, BumpAllocator, Measure
 from ostinato.backends.torch.arrays import array_dtype, array_of, tensor_of
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.upload import THREADS, Uploads

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ostinato.backends.allocate import zeros
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory

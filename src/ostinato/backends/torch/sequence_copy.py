@@ -1,8 +1,4 @@
-"""A sequence's keys, values and states between a backend's own store and the host, in the order of positions.
-
-Run as work beside the loop: from a GPU what is read is there when that work is done, and what is written to one lies in
-pinned memory until then.
-"""
+"""A sequence's keys, values and states between torch's paged memory and the host, in the order of positions."""
 
 from __future__ import annotations
 
@@ -11,43 +7,45 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ostinato.backends.base import PageTables
 from ostinato.backends.torch.kv_store import Half
 from ostinato.backends.torch.paged import PagedMemory
+from ostinato.cache.state_block import Bytes, CellForm
 
-PageTables = Sequence[Sequence[int]]  # of one sequence, one for each group of layers
 
-
-class SequenceCopy:
-    """Copies out of paged memory and into it."""
+class TorchSequenceCopy:
+    """`SequenceCopy` over paged memory; to and from a GPU by pinned memory, without waiting."""
 
     def __init__(self, memory: PagedMemory) -> None:
         self._memory = memory
 
-    def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Tensor]:
-        """Keys of these layers, then values, each [positions, heads, ...]; scales follow where there are some."""
+    def kv_cells(self, layers: Sequence[int]) -> tuple[CellForm, ...]:
+        return tuple(cell_form(part[0, 0]) for _, half in self._halves(layers) for part in half.parts)
+
+    def state_cells(self) -> tuple[CellForm, ...]:
+        return tuple(cell_form(state[0, 0]) for state in self._states())
+
+    def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Bytes]:
         return [_to_host(view[index]) for view, index in self._places(layers, pages, positions)]
 
-    def write_kv(self, layers: Sequence[int], pages: PageTables, positions: range, tensors: Sequence[Tensor]) -> None:
-        """Put back what `read_kv` gave."""
-        for (view, index), rows in zip(self._places(layers, pages, positions), tensors, strict=True):
-            view[index] = rows.to(view.device, non_blocking=True)
+    def write_kv(self, layers: Sequence[int], pages: PageTables, positions: range, rows: Sequence[Bytes]) -> None:
+        for (view, index), some in zip(self._places(layers, pages, positions), rows, strict=True):
+            view[index] = _to_device(some, view[0, 0])
 
-    def read_states(self, slot: int) -> list[Tensor]:
-        """The recurrent states of a slot, layer by layer, each [1, ...]."""
+    def read_states(self, slot: int) -> list[Bytes]:
         return [_to_host(state[slot, :1]) for state in self._states()]
 
-    def write_states(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Put back what `read_states` gave."""
-        for state, rows in zip(self._states(), tensors, strict=True):
-            state[slot, :1] = rows.to(state.device, non_blocking=True)
+    def write_states(self, slot: int, rows: Sequence[Bytes]) -> None:
+        for state, some in zip(self._states(), rows, strict=True):
+            state[slot, :1] = _to_device(some, state[0, 0])
 
-    def kv_cells(self, layers: Sequence[int]) -> tuple[Tensor, ...]:
-        """One cell of each tensor of `read_kv`, as an example."""
-        return tuple(part[0, 0] for _, half in self._halves(layers) for part in half.parts)
+    def staged(self, rows: Bytes) -> Bytes:
+        return torch.from_numpy(rows).pin_memory().numpy() if self._is_on_gpu else rows
 
-    def state_cells(self) -> tuple[Tensor, ...]:
-        """The same of `read_states`."""
-        return tuple(state[0, 0] for state in self._states())
+    @property
+    def _is_on_gpu(self) -> bool:
+        halves = [] if self._memory.kv is None else [half.values for half in self._memory.kv.halves]
+        return any(tensor.is_cuda for tensor in (*halves, *self._states()))
 
     def _states(self) -> list[Tensor]:
         states = self._memory.states
@@ -76,8 +74,19 @@ def _sent(numbers: Sequence[int], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _to_host(rows: Tensor) -> Tensor:
-    if rows.device.type == "cpu":
-        return rows.clone()
-    pinned = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-    return pinned.copy_(rows, non_blocking=True)
+def cell_form(cell: Tensor) -> CellForm:
+    """The form of cells like this one."""
+    return CellForm(str(cell.dtype).removeprefix("torch."), tuple(cell.shape))
+
+
+def _to_host(rows: Tensor) -> Bytes:
+    """Rows [n, ...] as bytes [n, bytes of a row]."""
+    kept = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=rows.is_cuda)
+    kept.copy_(rows, non_blocking=True)
+    return kept.view(len(rows), -1).view(torch.uint8).numpy()
+
+
+def _to_device(rows: Bytes, cell: Tensor) -> Tensor:
+    """The same rows as a tensor, where a cell like this one lies."""
+    tensor = torch.from_numpy(rows).view(cell.dtype).view(-1, *cell.shape)
+    return tensor.to(cell.device, non_blocking=True)

@@ -1,0 +1,68 @@
+"""Copies a sequence's keys and values between the native loop's pages and a saved state, in position order.
+
+Within a page the native loop keeps keys by number and values by position (`src/attention.h`); a saved state has both
+position by position, as every other backend does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from ostinato.backends.base import PageTables
+from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
+from ostinato.cache.state_block import Bytes, CellForm
+
+_NAMES: Final = {np.dtype(np.uint16): "bfloat16"}  # which is kept as its bits
+
+
+class NativeSequenceCopy:
+    """`SequenceCopy` over native pages, which are the host's own memory; recurrent families run elsewhere."""
+
+    def __init__(self, pages: NativePages) -> None:
+        self._pages = pages
+
+    def kv_cells(self, layers: Sequence[int]) -> tuple[CellForm, ...]:
+        examples = (view[0, :, :, 0] if is_key else view[0, :, 0] for _, view, is_key in self._views(layers))
+        return tuple(CellForm(_NAMES.get(cell.dtype, str(cell.dtype)), cell.shape) for cell in examples)
+
+    def state_cells(self) -> tuple[CellForm, ...]:
+        return ()
+
+    def read_kv(self, layers: Sequence[int], pages: PageTables, positions: range) -> list[Bytes]:
+        n = len(positions)
+        found = (view[index] for view, index in self._places(layers, pages, positions))
+        return [np.ascontiguousarray(rows).view(np.uint8).reshape(n, -1) for rows in found]
+
+    def write_kv(self, layers: Sequence[int], pages: PageTables, positions: range, rows: Sequence[Bytes]) -> None:
+        for (view, index), some in zip(self._places(layers, pages, positions), rows, strict=True):
+            view[index] = some.view(view.dtype).reshape(view[index].shape)
+
+    def read_states(self, slot: int) -> list[Bytes]:
+        return []
+
+    def write_states(self, slot: int, rows: Sequence[Bytes]) -> None:
+        """Nothing to write, since `read_states` returns nothing."""
+
+    def staged(self, rows: Bytes) -> Bytes:
+        return rows
+
+    def _views(self, layers: Sequence[int]) -> Iterator[tuple[int, np.ndarray, bool]]:
+        """Each layer with its keys, then each with its values, with the scales behind them; whether it is keys."""
+        for is_key in (True, False):
+            for number in layers:
+                layer = self._pages.layers[number]
+                both = (layer.keys, layer.key_scales) if is_key else (layer.values, layer.value_scales)
+                for array in both if self._pages.kv_type == "q8_0" else both[:1]:
+                    yield number, array, is_key
+
+    def _places(
+        self, layers: Sequence[int], pages: PageTables, positions: range
+    ) -> Iterator[tuple[np.ndarray, tuple[Any, ...]]]:
+        at, whole = np.arange(positions.start, positions.stop), slice(None)
+        token = at % PAGE_TOKENS
+        for layer, view, is_key in self._views(layers):
+            page = np.asarray(pages[self._pages.group_of[layer]], np.int64)[at // PAGE_TOKENS]
+            yield view, ((page, whole, whole, token) if is_key else (page, whole, token))

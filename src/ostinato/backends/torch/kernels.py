@@ -1,0 +1,100 @@
+"""The kernels that a fused step and a prompt's chunk are made of, as tables; here with the twins as their entries.
+
+Each entry takes the buffers of one launch, checks them once, and gives back the launch. Another backend fills the
+same tables with kernels of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ostinato.backends.torch.ops.activation import activate_rows_torch, gated_rows_torch
+from ostinato.backends.torch.ops.add_norm import add_norm_torch
+from ostinato.backends.torch.ops.attend import attend_torch
+from ostinato.backends.torch.ops.chunk_attention import append_chunk_torch, chunk_attention_torch
+from ostinato.backends.torch.ops.embed import embed_torch
+from ostinato.backends.torch.ops.gemm import gemm_torch
+from ostinato.backends.torch.ops.logprobs import logprobs_torch
+from ostinato.backends.torch.ops.matmul import experts_down_torch, experts_gate_up_torch, matmul_torch, route_rows_torch
+from ostinato.backends.torch.ops.norm import norm_rows_torch
+from ostinato.backends.torch.ops.sample_step import sample_step_torch
+
+Launch = Callable[[], object]  # its result is ignored
+Bind = Callable[..., Launch]
+
+
+def play(launches: Sequence[Launch]) -> None:
+    """Launch one after the other."""
+    for launch in launches:
+        launch()
+
+
+@dataclass(frozen=True, slots=True)
+class StepKernels:
+    """Binders: arguments in, a launch without arguments out."""
+
+    embed: Bind
+    matmul: Bind
+    attend: Bind
+    add_norm: Bind
+    route: Bind
+    experts_gate_up: Bind
+    experts_down: Bind
+    sample: Callable[..., Sequence[tuple[str, Launch]]]  # several launches, by name
+    attend_workspace: Callable[..., Any]
+    sample_workspace: Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptKernels:
+    """Binders of what a prompt's chunk needs beyond the step's."""
+
+    norm: Bind
+    gemm: Bind
+    append: Bind
+    attend: Bind
+    activate: Bind
+    gated: Bind
+    logprobs: Bind
+
+
+def twin_kernels() -> StepKernels:
+    """The definitions: what every kernel is tested against, bound the same way."""
+
+    def attend(qkv: Any, seen: Any, kv: Any, rows: Any, heads: Any, workspace: Any) -> Launch:
+        return partial(attend_torch, qkv, seen, kv, rows, heads)
+
+    def sample(*given: Any, workspace: Any, **more: Any) -> list[tuple[str, Launch]]:
+        return [("choose", partial(sample_step_torch, *given, **more))]
+
+    def nothing(*_: Any) -> None:
+        return None
+
+    return StepKernels(
+        embed=partial(partial, embed_torch),
+        matmul=partial(partial, matmul_torch),
+        attend=attend,
+        add_norm=partial(partial, add_norm_torch),
+        route=partial(partial, route_rows_torch),
+        experts_gate_up=partial(partial, experts_gate_up_torch),
+        experts_down=partial(partial, experts_down_torch),
+        sample=sample,
+        attend_workspace=nothing,
+        sample_workspace=nothing,
+    )
+
+
+def twin_prompts() -> PromptKernels:
+    """The definitions for a prompt's chunk."""
+    return PromptKernels(
+        norm=partial(partial, norm_rows_torch),
+        gemm=partial(partial, gemm_torch),
+        append=partial(partial, append_chunk_torch),
+        attend=partial(partial, chunk_attention_torch),
+        activate=partial(partial, activate_rows_torch),
+        gated=partial(partial, gated_rows_torch),
+        logprobs=partial(partial, logprobs_torch),
+    )

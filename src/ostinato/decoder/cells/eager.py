@@ -1,0 +1,140 @@
+"""The stages of a run on an eager backend: a "graph" is the input buffers of one shape of ubatch and a forward.
+
+`EagerStages` implements the compute executor's stages with the model and its memory. States of recurrent layers
+become memory only by `commit`, once the whole ubatch has succeeded (RM-19).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.model import Model
+from ostinato.decoder.batch.clean import CleanBatch
+from ostinato.decoder.batch.ubatch import Ubatch
+from ostinato.decoder.cells.compute_executor import Abort, Computed, Extractor
+from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
+from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory
+from ostinato.errors import Aborted, InvalidBatch
+
+
+@dataclass(slots=True)
+class EagerGraph:
+    """Input buffers for ubatches of one shape, at fixed addresses; mutable, because a run stores its results here."""
+
+    tokens: Tensor  # int64 [n_tokens]
+    positions: Tensor  # int64 [n_tokens]
+    output_rows: Tensor  # int64 [n_outputs] which rows are outputs
+    embd: Tensor | None = None
+    segments: Tensor | None = None  # which of two texts each row belongs to
+    memory: ForwardMemory | EncoderMemory | None = None
+    computed: Computed = field(default_factory=Computed)
+
+    @staticmethod
+    def of(key: GraphKey, device: torch.device) -> EagerGraph:
+        def numbers(n: int) -> Tensor:
+            return torch.zeros(n, dtype=torch.int64, device=device)
+
+        return EagerGraph(numbers(key.n_tokens), numbers(key.n_tokens), numbers(key.n_outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class UbatchJob:
+    """One ubatch to run: the output row it begins with, how many rows are due, and its view of memory.
+
+    `memory` and `memory_shape` are called after the ubatch has been applied.
+    """
+
+    ubatch: Ubatch
+    first_row: int
+    expected: int
+    memory: Callable[[], ForwardMemory | EncoderMemory]
+    memory_shape: Callable[[], tuple[int, ...]] = tuple
+
+
+def check_inputs(model: Model, batch: CleanBatch) -> None:
+    """Refuse rows that are not as wide as the model's, and segment ids that it does not have."""
+    width = model.shape.hidden
+    if batch.embd is not None and batch.embd.shape[-1] != width:
+        raise InvalidBatch(f"embd rows are {batch.embd.shape[-1]} wide; this model's are {width} (S-5)", reason="shape")
+    known = 1 if model.type_embedding is None else len(model.type_embedding)
+    if batch.segment is not None and not ((batch.segment >= 0) & (batch.segment < known)).all():
+        index = int(((batch.segment < 0) | (batch.segment >= known)).argmax())
+        raise InvalidBatch(
+            f"token {index}: segment {batch.segment[index]}; this model tells {known} apart",
+            reason="segment",
+            index=index,
+        )
+
+
+@dataclass(slots=True)
+class EagerStages:
+    """The stages for one ubatch; mutable, because it remembers the graph it ran until the commit."""
+
+    model: Model
+    graphs: GraphScheduler[EagerGraph]
+    extractor: Extractor
+    setup: Setup
+    job: UbatchJob
+    embeddings: bool
+    logits: bool
+    _ran: EagerGraph | None = None
+
+    def validate(self, ubatch: Ubatch) -> None:
+        """Nothing to do: `check_inputs` has checked the batch, before memory was touched."""
+
+    def prepare(self, ubatch: Ubatch) -> PreparedGraph[EagerGraph]:
+        key = self.graphs.key(ubatch, self.setup, n_outputs=self.job.expected, memory=self.job.memory_shape())
+        return self.graphs.prepare(key)
+
+    def allocate(self, graph: EagerGraph) -> None:
+        """Nothing to do: the graph has its buffers, and torch allocates the rest during the forward."""
+
+    def bind(self, graph: EagerGraph, ubatch: Ubatch) -> None:
+        if ubatch.token is not None:
+            graph.tokens.copy_(torch.from_numpy(ubatch.token))
+        graph.embd = (
+            None if ubatch.embd is None else torch.from_numpy(ubatch.embd).to(self.model.device, self.model.dtype)
+        )
+        graph.segments = None if ubatch.segment is None else torch.from_numpy(ubatch.segment).to(self.model.device)
+        graph.positions.copy_(torch.from_numpy(ubatch.first_pos))
+        graph.output_rows.copy_(torch.from_numpy(ubatch.output.nonzero()[0]))
+        graph.memory = self.job.memory()
+        graph.computed = Computed()
+
+    def run(self, graph: EagerGraph, *, n_threads: int, abort: Abort) -> None:
+        def check() -> None:
+            if abort():
+                raise Aborted("the caller's signal stopped the run; what was decoded before it stays", reason="abort")
+
+        assert graph.memory is not None  # bound
+        check()
+        if n_threads != torch.get_num_threads():
+            torch.set_num_threads(n_threads)
+        memory = replace(graph.memory, before_layer=check)
+        graph.memory = memory
+        rows_in = self.model.embed(graph.tokens) if graph.embd is None else graph.embd
+        hidden = self.model.through(rows_in, graph.positions, memory, graph.segments)
+        if self.job.expected == 0:
+            return
+        rows = hidden[graph.output_rows]
+        logits = self.model.logits(rows) if self.logits else None
+        graph.computed = Computed(logits, rows if self.embeddings else None)
+
+    def extract(self, graph: EagerGraph, ubatch: Ubatch) -> int:
+        self._ran = graph
+        job = self.job
+        return self.extractor.extract(ubatch, graph.computed, first_row=job.first_row, expected=job.expected)
+
+    def drop(self) -> None:
+        self.graphs.invalidate()
+
+    def commit(self) -> None:
+        """The ubatch has succeeded: write its states to memory."""
+        assert self._ran is not None
+        assert self._ran.memory is not None
+        self._ran.memory.commit()
+        self._ran.memory = None

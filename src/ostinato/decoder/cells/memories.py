@@ -1,0 +1,102 @@
+"""The memory that a model needs: its coordinator, and the tensors behind it.
+
+The only module that maps a model's shape to its kind of memory: keys and values for attention, in two caches where
+some layers see a window; states for recurrent layers; both for a hybrid; none for an encoder (SP-15, SW-5, HY-1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ostinato.backends.torch.kv_store import KVStore, StateStore
+from ostinato.backends.torch.model import Model
+from ostinato.cache.sequences import MAX_SEQ
+from ostinato.cache.window import Window
+from ostinato.decoder.cells.memory.coordinator import Coordinator
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory, KVPart
+from ostinato.decoder.cells.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
+from ostinato.decoder.cells.settings import Settings
+from ostinato.decoder.sizes import layers_of, window_of, windowed_cells
+from ostinato.errors import Unsupported
+from ostinato.options import KVType
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryParts:
+    """A memory and the tensors of each of its parts; a part that a model does not need is None."""
+
+    memory: Coordinator
+    full: tuple[KVCache, KVStore] | None = None
+    windowed: tuple[KVCache, KVStore] | None = None
+    recurrent: tuple[RecurrentMemory, StateStore] | None = None
+
+    def forward(self, cursor: PreparedBatch, model: Model) -> ForwardMemory | EncoderMemory:
+        """The memory that the forward of the cursor's current, applied ubatch reads and writes."""
+        ubatch, causal, device = cursor.ubatch, model.shape.causal, model.device
+        if not causal:
+            return EncoderMemory.of(model.ops, ubatch, device)
+        caches = [
+            (place, part[1])
+            for place, part in ((cursor.attention, self.full), (cursor.windowed, self.windowed))
+            if place is not None and part is not None
+        ]
+        parts = [
+            KVPart.of(place.cache, store, ubatch, place.slot, causal=causal, device=device) for place, store in caches
+        ]
+        part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
+        states = None if self.recurrent is None else self.recurrent[1]
+        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.recurrent)
+
+
+def _part_with(layer: int, parts: list[KVPart]) -> int:
+    return next((number for number, part in enumerate(parts) if layer in part.store.keys), 0)
+
+
+def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts:
+    """A new, empty memory of the kind that the model needs."""
+    shape = model.shape
+    if not shape.causal:
+        return MemoryParts(Coordinator())
+    full = windowed = None
+    recurrent, window = _recurrent(model, settings), window_of(shape)
+    if recurrent is not None and window is not None:
+        raise Unsupported(f"{shape.family}: recurrent layers beside a sliding window are not supported")
+    if shape.attention:
+        full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
+    if window is not None:
+        layers, cells = layers_of(shape, windowed=True), windowed_cells(settings, window)
+        windowed = _cache(model, settings, kv_type, layers, cells, Window("standard", window))
+    memory = Coordinator(
+        full=None if full is None else full[0],
+        windowed=None if windowed is None else windowed[0],
+        recurrent=None if recurrent is None else recurrent[0],
+    )
+    return MemoryParts(memory, full, windowed, recurrent)
+
+
+def _cache(
+    model: Model, settings: Settings, kv_type: KVType, layers: list[int], cells: int, window: Window | None
+) -> tuple[KVCache, KVStore]:
+    store = KVStore(
+        model.shape,
+        dict.fromkeys(layers, cells),
+        kv_type,
+        streams=settings.n_streams,
+        device=model.device,
+        frequencies=model.frequencies,
+    )
+    cache = KVCache(
+        cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, can_shift=True, tensors=store
+    )
+    return cache, store
+
+
+def _recurrent(model: Model, settings: Settings) -> tuple[RecurrentMemory, StateStore] | None:
+    shape = model.shape.recurrent
+    if shape is None:
+        return None
+    rows = min(MAX_SEQ, settings.n_seq_max)
+    store = StateStore(shape, range(model.shape.n_layers), rows=rows, planes=1 + settings.n_rs_seq, device=model.device)
+    return RecurrentMemory(rows, n_snapshots=settings.n_rs_seq, tensors=store), store

@@ -1,0 +1,1 @@
+"""Memory of sequences: cells that a forward writes and sees (`kv_cache.py`), recurrent states, saved states."""

@@ -1,0 +1,160 @@
+"""One forward's view of memory: the cells that each row of its ubatch writes and may read, and the states.
+
+A `ForwardMemory` is a `models.blocks.Memory` for one applied ubatch; an `EncoderMemory` keeps nothing. Both
+only join the integers of the caches with the tensors of the stores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.kv_store import KVStore, StateStore
+from ostinato.backends.torch.table import Ops
+from ostinato.cache.sequences import MAX_SEQ, Ints
+from ostinato.cache.state_run import StateRun
+from ostinato.decoder.batch.ubatch import Ubatch
+from ostinato.decoder.cells.memory.cells import Cells
+from ostinato.decoder.cells.memory.kv_cache import KVCache
+from ostinato.decoder.cells.memory.slots import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class StreamView:
+    """The rows of a ubatch that belong to one stream, the cells they write, those they see, and the mask over these."""
+
+    stream: int
+    rows: slice
+    written: Tensor
+    seen: slice | Tensor
+    mask: Tensor | None  # [rows, cells seen]; None: every row sees every one
+
+
+@dataclass(frozen=True, slots=True)
+class KVPart:
+    """A cache, its tensors, and this forward's view of them."""
+
+    store: KVStore
+    views: tuple[StreamView, ...]
+
+    @staticmethod
+    def of(cache: KVCache, store: KVStore, ubatch: Ubatch, slot: Slot, *, causal: bool, device: torch.device) -> KVPart:
+        """For a slot that has been applied."""
+        views = []
+        masks = cache.visible(ubatch, slot, causal=causal)
+        for part, mask in zip(slot.streams, masks, strict=True):
+            seen = in_order(cache.streams[part.stream].cells, np.flatnonzero(mask.any(0)))
+            looked = mask[:, seen]
+            views.append(
+                StreamView(
+                    part.stream,
+                    part.rows,
+                    torch.from_numpy(part.cells).to(device),
+                    _as_slice(seen) or torch.from_numpy(seen).to(device),
+                    None if looked.all() else torch.from_numpy(looked).to(device),
+                )
+            )
+        return KVPart(store, tuple(views))
+
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        keys, values = self.store.keys[layer], self.store.values[layer]
+        seen = []
+        for view in self.views:
+            keys.write(view.stream, view.written, k[view.rows])
+            values.write(view.stream, view.written, v[view.rows])
+            all_keys, all_values = (half.read(view.stream, view.seen, q.dtype) for half in (keys, values))
+            seen.append(ops.attention(q[view.rows], all_keys, all_values, view.mask, scale=scale, softcap=softcap))
+        return seen[0] if len(seen) == 1 else torch.cat(seen)
+
+
+def in_order(cells: Cells, chosen: Ints) -> Ints:
+    """Cells by position, and those of one position by their lowest sequence.
+
+    Sums then run in the same order wherever the cells are, so a state that was saved and loaded continues to the bit.
+    """
+    positions = cells.position[chosen]
+    order = np.argsort(positions, kind="stable")
+    if (np.diff(positions[order]) == 0).any():
+        order = np.lexsort((cells.member[:, chosen].argmax(0), positions))
+    return chosen[order]
+
+
+def _as_slice(cells: Ints) -> slice | None:
+    """The cells as a slice, if they are contiguous: then they can be read without a copy."""
+    first, last = int(cells[0]), int(cells[-1])
+    whole = last - first + 1 == len(cells) and bool((np.diff(cells) == 1).all())
+    return slice(first, last + 1) if whole else None
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardMemory:
+    """Memory for one forward. `commit` writes the states passed to `keep`, when the run has succeeded."""
+
+    ops: Ops
+    n_seqs: int
+    parts: Sequence[KVPart]
+    part_of: Sequence[int]  # per layer, which of the parts holds its keys and values
+    states_store: StateStore | None = None
+    run: StateRun | None = None
+    before_layer: Callable[[], None] = lambda: None  # raises where the caller wants the run to stop
+    kept: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+
+    @property
+    def n_planes(self) -> int:
+        return 1 if self.states_store is None else self.states_store.planes
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        self.before_layer()
+        part = self.parts[self.part_of[layer]]
+        return part.attend(self.ops, layer, q, k, v, scale=scale, softcap=softcap)
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        self.before_layer()
+        assert self.states_store is not None
+        assert self.run is not None
+        return self.states_store.starts(layer, self.run)
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        self.kept[layer] = states
+
+    def commit(self) -> None:
+        """The run has succeeded: write its states to memory."""
+        if self.states_store is not None and self.run is not None:
+            self.states_store.commit(self.run, self.kept)
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderMemory:
+    """For encoders: every row sees the rows of this forward that share its sequence, and nothing is kept."""
+
+    ops: Ops
+    mask: Tensor | None  # [rows, rows]
+    before_layer: Callable[[], None] = lambda: None
+    n_seqs: int = 1
+    n_planes: int = 1
+
+    @staticmethod
+    def of(ops: Ops, ubatch: Ubatch, device: torch.device) -> EncoderMemory:
+        member = np.zeros((MAX_SEQ, ubatch.n_tokens), np.bool_)
+        member[ubatch.seq_id, np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)] = True
+        seen = member[ubatch.primary]
+        return EncoderMemory(ops, None if seen.all() else torch.from_numpy(seen).to(device))
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+        self.before_layer()
+        return self.ops.attention(q, k, v, self.mask, scale=scale, softcap=softcap)
+
+    def commit(self) -> None:
+        """Nothing to write."""
+
+    def states(self, layer: int) -> tuple[Tensor, ...]:
+        raise AssertionError("an encoder has no recurrent layers")
+
+    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
+        raise AssertionError("an encoder remembers nothing")

@@ -1,1 +1,0 @@
-"""Memory of sequences: cells that a forward writes and sees (`kv_cache.py`), recurrent states, pages, saved states."""
