@@ -13,6 +13,7 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -440,13 +441,10 @@ class LLM:
 
     def close(self) -> None:
         """Cancel running requests and release file, threads and the template's process; not usable afterwards."""
-        if self.template is not None:
-            self.template.close()
-        if self._encoder is not None:
-            self._encoder.close()
-        if self._loop_engine is not None:
-            self._loop_engine.close()
-        self._checkpoint.close()
+        with ExitStack() as parts:  # each is closed, even if another cannot be
+            for part in (self._checkpoint, self._loop_engine, self._encoder, self.template):
+                if part is not None:
+                    parts.callback(part.close)
 
     def __enter__(self) -> Self:
         return self

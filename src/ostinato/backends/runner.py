@@ -49,7 +49,7 @@ class Runner:
             self.mode.enter()
             self.mode.exit()
         except BaseException:
-            self.start.close()
+            self.close()
             raise
 
     # A backend's own
@@ -98,7 +98,8 @@ class Runner:
         return work
 
     def close(self) -> None:
-        """Leave decode mode when the loop has ended, and give everything back."""
+        """Wait for the loop to end, leave decode mode and release threads and memory. A loop that does not end within
+        its deadline raises EngineDead; its own thread alone is then left behind."""
         try:
             self.mode.exit()
         finally:

@@ -70,7 +70,7 @@ class Engine:
         try:
             self._loop.mode.enter()
         except BaseException:
-            self._loop.start.close()
+            self._loop.close()
             raise
         # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot.
         self._scheduler = Scheduler(self._loop, self._queue, reuse=reuse and model.shape.recurrent is None)

@@ -523,13 +523,10 @@ class Scheduler:
         if self._chunk is not None and self._chunk.pending.work is not None:
             with suppress(Exception):
                 self._chunk.pending.work.result(END_S)
-        # Waiting requests already have their errors; a failure here must not stop the threads from being closed.
         try:
-            self._mode.exit()
-        except (DecodeInvariantError, EngineDead) as error:
+            self._loop.close()
+        except (DecodeInvariantError, EngineDead) as error:  # waiting requests already have their errors
             self.fault = self.fault or str(error)
-        with suppress(DecodeInvariantError):
-            self._loop.start.close()
 
     def _active(self) -> list[Request | Work]:
         running = [sequence.request for sequence in self._slots if sequence is not None]

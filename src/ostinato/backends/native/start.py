@@ -75,6 +75,6 @@ class NativeLoop(Launched):
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")
-        self._runner.close()
-        self._side.close()
-        self._native.close()
+        ended = [device.close() for device in (self._runner, self._side)]
+        if all(ended):  # else a thread may still be inside it
+            self._native.close()
