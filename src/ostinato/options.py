@@ -155,8 +155,8 @@ class LoadOptions:
         cores = os.cpu_count() or 1
         enough = self.threads is None or (_is_count(self.threads, 1) and self.threads <= cores)
         _check(enough, "threads", self.threads, f"a whole number from 1 to {cores}, the cores of this machine")
-        can_seat = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
-        _check(can_seat, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
+        enough = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
+        _check(enough, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
         _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
         _check(self.activations in get_args(Activations), "activations", self.activations, "wide or int8")
         _check(self.prompts in get_args(Prompts), "prompts", self.prompts, "auto, plain or tape")

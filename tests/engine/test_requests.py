@@ -407,7 +407,7 @@ def test_a_fault_of_the_engines_own_thread_leaves_nobody_waiting(monkeypatch: py
         def broken(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr(engine._scheduler, "_admit", broken)
+        monkeypatch.setattr(engine._scheduler, "_assign_slots", broken)
         request = engine.submit(prompt(1, 5), SHORT)
         with pytest.raises(EngineDead, match="a bug"):
             list(request)

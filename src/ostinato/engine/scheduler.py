@@ -1,4 +1,4 @@
-"""The engine's own thread: it admits requests, runs their prompts, feeds the loop's inbox and drains its outbox.
+"""The engine's own thread: it assigns slots, runs prompts, feeds the loop's inbox and drains its outbox.
 
 Scores and embeddings (`work.py`) wait in the same queue; their chunks and those of prompts take turns.
 Only this thread touches the loop, and no step needs it: the device samples the tokens. Other threads reach it through
@@ -143,7 +143,7 @@ class Scheduler:
             self._check_alive,
             self._cancel,
             self._finish_chunk,
-            self._admit,
+            self._assign_slots,
             self._begin_chunk,
             self._grant_pages,
             self._send_masks,
@@ -237,12 +237,12 @@ class Scheduler:
                 self.n_ended["error"] += 1
             one.fail(error)
 
-    # Admissions
+    # Slots and pages
 
-    def _admit(self) -> None:
-        """Admit requests in the order of the queue. If one gets no pages, it keeps its place, and no later one is
-        admitted. Work needs no slot, and may overtake requests that wait for one; when pages are scarce, texts of
-        work and the queue take turns."""
+    def _assign_slots(self) -> None:
+        """Assign slots and pages in the order of the queue. If a request gets no pages, it keeps its place, and no
+        later one gets any. Work needs no slot, and may overtake requests that wait for one; when pages are scarce,
+        texts of work and the queue take turns."""
         while not self._first_does_not_fit:
             if not self._queue_is_next and not all(active.lease(self._free_slot) for active in self._works):
                 self._first_does_not_fit = True
@@ -254,7 +254,7 @@ class Scheduler:
             if isinstance(one, Work):
                 self._queue.remove(one)
                 self._works.append(ActiveWork(one, self._flow, self._work_slots if self._recurs else None))
-            elif one is not None and not self._seat(one):
+            elif one is not None and not self._assign_slot(one):
                 self._first_does_not_fit = self._queue_is_next = True
 
     def _free_slot(self, wish: int | None = None) -> int | None:
@@ -262,7 +262,7 @@ class Scheduler:
         free = [slot for slot, taken in enumerate(self._slots) if taken is None and slot not in self._work_slots]
         return wish if wish in free else free[0] if free else None
 
-    def _seat(self, request: Request) -> bool:
+    def _assign_slot(self, request: Request) -> bool:
         """Give a request a free slot and pages; False where too few pages are free."""
         spec, all_now = request.spec, len(self._queue) == 1
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
@@ -271,7 +271,7 @@ class Scheduler:
         paged = opened(spec.prompt, spec.n_positions, slot=slot, all_now=all_now)
         if paged is None:
             return False
-        self._queue.admit(request)
+        self._queue.take_slot(request)
         sequence = ActiveSequence(request, slot, next(self._generations), paged)
         self._slots[slot] = self._by_id[request.id] = sequence
         self._prompts.append(sequence)
@@ -350,7 +350,7 @@ class Scheduler:
     def _begin_prompt(self, sequence: ActiveSequence) -> PendingChunk:
         request, paged = sequence.request, sequence.paged
         if request.prefill_began is None:
-            # Found only now, because pages of prompts that were computed since the admission may be cached.
+            # Found only now, because pages of prompts that were computed since it got its slot may be cached.
             request.cached_tokens = self._memory.find(paged)
             request.prefill_began = time.perf_counter()
             self.n_cached_tokens += request.cached_tokens
@@ -385,7 +385,7 @@ class Scheduler:
             self._go_on(owner, chunk.pending.parts[0].n)
 
     def _go_on(self, sequence: ActiveSequence, n: int) -> None:
-        """Count `n` more prompt tokens that are in memory; after the last one, admit the slot."""
+        """Count `n` more prompt tokens that are in memory; after the last one, ask for its admission."""
         request = sequence.request
         self.n_prompt_tokens += n
         if request.ended:  # cancelled in the meantime

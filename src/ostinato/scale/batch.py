@@ -1,4 +1,4 @@
-"""Answers a file of requests in this process: as many at once as the engine admits; results are written as they arrive.
+"""Answers a file of requests in this process: as many at once as the engine takes; results are written as they arrive.
 
 Every line is answered exactly once, also when the run is killed and restarted (`batch_file.py`).
 """
