@@ -60,7 +60,7 @@ def main() -> None:
     asked = parser.parse_args()
     chance = random.Random(1)
     with opened(asked) as engine:
-        vocab = engine.loop.model.shape.vocab
+        vocab = engine.runner.model.shape.vocab
 
         def text(n: int) -> list[int]:
             return [chance.randrange(vocab) for _ in range(n)]

@@ -115,10 +115,10 @@ class LLM:
         )
         if self._loop_engine is not None:
             # What runs: a mode below the chosen one after a fallback; matrices may be on the tape alone.
-            model, settled = self._loop_engine.loop.model, self._loop_engine.loop.settled
+            model, settled = self._loop_engine.runner.model, self._loop_engine.runner.settled
         self.shape, self._model = shape, model
         self._encoder = None if shape.causal else TextEncoder(model)
-        for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
+        for sentence in () if self._loop_engine is None else self._loop_engine.runner.fallen_back:
             talk(sentence)
         self._recent: list[int] = []  # tokens of the last answer and its prompt, or of a loaded state
         return settled

@@ -103,7 +103,7 @@ class Gate:
     def __init__(self, engine: Engine) -> None:
         self._open = threading.Event()
         self.reached = threading.Event()
-        prefill = engine.loop.prefill
+        prefill = engine.runner.chunks
         run = prefill.run
 
         def gated(parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:

@@ -123,9 +123,9 @@ def test_on_the_cpu_it_is_refused_with_its_reason() -> None:
     with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
         open_loop(mode="persistent")
     driver = open_loop(mode="auto")
-    assert driver.loop.why_not == (f"persistent: {reason}",)
-    assert driver.loop.settled.fallback == "eager"  # graphs are CUDA's
-    driver.loop.close()
+    assert driver.runner.why_not == (f"persistent: {reason}",)
+    assert driver.runner.settled.fallback == "eager"  # graphs are CUDA's
+    driver.runner.close()
 
 
 def test_a_model_that_no_mode_can_run_is_refused_with_all_reasons() -> None:

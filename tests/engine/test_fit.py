@@ -277,6 +277,6 @@ def test_threads_reach_torch_and_the_loop(tiny_gguf: Path) -> None:
     before = torch.get_num_threads()
     try:
         with LLM(tiny_gguf, device="cpu", threads=2) as llm:
-            assert (llm.threads, torch.get_num_threads(), llm._engine.loop.settled.threads) == (2, 2, 2)
+            assert (llm.threads, torch.get_num_threads(), llm._engine.runner.settled.threads) == (2, 2, 2)
     finally:
         torch.set_num_threads(before)

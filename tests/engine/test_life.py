@@ -106,15 +106,15 @@ def test_a_loop_that_does_not_end_is_left_and_everything_else_is_closed(
     monkeypatch.setattr("ostinato.loop.cpu_device.CLOSE_S", 0.2)
     llm = LLM(tiny_gguf, device="cpu", context=128)
     engine, part = llm._engine, llm._checkpoint._parts[0]  # type: ignore[attr-defined]  # of a GGUF file
-    engine.loop.start._native.run_loop = lambda: stuck.wait(DEADLINE_S) and None  # type: ignore[attr-defined]
+    engine.runner.start._native.run_loop = lambda: stuck.wait(DEADLINE_S) and None  # type: ignore[attr-defined]
     request = engine.submit(prompt(1, 5), SHORT)
-    until(lambda: engine.loop.mode.running, "the loop is stuck")
+    until(lambda: engine.runner.decode_mode.running, "the loop is stuck")
     llm.close()
     assert request.finish_reason == "cancelled"
     assert "did not end within" in (engine.fault or "")
     assert part._map is None, "the file is still mapped"
     assert sorted(names()) == sorted([*before, "ostinato-loop"])
-    native = engine.loop.start._native  # type: ignore[attr-defined]
+    native = engine.runner.start._native  # type: ignore[attr-defined]
     assert native._opened, "freed, while a thread may be inside it"
     stuck.set()
     until(lambda: names() == before, "the last thread has ended")
@@ -154,7 +154,7 @@ def test_an_engine_that_is_dropped_ends_by_itself() -> None:
 def test_an_idle_engine_does_nothing_at_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(mode=mode) as engine:
         assert len(ids(engine.submit(prompt(1, 20), SHORT))) == 3
-        until(lambda: engine.stats().pages_leased == 0 and not engine.loop.mode.running, "it is idle")
+        until(lambda: engine.stats().pages_leased == 0 and not engine.runner.decode_mode.running, "it is idle")
         looks, steps, patience = 0, engine.stats().steps, engine._scheduler._wait_s
 
         def counted() -> float | None:

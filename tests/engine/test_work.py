@@ -27,19 +27,19 @@ TEXTS = [prompt(seed, n) for seed, n in ((1, 30), (2, 3), (3, 100), (4, 17), (5,
 def chunks_of(engine: Engine) -> list[list[ChunkPart]]:
     """The parts of every chunk from now on."""
     told: list[list[ChunkPart]] = []
-    run = engine.loop.prefill.run
+    run = engine.runner.chunks.run
 
     def noted(parts: Sequence[ChunkPart], *rest: Any) -> Any:
         told.append(list(parts))
         return run(parts, *rest)
 
-    engine.loop.prefill.run = noted  # type: ignore[method-assign, assignment]  # listens
+    engine.runner.chunks.run = noted  # type: ignore[method-assign, assignment]  # listens
     return told
 
 
 def by_cells(engine: Engine, ids: list[int]) -> tuple[Floats, Floats]:
     """Logits and hidden rows of the same tokens through the cell kind."""
-    decoder = Decoder(engine.loop.model, n_ctx=256, embeddings=True)
+    decoder = Decoder(engine.runner.model, n_ctx=256, embeddings=True)
     decoder.decode(Batch(token=ids))
     logits = decoder.outputs.all_logits().value
     rows = [decoder.embedding(i) for i in range(len(ids))]
@@ -79,7 +79,7 @@ def test_logits_of_many_rows_come_in_chunks_of_few_outputs() -> None:
     with open_engine() as engine:
         ids = prompt(1, 90)
         whole = logits_of(engine, ids)
-        engine.loop.prefill.max_outputs = 7
+        engine.runner.chunks.max_outputs = 7
         chunks = chunks_of(engine)
         np.testing.assert_array_equal(logits_of(engine, ids), whole)
         assert [len(part.outputs) for parts in chunks for part in parts] == [*[7] * 12, 6]
@@ -138,14 +138,14 @@ def test_work_that_finds_no_pages_waits_and_keeps_its_place() -> None:
 
 def test_a_text_that_fails_ends_its_own_work_and_no_other() -> None:
     with open_engine() as engine:
-        run = engine.loop.prefill.run
+        run = engine.runner.chunks.run
 
         def fails(parts: Sequence[ChunkPart], *rest: Any) -> Any:
             if any(part.tokens[0] == 77 for part in parts):
                 raise RuntimeError("no such luck")
             return run(parts, *rest)
 
-        engine.loop.prefill.run = fails  # type: ignore[method-assign, assignment]  # fails on purpose
+        engine.runner.chunks.run = fails  # type: ignore[method-assign, assignment]  # fails on purpose
         with pytest.raises(Exception, match=r"text could not be computed.*no such luck"):
             vectors_of(engine, [[1, 2], [77, 2]], "mean")
         assert len(vectors_of(engine, [[1, 2]], "mean")) == 1

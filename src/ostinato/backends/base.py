@@ -253,5 +253,5 @@ class Backend(Protocol):
         """A model's blocks over their weights in this backend's layout; `progress` gets bytes read, and in all."""
 
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
-        """Tables, memory, plan, start and prefill of a model that was loaded, built: a mode that fails at that raises
+        """Tables, memory, plan, start and chunks of a model that was loaded, built: a mode that fails at that raises
         HardwareCannot here."""

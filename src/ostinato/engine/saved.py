@@ -39,9 +39,9 @@ def largest_state_bytes(engine: Engine) -> int:
 
 
 def _state(engine: Engine) -> PagedState:
-    memory = engine.loop.memory
+    memory = engine.runner.memory
     copy = NativeSequenceCopy(memory) if isinstance(memory, NativePages) else SequenceCopy(memory)
-    return PagedState(engine.loop.model.shape, copy, engine.context)
+    return PagedState(engine.runner.model.shape, copy, engine.context)
 
 
 def _copied(engine: Engine, ids: Sequence[int], job: PageCopyJob) -> None:

@@ -70,17 +70,17 @@ class ChunkUnderWay:
 class Scheduler:
     """Everything between the queue and the loop. `run` is the thread; other threads may read the counters."""
 
-    def __init__(self, loop: Runner, queue: RequestQueue, *, reuse: bool) -> None:
-        self._loop, self._queue = loop, queue
-        self._host, self._mode = loop.host, loop.mode
-        options = loop.settled
+    def __init__(self, runner: Runner, queue: RequestQueue, *, reuse: bool) -> None:
+        self._runner, self._queue = runner, queue
+        self._host, self._decode_mode = runner.host, runner.decode_mode
+        options = runner.settled
         self.reserve = Reserve(
-            loop.groups, loop.page_tokens, chunk_rows=loop.prefill.rows, reuse=reuse, kind=loop.prefill.rows_for
+            runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, reuse=reuse, kind=runner.chunks.rows_for
         )
-        self._recurs = loop.model.shape.recurrent is not None
+        self._recurs = runner.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
-        self._flow = PagedFlow(self._memory, loop.prefill, loop.beside)
-        self._poll_s = POLL_S if loop.model.device.type == "cuda" else LONG_POLL_S
+        self._flow = PagedFlow(self._memory, runner.chunks, runner.beside)
+        self._poll_s = POLL_S if runner.model.device.type == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots
         self._by_id: dict[int, ActiveSequence] = {}
         self._prompts: deque[ActiveSequence] = deque()  # sequences with unfinished prompts; the first runs
@@ -89,7 +89,7 @@ class Scheduler:
         self._chunk: ChunkUnderWay | None = None
         self._work_is_next = True  # where both a prompt and work are ready
         self._unsent: deque[Callable[[], bool]] = deque()  # entries for the inbox, in order
-        self._masks: Masks[ActiveSequence] = Masks(loop.changed.set)
+        self._masks: Masks[ActiveSequence] = Masks(runner.changed.set)
         self._generations = count(1)
         self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they last changed
         self._loop_active = False  # whether the loop may still write entries, as far as is known
@@ -121,19 +121,19 @@ class Scheduler:
             while self._is_wanted():
                 if self.fault is None:
                     self._run_once()
-                self._loop.changed.wait(self._wait_s())
+                self._runner.changed.wait(self._wait_s())
         except Exception as error:
             # Any call may be the first to fail on a dead device: report the device's own fault first.
-            found = self._mode.fault()
+            found = self._decode_mode.fault()
             self._die(found or f"the engine's thread failed: {error!r}; open the model again", error)
             while self._is_wanted():
-                self._loop.changed.wait()
+                self._runner.changed.wait()
         finally:
             self._close()
 
     def _is_wanted(self) -> bool:
         # Cleared before anything is looked at: an event that is set from now on causes another look.
-        self._loop.changed.clear()
+        self._runner.changed.clear()
         return not self._queue.closing
 
     def _run_once(self) -> None:
@@ -340,7 +340,7 @@ class Scheduler:
             self._begin(sequence, lambda: self._begin_prompt(sequence))
 
     def _begin(self, owner: ActiveSequence | ActiveWork, begin: Callable[[], PendingChunk]) -> None:
-        if self._loop.start.alone:
+        if self._runner.start.alone:
             self._host.set_yield(True)  # until the next trigger, which is queued after this chunk
         try:
             self._chunk = ChunkUnderWay(owner, begin())
@@ -415,7 +415,7 @@ class Scheduler:
             self._prompts.popleft()
             self._fail(owner.request, error)
             self._release(owner)
-        self._loop.changed.set()  # look again: the next prompt may begin
+        self._runner.changed.set()  # look again: the next prompt may begin
 
     def _stage(self, sequence: ActiveSequence) -> None:
         spec, paged = sequence.request.spec, sequence.paged
@@ -464,16 +464,16 @@ class Scheduler:
         """
         # Set here and not when going to sleep: a loop that cannot set the wake event may end in between.
         self._loop_active = True
-        if self._mode.running:
+        if self._decode_mode.running:
             if self._host.word(Word.ENDS) == self._ends:
                 self._check_progress()
                 return
             # It has passed its last step boundary and set the wake event; it returns in a moment.
-            if not self._loop.start.wait(END_S):
+            if not self._runner.start.wait(END_S):
                 self._die(f"the loop ended its last step and did not return within {END_S:.0f} s; restart the process")
                 return
         if self._host.waiting:
-            self._loop.changed.set()  # it wrote entries after the drain: drain them first, then look again
+            self._runner.changed.set()  # it wrote entries after the drain: drain them first, then look again
             return
         if self._host.all_taken and not self._host.word(Word.LIVE):
             self._loop_active = False
@@ -481,13 +481,13 @@ class Scheduler:
         self._ends = self._host.word(Word.ENDS)
         self._host.set_yield(False)
         try:
-            self._mode.trigger()
+            self._decode_mode.trigger()
         except (DecodeInvariantError, EngineDead) as error:
-            self._die(self._mode.fault() or str(error))
+            self._die(self._decode_mode.fault() or str(error))
 
     def _check_progress(self) -> None:
         """A loop that neither steps nor ends within the deadline is dead, and all requests get an error."""
-        now = self._mode.n_triggers, self._host.word(Word.STEPS)
+        now = self._decode_mode.n_triggers, self._host.word(Word.STEPS)
         if now != self._progress:
             self._progress, self._progress_at = now, time.monotonic()
         elif time.monotonic() - self._progress_at > STALLED_S:
@@ -496,14 +496,14 @@ class Scheduler:
     # Ends
 
     def _check_alive(self) -> None:
-        why = self._mode.fault()
+        why = self._decode_mode.fault()
         if why is not None:
             self._die(why)
 
     def _die(self, why: str, cause: Exception | None = None) -> None:
         """End all running and waiting requests and work with an error each, and refuse new ones."""
         self.fault = why
-        self._mode.die(why)
+        self._decode_mode.die(why)
 
         def error() -> EngineDead:
             dead = EngineDead(why)
@@ -524,7 +524,7 @@ class Scheduler:
             with suppress(Exception):
                 self._chunk.pending.work.result(END_S)
         try:
-            self._loop.close()
+            self._runner.close()
         except (DecodeInvariantError, EngineDead) as error:  # waiting requests already have their errors
             self.fault = self.fault or str(error)
 

@@ -69,7 +69,7 @@ def vectors_of(engine: Engine, texts: Sequence[Sequence[int]], pooling: str) -> 
     asked = [(ids, _POOLED[pooling](len(ids))) for ids in texts]
     # Tokens after the last row that is asked for are left out: attention is causal, so no row depends on them.
     work = engine.work(WorkSpec([WorkText(ids[: rows.stop], rows) for ids, rows in asked], "hidden"))
-    sums = np.zeros((len(texts), engine.loop.model.shape.hidden))
+    sums = np.zeros((len(texts), engine.runner.model.shape.hidden))
     for number, output in work:
         assert output.hidden is not None
         sums[number] += output.hidden.sum(0, dtype=np.float64)

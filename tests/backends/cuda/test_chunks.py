@@ -49,12 +49,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedChunks:
-    loop = driver.loop
+    runner = driver.runner
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedChunks(
-        loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts, buckets=buckets
+    runner.chunks = FusedChunks(
+        runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, prompts, buckets=buckets
     )
-    return loop.prefill
+    return runner.chunks
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -82,7 +82,7 @@ def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch:
                 launch()
         assert watch.seen == []
     assert len(launched) > 2 * len(model.layers) * 5
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_memory_that_is_allocated_in_a_launch_is_noticed() -> None:
@@ -100,11 +100,11 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
 
     def held(prefill: FusedChunks) -> int:
         own = [tensor for _, tensor in tensors_of([vars(prefill)[name] for name in sorted(vars(prefill))], "")]
-        model = {tensor.data_ptr() for _, tensor in tensors_of(driver.loop.model, "")}
+        model = {tensor.data_ptr() for _, tensor in tensors_of(driver.runner.model, "")}
         return sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in model)
 
     assert held(one) == held(four)
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said() -> None:
@@ -121,7 +121,7 @@ def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said(
     assert room is prefill._outputs._room
     held = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(room, ""))
     assert held == output_bytes(model.shape, model.dtype, prefill.rows)
-    driver.loop.close()
+    driver.runner.close()
 
 
 # Packed experts
@@ -173,7 +173,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
         driver.admit(0, PROMPTS[0], most=1)
         driver.run()
         left.append(prefill._x[: len(PROMPTS[0])].clone())
-        driver.loop.close()
+        driver.runner.close()
     torch.testing.assert_close(left[1], left[0], rtol=3e-2, atol=3e-2 * float(left[0].abs().max()))
 
 

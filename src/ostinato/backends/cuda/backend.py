@@ -105,7 +105,7 @@ class CudaRunner(Runner):
         from ostinato.backends.cuda.while_graph import WhileGraph
 
         kinds: dict[str, type[CudaStart]] = {"eager": CudaEager, "graph": CudaGraph, "loop": WhileGraph}
-        return kinds[self.mode_name](plan, self.tables, self.guard, self.changed.set)
+        return kinds[self.settled.mode](plan, self.tables, self.guard, self.changed.set)
 
 
 class FusedRunner(CudaRunner):

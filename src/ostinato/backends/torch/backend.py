@@ -96,7 +96,7 @@ class TorchRunner(Runner):
         from ostinato.backends.torch.start import CpuEager, CpuLoop
 
         plan = torch_plan(self.model, self.memory, self.tables, self.n_tokens)
-        kind = CpuLoop if self.mode_name == TWIN else CpuEager
+        kind = CpuLoop if self.settled.mode == TWIN else CpuEager
         start = kind(plan, self.tables, self.guard, self.changed.set)
         return plan, start, TorchChunks(self.model, self.memory, self.tables, self.n_tokens)
 
