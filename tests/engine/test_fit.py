@@ -46,7 +46,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights_and(model: Path, n_tokens: int) -> int:
     """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
     with LLM(model, device="cpu") as llm:
-        weights = bytes_of(llm._checkpoint, llm._choice, "weights")
+        weights = bytes_of(llm._checkpoint, llm._settled, "weights")
         per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
     return int((weights + n_tokens * per_token) / USABLE_SHARE) + 1
 

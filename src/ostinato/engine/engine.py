@@ -103,8 +103,14 @@ class Engine:
 
     # Requests
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> RequestSpec:
-        """The request, checked and accepted. `sampling` is settled: no value that sampling needs is None."""
+    def check(
+        self, prompt: Sequence[int], sampling: Sampling, *, resume: bool = False, keep: bool = False
+    ) -> RequestSpec:
+        """The checked request, to be `put` once. `sampling` is complete: no value that sampling needs is None.
+
+        `resume`: continue the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved
+        or resumed.
+        """
         check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
         constraint = None if sampling.rule is None else self._constraint_of(sampling)
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
@@ -114,7 +120,8 @@ class Engine:
         stop_ids = tuple(sorted(ends))
         self._runner.host.check(sampling, stop_ids)
         most = self.context - len(prompt)
-        return RequestSpec(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most), constraint)
+        most = min(most, sampling.max_tokens or most)
+        return RequestSpec(tuple(prompt), sampling, stop_ids, most, constraint, resume, keep)
 
     def _constraint_of(self, sampling: Sampling) -> Constraint | None:
         if self._constrain is None:
@@ -131,13 +138,14 @@ class Engine:
         resume: bool = False,
         keep: bool = False,
     ) -> Request:
-        """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
-        QueueFull.
+        """`check` a request and `put` it."""
+        return self.put(self.check(prompt, sampling, resume=resume, keep=keep), wait=wait, sink=sink)
 
-        The caller reads the returned request, or `sink` gets every message, on the engine's thread. `resume`: continue
-        the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved or resumed.
-        """
-        spec = replace(self.check(prompt, sampling), resume=resume, keep=keep)
+    def put(
+        self, spec: RequestSpec, *, wait: bool = False, sink: Callable[[Request, Message], None] | None = None
+    ) -> Request:
+        """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
+        QueueFull. The caller reads the returned request, or `sink` gets every message, on the engine's thread."""
         request = Request(next(self._ids), spec, self._queue.cancel, sink, self.helper)
         self._lend()
         self._queue.put(request, wait=wait)

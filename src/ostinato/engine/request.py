@@ -59,7 +59,7 @@ Message: TypeAlias = Token | Cancelled | Exception
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A request, checked and settled: at most `most` tokens, ended by any of `stop_ids`.
+    """A checked request: at most `most` tokens, ended by any of `stop_ids`.
 
     `constraint` is what the answer must follow; it belongs to this request alone. `resume`: continue the sequence that
     was kept last, as far as both begin alike; `keep`: keep this sequence afterwards, until its pages are needed.

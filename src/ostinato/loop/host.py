@@ -45,7 +45,7 @@ class OutEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence about to be admitted. `sampling` is settled; `position` is that of its first generated token."""
+    """A sequence about to be admitted. `sampling` is complete; `position` is that of its first generated token."""
 
     generation: int
     prompt: Sequence[int]
