@@ -21,7 +21,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 
-from ostinato.backends.base import Floats, Settled
+from ostinato.backends.base import Settled
 from ostinato.decoder.decoder import Decoder
 from ostinato.decoder.memory import state_file
 from ostinato.decoder.text_encoder import TextEncoder
@@ -34,13 +34,14 @@ from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
 from ostinato.engine.prompt import check_prompt
-from ostinato.engine.request import Message, Request, RequestSpec, Token, waited_for
+from ostinato.engine.request import Request, RequestMessage, RequestSpec, Token, waited_for
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars
@@ -256,7 +257,7 @@ class LLM:
         *,
         fresh: bool = False,
         show: Collection[str] = (),
-        sink: Callable[[Request, Message], None],
+        sink: Callable[[Request, RequestMessage], None],
     ) -> Answer:
         """Submit a request without waiting for its answer, for servers; QueueFull if too many requests wait.
 
@@ -500,7 +501,7 @@ class LLM:
         """Answers to prompts that run together, in order. All are checked first, then submitted as the queue allows."""
         complete = [self._with_defaults(sampling) for _ in prompts]  # each has a seed of its own
         specs = [self._engine.check(*asked, keep=True) for asked in zip(prompts, complete, strict=True)]
-        heard: SimpleQueue[tuple[Request, Message]] = SimpleQueue()
+        heard: SimpleQueue[tuple[Request, RequestMessage]] = SimpleQueue()
         answers: dict[int, Answer] = {}  # by the request's id
         order: list[int] = []
         done: dict[int, Completion] = {}

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -21,6 +21,7 @@ KVType = Literal["f32", "bf16", "f16", "q8_0"]
 Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 Activations = Literal["wide", "int8"]
 Prompts = Literal["auto", "plain", "tape"]
+Talk = Callable[[str], None]  # gets a sentence where a choice or a delay may surprise the user
 
 Q8_BLOCK = 32  # keys or values of one scale
 MAX_LOGPROBS = 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ostinato.backends.base import Settled, Tensors
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import ATTENTION_CUTS, GPU_LIBRARIES
 from ostinato.backends.cuda.plan import StepBuffers
 from ostinato.engine.choose import backend_of, settle_model
@@ -18,7 +18,7 @@ from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.lab.random_weights import random_tensors
-from ostinato.models.header import tensors_in
+from ostinato.models.header import HeaderTensors, tensors_in
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.shape import Shape
 from tests.backends.families import family_model
@@ -28,7 +28,7 @@ from tests.random_model import MemoryKind, random_model, shape_of
 LLAMA = SHAPES["llama-1b"]
 
 
-def plan_of(shape: Shape, settled: Settled, free_bytes: int = 0, tensors: Tensors | None = None) -> MemoryPlan:
+def plan_of(shape: Shape, settled: Settled, free_bytes: int = 0, tensors: HeaderTensors | None = None) -> MemoryPlan:
     return MemoryPlan(backend_of(settled), shape, tensors or {}, settled, free_bytes)
 
 
@@ -37,7 +37,7 @@ def on_gpu(n_slots: int, context: int, **words: Any) -> Settled:
     return replace(settled, n_pages=n_slots * settled.max_pages)
 
 
-def weights(n_bytes: int) -> Tensors:
+def weights(n_bytes: int) -> HeaderTensors:
     """One tensor that is as large whatever it is kept as."""
     return {"weight": TensorInfo("weight", (n_bytes // 2,), "BF16", n_bytes)}
 

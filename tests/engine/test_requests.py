@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
 from ostinato.engine.engine import Engine
-from ostinato.engine.request import Message, Request, Token
+from ostinato.engine.request import Request, RequestMessage, Token
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, PromptTooLong, QueueFull
 from ostinato.loop.layout import End, Word
 from tests.engine.opened import (
@@ -252,9 +252,9 @@ def test_a_prompt_that_fails_ends_its_own_request_and_no_other() -> None:
 def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
     wanted = sampling(max_tokens=60)
     with open_engine(n_slots=2, outbox_entries=8) as engine:
-        heard: list[Message] = []
+        heard: list[RequestMessage] = []
 
-        def slow(request: Request, message: Message) -> None:
+        def slow(request: Request, message: RequestMessage) -> None:
             if len(heard) in (3, 30):
                 until(lambda: engine.runner.host.word(Word.WHY) == End.OUTBOX_FULL, "the outbox is full")
                 time.sleep(0.01)

@@ -9,13 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.backends.base import ChunkPart, Floats
+from ostinato.backends.base import ChunkPart
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.decoder import Decoder
 from ostinato.engine.engine import Engine
 from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
 from ostinato.engine.work import WorkSpec, WorkText
 from ostinato.errors import BadInput, BadOption, EngineDead, PromptTooLong
+from ostinato.files.unpack import Floats
 from tests.engine.opened import LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 

@@ -20,7 +20,8 @@ from ostinato.backends.loading import Progress
 from ostinato.backends.machine import DeviceKind, Machine, kind_of
 from ostinato.cache.groups import PageGroup, page_groups
 from ostinato.errors import InternalError
-from ostinato.files.checkpoint import TensorInfo
+from ostinato.files.unpack import Floats
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
@@ -35,10 +36,8 @@ PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
 # Rows of a chunk, at most.
 CHUNK_ROWS: Final[Mapping[str, int]] = {"cuda": 512, "cpu": 256}
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are GGUF's
-Layout = Literal["dense", "packed", "tiles"]
-Prompts = Literal["plain", "tape"]
-Floats = NDArray[np.float32]
+WeightLayout = Literal["dense", "packed", "tiles"]
+PromptWeights = Literal["plain", "tape"]
 OutputKind = Literal["hidden", "logits", "logprobs"]
 LOGITS_BYTES: Final = 64 << 20  # of logits that are there at once: those given, or those behind log-probabilities
 
@@ -158,9 +157,9 @@ class Settled:
     n_slots: int = 1
     n_pages: int = 0  # for all slots together, of keys and values of layers that see everything
     n_tokens: int | None = None  # ids that the tokenizer knows, those beyond are never chosen; None: the vocabulary
-    weights: Layout = "dense"  # packed: as in the file where kernels multiply that type; tiles: the native loop's
+    weights: WeightLayout = "dense"  # packed: as in the file where kernels multiply that type; tiles: the native loop's
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
-    prompts: Prompts = "plain"  # what they read
+    prompts: PromptWeights = "plain"  # what they read
     threads: int | None = None  # on the CPU; None on a GPU
     why_not: tuple[str, ...] = ()  # for each mode above this one, its name and why it does not run
     fallback: str | None = None  # the mode that takes its place, once, where it cannot be built (E-57)
@@ -233,14 +232,16 @@ class Backend(Protocol):
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         """Why a machine cannot run a mode, whatever the model; None where it can."""
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         """Why a mode cannot run such a model, opened with these options on this machine; None where it can. Asked
         before any weight is read; the backend's limits are known only here."""
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         """How it keeps matrices on such a device."""
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         """Everything that it takes of memory; the rows of weights are called `weights` and `tape`."""
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
-    from ostinato.lab.work import Machine, Workload
+    from ostinato.lab.work import LabMachine, Workload
     from ostinato.options import Activations
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
@@ -318,7 +318,7 @@ def tape(
 # Machines and models
 
 
-def _machine(device: str) -> Machine:
+def _machine(device: str) -> LabMachine:
     import torch
 
     from ostinato.backends.machine import choose_device
@@ -333,7 +333,7 @@ def _machine(device: str) -> Machine:
     return GpuMachine(chosen)
 
 
-def _model(machine: Machine, shape: str) -> tuple[Model, str]:
+def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
     import torch
 
     from ostinato.backends.machine import machine_at
@@ -365,7 +365,7 @@ def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dic
 
 
 def _swept(
-    machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int, *, quiet: bool
+    machine: LabMachine, work: Workload, what: str, values: Sequence[int], repeats: int, *, quiet: bool
 ) -> list[ExperimentRow]:
     """The rows of a sweep; a row that this machine refuses is reported and left out."""
     from ostinato.lab.experiment import swept
@@ -384,7 +384,7 @@ def _swept(
 # Printing
 
 
-def _introduce(machine: Machine) -> None:
+def _introduce(machine: LabMachine) -> None:
     if machine.kind == "cpu":
         write_line(
             f"{machine.name}: a CPU. No kernel is launched here; the starts are what takes their place on a CPU."

@@ -20,7 +20,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import BadOption, InternalError, listing
 
 # The classification head of a ranking model: [sequences, n_embd_out] to [sequences, classes].
-Head = Callable[[Tensor], Tensor]
+RankHead = Callable[[Tensor], Tensor]
 
 
 class Pooling(StrEnum):
@@ -132,7 +132,7 @@ class Pooled:
     mean (PL-7).
     """
 
-    def __init__(self, kind: Pooling, *, head: Head | None = None, rank_by: Pooling = Pooling.CLS) -> None:
+    def __init__(self, kind: Pooling, *, head: RankHead | None = None, rank_by: Pooling = Pooling.CLS) -> None:
         rule = rank_by if kind is Pooling.RANK else kind
         if not isinstance(kind, Pooling) or (rule not in _RULES and kind is not Pooling.NONE):
             raise InternalError(f"pooling {kind!r} (by {rule!r}) was not settled before decoding (PL-1)")

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends import cards
-from ostinato.backends.base import MODES, Backend, Layout, Prompts, Settled, Tensors, dtype_of, kv_type_of
+from ostinato.backends.base import (
+    MODES,
+    Backend,
+    PromptWeights,
+    Settled,
+    WeightLayout,
+    dtype_of,
+    kv_type_of,
+)
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import DeviceKind, Machine, choose_device, machine_at
 from ostinato.backends.native.backend import NATIVE
@@ -26,8 +33,8 @@ from ostinato.cache.kv_bytes import kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
-from ostinato.models.header import tensors_in, tensors_of
-from ostinato.options import Activations, DType, KVType, LoadOptions
+from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
+from ostinato.options import Activations, DType, KVType, LoadOptions, Talk
 
 if TYPE_CHECKING:
     from ostinato.backends.torch.model import Model
@@ -40,7 +47,6 @@ USABLE_SHARE: Final = 0.9
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
 NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
-Talk = Callable[[str], None]
 
 
 def backend_of(settled: Settled) -> Backend:
@@ -57,7 +63,7 @@ def why_not_here(machine: Machine) -> dict[str, str | None]:
     return {mode: backend.why_not_here(mode, machine) for mode, backend in _asked(machine.kind).items()}
 
 
-def why_not(shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> dict[str, str | None]:
+def why_not(shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine) -> dict[str, str | None]:
     """Every mode from low to high, and why it cannot run such a model; None where it can."""
     asked = _asked(machine.kind).items()
     return {mode: backend.why_not(mode, shape, tensors, options, machine) for mode, backend in asked}
@@ -83,7 +89,7 @@ def choose(
 
 
 def decide(
-    shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk, *, prepare: bool = True
+    shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine, talk: Talk, *, prepare: bool = True
 ) -> Settled:
     """The backend and the mode, with pages for every slot's whole context; `fit` then reduces that to the free memory.
 
@@ -151,7 +157,7 @@ def _may_run(mode: str, options: LoadOptions, machine: Machine, reasons: dict[st
     return on_this_device and (options.mode == mode or (options.mode == "auto" and mode not in reasons))
 
 
-def _why_not_unasked(settled: Settled, shape: Shape, tensors: Tensors, machine: Machine) -> str | None:
+def _why_not_unasked(settled: Settled, shape: Shape, tensors: HeaderTensors, machine: Machine) -> str | None:
     """Why `auto` does not take a backend that fills its card; None where it may. Asking for its mode still runs it."""
     backend = backend_of(settled)
     if not backend.alone:
@@ -182,7 +188,7 @@ def _draft(backend: Backend, mode: str, shape: Shape, options: LoadOptions, mach
 
 
 def fit(
-    settled: Settled, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk
+    settled: Settled, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine, talk: Talk
 ) -> Settled:
     """The settings with as much context and as many pages as memory allows; refuse what does not fit."""
     backend, free = backend_of(settled), int(machine.free_bytes * USABLE_SHARE)
@@ -208,11 +214,11 @@ def _prompts(
     backend: Backend,
     settled: Settled,
     shape: Shape,
-    tensors: Tensors,
+    tensors: HeaderTensors,
     options: LoadOptions,
     machine: Machine,
     talk: Talk,
-) -> Prompts:
+) -> PromptWeights:
     """Which weights prompts read: the tape if the user asked for it, or if it does not fit beside a plain copy of the
     weights; else the plain copy, which is faster."""
     plan = _with_one_context(backend, settled, shape, tensors, machine)
@@ -233,7 +239,7 @@ def _prompts(
 
 
 def _with_one_context(
-    backend: Backend, settled: Settled, shape: Shape, tensors: Tensors, machine: Machine
+    backend: Backend, settled: Settled, shape: Shape, tensors: HeaderTensors, machine: Machine
 ) -> MemoryPlan:
     """The plan with pages for one slot's context; further pages come from the remaining memory."""
     one = replace(settled, n_pages=settled.max_pages, prompts="plain")
@@ -306,7 +312,7 @@ def settle_model(
     kv_type: KVType | None = None,
     n_tokens: int | None = None,
     activations: Activations = "wide",
-    prompts: Prompts = "plain",
+    prompts: PromptWeights = "plain",
     threads: int | None = None,
     machine: Machine | None = None,
 ) -> Settled:
@@ -347,7 +353,7 @@ def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = N
     return why_not(model.shape, tensors_in(model), options, machine)
 
 
-def layout_of(model: Model) -> Layout:
+def layout_of(model: Model) -> WeightLayout:
     """The layout of a model's weights."""
     from ostinato.backends.native.tiles import TileMatrix
 

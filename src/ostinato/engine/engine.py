@@ -23,7 +23,7 @@ from ostinato.engine.constraint import Constrain, Constraint
 from ostinato.engine.open import open_runner
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.queue import RequestQueue
-from ostinato.engine.request import Message, Request, RequestSpec
+from ostinato.engine.request import Request, RequestMessage, RequestSpec
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.work import Work, WorkSpec
@@ -134,7 +134,7 @@ class Engine:
         sampling: Sampling,
         *,
         wait: bool = False,
-        sink: Callable[[Request, Message], None] | None = None,
+        sink: Callable[[Request, RequestMessage], None] | None = None,
         resume: bool = False,
         keep: bool = False,
     ) -> Request:
@@ -142,7 +142,7 @@ class Engine:
         return self.put(self.check(prompt, sampling, resume=resume, keep=keep), wait=wait, sink=sink)
 
     def put(
-        self, spec: RequestSpec, *, wait: bool = False, sink: Callable[[Request, Message], None] | None = None
+        self, spec: RequestSpec, *, wait: bool = False, sink: Callable[[Request, RequestMessage], None] | None = None
     ) -> Request:
         """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
         QueueFull. The caller reads the returned request, or `sink` gets every message, on the engine's thread."""

@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.backends.base import Floats
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import WorkSpec, WorkText
 from ostinato.errors import BadOption, listing
+from ostinato.files.unpack import Floats
 
 # The rows of a text of n tokens whose mean is its vector; the definition is `decoder/pooling.py`.
 _POOLED: Final[Mapping[str, Callable[[int], range]]] = MappingProxyType(

@@ -177,7 +177,7 @@ class Ingress:
         self._engine = engine
 
     def __serve_build_asgi_app__(self) -> Any:
-        return guarded(Forward(self._front, self._engine), self._front)
+        return guarded(Forwarder(self._front, self._engine), self._front)
 
     async def drain(self) -> int:
         """Accept no more requests; return how many are running."""
@@ -188,7 +188,7 @@ class Ingress:
         return self._front.n_running
 
 
-class Forward:
+class Forwarder:
     """The application behind the ingress's front: forwards to a replica, and answers the pages about all replicas."""
 
     def __init__(self, front: GatewayService, engine: DeploymentHandle) -> None:

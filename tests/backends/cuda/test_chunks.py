@@ -19,7 +19,7 @@ from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_ker
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
-from ostinato.lab.random_weights import Kind, RandomLoader, random_model, random_model_of
+from ostinato.lab.random_weights import RandomLoader, RandomSpec, random_model, random_model_of
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.qwen3 import QWEN3_MOE
@@ -133,7 +133,7 @@ def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
     one_layer = replace(plain, n_layers=1, ropes=plain.ropes[:1], windows=plain.windows[:1])
     shape = replace(one_layer, family=family, experts=ExpertShape(5, 2, 64, renormalise=True))
     made = MIXTRAL if family == "mixtral" else QWEN3_MOE
-    return random_model_of(made, Kind(shape, dtype, mix), CPU, 3)
+    return random_model_of(made, RandomSpec(shape, dtype, mix), CPU, 3)
 
 
 def with_two_types(model: Model) -> Model:
@@ -143,7 +143,7 @@ def with_two_types(model: Model) -> Model:
         assert isinstance(layer, Layer)
         assert isinstance(layer.mlp, Experts)
         n, ff, hidden = layer.mlp.experts.n_experts, layer.mlp.experts.ff_width, model.shape.hidden
-        loader = RandomLoader(Kind(model.shape, model.dtype, "q5_1"), CPU, 4)
+        loader = RandomLoader(RandomSpec(model.shape, model.dtype, "q5_1"), CPU, 4)
         gate = loader.leaf(ExpertMatrices((("gate_exps.weight",),), n, (ff, hidden)))
         assert isinstance(gate, Packed)
         up = (torch.randn(n * ff, hidden, generator=chance) * hidden**-0.5).half()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ostinato.backends.base import Settled, Tensors
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.packed import PACKED_TYPES
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.tape.backend import (
@@ -27,7 +27,7 @@ from ostinato.backends.tape.plan import sources_of, why_not_values
 from ostinato.backends.torch.model import Model
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.models.blocks import Layer
-from ostinato.models.header import tensors_in
+from ostinato.models.header import HeaderTensors, tensors_in
 from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
 from ostinato.options import LoadOptions
 from tests.backends.tape.models import FAMILIES, shape_of, small
@@ -87,16 +87,16 @@ def test_models_that_it_plays_have_none(family: str, mix: str | None) -> None:
     assert why_not_values(model) is None
 
 
-def with_tensor(name: str, type: str = "F32", *sizes: int) -> Callable[[Tensors], Tensors]:
+def with_tensor(name: str, type: str = "F32", *sizes: int) -> Callable[[HeaderTensors], HeaderTensors]:
     return lambda tensors: {**tensors, name: TensorInfo(name, sizes or (8,), type, 32)}
 
 
-def without_gate(tensors: Tensors) -> Tensors:
+def without_gate(tensors: HeaderTensors) -> HeaderTensors:
     return {name: tensor for name, tensor in tensors.items() if "ffn_gate" not in name}
 
 
 WANTS = "the tape wants RMS norms, rotary positions and a gate in the feed-forward block"
-TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+TENSORS: dict[str, tuple[Callable[[HeaderTensors], HeaderTensors], str]] = {
     "no gate": (without_gate, WANTS),
     "layer norm": (with_tensor("blk.1.attn_norm.bias"), WANTS),
     "learned positions": (with_tensor("position_embd.weight"), WANTS),

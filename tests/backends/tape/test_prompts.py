@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, Prompts, Settled
+from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, PromptWeights, Settled
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
@@ -254,7 +254,7 @@ def test_a_loop_on_the_tape_keeps_no_matrix_of_the_model_it_was_given(
     planes = [plane for weight in weights for plane in (weight.planes if isinstance(weight, Packed) else (weight,))]
     kept = [weakref.ref(plane) for plane in planes if isinstance(plane, Tensor)]
     assert kept
-    prompts: Prompts = "tape" if prompts_on_tape else "plain"
+    prompts: PromptWeights = "tape" if prompts_on_tape else "plain"
     settled = settle_model(model, TWIN, context=64, n_pages=8, n_slots=2, kv_type="bf16", prompts=prompts)
     runner = CardLoop(model, settled)
     given, found = model, runner.model

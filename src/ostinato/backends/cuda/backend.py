@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import loaded_with, model_of, paged_memory, prefill_bytes, tables_on
 from ostinato.errors import Unsupported
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -59,7 +60,9 @@ class CudaBackend:
             return "graphs are CUDA's"
         return why_no_packages(machine) or (why_driver_has_no_while(machine.driver_cuda) if mode == "loop" else None)
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         if machine.kind != "cuda":
             return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
         reason = why_not_blocks(shape)
@@ -67,10 +70,10 @@ class CudaBackend:
             reason = WHY_NO_LOOP
         return reason or self.why_not_here(mode, machine)
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return plain_layout(shape, options)
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", weight_bytes(tensors, settled))
         return without_empty(weights, *rows_beside_weights(shape, settled)) if shape.causal else (weights,)
 
@@ -151,7 +154,7 @@ class StaticRunner(CudaRunner):
 # How it keeps weights
 
 
-def plain_layout(shape: Shape, options: LoadOptions) -> Layout:
+def plain_layout(shape: Shape, options: LoadOptions) -> WeightLayout:
     """As the file has them, unless a dtype was asked for or the layers recur."""
     return "packed" if options.dtype == "auto" and shape.recurrent is None else "dense"
 
@@ -163,7 +166,7 @@ def loader_of(settled: Settled) -> type[DenseLoader]:
     return PackedLoader if settled.weights == "packed" else DenseLoader
 
 
-def weight_bytes(tensors: Tensors, settled: Settled) -> int:
+def weight_bytes(tensors: HeaderTensors, settled: Settled) -> int:
     """Of weights that stay as in the file where that is settled and kernels multiply them, else dense."""
     from ostinato.backends.cuda.load import stays_packed
 

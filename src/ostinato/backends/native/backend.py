@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.base import MemoryRow, Settled, WeightLayout
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.runner import Runner
 from ostinato.loop.wake import FileWakeEvent
-from ostinato.models.header import has_layer_norm, has_learned_positions, has_plain_mlp
+from ostinato.models.header import HeaderTensors, has_layer_norm, has_learned_positions, has_plain_mlp
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -43,7 +43,9 @@ class NativeBackend:
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         return "the native loop is the CPU's" if machine.kind != "cpu" else why_no_native()
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         if options.dtype != "auto":
             return (
                 f"--dtype {options.dtype} asks for dense weights, and the native loop multiplies packed ones: "
@@ -51,10 +53,10 @@ class NativeBackend:
             )
         return why_not_blocks(shape, tensors) or self.why_not_here(mode, machine)
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "tiles"
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         from ostinato.backends.native.tile_weights import tiled_bytes
 
         step = settled.n_slots * (shape.hidden + shape.vocab) * FLOAT_BYTES
@@ -111,7 +113,7 @@ class NativeRunner(Runner):
         return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)
 
 
-def why_not_blocks(shape: Shape, tensors: Tensors) -> str | None:
+def why_not_blocks(shape: Shape, tensors: HeaderTensors) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
     checks = (
         (shape.recurrent is not None or not shape.attention, "the native loop has no recurrent layers"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.errors import Unsupported
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -45,13 +46,15 @@ class TorchBackend:
             return "torch is not installed"
         return None
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         return self.why_not_here(mode, machine)
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "dense"
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", dense_bytes(tensors, settled))
         if not shape.causal:
             return (weights,)
@@ -142,7 +145,7 @@ def tables_on(model: Model, layout: TableLayout) -> Tables:
     return tensor_tables(layout, model.device)
 
 
-def dense_bytes(tensors: Tensors, settled: Settled) -> int:
+def dense_bytes(tensors: HeaderTensors, settled: Settled) -> int:
     return sum(tensor.n_elements for tensor in tensors.values()) * ITEM_BYTES[settled.dtype]
 
 

@@ -22,7 +22,7 @@ from ostinato.decoder.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
 
 
-class Tensors(Protocol):
+class CellTensors(Protocol):
     """The keys and values behind the cells. A failure is raised as one of the decode errors."""
 
     def copy_stream(self, source: int, target: int) -> None:
@@ -52,7 +52,7 @@ class KVCache:
         padding: int = 1,
         can_shift: bool = True,
         n_pos_dims: int = 1,
-        tensors: Tensors | None = None,
+        tensors: CellTensors | None = None,
     ) -> None:
         if size < 1 or size % padding:
             raise InternalError(f"a cache of {size} cells is no multiple of its padding of {padding} (KV-1)")

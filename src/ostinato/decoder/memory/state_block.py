@@ -21,8 +21,7 @@ from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.state_bytes import StreamCounts
 from ostinato.decoder.memory.slots import CellRows
 from ostinato.errors import BadFile
-
-Bytes = NDArray[np.uint8]
+from ostinato.files.unpack import Bytes
 
 MAX_POSITION: Final = 1 << 62
 DAMAGED: Final = "the state is damaged: save it again"

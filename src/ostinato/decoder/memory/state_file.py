@@ -14,10 +14,10 @@ from typing import Any
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.state_bytes import (
     MAX_OVERHEAD_BYTES,
-    Kind,
     Section,
     StateHeader,
     StateInfo,
+    StateKind,
     StreamCounts,
     describe,
     identify,
@@ -120,7 +120,7 @@ def largest(parts: StateParts) -> int:
     return n_bytes + MAX_OVERHEAD_BYTES
 
 
-def _save(parts: StateParts, kind: Kind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
+def _save(parts: StateParts, kind: StateKind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
     parts.check(s)
     chosen = [(part, part.choose(s)) for part in parts.kept(partial)]
     sections = tuple(Section(part.layout, tuple(stream.counts for stream in streams)) for part, streams in chosen)
@@ -128,7 +128,7 @@ def _save(parts: StateParts, kind: Kind, s: int | None, *, partial: bool, note: 
     return pack(kind, parts.architecture, StateHeader(sections, partial, note), pieces)
 
 
-def _load(parts: StateParts, kind: Kind, s: int | None, data: bytes) -> None:
+def _load(parts: StateParts, kind: StateKind, s: int | None, data: bytes) -> None:
     parts.check(s)
     identity = identify(data)
     if identity.kind != kind:
