@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -18,11 +18,11 @@ from ostinato.errors import BadInput, BadOption, Unsupported, listing
 
 DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
-Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 Activations = Literal["wide", "int8"]
 Prompts = Literal["auto", "plain", "tape"]
 Talk = Callable[[str], None]  # gets a sentence where a choice or a delay may surprise the user
 
+MODES = ("eager", "graph", "loop", "persistent")  # how the decode loop is paced, from low to high
 Q8_BLOCK = 32  # keys or values of one scale
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
@@ -50,6 +50,10 @@ _FP8_NAMES = ("fp8", "f8", "float8")
 def _check(condition: bool, option: str, value: object, wanted: str) -> None:
     if not condition:
         raise BadOption(f"{option} is {value!r}; it must be {wanted}")
+
+
+def _check_word(option: str, value: object, known: Sequence[str]) -> None:
+    _check(value in known, option, value, f"{', '.join(known[:-1])} or {known[-1]}")
 
 
 def check_kv_width(kv_type: KVType, width: int) -> None:
@@ -137,16 +141,12 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check(_is_device(self.device), "device", self.device, "auto, cpu, cuda or cuda:N")
-        _check(self.mode in get_args(Mode), "mode", self.mode, "auto, eager, graph, loop or persistent")
-        _check(self.dtype in get_args(DType), "dtype", self.dtype, "auto, float32 or bfloat16")
+        _check_word("mode", self.mode, ("auto", *MODES))
+        _check_word("dtype", self.dtype, get_args(DType))
         if isinstance(self.kv_type, str) and self.kv_type.lower().startswith(_FP8_NAMES):
             raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: f32, bf16, f16 or q8_0 are")
-        _check(
-            self.kv_type is None or self.kv_type in get_args(KVType),
-            "kv_type",
-            self.kv_type,
-            "f32, bf16, f16 or q8_0",
-        )
+        if self.kv_type is not None:
+            _check_word("kv_type", self.kv_type, get_args(KVType))
         _check(
             self.context is None or _is_count(self.context, 1),
             "context",
@@ -159,8 +159,8 @@ class LoadOptions:
         enough = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
         _check(enough, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
         _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
-        _check(self.activations in get_args(Activations), "activations", self.activations, "wide or int8")
-        _check(self.prompts in get_args(Prompts), "prompts", self.prompts, "auto, plain or tape")
+        _check_word("activations", self.activations, get_args(Activations))
+        _check_word("prompts", self.prompts, get_args(Prompts))
 
 
 RuleKind = Literal["schema", "regex", "choice", "grammar"]

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ostinato.backends.base import MODES
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.native.cpu_levels import LEVELS
 from ostinato.files import store
+from ostinato.options import MODES
 from tests.cli.conftest import RunCli
 
 doctor = import_module("ostinato.cli.doctor")  # the room has the verb under this name

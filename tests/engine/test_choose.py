@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from ostinato.backends import cards
-from ostinato.backends.base import MODES, Settled
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.torch.model import Model
 from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, decide, settle_model, why_not, why_not_model
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.models.header import tensors_in
-from ostinato.options import LoadOptions
+from ostinato.options import MODES, LoadOptions
 from tests.backends.native.tiled import tiled
 from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import open_loop

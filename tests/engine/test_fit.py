@@ -19,7 +19,7 @@ from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.header import tensors_of
 from ostinato.models.registry import read_shape
-from ostinato.options import LoadOptions, Mode
+from ostinato.options import LoadOptions
 from tests.models import tiny, tiny_folder
 from tests.random_model import random_model
 
@@ -164,7 +164,7 @@ def card(on_tape: Path) -> Iterator[Card]:
 
 
 def test_keys_and_values_get_what_the_weights_and_the_tape_leave(card: Card) -> None:
-    def pages(n_bytes: float, mode: Mode) -> int:
+    def pages(n_bytes: float, mode: str) -> int:
         return card.settled(int(n_bytes), mode=mode, prompts="plain", slots=8).n_pages
 
     both = card.weights + card.tape

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
 
-MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
 # Positions of a page: what a GPU reads at once, and a smaller page where memory is scarce.
 PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
 # Rows of a chunk, at most.

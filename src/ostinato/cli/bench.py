@@ -14,7 +14,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -24,7 +24,7 @@ from ostinato.cli.output import detail, talk, write_columns, write_json, write_l
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT
-from ostinato.options import LoadOptions, Mode
+from ostinato.options import MODES, LoadOptions
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def decode(
             help="Random weights as this; by default what --dtype would be.",
         ),
     ] = None,
-    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help="eager,graph,loop,persistent; or all.")] = ALL,
+    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help=f"{','.join(MODES)}; or all.")] = ALL,
     batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences at once.")] = "1",
     n_gen: Annotated[
         str, typer.Option("--n-gen", metavar="LIST", help="Tokens to generate (tg); 0 leaves it out.")
@@ -164,11 +164,10 @@ def mode_names(text: str) -> list[str] | None:
     """A list of modes, or None for all that can run."""
     if text == ALL:
         return None
-    known = [name for name in get_args(Mode) if name != "auto"]
     words = [word.strip() for word in text.split(",")]
     for word in words:
-        if word not in known:
-            raise BadOption(f"--mode is {text!r}; {word!r} is none of {listing(word, known)}, or `{ALL}`")
+        if word not in MODES:
+            raise BadOption(f"--mode is {text!r}; {word!r} is none of {listing(word, MODES)}, or `{ALL}`")
     return list(dict.fromkeys(words))
 
 

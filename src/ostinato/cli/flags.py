@@ -126,7 +126,7 @@ Mode = Annotated[
     str,
     typer.Option(
         "--mode",
-        metavar="auto|eager|graph|loop|persistent",
+        metavar="|".join(("auto", *options.MODES)),
         help="How the decode loop is paced; auto is the highest that can run.",
         rich_help_panel=_LOADING,
     ),

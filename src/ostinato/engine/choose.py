@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Final
 
 from ostinato.backends import cards
 from ostinato.backends.base import (
-    MODES,
     Backend,
     PromptWeights,
     Settled,
@@ -34,7 +33,7 @@ from ostinato.engine.cores import default_threads
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
-from ostinato.options import Activations, DType, KVType, LoadOptions, Talk
+from ostinato.options import MODES, Activations, DType, KVType, LoadOptions, Talk
 
 if TYPE_CHECKING:
     from ostinato.backends.torch.model import Model

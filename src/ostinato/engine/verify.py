@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ostinato.backends.base import MODES, Settled
+from ostinato.backends.base import Settled
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
@@ -37,7 +37,7 @@ from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.plan import Buffer, Plan
 from ostinato.models.blocks import Experts, Layer
-from ostinato.options import Activations, KVType, Sampling
+from ostinato.options import MODES, Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
 

@@ -1,7 +1,7 @@
 """The KV cache as integers: streams of cells, slots for ubatches, sequence operations, pending work (KV, SQ, UP).
 
-Nothing here holds keys or values: `Tensors` copies and rotates them, and `Slot` and `visible` say which cells a forward
-writes and sees. A refused call has changed nothing.
+Nothing here holds keys or values: `CellTensors` copies and rotates them, and `Slot` and `visible` say which cells a
+forward writes and sees. A refused call has changed nothing.
 """
 
 from __future__ import annotations
