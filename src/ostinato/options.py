@@ -23,7 +23,6 @@ Prompts = Literal["auto", "plain", "tape"]
 Talk = Callable[[str], None]  # gets a sentence where a choice or a delay may surprise the user
 
 MODES = ("eager", "graph", "loop", "persistent")  # how the decode loop is paced, from low to high
-Q8_BLOCK = 32  # keys or values of one scale
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
@@ -53,16 +52,11 @@ def _check(condition: bool, option: str, value: object, wanted: str) -> None:
 
 
 def _check_word(option: str, value: object, known: Sequence[str]) -> None:
-    _check(value in known, option, value, f"{', '.join(known[:-1])} or {known[-1]}")
+    _check(value in known, option, value, _or(known))
 
 
-def check_kv_width(kv_type: KVType, width: int) -> None:
-    """Refuse a kv_type that heads of this width cannot have."""
-    if kv_type == "q8_0" and width % Q8_BLOCK:
-        raise BadOption(
-            f"kv_type q8_0 needs heads whose width is a multiple of {Q8_BLOCK}, and this model's is {width}; "
-            "use f16 or bf16"
-        )
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _is_number(value: object) -> bool:
@@ -144,7 +138,7 @@ class LoadOptions:
         _check_word("mode", self.mode, ("auto", *MODES))
         _check_word("dtype", self.dtype, get_args(DType))
         if isinstance(self.kv_type, str) and self.kv_type.lower().startswith(_FP8_NAMES):
-            raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: f32, bf16, f16 or q8_0 are")
+            raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: {_or(get_args(KVType))} are")
         if self.kv_type is not None:
             _check_word("kv_type", self.kv_type, get_args(KVType))
         _check(

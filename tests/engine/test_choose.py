@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import pytest
 
+from ostinato import options
 from ostinato.backends import cards
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.torch.model import Model
+from ostinato.cache.kv_bytes import KV_FORMATS, KVFormat
 from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, decide, settle_model, why_not, why_not_model
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.models.header import tensors_in
@@ -27,8 +29,8 @@ ON_CPU = Machine("cpu", 1 << 40, 1 << 40)
 
 
 def decided(model: Model, machine: Machine = CARD, **words: Any) -> Settled:
-    options = LoadOptions(**{"context": 64, "slots": 1, **words})
-    return decide(model.shape, tensors_in(model), options, machine, lambda _: None, prepare=False)
+    wanted = LoadOptions(**{"context": 64, "slots": 1, **words})
+    return decide(model.shape, tensors_in(model), wanted, machine, lambda _: None, prepare=False)
 
 
 def test_every_mode_has_a_backend_that_answers_for_it_on_either_device() -> None:
@@ -132,6 +134,33 @@ def test_a_model_that_no_mode_can_run_is_refused_with_all_reasons() -> None:
     words = "no mode can run this model here: heads of width 8.*; the tape does not know heads of width 8"
     with pytest.raises(HardwareCannot, match=words):
         decided(random_model("kv", hidden=32))
+
+
+def test_every_type_of_keys_and_values_has_a_record() -> None:
+    assert tuple(KV_FORMATS) == get_args(options.KVType)
+
+
+def test_a_type_of_keys_and_values_that_no_backend_knows_is_refused_by_each_of_them_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "KVType", Literal["f32", "q3_0"])
+    monkeypatch.setitem(cast(Any, KV_FORMATS), "q3_0", KVFormat(1, block=16))
+    model = small(shape_of())
+    for machine in (CARD, ON_CPU):
+        for backend in (backend for backend in BACKENDS if backend.device == machine.kind):
+            asked = (model.shape, tensors_in(model), LoadOptions(kv_type="q3_0"), machine)  # type: ignore[arg-type]
+            for mode in backend.modes:
+                why = backend.why_not(mode, *asked)
+                assert why is not None
+                assert why.endswith(f"keeps keys and values as {', '.join(backend.kv_types)}, not q3_0")
+        with pytest.raises(HardwareCannot, match=r"no mode can run this model here: .*, not q3_0"):
+            decided(model, machine, kv_type="q3_0")
+
+
+def test_heads_that_are_no_whole_blocks_of_a_type_are_refused_before_weights_are_read() -> None:
+    model = small(shape_of(n_heads=4, head_width=48))
+    with pytest.raises(BadOption, match="q8_0 needs heads whose width is a multiple of 32, and this model's is 48"):
+        decided(model, ON_CPU, kv_type="q8_0")
 
 
 def test_a_model_in_memory_is_settled_for_the_layout_it_is_in() -> None:

@@ -209,6 +209,11 @@ def kv_type_of(options: LoadOptions, dtype: str) -> KVType:
     return options.kv_type or ("f32" if dtype == "float32" else "bf16")
 
 
+def why_not_kept(keeper: str, known: Sequence[KVType], kv_type: KVType) -> str | None:
+    """Why keys and values cannot be kept so by something that keeps them in the known types; None where they can."""
+    return None if kv_type in known else f"{keeper} keeps keys and values as {', '.join(known)}, not {kv_type}"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """One thing that takes memory; `on_host` where that is not the model's device: pinned memory beside a GPU."""
@@ -226,6 +231,7 @@ class Backend(Protocol):
     device: DeviceKind
     modes: tuple[str, ...]  # from high to low
     activations: tuple[Activations, ...]  # that it multiplies weights with
+    kv_types: tuple[KVType, ...]  # that it keeps keys and values in
     alone: bool  # while it runs, nothing else runs on its device
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
+from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.cli import flags
 from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.errors import BadFile, BadInput, OstinatoError
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT, resolve
-from ostinato.options import KVType, LoadOptions
+from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.engine.memory_plan import MemoryPlan
@@ -157,11 +158,10 @@ def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
-    from ostinato.backends.torch.ops.q8_0 import BLOCK
     from ostinato.decoder.memories import context_bytes
 
     context = shape.default_context
-    types: list[KVType] = [t for t in get_args(KVType) if t != "q8_0" or shape.head_width % BLOCK == 0]
+    types = [kv_type for kv_type, kept in KV_FORMATS.items() if kept.fits(shape.head_width)]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
         "context": context,

@@ -28,7 +28,7 @@ from ostinato.backends.machine import DeviceKind, Machine, choose_device, machin
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
-from ostinato.cache.kv_bytes import kv_bytes
+from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
@@ -94,6 +94,8 @@ def decide(
 
     `prepare`: also prepare the backend (compile its kernels, say); a backend that cannot be prepared is passed over.
     """
+    if shape.attention:
+        check_kv_width(kv_type_of(options, dtype_of(options, machine.kind)), shape.head_width)
     reasons = {mode: why for mode, why in why_not(shape, tensors, options, machine).items() if why is not None}
     _check_options(options, machine, reasons)
     if not shape.causal:  # an encoder, which does not decode

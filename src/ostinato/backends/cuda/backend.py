@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout
+from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import loaded_with, model_of, paged_memory, prefill_bytes, tables_on
+from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
 from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
     from ostinato.backends.torch.paged import PagedMemory
-    from ostinato.loop.layout import Layout as TableLayout
-    from ostinato.loop.layout import Tables
+    from ostinato.loop.layout import Layout, Tables
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -53,6 +53,7 @@ class CudaBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("loop", "graph", "eager")
     activations: tuple[Activations, ...] = ("wide",)
+    kv_types = tuple(KV_DTYPES)
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -65,7 +66,8 @@ class CudaBackend:
     ) -> str | None:
         if machine.kind != "cuda":
             return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
-        reason = why_not_blocks(shape)
+        kv_type = kv_type_of(options, dtype_of(options, machine.kind))
+        reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
         if reason is None and mode == "loop" and shape.recurrent is not None:
             reason = WHY_NO_LOOP
         return reason or self.why_not_here(mode, machine)
@@ -99,7 +101,7 @@ class CudaRunner(Runner):
         # A step computes all rows at once; rows without a live slot need a place to write their states.
         return paged_memory(self.model, self.settled, spare_states=SPARE_STATES)
 
-    def _tables(self, layout: TableLayout) -> Tables:
+    def _tables(self, layout: Layout) -> Tables:
         return tables_on(self.model, layout)
 
     def _start(self, plan: Plan) -> CudaStart:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import MemoryRow, Settled, WeightLayout
+from ostinato.backends.base import MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
+from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
 from ostinato.loop.wake import FileWakeEvent
 from ostinato.models.header import HeaderTensors, has_layer_norm, has_learned_positions, has_plain_mlp
@@ -17,7 +18,6 @@ from ostinato.options import Activations, LoadOptions
 if TYPE_CHECKING:
     from ostinato.backends.base import Chunks
     from ostinato.backends.loading import Progress
-    from ostinato.backends.native.pages import NativePages
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -38,6 +38,7 @@ class NativeBackend:
     device: DeviceKind = "cpu"
     modes: tuple[str, ...] = ("loop",)
     activations: tuple[Activations, ...] = ("wide", "int8")
+    kv_types = tuple(KV_TYPES)
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -51,7 +52,12 @@ class NativeBackend:
                 f"--dtype {options.dtype} asks for dense weights, and the native loop multiplies packed ones: "
                 "leave it out"
             )
-        return why_not_blocks(shape, tensors) or self.why_not_here(mode, machine)
+        kv_type = kv_type_of(options, dtype_of(options, machine.kind))
+        return (
+            why_not_blocks(shape, tensors)
+            or why_not_kept("the native loop", self.kv_types, kv_type)
+            or self.why_not_here(mode, machine)
+        )
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "tiles"
@@ -85,8 +91,6 @@ class NativeRunner(Runner):
     """The whole loop in C++."""
 
     def _memory(self) -> NativePages:
-        from ostinato.backends.native.pages import NativePages
-
         return NativePages.of(self.model.shape, self.groups, kv_type=self.settled.kv_type)
 
     def _wake_event(self) -> FileWakeEvent:

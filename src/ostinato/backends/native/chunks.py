@@ -89,7 +89,7 @@ class NativeChunks:
         )
 
 
-def _page_tables(part: ChunkPart) -> Ints:
+def _page_tables(part: ChunkPart) -> Int32s:
     """[groups, pages]; the tables of a sequence differ in length, and no page behind the end of one is used."""
     tables = np.zeros((len(part.pages), max(map(len, part.pages))), np.int32)
     for group, table in enumerate(part.pages):

@@ -18,6 +18,7 @@ from ostinato.backends.base import (
     WeightLayout,
     dtype_of,
     kv_type_of,
+    why_not_kept,
 )
 from ostinato.backends.cuda.backend import (
     FusedRunner,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
-KEPT: Final[tuple[KVType, ...]] = ("f32", "f16", "bf16")
 HALVES: Final = ("bfloat16", "float16")
 BULK_COPIES_SINCE: Final = (9, 0)
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
@@ -70,6 +70,7 @@ class TapeBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("persistent",)
     activations: tuple[Activations, ...] = ("wide", "int8")
+    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16")
     alone = True
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -89,7 +90,8 @@ class TapeBackend:
         packed = plain_layout(shape, options) == "packed"
         return (
             why_not_shape(shape)
-            or why_not_rows(options.slots, dtype, kv_type)
+            or why_not_rows(options.slots, dtype)
+            or why_not_kept("the tape", self.kv_types, kv_type)
             or why_not_tensors(shape, tensors, packed=packed)
             or self.why_not_here(mode, machine)
             or why_too_large(shape, tensors, options, kv_type, machine.chip, packed=packed)
@@ -176,12 +178,10 @@ def why_not_shape(shape: Shape) -> str | None:
     return next((f"the tape does not know {what}" for known, what in checks if not known), None)
 
 
-def why_not_rows(n_slots: int, dtype: str, kv_type: KVType) -> str | None:
-    """Why it cannot have so many slots, or rows and pages of these types; None where it can."""
+def why_not_rows(n_slots: int, dtype: str) -> str | None:
+    """Why it cannot have so many slots, or rows of this type; None where it can."""
     if n_slots > MOST_SLOTS:
         return f"the tape has up to {MOST_SLOTS} slots, and {n_slots} are asked for"
-    if kv_type not in KEPT:
-        return f"the tape keeps keys and values as {', '.join(KEPT)}, not {kv_type}"
     if dtype not in HALVES:
         return f"the tape multiplies bfloat16 or float16, and this model's rows are {dtype}"
     return None

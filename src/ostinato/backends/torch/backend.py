@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout
+from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
 from ostinato.backends.runner import Runner
+from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
 from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
     from ostinato.backends.torch.paged import PagedMemory
-    from ostinato.loop.layout import Layout as TableLayout
-    from ostinato.loop.layout import Tables
+    from ostinato.loop.layout import Layout, Tables
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -37,6 +37,7 @@ class TorchBackend:
     device: DeviceKind = "cpu"
     modes: tuple[str, ...] = ("eager",)
     activations: tuple[Activations, ...] = ("wide",)
+    kv_types = tuple(KV_DTYPES)
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -49,7 +50,8 @@ class TorchBackend:
     def why_not(
         self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
     ) -> str | None:
-        return self.why_not_here(mode, machine)
+        kv_type = kv_type_of(options, dtype_of(options, machine.kind))
+        return self.why_not_here(mode, machine) or why_not_kept("torch", self.kv_types, kv_type)
 
     def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "dense"
@@ -90,7 +92,7 @@ class TorchRunner(Runner):
     def _memory(self) -> PagedMemory:
         return paged_memory(self.model, self.settled)
 
-    def _tables(self, layout: TableLayout) -> Tables:
+    def _tables(self, layout: Layout) -> Tables:
         return tables_on(self.model, layout)
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
@@ -139,7 +141,7 @@ def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
     return Model.of(blocks, dtype=dtype, device=device, context=settled.context)
 
 
-def tables_on(model: Model, layout: TableLayout) -> Tables:
+def tables_on(model: Model, layout: Layout) -> Tables:
     from ostinato.backends.torch.tables import tensor_tables
 
     return tensor_tables(layout, model.device)
