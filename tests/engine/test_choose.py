@@ -14,7 +14,7 @@ from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.torch.model import Model
 from ostinato.cache.kv_bytes import KV_FORMATS, KVFormat
-from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, decide, settle_model, why_not, why_not_model
+from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, LoadCase, decide, settle_model, why_not, why_not_model
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.models.header import tensors_in
 from ostinato.options import MODES, LoadOptions
@@ -30,13 +30,13 @@ ON_CPU = Machine("cpu", 1 << 40, 1 << 40)
 
 def decided(model: Model, machine: Machine = CARD, **words: Any) -> Settled:
     wanted = LoadOptions(**{"context": 64, "slots": 1, **words})
-    return decide(model.shape, tensors_in(model), wanted, machine, lambda _: None, prepare=False)
+    return decide(LoadCase(model.shape, tensors_in(model), wanted, machine))
 
 
 def test_every_mode_has_a_backend_that_answers_for_it_on_either_device() -> None:
     model = small(shape_of())
     for machine in (CARD, ON_CPU):
-        assert tuple(why_not(model.shape, tensors_in(model), LoadOptions(), machine)) == MODES
+        assert tuple(why_not(LoadCase(model.shape, tensors_in(model), LoadOptions(), machine))) == MODES
     assert [backend.name for backend in BACKENDS] == ["tape", "cuda", "native", "torch"]
 
 

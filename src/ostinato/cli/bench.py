@@ -186,7 +186,7 @@ def _source(model: str | None, shape: str | None, type: str | None, options: Loa
 
 def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
     from ostinato.backends.machine import machine_at
-    from ostinato.engine.choose import backend_of, why_not
+    from ostinato.engine.choose import LoadCase, backend_of, why_not
     from ostinato.engine.memory_plan import MemoryPlan
     from ostinato.models.header import tensors_of
 
@@ -197,7 +197,7 @@ def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
         load=lambda dense: bare.load(dense=dense),
         weight_bytes=MemoryPlan(backend_of(settled), bare.shape, tensors, settled, 0).bytes_of("weights"),
         settled=settled,
-        why_not=why_not(bare.shape, tensors, _least_of(options), machine),
+        why_not=why_not(LoadCase(bare.shape, tensors, _least_of(options), machine)),
     )
 
 
@@ -220,7 +220,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     from ostinato.backends.base import dtype_of, kv_type_of
     from ostinato.backends.machine import choose_device, machine_at
     from ostinato.backends.torch.backend import TORCH
-    from ostinato.engine.choose import backend_of, decide, why_not
+    from ostinato.engine.choose import LoadCase, backend_of, prepared, why_not
     from ostinato.engine.memory_plan import MemoryPlan
     from ostinato.lab.random_weights import DTYPES, MIXES, random_model, random_tensors
     from ostinato.models.named_shapes import named_shape
@@ -234,7 +234,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     dtype_name = str(dtype).removeprefix("torch.")
     called = type or next(name for name, known in DTYPES.items() if known == dtype)
     tensors = random_tensors(sizes, dtype, mix)
-    settled = decide(sizes, tensors, options, machine, talk)
+    settled = prepared(LoadCase(sizes, tensors, options, machine), talk)
     if settled.weights != "tiles":  # with tiles, rows are float32 for any weight type
         settled = replace(settled, dtype=dtype_name, kv_type=kv_type_of(options, dtype_name))
         TORCH.prepare(settled, talk)
@@ -257,7 +257,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
         load,
         weight_bytes=room(False).bytes_of("weights"),
         settled=settled,
-        why_not=why_not(sizes, tensors, _least_of(options), machine),
+        why_not=why_not(LoadCase(sizes, tensors, _least_of(options), machine)),
     )
 
 

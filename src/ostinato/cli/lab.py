@@ -337,7 +337,7 @@ def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
     import torch
 
     from ostinato.backends.machine import machine_at
-    from ostinato.engine.choose import decide
+    from ostinato.engine.choose import LoadCase, prepared
     from ostinato.lab.random_weights import random_model, random_tensors
     from ostinato.models.named_shapes import named_shape
 
@@ -348,7 +348,7 @@ def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
     from ostinato.options import LoadOptions
 
     options, tensors = LoadOptions(device="cpu"), random_tensors(sizes, torch.float32)
-    settled = decide(sizes, tensors, options, machine_at("cpu"), talk)
+    settled = prepared(LoadCase(sizes, tensors, options, machine_at("cpu")), talk)
     tiles: Activations | None = "wide" if settled.weights == "tiles" else None
     return random_model(shape, torch.float32, torch.device("cpu"), tiles=tiles), shape
 
