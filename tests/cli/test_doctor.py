@@ -191,7 +191,9 @@ def test_the_default_models_memory_plan_is_told_where_it_is_here(
     plan = report(ostinato)["plan"]
     assert plan["rows"][0]["name"] == "weights"
     assert plan["fits"]
-    assert "plan: KV pages" in ostinato("doctor").out
+    shown = ostinato("doctor").out
+    assert "plan: KV pages" in shown
+    assert "plan: rows of output (at first use)" in shown
 
 
 def test_it_knows_the_machine(ostinato: RunCli) -> None:

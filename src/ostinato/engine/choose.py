@@ -21,6 +21,7 @@ from ostinato.backends import cards
 from ostinato.backends.base import Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import DeviceKind, Machine, choose_device, machine_at
+from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
@@ -227,7 +228,7 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
             f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take a "
             "smaller model"
         )
-    left = free - weights
+    left = max(0, free - weights - plan.bytes_of(OUTPUT_ROWS))
     settled = replace(settled, context=choose_context(shape, settled, case.options.context, left, talk))
     return replace(settled, n_pages=choose_pages(shape, settled, left) if shape.causal else 0)
 

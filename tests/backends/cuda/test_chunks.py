@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ostinato.backends.base import ChunkPart, ChunkWant
-from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.outputs import output_bytes
+from ostinato.backends.base import ChunkPart, ChunkWant, Settled
+from ostinato.backends.cuda.backend import CUDA
+from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.step import triton_kernels, triton_prompts, twin_kernels, twin_prompts
+from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
@@ -110,7 +111,7 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
 def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said() -> None:
     model = random_model("tiny", torch.bfloat16, CPU)
     driver = open_loop(mode="twin", model=model, n_slots=2)
-    prefill = prefill_of(driver, triton=False)
+    prefill = prefill_of(driver, triton=False, buckets=BUCKETS)
     prefill._outputs.warm(prefill._x)
     part = ChunkPart([5, 6, 7], 0, [[0]], outputs=[2])
     prefill.run([replace(part, outputs=())], 64)
@@ -120,7 +121,9 @@ def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said(
     prefill.run([part], 64, ChunkWant("logits"))
     assert room is prefill._outputs._room
     held = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(room, ""))
-    assert held == output_bytes(model.shape, model.dtype, prefill.rows)
+    settled = Settled("cuda:0", "cuda", "loop", "bfloat16", "bf16", 64)
+    counted = {row.name: row.n_bytes for row in CUDA.needs(model.shape, {}, settled)}
+    assert held == counted[OUTPUT_ROWS]
     driver.runner.close()
 
 

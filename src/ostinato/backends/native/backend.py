@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
@@ -71,6 +71,7 @@ class NativeBackend:
             *shared_rows(shape, settled),
             MemoryRow("step buffers", step),
             MemoryRow("native workspace (about)", _workspace_bytes(shape, settled)),
+            output_row(shape, _chunk_rows(settled)),
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
@@ -137,9 +138,7 @@ def why_not_blocks(shape: Shape, tensors: HeaderTensors) -> str | None:
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     """The native loop's activations of a chunk's rows in a layer, and its sampler's lists."""
-    from ostinato.backends.native.plan import CHUNK_ROWS
-
-    rows = max(settled.n_slots, min(CHUNK_ROWS, settled.context))
+    rows = max(settled.n_slots, _chunk_rows(settled))
     heads = shape.n_heads * shape.head_width
     qkv = heads + 2 * shape.n_kv_heads * shape.head_width
     experts = shape.experts
@@ -150,6 +149,12 @@ def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
     return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * shape.vocab
+
+
+def _chunk_rows(settled: Settled) -> int:
+    from ostinato.backends.native.plan import CHUNK_ROWS
+
+    return min(CHUNK_ROWS, settled.max_pages * settled.page_tokens)
 
 
 NATIVE: Final = NativeBackend()

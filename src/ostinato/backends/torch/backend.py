@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
@@ -64,7 +64,8 @@ class TorchBackend:
             weights,
             *shared_rows(shape, settled),
             MemoryRow("step buffers", settled.n_slots * _step_bytes(shape, settled)),
-            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, _chunk_rows())),
+            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, chunk_rows())),
+            output_row(shape, chunk_rows()),
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
@@ -179,7 +180,7 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
     return shape.hidden * width + shape.vocab * FLOAT_BYTES
 
 
-def _chunk_rows() -> int:
+def chunk_rows() -> int:
     from ostinato.backends.torch.chunks import MANY_ROWS
 
     return MANY_ROWS
