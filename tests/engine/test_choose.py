@@ -12,9 +12,20 @@ from ostinato.backends import cards
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.torch.model import Model
 from ostinato.cache.kv_bytes import KV_FORMATS, KVFormat
-from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, LoadCase, decide, settle_model, why_not, why_not_model
+from ostinato.engine.choose import (
+    BACKENDS,
+    HELD,
+    NO_ROOM,
+    LoadCase,
+    decide,
+    prepared,
+    settle_model,
+    why_not,
+    why_not_model,
+)
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.models.header import tensors_in
 from ostinato.options import MODES, LoadOptions
@@ -128,6 +139,25 @@ def test_on_the_cpu_it_is_refused_with_its_reason() -> None:
     assert driver.runner.why_not == (f"persistent: {reason}",)
     assert driver.runner.settled.fallback == "eager"  # graphs are CUDA's
     driver.runner.close()
+
+
+def test_deciding_prepares_nothing_and_a_backend_that_cannot_be_prepared_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_compiler(*_: object) -> None:
+        raise HardwareCannot("there is no compiler")
+
+    monkeypatch.setattr(NATIVE, "prepare", no_compiler)
+    monkeypatch.setattr("ostinato.engine.choose.use_threads", lambda settled: None)
+    model, said = random_model("kv"), list[str]()
+    case = LoadCase(model.shape, tensors_in(model), LoadOptions(), ON_CPU)
+    assert decide(case).mode == "loop"
+    settled = prepared(case, said.append)
+    assert (settled.mode, settled.fallback) == ("eager", None)
+    assert said == ["the native loop cannot run here: there is no compiler; eager runs instead"]
+    asked = replace(case, options=LoadOptions(mode="loop"))
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: there is no compiler"):
+        prepared(asked, said.append)
 
 
 def test_a_model_that_no_mode_can_run_is_refused_with_all_reasons() -> None:
