@@ -171,6 +171,54 @@ _ANY_OBJECT = Rule("schema", '{"type":"object"}')
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingNumber:
+    """A number of `Sampling` that the device's sampler reads. Its check, its neutral value, the default of a model's
+    files, its field in the slot table, its flag's help and its bounds over HTTP follow from this record."""
+
+    name: str
+    neutral: float  # the value that changes nothing
+    low: float
+    high: float
+    help: str
+    field: str  # of a slot (`loop/layout.py`)
+    kind: Literal["int32", "float32"] = "float32"
+    key: str | None = None  # of a GGUF file, after `general.sampling.`; None: a model's files have no default for it
+    penalises: bool = False  # tokens that were there before
+    remark: str = ""
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that is not such a number within the bounds; None, where it was not set, passes."""
+        whole = self.kind == "int32"
+        is_known = _is_count(value, 0) if whole else _is_number(value)
+        upto = f" to {self.high:g}" if self.high < math.inf else ""
+        wanted = f"a {'whole ' if whole else ''}number from {self.low:g}{upto}{self.remark}"
+        _check(value is None or (is_known and self.low <= value <= self.high), self.name, value, wanted)
+
+
+SAMPLING_NUMBERS = (
+    SamplingNumber("temperature", 0.0, 0, 100, "0 is greedy.", "temperature", key="temp"),
+    SamplingNumber(
+        "top_k", 0, 0, math.inf, "Of the N likeliest; 0 is off.", "top_k", "int32", key="top_k", remark=" (0 is off)"
+    ),
+    SamplingNumber("top_p", 1.0, 0, 1, "Of the likeliest that make up X; 1 is off.", "top_p", key="top_p"),
+    SamplingNumber("min_p", 0.0, 0, 1, "At least X times as likely as the likeliest; 0 is off.", "min_p", key="min_p"),
+    SamplingNumber(
+        "repetition_penalty",
+        neutral=1.0,
+        low=0.01,
+        high=100,
+        help="1 is off.",
+        field="repetition",
+        key="penalty_repeat",
+        penalises=True,
+        remark=" (1 is off)",
+    ),
+    SamplingNumber("presence_penalty", 0.0, -100, 100, "0 is off.", "presence", penalises=True),
+    SamplingNumber("frequency_penalty", 0.0, -100, 100, "0 is off.", "frequency", penalises=True),
+)
+
+
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are sampled. An option that is left out takes the model's own default if its files state one.
 
@@ -277,22 +325,8 @@ class Sampling:
         )
 
     def _check_numbers(self) -> None:
-        def number(name: str, low: float, high: float, wanted: str) -> None:
-            value = getattr(self, name)
-            _check(value is None or (_is_number(value) and low <= value <= high), name, value, wanted)
-
-        number("temperature", 0, 100, "a number from 0 to 100")
-        number("top_p", 0, 1, "a number from 0 to 1")
-        number("min_p", 0, 1, "a number from 0 to 1")
-        number("repetition_penalty", 0.01, 100, "a number from 0.01 to 100 (1 is off)")
-        number("presence_penalty", -100, 100, "a number from -100 to 100")
-        number("frequency_penalty", -100, 100, "a number from -100 to 100")
-        _check(
-            self.top_k is None or _is_count(self.top_k, 0),
-            "top_k",
-            self.top_k,
-            "a whole number from 0 (0 is off)",
-        )
+        for number in SAMPLING_NUMBERS:
+            number.check(getattr(self, number.name))
         for token, bias in self.logit_bias.items():
             _check(_is_count(token, 0), "logit_bias", token, "keyed by token id")
             _check(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "a number from -100 to 100")
@@ -317,3 +351,7 @@ def from_words(kind: type[Options], words: Mapping[str, Any]) -> Options:
     """Build an options record from a mapping; an unknown name is refused with the nearest known one."""
     _known_words(kind, words)
     return kind(**words)
+
+
+# Where neither the user nor the model's files say: the most likely token, nothing filtered, nothing penalised.
+NEUTRAL = from_words(Sampling, {number.name: number.neutral for number in SAMPLING_NUMBERS})

@@ -7,6 +7,7 @@ token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ostinato.backends.base import ChunkPart
@@ -16,9 +17,9 @@ from ostinato.decoder.memory.paged import PagedSequence, PagedSequences, Sequenc
 from ostinato.errors import EngineDead, InternalError
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
-from ostinato.options import Sampling
+from ostinato.options import NEUTRAL, Sampling
 
-GREEDY: Final = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)
+GREEDY: Final = replace(NEUTRAL, seed=0)
 DEADLINE_S: Final = 600.0  # for any single wait; a large model on a slow machine needs seconds
 
 
