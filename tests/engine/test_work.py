@@ -17,7 +17,7 @@ from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
 from ostinato.engine.work import WorkSpec, WorkText
 from ostinato.errors import BadInput, BadOption, EngineDead, PromptTooLong
 from ostinato.files.unpack import Floats
-from tests.engine.opened import LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
+from tests.engine.opened import DEADLINE_S, LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
 KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "recurrent", "hybrid")
@@ -187,6 +187,19 @@ def test_an_engine_that_closes_or_dies_leaves_nobody_waiting(kind: MemoryKind) -
                 thread.join(60)
                 assert not thread.is_alive()
     assert len(told) == 6
+
+
+def test_a_chunk_that_never_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine() as engine:
+        gate = Gate(engine)
+        work = engine.work(WorkSpec([WorkText(prompt(1, 20), range(20))]))
+        assert gate.reached.wait(DEADLINE_S)
+        request = engine.submit(prompt(2, 5), sampling())
+        monkeypatch.setattr("ostinato.engine.scheduler.STALLED_S", 0.1)
+        for reader in (work, request):
+            with pytest.raises(EngineDead, match="a chunk of a prompt or text has run for"):
+                list(reader)
+        gate.open()
 
 
 def test_what_cannot_be_computed_is_refused_before_anything_runs() -> None:

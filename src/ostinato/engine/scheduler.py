@@ -38,7 +38,7 @@ POLL_S: Final = 0.0005
 LONG_POLL_S: Final = 0.05
 # Longest wait for a loop that has passed its last step boundary, or for a chunk when the engine closes.
 END_S: Final = 60.0
-# A step that takes longer counts as stalled: a large model on a slow CPU takes minutes, with a chunk before it.
+# A step or a chunk that takes longer counts as stalled: a large model on a slow CPU takes minutes for both.
 STALLED_S: Final = 900.0
 
 _REASONS: Final[dict[Finish, FinishReason]] = {Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -65,6 +65,7 @@ class ChunkUnderWay:
 
     owner: ActiveSequence | ActiveWork
     pending: PendingChunk
+    began_at: float = field(default_factory=time.monotonic)
 
 
 class Scheduler:
@@ -160,7 +161,9 @@ class Scheduler:
             return None
         if self._unsent or (self._chunk is not None and self._chunk.pending.returned):
             return POLL_S  # a full inbox, or a chunk whose host part is done: neither lasts long
-        return self._poll_s if self._loop_active else None
+        if self._loop_active:
+            return self._poll_s
+        return None if self._chunk is None else LONG_POLL_S  # a chunk may be stuck, and never set the event
 
     # Out of the loop
 
@@ -365,6 +368,8 @@ class Scheduler:
         """Process the running chunk if it is done."""
         chunk = self._chunk
         if chunk is None or not chunk.pending.done:
+            if chunk is not None and time.monotonic() - chunk.began_at > STALLED_S:
+                self._die(f"a chunk of a prompt or text has run for {STALLED_S:.0f} s; {MUST_RESTART}")
             return
         self._chunk = None
         owner = chunk.owner
