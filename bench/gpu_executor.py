@@ -101,12 +101,12 @@ def captures(device: str, *, name: str, type: str, n_tokens: int, runs: int) -> 
     model = model_on(name, type, device)
     for mode in modes_of(device)[1:]:
         with closing(_by_hand(model, type, mode=mode, context=256)) as driver:
-            start, plan = driver.loop.start, driver.loop.plan
+            start, plan = driver.runner.start, driver.runner.plan
             n_nodes = getattr(start, "n_nodes", None)
             yield {"what": "nodes", "mode": mode, "n_nodes": n_nodes, "n_launches": plan.n_launches}
     with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
         before = _pace(driver, model, n_tokens, runs)
-        errors = [_broken_capture(driver.loop, how) for how in ("raises", "asks")] if device != "cpu" else []
+        errors = [_broken_capture(driver.runner, how) for how in ("raises", "asks")] if device != "cpu" else []
         after = _pace(driver, model, n_tokens, runs)
     yield {"what": "captures", "errors": errors, "before": before, "after": after}
 
@@ -128,7 +128,7 @@ def _pace(driver: LoopDriver, model: Model, n_tokens: int, runs: int) -> list[fl
     return rates[1:]
 
 
-def _broken_capture(loop: Runner, how: str) -> Record:
+def _broken_capture(runner: Runner, how: str) -> Record:
     """A capture of this loop's own step with a node in its middle that may not be captured; both kinds of graphs."""
     from ostinato.backends.cuda.graph import CudaGraph
     from ostinato.backends.cuda.while_graph import WhileGraph
@@ -140,12 +140,12 @@ def _broken_capture(loop: Runner, how: str) -> Record:
             raise RuntimeError("broken on purpose")
         torch.cuda.current_stream().synchronize()  # which the driver refuses, and the capture is spoiled
 
-    nodes = list(loop.plan.nodes)
+    nodes = list(runner.plan.nodes)
     nodes.insert(len(nodes) // 2, Node("breaks", "test", breaks, (), ()))
-    plan = replace(loop.plan, nodes=tuple(nodes))
+    plan = replace(runner.plan, nodes=tuple(nodes))
     said: Record = {}
     for kind in (CudaGraph, WhileGraph):
-        start = kind(plan, loop.tables, Guard())
+        start = kind(plan, runner.tables, Guard())
         try:
             start.build()
             said[kind.name] = "nothing was wrong"
@@ -410,16 +410,16 @@ def long_prompt(device: str, *, name: str, type: str, lengths: Sequence[int]) ->
     model = model_on(name, type, device)
     for n in lengths:
         with closing(_by_hand(model, type, mode="eager", context=n + 64, n_slots=1)) as driver:
-            loop = driver.loop
-            n_pages = loop.settled.n_pages
-            kv = n_pages * page_bytes(model.shape, kv_type_of(type), loop.page_tokens)
+            runner = driver.runner
+            n_pages = runner.settled.n_pages
+            kv = n_pages * page_bytes(model.shape, kv_type_of(type), runner.page_tokens)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             opened = torch.cuda.memory_allocated()
             driver.prefill(0, _ids(model, n), list(range(n_pages)))
             torch.cuda.synchronize()
             peak = torch.cuda.max_memory_allocated()
-        del driver, loop
+        del driver, runner
         torch.cuda.empty_cache()
         yield {"what": "long_prompt", "n": n, "peak": peak, "opened": opened, "kv": kv}
 
@@ -468,12 +468,12 @@ def perplexity(model: Model, kv_type: KVType, text: Sequence[int]) -> float:
     """Of a text, from its third token on: each step takes in the text's own token, whatever it chose itself."""
     losses = []
     with closing(_by_hand(model, "f32", mode="eager", context=len(text) + 16, n_slots=1, kv_type=kv_type)) as driver:
-        logits = driver.loop.plan.buffer("logits").tensor
+        logits = driver.runner.plan.buffer("logits").tensor
         driver.admit(0, text[:1], most=len(text) + 8)
         driver.step()  # admits
         for taken, wanted in pairwise(text[1:]):
             with torch.inference_mode():
-                driver.loop.tables.table["token"][0] = taken
+                driver.runner.tables.table["token"][0] = taken
             driver.synchronize()
             driver.step()
             losses.append(-float(logits[0].float().log_softmax(-1)[wanted]))
@@ -567,10 +567,10 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
     """A prompt's chunk from its graph, and node by node; and a recurrent step in `graph` and in `eager`."""
     model = model_on(name, type, device)
     with closing(_by_hand(model, type, mode="eager", context=n_tokens + 64, n_slots=1)) as driver:
-        loop, cuda = driver.loop, _cuda()
-        prefill: Any = loop.prefill
-        tokens, pages = _ids(model, n_tokens), list(range(loop.settled.n_pages))
-        side: Any = loop.start.side  # type: ignore[attr-defined]  # a start on CUDA has one
+        runner, cuda = driver.runner, _cuda()
+        prefill: Any = runner.chunks
+        tokens, pages = _ids(model, n_tokens), list(range(runner.settled.n_pages))
+        side: Any = runner.start.side  # type: ignore[attr-defined]  # a start on CUDA has one
         times: dict[str, float] = {}
         graphs = dict(prefill._graphs)
         for how, kept in (("graph", graphs), ("launches", {})):
@@ -587,7 +587,7 @@ def prompt_graphs(device: str, *, name: str, type: str, n_tokens: int = 512, run
                 spent.append(float(began.elapsed_time(ended)))
             times[how] = statistics.median(spent[2:])
         prefill._graphs = graphs
-    yield {"what": "prompt_graphs", "ms": times, "failures": dict(loop.prefill.failures)}
+    yield {"what": "prompt_graphs", "ms": times, "failures": dict(runner.chunks.failures)}
     recurrent = model_on("mamba2", "f32", device)
     paces = {}
     for mode in ("eager", "graph"):
@@ -718,12 +718,12 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
     for off in (None, *(field.name for field in fields(Fusions))):
         chosen = Fusions() if off is None else replace(Fusions(), **{off: False})
         with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
-            loop = driver.loop
-            plan = fused_plan(model, loop.memory, loop.tables, loop.n_tokens, kernels, chosen)
-            kind: Any = loop.start.__class__
-            start = kind(plan, loop.tables, loop.guard, loop.changed.set)
-            loop.mode.replace(plan, start)
-            loop.plan, loop.start = plan, start
+            runner = driver.runner
+            plan = fused_plan(model, runner.memory, runner.tables, runner.n_tokens, kernels, chosen)
+            kind: Any = runner.start.__class__
+            start = kind(plan, runner.tables, runner.guard, runner.changed.set)
+            runner.decode_mode.replace(plan, start)
+            runner.plan, runner.start = plan, start
             gaps = []
             for _ in range(runs + 1):
                 driver.forget()

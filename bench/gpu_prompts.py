@@ -58,10 +58,10 @@ def prompts_read(device: str, *, name: str, type: str) -> Iterator[Record]:
             del model
             after = _taken(device)
             tokens.append(_first_tokens(driver))
-            assert driver.loop.memory.kv is not None
-            kept.append([half.values.float().cpu() for half in driver.loop.memory.kv.halves])
+            assert driver.runner.memory.kv is not None
+            kept.append([half.values.float().cpu() for half in driver.runner.memory.kv.halves])
             rates = _rates(driver)
-            tape = driver.loop.plan.weight_bytes
+            tape = driver.runner.plan.weight_bytes
         yield {
             "what": "prompts",
             "way": "tape" if on_tape else "plain",
@@ -108,7 +108,7 @@ def _taken(device: str) -> int:
 def _first_tokens(driver: LoopDriver) -> list[int]:
     chance = random.Random(5)
     for slot, n in enumerate(LENGTHS):
-        driver.admit(slot, [chance.randrange(driver.loop.model.shape.vocab) for _ in range(n)], most=1)
+        driver.admit(slot, [chance.randrange(driver.runner.model.shape.vocab) for _ in range(n)], most=1)
     driver.run()
     entries = sorted(driver.entries, key=lambda entry: entry.generation)
     return [entry.token for entry in entries if entry.token is not None]
@@ -117,8 +117,8 @@ def _first_tokens(driver: LoopDriver) -> list[int]:
 def _rates(driver: LoopDriver) -> list[float]:
     """Tokens of a long prompt a second, by the host's clock, the first run left out."""
     chance, rates = random.Random(6), []
-    prompt = [chance.randrange(driver.loop.model.shape.vocab) for _ in range(LONG)]
-    pages = range(-(-LONG // driver.loop.page_tokens))
+    prompt = [chance.randrange(driver.runner.model.shape.vocab) for _ in range(LONG)]
+    pages = range(-(-LONG // driver.runner.page_tokens))
     for _ in range(REPEATS + 1):
         driver.synchronize()
         began = time.perf_counter()

@@ -155,8 +155,8 @@ class Meter:
         # A token at position p came of a step that took in the one before it.
         kv_type = kv_type_of(self.type)
         kept = statistics.fmean(kv_read_bytes(self.model.shape, kv_type, position - 1) for position in positions)
-        n_bytes = engine.loop.plan.weight_bytes / batch + kept
-        more = {"slots": engine.loop.settled.n_slots, "short_runs": short}
+        n_bytes = engine.runner.plan.weight_bytes / batch + kept
+        more = {"slots": engine.runner.settled.n_slots, "short_runs": short}
         return {**self._figure("decode", engine.mode, batch, rates, n_bytes), "host_tok_s": _middle(host), **more}
 
     def prefill(self, engine: Engine, n_tokens: int) -> Record:
@@ -166,8 +166,8 @@ class Meter:
             request = engine.submit(_ids(self.model, n_tokens, 1000 + number), sampling)
             list(request)
             rates.append((n_tokens - request.cached_tokens) / request.prefill_s)
-        n_chunks = -(-n_tokens // engine.loop.prefill.rows)
-        n_bytes = n_chunks * engine.loop.plan.weight_bytes / n_tokens
+        n_chunks = -(-n_tokens // engine.runner.chunks.rows)
+        n_bytes = n_chunks * engine.runner.plan.weight_bytes / n_tokens
         return self._figure("prefill", engine.mode, 1, rates[2:], n_bytes)
 
     def _figure(self, what: str, mode: str, batch: int, rates: Sequence[float], n_bytes: float) -> Record:
@@ -216,11 +216,11 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
     )
     tokens, times = _ids(model, n_tokens, 1), []
     with closing(LoopDriver(open_runner(model, settled))) as driver:
-        loop, event = driver.loop, _event()
-        side: Any = getattr(loop.start, "side", None)
+        runner, event = driver.runner, _event()
+        side: Any = getattr(runner.start, "side", None)
 
         def run() -> None:
-            loop.prefill.run([ChunkPart(tokens, 0, [range(n_pages)], 0)], loop.prefill.rows)
+            runner.chunks.run([ChunkPart(tokens, 0, [range(n_pages)], 0)], runner.chunks.rows)
 
         for _ in range(REPEATS + 2):
             began, ended = event(enable_timing=True), event(enable_timing=True)
@@ -233,7 +233,7 @@ def _prompt_profile(model: Model, type: str, n_tokens: int) -> Record:
         kernels: list[tuple[str, float]] = []
         try:
             with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-                loop.beside(run).result(30.0)
+                runner.beside(run).result(30.0)
                 torch.cuda.synchronize()
             rows: Any = profiled.key_averages()
             kernels = [(row.key[:60], float(row.self_device_time_total)) for row in rows]

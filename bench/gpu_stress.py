@@ -122,17 +122,17 @@ def _calls_by_hand(
     driver.forget()
     driver.admit(0, _ids(model, 16), most=n_tokens)
     driver.synchronize()
-    before = driver.loop.start.n_launches
+    before = driver.runner.start.n_launches
 
     def work() -> None:
         driver.begin()
         time.sleep(seconds)
-        if driver.loop.start.running:
+        if driver.runner.start.running:
             raise CannotCount(f"{n_tokens} tokens took more than {seconds:.1f} s")
 
     if count is None:
         work()
-        found = Counter({"launches": driver.loop.start.n_launches - before})
+        found = Counter({"launches": driver.runner.start.n_launches - before})
     else:
         found = count(work)
     driver.wait()
@@ -208,13 +208,13 @@ def host_time(device: str, *, name: str, type: str, n_tokens: int = MANY) -> Ite
     context = min(model.shape.context, n_tokens + 48)
     spent: dict[str, list[float]] = {what: [] for what in ("drain", "drain at once", "hand over", "text")}
     with closing(_by_hand(model, type, context=context)) as driver:
-        host = driver.loop.host
+        host = driver.runner.host
 
         def generate() -> None:
             driver.forget()
             driver.admit(0, _ids(model, 16), most=n_tokens)
             driver.begin()
-            if not driver.loop.start.wait(120.0):
+            if not driver.runner.start.wait(120.0):
                 raise RuntimeError("the loop did not end")
 
         for _ in range(3):
@@ -518,7 +518,7 @@ def fault(device: str, *, how: str, name: str, type: str, n_tokens: int, context
             next(request)
     with torch.inference_mode(), suppress(RuntimeError):  # what was broken may be told here already
         if how == "step":  # the next step looks for keys far outside of all memory
-            engine.loop.tables.table["pages"].fill_((1 << 30) - 1)
+            engine.runner.tables.table["pages"].fill_((1 << 30) - 1)
         else:  # a kernel of somebody else, in the same process
             torch.zeros(4, device=model.device)[far]
     ends: dict[int, list[str]] = {}

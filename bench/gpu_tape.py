@@ -76,12 +76,12 @@ def tape_argmax(device: str, *, name: str, type: str, path: str | None = None) -
                 driver.admit(0, prompt, most=N_POSITIONS + 2)
                 driver.step()  # admits
             for _ in range(N_POSITIONS):
-                tape.loop.tables.table["token"].copy_(plain.loop.tables.table["token"])
+                tape.runner.tables.table["token"].copy_(plain.runner.tables.table["token"])
                 tape.synchronize()
                 rows = []
                 for driver in (plain, tape):
                     driver.step()
-                    rows.append(driver.loop.plan.buffer("logits").tensor[0].float())
+                    rows.append(driver.runner.plan.buffer("logits").tensor[0].float())
                 expected, found = rows
                 first, second = expected.topk(2).values.tolist()
                 scale = float(expected.abs().max())
@@ -90,7 +90,7 @@ def tape_argmax(device: str, *, name: str, type: str, path: str | None = None) -
                 close = first - second <= TOLERANCE * scale
                 n, n_close, n_wrong = n + 1, n_close + (differs and close), n_wrong + (differs and not close)
             for driver in (plain, tape):
-                driver.loop.host.cancel(0, driver.entries[-1].generation)
+                driver.runner.host.cancel(0, driver.entries[-1].generation)
                 while driver.step():
                     pass
                 driver.forget()

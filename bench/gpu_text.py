@@ -44,15 +44,15 @@ def heard(driver: LoopDriver, pieces: Sequence[Sequence[int]], n_tokens: int) ->
     """Feed a piece to each slot, the first token as a prompt and all others but the last step by step: what is said
     of each piece from its third token on, as float32 logits of the ids that the tokenizer knows, [steps, pieces, ids].
     """
-    loop, n = driver.loop, len(pieces)
+    runner, n = driver.runner, len(pieces)
     lengths = {len(piece) for piece in pieces}
     if len(lengths) != 1 or min(lengths) < 3:
         raise InternalError(f"pieces of {sorted(lengths)} tokens cannot be fed together; they are of one length")
-    token, n_steps = loop.tables.table["token"], lengths.pop() - 2
+    token, n_steps = runner.tables.table["token"], lengths.pop() - 2
     generations = [driver.admit(slot, piece[:1], most=n_steps + 2) for slot, piece in enumerate(pieces)]
     driver.step()  # admits
     driver.synchronize()
-    rows = loop.tables.table["row_slot"][:n].tolist()
+    rows = runner.tables.table["row_slot"][:n].tolist()
     if rows != list(range(n)):
         raise InternalError(f"rows {rows} serve the slots, and not each its own")
     forced = torch.tensor(pieces, dtype=token.dtype)
@@ -61,10 +61,10 @@ def heard(driver: LoopDriver, pieces: Sequence[Sequence[int]], n_tokens: int) ->
         token[:n].copy_(forced[:, step])
         driver.synchronize()
         driver.step()
-        said.append(loop.plan.buffer("logits").tensor[:n, :n_tokens].float().clone())
+        said.append(runner.plan.buffer("logits").tensor[:n, :n_tokens].float().clone())
     driver.synchronize()  # the last of them is copied on torch's own stream, and the next step overwrites what it reads
     for slot, generation in enumerate(generations):
-        loop.host.cancel(slot, generation)
+        runner.host.cancel(slot, generation)
     while driver.step():
         pass
     driver.forget()

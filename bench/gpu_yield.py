@@ -83,8 +83,8 @@ def leavings(
     driver: LoopDriver, n: int, chance: random.Random, pause_s: tuple[float, float] = (0.003, 0.006)
 ) -> list[Left]:
     """Let a sequence run, and ask it so often, at some moment, to leave. The host does nothing but look meanwhile."""
-    loop, host = driver.loop, driver.loop.host
-    generation = driver.admit(0, [1, 2, 3], most=loop.settled.context - 4)
+    runner, host = driver.runner, driver.runner.host
+    generation = driver.admit(0, [1, 2, 3], most=runner.settled.context - 4)
     found: list[Left] = []
     while True:
         ends = host.word(Word.ENDS)
@@ -95,7 +95,7 @@ def leavings(
         asked = time.perf_counter_ns()
         host.set_yield(True)
         step_boundary = _when(lambda ends=ends: host.word(Word.ENDS) != ends)  # type: ignore[misc]  # a default of its own
-        left = _when(lambda: not loop.start.running)
+        left = _when(lambda: not runner.start.running)
         found.append(Left((step_boundary - asked) / 1e3, (left - asked) / 1e3))
         driver.wait()
         host.set_yield(False)
@@ -109,13 +109,13 @@ def leavings(
 
 def chunk_us(driver: LoopDriver, prompt: Sequence[int], repeats: int = 10) -> float:
     """A prompt and its first token with nobody else there, by the host's clock: the median."""
-    loop, times = driver.loop, []
-    pages = range(-(-(len(prompt) + 2) // loop.page_tokens))
+    runner, times = driver.runner, []
+    pages = range(-(-(len(prompt) + 2) // runner.page_tokens))
     driver.admit(0, prompt, most=2, pages=pages, admit=False)
     for _ in range(repeats):
         began = time.perf_counter_ns()
         driver.prefill(0, prompt, pages)
-        loop.beside(lambda: loop.prefill.first(0)).result(DEADLINE_S)
+        runner.beside(lambda: runner.chunks.first(0)).result(DEADLINE_S)
         times.append((time.perf_counter_ns() - began) / 1e3)
     return median(times)
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bench.note import versions
 from bench.replay import replayed_us
-from ostinato.backends.cuda.launch import Launch, Launches
+from ostinato.backends.cuda.launch import Launches, TritonLaunch
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.torch.ops.matmul import (
     Epilogue,
@@ -107,7 +107,7 @@ class Product:
     n_rows: Tensor
     more: dict[str, Any]
 
-    def bind(self, **over: Any) -> Launch | Launches:
+    def bind(self, **over: Any) -> TritonLaunch | Launches:
         from ostinato.backends.cuda.triton.matmul import bind_matmul
 
         return bind_matmul(self.x, self.weight, self.out, self.n_rows, epilogue=self.epilogue, **(self.more | over))
@@ -149,7 +149,7 @@ def _warm(spec: tuple[str, str, list[Any], dict[str, Any]]) -> str | None:
     return None
 
 
-def compile_ahead(bound: Sequence[Launch | Launches], clock: Clock) -> None:
+def compile_ahead(bound: Sequence[TritonLaunch | Launches], clock: Clock) -> None:
     """Fill the cache for these launches, as many at a time as there are cores to spare."""
     specs = []
     for launch in [part for one in bound for part in (one.parts if isinstance(one, Launches) else (one,))]:

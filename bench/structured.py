@@ -40,7 +40,7 @@ def gaps_ms(times: Sequence[int]) -> list[float]:
 def one_round(llm: LLM, way: str, n_tokens: int) -> tuple[float, Completion | None]:
     """The median gap of the three free requests, and what the fourth answered."""
     engine = llm._engine
-    free = llm._settled(Sampling(max_tokens=n_tokens, temperature=0, ignore_eos=True))
+    free = llm._with_defaults(Sampling(max_tokens=n_tokens, temperature=0, ignore_eos=True))
     fourth: list[Completion] = []
     wanted = Sampling(max_tokens=2 * n_tokens, temperature=0, ignore_eos=True)
     if way == "beside a schema":

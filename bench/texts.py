@@ -20,18 +20,17 @@ from typing import Final
 
 from bench.note import commit, cpu_name, versions
 from ostinato import LLM
-from ostinato.engine.defaults import OURS
 from ostinato.engine.engine import Engine
 from ostinato.engine.texts import logprobs_of, vectors_of
-from ostinato.options import Sampling
+from ostinato.options import NEUTRAL, Sampling
 
 N_TEXTS: Final = 64
 TEXT_TOKENS: Final = 100
 PROMPT_TOKENS: Final = 512
 ROUNDS: Final = 5
 CONTEXT: Final = 2048
-ONE: Final = Sampling(max_tokens=1, temperature=0.0, seed=1, ignore_eos=True).over(OURS)
-LONG: Final = Sampling(max_tokens=1400, temperature=0.0, seed=1, ignore_eos=True).over(OURS)
+ONE: Final = Sampling(max_tokens=1, temperature=0.0, seed=1, ignore_eos=True).over(NEUTRAL)
+LONG: Final = Sampling(max_tokens=1400, temperature=0.0, seed=1, ignore_eos=True).over(NEUTRAL)
 
 
 @contextmanager
@@ -60,7 +59,7 @@ def main() -> None:
     asked = parser.parse_args()
     chance = random.Random(1)
     with opened(asked) as engine:
-        vocab = engine.loop.model.shape.vocab
+        vocab = engine.runner.model.shape.vocab
 
         def text(n: int) -> list[int]:
             return [chance.randrange(vocab) for _ in range(n)]

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from ostinato.backends.base import Layout, Settled
+from ostinato.backends.base import Settled, WeightLayout
 from ostinato.backends.torch.model import Model
 from ostinato.engine.load import load_model
 from ostinato.files.checkpoint import Checkpoint
@@ -24,7 +24,7 @@ def build_model(
     on_host: bool = False,
 ) -> Model:
     """Dense, `packed` for a GPU's kernels, in the native loop's `tiles`, or with matrices `on_host` for the tape."""
-    weights: Layout = "tiles" if tiles else "packed" if packed else "dense"
+    weights: WeightLayout = "tiles" if tiles else "packed" if packed else "dense"
     prompts: Literal["plain", "tape"] = "tape" if on_host else "plain"
     settled = Settled(
         device=str(device),

@@ -38,7 +38,7 @@ VOCABULARIES = Path(os.environ.get("OSTINATO_VOCABULARIES") or Path(__file__).pa
 
 # The same examples in every run; `make soak` looks for others. Hypothesis also tries constants that it finds in our
 # modules, which would make examples depend on the modules that other tests have loaded.
-settings.register_profile("tests", derandomize=not soaking())
+settings.register_profile("tests", derandomize=not soaking(), deadline=None)  # a busy machine is no fault
 settings.load_profile("tests")
 if not soaking():
     local_constants = "hypothesis.internal.conjecture.providers.is_local_module_file"

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -133,3 +134,21 @@ for name in {sorted(modules)}:
 def test_nothing_imports_the_command_line() -> None:
     outside = [path for path in sources() if package_of(path) != "cli"]
     assert not [path for path in outside if any(module.startswith("ostinato.cli") for module in imports(path))]
+
+
+def type_names(path: Path) -> Iterator[str]:
+    """The classes and type aliases that a file defines; flags of commands and type variables are neither."""
+    tree = ast.parse(path.read_text())
+    yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            target = node.targets[0] if isinstance(node, ast.Assign) else node.target
+            made = ast.unparse(node.value)
+            is_type = isinstance(target, ast.Name) and target.id[0].isupper() and not target.id.isupper()
+            if is_type and not made.startswith(("Annotated[", "TypeVar(")):
+                yield ast.unparse(target)
+
+
+def test_a_type_has_a_name_of_its_own() -> None:
+    found = Counter(name for path in sources() for name in type_names(path))
+    assert [name for name, n in found.items() if n > 1] == []

@@ -197,7 +197,7 @@ def test_whoever_has_the_last_piece_may_ask_again_at_once(tiny_llm: LLM) -> None
 def test_ids_that_only_pad_the_embedding_are_never_chosen(tiny_llm: LLM) -> None:
     favourite = tiny_llm.generate([5, 6, 7], Sampling(max_tokens=1, ignore_eos=True)).token_ids[0]
     warm = Sampling(max_tokens=20, temperature=2.0, seed=1, ignore_eos=True)
-    settled = dataclasses.replace(tiny_llm._choice, n_slots=1)
+    settled = dataclasses.replace(tiny_llm._settled, n_slots=1)
     with Engine(tiny_llm._model, settled, n_tokens=favourite) as engine:
         for wanted in (Sampling(max_tokens=20, seed=0, ignore_eos=True), warm):
             request = engine.submit([5, 6, 7], wanted.over(tiny_llm.defaults))
@@ -339,7 +339,7 @@ def test_a_stream_is_refused_while_the_line_is_full(tiny_gguf: Path) -> None:
         streams = [llm.stream(prompt, Sampling(max_tokens=100, ignore_eos=True)) for prompt in prompts[:4]]
         for stream in streams[:2]:
             next(stream)
-        next_in_line = llm._engine.submit([5], llm._settled(short))
+        next_in_line = llm._engine.submit([5], llm._with_defaults(short))
         with pytest.raises(QueueFull):  # two sit, and one waits
             next(streams[2])
         streams.clear()  # dropped, and so cancelled
@@ -351,6 +351,14 @@ def test_a_list_with_a_bad_prompt_is_refused_before_anything_runs(tiny_llm: LLM)
     with pytest.raises(BadInput, match="index 1"):
         tiny_llm.generate([[5, 6], [5, 3000]], GREEDY)
     assert tiny_llm.stats().submitted == before
+
+
+def test_a_prompt_is_checked_once(tiny_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[object] = []
+    monkeypatch.setattr("ostinato.engine.engine.check_prompt", lambda ids, **_: checked.append(tuple(ids)))
+    tiny_llm.generate([[5, 6], [7, 8]], GREEDY)
+    list(tiny_llm.stream([9, 10], GREEDY))
+    assert checked == [(5, 6), (7, 8), (9, 10)]
 
 
 def test_what_was_cached_is_told_and_gives_the_same_tokens(tiny_gguf: Path) -> None:
@@ -404,5 +412,5 @@ def test_activations_with_an_arithmetic_of_their_own_are_told_apart(
 ) -> None:
     """They are part of the digest and of a saved state: int8 of the persistent kernel must not pass for another."""
     settled = SimpleNamespace(backend=backend, weights=weights, activations=activations)
-    llm = cast(LLM, SimpleNamespace(_choice=settled))
+    llm = cast(LLM, SimpleNamespace(_settled=settled))
     assert LLM.activations.fget(llm) == told  # type: ignore[attr-defined]  # a property

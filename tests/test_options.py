@@ -2,13 +2,17 @@
 
 import copy
 import pickle
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
 from ostinato import Sampling
+from ostinato.cli.chat import chat
+from ostinato.cli.run import run
 from ostinato.errors import BadOption, OstinatoError, Unsupported, listing
-from ostinato.options import LoadOptions, from_words
+from ostinato.loop.layout import Layout
+from ostinato.options import NEUTRAL, SAMPLING_NUMBERS, LoadOptions, SamplingNumber, from_words
+from ostinato.serve.shapes import GenerationBody
 
 
 @pytest.mark.parametrize(
@@ -24,6 +28,20 @@ from ostinato.options import LoadOptions, from_words
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(BadOption, match=next(iter(wrong))):
+        Sampling(**wrong)
+
+
+@pytest.mark.parametrize("number", SAMPLING_NUMBERS, ids=lambda number: number.name)
+def test_a_number_of_the_table_has_a_flag_a_field_of_a_body_and_one_of_a_slot(number: SamplingNumber) -> None:
+    assert getattr(NEUTRAL, number.name) == number.neutral
+    for verb in (run, chat):
+        flag = get_type_hints(verb, include_extras=True)[number.name].__metadata__[0]
+        assert flag.help == number.help
+    bounds, _ = GenerationBody.model_json_schema()["properties"][number.name]["anyOf"]
+    assert (bounds["minimum"], bounds["maximum"]) == (number.low, min(number.high, 2**31 - 1))
+    assert {field.name: field.kind for field in Layout(1, 1, 1).admission_fields}[number.field] == number.kind
+    wrong: Any = {number.name: number.low - 1}
+    with pytest.raises(BadOption, match=f"^{number.name} is .*; it must be a .*number from {number.low}"):
         Sampling(**wrong)
 
 

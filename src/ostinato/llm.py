@@ -13,6 +13,7 @@ import operator
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
@@ -20,7 +21,7 @@ from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 
-from ostinato.backends.base import Floats, Settled
+from ostinato.backends.base import Settled
 from ostinato.cache import state_bytes
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.text_encoder import TextEncoder
@@ -33,13 +34,14 @@ from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
 from ostinato.engine.prompt import check_prompt
-from ostinato.engine.request import Message, Request, Token, waited_for
+from ostinato.engine.request import Request, RequestMessage, RequestSpec, Token, waited_for
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
 from ostinato.errors import BadFile, BadInput, BadOption, QueueFull, Unsupported, listing
 from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
+from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars
@@ -87,7 +89,7 @@ class LLM:
         self._checkpoint = open_checkpoint(self.path)
         self._options = wanted
         try:
-            self._choice = self._load(say, progress)
+            self._settled = self._load(say, progress)
         except BaseException:
             self._checkpoint.close()
             raise
@@ -114,10 +116,10 @@ class LLM:
         )
         if self._loop_engine is not None:
             # What runs: a mode below the chosen one after a fallback; matrices may be on the tape alone.
-            model, settled = self._loop_engine.loop.model, self._loop_engine.loop.settled
+            model, settled = self._loop_engine.runner.model, self._loop_engine.runner.settled
         self.shape, self._model = shape, model
         self._encoder = None if shape.causal else TextEncoder(model)
-        for sentence in () if self._loop_engine is None else self._loop_engine.loop.fallen_back:
+        for sentence in () if self._loop_engine is None else self._loop_engine.runner.fallen_back:
             talk(sentence)
         self._recent: list[int] = []  # tokens of the last answer and its prompt, or of a loaded state
         return settled
@@ -125,7 +127,7 @@ class LLM:
     @property
     def device(self) -> str:
         """Where it runs: cpu, or cuda:N."""
-        return self._choice.device
+        return self._settled.device
 
     @property
     def mode(self) -> str:
@@ -149,12 +151,12 @@ class LLM:
     @property
     def dtype(self) -> str:
         """The dtype of activations."""
-        return self._choice.dtype
+        return self._settled.dtype
 
     @property
     def activations(self) -> str | None:
         """The activations of the native loop, `wide` or `int8`, or `int8` of the persistent kernel; else None."""
-        settled = self._choice
+        settled = self._settled
         if settled.backend == "tape":
             return settled.activations if settled.activations != "wide" else None
         return settled.activations if settled.weights == "tiles" else None
@@ -162,17 +164,17 @@ class LLM:
     @property
     def threads(self) -> int | None:
         """How many threads compute on the CPU; None on a GPU."""
-        return self._choice.threads
+        return self._settled.threads
 
     @property
     def kv_type(self) -> str:
         """The type of keys and values in the cache."""
-        return self._choice.kv_type
+        return self._settled.kv_type
 
     @property
     def context(self) -> int:
         """Tokens of prompt and answer together, at most."""
-        return self._choice.context
+        return self._settled.context
 
     # Answers
 
@@ -255,7 +257,7 @@ class LLM:
         *,
         fresh: bool = False,
         show: Collection[str] = (),
-        sink: Callable[[Request, Message], None],
+        sink: Callable[[Request, RequestMessage], None],
     ) -> Answer:
         """Submit a request without waiting for its answer, for servers; QueueFull if too many requests wait.
 
@@ -263,10 +265,9 @@ class LLM:
         any one thread. `fresh`: the answer is a text of its own, as in a conversation; it does not continue the prompt.
         `show`: control tokens that its text shows, such as those that mark a tool call.
         """
-        settled = self._settled(sampling)
-        ids = list(prompt)
-        request = self._engine.submit(ids, settled, sink=sink)
-        return Answer(self._origin, ids, settled, request, fresh=fresh, show=show)
+        ids, complete = list(prompt), self._with_defaults(sampling)
+        request = self._engine.submit(ids, complete, sink=sink)
+        return Answer(self._origin, ids, complete, request, fresh=fresh, show=show)
 
     def slots(self) -> list[SlotView]:
         """The request in each slot now, and its progress."""
@@ -401,7 +402,7 @@ class LLM:
         for word in settings:
             if word not in known:
                 raise BadOption(f"unknown setting {word!r} of a decoder; known: {listing(word, known)}")
-        wanted = {"n_ctx": self.context, "kv_type": self._choice.kv_type, **settings}
+        wanted = {"n_ctx": self.context, "kv_type": self._settled.kv_type, **settings}
         return Decoder(self._model, **wanted)
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
@@ -440,13 +441,10 @@ class LLM:
 
     def close(self) -> None:
         """Cancel running requests and release file, threads and the template's process; not usable afterwards."""
-        if self.template is not None:
-            self.template.close()
-        if self._encoder is not None:
-            self._encoder.close()
-        if self._loop_engine is not None:
-            self._loop_engine.close()
-        self._checkpoint.close()
+        with ExitStack() as parts:  # each is closed, even if another cannot be
+            for part in (self._checkpoint, self._loop_engine, self._encoder, self.template):
+                if part is not None:
+                    parts.callback(part.close)
 
     def __enter__(self) -> Self:
         return self
@@ -471,19 +469,20 @@ class LLM:
             raise BadInput("the prompt is empty; give it some text")
         return self.tokenizer.encode(prompt)
 
-    def _settled(self, sampling: Sampling | None) -> Sampling:
-        settled = (sampling or Sampling()).over(self.defaults)
-        return settled if settled.seed is not None else dataclasses.replace(settled, seed=secrets.randbits(53))
+    def _with_defaults(self, sampling: Sampling | None) -> Sampling:
+        """The caller's options, else the model's defaults; without a seed, a random one."""
+        complete = (sampling or Sampling()).over(self.defaults)
+        return complete if complete.seed is not None else dataclasses.replace(complete, seed=secrets.randbits(53))
 
     def _stream_ids(self, prompt: list[int], sampling: Sampling | None, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         """`fresh`: the answer is a text of its own, not a continuation of the prompt."""
-        settled = self._settled(sampling)
-        self._engine.check(prompt, settled)  # here, not at the first piece: a bad prompt is refused by the call
-        return self._pieces(prompt, settled, reuse=reuse, fresh=fresh)
+        complete = self._with_defaults(sampling)
+        # Checked here, not at the first piece: a bad prompt is refused by the call.
+        return self._pieces(self._engine.check(prompt, complete, resume=reuse, keep=True), complete, fresh=fresh)
 
-    def _pieces(self, prompt: list[int], sampling: Sampling, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
-        source = self._engine.submit(prompt, sampling, resume=reuse, keep=True)
-        answer = Answer(self._origin, prompt, sampling, source, fresh=fresh)
+    def _pieces(self, spec: RequestSpec, sampling: Sampling, *, fresh: bool) -> Iterator[Piece]:
+        source = self._engine.put(spec)
+        answer = Answer(self._origin, spec.prompt, sampling, source, fresh=fresh)
         try:
             for token in source:
                 piece = answer.push(token)
@@ -500,25 +499,22 @@ class LLM:
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
         """Answers to prompts that run together, in order. All are checked first, then submitted as the queue allows."""
-        asks = [(prompt, self._settled(sampling)) for prompt in prompts]
-        for prompt, settled in asks:
-            self._engine.check(prompt, settled)
-        heard: SimpleQueue[tuple[Request, Message]] = SimpleQueue()
+        complete = [self._with_defaults(sampling) for _ in prompts]  # each has a seed of its own
+        specs = [self._engine.check(*asked, keep=True) for asked in zip(prompts, complete, strict=True)]
+        heard: SimpleQueue[tuple[Request, RequestMessage]] = SimpleQueue()
         answers: dict[int, Answer] = {}  # by the request's id
         order: list[int] = []
         done: dict[int, Completion] = {}
         try:
-            while len(done) < len(asks):
-                while len(order) < len(asks):
-                    prompt, settled = asks[len(order)]
+            while len(done) < len(specs):
+                while len(order) < len(specs):
+                    number = len(order)
                     try:
-                        request = self._engine.submit(
-                            prompt, settled, wait=not answers, sink=lambda *told: heard.put(told), keep=True
-                        )
+                        request = self._engine.put(specs[number], wait=not answers, sink=lambda *told: heard.put(told))
                     except QueueFull:
                         break
                     order.append(request.id)
-                    answers[request.id] = Answer(self._origin, prompt, settled, request, fresh=fresh)
+                    answers[request.id] = Answer(self._origin, prompts[number], complete[number], request, fresh=fresh)
                 request, message = waited_for(heard, self._engine.helper)
                 answer = answers.get(request.id)
                 if answer is None:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
@@ -18,11 +18,11 @@ from ostinato.errors import BadInput, BadOption, Unsupported, listing
 
 DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
-Mode = Literal["auto", "eager", "graph", "loop", "persistent"]
 Activations = Literal["wide", "int8"]
 Prompts = Literal["auto", "plain", "tape"]
+Talk = Callable[[str], None]  # gets a sentence where a choice or a delay may surprise the user
 
-Q8_BLOCK = 32  # keys or values of one scale
+MODES = ("eager", "graph", "loop", "persistent")  # how the decode loop is paced, from low to high
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEED = 2**63 - 1
@@ -51,13 +51,12 @@ def _check(condition: bool, option: str, value: object, wanted: str) -> None:
         raise BadOption(f"{option} is {value!r}; it must be {wanted}")
 
 
-def check_kv_width(kv_type: KVType, width: int) -> None:
-    """Refuse a kv_type that heads of this width cannot have."""
-    if kv_type == "q8_0" and width % Q8_BLOCK:
-        raise BadOption(
-            f"kv_type q8_0 needs heads whose width is a multiple of {Q8_BLOCK}, and this model's is {width}; "
-            "use f16 or bf16"
-        )
+def _check_word(option: str, value: object, known: Sequence[str]) -> None:
+    _check(value in known, option, value, _or(known))
+
+
+def _or(words: Sequence[str]) -> str:
+    return f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _is_number(value: object) -> bool:
@@ -136,16 +135,12 @@ class LoadOptions:
 
     def __post_init__(self) -> None:
         _check(_is_device(self.device), "device", self.device, "auto, cpu, cuda or cuda:N")
-        _check(self.mode in get_args(Mode), "mode", self.mode, "auto, eager, graph, loop or persistent")
-        _check(self.dtype in get_args(DType), "dtype", self.dtype, "auto, float32 or bfloat16")
+        _check_word("mode", self.mode, ("auto", *MODES))
+        _check_word("dtype", self.dtype, get_args(DType))
         if isinstance(self.kv_type, str) and self.kv_type.lower().startswith(_FP8_NAMES):
-            raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: f32, bf16, f16 or q8_0 are")
-        _check(
-            self.kv_type is None or self.kv_type in get_args(KVType),
-            "kv_type",
-            self.kv_type,
-            "f32, bf16, f16 or q8_0",
-        )
+            raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: {_or(get_args(KVType))} are")
+        if self.kv_type is not None:
+            _check_word("kv_type", self.kv_type, get_args(KVType))
         _check(
             self.context is None or _is_count(self.context, 1),
             "context",
@@ -155,11 +150,11 @@ class LoadOptions:
         cores = os.cpu_count() or 1
         enough = self.threads is None or (_is_count(self.threads, 1) and self.threads <= cores)
         _check(enough, "threads", self.threads, f"a whole number from 1 to {cores}, the cores of this machine")
-        can_seat = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
-        _check(can_seat, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
+        enough = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
+        _check(enough, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
         _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
-        _check(self.activations in get_args(Activations), "activations", self.activations, "wide or int8")
-        _check(self.prompts in get_args(Prompts), "prompts", self.prompts, "auto, plain or tape")
+        _check_word("activations", self.activations, get_args(Activations))
+        _check_word("prompts", self.prompts, get_args(Prompts))
 
 
 RuleKind = Literal["schema", "regex", "choice", "grammar"]
@@ -173,6 +168,54 @@ class Rule(NamedTuple):
 
 
 _ANY_OBJECT = Rule("schema", '{"type":"object"}')
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingNumber:
+    """A number of `Sampling` that the device's sampler reads. Its check, its neutral value, the default of a model's
+    files, its field in the slot table, its flag's help and its bounds over HTTP follow from this record."""
+
+    name: str
+    neutral: float  # the value that changes nothing
+    low: float
+    high: float
+    help: str
+    field: str  # of a slot (`loop/layout.py`)
+    kind: Literal["int32", "float32"] = "float32"
+    key: str | None = None  # of a GGUF file, after `general.sampling.`; None: a model's files have no default for it
+    penalises: bool = False  # tokens that were there before
+    remark: str = ""
+
+    def check(self, value: Any) -> None:
+        """Refuse a value that is not such a number within the bounds; None, where it was not set, passes."""
+        whole = self.kind == "int32"
+        is_known = _is_count(value, 0) if whole else _is_number(value)
+        upto = f" to {self.high:g}" if self.high < math.inf else ""
+        wanted = f"a {'whole ' if whole else ''}number from {self.low:g}{upto}{self.remark}"
+        _check(value is None or (is_known and self.low <= value <= self.high), self.name, value, wanted)
+
+
+SAMPLING_NUMBERS = (
+    SamplingNumber("temperature", 0.0, 0, 100, "0 is greedy.", "temperature", key="temp"),
+    SamplingNumber(
+        "top_k", 0, 0, math.inf, "Of the N likeliest; 0 is off.", "top_k", "int32", key="top_k", remark=" (0 is off)"
+    ),
+    SamplingNumber("top_p", 1.0, 0, 1, "Of the likeliest that make up X; 1 is off.", "top_p", key="top_p"),
+    SamplingNumber("min_p", 0.0, 0, 1, "At least X times as likely as the likeliest; 0 is off.", "min_p", key="min_p"),
+    SamplingNumber(
+        "repetition_penalty",
+        neutral=1.0,
+        low=0.01,
+        high=100,
+        help="1 is off.",
+        field="repetition",
+        key="penalty_repeat",
+        penalises=True,
+        remark=" (1 is off)",
+    ),
+    SamplingNumber("presence_penalty", 0.0, -100, 100, "0 is off.", "presence", penalises=True),
+    SamplingNumber("frequency_penalty", 0.0, -100, 100, "0 is off.", "frequency", penalises=True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,22 +325,8 @@ class Sampling:
         )
 
     def _check_numbers(self) -> None:
-        def number(name: str, low: float, high: float, wanted: str) -> None:
-            value = getattr(self, name)
-            _check(value is None or (_is_number(value) and low <= value <= high), name, value, wanted)
-
-        number("temperature", 0, 100, "a number from 0 to 100")
-        number("top_p", 0, 1, "a number from 0 to 1")
-        number("min_p", 0, 1, "a number from 0 to 1")
-        number("repetition_penalty", 0.01, 100, "a number from 0.01 to 100 (1 is off)")
-        number("presence_penalty", -100, 100, "a number from -100 to 100")
-        number("frequency_penalty", -100, 100, "a number from -100 to 100")
-        _check(
-            self.top_k is None or _is_count(self.top_k, 0),
-            "top_k",
-            self.top_k,
-            "a whole number from 0 (0 is off)",
-        )
+        for number in SAMPLING_NUMBERS:
+            number.check(getattr(self, number.name))
         for token, bias in self.logit_bias.items():
             _check(_is_count(token, 0), "logit_bias", token, "keyed by token id")
             _check(_is_number(bias) and -100 <= bias <= 100, "logit_bias", bias, "a number from -100 to 100")
@@ -322,3 +351,7 @@ def from_words(kind: type[Options], words: Mapping[str, Any]) -> Options:
     """Build an options record from a mapping; an unknown name is refused with the nearest known one."""
     _known_words(kind, words)
     return kind(**words)
+
+
+# Where neither the user nor the model's files say: the most likely token, nothing filtered, nothing penalised.
+NEUTRAL = from_words(Sampling, {number.name: number.neutral for number in SAMPLING_NUMBERS})

@@ -66,7 +66,7 @@ def run(driver: Driver, parts: Sequence[ChunkPart], want: ChunkWant | None = Non
     """A chunk as work beside the loop."""
     found = []
     parts = [replace(part, pages=driver.tables(part.pages[0])) for part in parts]  # the same pages in every layer
-    driver.loop.beside(lambda: found.append(driver.loop.prefill.run(parts, ROWS, want))).result(DEADLINE_S)
+    driver.runner.beside(lambda: found.append(driver.runner.chunks.run(parts, ROWS, want))).result(DEADLINE_S)
     return found[0]
 
 
@@ -83,7 +83,7 @@ def arrays(output: ChunkOutput) -> list[np.ndarray]:
 
 def memory_arrays(driver: Driver) -> list[np.ndarray]:
     """What lies in pages and states, as arrays over the same memory."""
-    memory = driver.loop.memory
+    memory = driver.runner.memory
     if isinstance(memory, NativePages):
         return [getattr(layer, field.name) for layer in memory.layers for field in fields(layer)]
     return [tensor.view(torch.uint8).numpy() for _, tensor in memory_tensors(memory)]
@@ -113,7 +113,7 @@ def chunks_of(texts: Sequence[Text]) -> list[list[ChunkPart]]:
 
 def check_bits(driver: Driver, chunks: Sequence[list[ChunkPart]], kinds: Sequence[OutputKind]) -> None:
     """The same chunks with all parts side by side, and each part in a chunk of its own."""
-    vocab = driver.loop.model.shape.vocab
+    vocab = driver.runner.model.shape.vocab
     for kind in kinds:
         together, alone = [], []
         for parts in chunks:
@@ -151,10 +151,10 @@ def test_rows_beside_others_have_the_bits_they_have_alone_by_torch(family: str) 
 
 def fused(driver: Driver, *, triton: bool, buckets: Sequence[int] = (16, ROWS)) -> None:
     """Chunks as a GPU has them, by Triton's interpreter or by the twins."""
-    loop = driver.loop
+    runner = driver.runner
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    given = (loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts)
-    loop.prefill = FusedChunks(*given, buckets=buckets)
+    given = (runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, prompts)
+    runner.chunks = FusedChunks(*given, buckets=buckets)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("hidden", marks=pytest.mark.slow), "logprobs"])
@@ -241,7 +241,7 @@ def test_log_probabilities_are_of_slices_whose_logits_have_room(monkeypatch: pyt
     monkeypatch.setattr("ostinato.backends.base.LOGITS_BYTES", 5 * 4 * model.shape.vocab)
     for mode in ("loop", "twin"):
         with closing(open_loop(model=model, mode=mode)) as driver:
-            assert driver.loop.prefill.max_outputs == 5
+            assert driver.runner.chunks.max_outputs == 5
             part = texts_of(model.shape.vocab, (60,), seed=9, slots=True)[0].part(0, 60, list(range(60)))
             found = run(driver, [part], want_of("logprobs", [part], model.shape.vocab)).logprobs
             logits = forward(model, part.tokens).log_softmax(-1)

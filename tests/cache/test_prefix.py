@@ -67,7 +67,7 @@ def test_pages_of_a_chunk_that_was_computed_before_a_cancellation_are_kept() -> 
         gate.open()
         second = engine.submit(long, WANTED)
         assert bits(second) == alone(long, WANTED, context=512)
-        assert second.cached_tokens == engine.loop.prefill.rows  # the one chunk that was under way
+        assert second.cached_tokens == engine.runner.chunks.rows  # the one chunk that was under way
 
 
 def test_what_was_decoded_is_not_shared() -> None:
@@ -126,7 +126,7 @@ def test_reuse_can_be_left_off() -> None:
 def test_prompts_that_are_cut_into_other_chunks_do_not_share() -> None:
     """In eager on the CPU a long prompt has wider chunks, whose products may have other bits."""
     with open_engine(mode="eager", context=512) as engine:
-        rows_for = engine.loop.prefill.rows_for
+        rows_for = engine.runner.chunks.rows_for
         short, long = prompt(1, 100), [*prompt(1, 100), *prompt(2, 200)]
         assert rows_for(len(short)) != rows_for(len(long))
         assert bits(engine.submit(short, WANTED)) == alone(short, WANTED, mode="eager", context=512)

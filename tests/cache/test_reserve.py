@@ -43,7 +43,7 @@ def test_the_bankers_rule_finds_an_order_exactly_where_there_is_one(free: int, h
 
 @given(st.integers(0, 2**32), st.integers(4, 20), st.booleans())
 @settings(max_examples=150, derandomize=True, deadline=None)
-def test_whoever_is_admitted_finishes_and_no_page_is_lost(seed: int, n_pages: int, reuse: bool) -> None:
+def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: int, reuse: bool) -> None:
     """Sequences arrive, grow and end at random; whatever happens, somebody can always go on."""
     chance = random.Random(seed)
     reserve = reserve_of(n_pages, reuse=reuse)
@@ -51,8 +51,8 @@ def test_whoever_is_admitted_finishes_and_no_page_is_lost(seed: int, n_pages: in
     waiting = [
         ([chance.randrange(2)] * chance.randrange(1, n_pages * PAGE), chance.randrange(1, 30)) for _ in range(12)
     ]
-    admitted: list[tuple[Lease, int]] = []
-    while waiting or admitted:
+    leased: list[tuple[Lease, int]] = []
+    while waiting or leased:
         moved = False
         if waiting:
             prompt, most = waiting[0]
@@ -63,19 +63,19 @@ def test_whoever_is_admitted_finishes_and_no_page_is_lost(seed: int, n_pages: in
                 assert reserve.share(lease, prompt) < len(prompt)
                 if chance.random() < 0.8:
                     reserve.remember(lease, prompt, len(prompt))
-                admitted.append((lease, n_positions))
+                leased.append((lease, n_positions))
                 moved = True
-        for lease, n_positions in list(admitted):
+        for lease, n_positions in list(leased):
             if lease.short and chance.random() < 0.7:
                 moved |= bool(reserve.extend(lease, chance.randrange(1, 4)))
             assert len(set(lease.pages)) == len(lease.pages)
             if not lease.short and (chance.random() < 0.5 or not moved):
                 assert len(lease.pages) == -(-n_positions // PAGE)
                 reserve.close(lease)
-                admitted.remove((lease, n_positions))
+                leased.remove((lease, n_positions))
                 moved = True
         if not moved:  # by bad luck, or for good? somebody must be able to have more
-            assert any(reserve.extend(lease, 1) or not lease.short for lease, _ in admitted)
+            assert any(reserve.extend(lease, 1) or not lease.short for lease, _ in leased)
     assert reserve.n_available == n_pages
     assert reserve.open([9] * (n_pages * PAGE), n_pages * PAGE, all_now=True) is not None
 
@@ -120,7 +120,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_last_page_before_its_
     assert ask(2) == 4  # its first page was left, its last was not
 
 
-def test_a_sequence_admitted_early_shares_what_was_computed_meanwhile() -> None:
+def test_a_sequence_that_began_early_shares_what_was_computed_meanwhile() -> None:
     reserve = reserve_of(8, reuse=True)
     prompt = list(range(10))
     first, second = (reserve.open(prompt, 10, all_now=True) for _ in range(2))

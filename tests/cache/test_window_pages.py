@@ -68,7 +68,7 @@ class Simulation:
         self.decoding: list[Decoding] = []
         self.n_cached = self.n_resumed = self.n_ended = 0
 
-    def admit(self) -> None:
+    def begin(self) -> None:
         prompt = [self.chance.randrange(2) for _ in range(self.chance.randint(1, 40))]
         if self.chance.random() < 0.5:  # begin like an earlier one
             prompt = [1] * self.chance.randint(1, 30) + prompt
@@ -119,7 +119,7 @@ class Simulation:
 
     def run(self, n: int) -> None:
         for _ in range(n):
-            ready = [self.admit, self.step]
+            ready = [self.begin, self.step]
             ready += [self.prefill] * (2 * bool(self.prompts)) + [self.end] * bool(self.decoding)
             self.chance.choice(ready)()
         while self.prompts:

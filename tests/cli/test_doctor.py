@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from ostinato.backends.base import MODES
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.native.cpu_levels import LEVELS
 from ostinato.files import store
+from ostinato.options import MODES
 from tests.cli.conftest import RunCli
 
 doctor = import_module("ostinato.cli.doctor")  # the room has the verb under this name
@@ -191,7 +191,9 @@ def test_the_default_models_memory_plan_is_told_where_it_is_here(
     plan = report(ostinato)["plan"]
     assert plan["rows"][0]["name"] == "weights"
     assert plan["fits"]
-    assert "plan: KV pages" in ostinato("doctor").out
+    shown = ostinato("doctor").out
+    assert "plan: KV pages" in shown
+    assert "plan: rows of output (at first use)" in shown
 
 
 def test_it_knows_the_machine(ostinato: RunCli) -> None:

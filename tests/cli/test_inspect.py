@@ -75,7 +75,9 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tin
         pages = -(-tiny_model.CONTEXT // 16)
         assert rows["KV pages"] == 8 * pages * 16 * 2 * 16 * 4
     assert plan["fits"]
-    assert "plan: KV pages" in ostinato("inspect", tiny).out
+    shown = ostinato("inspect", tiny).out
+    assert "plan: KV pages" in shown
+    assert "plan: rows of output (at first use)" in shown
 
 
 def test_a_model_that_does_not_fit_is_planned_and_said_not_to(

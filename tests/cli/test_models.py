@@ -9,7 +9,8 @@ import pytest
 
 from ostinato.errors import FetchFailed
 from ostinato.files import store
-from ostinato.files.fetch import FetchedFile, HubSource, Source, Talk
+from ostinato.files.fetch import FetchedFile, HubSource, Source
+from ostinato.options import Talk
 from tests.cli.conftest import RunCli
 
 NAME = "hf:owner/repo/m.gguf"

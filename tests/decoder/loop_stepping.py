@@ -76,29 +76,29 @@ def eager(kind: MemoryKind) -> Runner:
 
 def fused(kind: MemoryKind) -> Runner:
     """The CUDA plan of models with attention, steps and prompts by its references."""
-    loop = opened(model_of(kind), TWIN)
-    inside = loop.model, loop.memory, loop.tables, N_VOCAB
-    loop.prefill = FusedChunks(*inside, twin_kernels(), twin_prompts())
-    return replanned(loop, fused_plan(*inside, twin_kernels()))
+    runner = opened(model_of(kind), TWIN)
+    inside = runner.model, runner.memory, runner.tables, N_VOCAB
+    runner.chunks = FusedChunks(*inside, twin_kernels(), twin_prompts())
+    return replanned(runner, fused_plan(*inside, twin_kernels()))
 
 
 def static(kind: MemoryKind) -> Runner:
     """The CUDA plan of models that recur, by its references."""
-    loop = opened(model_of(kind), TWIN)
+    runner = opened(model_of(kind), TWIN)
     n_slots = N_SLOTS + SPARE_STATES
-    loop.memory = PagedMemory.of(loop.model, loop.groups, n_slots=n_slots, kv_type="f32", page_tokens=PAGE)
-    inside = loop.model, loop.memory, loop.tables, N_VOCAB
-    loop.prefill = TorchChunks(*inside, twin_kernels())
-    return replanned(loop, static_plan(*inside, twin_kernels()))
+    runner.memory = PagedMemory.of(runner.model, runner.groups, n_slots=n_slots, kv_type="f32", page_tokens=PAGE)
+    inside = runner.model, runner.memory, runner.tables, N_VOCAB
+    runner.chunks = TorchChunks(*inside, twin_kernels())
+    return replanned(runner, static_plan(*inside, twin_kernels()))
 
 
-def replanned(loop: Runner, plan: Plan) -> Runner:
-    loop.start.close()
-    loop.plan, loop.start = plan, CpuLoop(plan, loop.tables, loop.guard, loop.changed.set)
-    loop.mode = DecodeMode(plan, loop.start, loop.tables, loop.guard)
-    loop.mode.enter()  # leaves the plan's hash and epoch where the step boundary looks for them
-    loop.mode.exit()
-    return loop
+def replanned(runner: Runner, plan: Plan) -> Runner:
+    runner.start.close()
+    runner.plan, runner.start = plan, CpuLoop(plan, runner.tables, runner.guard, runner.changed.set)
+    runner.decode_mode = DecodeMode(plan, runner.start, runner.tables, runner.guard)
+    runner.decode_mode.enter()  # leaves the plan's hash and epoch where the step boundary looks for them
+    runner.decode_mode.exit()
+    return runner
 
 
 def tape(window: int | None) -> Runner:
@@ -112,16 +112,16 @@ class LoopStepper:
     """Sequences are slots; each has its own pages. The host says who is in a step by writing the rows of the table."""
 
     def __init__(self, opened: Callable[[], Runner]) -> None:
-        loop = opened()
-        self._driver = Driver(loop)
-        shape = loop.model.shape
+        runner = opened()
+        self._driver = Driver(runner)
+        shape = runner.model.shape
         self.windows: Mapping[int, int | None] = dict(enumerate(shape.windows)) if shape.attention else {}
         self.events: list[Event] = []
         self.tells_reads = False
-        self._table, self._logits = loop.tables.table, torch.as_tensor(loop.plan.buffer("logits").tensor)
-        is_native = isinstance(loop.memory, NativePages)
-        self._cells = native_cells(loop.memory) if is_native else paged_cells(loop.memory, shape)
-        states = None if is_native else loop.memory.states
+        self._table, self._logits = runner.tables.table, torch.as_tensor(runner.plan.buffer("logits").tensor)
+        is_native = isinstance(runner.memory, NativePages)
+        self._cells = native_cells(runner.memory) if is_native else paged_cells(runner.memory, shape)
+        states = None if is_native else runner.memory.states
         self._states: dict[int, tuple[Tensor, ...]] = {} if states is None else dict(states.layers)
         self.state_layers: Sequence[int] = tuple(self._states)
 
@@ -161,7 +161,7 @@ class LoopStepper:
         for row, (slot, token) in enumerate(tokens.items()):
             self._table["row_slot"][row] = slot
             self._table["token"][slot] = token
-        self._driver.loop.mode.step()
+        self._driver.runner.decode_mode.step()
 
     def _said(self, asked: Mapping[int, object]) -> dict[int, int]:
         found = {entry.slot: entry.token for entry in self._driver.entries if entry.token is not None}
@@ -220,7 +220,7 @@ class LoopStepper:
         return {slot for row, slot in enumerate(tokens) if not torch.equal(self._logits[row], logits[row])}
 
     def _memories(self) -> list[Tensor]:
-        tables = self._driver.loop.tables
+        tables = self._driver.runner.tables
         states = [part for parts in self._states.values() for part in parts]
         arenas = [torch.as_tensor(arena.memory) for arena in (tables.table, tables.rings)]
         return [*self._cells.values(), *states, *arenas]

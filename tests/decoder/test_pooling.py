@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.backends.base import Floats
 from ostinato.decoder.pooling import Pooled, Pooling, pooling
 from ostinato.errors import BadOption, InternalError
+from ostinato.files.unpack import Floats
 from tests.vectors.ubatches import ubatch_of
 
 WIDTH = 5

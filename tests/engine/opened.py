@@ -13,10 +13,9 @@ from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
 from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.model import Model
 from ostinato.engine.choose import settle_model
-from ostinato.engine.defaults import OURS
 from ostinato.engine.engine import Engine
 from ostinato.engine.request import Request, Token
-from ostinato.options import Sampling
+from ostinato.options import NEUTRAL, Sampling
 from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model
 
@@ -59,7 +58,7 @@ def open_engine(
 
 def sampling(**words: Any) -> Sampling:
     """Settled: greedy, and for ever, unless said otherwise."""
-    return Sampling(**{"seed": 0, "ignore_eos": True, **words}).over(OURS)
+    return Sampling(**{"seed": 0, "ignore_eos": True, **words}).over(NEUTRAL)
 
 
 def prompt(seed: int, n: int) -> list[int]:
@@ -103,7 +102,7 @@ class Gate:
     def __init__(self, engine: Engine) -> None:
         self._open = threading.Event()
         self.reached = threading.Event()
-        prefill = engine.loop.prefill
+        prefill = engine.runner.chunks
         run = prefill.run
 
         def gated(parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:

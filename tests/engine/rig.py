@@ -51,14 +51,14 @@ class Driver(LoopDriver):
         return [e.token for e in self.entries if e.generation == generation and e.token is not None]
 
     def word(self, word: Word) -> int:
-        return self.loop.host.word(word)
+        return self.runner.host.word(word)
 
 
 @contextmanager
-def held(loop: Runner) -> Iterator[None]:
+def held(runner: Runner) -> Iterator[None]:
     """The native loop waits at its next step boundary, or before its first, until this thread is done."""
-    assert isinstance(loop.start, NativeLoop)
-    native = loop.start._native
+    assert isinstance(runner.start, NativeLoop)
+    native = runner.start._native
     native._call("ostinato_acquire")
     try:
         yield
@@ -78,7 +78,7 @@ def open_loop(
     outbox_entries: int | None = None,
     threads: int = 2,
 ) -> Driver:
-    """A driver of a new loop; close it with `driver.loop.close()`."""
+    """A driver of a new loop; close it with `driver.runner.close()`."""
     model = model or random_model(kind)
     if mode in ("loop", "auto") and isinstance(model.embedding, Tensor):
         if why_not_blocks(model.shape, tensors_in(model)) is None:

@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, cast, get_args
 
 import pytest
 
+from ostinato import options
 from ostinato.backends import cards
-from ostinato.backends.base import MODES, Settled
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.machine import Chip, Machine
+from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.torch.model import Model
-from ostinato.engine.choose import BACKENDS, HELD, NO_ROOM, decide, settle_model, why_not, why_not_model
+from ostinato.cache.kv_bytes import KV_FORMATS, KVFormat
+from ostinato.engine.choose import (
+    BACKENDS,
+    HELD,
+    NO_ROOM,
+    LoadCase,
+    decide,
+    prepared,
+    settle_model,
+    why_not,
+    why_not_model,
+)
 from ostinato.errors import BadOption, HardwareCannot
 from ostinato.models.header import tensors_in
-from ostinato.options import LoadOptions
+from ostinato.options import MODES, LoadOptions
 from tests.backends.native.tiled import tiled
 from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import open_loop
@@ -27,14 +40,14 @@ ON_CPU = Machine("cpu", 1 << 40, 1 << 40)
 
 
 def decided(model: Model, machine: Machine = CARD, **words: Any) -> Settled:
-    options = LoadOptions(**{"context": 64, "slots": 1, **words})
-    return decide(model.shape, tensors_in(model), options, machine, lambda _: None, prepare=False)
+    wanted = LoadOptions(**{"context": 64, "slots": 1, **words})
+    return decide(LoadCase(model.shape, tensors_in(model), wanted, machine))
 
 
 def test_every_mode_has_a_backend_that_answers_for_it_on_either_device() -> None:
     model = small(shape_of())
     for machine in (CARD, ON_CPU):
-        assert tuple(why_not(model.shape, tensors_in(model), LoadOptions(), machine)) == MODES
+        assert tuple(why_not(LoadCase(model.shape, tensors_in(model), LoadOptions(), machine))) == MODES
     assert [backend.name for backend in BACKENDS] == ["tape", "cuda", "native", "torch"]
 
 
@@ -123,15 +136,61 @@ def test_on_the_cpu_it_is_refused_with_its_reason() -> None:
     with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
         open_loop(mode="persistent")
     driver = open_loop(mode="auto")
-    assert driver.loop.why_not == (f"persistent: {reason}",)
-    assert driver.loop.settled.fallback == "eager"  # graphs are CUDA's
-    driver.loop.close()
+    assert driver.runner.why_not == (f"persistent: {reason}",)
+    assert driver.runner.settled.fallback == "eager"  # graphs are CUDA's
+    driver.runner.close()
+
+
+def test_deciding_prepares_nothing_and_a_backend_that_cannot_be_prepared_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_compiler(*_: object) -> None:
+        raise HardwareCannot("there is no compiler")
+
+    monkeypatch.setattr(NATIVE, "prepare", no_compiler)
+    monkeypatch.setattr("ostinato.engine.choose.use_threads", lambda settled: None)
+    model, said = random_model("kv"), list[str]()
+    case = LoadCase(model.shape, tensors_in(model), LoadOptions(), ON_CPU)
+    assert decide(case).mode == "loop"
+    settled = prepared(case, said.append)
+    assert (settled.mode, settled.fallback) == ("eager", None)
+    assert said == ["the native loop cannot run here: there is no compiler; eager runs instead"]
+    asked = replace(case, options=LoadOptions(mode="loop"))
+    with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: there is no compiler"):
+        prepared(asked, said.append)
 
 
 def test_a_model_that_no_mode_can_run_is_refused_with_all_reasons() -> None:
     words = "no mode can run this model here: heads of width 8.*; the tape does not know heads of width 8"
     with pytest.raises(HardwareCannot, match=words):
         decided(random_model("kv", hidden=32))
+
+
+def test_every_type_of_keys_and_values_has_a_record() -> None:
+    assert tuple(KV_FORMATS) == get_args(options.KVType)
+
+
+def test_a_type_of_keys_and_values_that_no_backend_knows_is_refused_by_each_of_them_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(options, "KVType", Literal["f32", "q3_0"])
+    monkeypatch.setitem(cast(Any, KV_FORMATS), "q3_0", KVFormat(1, block=16))
+    model = small(shape_of())
+    for machine in (CARD, ON_CPU):
+        for backend in (backend for backend in BACKENDS if backend.device == machine.kind):
+            asked = (model.shape, tensors_in(model), LoadOptions(kv_type="q3_0"), machine)  # type: ignore[arg-type]
+            for mode in backend.modes:
+                why = backend.why_not(mode, *asked)
+                assert why is not None
+                assert why.endswith(f"keeps keys and values as {', '.join(backend.kv_types)}, not q3_0")
+        with pytest.raises(HardwareCannot, match=r"no mode can run this model here: .*, not q3_0"):
+            decided(model, machine, kv_type="q3_0")
+
+
+def test_heads_that_are_no_whole_blocks_of_a_type_are_refused_before_weights_are_read() -> None:
+    model = small(shape_of(n_heads=4, head_width=48))
+    with pytest.raises(BadOption, match="q8_0 needs heads whose width is a multiple of 32, and this model's is 48"):
+        decided(model, ON_CPU, kv_type="q8_0")
 
 
 def test_a_model_in_memory_is_settled_for_the_layout_it_is_in() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from ostinato.backends.machine import Machine
 from ostinato.engine import cores
-from ostinato.engine.choose import decide
+from ostinato.engine.choose import LoadCase, decide
 from ostinato.models.header import tensors_in
 from ostinato.options import LoadOptions
 from tests.random_model import random_model
@@ -96,8 +96,8 @@ def test_threads_asked_for_are_taken_and_a_gpu_needs_none(machine: Path) -> None
 
     def threads(device: str, **words: int) -> int | None:
         machine = Machine(device, 1 << 40, 1 << 40, driver_cuda=13_000)
-        tensors, options = tensors_in(model), LoadOptions(**words)  # type: ignore[arg-type]
-        return decide(model.shape, tensors, options, machine, lambda _: None, prepare=False).threads
+        options = LoadOptions(**words)  # type: ignore[arg-type]
+        return decide(LoadCase(model.shape, tensors_in(model), options, machine)).threads
 
     assert threads("cpu", threads=5) == 5
     assert threads("cpu") == 4

@@ -151,14 +151,14 @@ def test_a_plan_in_which_a_launch_overwrites_what_it_reads_is_refused() -> None:
 def test_any_buffer_of_a_plan_that_was_moved_is_named(mode: str) -> None:
     """E-31: tensors and arrays."""
     driver = open_loop(mode=mode)
-    plan = driver.loop.plan
+    plan = driver.runner.plan
     plan.check()
     for number, buffer in enumerate(plan.buffers):
         elsewhere = replace(buffer, tensor=deepcopy(buffer.tensor))
         stale = replace(plan, buffers=(*plan.buffers[:number], elsewhere, *plan.buffers[number + 1 :]))
         with pytest.raises(PlanStale, match=f"the buffer {re.escape(buffer.name)} was at"):
             stale.check()
-    driver.loop.close()
+    driver.runner.close()
 
 
 # A CUDA that is not there: what is asked of it, in which order and on which stream
@@ -291,12 +291,12 @@ def test_a_device_that_broke_in_the_loop_is_found_when_decode_mode_is_left() -> 
     def health() -> None:
         raise EngineDead("the GPU no longer answers; the process must be restarted")
 
-    driver.loop.start.health = health  # type: ignore[method-assign]  # a CPU has no such thing
+    driver.runner.start.health = health  # type: ignore[method-assign]  # a CPU has no such thing
     with pytest.raises(EngineDead, match="must be restarted"):
-        driver.loop.mode.exit()
+        driver.runner.decode_mode.exit()
     with pytest.raises(EngineDead, match="must be restarted"):
-        driver.loop.mode.enter()
-    driver.loop.close()
+        driver.runner.decode_mode.enter()
+    driver.runner.close()
 
 
 @pytest.mark.parametrize("kind", [CudaGraph, WhileGraph])
@@ -442,10 +442,10 @@ def test_a_mark_compiles_for_a_card() -> None:
 
 
 def fused_prefill(driver: Driver, model: Model, buckets: Sequence[int]) -> FusedChunks:
-    loop = driver.loop
-    words = (model, loop.memory, loop.tables, model.shape.vocab, twin_kernels(), twin_prompts())
-    loop.prefill = FusedChunks(*words, buckets=buckets)
-    return loop.prefill
+    runner = driver.runner
+    words = (model, runner.memory, runner.tables, model.shape.vocab, twin_kernels(), twin_prompts())
+    runner.chunks = FusedChunks(*words, buckets=buckets)
+    return runner.chunks
 
 
 def if_anybody(prefill: FusedChunks, launch: Callable[[], object]) -> None:
@@ -482,7 +482,7 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others_in_use(monkeypatch: 
     prefill.capture(cuda.Stream())
     assert captures == [8, 16, 32, 64]
     assert prefill.failures == {16: "captured once and never again"}
-    assert driver.loop.fallen_back == ("prompts of 16 rows are launched node by node: captured once and never again",)
+    assert driver.runner.fallen_back == ("prompts of 16 rows are launched node by node: captured once and never again",)
     for n in range(1, 65, 3):
         for each in (plain, driver):
             each.admit(0, [(7 * i) % 131 for i in range(n)], most=1)
@@ -493,7 +493,7 @@ def test_a_bucket_that_cannot_be_captured_leaves_the_others_in_use(monkeypatch: 
     assert len(captures) == 4
     assert len(BUCKETS) <= 8
     for each in (plain, driver):
-        each.loop.close()
+        each.runner.close()
 
 
 # Kernels
@@ -674,7 +674,7 @@ def test_a_fused_step_is_launches_and_nothing_else_and_the_same_whoever_lives(
 ) -> None:
     """E-46, E-52, E-61: no copy, no question to the device, no grid that follows from a length."""
     driver = fused_driver(family_model(family), triton_kernels())
-    table, launches = driver.loop.tables.table, Launches(monkeypatch)
+    table, launches = driver.runner.tables.table, Launches(monkeypatch)
 
     def recorded(n_rows: int, position: int) -> list[tuple[Any, ...]]:
         table["n_rows"].fill_(n_rows)
@@ -682,7 +682,7 @@ def test_a_fused_step_is_launches_and_nothing_else_and_the_same_whoever_lives(
         launches.seen = []
         watch = Watch()  # type: ignore[no-untyped-call]
         watch.seen = []
-        for node in driver.loop.plan.nodes:
+        for node in driver.runner.plan.nodes:
             before = len(launches.seen)
             with watch:
                 node.run()
@@ -692,7 +692,7 @@ def test_a_fused_step_is_launches_and_nothing_else_and_the_same_whoever_lives(
 
     nobody = recorded(0, 0)
     assert nobody == recorded(1, 0) == recorded(3, 100)
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_sees() -> None:
@@ -702,9 +702,9 @@ def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_se
         driver = open_loop(model=model, mode="eager", context=8192, n_pages=600)
         sizes = Sizes()  # type: ignore[no-untyped-call]
         with sizes:
-            driver.loop.prefill.run([ChunkPart(list(range(64)), start, [list(range(300))], 0)], 64)
+            driver.runner.chunks.run([ChunkPart(list(range(64)), start, [list(range(300))], 0)], 64)
         largest.append(sizes.largest)
-        driver.loop.close()
+        driver.runner.close()
     assert largest[0] >= 64 * model.shape.hidden * 4  # its rows: the ops were seen
     assert largest[1] <= max(largest[0], 8 * (4000 + 64))  # a word for each position seen
     kv_heads, width = model.shape.n_kv_heads, model.shape.head_width
@@ -714,12 +714,12 @@ def test_what_a_chunk_needs_beside_keys_and_values_does_not_grow_with_what_it_se
 def test_what_the_native_loop_works_in_has_no_room_for_the_scores_of_a_chunk() -> None:
     """E-36: the same for 8,192 positions as for 1,024, but for less than one head's scores of a chunk."""
     driver, wide = (open_loop(context=context, n_pages=600) for context in (1024, 8192))
-    rows = driver.loop.prefill.rows
-    assert rows == wide.loop.prefill.rows
-    small, large = (each.loop.plan.buffer("step.workspace").n_bytes for each in (driver, wide))
+    rows = driver.runner.chunks.rows
+    assert rows == wide.runner.chunks.rows
+    small, large = (each.runner.plan.buffer("step.workspace").n_bytes for each in (driver, wide))
     assert small < large < small + rows * (8192 - 1024) * 4
     for each in (driver, wide):
-        each.loop.close()
+        each.runner.close()
 
 
 @pytest.mark.slow
@@ -728,8 +728,8 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
     driver = fused_driver(family_model("llama"), triton_kernels())
     driver.admit(1, PROMPT, most=2)
     driver.run()
-    plan = driver.loop.plan
-    driver.loop.tables.table["n_rows"].fill_(1)
+    plan = driver.runner.plan
+    driver.runner.tables.table["n_rows"].fill_(1)
     added = []
     for node in plan.nodes:
         written = [plan.buffer(name).tensor for name in node.writes]
@@ -741,16 +741,16 @@ def test_a_kernel_that_runs_twice_leaves_what_it_left_once_unless_it_adds() -> N
         node.run()
         assert all(torch.equal(a, b) for a, b in zip(once, written, strict=True)), node.name
     assert set(added) == {"out", "down"}
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_whoever_adds_to_the_residual_stream_leaves_what_the_next_norm_needs() -> None:
     """E-75: nothing that a product takes in is older than the stream it was made of."""
     for family in FAMILIES:
         driver = fused_driver(family_model(family), twin_kernels())
-        for node in driver.loop.plan.nodes:
+        for node in driver.runner.plan.nodes:
             assert ("x" in node.writes) == ("stats" in node.writes), f"{family} {node.name}"
-        driver.loop.close()
+        driver.runner.close()
 
 
 @pytest.mark.parametrize("step", ["twin", "loop", "fused"])
@@ -759,14 +759,14 @@ def test_poison_in_every_buffer_between_nodes_is_not_seen(step: str) -> None:
     model = family_model("llama")
     fused = step == "fused"
     driver = fused_driver(model, twin_kernels(), n_slots=4) if fused else open_loop(model=model, mode=step)
-    for name in {name for node in driver.loop.plan.nodes for name in node.writes}:
+    for name in {name for node in driver.runner.plan.nodes for name in node.writes}:
         if name != "table" and not name.startswith("memory."):
-            torch.as_tensor(driver.loop.plan.buffer(name).tensor).view(torch.uint8).fill_(
+            torch.as_tensor(driver.runner.plan.buffer(name).tensor).view(torch.uint8).fill_(
                 255
             )  # no number, of any width
     generation = driver.admit(2, PROMPT, most=6)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(generation) == alone(PROMPT, model=model, most=6)
 
 
@@ -779,7 +779,7 @@ def test_a_bias_of_the_head_is_added_before_a_token_is_chosen(step: str) -> None
     driver = open_loop(model=model) if step == "torch" else fused_driver(model, twin_kernels())
     generation = driver.admit(0, PROMPT, most=6)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(generation) == by_full_forwards(model, PROMPT, 6) != alone(PROMPT, model=plain, most=6)
 
 
@@ -800,8 +800,8 @@ def test_a_fusion_can_be_switched_off_and_the_tokens_are_the_same(fusions: Fusio
         driver = fused_driver(model, twin_kernels(), fusions=chosen)
         generation = driver.admit(0, PROMPT, most=8)
         driver.run()
-        found.append((driver.tokens(generation), len(driver.loop.plan.nodes)))
-        driver.loop.close()
+        found.append((driver.tokens(generation), len(driver.runner.plan.nodes)))
+        driver.runner.close()
     assert found[0][0] == found[1][0]
     assert found[1][1] - found[0][1] == (0 if fusions.gated else len(layers))
 
@@ -849,8 +849,8 @@ def test_tokens_leave_no_memory_behind() -> None:
     driver.admit(0, PROMPT, most=400)
     driver.run()
     assert n_tensors() == before
-    driver.loop.plan.check()
-    driver.loop.close()
+    driver.runner.plan.check()
+    driver.runner.close()
 
 
 def test_long_and_short_prompts_in_turns_leave_no_memory_behind() -> None:
@@ -868,7 +868,7 @@ def test_long_and_short_prompts_in_turns_leave_no_memory_behind() -> None:
         for number in range(2, 22):
             ask(number)
         assert n_tensors() <= before + 2  # a thread may still hold what it had in hand
-        engine.loop.plan.check()
+        engine.runner.plan.check()
 
 
 IN_ANOTHER_PROCESS = """
@@ -888,11 +888,11 @@ for n_prompt, most in [(3, 1000), (600, 20), (4, 20), (600, 20)]:
     driver.run()
     counts.append(watched.allocations())
 n_allocations = watched.allocations()
-driver.loop.close()
+driver.runner.close()
 other = open_loop()  # opening asks for memory: calls are seen
-other.loop.close()
+other.runner.close()
 seen = watched.allocations() > n_allocations
-print(json.dumps({"tokens": len(driver.entries), "plan": driver.loop.plan.text, "counts": counts, "seen": seen}))
+print(json.dumps({"tokens": len(driver.entries), "plan": driver.runner.plan.text, "counts": counts, "seen": seen}))
 """
 
 
@@ -930,10 +930,10 @@ def test_a_thousand_tokens_say_nothing_and_a_plan_is_the_same_in_another_process
 ) -> None:
     """E-13, E-66."""
     driver = open_loop(context=1024, n_pages=80)
-    driver.loop.close()
+    driver.runner.close()
     assert another_process["said"] == []
     assert another_process["tokens"] == 1060
-    assert another_process["plan"] == driver.loop.plan.text
+    assert another_process["plan"] == driver.runner.plan.text
 
 
 def test_one_launch_of_one_executable_makes_512_tokens() -> None:
@@ -942,8 +942,8 @@ def test_one_launch_of_one_executable_makes_512_tokens() -> None:
     driver.admit(0, PROMPT, most=512)
     driver.run()
     assert len(driver.entries) == 512
-    assert (driver.loop.start.n_launches, driver.loop.start.n_instantiations) == (1, 1)
-    driver.loop.close()
+    assert (driver.runner.start.n_launches, driver.runner.start.n_instantiations) == (1, 1)
+    driver.runner.close()
 
 
 def test_requests_one_after_the_other_share_one_executable() -> None:
@@ -960,10 +960,10 @@ def test_a_look_at_the_outbox_is_one_whoever_spoke(n_sequences: int, monkeypatch
     driver = open_loop(n_slots=8, n_pages=64)
     for slot in range(n_sequences):
         driver.admit(slot, [slot, 2, 3], most=5)
-    driver.loop.mode.enter()
-    driver.loop.mode.trigger()
-    assert driver.loop.start.wait(DEADLINE_S)
-    host, asked = driver.loop.host, list[Word]()
+    driver.runner.decode_mode.enter()
+    driver.runner.decode_mode.trigger()
+    assert driver.runner.start.wait(DEADLINE_S)
+    host, asked = driver.runner.host, list[Word]()
     word = host.word
 
     def counted(which: Word) -> int:
@@ -973,7 +973,7 @@ def test_a_look_at_the_outbox_is_one_whoever_spoke(n_sequences: int, monkeypatch
     monkeypatch.setattr(host, "word", counted)
     assert len(host.drain()) == 5 * n_sequences
     assert asked == [Word.OUTBOX_TAIL, Word.OUTBOX_HEAD]
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_whoever_comes_while_others_decode_is_in_within_two_steps() -> None:
@@ -982,22 +982,22 @@ def test_whoever_comes_while_others_decode_is_in_within_two_steps() -> None:
     for slot in range(7):
         driver.admit(slot, [slot, 2, 3], most=3000)
     generation = driver.admit(7, [9, 8, 7], most=3, admit=False)
-    driver.loop.mode.enter()
-    driver.loop.mode.trigger()
+    driver.runner.decode_mode.enter()
+    driver.runner.decode_mode.trigger()
     asked: list[int] = []
 
     def ask() -> None:
-        assert driver.loop.host.admit(7, generation)
+        assert driver.runner.host.admit(7, generation)
         asked.append(driver.word(Word.STEPS))
 
-    driver.loop.beside(ask).result(DEADLINE_S)
+    driver.runner.beside(ask).result(DEADLINE_S)
     driver.wait()
     first = next(number for number, entry in enumerate(driver.entries) if entry.generation == generation)
     steps = sum(entry.slot == 0 for entry in driver.entries[:first]) - 1  # the first token was the prompt's
     assert steps - asked[0] <= 2
-    assert driver.loop.mode.n_triggers == 1
-    driver.loop.plan.check()
-    driver.loop.close()
+    assert driver.runner.decode_mode.n_triggers == 1
+    driver.runner.plan.check()
+    driver.runner.close()
 
 
 def test_the_host_writes_nothing_of_what_a_step_advances() -> None:
@@ -1005,8 +1005,8 @@ def test_the_host_writes_nothing_of_what_a_step_advances() -> None:
     stays."""
     with open_engine(n_slots=3, context=LONG) as engine:
         running = [decoding(engine, seed) for seed in (1, 2)]
-        host, table = engine.loop.host, engine.loop.tables.table.memory
-        with held(engine.loop):
+        host, table = engine.runner.host, engine.runner.tables.table.memory
+        with held(engine.runner):
             before, said = table.copy(), host.word(Word.INBOX_HEAD)
             running[0].cancel()
             waiting = engine.submit(prompt(3, 40), sampling(max_tokens=3))
@@ -1023,7 +1023,7 @@ def test_an_answer_may_fill_the_context_and_touches_nothing_beyond_it() -> None:
     """E-41."""
     model = random_model("kv")
     driver = open_loop(model=model, context=48)
-    halves = [half for layer in driver.loop.memory.layers for half in (layer.keys, layer.values)]
+    halves = [half for layer in driver.runner.memory.layers for half in (layer.keys, layer.values)]
     others = [page for page in range(64) if page not in (7, 2, 11)]
     for half in halves:
         half[others] = np.nan
@@ -1034,7 +1034,7 @@ def test_an_answer_may_fill_the_context_and_touches_nothing_beyond_it() -> None:
     assert all(np.isnan(half[others]).all() for half in halves)
     following = driver.admit(0, [4, 5, 6], most=8, pages=[7, 2])
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(following) == alone([4, 5, 6], model=model)
 
 
@@ -1052,7 +1052,7 @@ def test_a_first_token_costs_its_prompt_and_one_head(monkeypatch: pytest.MonkeyP
     driver.admit(0, list(range(100)), most=1)
     driver.run()
     assert (rows, len(driver.entries), driver.word(Word.STEPS)) == ([1], 1, 0)
-    driver.loop.close()
+    driver.runner.close()
 
 
 # Files

@@ -11,6 +11,7 @@ import torch
 from ostinato import LLM, Sampling
 from ostinato.backends import machine
 from ostinato.backends.base import Settled
+from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
 from ostinato.engine.choose import USABLE_SHARE, backend_of, choose, choose_pages, gib
@@ -19,7 +20,7 @@ from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.models.header import tensors_of
 from ostinato.models.registry import read_shape
-from ostinato.options import LoadOptions, Mode
+from ostinato.options import LoadOptions
 from tests.models import tiny, tiny_folder
 from tests.random_model import random_model
 
@@ -46,7 +47,7 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights_and(model: Path, n_tokens: int) -> int:
     """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
     with LLM(model, device="cpu") as llm:
-        weights = bytes_of(llm._checkpoint, llm._choice, "weights")
+        weights = bytes_of(llm._checkpoint, llm._settled, "weights", OUTPUT_ROWS)
         per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
     return int((weights + n_tokens * per_token) / USABLE_SHARE) + 1
 
@@ -146,8 +147,9 @@ class Card:
         asked = self.settled(8 << 30, mode="persistent")
         self.weights = bytes_of(self.checkpoint, asked, "weights")
         self.tape = bytes_of(self.checkpoint, asked, "tape")
+        self.outputs = bytes_of(self.checkpoint, asked, OUTPUT_ROWS)
         self.page = page_bytes(self.shape, "bf16", PAGE_TOKENS["cuda"])
-        assert min(self.weights, self.tape, self.page) > 0
+        assert min(self.weights, self.tape, self.outputs, self.page) > 0
 
     def settled(self, n_bytes: int, *, host_bytes: int = 8 << 30, **words: Any) -> Settled:
         chip = machine.Chip((9, 0), 132, 227 << 10, 0)
@@ -163,14 +165,14 @@ def card(on_tape: Path) -> Iterator[Card]:
     found.checkpoint.close()
 
 
-def test_keys_and_values_get_what_the_weights_and_the_tape_leave(card: Card) -> None:
-    def pages(n_bytes: float, mode: Mode) -> int:
+def test_keys_and_values_get_what_the_weights_the_tape_and_rows_of_output_leave(card: Card) -> None:
+    def pages(n_bytes: float, mode: str) -> int:
         return card.settled(int(n_bytes), mode=mode, prompts="plain", slots=8).n_pages
 
-    both = card.weights + card.tape
-    assert pages(both + 20 * card.page, "persistent") == 20
+    enough = card.weights + card.tape + card.outputs + 20 * card.page
+    assert pages(enough, "persistent") == 20
     expected = min(8 * 4, (card.tape + 20 * card.page) // card.page)
-    assert pages(both + 20 * card.page, "auto") == pages(both + 20 * card.page, "loop") == expected
+    assert pages(enough, "auto") == pages(enough, "loop") == expected
     with pytest.raises(
         HardwareCannot, match=r"once more for the persistent kernel, and cuda:0 has .*; try --prompts tape, or"
     ):
@@ -181,7 +183,7 @@ def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(card: C
     def settled(n_bytes: int, **words: Any) -> Settled:
         return card.settled(n_bytes, mode="persistent", **words)
 
-    a_lot, little = 8 << 30, card.tape + card.weights + 8 * card.page
+    a_lot, little = 8 << 30, card.tape + card.weights + card.outputs + 8 * card.page
     assert (settled(a_lot).prompts, card.said) == ("plain", [])
     assert settled(little).prompts == "tape"
     assert bytes_of(card.checkpoint, settled(little), "weights") < card.weights
@@ -277,6 +279,6 @@ def test_threads_reach_torch_and_the_loop(tiny_gguf: Path) -> None:
     before = torch.get_num_threads()
     try:
         with LLM(tiny_gguf, device="cpu", threads=2) as llm:
-            assert (llm.threads, torch.get_num_threads(), llm._engine.loop.settled.threads) == (2, 2, 2)
+            assert (llm.threads, torch.get_num_threads(), llm._engine.runner.settled.threads) == (2, 2, 2)
     finally:
         torch.set_num_threads(before)

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from ostinato import LLM
 from ostinato.errors import BadInput, HardwareCannot, Unsupported
+from ostinato.loop.mode import DecodeMode
 from tests.counts import soak
 from tests.engine.opened import (
     DEADLINE_S,
@@ -93,6 +95,32 @@ def test_closing_waits_for_the_chunk_that_is_under_way() -> None:
     assert not closing.is_alive()
 
 
+def test_a_loop_that_does_not_end_is_left_and_everything_else_is_closed(
+    tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def names() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name.startswith("ostinato")]
+
+    before, stuck = names(), threading.Event()
+    monkeypatch.setattr(DecodeMode.exit, "__defaults__", (0.2,))
+    monkeypatch.setattr("ostinato.loop.cpu_device.CLOSE_S", 0.2)
+    llm = LLM(tiny_gguf, device="cpu", context=128)
+    engine, part = llm._engine, llm._checkpoint._parts[0]  # type: ignore[attr-defined]  # of a GGUF file
+    engine.runner.start._native.run_loop = lambda: stuck.wait(DEADLINE_S) and None  # type: ignore[attr-defined]
+    request = engine.submit(prompt(1, 5), SHORT)
+    until(lambda: engine.runner.decode_mode.running, "the loop is stuck")
+    llm.close()
+    assert request.finish_reason == "cancelled"
+    assert "did not end within" in (engine.fault or "")
+    assert part._map is None, "the file is still mapped"
+    assert sorted(names()) == sorted([*before, "ostinato-loop"])
+    native = engine.runner.start._native  # type: ignore[attr-defined]
+    assert native._opened, "freed, while a thread may be inside it"
+    stuck.set()
+    until(lambda: names() == before, "the last thread has ended")
+    native.close()
+
+
 def test_whoever_waits_for_room_when_an_engine_closes_is_told() -> None:
     engine = open_engine(n_slots=1, context=LONG, queue=0)
     decoding(engine)
@@ -126,7 +154,7 @@ def test_an_engine_that_is_dropped_ends_by_itself() -> None:
 def test_an_idle_engine_does_nothing_at_all(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(mode=mode) as engine:
         assert len(ids(engine.submit(prompt(1, 20), SHORT))) == 3
-        until(lambda: engine.stats().pages_leased == 0 and not engine.loop.mode.running, "it is idle")
+        until(lambda: engine.stats().pages_leased == 0 and not engine.runner.decode_mode.running, "it is idle")
         looks, steps, patience = 0, engine.stats().steps, engine._scheduler._wait_s
 
         def counted() -> float | None:

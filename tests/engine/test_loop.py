@@ -26,7 +26,7 @@ def alone(
     driver = open_loop(model=model, mode=mode)
     generation = driver.admit(0, prompt, most=most, sampling=sampling)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     return driver.tokens(generation)
 
 
@@ -65,15 +65,15 @@ def test_eager_and_the_twin_of_the_loop_leave_the_same_bytes_everywhere() -> Non
         driver.run()
         drivers.append(driver)
     one, other = drivers
-    for buffer in one.loop.plan.buffers:
+    for buffer in one.runner.plan.buffers:
         if buffer.name in ("table", "rings"):
             continue  # hold times and epochs; compared by meaning below
-        twin = other.loop.plan.buffer(buffer.name).tensor
+        twin = other.runner.plan.buffer(buffer.name).tensor
         assert torch.equal(buffer.tensor, twin), buffer.name
     timeless = [[e._replace(time_ns=0) for e in driver.entries] for driver in drivers]
     assert timeless[0] == timeless[1]
     for driver in drivers:
-        driver.loop.close()
+        driver.runner.close()
 
 
 def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> None:
@@ -87,7 +87,7 @@ def test_a_request_decodes_the_same_in_any_slot_and_among_any_neighbours() -> No
     chance.shuffle(slots)
     generations = {n: driver.admit(slot, prompts[n], most=6 + n, sampling=warm) for n, slot in enumerate(slots)}
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert {n: driver.tokens(generation) for n, generation in generations.items()} == expected
 
 
@@ -95,12 +95,12 @@ def test_a_request_is_admitted_at_a_step_boundary_while_the_loop_runs() -> None:
     model = random_model("kv")
     driver = open_loop(model=model, context=1024, n_pages=80)
     first = driver.admit(0, [1, 2, 3], most=1000)
-    driver.loop.mode.enter()
-    driver.loop.mode.trigger()
+    driver.runner.decode_mode.enter()
+    driver.runner.decode_mode.trigger()
     second = driver.admit(1, [9, 8, 7], most=5)
     driver.wait()
-    driver.loop.close()
-    assert driver.loop.mode.n_triggers == 1
+    driver.runner.close()
+    assert driver.runner.decode_mode.n_triggers == 1
     assert len(driver.tokens(first)) == 1000
     assert driver.tokens(second) == alone([9, 8, 7], model=model, most=5)
 
@@ -110,9 +110,9 @@ def test_cancel_ends_one_sequence_with_one_entry_and_leaves_the_others() -> None
     driver = open_loop(model=model, context=1024, n_pages=160)
     doomed = driver.admit(0, [1, 2, 3], most=1000)
     other = driver.admit(1, [4, 5], most=40)
-    driver.loop.host.cancel(0, doomed)
+    driver.runner.host.cancel(0, doomed)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     ends = [e.finish for e in driver.entries if e.generation == doomed and e.finish is not Finish.NONE]
     assert ends == [Finish.CANCELLED]
     assert len(driver.tokens(doomed)) == 1  # the token of the prompt came before the cancellation was read
@@ -126,12 +126,12 @@ def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None
     generation = driver.admit(0, prompt, most=40, granted=16, pages=[0])
     driver.run()
     assert driver.word(Word.WHY) == End.IDLE
-    assert driver.loop.tables.table["state"][0] == SlotState.PAUSED
+    assert driver.runner.tables.table["state"][0] == SlotState.PAUSED
     # The token at position 16 is made; its own keys have no place yet.
     assert len(driver.tokens(generation)) == 16 - len(prompt) + 1
-    assert driver.loop.host.grant(0, generation, 1, [5, 3]) == 2
+    assert driver.runner.host.grant(0, generation, 1, [5, 3]) == 2
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(generation) == alone(prompt, model=model, most=40)
 
 
@@ -144,7 +144,7 @@ def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
     while driver.word(Word.WHY) == End.OUTBOX_FULL:
         pauses += 1
         driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert pauses > 3
     for slot, generation in enumerate(generations):
         assert driver.tokens(generation) == alone([slot + 1, 2], model=model, most=30)
@@ -154,13 +154,13 @@ def test_a_yield_ends_the_loop_at_a_boundary_and_a_trigger_resumes_it() -> None:
     model = random_model("kv")
     driver = open_loop(model=model)
     generation = driver.admit(0, [1, 2, 3], most=60)
-    driver.loop.host.set_yield(True)
+    driver.runner.host.set_yield(True)
     driver.run()
     assert driver.word(Word.WHY) == End.YIELD
     assert len(driver.tokens(generation)) == 1
-    driver.loop.host.set_yield(False)
+    driver.runner.host.set_yield(False)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(generation) == alone([1, 2, 3], model=model, most=60)
 
 
@@ -169,11 +169,11 @@ def test_the_loop_ends_when_nobody_lives_and_then_nothing_runs() -> None:
     driver = open_loop()
     driver.admit(0, [1, 2], most=3)
     driver.run()
-    assert not driver.loop.start.running
+    assert not driver.runner.start.running
     assert driver.word(Word.GO) == 0
     steps = driver.word(Word.STEPS)
     assert steps == 2  # three tokens, the first of which the prompt gave
-    driver.loop.close()
+    driver.runner.close()
     assert threading.active_count() <= before
 
 
@@ -184,7 +184,7 @@ def test_a_stop_id_ends_a_sequence_and_is_its_last_token() -> None:
     driver = open_loop(model=model)
     generation = driver.admit(0, [1, 2, 3], most=12, stop_ids=[stop])
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(generation) == free[: free.index(stop) + 1]
     assert driver.entries[-1].finish is Finish.STOP
 
@@ -197,21 +197,21 @@ def test_a_recycled_slot_shows_nothing_of_who_sat_there_before() -> None:
         generation = driver.admit(0, prompt, most=5)
         driver.run()
         assert driver.tokens(generation) == alone(prompt, model=model, most=5)
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_the_cells_of_other_sequences_are_neither_read_nor_written() -> None:
     model = random_model("kv")
     driver = open_loop(model=model)
     generation = driver.admit(0, [1, 2, 3], most=20, pages=[7, 2])
-    halves = [half for layer in driver.loop.memory.layers for half in (layer.keys, layer.values)]
+    halves = [half for layer in driver.runner.memory.layers for half in (layer.keys, layer.values)]
     others = [page for page in range(len(halves[0])) if page not in (7, 2)]
     for half in halves:
         half[others] = np.nan
     driver.run()
     assert driver.tokens(generation) == alone([1, 2, 3], model=model, most=20)
     assert all(np.isnan(half[others]).all() and not np.isnan(half[[7, 2]]).any() for half in halves)
-    driver.loop.close()
+    driver.runner.close()
 
 
 @pytest.mark.parametrize("kv_type", ["bf16", "f16"])
@@ -223,7 +223,7 @@ def test_narrow_keys_and_values_decode_alike_in_both_modes(kv_type: str) -> None
         generation = driver.admit(0, [1, 2, 3], most=20)
         driver.run()
         tokens.append(driver.tokens(generation))
-        driver.loop.close()
+        driver.runner.close()
     assert tokens[0] == tokens[1]
 
 
@@ -234,19 +234,19 @@ def test_64_slots_decode_in_one_executable() -> None:
     driver.run()
     for slot in (0, 31, 63):
         assert driver.tokens(generations[slot]) == alone([slot, slot + 1], model=model, most=4)
-    assert driver.loop.mode.n_triggers == 1
-    driver.loop.close()
+    assert driver.runner.decode_mode.n_triggers == 1
+    driver.runner.close()
 
 
 def test_jobs_beside_a_running_loop_have_their_turn_at_its_boundaries() -> None:
     driver: Driver = open_loop(context=8192, n_pages=512)
     driver.admit(0, [1, 2, 3], most=8000)
-    driver.loop.mode.enter()
-    driver.loop.mode.trigger()
+    driver.runner.decode_mode.enter()
+    driver.runner.decode_mode.trigger()
     seen = []
     for _ in range(3):
-        driver.loop.beside(lambda: seen.append(driver.word(Word.STEPS))).result(DEADLINE_S)
+        driver.runner.beside(lambda: seen.append(driver.word(Word.STEPS))).result(DEADLINE_S)
     driver.wait()
-    driver.loop.close()
+    driver.runner.close()
     assert seen == sorted(seen)
     assert seen[-1] < 7999, "jobs waited for the end of the loop"

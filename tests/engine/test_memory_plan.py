@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from ostinato.backends.base import Settled, Tensors
+from ostinato.backends.base import LOGITS_BYTES, ChunkOutput, ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import ATTENTION_CUTS, GPU_LIBRARIES
 from ostinato.backends.cuda.plan import StepBuffers
+from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.engine.choose import backend_of, settle_model
 from ostinato.engine.memory_plan import MemoryPlan
 from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.lab.random_weights import random_tensors
-from ostinato.models.header import tensors_in
+from ostinato.models.header import HeaderTensors, tensors_in
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.shape import Shape
 from tests.backends.families import family_model
@@ -26,9 +28,10 @@ from tests.backends.native.tiled import tiled
 from tests.random_model import MemoryKind, random_model, shape_of
 
 LLAMA = SHAPES["llama-1b"]
+DEADLINE_S = 60.0
 
 
-def plan_of(shape: Shape, settled: Settled, free_bytes: int = 0, tensors: Tensors | None = None) -> MemoryPlan:
+def plan_of(shape: Shape, settled: Settled, free_bytes: int = 0, tensors: HeaderTensors | None = None) -> MemoryPlan:
     return MemoryPlan(backend_of(settled), shape, tensors or {}, settled, free_bytes)
 
 
@@ -37,7 +40,7 @@ def on_gpu(n_slots: int, context: int, **words: Any) -> Settled:
     return replace(settled, n_pages=n_slots * settled.max_pages)
 
 
-def weights(n_bytes: int) -> Tensors:
+def weights(n_bytes: int) -> HeaderTensors:
     """One tensor that is as large whatever it is kept as."""
     return {"weight": TensorInfo("weight", (n_bytes // 2,), "BF16", n_bytes)}
 
@@ -80,6 +83,40 @@ def test_the_native_loops_workspace_is_counted_within_a_fifth(
     assert counted["step buffers"] == allocated["logits"] + allocated["last"]
     assert counted["native workspace (about)"] == pytest.approx(allocated["step.workspace"], rel=0.2)
     assert "prefill buffers (about)" not in counted
+
+
+@pytest.mark.parametrize("n_vocab", [128, 300_000])
+def test_rows_of_output_are_bounded_counted_and_there_from_their_first_use_on(n_vocab: int) -> None:
+    """Of the native loop; `tests/backends/cuda/test_chunks.py` has the GPU's."""
+    model = tiled(random_model("kv", n_vocab=n_vocab))
+    settled = settle_model(model, "loop", context=500)
+    with closing(open_runner(model, settled)) as runner:
+        counted = sizes(plan_of(model.shape, settled))[OUTPUT_ROWS]
+        chunks: Any = runner.chunks
+        before = chunks._logits
+        chunks.run([ChunkPart([5, 6], 0, [[0]], outputs=[1])], chunks.rows, ChunkWant("logprobs", [7]))
+        assert (before, chunks._logits.nbytes) == (None, counted)
+        assert counted <= LOGITS_BYTES
+
+
+@pytest.mark.parametrize("kind", ["kv", "recurrent"])
+def test_torch_counts_the_most_rows_of_logits_that_it_gives_at_once(kind: MemoryKind) -> None:
+    model = random_model(kind)
+    settled = settle_model(model, "eager", context=500)
+    with closing(open_runner(model, settled)) as runner:
+        n, pages = runner.chunks.max_outputs, [range(runner.settled.max_pages)]
+        part = ChunkPart([5] * n, 0, pages, 0, outputs=range(n))
+        given: list[ChunkOutput] = []
+
+        def run() -> None:
+            given.append(runner.chunks.run([part], runner.chunks.rows, ChunkWant("logits")))
+
+        runner.beside(run).result(DEADLINE_S)
+        assert given[0].logits is not None
+        counted = sizes(plan_of(model.shape, settled))[OUTPUT_ROWS]
+        assert given[0].logits.nbytes == counted
+        on_card = replace(on_gpu(1, 500), mode="graph")
+        assert kind == "kv" or sizes(plan_of(model.shape, on_card))[OUTPUT_ROWS] == counted
 
 
 def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memory() -> None:

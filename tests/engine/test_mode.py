@@ -21,27 +21,27 @@ PROMPT = [5, 9, 2, 77, 31]
 def driver() -> Iterator[Driver]:
     made = open_loop()
     yield made
-    made.loop.guard.unlock()
-    made.loop.start.wait(DEADLINE_S)
-    made.loop.start.close()
+    made.runner.guard.unlock()
+    made.runner.start.wait(DEADLINE_S)
+    made.runner.start.close()
 
 
 def undisturbed() -> list[int]:
     alone = open_loop()
     generation = alone.admit(0, PROMPT, most=24)
     alone.run()
-    alone.loop.close()
+    alone.runner.close()
     return alone.tokens(generation)
 
 
 ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
-    "the step is built again": ("I-1", lambda d: d.loop.start.build()),
-    "a token is submitted by a second trigger": ("I-2", lambda d: d.loop.mode.trigger()),
-    "a step is submitted to the start": ("I-2", lambda d: d.loop.start.step()),
-    "the executable is destroyed": ("I-3", lambda d: d.loop.start.close()),
-    "placement is evaluated again": ("I-7", lambda d: d.loop.mode.replace(d.loop.plan, d.loop.start)),
-    "the host takes part in a step": ("I-8", lambda d: d.loop.mode.step()),
-    "decode mode is entered twice": ("I-9", lambda d: d.loop.mode.enter()),
+    "the step is built again": ("I-1", lambda d: d.runner.start.build()),
+    "a token is submitted by a second trigger": ("I-2", lambda d: d.runner.decode_mode.trigger()),
+    "a step is submitted to the start": ("I-2", lambda d: d.runner.start.step()),
+    "the executable is destroyed": ("I-3", lambda d: d.runner.start.close()),
+    "placement is evaluated again": ("I-7", lambda d: d.runner.decode_mode.replace(d.runner.plan, d.runner.start)),
+    "the host takes part in a step": ("I-8", lambda d: d.runner.decode_mode.step()),
+    "decode mode is entered twice": ("I-9", lambda d: d.runner.decode_mode.enter()),
 }
 
 
@@ -49,30 +49,30 @@ ATTACKS: dict[str, tuple[str, Callable[[Driver], object]]] = {
 def test_an_attack_is_refused_by_name_and_the_running_request_finishes_as_if_alone(driver: Driver, attack: str) -> None:
     invariant, strike = ATTACKS[attack]
     generation = driver.admit(0, PROMPT, most=24)
-    driver.loop.mode.enter()
-    before = driver.loop.plan.hash, driver.loop.start.executable
+    driver.runner.decode_mode.enter()
+    before = driver.runner.plan.hash, driver.runner.start.executable
 
     # The loop waits at its first step boundary: it surely runs while the attack is made.
-    with ThreadPoolExecutor(1) as other, held(driver.loop):
-        driver.loop.mode.trigger()
+    with ThreadPoolExecutor(1) as other, held(driver.runner):
+        driver.runner.decode_mode.trigger()
         with pytest.raises(DecodeInvariantError) as refused:
             other.submit(strike, driver).result(5)  # one that is let through may wait for the loop
         assert refused.value.invariant == invariant
     driver.wait()
-    driver.loop.mode.exit()
-    assert (driver.loop.plan.hash, driver.loop.start.executable) == before
+    driver.runner.decode_mode.exit()
+    assert (driver.runner.plan.hash, driver.runner.start.executable) == before
     assert driver.tokens(generation) == undisturbed()
 
 
 HOT = replace(GREEDY, temperature=2.0, seed=7, logit_bias={3: 50.0})
 STALE = 99  # a generation that never sat anywhere
 ORDERS: dict[str, Callable[[Driver], object]] = {
-    "another position, other pages, other parameters": lambda d: d.loop.host.stage(
+    "another position, other pages, other parameters": lambda d: d.runner.host.stage(
         0, Admission(STALE, [1, 2], 3, [[40, 41]], 32, HOT, stop_ids=range(MAX_STOP_IDS))
     ),
-    "the end of another sequence": lambda d: d.loop.host.cancel(0, STALE),
-    "pages of another sequence": lambda d: d.loop.host.grant(0, STALE, 0, [50, 51]),
-    "a mask of another sequence": lambda d: d.loop.host.mask(0, STALE, np.zeros(4, np.int32)),
+    "the end of another sequence": lambda d: d.runner.host.cancel(0, STALE),
+    "pages of another sequence": lambda d: d.runner.host.grant(0, STALE, 0, [50, 51]),
+    "a mask of another sequence": lambda d: d.runner.host.mask(0, STALE, np.zeros(4, np.int32)),
 }
 
 
@@ -81,21 +81,21 @@ def test_the_host_can_give_a_running_slot_no_number_of_its_own(driver: Driver, o
     """I-4, I-5: what it says lies in admissions and rings, and the loop takes none of it for whoever runs."""
     generation = driver.admit(0, PROMPT, most=24, granted=16)
     driver.run()  # until it waits for its second page
-    with held(driver.loop):
-        driver.loop.mode.trigger()
-        table = driver.loop.tables.table.memory
+    with held(driver.runner):
+        driver.runner.decode_mode.trigger()
+        table = driver.runner.tables.table.memory
         before = table.copy()
         ORDERS[order](driver)
-        assert driver.loop.host.grant(0, generation, 1, [1])
+        assert driver.runner.host.grant(0, generation, 1, [1])
         assert np.array_equal(table, before)
     driver.wait()
-    assert driver.loop.host.all_taken
+    assert driver.runner.host.all_taken
     assert driver.tokens(generation) == undisturbed()
 
 
 def test_a_plan_cannot_be_edited(driver: Driver) -> None:
     with pytest.raises(FrozenInstanceError):
-        driver.loop.plan.nodes = ()  # type: ignore[misc]
+        driver.runner.plan.nodes = ()  # type: ignore[misc]
 
 
 def test_one_build_serves_every_trigger_and_entry(driver: Driver) -> None:
@@ -104,88 +104,88 @@ def test_one_build_serves_every_trigger_and_entry(driver: Driver) -> None:
         driver.run()
         assert len(driver.tokens(generation)) == 4
         if round_number == 0:
-            built = driver.loop.start.executable
-        driver.loop.mode.exit()
-    assert driver.loop.start.executable == built
+            built = driver.runner.start.executable
+        driver.runner.decode_mode.exit()
+    assert driver.runner.start.executable == built
 
 
 def test_a_trigger_needs_decode_mode(driver: Driver) -> None:
     with pytest.raises(DecodeInvariantError, match="I-9"):
-        driver.loop.mode.trigger()
+        driver.runner.decode_mode.trigger()
 
 
 def test_outside_decode_mode_the_step_may_be_built_again_and_makes_the_same_tokens(driver: Driver) -> None:
-    built = driver.loop.start.executable
-    driver.loop.mode.enter()
-    driver.loop.mode.exit()
-    driver.loop.start.build()
-    assert driver.loop.start.executable != built
+    built = driver.runner.start.executable
+    driver.runner.decode_mode.enter()
+    driver.runner.decode_mode.exit()
+    driver.runner.start.build()
+    assert driver.runner.start.executable != built
     generation = driver.admit(0, PROMPT, most=24)
     driver.run()
     assert driver.tokens(generation) == undisturbed()
 
 
 def moved(driver: Driver, name: str = "logits") -> None:
-    array = driver.loop.plan.buffer(name).tensor
+    array = driver.runner.plan.buffer(name).tensor
     array.__setstate__(np.zeros_like(array).__reduce__()[2])  # the same object over other memory
 
 
 def test_a_buffer_that_was_reallocated_is_found_at_the_next_trigger_and_is_fatal(driver: Driver) -> None:
     driver.admit(0, PROMPT)
-    driver.loop.mode.enter()
+    driver.runner.decode_mode.enter()
     moved(driver)
     with pytest.raises(PlanStale, match=r"I-6.*logits"):
-        driver.loop.mode.trigger()
+        driver.runner.decode_mode.trigger()
     with pytest.raises(EngineDead, match="restarted"):
-        driver.loop.mode.trigger()
+        driver.runner.decode_mode.trigger()
 
 
 def test_a_buffer_that_was_reallocated_while_the_loop_ran_is_found_at_exit_and_is_fatal(driver: Driver) -> None:
     driver.admit(0, PROMPT)
-    driver.loop.mode.enter()
-    with held(driver.loop):
-        driver.loop.mode.trigger()
-        kept = driver.loop.plan.buffer("logits").tensor[:]  # where the loop still writes
+    driver.runner.decode_mode.enter()
+    with held(driver.runner):
+        driver.runner.decode_mode.trigger()
+        kept = driver.runner.plan.buffer("logits").tensor[:]  # where the loop still writes
         moved(driver)
     with pytest.raises(PlanStale, match=r"I-6.*logits"):
-        driver.loop.mode.exit()
+        driver.runner.decode_mode.exit()
     with pytest.raises(EngineDead, match="restarted"):
-        driver.loop.mode.enter()
+        driver.runner.decode_mode.enter()
     del kept
 
 
 def test_an_executable_that_was_exchanged_is_found_at_exit_and_is_fatal(driver: Driver) -> None:
-    driver.loop.mode.enter()
-    driver.loop.start.executable += 1
+    driver.runner.decode_mode.enter()
+    driver.runner.start.executable += 1
     with pytest.raises(PlanStale, match="I-10"):
-        driver.loop.mode.exit()
+        driver.runner.decode_mode.exit()
     with pytest.raises(EngineDead):
-        driver.loop.mode.enter()
+        driver.runner.decode_mode.enter()
 
 
 @pytest.mark.parametrize(("word", "fault"), [("plan_hash", Fault.PLAN), ("epoch", Fault.EPOCH)])
 def test_drift_planted_while_the_loop_runs_is_found_at_the_next_step(driver: Driver, word: str, fault: Fault) -> None:
     driver.admit(0, PROMPT, most=100, granted=128)
-    driver.loop.mode.enter()
-    with held(driver.loop):  # as above
-        driver.loop.mode.trigger()
-        driver.loop.tables.table[word][0] += 1
-    assert driver.loop.start.wait(DEADLINE_S)
+    driver.runner.decode_mode.enter()
+    with held(driver.runner):  # as above
+        driver.runner.decode_mode.trigger()
+        driver.runner.tables.table[word][0] += 1
+    assert driver.runner.start.wait(DEADLINE_S)
     assert driver.word(Word.FAULT) == fault
     assert driver.word(Word.WHY) == End.FAULT
-    assert driver.loop.mode.fault() is not None
-    driver.entries += driver.loop.host.drain()
+    assert driver.runner.decode_mode.fault() is not None
+    driver.entries += driver.runner.host.drain()
     assert all(entry.finish is Finish.NONE for entry in driver.entries), "a drifted loop finishes nobody"
     with pytest.raises(EngineDead):
-        driver.loop.mode.trigger()
+        driver.runner.decode_mode.trigger()
 
 
 def test_the_hash_of_a_plan_is_the_same_in_every_process_and_another_for_another_plan() -> None:
     one, same, other = open_loop(), open_loop(), open_loop(n_slots=5)
-    assert one.loop.plan.hash == same.loop.plan.hash != other.loop.plan.hash
-    assert replace(one.loop.plan, nodes=one.loop.plan.nodes[:-1]).hash != one.loop.plan.hash
+    assert one.runner.plan.hash == same.runner.plan.hash != other.runner.plan.hash
+    assert replace(one.runner.plan, nodes=one.runner.plan.nodes[:-1]).hash != one.runner.plan.hash
     for driver in (one, same, other):
-        driver.loop.close()
+        driver.runner.close()
 
 
 @pytest.mark.parametrize("mode", ["graph", "persistent"])
@@ -196,6 +196,6 @@ def test_a_mode_that_cannot_run_here_is_refused_with_the_reason(mode: str) -> No
 
 def test_auto_takes_the_highest_mode_that_can_run_and_says_why_not_a_higher_one() -> None:
     driver = open_loop(mode="auto")
-    assert driver.loop.mode_name == "loop"
-    assert any(reason.startswith("persistent: ") for reason in driver.loop.why_not)
-    driver.loop.close()
+    assert driver.runner.settled.mode == "loop"
+    assert any(reason.startswith("persistent: ") for reason in driver.runner.why_not)
+    driver.runner.close()

@@ -46,7 +46,7 @@ def tokens(mode: str, model: Model) -> list[int]:
     driver = open_loop(model=model, mode=mode)
     generation = driver.admit(0, PROMPT, most=8)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     return driver.tokens(generation)
 
 
@@ -59,15 +59,15 @@ def test_auto_falls_back_once_to_the_mode_below_and_says_why(monkeypatch: pytest
     capture = Capture(monkeypatch, NativeLoop)
     before = our_threads()
     driver = open_loop(model=model, mode="auto")
-    loop = driver.loop
-    assert (loop.mode_name, loop.start.name, capture.tried) == ("eager", "eager", ["loop"])
-    assert loop.settled.fell_back == f"loop: {REASON} (tried once; eager runs instead)"
-    assert loop.why_not[0] == loop.settled.fell_back
-    assert [reason.partition(":")[0] for reason in loop.why_not] == ["loop", "persistent"]
+    runner = driver.runner
+    assert (runner.settled.mode, runner.start.name, capture.tried) == ("eager", "eager", ["loop"])
+    assert runner.settled.fell_back == f"loop: {REASON} (tried once; eager runs instead)"
+    assert runner.why_not[0] == runner.settled.fell_back
+    assert [reason.partition(":")[0] for reason in runner.why_not] == ["loop", "persistent"]
     generation = driver.admit(0, PROMPT, most=8)
     driver.run()
     assert driver.tokens(generation) == expected
-    loop.close()
+    runner.close()
     assert capture.tried == ["loop"]
     assert our_threads() == before
 
@@ -101,13 +101,13 @@ def test_what_is_no_matter_of_hardware_is_no_reason_to_fall_back(monkeypatch: py
 
 def test_a_loop_that_opens_has_nothing_to_say_and_is_built() -> None:
     driver = open_loop(mode="auto")
-    assert driver.loop.settled.fell_back is None
-    assert driver.loop.start.executable
-    assert driver.loop.start.n_instantiations == 1
-    assert not driver.loop.mode.on
+    assert driver.runner.settled.fell_back is None
+    assert driver.runner.start.executable
+    assert driver.runner.start.n_instantiations == 1
+    assert not driver.runner.decode_mode.on
     driver.run()
-    assert driver.loop.start.n_instantiations == 1
-    driver.loop.close()
+    assert driver.runner.start.n_instantiations == 1
+    driver.runner.close()
 
 
 # With what a GPU is given its models
@@ -121,13 +121,13 @@ def test_a_gpu_is_given_the_static_plan_and_prompts_in_torch(kind: MemoryKind, m
     monkeypatch.setattr(StaticRunner, "_start", lambda runner, plan: CpuEager(plan, runner.tables, runner.guard))
     settled = settle_model(model, "eager", context=128, n_pages=64, n_slots=4)
     driver = Driver(CUDA.open(model, settled))
-    loop = driver.loop
-    assert loop.plan.constants.endswith("static")
-    assert isinstance(loop.prefill, TorchChunks)
+    runner = driver.runner
+    assert runner.plan.constants.endswith("static")
+    assert isinstance(runner.chunks, TorchChunks)
     generation = driver.admit(2, PROMPT, most=8)
     driver.run()
     assert driver.tokens(generation) == expected
-    loop.close()
+    runner.close()
 
 
 def test_an_encoder_is_refused_by_whoever_opens_it() -> None:

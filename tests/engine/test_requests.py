@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant
 from ostinato.engine.engine import Engine
-from ostinato.engine.request import Message, Request, Token
+from ostinato.engine.request import Request, RequestMessage, Token
 from ostinato.errors import BadInput, DecodeInvariantError, EngineDead, PromptTooLong, QueueFull
 from ostinato.loop.layout import End, Word
 from tests.engine.opened import (
@@ -228,14 +228,14 @@ def test_a_cancelled_sequence_gives_back_its_slot_and_pages() -> None:
 
 def test_a_prompt_that_fails_ends_its_own_request_and_no_other() -> None:
     with open_engine() as engine:
-        run = engine.loop.prefill.run
+        run = engine.runner.chunks.run
 
         def fails(parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
             if parts[0].tokens[0] == 77:
                 raise RuntimeError("no such luck")
             return run(parts, rows, want)
 
-        engine.loop.prefill.run = fails  # type: ignore[method-assign]  # fails on purpose
+        engine.runner.chunks.run = fails  # type: ignore[method-assign]  # fails on purpose
         good, bad, later = (engine.submit([first, 1, 2, 3], SHORT) for first in (1, 77, 2))
         with pytest.raises(Exception, match="no such luck"):
             list(bad)
@@ -252,11 +252,11 @@ def test_a_prompt_that_fails_ends_its_own_request_and_no_other() -> None:
 def test_a_full_outbox_pauses_the_loop_and_loses_nothing() -> None:
     wanted = sampling(max_tokens=60)
     with open_engine(n_slots=2, outbox_entries=8) as engine:
-        heard: list[Message] = []
+        heard: list[RequestMessage] = []
 
-        def slow(request: Request, message: Message) -> None:
+        def slow(request: Request, message: RequestMessage) -> None:
             if len(heard) in (3, 30):
-                until(lambda: engine.loop.host.word(Word.WHY) == End.OUTBOX_FULL, "the outbox is full")
+                until(lambda: engine.runner.host.word(Word.WHY) == End.OUTBOX_FULL, "the outbox is full")
                 time.sleep(0.01)
             heard.append(message)
 
@@ -272,13 +272,13 @@ def test_pages_are_topped_up_where_not_all_fit_at_once(monkeypatch: pytest.Monke
     wanted = sampling(max_tokens=100)
     with open_engine(n_slots=3, context=128, n_pages=16) as engine:
         granted: list[int] = []
-        grant = engine.loop.host.grant
+        grant = engine.runner.host.grant
 
         def counted(slot: int, generation: int, first: int, pages: list[int]) -> int:
             granted.append(len(pages))
             return grant(slot, generation, first, pages)
 
-        monkeypatch.setattr(engine.loop.host, "grant", counted)
+        monkeypatch.setattr(engine.runner.host, "grant", counted)
         with line_held(engine):
             requests = [engine.submit(prompt(i, 20), wanted) for i in range(4)]
         answers = [bits(request) for request in requests]
@@ -289,14 +289,14 @@ def test_pages_are_topped_up_where_not_all_fit_at_once(monkeypatch: pytest.Monke
 
 def test_an_inbox_that_is_full_is_filled_later(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_engine(n_slots=3, context=128, n_pages=16) as engine:
-        publish, n_refused = engine.loop.host._publish, 0
+        publish, n_refused = engine.runner.host._publish, 0
 
         def sometimes(*words: object) -> bool:
             nonlocal n_refused
             n_refused += 1
             return n_refused % 3 == 0 and publish(*words)  # type: ignore[arg-type]  # as they come
 
-        monkeypatch.setattr(engine.loop.host, "_publish", sometimes)
+        monkeypatch.setattr(engine.runner.host, "_publish", sometimes)
         with line_held(engine):
             requests = [engine.submit(prompt(i, 20), sampling(max_tokens=60)) for i in range(4)]
         answers = [bits(request) for request in requests]
@@ -340,7 +340,7 @@ def test_many_threads_ask_and_cancel_and_each_has_one_end() -> None:
 
 
 def plant_drift(engine: Engine) -> None:
-    engine.loop.tables.table["epoch"][0] += 1
+    engine.runner.tables.table["epoch"][0] += 1
 
 
 @pytest.mark.parametrize("mode", ["loop", "eager"])
@@ -373,9 +373,9 @@ def test_a_step_that_fails_is_fatal_too(mode: str) -> None:
             raise RuntimeError("a bad step")
 
         if mode == "loop":
-            engine.loop.start._native.run_loop = fails  # type: ignore[attr-defined]  # of the native loop
+            engine.runner.start._native.run_loop = fails  # type: ignore[attr-defined]  # of the native loop
         else:
-            object.__setattr__(engine.loop.plan.nodes[1], "run", fails)
+            object.__setattr__(engine.runner.plan.nodes[1], "run", fails)
         request = engine.submit(prompt(1, 5), SHORT)
         with pytest.raises(EngineDead, match="a bad step"):
             list(request)
@@ -389,10 +389,10 @@ def test_a_refused_attempt_changes_nothing_and_the_running_requests_finish() -> 
         requests = [engine.submit(prompt(i, 5), wanted) for i in range(3)]
         first = next(requests[0])
         for attempt in (
-            engine.loop.start.close,
-            engine.loop.start.build,
-            engine.loop.mode.enter,
-            engine.loop.mode.step,
+            engine.runner.start.close,
+            engine.runner.start.build,
+            engine.runner.decode_mode.enter,
+            engine.runner.decode_mode.step,
         ):
             with pytest.raises(DecodeInvariantError):
                 attempt()
@@ -407,7 +407,7 @@ def test_a_fault_of_the_engines_own_thread_leaves_nobody_waiting(monkeypatch: py
         def broken(*_: object) -> None:
             raise ValueError("a bug")
 
-        monkeypatch.setattr(engine._scheduler, "_admit", broken)
+        monkeypatch.setattr(engine._scheduler, "_assign_slots", broken)
         request = engine.submit(prompt(1, 5), SHORT)
         with pytest.raises(EngineDead, match="a bug"):
             list(request)
@@ -415,18 +415,18 @@ def test_a_fault_of_the_engines_own_thread_leaves_nobody_waiting(monkeypatch: py
 
 def test_pages_are_as_wide_as_these_tests_think() -> None:
     with open_engine() as engine:
-        assert engine.loop.page_tokens == PAGE
+        assert engine.runner.page_tokens == PAGE
 
 
 def test_an_engine_hears_a_loop_that_cannot_ring_and_ends_just_before_it_goes_to_sleep() -> None:
     """As on a GPU, where nobody tells the host that the loop has spoken or ended."""
     rung: list[int] = []
     with open_engine(mode="eager") as engine:  # the native loop rings by a file; this one calls what Python can replace
-        engine.loop.start._wake = lambda: rung.append(0)  # type: ignore[attr-defined]  # a loop without a wake event
+        engine.runner.start._wake = lambda: rung.append(0)  # type: ignore[attr-defined]  # a loop without a wake event
         patience = engine._scheduler._wait_s
 
         def late() -> float | None:
-            until(lambda: not engine.loop.mode.running, "the loop has ended")
+            until(lambda: not engine.runner.decode_mode.running, "the loop has ended")
             return patience()
 
         engine._scheduler._wait_s = late  # type: ignore[method-assign]  # the last moment for the loop to end
@@ -443,7 +443,7 @@ def test_a_loop_that_makes_no_step_any_more_is_given_up_with_one_error_each(monk
         stuck.wait(DEADLINE_S)
 
     with open_engine() as engine:
-        engine.loop.start._native.run_loop = stand_still  # type: ignore[attr-defined]  # of the native loop
+        engine.runner.start._native.run_loop = stand_still  # type: ignore[attr-defined]  # of the native loop
         request = engine.submit(prompt(99, 4), sampling())
         monkeypatch.setattr("ostinato.engine.scheduler.STALLED_S", 0.2)
         until(partial(getattr, request, "ended"), "the request has ended")  # who read on would help, and stand too

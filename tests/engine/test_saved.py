@@ -26,13 +26,13 @@ GREEDY = Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 def computed(engine: Engine) -> list[int]:
     """The tokens of every part that a chunk computes from now on."""
     told: list[int] = []
-    run = engine.loop.prefill.run
+    run = engine.runner.chunks.run
 
     def noted(parts: Sequence[Any], *rest: Any) -> Any:
         told.extend(len(part.tokens) for part in parts)
         return run(parts, *rest)
 
-    engine.loop.prefill.run = noted  # type: ignore[method-assign, assignment]  # listens
+    engine.runner.chunks.run = noted  # type: ignore[method-assign, assignment]  # listens
     return told
 
 
@@ -73,7 +73,7 @@ def test_an_answer_that_is_kept_is_gone_on_from_and_saved_without_computing_it_a
 def test_a_state_of_the_cell_kind_is_loaded_into_pages(kind: MemoryKind) -> None:
     ids = prompt(3, 75)
     with open_engine(kind, mode="eager") as engine:
-        decoder = Decoder(engine.loop.model, n_ctx=256)
+        decoder = Decoder(engine.runner.model, n_ctx=256)
         decoder.decode(Batch(token=ids))
         load_sequence(engine, decoder.save_sequence(0, {"ids": ids}))
         n_computed = computed(engine)
@@ -126,7 +126,7 @@ def test_a_state_without_its_ids_or_with_others_is_refused() -> None:
     with open_engine() as engine:
         held = answered(engine, prompt(1, 21))
         data = save_sequence(engine, held, {})
-        decoder = Decoder(engine.loop.model, n_ctx=256)
+        decoder = Decoder(engine.runner.model, n_ctx=256)
         decoder.decode(Batch(token=held))
         notes: list[dict[str, Any]] = [{}, {"ids": "none"}, {"ids": held[:-1]}, {"ids": []}]
         for note in notes:

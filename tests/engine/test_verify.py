@@ -51,14 +51,14 @@ def verifier(model: Model, **changes: object) -> Verifier:
     return replace(Verifier(model, "f32", model.shape.vocab), **changes)  # type: ignore[arg-type]  # by name
 
 
-def with_nodes(loop: Runner, change: Change) -> Runner:
+def with_nodes(runner: Runner, change: Change) -> Runner:
     """The loop with other nodes in what it runs; its plan, and the plan's hash, stay what they were."""
-    plan = replace(loop.plan, nodes=tuple(change(node) for node in loop.plan.nodes))
-    assert plan.hash == loop.plan.hash
-    start = type(loop.start)(plan, loop.tables, loop.guard, loop.changed.set)  # type: ignore[call-arg]  # a CPU start
-    loop.mode.replace(loop.plan, start)
-    loop.start = start
-    return loop
+    plan = replace(runner.plan, nodes=tuple(change(node) for node in runner.plan.nodes))
+    assert plan.hash == runner.plan.hash
+    start = type(runner.start)(plan, runner.tables, runner.guard, runner.changed.set)  # type: ignore[call-arg]  # a CPU start
+    runner.decode_mode.replace(runner.plan, start)
+    runner.start = start
+    return runner
 
 
 def without(name: str) -> Change:
@@ -73,9 +73,9 @@ def second_is(change: Change) -> Callable[[Model, Settled], Runner]:
     opened: list[Runner] = []
 
     def open(model: Model, settled: Settled) -> Runner:
-        loop = open_runner(model, settled)
-        opened.append(loop)
-        return with_nodes(loop, change) if len(opened) % 2 == 0 else loop
+        runner = open_runner(model, settled)
+        opened.append(runner)
+        return with_nodes(runner, change) if len(opened) % 2 == 0 else runner
 
     return open
 
@@ -231,10 +231,10 @@ def test_a_host_paced_mode_that_agrees_is_compared_at_every_step() -> None:
 
 def test_another_plan_is_told_by_its_first_line_that_differs() -> None:
     def open(model: Model, settled: Settled) -> Runner:
-        loop = open_runner(model, settled)
+        runner = open_runner(model, settled)
         if settled.mode == "twin":
-            loop.plan = replace(loop.plan, nodes=loop.plan.nodes[:-1])
-        return loop
+            runner.plan = replace(runner.plan, nodes=runner.plan.nodes[:-1])
+        return runner
 
     found = verifier(random_model("kv"), open=open).compare("twin").difference
     assert found is not None
@@ -256,15 +256,15 @@ def opens_fused(kernels: StepKernels) -> Callable[[Model, Settled], Runner]:
     """Opens loops as on a GPU: prompts and steps by kernels, which say whom they chose."""
 
     def open(model: Model, settled: Settled) -> Runner:
-        loop = open_runner(model, settled)
-        loop.start.close()
-        loop.plan = fused_plan(model, loop.memory, loop.tables, loop.n_tokens, kernels)
-        loop.start = CpuEager(loop.plan, loop.tables, loop.guard, loop.changed.set)
-        loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
-        loop.prefill = FusedChunks(
-            model, loop.memory, loop.tables, loop.n_tokens, kernels, twin_prompts(), buckets=(32,)
+        runner = open_runner(model, settled)
+        runner.start.close()
+        runner.plan = fused_plan(model, runner.memory, runner.tables, runner.n_tokens, kernels)
+        runner.start = CpuEager(runner.plan, runner.tables, runner.guard, runner.changed.set)
+        runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
+        runner.chunks = FusedChunks(
+            model, runner.memory, runner.tables, runner.n_tokens, kernels, twin_prompts(), buckets=(32,)
         )
-        return loop
+        return runner
 
     return open
 
@@ -411,7 +411,7 @@ def test_a_plan_keeps_its_hash_when_only_what_a_node_does_changes() -> None:
     """What the tests above stand on."""
     model = random_model("kv")
     driver = LoopDriver(open_runner(model, settle_model(model, "eager", context=16, n_pages=1)))
-    plan: Plan = driver.loop.plan
+    plan: Plan = driver.runner.plan
     driver.close()
     assert replace(plan, nodes=tuple(map(without("head"), plan.nodes))).hash == plan.hash
     assert replace(plan, nodes=plan.nodes[1:]).hash != plan.hash

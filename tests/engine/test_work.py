@@ -9,14 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ostinato.backends.base import ChunkPart, Floats
+from ostinato.backends.base import ChunkPart
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.engine import Engine
 from ostinato.engine.texts import logits_of, logprobs_of, vectors_of
 from ostinato.engine.work import WorkSpec, WorkText
 from ostinato.errors import BadInput, BadOption, EngineDead, PromptTooLong
-from tests.engine.opened import LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
+from ostinato.files.unpack import Floats
+from tests.engine.opened import DEADLINE_S, LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
 KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "recurrent", "hybrid")
@@ -27,19 +28,19 @@ TEXTS = [prompt(seed, n) for seed, n in ((1, 30), (2, 3), (3, 100), (4, 17), (5,
 def chunks_of(engine: Engine) -> list[list[ChunkPart]]:
     """The parts of every chunk from now on."""
     told: list[list[ChunkPart]] = []
-    run = engine.loop.prefill.run
+    run = engine.runner.chunks.run
 
     def noted(parts: Sequence[ChunkPart], *rest: Any) -> Any:
         told.append(list(parts))
         return run(parts, *rest)
 
-    engine.loop.prefill.run = noted  # type: ignore[method-assign, assignment]  # listens
+    engine.runner.chunks.run = noted  # type: ignore[method-assign, assignment]  # listens
     return told
 
 
 def by_cells(engine: Engine, ids: list[int]) -> tuple[Floats, Floats]:
     """Logits and hidden rows of the same tokens through the cell kind."""
-    decoder = Decoder(engine.loop.model, n_ctx=256, embeddings=True)
+    decoder = Decoder(engine.runner.model, n_ctx=256, embeddings=True)
     decoder.decode(Batch(token=ids))
     logits = decoder.outputs.all_logits().value
     rows = [decoder.embedding(i) for i in range(len(ids))]
@@ -79,7 +80,7 @@ def test_logits_of_many_rows_come_in_chunks_of_few_outputs() -> None:
     with open_engine() as engine:
         ids = prompt(1, 90)
         whole = logits_of(engine, ids)
-        engine.loop.prefill.max_outputs = 7
+        engine.runner.chunks.max_outputs = 7
         chunks = chunks_of(engine)
         np.testing.assert_array_equal(logits_of(engine, ids), whole)
         assert [len(part.outputs) for parts in chunks for part in parts] == [*[7] * 12, 6]
@@ -138,14 +139,14 @@ def test_work_that_finds_no_pages_waits_and_keeps_its_place() -> None:
 
 def test_a_text_that_fails_ends_its_own_work_and_no_other() -> None:
     with open_engine() as engine:
-        run = engine.loop.prefill.run
+        run = engine.runner.chunks.run
 
         def fails(parts: Sequence[ChunkPart], *rest: Any) -> Any:
             if any(part.tokens[0] == 77 for part in parts):
                 raise RuntimeError("no such luck")
             return run(parts, *rest)
 
-        engine.loop.prefill.run = fails  # type: ignore[method-assign, assignment]  # fails on purpose
+        engine.runner.chunks.run = fails  # type: ignore[method-assign, assignment]  # fails on purpose
         with pytest.raises(Exception, match=r"text could not be computed.*no such luck"):
             vectors_of(engine, [[1, 2], [77, 2]], "mean")
         assert len(vectors_of(engine, [[1, 2]], "mean")) == 1
@@ -186,6 +187,19 @@ def test_an_engine_that_closes_or_dies_leaves_nobody_waiting(kind: MemoryKind) -
                 thread.join(60)
                 assert not thread.is_alive()
     assert len(told) == 6
+
+
+def test_a_chunk_that_never_ends_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_engine() as engine:
+        gate = Gate(engine)
+        work = engine.work(WorkSpec([WorkText(prompt(1, 20), range(20))]))
+        assert gate.reached.wait(DEADLINE_S)
+        request = engine.submit(prompt(2, 5), sampling())
+        monkeypatch.setattr("ostinato.engine.scheduler.STALLED_S", 0.1)
+        for reader in (work, request):
+            with pytest.raises(EngineDead, match="a chunk of a prompt or text has run for"):
+                list(reader)
+        gate.open()
 
 
 def test_what_cannot_be_computed_is_refused_before_anything_runs() -> None:

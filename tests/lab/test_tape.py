@@ -77,16 +77,16 @@ def test_without_a_card_the_reason_is_told() -> None:
 def test_every_block_leaves_its_marks_in_order_where_it_was_asked_to() -> None:
     """The kernel's own source, in the emulator."""
     with closing(tape_driver(small(shape_of()))) as driver:
-        assert isinstance(driver.loop, EmulatedLoop)
-        clock = driver.loop.plan.buffer("clock").tensor
+        assert isinstance(driver.runner, EmulatedLoop)
+        clock = driver.runner.plan.buffer("clock").tensor
         driver.admit(0, [5, 9, 33], most=2)
         driver.run()
         assert not clock.any()
-        driver.loop.step.note_times()
+        driver.runner.step.note_times()
         driver.admit(1, [5, 9, 33], most=3)
         driver.run()
         found = spans(clock.tolist())
-    assert len(clock) == driver.loop.step.sizes.grid.n_blocks
+    assert len(clock) == driver.runner.step.sizes.grid.n_blocks
     assert clock.min() > 0
     assert all(span.us >= 0 for span in found)
     assert step_us(found) > 0

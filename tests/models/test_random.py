@@ -16,10 +16,10 @@ from ostinato.decoder.cells.memories import memory_for
 from ostinato.decoder.cells.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
-from ostinato.lab.random_weights import Kind, RandomLoader, kept_as, random_blocks, random_model, weight_bytes
+from ostinato.lab.random_weights import RandomLoader, RandomSpec, kept_as, random_blocks, random_model, weight_bytes
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.named_shapes import SHAPES, named_shape
-from ostinato.models.tensors import Matrices, Tensors
+from ostinato.models.tensors import Matrices, StackedTensors
 
 CPU = torch.device("cpu")
 
@@ -136,8 +136,8 @@ def test_logits_of_random_weights_are_sane(name: str, dtype: torch.dtype, mix: s
 
 
 def test_the_same_seed_gives_the_same_weights_in_any_order() -> None:
-    first, second, other = (RandomLoader(Kind(SHAPES["tiny"], torch.float32), CPU, seed) for seed in (3, 3, 4))
-    up, down = Tensors(("up.weight",), ((8, 16),)), Tensors(("down.weight",), ((8, 16),))
+    first, second, other = (RandomLoader(RandomSpec(SHAPES["tiny"], torch.float32), CPU, seed) for seed in (3, 3, 4))
+    up, down = StackedTensors(("up.weight",), ((8, 16),)), StackedTensors(("down.weight",), ((8, 16),))
     made = [first.leaf(up), first.leaf(down)]
     assert torch.equal(second.leaf(down), made[1])
     assert torch.equal(second.leaf(up), made[0])
@@ -146,7 +146,7 @@ def test_the_same_seed_gives_the_same_weights_in_any_order() -> None:
 
 
 def test_stacked_weights_are_the_single_ones_on_top_of_each_other() -> None:
-    loader = RandomLoader(Kind(SHAPES["tiny"], torch.bfloat16), CPU, 0)
+    loader = RandomLoader(RandomSpec(SHAPES["tiny"], torch.bfloat16), CPU, 0)
     stacked = loader.leaf(Matrices(("a.weight", "b.weight"), ((4, 16), (2, 16))))
     a, b = loader.leaf(Matrices(("a.weight",), ((4, 16),))), loader.leaf(Matrices(("b.weight",), ((2, 16),)))
     assert torch.equal(stacked, torch.cat([a, b]))

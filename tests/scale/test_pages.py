@@ -11,7 +11,7 @@ from ostinato.scale.pages import merged_health, merged_metrics, merged_slots
 def page(value: float) -> str:
     registry = CollectorRegistry()
     Counter("asked", "By path.", ("path",), registry=registry).labels('a"{b} c').inc(value)
-    Gauge("admissions", "All.", registry=registry).set(value)
+    Gauge("slots", "All.", registry=registry).set(value)
     return generate_latest(registry).decode()
 
 
@@ -19,7 +19,7 @@ def test_every_sample_keeps_its_value_and_gets_its_replica() -> None:
     families = list(text_string_to_metric_families(merged_metrics({"x": page(1), "y": page(2)}).decode()))
     assert len({family.name for family in families}) == len(families)
     found = {(s.name, s.labels["replica"]): s for family in families for s in family.samples}
-    assert found["admissions", "x"].value == 1
+    assert found["slots", "x"].value == 1
     assert found["asked_total", "y"].value == 2
     assert found["asked_total", "y"].labels["path"] == 'a"{b} c'
 
@@ -44,7 +44,7 @@ def test_slots_are_told_with_their_replica() -> None:
             {"replica": "y", "slots": [{"slot": 0}], "waiting": 1, "gaps": {"n": 1}, "pages": {"all": 5}},
         ]
     )
-    assert [admission["replica"] for admission in on_progress["slots"]] == ["x", "y"]
+    assert [slot["replica"] for slot in on_progress["slots"]] == ["x", "y"]
     assert (on_progress["waiting"], on_progress["tokens"], on_progress["gaps"], on_progress["pages"]["all"]) == (
         2,
         3,

@@ -194,7 +194,7 @@ def kill(server: Running) -> None:
     """Let the engine's own thread find that its loop is dead."""
     scheduler = server.llm._engine._scheduler
     scheduler._ensure_running = lambda: scheduler._die("broken on purpose")  # type: ignore[method-assign]
-    server.llm._engine.loop.changed.set()
+    server.llm._engine.runner.changed.set()
 
 
 # Logs and metrics

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from ostinato.backends.loading import Progress
 from ostinato.backends.machine import DeviceKind, Machine, kind_of
 from ostinato.cache.groups import PageGroup, page_groups
-from ostinato.cache.state_block import Bytes, CellForm
+from ostinato.cache.state_block import CellForm
 from ostinato.errors import InternalError
-from ostinato.files.checkpoint import TensorInfo
+from ostinato.files.unpack import Bytes, Floats
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
@@ -30,17 +31,14 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
     from ostinato.models.tensors import TensorTable
 
-MODES: Final = ("eager", "graph", "loop", "persistent")  # from low to high
 # Positions of a page: what a GPU reads at once, and a smaller page where memory is scarce.
 PAGE_TOKENS: Final[Mapping[str, int]] = {"cuda": 64, "cpu": 16}
 # Rows of a chunk, at most.
 CHUNK_ROWS: Final[Mapping[str, int]] = {"cuda": 512, "cpu": 256}
 ITEM_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-Tensors = Mapping[str, TensorInfo]  # a header's tensors by our names, which are GGUF's
-Layout = Literal["dense", "packed", "tiles"]
-Prompts = Literal["plain", "tape"]
-Floats = NDArray[np.float32]
 PageTables = Sequence[Sequence[int]]  # of one sequence, one for each group of layers
+WeightLayout = Literal["dense", "packed", "tiles"]
+PromptWeights = Literal["plain", "tape"]
 OutputKind = Literal["hidden", "logits", "logprobs"]
 LOGITS_BYTES: Final = 64 << 20  # of logits that are there at once: those given, or those behind log-probabilities
 
@@ -190,9 +188,9 @@ class Settled:
     n_slots: int = 1
     n_pages: int = 0  # for all slots together, of keys and values of layers that see everything
     n_tokens: int | None = None  # ids that the tokenizer knows, those beyond are never chosen; None: the vocabulary
-    weights: Layout = "dense"  # packed: as in the file where kernels multiply that type; tiles: the native loop's
+    weights: WeightLayout = "dense"  # packed: as in the file where kernels multiply that type; tiles: the native loop's
     activations: Activations = "wide"  # of the native loop and of the persistent kernel
-    prompts: Prompts = "plain"  # what they read
+    prompts: PromptWeights = "plain"  # what they read
     threads: int | None = None  # on the CPU; None on a GPU
     why_not: tuple[str, ...] = ()  # for each mode above this one, its name and why it does not run
     fallback: str | None = None  # the mode that takes its place, once, where it cannot be built (E-57)
@@ -243,6 +241,11 @@ def kv_type_of(options: LoadOptions, dtype: str) -> KVType:
     return options.kv_type or ("f32" if dtype == "float32" else "bf16")
 
 
+def why_not_kept(keeper: str, known: Sequence[KVType], kv_type: KVType) -> str | None:
+    """Why keys and values cannot be kept so by something that keeps them in the known types; None where they can."""
+    return None if kv_type in known else f"{keeper} keeps keys and values as {', '.join(known)}, not {kv_type}"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
     """One thing that takes memory; `on_host` where that is not the model's device: pinned memory beside a GPU."""
@@ -260,19 +263,22 @@ class Backend(Protocol):
     device: DeviceKind
     modes: tuple[str, ...]  # from high to low
     activations: tuple[Activations, ...]  # that it multiplies weights with
+    kv_types: tuple[KVType, ...]  # that it keeps keys and values in
     alone: bool  # while it runs, nothing else runs on its device
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         """Why a machine cannot run a mode, whatever the model; None where it can."""
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         """Why a mode cannot run such a model, opened with these options on this machine; None where it can. Asked
         before any weight is read; the backend's limits are known only here."""
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         """How it keeps matrices on such a device."""
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         """Everything that it takes of memory; the rows of weights are called `weights` and `tape`."""
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
@@ -285,5 +291,5 @@ class Backend(Protocol):
         """A model's blocks over their weights in this backend's layout; `progress` gets bytes read, and in all."""
 
     def open(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> Runner:
-        """Tables, memory, plan, start and prefill of a model that was loaded, built: a mode that fails at that raises
+        """Tables, memory, plan, start and chunks of a model that was loaded, built: a mode that fails at that raises
         HardwareCannot here."""

@@ -10,14 +10,14 @@ Progress = Callable[[int, int], None]  # bytes read so far, and all of them
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightPiece:
     """Some bytes of the file to be read and put where they belong; may run beside any other."""
 
     n_bytes: int
     read: Callable[[], None]
 
 
-def read_all(pieces: Iterable[Piece], n_threads: int, progress: Progress | None = None) -> None:
+def read_all(pieces: Iterable[WeightPiece], n_threads: int, progress: Progress | None = None) -> None:
     """Read every piece; the first that fails stops the rest."""
     pieces = list(pieces)
     done, total = 0, sum(piece.n_bytes for piece in pieces)

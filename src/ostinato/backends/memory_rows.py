@@ -1,11 +1,12 @@
-"""Rows of a memory plan that every backend has: pages, states, tables and rings. Counted, and nothing is allocated."""
+"""Rows of a memory plan that every backend has: pages, states, tables, rings, rows of output. Counted, and nothing is
+allocated."""
 
 from __future__ import annotations
 
 from math import prod
 from typing import TYPE_CHECKING
 
-from ostinato.backends.base import MemoryRow, Settled
+from ostinato.backends.base import MemoryRow, Settled, rows_of_logits
 from ostinato.cache.kv_bytes import kv_bytes
 from ostinato.loop.layout import Layout, arena_bytes
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 FLOAT_BYTES = 4
+OUTPUT_ROWS = "rows of output (at first use)"
 
 
 def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tuple[MemoryRow, ...]:
@@ -28,6 +30,13 @@ def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tup
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),
         MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_host),
     )
+
+
+def output_row(shape: Shape, chunk_rows: int, beside_logits: int = 0) -> MemoryRow:
+    """What logits, log-probabilities and hidden rows of texts take from their first use on: a bounded number of rows of
+    logits, each with so many bytes beside it."""
+    row_bytes = shape.vocab * FLOAT_BYTES + beside_logits
+    return MemoryRow(OUTPUT_ROWS, rows_of_logits(shape.vocab, chunk_rows) * row_bytes)
 
 
 def _state_bytes(shape: Shape, n_rows: int) -> int:

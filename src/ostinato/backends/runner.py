@@ -1,6 +1,6 @@
-"""What a backend opens: tables, memory, plan, start, decode mode and prefill of one model, built together.
+"""What a backend opens: tables, memory, plan, start, decode mode and chunks of one model, built together.
 
-Each backend has a runner of its own that says what memory it keeps and makes plan, start and prefill; the rest is the
+Each backend has a runner of its own that says what memory it keeps and makes plan, start and chunks; the rest is the
 same for all. A runner is built when it is opened, so that a mode that fails at that is known there.
 """
 
@@ -41,15 +41,15 @@ class Runner:
         self.host = HostSide(self.tables)
         self.guard = Guard()
         self.changed: WakeEvent = self._wake_event()
-        self.plan, self.start, self.prefill = self._made()
-        self.mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
+        self.plan, self.start, self.chunks = self._made()
+        self.decode_mode = DecodeMode(self.plan, self.start, self.tables, self.guard)
         try:
             # Enter decode mode and leave it: then the executable is built, its words are in the table, and the device's
             # health has been checked (E-2).
-            self.mode.enter()
-            self.mode.exit()
+            self.decode_mode.enter()
+            self.decode_mode.exit()
         except BaseException:
-            self.start.close()
+            self.close()
             raise
 
     # A backend's own
@@ -63,7 +63,7 @@ class Runner:
         return Tables.of(layout)
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
-        """The plan, the start of the settled mode, not built yet, and prefill."""
+        """The plan, the start of the settled mode, not built yet, and what runs chunks."""
         raise NotImplementedError
 
     def sequence_copy(self) -> SequenceCopy:
@@ -76,10 +76,6 @@ class Runner:
     # The same for every backend
 
     @property
-    def mode_name(self) -> str:
-        return self.settled.mode
-
-    @property
     def why_not(self) -> tuple[str, ...]:
         """Why no higher mode runs, a sentence for each."""
         return self.settled.why_not
@@ -88,11 +84,11 @@ class Runner:
     def fallen_back(self) -> tuple[str, ...]:
         """What runs otherwise than it was meant to, a sentence for each: to be said (E-57, E-58)."""
         steps = () if self.settled.fell_back is None else (self.settled.fell_back,)
-        failures = self.prefill.failures.items()
+        failures = self.chunks.failures.items()
         return (*steps, *(f"prompts of {rows} rows are launched node by node: {why}" for rows, why in failures))
 
     def beside(self, job: Callable[[], None]) -> PendingWork:
-        """Run a job of prefill on the device, beside the loop. On the CPU `changed` is set when it has ended; on a GPU
+        """Run a job on the device, beside the loop. On the CPU `changed` is set when it has ended; on a GPU
         its host's part has then, and the device's is asked for."""
         work = self.start.beside(job)
         if isinstance(work, Future):
@@ -102,9 +98,10 @@ class Runner:
         return work
 
     def close(self) -> None:
-        """Leave decode mode when the loop has ended, and give everything back."""
+        """Wait for the loop to end, leave decode mode and release threads and memory. A loop that does not end within
+        its deadline raises EngineDead; its own thread alone is then left behind."""
         try:
-            self.mode.exit()
+            self.decode_mode.exit()
         finally:
             self.guard.unlock()
             self.start.close()

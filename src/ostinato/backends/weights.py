@@ -11,10 +11,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+from ostinato.files.unpack import Floats
 
 
 class HostMatrix(ABC):

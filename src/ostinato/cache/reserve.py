@@ -1,9 +1,9 @@
-"""Pages of each admitted sequence, whether it may get more, and pages kept of earlier prompts.
+"""Pages of each sequence, whether it may get more, and pages kept of earlier prompts.
 
-A sequence is admitted with all the pages it may ever need where they fit, else with a part, and gets more later. A
-page is granted only if, afterwards, there is still an order in which every admitted sequence can get its worst case and
+A sequence begins with all the pages it may ever need where they fit, else with a part, and gets more later. A
+page is granted only if, afterwards, there is still an order in which every sequence can get its worst case and
 finish (the banker's rule, for one resource), so no sequence waits for ever. Pages of layers that see a window are
-promised at admission as a whole (`window_pages.py`). Integers only; the backends hold the bytes.
+promised as a whole when a sequence begins (`window_pages.py`). Integers only; the backends hold the bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.errors import InternalError
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """The pages that an admitted sequence has and may still need; others hold its `shared` pages too."""
+    """The pages that a sequence has and may still need; others hold its `shared` pages too."""
 
     alone: int
     shared: tuple[int, ...]
@@ -54,8 +54,8 @@ def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """The pages of one admitted sequence: those of layers that see everything, in position order, of which it may get
-    more, and those of layers that see a window. `worst`: the entries of its page tables, in the worst case. It grows.
+    """The pages of one sequence: those of layers that see everything, in position order, of which it may get more, and
+    those of layers that see a window. `worst`: the entries of its page tables, in the worst case. It grows.
     """
 
     pages: list[int]

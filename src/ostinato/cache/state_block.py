@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from ostinato.cache.sequences import MAX_SEQ, Ints
 from ostinato.cache.state_bytes import StreamCounts
 from ostinato.errors import BadFile
-
-Bytes = NDArray[np.uint8]
+from ostinato.files.unpack import Bytes
 
 MAX_POSITION: Final = 1 << 62
 DAMAGED: Final = "the state is damaged: save it again"

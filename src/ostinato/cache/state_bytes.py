@@ -26,7 +26,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, get_args
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.errors import BadFile, BadInput
 
-Kind = Literal["whole", "sequence"]
+StateKind = Literal["whole", "sequence"]
 
 VERSION: Final = 1
 MAX_NAME_BYTES: Final = 256
@@ -37,7 +37,7 @@ MAX_PARTS: Final = 16
 _MAGIC: Final = b"\x8fOSTATE\n"  # no text file begins like this, and a copy that rewrites line ends breaks it
 _PREFIX: Final = struct.Struct("<8sHHIQQ")
 _DIGEST_BYTES: Final = hashlib.sha256().digest_size
-_KINDS: Final[tuple[Kind, ...]] = get_args(Kind)  # stored as their index
+_KINDS: Final[tuple[StateKind, ...]] = get_args(StateKind)  # stored as their index
 MAX_OVERHEAD_BYTES: Final = _PREFIX.size + MAX_NAME_BYTES + MAX_HEADER_BYTES + _DIGEST_BYTES  # all but the payload
 _AGAIN: Final = "the state is damaged or cut off: save it again"
 
@@ -70,7 +70,7 @@ class StateHeader:
 class StateInfo:
     """A description of a saved state, without a memory to load it into. `n_cells` counts the cells of all parts."""
 
-    kind: Kind
+    kind: StateKind
     architecture: str
     version: int
     n_cells: int
@@ -82,7 +82,7 @@ class StateInfo:
 class Identity:
     """A state's own claim of what it is and where its pieces are; nothing of it has been checked yet."""
 
-    kind: Kind
+    kind: StateKind
     architecture: str
     header_start: int
     payload_start: int
@@ -93,7 +93,7 @@ class Identity:
         return self.payload_stop + _DIGEST_BYTES
 
 
-def pack(kind: Kind, architecture: str, header: StateHeader, payload: Iterable[memoryview]) -> bytes:
+def pack(kind: StateKind, architecture: str, header: StateHeader, payload: Iterable[memoryview]) -> bytes:
     """Pack a state from its pieces; BadInput where the note or the name is too long, or the note is not JSON."""
     name, text = architecture.encode(), _header_text(header)
     if len(name) > MAX_NAME_BYTES:
@@ -194,7 +194,7 @@ def _check_size(head: bytes, n_bytes: int, limit: int) -> None:
         raise BadFile(f"the file has {n_bytes} bytes, more than the {limit} that can be loaded here")
 
 
-def _read_prefix(head: bytes) -> tuple[int, int, int, Kind]:
+def _read_prefix(head: bytes) -> tuple[int, int, int, StateKind]:
     """Bytes of the name, of the header and of the payload; and the kind."""
     if len(head) < _PREFIX.size or not head.startswith(_MAGIC):
         raise BadFile(

@@ -15,9 +15,9 @@ from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.state_block import DAMAGED, Form, StateBlock, StateSelection
 from ostinato.cache.state_bytes import (
     MAX_OVERHEAD_BYTES,
-    Kind,
     Section,
     StateHeader,
+    StateKind,
     StreamCounts,
     identify,
     pack,
@@ -134,7 +134,7 @@ def largest(parts: StateParts) -> int:
     return n_bytes + MAX_OVERHEAD_BYTES
 
 
-def _save(parts: StateParts, kind: Kind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
+def _save(parts: StateParts, kind: StateKind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
     parts.check(s)
     chosen = [(part, part.choose(s)) for part in parts.kept(partial)]
     sections = tuple(Section(part.layout, tuple(stream.counts for stream in streams)) for part, streams in chosen)
@@ -142,7 +142,7 @@ def _save(parts: StateParts, kind: Kind, s: int | None, *, partial: bool, note: 
     return pack(kind, parts.architecture, StateHeader(sections, partial, note), pieces)
 
 
-def _load(parts: StateParts, kind: Kind, s: int | None, data: bytes) -> None:
+def _load(parts: StateParts, kind: StateKind, s: int | None, data: bytes) -> None:
     parts.check(s)
     identity = identify(data)
     if identity.kind != kind:

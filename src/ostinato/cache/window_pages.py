@@ -2,8 +2,8 @@
 
 While a prompt is computed, pages are taken before each chunk and released after it. For the decode loop, which must not
 wait for the host, the page table is complete from the start: its entries name the same few pages again and again, so
-that the device overwrites a page when its window has left it. A sequence is promised all it may hold when it is
-admitted, so taking a page never fails. Integers only.
+that the device overwrites a page when its window has left it. A sequence is promised all it may hold when it
+begins, so taking a page never fails. Integers only.
 """
 
 from __future__ import annotations

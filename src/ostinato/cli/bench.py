@@ -14,7 +14,7 @@ from datetime import date
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -24,7 +24,7 @@ from ostinato.cli.output import detail, talk, write_columns, write_json, write_l
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT
-from ostinato.options import LoadOptions, Mode
+from ostinato.options import MODES, LoadOptions
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ def decode(
             help="Random weights as this; by default what --dtype would be.",
         ),
     ] = None,
-    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help="eager,graph,loop,persistent; or all.")] = ALL,
+    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help=f"{','.join(MODES)}; or all.")] = ALL,
     batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences at once.")] = "1",
     n_gen: Annotated[
         str, typer.Option("--n-gen", metavar="LIST", help="Tokens to generate (tg); 0 leaves it out.")
@@ -164,11 +164,10 @@ def mode_names(text: str) -> list[str] | None:
     """A list of modes, or None for all that can run."""
     if text == ALL:
         return None
-    known = [name for name in get_args(Mode) if name != "auto"]
     words = [word.strip() for word in text.split(",")]
     for word in words:
-        if word not in known:
-            raise BadOption(f"--mode is {text!r}; {word!r} is none of {listing(word, known)}, or `{ALL}`")
+        if word not in MODES:
+            raise BadOption(f"--mode is {text!r}; {word!r} is none of {listing(word, MODES)}, or `{ALL}`")
     return list(dict.fromkeys(words))
 
 
@@ -187,7 +186,7 @@ def _source(model: str | None, shape: str | None, type: str | None, options: Loa
 
 def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
     from ostinato.backends.machine import machine_at
-    from ostinato.engine.choose import backend_of, why_not
+    from ostinato.engine.choose import LoadCase, backend_of, why_not
     from ostinato.engine.memory_plan import MemoryPlan
     from ostinato.models.header import tensors_of
 
@@ -198,7 +197,7 @@ def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
         load=lambda dense: bare.load(dense=dense),
         weight_bytes=MemoryPlan(backend_of(settled), bare.shape, tensors, settled, 0).bytes_of("weights"),
         settled=settled,
-        why_not=why_not(bare.shape, tensors, _least_of(options), machine),
+        why_not=why_not(LoadCase(bare.shape, tensors, _least_of(options), machine)),
     )
 
 
@@ -221,7 +220,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     from ostinato.backends.base import dtype_of, kv_type_of
     from ostinato.backends.machine import choose_device, machine_at
     from ostinato.backends.torch.backend import TORCH
-    from ostinato.engine.choose import backend_of, decide, why_not
+    from ostinato.engine.choose import LoadCase, backend_of, prepared, why_not
     from ostinato.engine.memory_plan import MemoryPlan
     from ostinato.lab.random_weights import DTYPES, MIXES, random_model, random_tensors
     from ostinato.models.named_shapes import named_shape
@@ -235,7 +234,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
     dtype_name = str(dtype).removeprefix("torch.")
     called = type or next(name for name, known in DTYPES.items() if known == dtype)
     tensors = random_tensors(sizes, dtype, mix)
-    settled = decide(sizes, tensors, options, machine, talk)
+    settled = prepared(LoadCase(sizes, tensors, options, machine), talk)
     if settled.weights != "tiles":  # with tiles, rows are float32 for any weight type
         settled = replace(settled, dtype=dtype_name, kv_type=kv_type_of(options, dtype_name))
         TORCH.prepare(settled, talk)
@@ -258,7 +257,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
         load,
         weight_bytes=room(False).bytes_of("weights"),
         settled=settled,
-        why_not=why_not(sizes, tensors, _least_of(options), machine),
+        why_not=why_not(LoadCase(sizes, tensors, _least_of(options), machine)),
     )
 
 

@@ -34,6 +34,15 @@ _MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato model
 _SAMPLING, _LOADING = "Choosing tokens", "Loading and running"
 _FOLLOWING = "What the answer must follow (one of them)"
 
+
+def _number(name: str) -> Any:
+    """The flag of a number of `Sampling`."""
+    number = next(number for number in options.SAMPLING_NUMBERS if number.name == name)
+    metavar = "N" if number.kind == "int32" else "X"
+    flag = f"--{name.replace('_', '-')}"
+    return typer.Option(flag, metavar=metavar, help=number.help, rich_help_panel=_SAMPLING)
+
+
 Model = Annotated[str, typer.Option("--model", metavar="PATH|NAME", help=_MODEL_HELP, autocompletion=complete_model)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Verbose = Annotated[
@@ -49,33 +58,13 @@ MaxTokens = Annotated[
     int | None,
     typer.Option("--max-tokens", metavar="N", help="At most so many tokens.", rich_help_panel=_SAMPLING),
 ]
-Temperature = Annotated[
-    float | None, typer.Option("--temperature", metavar="X", help="0 is greedy.", rich_help_panel=_SAMPLING)
-]
-TopK = Annotated[
-    int | None,
-    typer.Option("--top-k", metavar="N", help="Of the N likeliest; 0 is off.", rich_help_panel=_SAMPLING),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="X", help="Of the likeliest that make up X; 1 is off.", rich_help_panel=_SAMPLING),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option(
-        "--min-p", metavar="X", help="At least X times as likely as the likeliest; 0 is off.", rich_help_panel=_SAMPLING
-    ),
-]
-RepetitionPenalty = Annotated[
-    float | None,
-    typer.Option("--repetition-penalty", metavar="X", help="1 is off.", rich_help_panel=_SAMPLING),
-]
-PresencePenalty = Annotated[
-    float, typer.Option("--presence-penalty", metavar="X", help="0 is off.", rich_help_panel=_SAMPLING)
-]
-FrequencyPenalty = Annotated[
-    float, typer.Option("--frequency-penalty", metavar="X", help="0 is off.", rich_help_panel=_SAMPLING)
-]
+Temperature = Annotated[float | None, _number("temperature")]
+TopK = Annotated[int | None, _number("top_k")]
+TopP = Annotated[float | None, _number("top_p")]
+MinP = Annotated[float | None, _number("min_p")]
+RepetitionPenalty = Annotated[float | None, _number("repetition_penalty")]
+PresencePenalty = Annotated[float, _number("presence_penalty")]
+FrequencyPenalty = Annotated[float, _number("frequency_penalty")]
 LogitBias = Annotated[
     list[str] | None,
     typer.Option(
@@ -126,7 +115,7 @@ Mode = Annotated[
     str,
     typer.Option(
         "--mode",
-        metavar="auto|eager|graph|loop|persistent",
+        metavar="|".join(("auto", *options.MODES)),
         help="How the decode loop is paced; auto is the highest that can run.",
         rich_help_panel=_LOADING,
     ),

@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar, get_args
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
 import typer
 
+from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.cli import flags
 from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.errors import BadFile, BadInput, OstinatoError
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT, resolve
-from ostinato.options import KVType, LoadOptions
+from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.engine.memory_plan import MemoryPlan
@@ -157,11 +159,10 @@ def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
-    from ostinato.backends.torch.ops.q8_0 import BLOCK
     from ostinato.decoder.sizes import context_bytes
 
     context = shape.default_context
-    types: list[KVType] = [t for t in get_args(KVType) if t != "q8_0" or shape.head_width % BLOCK == 0]
+    types = [kv_type for kv_type, kept in KV_FORMATS.items() if kept.fits(shape.head_width)]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
         "context": context,
@@ -172,17 +173,15 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
 def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     """The memory that an engine with default options would take on this machine's default device."""
     from ostinato.backends.machine import choose_device, machine_at
-    from ostinato.engine.choose import backend_of, decide, fit
-    from ostinato.engine.memory_plan import MemoryPlan
+    from ostinato.engine.choose import LoadCase, decide, fit
     from ostinato.models.header import tensors_of
 
-    options, tensors = LoadOptions(), tensors_of(checkpoint)
-    machine = machine_at(choose_device(options.device))
-    quiet: Callable[[str], None] = lambda _: None  # noqa: E731
-    settled = decide(shape, tensors, options, machine, quiet, prepare=False)
+    options = LoadOptions()
+    case = LoadCase(shape, tensors_of(checkpoint), options, machine_at(choose_device(options.device)))
+    settled = decide(case)
     with suppress(OstinatoError):  # a plan that does not fit is shown too, and marked so
-        settled = fit(settled, shape, tensors, options, machine, quiet)
-    return MemoryPlan(backend_of(settled), shape, tensors, settled, machine.free_bytes)
+        settled = fit(settled, case, lambda _: None)
+    return replace(case.plan(settled), free_bytes=case.machine.free_bytes)
 
 
 def plan_facts(plan: MemoryPlan) -> dict[str, Any]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
-    from ostinato.lab.work import Machine, Workload
+    from ostinato.lab.work import LabMachine, Workload
     from ostinato.options import Activations
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
@@ -318,7 +318,7 @@ def tape(
 # Machines and models
 
 
-def _machine(device: str) -> Machine:
+def _machine(device: str) -> LabMachine:
     import torch
 
     from ostinato.backends.machine import choose_device
@@ -333,11 +333,11 @@ def _machine(device: str) -> Machine:
     return GpuMachine(chosen)
 
 
-def _model(machine: Machine, shape: str) -> tuple[Model, str]:
+def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
     import torch
 
     from ostinato.backends.machine import machine_at
-    from ostinato.engine.choose import decide
+    from ostinato.engine.choose import LoadCase, prepared
     from ostinato.lab.random_weights import random_model, random_tensors
     from ostinato.models.named_shapes import named_shape
 
@@ -348,7 +348,7 @@ def _model(machine: Machine, shape: str) -> tuple[Model, str]:
     from ostinato.options import LoadOptions
 
     options, tensors = LoadOptions(device="cpu"), random_tensors(sizes, torch.float32)
-    settled = decide(sizes, tensors, options, machine_at("cpu"), talk)
+    settled = prepared(LoadCase(sizes, tensors, options, machine_at("cpu")), talk)
     tiles: Activations | None = "wide" if settled.weights == "tiles" else None
     return random_model(shape, torch.float32, torch.device("cpu"), tiles=tiles), shape
 
@@ -365,7 +365,7 @@ def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dic
 
 
 def _swept(
-    machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int, *, quiet: bool
+    machine: LabMachine, work: Workload, what: str, values: Sequence[int], repeats: int, *, quiet: bool
 ) -> list[ExperimentRow]:
     """The rows of a sweep; a row that this machine refuses is reported and left out."""
     from ostinato.lab.experiment import swept
@@ -384,7 +384,7 @@ def _swept(
 # Printing
 
 
-def _introduce(machine: Machine) -> None:
+def _introduce(machine: LabMachine) -> None:
     if machine.kind == "cpu":
         write_line(
             f"{machine.name}: a CPU. No kernel is launched here; the starts are what takes their place on a CPU."

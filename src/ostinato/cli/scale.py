@@ -82,13 +82,13 @@ def plan(
         figure_kind(plot)  # before anything is simulated
     replica = read_measured(measured, prompt, output)
     kv_bytes = None if model is None else _kv_bytes(model, kv_type)
-    admissions = _slots(slots, replica, demand, kv_bytes, memory_gb)
-    formula, found, simulated = planned(replica, demand, admissions)
-    told = _told(replica, demand, admissions, formula, found, simulated, kv_bytes)
+    n_slots = _slots(slots, replica, demand, kv_bytes, memory_gb)
+    formula, found, simulated = planned(replica, demand, n_slots)
+    told = _told(replica, demand, n_slots, formula, found, simulated, kv_bytes)
     if not as_json:
         _show(told)
     if plot is not None:
-        draw(replica, demand, admissions, plot)
+        draw(replica, demand, n_slots, plot)
         talk(f"drawn: {plot}")
     write_json(told)
 

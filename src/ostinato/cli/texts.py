@@ -29,7 +29,7 @@ from ostinato.options import LoadOptions
 if TYPE_CHECKING:
     from ostinato.llm import LLM
 
-Pooling = Literal["mean", "cls", "last", "rank"]
+PoolingName = Literal["mean", "cls", "last", "rank"]
 
 
 def tokenize(
@@ -97,7 +97,7 @@ def embed(
     ] = None,
     file: flags.TextFile = None,
     pooling: Annotated[
-        Pooling | None,
+        PoolingName | None,
         typer.Option("--pooling", help="How the rows of a text become one; by default the model's own way, else mean."),
     ] = None,
     model: flags.Model = DEFAULT,

@@ -15,10 +15,11 @@ import numpy as np
 from ostinato.backends.base import PageTables, SequenceCopy
 from ostinato.cache import state_file
 from ostinato.cache.sequences import Ints
-from ostinato.cache.state_block import DAMAGED, Bytes, CellRows, Form, StateBlock, StateSelection, check_finite
+from ostinato.cache.state_block import DAMAGED, CellRows, Form, StateBlock, StateSelection, check_finite
 from ostinato.cache.window import Window
 from ostinato.decoder.sizes import layers_of, window_of
 from ostinato.errors import BadFile
+from ostinato.files.unpack import Bytes
 from ostinato.models.shape import Shape
 
 SEQUENCE: Final = 0

@@ -14,13 +14,13 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.backends.base import Floats
 from ostinato.cache.sequences import Ints
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import BadOption, InternalError, listing
+from ostinato.files.unpack import Floats
 
 # The classification head of a ranking model: [n_embd_out] to [classes].
-Head = Callable[[Floats], Floats]
+RankHead = Callable[[Floats], Floats]
 
 
 class Pooling(StrEnum):
@@ -135,7 +135,7 @@ class Pooled:
     mean (PL-7).
     """
 
-    def __init__(self, kind: Pooling, *, head: Head | None = None, rank_by: Pooling = Pooling.CLS) -> None:
+    def __init__(self, kind: Pooling, *, head: RankHead | None = None, rank_by: Pooling = Pooling.CLS) -> None:
         rule = rank_by if kind is Pooling.RANK else kind
         if not isinstance(kind, Pooling) or (rule not in _RULES and kind is not Pooling.NONE):
             raise InternalError(f"pooling {kind!r} (by {rule!r}) was not settled before decoding (PL-1)")

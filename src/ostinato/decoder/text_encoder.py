@@ -8,12 +8,12 @@ from typing import Final
 
 import numpy as np
 
-from ostinato.backends.base import Floats
 from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import BadInput, InternalError
+from ostinato.files.unpack import Floats
 
 # Tokens of one batch, unless a text has more: attention multiplies each row with all rows of the batch.
 BATCH_TOKENS: Final = 512

@@ -148,7 +148,7 @@ class Answer:
         n_more, seconds = len(tokens) - 1, (tokens[-1].time_ns - tokens[0].time_ns) / 1e9
         ids = tuple(token.token for token in tokens)
         logprobs = tuple(TokenLogprob(t.token, t.logprob, t.top) for t in tokens)
-        assert sampling.seed is not None  # settled
+        assert sampling.seed is not None  # it is complete
         return Completion(
             text="".join(self._shown),
             token_ids=ids,

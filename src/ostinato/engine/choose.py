@@ -2,32 +2,35 @@
 
 Before any weights are read, every backend is asked, from the fastest to the plainest, whether it can run the model.
 `auto` takes the first that can, and reports why those above it cannot; if the user asked for a mode that cannot run,
-that is an error. Then context and pages are fitted to the free memory: a default context that does not fit is lowered
-with a message; one that the user asked for is refused with the figures. The result is the record `Settled`, with which
-the runner is opened.
+that is an error. `decide` only decides; `prepared` also prepares the backend, and passes over one that cannot be
+prepared. Then `fit` fits context and pages to the free memory: a default context that does not fit is lowered with a
+message; one that the user asked for is refused with the figures. The result is the record `Settled`, with which the
+runner is opened.
 """
 
 from __future__ import annotations
 
 import sys
 from bisect import bisect_right
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends import cards
-from ostinato.backends.base import MODES, Backend, Layout, Prompts, Settled, Tensors, dtype_of, kv_type_of
+from ostinato.backends.base import Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import DeviceKind, Machine, choose_device, machine_at
+from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
-from ostinato.cache.kv_bytes import kv_bytes
+from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
 from ostinato.engine.cores import default_threads
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
-from ostinato.models.header import tensors_in, tensors_of
-from ostinato.options import Activations, DType, KVType, LoadOptions
+from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
+from ostinato.options import MODES, Activations, DType, KVType, LoadOptions, Talk
 
 if TYPE_CHECKING:
     from ostinato.backends.torch.model import Model
@@ -40,7 +43,6 @@ USABLE_SHARE: Final = 0.9
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
 NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
-Talk = Callable[[str], None]
 
 
 def backend_of(settled: Settled) -> Backend:
@@ -52,15 +54,42 @@ def backend_for(mode: str, kind: DeviceKind) -> Backend:
     return next(backend for backend in BACKENDS if backend.device == kind and mode in backend.modes)
 
 
+@dataclass(frozen=True, slots=True)
+class LoadCase:
+    """What a choice depends on: a model's header, the user's options and the machine."""
+
+    shape: Shape
+    tensors: HeaderTensors
+    options: LoadOptions
+    machine: Machine
+
+    @property
+    def dtype(self) -> str:
+        return dtype_of(self.options, self.machine.kind)
+
+    @property
+    def kv_type(self) -> KVType:
+        return kv_type_of(self.options, self.dtype)
+
+    def plan(self, settled: Settled) -> MemoryPlan:
+        """The memory of a record, beside what may be used of the free memory."""
+        free = int(self.machine.free_bytes * USABLE_SHARE)
+        return MemoryPlan(backend_of(settled), self.shape, self.tensors, settled, free)
+
+    def plan_of_one_context(self, settled: Settled) -> MemoryPlan:
+        """The plan with pages for one slot's context; further pages come from the remaining memory."""
+        return self.plan(replace(settled, n_pages=settled.max_pages, prompts="plain"))
+
+
 def why_not_here(machine: Machine) -> dict[str, str | None]:
     """Every mode from low to high, and why this machine cannot run it with any model; None where it can."""
     return {mode: backend.why_not_here(mode, machine) for mode, backend in _asked(machine.kind).items()}
 
 
-def why_not(shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> dict[str, str | None]:
+def why_not(case: LoadCase) -> dict[str, str | None]:
     """Every mode from low to high, and why it cannot run such a model; None where it can."""
-    asked = _asked(machine.kind).items()
-    return {mode: backend.why_not(mode, shape, tensors, options, machine) for mode, backend in asked}
+    given = (case.shape, case.tensors, case.options, case.machine)
+    return {mode: backend.why_not(mode, *given) for mode, backend in _asked(case.machine.kind).items()}
 
 
 def _asked(kind: DeviceKind) -> dict[str, Backend]:
@@ -75,43 +104,34 @@ def choose(
     """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is called with a sentence
     where a choice may surprise the user."""
     machine = machine or machine_at(choose_device(options.device))
-    tensors = tensors_of(checkpoint)
-    return fit(decide(shape, tensors, options, machine, talk), shape, tensors, options, machine, talk)
+    case = LoadCase(shape, tensors_of(checkpoint), options, machine)
+    return fit(prepared(case, talk), case, talk)
 
 
 # Backend and mode
 
 
-def decide(
-    shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk, *, prepare: bool = True
-) -> Settled:
+def decide(case: LoadCase, failed: Mapping[str, str] = MappingProxyType({})) -> Settled:
     """The backend and the mode, with pages for every slot's whole context; `fit` then reduces that to the free memory.
 
-    `prepare`: also prepare the backend (compile its kernels, say); a backend that cannot be prepared is passed over.
+    `failed`: modes that were tried already, and why they failed.
     """
-    reasons = {mode: why for mode, why in why_not(shape, tensors, options, machine).items() if why is not None}
+    options, machine = case.options, case.machine
+    if case.shape.attention:
+        check_kv_width(case.kv_type, case.shape.head_width)
+    reasons = {mode: why for mode, why in why_not(case).items() if why is not None}
     _check_options(options, machine, reasons)
-    if not shape.causal:  # an encoder, which does not decode
-        encoder = _draft(backend_for("eager", machine.kind), "eager", shape, options, machine)
-        if prepare:
-            _prepare(encoder, talk)
-        return encoder
+    reasons |= failed
     asked = "persistent" if options.mode == "auto" and _only_tape(options, machine) else options.mode
+    if not case.shape.causal:  # an encoder, which does not decode
+        asked, reasons = "eager", dict(failed)
     for mode in [mode for mode in reversed(MODES) if asked in ("auto", mode) and mode not in reasons]:
-        settled = _draft(backend_for(mode, machine.kind), mode, shape, options, machine)
-        if asked == "auto" and (unasked := _why_not_unasked(settled, shape, tensors, machine)) is not None:
+        settled = _draft(backend_for(mode, machine.kind), mode, case)
+        if asked == "auto" and (unasked := _why_not_unasked(settled, case)) is not None:
             reasons[mode] = unasked
             continue
-        try:
-            if prepare:
-                _prepare(settled, talk)
-        except HardwareCannot as error:
-            reasons[mode] = str(error)
-            continue
         below = [lower for lower in MODES[: MODES.index(mode)] if lower not in reasons]
-        if asked == "auto" and mode == "eager" and options.dtype == "auto" and machine.kind == "cpu":
-            talk(f"the native loop cannot run here: {reasons['loop']}; eager runs instead")
-        higher = MODES[MODES.index(mode) + 1 :]
+        higher = MODES[MODES.index(mode) + 1 :] if case.shape.causal else ()
         return replace(
             settled,
             why_not=tuple(f"{one}: {reasons.get(one, 'not asked for')}" for one in higher),
@@ -122,10 +142,22 @@ def decide(
     raise HardwareCannot(f"no mode can run this model here: {'; '.join(dict.fromkeys(reasons.values()))}")
 
 
-def _prepare(settled: Settled, talk: Talk) -> None:
-    """Prepare the backend for loading and running."""
-    backend_of(settled).prepare(settled, talk)
-    use_threads(settled)
+def prepared(case: LoadCase, talk: Talk) -> Settled:
+    """Decide, and prepare the backend for loading and running: compile its kernels, say. One that cannot be prepared is
+    passed over."""
+    failed: dict[str, str] = {}
+    while True:
+        settled = decide(case, failed)
+        try:
+            backend_of(settled).prepare(settled, talk)
+        except HardwareCannot as error:
+            failed[settled.mode] = str(error)
+            continue
+        use_threads(settled)
+        if settled.kind == "cpu" and case.options.mode == case.options.dtype == "auto":
+            for why in (why.removeprefix("loop: ") for why in settled.why_not if why.startswith("loop: ")):
+                talk(f"the native loop cannot run here: {why}; eager runs instead")
+        return settled
 
 
 def _only_tape(options: LoadOptions, machine: Machine) -> bool:
@@ -151,27 +183,26 @@ def _may_run(mode: str, options: LoadOptions, machine: Machine, reasons: dict[st
     return on_this_device and (options.mode == mode or (options.mode == "auto" and mode not in reasons))
 
 
-def _why_not_unasked(settled: Settled, shape: Shape, tensors: Tensors, machine: Machine) -> str | None:
+def _why_not_unasked(settled: Settled, case: LoadCase) -> str | None:
     """Why `auto` does not take a backend that fills its card; None where it may. Asking for its mode still runs it."""
-    backend = backend_of(settled)
-    if not backend.alone:
+    if not backend_of(settled).alone:
         return None
-    if cards.is_held(machine.device):
+    if cards.is_held(settled.device):
         return HELD
-    return None if _with_one_context(backend, settled, shape, tensors, machine).fits else NO_ROOM
+    return None if case.plan_of_one_context(settled).fits else NO_ROOM
 
 
-def _draft(backend: Backend, mode: str, shape: Shape, options: LoadOptions, machine: Machine) -> Settled:
-    dtype = dtype_of(options, machine.kind)
+def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
+    options, machine = case.options, case.machine
     settled = Settled(
         device=machine.device,
         backend=backend.name,
         mode=mode,
-        dtype=dtype,
-        kv_type=kv_type_of(options, dtype),
-        context=options.context or shape.default_context,
+        dtype=case.dtype,
+        kv_type=case.kv_type,
+        context=options.context or case.shape.default_context,
         n_slots=options.slots,
-        weights=backend.layout(shape, options, machine.kind),
+        weights=backend.layout(case.shape, options, machine.kind),
         activations=options.activations,
         threads=options.threads or (default_threads() if machine.kind == "cpu" else None),
     )
@@ -181,15 +212,13 @@ def _draft(backend: Backend, mode: str, shape: Shape, options: LoadOptions, mach
 # What memory allows
 
 
-def fit(
-    settled: Settled, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine, talk: Talk
-) -> Settled:
-    """The settings with as much context and as many pages as memory allows; refuse what does not fit."""
-    backend, free = backend_of(settled), int(machine.free_bytes * USABLE_SHARE)
-    if backend.alone:
-        settled = replace(settled, prompts=_prompts(backend, settled, shape, tensors, options, machine, talk))
-    plan = MemoryPlan(backend, shape, tensors, settled, free)
-    tape, weights = plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
+def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
+    """The record with as much context and as many pages as memory allows; refuse what does not fit."""
+    shape = case.shape
+    if backend_of(settled).alone:
+        settled = replace(settled, prompts=_prompts(settled, case, talk))
+    plan = case.plan(settled)
+    free, tape, weights = plan.free_bytes, plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
     if weights > free:
         how = "packed" if settled.weights == "tiles" else f"as {settled.dtype}"
         if tape:
@@ -199,45 +228,29 @@ def fit(
             f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take a "
             "smaller model"
         )
-    left = free - weights
-    settled = replace(settled, context=choose_context(shape, settled, options.context, left, talk))
+    left = max(0, free - weights - plan.bytes_of(OUTPUT_ROWS))
+    settled = replace(settled, context=choose_context(shape, settled, case.options.context, left, talk))
     return replace(settled, n_pages=choose_pages(shape, settled, left) if shape.causal else 0)
 
 
-def _prompts(
-    backend: Backend,
-    settled: Settled,
-    shape: Shape,
-    tensors: Tensors,
-    options: LoadOptions,
-    machine: Machine,
-    talk: Talk,
-) -> Prompts:
+def _prompts(settled: Settled, case: LoadCase, talk: Talk) -> PromptWeights:
     """Which weights prompts read: the tape if the user asked for it, or if it does not fit beside a plain copy of the
     weights; else the plain copy, which is faster."""
-    plan = _with_one_context(backend, settled, shape, tensors, machine)
-    if options.prompts == "plain" or (options.prompts == "auto" and plan.fits):
+    asked, plan = case.options.prompts, case.plan_of_one_context(settled)
+    if asked == "plain" or (asked == "auto" and plan.fits):
         return "plain"
-    tape, weights = plan.bytes_of("tape"), plan.bytes_of("weights")
-    if options.prompts == "auto":
+    tape, weights, host_bytes = plan.bytes_of("tape"), plan.bytes_of("weights"), case.machine.host_bytes
+    if asked == "auto":
         talk(
             f"prompts read the persistent kernel's tape of {gib(tape)}: beside a plain copy of {gib(weights)} this "
             f"engine would need {gib(plan.device_bytes)}, and {settled.device} has {gib(plan.free_bytes)}"
         )
-    if weights > machine.host_bytes:
+    if weights > host_bytes:
         raise HardwareCannot(
             f"{gib(weights)} of weights wait in the host's memory while they are laid out for --prompts tape, and it "
-            f"has {gib(machine.host_bytes)} to give; use --prompts plain, or --mode loop"
+            f"has {gib(host_bytes)} to give; use --prompts plain, or --mode loop"
         )
     return "tape"
-
-
-def _with_one_context(
-    backend: Backend, settled: Settled, shape: Shape, tensors: Tensors, machine: Machine
-) -> MemoryPlan:
-    """The plan with pages for one slot's context; further pages come from the remaining memory."""
-    one = replace(settled, n_pages=settled.max_pages, prompts="plain")
-    return MemoryPlan(backend, shape, tensors, one, int(machine.free_bytes * USABLE_SHARE))
 
 
 def _narrower(settled: Settled) -> str:
@@ -306,7 +319,7 @@ def settle_model(
     kv_type: KVType | None = None,
     n_tokens: int | None = None,
     activations: Activations = "wide",
-    prompts: Prompts = "plain",
+    prompts: PromptWeights = "plain",
     threads: int | None = None,
     machine: Machine | None = None,
 ) -> Settled:
@@ -322,11 +335,8 @@ def settle_model(
         prompts=prompts if mode == "auto" else "plain",
     )
     # Loaded weights need no further memory, and the caller says how many pages there are.
-    machine = replace(machine, free_bytes=sys.maxsize)
-    if mode == TWIN:
-        settled = _draft(TORCH, TWIN, model.shape, options, machine)
-    else:
-        settled = decide(model.shape, tensors_in(model), options, machine, lambda _: None, prepare=False)
+    case = LoadCase(model.shape, tensors_in(model), options, replace(machine, free_bytes=sys.maxsize))
+    settled = _draft(TORCH, TWIN, case) if mode == TWIN else decide(case)
     return replace(
         settled,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -344,10 +354,10 @@ def why_not_model(model: Model, *, n_slots: int = 1, machine: Machine | None = N
     context; None where it can."""
     machine = machine or machine_at(str(model.device))
     options = LoadOptions(dtype=_asked_dtype(model, machine.kind), slots=n_slots, context=1)
-    return why_not(model.shape, tensors_in(model), options, machine)
+    return why_not(LoadCase(model.shape, tensors_in(model), options, machine))
 
 
-def layout_of(model: Model) -> Layout:
+def layout_of(model: Model) -> WeightLayout:
     """The layout of a model's weights."""
     from ostinato.backends.native.tiles import TileMatrix
 

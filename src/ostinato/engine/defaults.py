@@ -9,19 +9,9 @@ from typing import Any, Final
 from ostinato.errors import BadFile, BadOption
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.files.safetensors import SafetensorsFolder
-from ostinato.options import Sampling
+from ostinato.options import NEUTRAL, SAMPLING_NUMBERS, Sampling
 
-# Where neither the user nor the model's files say: the most likely token, nothing filtered, nothing penalised.
-OURS: Final = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
-
-_GGUF: Final = {
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-    "general.sampling.penalty_repeat": "repetition_penalty",
-}
-_CONFIG: Final = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_GGUF: Final = {f"general.sampling.{number.key}": number.name for number in SAMPLING_NUMBERS if number.key is not None}
 
 
 def default_sampling(checkpoint: Checkpoint) -> Sampling:
@@ -31,14 +21,14 @@ def default_sampling(checkpoint: Checkpoint) -> Sampling:
     else:
         stated = {ours: checkpoint.metadata[key] for key, ours in _GGUF.items() if key in checkpoint.metadata}
     try:
-        return Sampling(**{name: _tidy(value) for name, value in stated.items()}).over(OURS)
+        return Sampling(**{name: _tidy(value) for name, value in stated.items()}).over(NEUTRAL)
     except BadOption as error:
         raise BadFile(f"{checkpoint.path}: its own sampling defaults cannot be used: {error}") from error
 
 
 def _from_generation_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Values count only under do_sample: without it the file asks for the most likely token, whatever else it says."""
-    stated = {name: config[name] for name in _CONFIG if config.get(name) is not None}
+    stated = {name: config[name] for name in _GGUF.values() if config.get(name) is not None}
     if config.get("do_sample") is True:
         return {"temperature": 1.0, **stated}
     return {name: value for name, value in stated.items() if name == "repetition_penalty"}

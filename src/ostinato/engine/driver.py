@@ -7,6 +7,7 @@ token ids.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Final
 
 from ostinato.backends.base import ChunkPart
@@ -16,21 +17,21 @@ from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
 from ostinato.errors import EngineDead, InternalError
 from ostinato.loop.host import Admission, OutEntry
 from ostinato.loop.layout import Word
-from ostinato.options import Sampling
+from ostinato.options import NEUTRAL, Sampling
 
-GREEDY: Final = Sampling(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0, seed=0)
+GREEDY: Final = replace(NEUTRAL, seed=0)
 DEADLINE_S: Final = 600.0  # for any single wait; a large model on a slow machine needs seconds
 
 
 class LoopDriver:
     """Admits sequences and keeps what the loop sends, in order. Owns the loop: close it here."""
 
-    def __init__(self, loop: Runner) -> None:
-        self.loop = loop
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
         self.entries: list[OutEntry] = []
         self._generation = 0
-        reserve = Reserve(loop.groups, loop.page_tokens, chunk_rows=loop.prefill.rows, reuse=False)
-        self._memory = PagedSequences(reserve, recurs=loop.model.shape.recurrent is not None)
+        reserve = Reserve(runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, reuse=False)
+        self._memory = PagedSequences(reserve, recurs=runner.model.shape.recurrent is not None)
         self._sequences: list[PagedSequence] = []
 
     def admit(
@@ -50,7 +51,7 @@ class LoopDriver:
         By default it gets pages for all its `most` tokens, with all their positions granted; `pages`, the same in every
         layer, and `granted` change that. With `admit=False` it is only staged, and the caller asks for its admission.
         """
-        loop = self.loop
+        runner = self.runner
         self._generation += 1
         n_positions = len(prompt) + most
         if pages is None:
@@ -58,23 +59,23 @@ class LoopDriver:
         else:
             tables = self.tables(pages)
             self.prefill(slot, prompt, pages)
-        granted = -(-n_positions // loop.page_tokens) * loop.page_tokens if granted is None else granted
+        granted = -(-n_positions // runner.page_tokens) * runner.page_tokens if granted is None else granted
         admission = Admission(self._generation, prompt, most, tables, granted, sampling, stop_ids=stop_ids)
-        loop.host.stage(slot, admission)
-        loop.beside(lambda: loop.prefill.first(slot)).result(DEADLINE_S)
-        if admit and not loop.host.admit(slot, self._generation):
+        runner.host.stage(slot, admission)
+        runner.beside(lambda: runner.chunks.first(slot)).result(DEADLINE_S)
+        if admit and not runner.host.admit(slot, self._generation):
             raise InternalError("the inbox is full: more sequences than it holds were admitted before a step")
         return self._generation
 
     def prefill(self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0) -> None:
         """Compute positions from `start` on of a prompt into these pages of every layer, to the end."""
-        rows, tables = self.loop.prefill.rows_for(len(prompt)), self.tables(pages)
+        rows, tables = self.runner.chunks.rows_for(len(prompt)), self.tables(pages)
         for first in range(start, len(prompt), rows):
             self._run_chunk(ChunkPart(list(prompt[first : first + rows]), first, tables, slot), rows)
 
     def tables(self, pages: Sequence[int]) -> list[list[int]]:
         """A page table for each group of layers, with these pages in all of them."""
-        groups = self.loop.groups
+        groups = self.runner.groups
         if max(pages) >= min(group.n_pages for group in groups):
             raise InternalError(f"pages up to {max(pages)}; there are {[group.n_pages for group in groups]}")
         return [list(pages)] * len(groups)
@@ -85,7 +86,7 @@ class LoopDriver:
         if sequence is None:
             raise InternalError(f"{self._memory.reserve.n_pages} pages of keys and values do not hold these sequences")
         self._sequences.append(sequence)
-        rows = self.loop.prefill.rows_for(len(prompt))
+        rows = self.runner.chunks.rows_for(len(prompt))
         while sequence.n_left:
             part = SequencePart(sequence, min(rows, sequence.n_left))
             self._run_chunk(self._memory.plan(part), rows)
@@ -94,9 +95,9 @@ class LoopDriver:
 
     def _run_chunk(self, part: ChunkPart, rows: int) -> None:
         def run() -> None:
-            self.loop.prefill.run([part], rows)
+            self.runner.chunks.run([part], rows)
 
-        self.loop.beside(run).result(DEADLINE_S)
+        self.runner.beside(run).result(DEADLINE_S)
 
     def run(self) -> None:
         """Trigger, wait until there are no live slots, and collect the entries."""
@@ -105,15 +106,15 @@ class LoopDriver:
 
     def begin(self) -> None:
         """Enter decode mode where it is not on, and trigger."""
-        mode = self.loop.mode
+        mode = self.runner.decode_mode
         if not mode.on:
             mode.enter()
         mode.trigger()
 
     def wait(self) -> None:
         """Wait until the loop has ended, and collect the entries."""
-        if not self.loop.start.wait(DEADLINE_S):
-            raise EngineDead(f"mode {self.loop.mode_name}: the loop did not end within {DEADLINE_S:.0f} s")
+        if not self.runner.start.wait(DEADLINE_S):
+            raise EngineDead(f"mode {self.runner.settled.mode}: the loop did not end within {DEADLINE_S:.0f} s")
         self._collect()
 
     def step(self) -> bool:
@@ -121,16 +122,16 @@ class LoopDriver:
 
         The first step only admits: it has no rows yet.
         """
-        mode = self.loop.mode
-        if self.loop.start.executable == 0:
+        mode = self.runner.decode_mode
+        if self.runner.start.executable == 0:
             mode.enter()  # builds, and leaves plan hash and epoch where the step boundary looks for them
             mode.exit()
         try:
             mode.step()
         except Exception as error:  # any exception of a node
-            raise EngineDead(f"mode {self.loop.mode_name}: the step failed: {error}") from error
+            raise EngineDead(f"mode {self.runner.settled.mode}: the step failed: {error}") from error
         self._collect()
-        return bool(self.loop.host.word(Word.GO))
+        return bool(self.runner.host.word(Word.GO))
 
     def forget(self) -> None:
         """All sequences have ended: release their pages, and drop the entries."""
@@ -140,13 +141,13 @@ class LoopDriver:
 
     def synchronize(self) -> None:
         """Wait for the device, so that the loop's stream sees what torch wrote on its own stream."""
-        self.loop.start.synchronize()
+        self.runner.start.synchronize()
 
     def close(self) -> None:
-        self.loop.close()
+        self.runner.close()
 
     def _collect(self) -> None:
-        dead = self.loop.mode.fault()
+        dead = self.runner.decode_mode.fault()
         if dead is not None:
-            raise EngineDead(f"mode {self.loop.mode_name}: {dead}") from self.loop.start.failure()
-        self.entries += self.loop.host.drain(1 << 20)
+            raise EngineDead(f"mode {self.runner.settled.mode}: {dead}") from self.runner.start.failure()
+        self.entries += self.runner.host.drain(1 << 20)

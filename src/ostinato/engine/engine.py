@@ -23,7 +23,7 @@ from ostinato.engine.constraint import Constrain, Constraint
 from ostinato.engine.open import open_runner
 from ostinato.engine.prompt import check_prompt
 from ostinato.engine.queue import RequestQueue
-from ostinato.engine.request import Message, Request, RequestSpec
+from ostinato.engine.request import Request, RequestMessage, RequestSpec
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.work import Work, WorkSpec
@@ -65,15 +65,15 @@ class Engine:
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
         self._constrain = constrain
         settled = replace(settled, n_tokens=vocab if n_tokens is None else n_tokens)
-        self._loop = open_runner(model, settled, outbox_entries=outbox_entries)
-        self._queue = RequestQueue(queue, settled.n_slots, self._loop.changed.set)
+        self._runner = open_runner(model, settled, outbox_entries=outbox_entries)
+        self._queue = RequestQueue(queue, settled.n_slots, self._runner.changed.set)
         try:
-            self._loop.mode.enter()
+            self._runner.decode_mode.enter()
         except BaseException:
-            self._loop.start.close()
+            self._runner.close()
             raise
         # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot.
-        self._scheduler = Scheduler(self._loop, self._queue, reuse=reuse and model.shape.recurrent is None)
+        self._scheduler = Scheduler(self._runner, self._queue, reuse=reuse and model.shape.recurrent is None)
         self._ids = count(1)
         # The thread holds no reference to this object, so that an engine without references is closed.
         self._thread = threading.Thread(target=self._scheduler.run, name="ostinato-engine", daemon=True)
@@ -82,19 +82,19 @@ class Engine:
         self._thread.start()
 
     @property
-    def loop(self) -> Runner:
+    def runner(self) -> Runner:
         """The runner of the decode loop; read-only."""
-        return self._loop
+        return self._runner
 
     @property
     def mode(self) -> str:
         """The name of the decode mode that runs."""
-        return self._loop.mode_name
+        return self._runner.settled.mode
 
     @property
     def why_not(self) -> tuple[str, ...]:
         """Why no higher mode runs: a sentence for each of them."""
-        return self._loop.why_not
+        return self._runner.why_not
 
     @property
     def fault(self) -> str | None:
@@ -103,8 +103,14 @@ class Engine:
 
     # Requests
 
-    def check(self, prompt: Sequence[int], sampling: Sampling) -> RequestSpec:
-        """The request, checked and accepted. `sampling` is settled: no value that sampling needs is None."""
+    def check(
+        self, prompt: Sequence[int], sampling: Sampling, *, resume: bool = False, keep: bool = False
+    ) -> RequestSpec:
+        """The checked request, to be `put` once. `sampling` is complete: no value that sampling needs is None.
+
+        `resume`: continue the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved
+        or resumed.
+        """
         check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
         constraint = None if sampling.rule is None else self._constraint_of(sampling)
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
@@ -112,9 +118,10 @@ class Engine:
             ends |= constraint.ends  # its masks decide where an answer may end, so min_tokens does not apply
             sampling = replace(sampling, min_tokens=0)
         stop_ids = tuple(sorted(ends))
-        self._loop.host.check(sampling, stop_ids)
+        self._runner.host.check(sampling, stop_ids)
         most = self.context - len(prompt)
-        return RequestSpec(tuple(prompt), sampling, stop_ids, min(most, sampling.max_tokens or most), constraint)
+        most = min(most, sampling.max_tokens or most)
+        return RequestSpec(tuple(prompt), sampling, stop_ids, most, constraint, resume, keep)
 
     def _constraint_of(self, sampling: Sampling) -> Constraint | None:
         if self._constrain is None:
@@ -127,17 +134,18 @@ class Engine:
         sampling: Sampling,
         *,
         wait: bool = False,
-        sink: Callable[[Request, Message], None] | None = None,
+        sink: Callable[[Request, RequestMessage], None] | None = None,
         resume: bool = False,
         keep: bool = False,
     ) -> Request:
-        """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
-        QueueFull.
+        """`check` a request and `put` it."""
+        return self.put(self.check(prompt, sampling, resume=resume, keep=keep), wait=wait, sink=sink)
 
-        The caller reads the returned request, or `sink` gets every message, on the engine's thread. `resume`: continue
-        the sequence that was kept or loaded last; `keep`: keep this sequence afterwards, to be saved or resumed.
-        """
-        spec = replace(self.check(prompt, sampling), resume=resume, keep=keep)
+    def put(
+        self, spec: RequestSpec, *, wait: bool = False, sink: Callable[[Request, RequestMessage], None] | None = None
+    ) -> Request:
+        """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
+        QueueFull. The caller reads the returned request, or `sink` gets every message, on the engine's thread."""
         request = Request(next(self._ids), spec, self._queue.cancel, sink, self.helper)
         self._lend()
         self._queue.put(request, wait=wait)
@@ -163,21 +171,21 @@ class Engine:
     @property
     def helper(self) -> Helper | None:
         """Work that the main thread can help with while it waits for messages; None where the device needs no help."""
-        return self._loop.start.helper
+        return self._runner.start.helper
 
     def stats(self) -> Stats:
         """The engine's current state and its counters."""
-        scheduler, loop = self._scheduler, self._loop
+        scheduler, runner = self._scheduler, self._runner
         reserve = scheduler.reserve
         return Stats(
             mode=self.mode,
-            n_slots=loop.settled.n_slots,
+            n_slots=runner.settled.n_slots,
             waiting=len(self._queue),
             prefilling=scheduler.n_prefilling,
             live=scheduler.n_live,
             submitted=self._queue.n_submitted,
             ended=dict(scheduler.n_ended),
-            steps=loop.host.word(Word.STEPS),
+            steps=runner.host.word(Word.STEPS),
             tokens=scheduler.n_tokens,
             prompt_tokens=scheduler.n_prompt_tokens,
             cached_tokens=scheduler.n_cached_tokens,
@@ -185,10 +193,10 @@ class Engine:
             pages_leased=reserve.n_pages - reserve.n_available,
             pages_cached=reserve.n_cached,
             gaps=scheduler.gaps.read(),
-            triggers=loop.mode.n_triggers,
-            launches=loop.start.n_launches,
-            instantiations=loop.start.n_instantiations,
-            host_copies=loop.prefill.n_copies,
+            triggers=runner.decode_mode.n_triggers,
+            launches=runner.start.n_launches,
+            instantiations=runner.start.n_instantiations,
+            host_copies=runner.chunks.n_copies,
             fault=scheduler.fault,
         )
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import Backend, MemoryRow, Settled, Tensors
+from ostinato.backends.base import Backend, MemoryRow, Settled
 from ostinato.errors import HardwareCannot
 from ostinato.files.fetch import megabytes
+from ostinato.models.header import HeaderTensors
 
 if TYPE_CHECKING:
     from ostinato.models.shape import Shape
@@ -25,7 +26,7 @@ class MemoryPlan:
 
     backend: Backend
     shape: Shape
-    tensors: Tensors
+    tensors: HeaderTensors
     settled: Settled
     free_bytes: int
 

@@ -85,7 +85,7 @@ class RequestQueue:
                 return None
             return next((one for one in self._waiting if has_slot or isinstance(one, Work)), None)
 
-    def admit(self, request: Request) -> None:
+    def take_slot(self, request: Request) -> None:
         """The first request leaves the queue for a slot."""
         with self._room:
             self._take(request)

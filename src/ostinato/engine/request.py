@@ -54,12 +54,12 @@ class Cancelled(NamedTuple):
     """The end of a request that was cancelled: no token comes with it."""
 
 
-Message: TypeAlias = Token | Cancelled | Exception
+RequestMessage: TypeAlias = Token | Cancelled | Exception
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
-    """A request, checked and settled: at most `most` tokens, ended by any of `stop_ids`.
+    """A checked request: at most `most` tokens, ended by any of `stop_ids`.
 
     `constraint` is what the answer must follow; it belongs to this request alone. `resume`: continue the sequence that
     was kept last, as far as both begin alike; `keep`: keep this sequence afterwards, until its pages are needed.
@@ -90,7 +90,7 @@ class Request:
         id: int,
         spec: RequestSpec,
         cancel: Callable[[Request], None],
-        sink: Callable[[Request, Message], None] | None = None,
+        sink: Callable[[Request, RequestMessage], None] | None = None,
         helper: Helper | None = None,
     ) -> None:
         """`sink`, if given, gets every message on the engine's thread, and there is no other reader. `helper` lets a
@@ -106,7 +106,7 @@ class Request:
         self.error: Exception | None = None
         self._cancel = cancel
         self._helper = helper
-        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._messages: SimpleQueue[RequestMessage] = SimpleQueue()
         self._sink = sink
         self._is_read = False
 
@@ -173,7 +173,7 @@ class Request:
             self.error = error
             self._deliver(error)
 
-    def _deliver(self, message: Message) -> None:
+    def _deliver(self, message: RequestMessage) -> None:
         if self._sink is None:
             self._messages.put(message)
         else:

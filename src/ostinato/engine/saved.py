@@ -36,7 +36,7 @@ def largest_state_bytes(engine: Engine) -> int:
 
 
 def _state(engine: Engine) -> PagedState:
-    return PagedState(engine.loop.model.shape, engine.loop.sequence_copy(), engine.context)
+    return PagedState(engine.runner.model.shape, engine.runner.sequence_copy(), engine.context)
 
 
 def _copied(engine: Engine, ids: Sequence[int], job: PageCopyJob) -> None:

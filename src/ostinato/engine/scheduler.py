@@ -1,4 +1,4 @@
-"""The engine's own thread: it admits requests, runs their prompts, feeds the loop's inbox and drains its outbox.
+"""The engine's own thread: it assigns slots, runs prompts, feeds the loop's inbox and drains its outbox.
 
 Scores and embeddings (`work.py`) wait in the same queue; their chunks and those of prompts take turns.
 Only this thread touches the loop, and no step needs it: the device samples the tokens. Other threads reach it through
@@ -38,7 +38,7 @@ POLL_S: Final = 0.0005
 LONG_POLL_S: Final = 0.05
 # Longest wait for a loop that has passed its last step boundary, or for a chunk when the engine closes.
 END_S: Final = 60.0
-# A step that takes longer counts as stalled: a large model on a slow CPU takes minutes, with a chunk before it.
+# A step or a chunk that takes longer counts as stalled: a large model on a slow CPU takes minutes for both.
 STALLED_S: Final = 900.0
 
 _REASONS: Final[dict[Finish, FinishReason]] = {Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -65,22 +65,23 @@ class ChunkUnderWay:
 
     owner: ActiveSequence | ActiveWork
     pending: PendingChunk
+    began_at: float = field(default_factory=time.monotonic)
 
 
 class Scheduler:
     """Everything between the queue and the loop. `run` is the thread; other threads may read the counters."""
 
-    def __init__(self, loop: Runner, queue: RequestQueue, *, reuse: bool) -> None:
-        self._loop, self._queue = loop, queue
-        self._host, self._mode = loop.host, loop.mode
-        options = loop.settled
+    def __init__(self, runner: Runner, queue: RequestQueue, *, reuse: bool) -> None:
+        self._runner, self._queue = runner, queue
+        self._host, self._decode_mode = runner.host, runner.decode_mode
+        options = runner.settled
         self.reserve = Reserve(
-            loop.groups, loop.page_tokens, chunk_rows=loop.prefill.rows, reuse=reuse, kind=loop.prefill.rows_for
+            runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, reuse=reuse, kind=runner.chunks.rows_for
         )
-        self._recurs = loop.model.shape.recurrent is not None
+        self._recurs = runner.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
-        self._flow = PagedFlow(self._memory, loop.prefill, loop.beside)
-        self._poll_s = POLL_S if loop.model.device.type == "cuda" else LONG_POLL_S
+        self._flow = PagedFlow(self._memory, runner.chunks, runner.beside)
+        self._poll_s = POLL_S if runner.model.device.type == "cuda" else LONG_POLL_S
         self._slots: list[ActiveSequence | None] = [None] * options.n_slots
         self._by_id: dict[int, ActiveSequence] = {}
         self._prompts: deque[ActiveSequence] = deque()  # sequences with unfinished prompts; the first runs
@@ -89,7 +90,7 @@ class Scheduler:
         self._chunk: ChunkUnderWay | None = None
         self._work_is_next = True  # where both a prompt and work are ready
         self._unsent: deque[Callable[[], bool]] = deque()  # entries for the inbox, in order
-        self._masks: Masks[ActiveSequence] = Masks(loop.changed.set)
+        self._masks: Masks[ActiveSequence] = Masks(runner.changed.set)
         self._generations = count(1)
         self._progress, self._progress_at = (0, 0), 0.0  # triggers and steps, and when they last changed
         self._loop_active = False  # whether the loop may still write entries, as far as is known
@@ -121,19 +122,19 @@ class Scheduler:
             while self._is_wanted():
                 if self.fault is None:
                     self._run_once()
-                self._loop.changed.wait(self._wait_s())
+                self._runner.changed.wait(self._wait_s())
         except Exception as error:
             # Any call may be the first to fail on a dead device: report the device's own fault first.
-            found = self._mode.fault()
+            found = self._decode_mode.fault()
             self._die(found or f"the engine's thread failed: {error!r}; open the model again", error)
             while self._is_wanted():
-                self._loop.changed.wait()
+                self._runner.changed.wait()
         finally:
             self._close()
 
     def _is_wanted(self) -> bool:
         # Cleared before anything is looked at: an event that is set from now on causes another look.
-        self._loop.changed.clear()
+        self._runner.changed.clear()
         return not self._queue.closing
 
     def _run_once(self) -> None:
@@ -143,7 +144,7 @@ class Scheduler:
             self._check_alive,
             self._cancel,
             self._finish_chunk,
-            self._admit,
+            self._assign_slots,
             self._begin_chunk,
             self._grant_pages,
             self._send_masks,
@@ -160,7 +161,9 @@ class Scheduler:
             return None
         if self._unsent or (self._chunk is not None and self._chunk.pending.returned):
             return POLL_S  # a full inbox, or a chunk whose host part is done: neither lasts long
-        return self._poll_s if self._loop_active else None
+        if self._loop_active:
+            return self._poll_s
+        return None if self._chunk is None else LONG_POLL_S  # a chunk may be stuck, and never set the event
 
     # Out of the loop
 
@@ -237,12 +240,12 @@ class Scheduler:
                 self.n_ended["error"] += 1
             one.fail(error)
 
-    # Admissions
+    # Slots and pages
 
-    def _admit(self) -> None:
-        """Admit requests in the order of the queue. If one gets no pages, it keeps its place, and no later one is
-        admitted. Work needs no slot, and may overtake requests that wait for one; when pages are scarce, texts of
-        work and the queue take turns."""
+    def _assign_slots(self) -> None:
+        """Assign slots and pages in the order of the queue. If a request gets no pages, it keeps its place, and no
+        later one gets any. Work needs no slot, and may overtake requests that wait for one; when pages are scarce,
+        texts of work and the queue take turns."""
         while not self._first_does_not_fit:
             if not self._queue_is_next and not all(active.lease(self._free_slot) for active in self._works):
                 self._first_does_not_fit = True
@@ -254,7 +257,7 @@ class Scheduler:
             if isinstance(one, Work):
                 self._queue.remove(one)
                 self._works.append(ActiveWork(one, self._flow, self._work_slots if self._recurs else None))
-            elif one is not None and not self._seat(one):
+            elif one is not None and not self._assign_slot(one):
                 self._first_does_not_fit = self._queue_is_next = True
 
     def _free_slot(self, wish: int | None = None) -> int | None:
@@ -262,7 +265,7 @@ class Scheduler:
         free = [slot for slot, taken in enumerate(self._slots) if taken is None and slot not in self._work_slots]
         return wish if wish in free else free[0] if free else None
 
-    def _seat(self, request: Request) -> bool:
+    def _assign_slot(self, request: Request) -> bool:
         """Give a request a free slot and pages; False where too few pages are free."""
         spec, all_now = request.spec, len(self._queue) == 1
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
@@ -271,7 +274,7 @@ class Scheduler:
         paged = opened(spec.prompt, spec.n_positions, slot=slot, all_now=all_now)
         if paged is None:
             return False
-        self._queue.admit(request)
+        self._queue.take_slot(request)
         sequence = ActiveSequence(request, slot, next(self._generations), paged)
         self._slots[slot] = self._by_id[request.id] = sequence
         self._prompts.append(sequence)
@@ -340,7 +343,7 @@ class Scheduler:
             self._begin(sequence, lambda: self._begin_prompt(sequence))
 
     def _begin(self, owner: ActiveSequence | ActiveWork, begin: Callable[[], PendingChunk]) -> None:
-        if self._loop.start.alone:
+        if self._runner.start.alone:
             self._host.set_yield(True)  # until the next trigger, which is queued after this chunk
         try:
             self._chunk = ChunkUnderWay(owner, begin())
@@ -350,7 +353,7 @@ class Scheduler:
     def _begin_prompt(self, sequence: ActiveSequence) -> PendingChunk:
         request, paged = sequence.request, sequence.paged
         if request.prefill_began is None:
-            # Found only now, because pages of prompts that were computed since the admission may be cached.
+            # Found only now, because pages of prompts that were computed since it got its slot may be cached.
             request.cached_tokens = self._memory.find(paged)
             request.prefill_began = time.perf_counter()
             self.n_cached_tokens += request.cached_tokens
@@ -365,6 +368,8 @@ class Scheduler:
         """Process the running chunk if it is done."""
         chunk = self._chunk
         if chunk is None or not chunk.pending.done:
+            if chunk is not None and time.monotonic() - chunk.began_at > STALLED_S:
+                self._die(f"a chunk of a prompt or text has run for {STALLED_S:.0f} s; {MUST_RESTART}")
             return
         self._chunk = None
         owner = chunk.owner
@@ -385,7 +390,7 @@ class Scheduler:
             self._go_on(owner, chunk.pending.parts[0].n)
 
     def _go_on(self, sequence: ActiveSequence, n: int) -> None:
-        """Count `n` more prompt tokens that are in memory; after the last one, admit the slot."""
+        """Count `n` more prompt tokens that are in memory; after the last one, ask for its admission."""
         request = sequence.request
         self.n_prompt_tokens += n
         if request.ended:  # cancelled in the meantime
@@ -415,7 +420,7 @@ class Scheduler:
             self._prompts.popleft()
             self._fail(owner.request, error)
             self._release(owner)
-        self._loop.changed.set()  # look again: the next prompt may begin
+        self._runner.changed.set()  # look again: the next prompt may begin
 
     def _stage(self, sequence: ActiveSequence) -> None:
         spec, paged = sequence.request.spec, sequence.paged
@@ -464,16 +469,16 @@ class Scheduler:
         """
         # Set here and not when going to sleep: a loop that cannot set the wake event may end in between.
         self._loop_active = True
-        if self._mode.running:
+        if self._decode_mode.running:
             if self._host.word(Word.ENDS) == self._ends:
                 self._check_progress()
                 return
             # It has passed its last step boundary and set the wake event; it returns in a moment.
-            if not self._loop.start.wait(END_S):
+            if not self._runner.start.wait(END_S):
                 self._die(f"the loop ended its last step and did not return within {END_S:.0f} s; restart the process")
                 return
         if self._host.waiting:
-            self._loop.changed.set()  # it wrote entries after the drain: drain them first, then look again
+            self._runner.changed.set()  # it wrote entries after the drain: drain them first, then look again
             return
         if self._host.all_taken and not self._host.word(Word.LIVE):
             self._loop_active = False
@@ -481,13 +486,13 @@ class Scheduler:
         self._ends = self._host.word(Word.ENDS)
         self._host.set_yield(False)
         try:
-            self._mode.trigger()
+            self._decode_mode.trigger()
         except (DecodeInvariantError, EngineDead) as error:
-            self._die(self._mode.fault() or str(error))
+            self._die(self._decode_mode.fault() or str(error))
 
     def _check_progress(self) -> None:
         """A loop that neither steps nor ends within the deadline is dead, and all requests get an error."""
-        now = self._mode.n_triggers, self._host.word(Word.STEPS)
+        now = self._decode_mode.n_triggers, self._host.word(Word.STEPS)
         if now != self._progress:
             self._progress, self._progress_at = now, time.monotonic()
         elif time.monotonic() - self._progress_at > STALLED_S:
@@ -496,14 +501,14 @@ class Scheduler:
     # Ends
 
     def _check_alive(self) -> None:
-        why = self._mode.fault()
+        why = self._decode_mode.fault()
         if why is not None:
             self._die(why)
 
     def _die(self, why: str, cause: Exception | None = None) -> None:
         """End all running and waiting requests and work with an error each, and refuse new ones."""
         self.fault = why
-        self._mode.die(why)
+        self._decode_mode.die(why)
 
         def error() -> EngineDead:
             dead = EngineDead(why)
@@ -523,13 +528,10 @@ class Scheduler:
         if self._chunk is not None and self._chunk.pending.work is not None:
             with suppress(Exception):
                 self._chunk.pending.work.result(END_S)
-        # Waiting requests already have their errors; a failure here must not stop the threads from being closed.
         try:
-            self._mode.exit()
-        except (DecodeInvariantError, EngineDead) as error:
+            self._runner.close()
+        except (DecodeInvariantError, EngineDead) as error:  # waiting requests already have their errors
             self.fault = self.fault or str(error)
-        with suppress(DecodeInvariantError):
-            self._loop.start.close()
 
     def _active(self) -> list[Request | Work]:
         running = [sequence.request for sequence in self._slots if sequence is not None]

@@ -12,11 +12,11 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.backends.base import Floats
 from ostinato.decoder.pooling import Pooled
 from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.engine.engine import Engine
 from ostinato.engine.work import WorkSpec, WorkText
+from ostinato.files.unpack import Floats
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from ostinato.backends.base import MODES, Settled
+from ostinato.backends.base import Settled
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
@@ -37,7 +37,7 @@ from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.plan import Buffer, Plan
 from ostinato.models.blocks import Experts, Layer
-from ostinato.options import Activations, KVType, Sampling
+from ostinato.options import MODES, Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
 
@@ -180,12 +180,12 @@ class Verifier:
         case = self.cases()[0]
         with closing(self._opened(BASE)) as driver:
             of_prompt: list[Tensor | None] = []
-            self._admit(driver, on_admitted=lambda: of_prompt.append(prompt_routes(driver.loop, len(case.prompt))))
+            self._admit(driver, on_admitted=lambda: of_prompt.append(prompt_routes(driver.runner, len(case.prompt))))
             driver.step()
             driver.step()
             first = next(entry for entry in driver.entries if entry.slot == case.slot)
-            found = _buffer(driver.loop, "logits")[0].float().cpu()
-            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(driver.loop)), 1)
+            found = _buffer(driver.runner, "logits")[0].float().cpu()
+            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(driver.runner)), 1)
         assert first.token is not None
         tolerance = tolerance_of(self.model)
         if isinstance(self.model.embedding, TileMatrix) and not isinstance(fresh.embedding, TileMatrix):
@@ -210,7 +210,7 @@ class Verifier:
         """Compare a mode with `eager` over these weights: step by step where the host paces, else at the end."""
         started = time.perf_counter()
         with self._both(mode) as (base, other):
-            comparison = comparison_of(other.loop)
+            comparison = comparison_of(other.runner)
             found = _survived(lambda: self._beside(base, other, comparison))
         if comparison == "bits" and found.n_compared and found.difference is not None and found.difference.step is None:
             found = self._earliest(mode, found)
@@ -221,10 +221,10 @@ class Verifier:
     def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> _Found:
         if comparison == "tolerance":
             return self._near(base, other)
-        stale = _other_plan(base.loop.plan, other.loop.plan)
+        stale = _other_plan(base.runner.plan, other.runner.plan)
         if stale is not None:
             return _Found(0, stale)
-        same = self._same_at_end if other.loop.start.device_paced else self._same_at_every_step
+        same = self._same_at_end if other.runner.start.device_paced else self._same_at_every_step
         return same(base, other)
 
     def _same_at_every_step(self, base: LoopDriver, other: LoopDriver) -> _Found:
@@ -292,7 +292,7 @@ class Verifier:
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
             return _Found(n_compared, None, figures)
-        rows = [_buffer(driver.loop, "logits")[:1].float().cpu() for driver in (base, other)]
+        rows = [_buffer(driver.runner, "logits")[:1].float().cpu() for driver in (base, other)]
         figures |= _nearness(rows[1][0], rows[0][0])
         return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
@@ -351,10 +351,10 @@ class Verifier:
     ) -> None:
         """Admit every case for at most so many tokens, after zeroing all buffers that nodes write, since a step may not
         write all of their elements; `on_admitted` is called after each admission."""
-        written = {name for node in driver.loop.plan.nodes for name in node.writes} - {"table"}
+        written = {name for node in driver.runner.plan.nodes for name in node.writes} - {"table"}
         with torch.inference_mode():
             for name in written:
-                _buffer(driver.loop, name).zero_()
+                _buffer(driver.runner, name).zero_()
         driver.synchronize()
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
@@ -380,9 +380,9 @@ def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
     return max(told.values()) - told[two.token] <= 10 * tolerance  # log-probabilities are of the order of 10
 
 
-def comparison_of(loop: Runner) -> Comparison:
+def comparison_of(runner: Runner) -> Comparison:
     """How a loop is compared with `eager`: to the bit, unless its start has arithmetic of its own."""
-    comparison: Comparison = getattr(loop.start, "comparison", "bits")
+    comparison: Comparison = getattr(runner.start, "comparison", "bits")
     return comparison
 
 
@@ -419,7 +419,7 @@ def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
 def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Found:
     """Compare what the nodes wrote, in the order of the plan; then table, control words and outbox entries."""
     n = 0
-    for n, (node, name, expected, found) in enumerate(_pairs(base.loop, other.loop), start=1):
+    for n, (node, name, expected, found) in enumerate(_pairs(base.runner, other.runner), start=1):
         difference = first_difference(node, name, expected, found)
         if difference is not None:
             return _Found(n, replace(difference, step=step))
@@ -441,13 +441,13 @@ def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tens
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
         if name not in _OF_THE_RUN:
             writer = last.get("table", "sample") if name in _BY_SAMPLER else "step boundary"
-            expected, found = (torch.as_tensor(loop.tables.table[name]) for loop in (base, other))
+            expected, found = (torch.as_tensor(runner.tables.table[name]) for runner in (base, other))
             yield writer, f"table.{name}", expected, found
 
 
-def _buffer(loop: Runner, name: str) -> Tensor:
+def _buffer(runner: Runner, name: str) -> Tensor:
     """A buffer of the plan as a tensor, whichever array type the backend uses."""
-    return torch.as_tensor(loop.plan.buffer(name).tensor)
+    return torch.as_tensor(runner.plan.buffer(name).tensor)
 
 
 def _is_scratch(name: str) -> bool:
@@ -457,7 +457,7 @@ def _is_scratch(name: str) -> bool:
 
 def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
     for word in _WORDS:
-        expected, found = base.loop.host.word(word), other.loop.host.word(word)
+        expected, found = base.runner.host.word(word), other.runner.host.word(word)
         if expected != found:
             return Difference("step boundary", f"words.{word.name.lower()}", (), str(expected), str(found))
     return None
@@ -536,15 +536,15 @@ def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Tensor:
 # Experts
 
 
-def prompt_routes(loop: Runner, n_prompt: int) -> Tensor | None:
+def prompt_routes(runner: Runner, n_prompt: int) -> Tensor | None:
     """The experts that the last prompt's tokens used, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
-    routes: Tensor | None = getattr(loop.prefill, "routes", None)
+    routes: Tensor | None = getattr(runner.chunks, "routes", None)
     return None if routes is None else routes[:, :n_prompt].long().cpu()
 
 
-def step_routes(loop: Runner) -> Tensor:
+def step_routes(runner: Runner) -> Tensor:
     """The experts that the first row of the last step used, [n_layers, 1, n_used]."""
-    return _buffer(loop, "experts")[:, :1].long().cpu()
+    return _buffer(runner, "experts")[:, :1].long().cpu()
 
 
 @dataclass(slots=True)

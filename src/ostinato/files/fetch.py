@@ -16,18 +16,18 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Final
 
 from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
+from ostinato.options import Talk
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
-Talk = Callable[[str], None]
 
 TALK_EVERY_S: Final = 5.0
 STALLED_S: Final = 600.0

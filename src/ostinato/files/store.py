@@ -28,13 +28,13 @@ from ostinato.files.fetch import (
     Growth,
     HubSource,
     Source,
-    Talk,
     WheelSource,
     fetch,
     folder_bytes,
     megabytes,
     sha256_of,
 )
+from ostinato.options import Talk
 
 if TYPE_CHECKING:
     from filelock import BaseFileLock

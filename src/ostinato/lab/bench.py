@@ -210,7 +210,7 @@ class Bench:
 
     def prompt(self, engine: Engine, task: Task) -> Figure:
         """How fast a prompt is computed after `depth` positions that are in memory already, in whole pages."""
-        page = engine.loop.page_tokens
+        page = engine.runner.page_tokens
         before = self._ids(task.depth // page * page, "before")
         sampling = replace(GREEDY, max_tokens=1, ignore_eos=True)
         if before:
@@ -221,7 +221,7 @@ class Bench:
             _read(request)
             n = len(request.spec.prompt) - request.cached_tokens
             runs.append(TimedRun(n, request.prefill_s, request.prefill_s))
-        weights, rows = engine.loop.plan.weight_bytes, engine.loop.prefill.rows
+        weights, rows = engine.runner.plan.weight_bytes, engine.runner.chunks.rows
         starts = range(len(before), len(before) + task.n_tokens, rows)
         kept = sum(kv_read_bytes(self.model.shape, self.kv_type, start + rows - 1) for start in starts)
         return Figure(task, tuple(runs[1:]), (len(starts) * weights + kept) / task.n_tokens, self.bandwidth)
@@ -241,7 +241,7 @@ class Bench:
                 break
         runs = tuple(TimedRun(len(window.tokens), window.device_s, window.host_s) for window in windows)
         positions = [token.position for window in windows for token in window.tokens]
-        weights = engine.loop.plan.weight_bytes
+        weights = engine.runner.plan.weight_bytes
         # A token at position p came of a step that took in the one before it.
         kept = statistics.fmean(kv_read_bytes(self.model.shape, self.kv_type, position - 1) for position in positions)
         return Figure(task, runs, weights / task.batch + kept, self.bandwidth)
@@ -257,12 +257,12 @@ class Bench:
         with closing(
             LoopDriver(open_runner(self.model, self._settled(mode, batch, n_prompt + most, n_pages)))
         ) as driver:
-            timer = _timed_nodes(driver.loop)
+            timer = _timed_nodes(driver.runner)
             if mode == "eager":
                 self._play_steps(driver, timer, batch, n_prompt, n_steps)
             else:
                 self._play_loop(driver, timer, batch, n_prompt, n_steps)
-            spent, nodes = timer.microseconds(), driver.loop.plan.nodes
+            spent, nodes = timer.microseconds(), driver.runner.plan.nodes
             between = timer.between(n_steps) if isinstance(timer, Stamps) else None
         kinds = dict.fromkeys(node.kind for node in nodes)
         times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
@@ -424,22 +424,22 @@ class _CudaTimer:
 _Timer = _CpuTimer | _CudaTimer | Stamps
 
 
-def _timed_nodes(loop: Runner) -> _Timer:
+def _timed_nodes(runner: Runner) -> _Timer:
     """Put clocks around the nodes of a loop that has not begun."""
-    timer = _timer_for(loop)
-    plan = replace(loop.plan, nodes=tuple(timer.timed(node) for node in loop.plan.nodes))
-    kind: Any = type(loop.start)
-    start = kind(plan, loop.tables, loop.guard, loop.changed.set)
-    loop.mode.replace(plan, start)
-    loop.plan, loop.start = plan, start
+    timer = _timer_for(runner)
+    plan = replace(runner.plan, nodes=tuple(timer.timed(node) for node in runner.plan.nodes))
+    kind: Any = type(runner.start)
+    start = kind(plan, runner.tables, runner.guard, runner.changed.set)
+    runner.decode_mode.replace(plan, start)
+    runner.plan, runner.start = plan, start
     return timer
 
 
-def _timer_for(loop: Runner) -> _Timer:
-    device, nodes = loop.model.device, loop.plan.nodes
+def _timer_for(runner: Runner) -> _Timer:
+    device, nodes = runner.model.device, runner.plan.nodes
     if device.type == "cpu":
         return _CpuTimer()
-    return _CudaTimer(nodes[0].name, device) if loop.mode_name == "eager" else Stamps(nodes, device)
+    return _CudaTimer(nodes[0].name, device) if runner.settled.mode == "eager" else Stamps(nodes, device)
 
 
 def _kind_time(kind: str, nodes: Sequence[Node], spent: dict[str, float], n_steps: int) -> KindTime:

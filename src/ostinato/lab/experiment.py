@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.lab.model import stops_paying_us
-from ostinato.lab.work import Machine, Timing, Workload, with_values
+from ostinato.lab.work import LabMachine, Timing, Workload, with_values
 
 REPEATS: Final = 5
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
@@ -69,7 +69,7 @@ class ExperimentRow:
         }
 
 
-def measured(machine: Machine, work: Workload, repeats: int = REPEATS) -> ExperimentRow:
+def measured(machine: LabMachine, work: Workload, repeats: int = REPEATS) -> ExperimentRow:
     """One work in every start of a machine, baseline first, each checked; predictions are computed first."""
     work = machine.settle(work)
     costs, body_us = machine.costs(work), machine.body_us(work)
@@ -79,7 +79,7 @@ def measured(machine: Machine, work: Workload, repeats: int = REPEATS) -> Experi
 
 
 def swept(
-    machine: Machine, work: Workload, what: str, values: Sequence[int], repeats: int = REPEATS
+    machine: LabMachine, work: Workload, what: str, values: Sequence[int], repeats: int = REPEATS
 ) -> Iterator[ExperimentRow | tuple[Workload, str]]:
     """A row for each value of one size; for a work that this machine refuses, the message instead of the row."""
     if what not in machine.sizes:
@@ -97,7 +97,7 @@ def _shortened(work: Workload) -> Workload:
 
 
 def result(
-    machine: Machine, work: Workload, rows: Sequence[ExperimentRow], *, decode: Sequence[dict[str, Any]] = ()
+    machine: LabMachine, work: Workload, rows: Sequence[ExperimentRow], *, decode: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """Everything that an experiment found, as one value that can be kept and compared; costs are those of `work`."""
     costs = machine.costs(work)

@@ -14,13 +14,13 @@ from typing import Any, Final
 import torch
 
 from ostinato.errors import BadInput, HardwareCannot
-from ostinato.lab.work import Machine, Workload
+from ostinato.lab.work import LabMachine, Workload
 
 COUNTERS: Final = ("sm__throughput.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum")
 NCU_S: Final = 120.0
 
 
-def profiled(machine: Machine, work: Workload, start: str, trace: Path | None) -> dict[str, Any]:
+def profiled(machine: LabMachine, work: Workload, start: str, trace: Path | None) -> dict[str, Any]:
     """A start under torch's profiler: what the host launches for all steps by our own count, since the profiler does
     not see replays through the driver; the calls and kernels that it saw; and a trace for a browser."""
     from torch.profiler import ProfilerActivity, profile
@@ -113,7 +113,7 @@ def python_command(start: str, work: Workload) -> list[str]:
     return [sys.executable, "-m", "ostinato", "lab", "one", "--start", start, "--body", work.body, *options]
 
 
-def architecture(machine: Machine) -> str:
+def architecture(machine: LabMachine) -> str:
     """What nvcc calls this card; the one we know where there is none."""
     if machine.kind == "cpu":
         return "sm_90"

@@ -35,7 +35,7 @@ from ostinato.models.family import Family
 from ostinato.models.named_shapes import named_shape
 from ostinato.models.registry import FAMILIES
 from ostinato.models.shape import Shape
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Sizes, Tensors
+from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Sizes, StackedTensors
 from ostinato.options import Activations
 
 # What weights can be made as, by the words of the command line: plain numbers, or packed as a file of that type.
@@ -135,7 +135,7 @@ class AnyName:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class RandomSpec:
     """How weights are made. `mix`: matrices are packed as in a file of that kind, and the rest is in `dtype`. `tiles`:
     matrices, of a mix or of `dtype`, are in the native loop's tiles, to be multiplied with such activations, and the
     rest is in float32."""
@@ -155,7 +155,7 @@ class Kind:
             return _TYPES[self.dtype]
         return kept_as(self.mix, name, cols, self.shape)
 
-    def number_type(self, reference: Tensors) -> str:
+    def number_type(self, reference: StackedTensors) -> str:
         """The type of what is no matrix."""
         return _TYPES[torch.float32 if reference.exact else self.rest]
 
@@ -164,7 +164,7 @@ class Kind:
         total = 0
         for name, shape in reference.wanted:
             *outer, rows, cols = (1, 1, *shape)[-3:]
-            if isinstance(reference, Tensors) and not isinstance(reference, Matrices):
+            if isinstance(reference, StackedTensors) and not isinstance(reference, Matrices):
                 total += rows * cols * (torch.float32 if reference.exact else self.rest).itemsize
             elif self.tiles is not None:
                 total += outer[0] * tile_bytes(self.type_of(name, cols), rows, cols)
@@ -177,7 +177,7 @@ class Kind:
 class RandomLoader:
     """Makes a weight for each reference of blocks."""
 
-    def __init__(self, kind: Kind, device: torch.device, seed: int) -> None:
+    def __init__(self, kind: RandomSpec, device: torch.device, seed: int) -> None:
         self._kind, self._device, self._seed = kind, device, seed
         self._plain = _TYPES[kind.dtype]
         self._random = torch.Generator(device)
@@ -191,7 +191,7 @@ class RandomLoader:
                 return self._tiled_experts(reference) if tiled else self._experts(reference)
             case Matrices():
                 return self._tiled(reference) if tiled else self._matrices(reference)
-            case Tensors():
+            case StackedTensors():
                 dtype = torch.float32 if reference.exact else self._kind.rest
                 return self._numbers(reference.names, reference.shapes, dtype)
         raise InternalError(f"{reference!r} is no reference to tensors")
@@ -266,17 +266,17 @@ class RandomLoader:
 
 def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None, tiles: Activations | None = None) -> int:
     """What the weights of such a model take; a tied head counts once."""
-    kind = Kind(shape, dtype, mix, tiles)
+    kind = RandomSpec(shape, dtype, mix, tiles)
     return sum(kind.n_bytes(reference) for reference in set(leaves_of(_blocks_of(_family_of(shape), shape))))
 
 
 def random_tensors(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> dict[str, TensorInfo]:
     """The tensors of such a model as a file's header would list them."""
-    kind = Kind(shape, dtype, mix)
+    kind = RandomSpec(shape, dtype, mix)
     found: dict[str, TensorInfo] = {}
     for reference in leaves_of(_blocks_of(_family_of(shape), shape)):
         for name, sizes in reference.wanted:
-            numbers = isinstance(reference, Tensors) and not isinstance(reference, Matrices)
+            numbers = isinstance(reference, StackedTensors) and not isinstance(reference, Matrices)
             type = kind.number_type(reference) if numbers else kind.type_of(name, sizes[-1])
             n_bytes = prod(sizes) // BLOCKS[type].elements * BLOCKS[type].n_bytes
             found[name] = TensorInfo(name, sizes, type, n_bytes)
@@ -297,10 +297,10 @@ def random_model(
     The same seed gives the same weights on the same kind of device.
     """
     shape = named_shape(name)
-    return random_model_of(_family_of(shape), Kind(shape, dtype, mix, tiles), device, seed)
+    return random_model_of(_family_of(shape), RandomSpec(shape, dtype, mix, tiles), device, seed)
 
 
-def random_model_of(family: Family, kind: Kind, device: torch.device, seed: int = 0) -> Model:
+def random_model_of(family: Family, kind: RandomSpec, device: torch.device, seed: int = 0) -> Model:
     """The same of any shape."""
     loader = RandomLoader(kind, device, seed)
     blocks = with_leaves(_blocks_of(family, kind.shape), cache(loader.leaf))

@@ -137,12 +137,12 @@ def recorded(model: Model, *, n_prompt: int, n_gen: int, kv_type: KVType) -> lis
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
     settled = settle_model(model, "persistent", context=context, n_pages=n_pages, kv_type=kv_type)
     with closing(LoopDriver(open_runner(model, settled))) as driver:
-        start = driver.loop.start
+        start = driver.runner.start
         assert isinstance(start, TapeLoop)
         start.note_times()
         driver.admit(0, [number % model.shape.vocab for number in range(1, n_prompt + 1)], most=n_gen)
         driver.run()
-        return [[int(mark) for mark in own] for own in driver.loop.plan.buffer("clock").tensor.tolist()]
+        return [[int(mark) for mark in own] for own in driver.runner.plan.buffer("clock").tensor.tolist()]
 
 
 def _scale(lanes: Sequence[Sequence[PhaseSpan]]) -> float:

@@ -12,8 +12,8 @@ import numpy as np
 from ostinato.errors import BadOption, InternalError
 from ostinato.lab.model import StartCost
 
-Body = Literal["axpy", "tail"]
-BODIES: Final[tuple[Body, ...]] = ("axpy", "tail")
+BodyName = Literal["axpy", "tail"]
+BODIES: Final[tuple[BodyName, ...]] = ("axpy", "tail")
 REQUESTS: Final = 4  # of a queue that the host feeds
 ERROR_BAR: Final = 1e-5  # of 500 passes over states below SMALL; of more, or larger ones, in proportion
 SMALL: Final = 0.5
@@ -30,7 +30,7 @@ class Workload:
     blocks: int = 0
     threads: int = 512  # fills a multiprocessor without making its own barrier long
     a: float = 0.001
-    body: Body = "axpy"
+    body: BodyName = "axpy"
 
     def __post_init__(self) -> None:
         for name, least, most in (
@@ -132,7 +132,7 @@ class Timing:
         }
 
 
-class Machine(Protocol):
+class LabMachine(Protocol):
     """A machine that runs work in several ways. The first of its starts is the baseline."""
 
     name: str

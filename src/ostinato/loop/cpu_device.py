@@ -18,6 +18,7 @@ from typing import Final
 
 LENT_S: Final = 0.005  # how long the device thread leaves the next turn to a helper
 LOOK_AGAIN_S: Final = 0.1  # how long `close` joins the thread before it checks for a kill
+CLOSE_S: Final = 60.0  # the longest wait for a thread's last job
 TASKS: Final = "/proc/self/task"  # on Linux, one folder per thread
 
 
@@ -80,14 +81,18 @@ class CpuDevice:
             self._baton.release()
             self.lend()
 
-    def close(self) -> None:
-        """End the thread, after all waiting jobs have run."""
+    def close(self) -> bool:
+        """End the thread, after all waiting jobs have run; False where they take longer than its deadline."""
         with self._changed:
             self._closed = True
             self._lent_until = 0.0
             self._changed.notify()
+        end = time.monotonic() + CLOSE_S
         while threading.current_thread() is not self._thread and self.alive:
+            if time.monotonic() > end:
+                return False
             self._thread.join(LOOK_AGAIN_S)
+        return True
 
     def _put(self, line: deque[tuple[Job, Future[None]]], job: Job) -> Future[None]:
         future: Future[None] = Future()

@@ -25,7 +25,7 @@ from ostinato.loop.layout import (
     Tables,
     Word,
 )
-from ostinato.options import Sampling
+from ostinato.options import SAMPLING_NUMBERS, Sampling
 
 _FINISHES: Final = tuple(Finish)  # by number
 
@@ -45,7 +45,7 @@ class OutEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence about to be admitted. `sampling` is settled; `position` is that of its first generated token."""
+    """A sequence about to be admitted. `sampling` is complete; `position` is that of its first generated token."""
 
     generation: int
     prompt: Sequence[int]
@@ -106,8 +106,9 @@ class HostSide:
     def stage(self, slot: int, admission: Admission) -> None:
         """Write an admission. The slot must be free, and the loop must have taken its previous admission."""
         s, row = admission.sampling, self._admissions
-        penalised = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty) != (1, 0, 0)
+        penalised = any(getattr(s, one.name) != one.neutral for one in SAMPLING_NUMBERS if one.penalises)
         numbers: dict[str, Any] = {
+            **{one.field: getattr(s, one.name) for one in SAMPLING_NUMBERS},
             "generation": admission.generation,
             "position": admission.position,
             "left": admission.left,
@@ -119,12 +120,6 @@ class HostSide:
             "n_bias": len(s.logit_bias),
             "constrained": admission.constrained,
             "penalised": penalised,
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "min_p": s.min_p,
-            "repetition": s.repetition_penalty,
-            "presence": s.presence_penalty,
-            "frequency": s.frequency_penalty,
             "seed": s.seed,
         }
         for name, value in numbers.items():

@@ -21,7 +21,7 @@ import numpy as np
 
 from ostinato.errors import InternalError
 from ostinato.loop.memory import ALIGNMENT, address_of, host_zeros
-from ostinato.options import MAX_SLOTS
+from ostinato.options import MAX_SLOTS, SAMPLING_NUMBERS
 
 MAX_STOP_IDS: Final = 16
 MAX_LOGIT_BIAS: Final = 512
@@ -202,18 +202,13 @@ class Layout:
                 ("left", "int32", (n,)),  # tokens that may still be generated
                 ("granted", "int32", (n,)),  # positions that have pages
                 ("min_tokens", "int32", (n,)),
-                ("top_k", "int32", (n,)),
+                *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "int32"),
                 ("n_logprobs", "int32", (n,)),
                 ("n_stop", "int32", (n,)),
                 ("n_bias", "int32", (n,)),
                 ("constrained", "int32", (n,)),  # 1: each token waits for a mask
                 ("penalised", "int32", (n,)),  # 1: some penalty is on, and prompt_bits matter
-                ("temperature", "float32", (n,)),
-                ("top_p", "float32", (n,)),
-                ("min_p", "float32", (n,)),
-                ("repetition", "float32", (n,)),
-                ("presence", "float32", (n,)),
-                ("frequency", "float32", (n,)),
+                *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "float32"),
                 ("seed", "int64", (n,)),
                 ("stop_ids", "int32", (n, MAX_STOP_IDS)),
                 ("bias_ids", "int32", (n, MAX_LOGIT_BIAS)),

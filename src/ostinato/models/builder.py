@@ -24,7 +24,7 @@ from ostinato.models.blocks import (
     RankingHead,
 )
 from ostinato.models.shape import Mamba2Shape, MambaShape, Shape
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Sizes, Tensors
+from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Sizes, StackedTensors
 
 # Read with the shape, where a file has them.
 ROPE_FACTORS = frozenset({"rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"})
@@ -45,9 +45,9 @@ class Builder:
     def __init__(self, shape: Shape, names: Names) -> None:
         self.shape, self.names = shape, names
 
-    def tensor(self, name: str, *sizes: int, exact: bool = False) -> Tensors:
+    def tensor(self, name: str, *sizes: int, exact: bool = False) -> StackedTensors:
         """One tensor of the file as it is. `exact`: few numbers, used in float32, whatever the model's dtype."""
-        return Tensors((name,), (sizes,), exact)
+        return StackedTensors((name,), (sizes,), exact)
 
     def norm(self, name: str, width: int | None = None, *, bias: bool = False) -> Norm:
         """An RMS norm, or with `bias` a layer norm, over `width` (the hidden size unless said)."""
@@ -71,7 +71,7 @@ class Builder:
         outs = (outs,) if isinstance(outs, int) else tuple(outs)
         shapes: tuple[Sizes, ...] = tuple((out, width) for out in outs)
         weight = Matrices(tuple(f"{n}.weight" for n in names), shapes, halves=halves)
-        shift = Tensors(tuple(f"{n}.bias" for n in names), tuple((out,) for out in outs)) if bias else None
+        shift = StackedTensors(tuple(f"{n}.bias" for n in names), tuple((out,) for out in outs)) if bias else None
         return Linear(weight, shift, scale)
 
     def scale(self, sizes: Sequence[int], factors: Sequence[float]) -> Constant | float | None:
@@ -196,7 +196,7 @@ class Builder:
         out = self.linear("cls.output", n_classes, hidden, bias=has("cls.output.bias")) if has_out else None
         return RankingHead(dense, out)
 
-    def model(self, layers: Sequence[AnyLayer], norm: Norm, *, positions: Tensors | None = None) -> ModelBlocks:
+    def model(self, layers: Sequence[AnyLayer], norm: Norm, *, positions: StackedTensors | None = None) -> ModelBlocks:
         """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again."""
         s = self.shape
         embedding = Matrices(("token_embd.weight",), ((s.vocab, s.hidden),))
@@ -209,7 +209,7 @@ class Builder:
             head, spare = self.linear("output", s.vocab, s.hidden, bias=bias, scale=scale), ROPE_FACTORS
         return ModelBlocks(s, embedding, positions, layers, norm, head, spare=spare)
 
-    def encoder(self, layers: Sequence[AnyLayer], *, positions: Tensors | None) -> ModelBlocks:
+    def encoder(self, layers: Sequence[AnyLayer], *, positions: StackedTensors | None) -> ModelBlocks:
         """An encoder: embeddings of token, text and place, their norm, the layers; a head where it is made to rank."""
         s, types = self.shape, "token_types.weight"
         return ModelBlocks(

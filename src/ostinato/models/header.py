@@ -18,7 +18,7 @@ from ostinato.models.shape import Shape
 if TYPE_CHECKING:
     from ostinato.models.blocks import ModelBlocks
 
-Tensors = Mapping[str, TensorInfo]
+HeaderTensors = Mapping[str, TensorInfo]  # by our names, which are GGUF's
 _LAYER_NORM: Final = re.compile(r".*norm\.bias")
 _NORM_AFTER: Final = re.compile(r"blk\.\d+\.post_(attention|ffw)_norm\..*")
 
@@ -39,20 +39,20 @@ def tensors_of(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
 # What they tell about blocks
 
 
-def has_learned_positions(tensors: Tensors) -> bool:
+def has_learned_positions(tensors: HeaderTensors) -> bool:
     return "position_embd.weight" in tensors
 
 
-def has_layer_norm(tensors: Tensors) -> bool:
+def has_layer_norm(tensors: HeaderTensors) -> bool:
     """Whether a norm has a bias: then it is a layer norm, else an RMS norm."""
     return any(_LAYER_NORM.fullmatch(name) for name in tensors)
 
 
-def has_norm_after_block(tensors: Tensors) -> bool:
+def has_norm_after_block(tensors: HeaderTensors) -> bool:
     return any(_NORM_AFTER.fullmatch(name) for name in tensors)
 
 
-def has_plain_mlp(shape: Shape, tensors: Tensors) -> bool:
+def has_plain_mlp(shape: Shape, tensors: HeaderTensors) -> bool:
     """Whether feed-forward blocks have no gate. Gate and up may be one tensor, under the name of up."""
     up = tensors.get("blk.0.ffn_up.weight")
     return up is not None and "blk.0.ffn_gate.weight" not in tensors and up.shape[0] != 2 * shape.ff_width

@@ -30,7 +30,7 @@ Wanted = Iterator[tuple[str, Sizes]]  # names, and the shape that each must have
 
 
 @dataclass(frozen=True, slots=True)
-class Tensors:
+class StackedTensors:
     """Tensors of a file on top of each other, along their rows. `exact`: float32, whatever the model's dtype."""
 
     names: tuple[str, ...]
@@ -47,7 +47,7 @@ class Tensors:
 
 
 @dataclass(frozen=True, slots=True)
-class Matrices(Tensors):
+class Matrices(StackedTensors):
     """The same for what is multiplied with: every backend keeps matrices its own way. `halves`: one tensor that is two
     matrices, one above the other."""
 
@@ -89,7 +89,7 @@ class Constant:
         return iter(())
 
 
-Reference: TypeAlias = Tensors | ExpertMatrices | Constant
+Reference: TypeAlias = StackedTensors | ExpertMatrices | Constant
 
 
 def is_whole(names: tuple[str, ...]) -> bool:

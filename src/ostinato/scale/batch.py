@@ -1,4 +1,4 @@
-"""Answers a file of requests in this process: as many at once as the engine admits; results are written as they arrive.
+"""Answers a file of requests in this process: as many at once as the engine takes; results are written as they arrive.
 
 Every line is answered exactly once, also when the run is killed and restarted (`batch_file.py`).
 """
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from ostinato.errors import EngineDead
 from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
-from ostinato.scale.local import Load, LocalServer
+from ostinato.scale.local import LoadLLM, LocalServer
 from ostinato.serve.settings import ServeOptions
 
 
@@ -107,7 +107,12 @@ def _message(answer: bytes) -> str:
 
 
 async def run_here(
-    options: ServeOptions, load: Load, requests: Requests, results: Results, *, on_progress: OnProgress = lambda _: None
+    options: ServeOptions,
+    load: LoadLLM,
+    requests: Requests,
+    results: Results,
+    *,
+    on_progress: OnProgress = lambda _: None,
 ) -> Tally:
     """Load the model into this process and answer the file."""
     server = LocalServer(options, write=lambda _: None)

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
@@ -33,8 +33,7 @@ _SETTINGS: Final = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
 }
 
-Talk = Callable[[str], None]
-Node = Mapping[str, float]  # the resources of a machine: CPU, GPU
+NodeResources = Mapping[str, float]  # the resources of a machine: CPU, GPU
 
 
 def check_ray() -> None:
@@ -99,13 +98,13 @@ def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
         ray.shutdown()
 
 
-def free_nodes(ray: Any) -> list[Node]:
+def free_nodes(ray: Any) -> list[NodeResources]:
     """The free resources of each machine of the cluster; waits briefly for resources in use."""
     from ray._private.state import available_resources_per_node
 
     end = time.monotonic() + _FREE_S
     while True:
-        found: list[Node] = list(available_resources_per_node().values())
+        found: list[NodeResources] = list(available_resources_per_node().values())
         missing = ray.cluster_resources().get("CPU", 0.0) - sum(node.get("CPU", 0.0) for node in found)
         if missing < 0.01 or time.monotonic() > end:
             return found
@@ -113,7 +112,11 @@ def free_nodes(ray: Any) -> list[Node]:
 
 
 def placed(
-    nodes: Sequence[Node], options: ServeOptions, replicas: int, most: int | None = None, routing: Routing = "prefix"
+    nodes: Sequence[NodeResources],
+    options: ServeOptions,
+    replicas: int,
+    most: int | None = None,
+    routing: Routing = "prefix",
 ) -> ScaleOptions:
     """The resources of each replica: one GPU, or a share of the cores. Refused if there are not enough."""
     gpus, cores = (sum(node.get(kind, 0.0) for node in nodes) for kind in ("GPU", "CPU"))

@@ -15,9 +15,10 @@ from typing import Any
 from ostinato.errors import HardwareCannot, OstinatoError
 from ostinato.files.store import resolve
 from ostinato.llm import LLM
+from ostinato.options import Talk
 from ostinato.scale.batch import OnProgress, Tally, asked, at_once
 from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
-from ostinato.scale.cluster import START_S, Talk, check_ray, free_nodes, joined, placed, told_elsewhere
+from ostinato.scale.cluster import START_S, check_ray, free_nodes, joined, placed, told_elsewhere
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
 

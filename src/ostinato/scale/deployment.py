@@ -50,7 +50,7 @@ _GONE: Final = "the replica that answered has died; ask again"
 def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
     """The application, bound and ready for `serve.run` or `serve deploy`."""
     load = options.load
-    admissions = load.slots + load.queue + IN_PREPARATION
+    capacity = load.slots + load.queue + IN_PREPARATION
     routers = {"prefix": "PrefixRouter", "round_robin": "RoundRobinRouter"}
     imbalance = scaling.imbalance if scaling.imbalance is not None else max(2, load.slots // 2)
     number: dict[str, Any] = {"num_replicas": scaling.replicas}
@@ -69,8 +69,8 @@ def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
         EngineReplica,
         name=ENGINE,
         **number,
-        max_ongoing_requests=admissions,
-        max_queued_requests=admissions,
+        max_ongoing_requests=capacity,
+        max_queued_requests=capacity,
         max_constructor_retry_count=2,
         health_check_period_s=1.0,
         health_check_timeout_s=30.0,
@@ -86,7 +86,7 @@ def application(options: ServeOptions, scaling: ScaleOptions) -> Any:
         serve.ingress()(Ingress),
         name=INGRESS,
         num_replicas=scaling.ingresses,
-        max_ongoing_requests=2 * admissions * scaling.most,
+        max_ongoing_requests=2 * capacity * scaling.most,
         graceful_shutdown_timeout_s=scaling.drain_s,
         graceful_shutdown_wait_loop_s=0.5,
         ray_actor_options={"num_cpus": 0},
@@ -177,7 +177,7 @@ class Ingress:
         self._engine = engine
 
     def __serve_build_asgi_app__(self) -> Any:
-        return guarded(Forward(self._front, self._engine), self._front)
+        return guarded(Forwarder(self._front, self._engine), self._front)
 
     async def drain(self) -> int:
         """Accept no more requests; return how many are running."""
@@ -188,7 +188,7 @@ class Ingress:
         return self._front.n_running
 
 
-class Forward:
+class Forwarder:
     """The application behind the ingress's front: forwards to a replica, and answers the pages about all replicas."""
 
     def __init__(self, front: GatewayService, engine: DeploymentHandle) -> None:

@@ -149,4 +149,4 @@ def _scope(call: Call) -> dict[str, Any]:
     }
 
 
-Load = Callable[[], LLM]
+LoadLLM = Callable[[], LLM]

@@ -54,9 +54,9 @@ def merged_health(facts: Sequence[dict[str, Any]], *, draining: bool) -> dict[st
 
 def merged_slots(slots: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Every slot with its replica's name; counts added up."""
-    admissions = [{**admission, "replica": one["replica"]} for one in slots for admission in one["slots"]]
+    with_replica = [{**slot, "replica": one["replica"]} for one in slots for slot in one["slots"]]
     counts = {name: sum(one.get(name) or 0 for one in slots) for name in ("waiting", "tokens", "steps")}
     names = ("all", "used", "cached")
     pages = {name: sum((one.get("pages") or {}).get(name, 0) for one in slots) for name in names}
     gaps = next((one["gaps"] for one in slots if one.get("gaps")), None)
-    return {"slots": admissions, "gaps": gaps, "pages": pages, **counts}
+    return {"slots": with_replica, "gaps": gaps, "pages": pages, **counts}

@@ -16,10 +16,10 @@ BLOCK: Final = 64  # characters
 MOST_BLOCKS: Final = 512  # beyond these, prompts count as the same
 MOST_KEYS: Final = 200_000
 
-Keys = tuple[bytes, ...]
+PrefixKeys = tuple[bytes, ...]
 
 
-def keys_of_text(text: str) -> Keys:
+def keys_of_text(text: str) -> PrefixKeys:
     """One key for each whole block.
 
     >>> one, other = keys_of_text("a" * 128 + "b" * 64), keys_of_text("a" * 128 + "c" * 64)
@@ -35,7 +35,7 @@ def keys_of_text(text: str) -> Keys:
     return tuple(made)
 
 
-def keys_of_body(body: bytes) -> Keys:
+def keys_of_body(body: bytes) -> PrefixKeys:
     """The keys of a request's prompt; none if the prompt cannot be found, and then any replica will do."""
     try:
         asked = json.loads(body)
@@ -64,7 +64,7 @@ class PrefixTable:
         self._imbalance = imbalance
         self._replicas: OrderedDict[bytes, set[str]] = OrderedDict()
 
-    def order(self, keys: Keys, busy: Mapping[str, int]) -> list[str]:
+    def order(self, keys: PrefixKeys, busy: Mapping[str, int]) -> list[str]:
         """All replicas, the best first: that with the longest prefix unless it is much busier, then the least busy."""
         idle_first = sorted(busy, key=lambda name: (busy[name], name))
         if not idle_first:
@@ -76,7 +76,7 @@ class PrefixTable:
                 return [*have, *(name for name in idle_first if name not in have)]
         return idle_first
 
-    def learn(self, keys: Keys, replica: str) -> None:
+    def learn(self, keys: PrefixKeys, replica: str) -> None:
         """Record that a replica received this prompt, and will hold its prefixes."""
         for key in reversed(keys):  # the shortest prefix becomes the most recent, and is dropped last
             self._replicas.setdefault(key, set()).add(replica)

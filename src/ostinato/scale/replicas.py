@@ -16,7 +16,8 @@ from typing import Any, Final, NamedTuple, Self
 
 from ostinato.errors import BadInput, HardwareCannot
 from ostinato.files.store import resolve
-from ostinato.scale.cluster import START_S, Talk, check_ray, free_nodes, joined, last_line, placed, told_elsewhere
+from ostinato.options import Talk
+from ostinato.scale.cluster import START_S, check_ray, free_nodes, joined, last_line, placed, told_elsewhere
 from ostinato.scale.settings import Routing, ScaleOptions
 from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import listen

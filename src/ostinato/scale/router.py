@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from ostinato.scale.local import Call
-from ostinato.scale.prefix import Keys, PrefixTable
+from ostinato.scale.prefix import PrefixKeys, PrefixTable
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]  # Ray is untyped
@@ -55,7 +55,7 @@ def full_last(names: list[str], pending: PendingRequest | None) -> list[str]:
     return names if call is None else sorted(names, key=lambda name: name in call.full)
 
 
-def _keys(pending: PendingRequest | None) -> Keys:
+def _keys(pending: PendingRequest | None) -> PrefixKeys:
     call = _call(pending)
     return () if call is None else call.prefix
 

@@ -41,7 +41,7 @@ _LENGTHS: Final = 0.5 + (np.arange(32) + 0.5) / 32  # of a prompt or an answer, 
 _LIVES: Final = (np.arange(10) + 0.5) / 10  # quantiles of the number of live requests
 _POINTS: Final = 2048  # of the grid of waits
 
-Floats = NDArray[np.float64]
+Doubles = NDArray[np.float64]
 Limit = Literal["decoding", "prompts", "slots", "first token"]
 
 
@@ -115,7 +115,7 @@ def working(replica: Replica, demand: Demand, slots: int, rate: float) -> LoadEs
 
 
 @lru_cache(maxsize=256)
-def _leaving(replica: Replica, demand: Demand, slots: int) -> tuple[Floats, Floats]:
+def _leaving(replica: Replica, demand: Demand, slots: int) -> tuple[Doubles, Doubles]:
     """For 0 ... slots requests on a replica: how many leave per second, and how many of them are live."""
     p, steps = demand.prompt / replica.prompt_tok_s, demand.output - 1
     chunks, most = _chunks(demand), _most_live(demand)
@@ -141,11 +141,11 @@ class LiveDistribution:
     """Requests on a replica: the mean, ten quantiles over time, and the share of arrivals that find no slot."""
 
     live: float
-    lives: Floats
+    lives: Doubles
     no_slot: float
     going: float  # departures per second, less arrivals, while requests wait for a slot
 
-    def has_slot(self, wait: Floats) -> Floats:
+    def has_slot(self, wait: Doubles) -> Doubles:
         """The share of arrivals that have a slot within that wait."""
         return 1 - self.no_slot * np.exp(-np.maximum(wait, 0) * self.going / _LESS_VARIED)
 
@@ -170,10 +170,10 @@ def crowd_of(replica: Replica, demand: Demand, slots: int, rate: float) -> LiveD
 class _FirstTokenWait:
     """The time to the first token: what it takes without waiting, as points with weights, and the waits."""
 
-    alone: Floats
-    weights: Floats
-    grid: Floats
-    prompts: Floats  # shares of requests that wait for earlier prompts no longer than each grid point
+    alone: Doubles
+    weights: Doubles
+    grid: Doubles
+    prompts: Doubles  # shares of requests that wait for earlier prompts no longer than each grid point
     crowd: LiveDistribution
 
     def at(self, share: float) -> float:
@@ -206,12 +206,12 @@ def _first_token(replica: Replica, demand: Demand, rate: float, crowd: LiveDistr
     return _FirstTokenWait(points, weights, grid, prompts, crowd)
 
 
-def _prompt_waits(service: Floats, busy: float) -> tuple[Floats, Floats]:
+def _prompt_waits(service: Doubles, busy: float) -> tuple[Doubles, Doubles]:
     """M/G/1: a wait is the rest of one service, and again of one with the chance that the server is busy, and so on."""
     mean = float(service.mean())
     tail = mean * (1 + float(service.var()) / mean**2) / 2 / (1 - busy)
     width = (float(service.max()) + tail * math.log(1e5)) / _POINTS
-    grid: Floats = np.arange(_POINTS, dtype=np.float64) * width
+    grid: Doubles = np.arange(_POINTS, dtype=np.float64) * width
     if width > mean / 4:  # hardly ever idle: the grid is too coarse, and waits are nearly exponential
         return grid, 1 - busy * np.exp(-grid / tail)
     rest = 1 - np.searchsorted(np.sort(service), grid + width / 2, side="right") / service.size

@@ -62,7 +62,7 @@ class Answers:
     ) -> None:
         """`field` is the field that held the prompts; the error for a prompt that is too long names it."""
         load = service.options.load
-        most = min(service.limits.choices, load.slots + load.queue)  # more could never be admitted
+        most = min(service.limits.choices, load.slots + load.queue)  # more could never wait
         if len(inputs) > most:
             message = f"{len(inputs)} answers are asked for; at most {most} can be at once"
             raise Refusal(400, message, param="n" if n > 1 else field)

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from ostinato.errors import BadInput
 
-Kind = Literal["chat", "completions"]
+LoadKind = Literal["chat", "completions"]
 _LINE_BYTES: Final = 8 * 2**20
 # Short and common: about a token each in any vocabulary. A server's own count is what is reported.
 _WORDS: Final = """
@@ -49,7 +49,7 @@ class Load:
 
     url: str
     model: str | None = None
-    kind: Kind = "chat"
+    kind: LoadKind = "chat"
     n_requests: int = 64
     clients: int | None = 8
     rate: float | None = None

@@ -26,7 +26,7 @@ from ostinato.serve.token_queue import TokenDispatcher, TokenQueue
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import ToolFormat
 
-State = Literal["loading", "ready", "draining", "dead"]
+ServiceState = Literal["loading", "ready", "draining", "dead"]
 T = TypeVar("T")
 
 # Requests beyond slots and queue: their prompts are being prepared.
@@ -50,7 +50,7 @@ class Service:
         self.options, self.limits = options, options.limits
         self.restarts = dict(restarts or {})
         self.write, self.make_id, self.clock = write, make_id, clock
-        self.state: State = "loading"
+        self.state: ServiceState = "loading"
         self.why = "the model is being loaded"
         self.started = int(clock())
         self.metrics = Metrics(self.stats, self.restarts)

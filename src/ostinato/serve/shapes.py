@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ostinato.errors import listing
-from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, Sampling
+from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
 from ostinato.serve.errors import Refusal
 
 # Accepted and ignored: nothing of an answer would change.
@@ -196,6 +196,12 @@ ResponseFormat = Annotated[
 ]
 
 
+def _bounds(name: str) -> Any:
+    """The bounds of a number of `Sampling`."""
+    number = next(number for number in SAMPLING_NUMBERS if number.name == name)
+    return Field(ge=number.low, le=min(number.high, 2**31 - 1))
+
+
 class StreamOptions(BaseModel):
     """What a stream carries beside the answer."""
 
@@ -212,17 +218,17 @@ class GenerationBody(Body):
     model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    temperature: Annotated[float, _bounds("temperature")] | None = None
+    top_p: Annotated[float, _bounds("top_p")] | None = None
+    top_k: Annotated[int, _bounds("top_k")] | None = None
+    min_p: Annotated[float, _bounds("min_p")] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_STRINGS)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-100, le=100)] | None = None
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, _bounds("presence_penalty")] | None = None
+    frequency_penalty: Annotated[float, _bounds("frequency_penalty")] | None = None
+    repetition_penalty: Annotated[float, _bounds("repetition_penalty")] | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
@@ -245,19 +251,14 @@ class GenerationBody(Body):
 
     def sampling(self, **more: Any) -> Sampling:
         """The sampling options of the body, overridden by `more`."""
+        numbers = {one.name: getattr(self, one.name) for one in SAMPLING_NUMBERS}
         words: dict[str, Any] = {
+            **{name: value for name, value in numbers.items() if value is not None},
             "max_tokens": self.most_tokens,
             "min_tokens": self.min_tokens or 0,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
             "seed": self.seed,
             "stop": self.stop or (),
             "stop_ids": self.stop_token_ids or (),
-            "presence_penalty": self.presence_penalty or 0.0,
-            "frequency_penalty": self.frequency_penalty or 0.0,
-            "repetition_penalty": self.repetition_penalty,
             "logit_bias": self._bias(),
             "ignore_eos": bool(self.ignore_eos),
             "logprobs": self.n_logprobs,

@@ -16,11 +16,12 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Final
 
 from ostinato.errors import BadInput
+from ostinato.options import Talk
 from ostinato.serve.settings import ServeOptions
 
 WORKER: Final = (sys.executable, "-m", "ostinato.serve.worker")
@@ -32,8 +33,6 @@ START_S: Final = 600.0  # to a worker's first event: Python and torch may load f
 SILENT_S: Final = 60.0  # without a heartbeat, which a worker sends every second
 _LOOK_S: Final = 0.5
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
-
-Talk = Callable[[str], None]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
-from ostinato.engine.request import Message, Request
+from ostinato.engine.request import Request, RequestMessage
 
 
 class TokenQueue:
@@ -20,11 +20,11 @@ class TokenQueue:
     def __init__(self, bound: int, overflowing: Callable[[], None]) -> None:
         """`overflowing` is called when more than `bound` messages wait: the reader is too slow."""
         self._bound, self._overflowing = bound, overflowing
-        self._messages: deque[tuple[int, Message]] = deque()
+        self._messages: deque[tuple[int, RequestMessage]] = deque()
         self._arrival = asyncio.Event()
         self.overflowed = False
 
-    def put(self, index: int, message: Message) -> None:
+    def put(self, index: int, message: RequestMessage) -> None:
         """Add a message. Call on the event loop."""
         if self.overflowed:
             return
@@ -44,7 +44,7 @@ class TokenQueue:
         await self._arrival.wait()
         self._arrival.clear()
 
-    def take(self) -> tuple[int, Message] | None:
+    def take(self) -> tuple[int, RequestMessage] | None:
         """The next message. None if there is none: earlier wakes are then consumed, and `look` waits for a new one."""
         if self._messages:
             return self._messages.popleft()
@@ -57,13 +57,13 @@ class TokenDispatcher:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._arrived: deque[tuple[TokenQueue, int, Message]] = deque()
+        self._arrived: deque[tuple[TokenQueue, int, RequestMessage]] = deque()
         self._woken = False
 
-    def sink(self, box: TokenQueue, index: int) -> Callable[[Request, Message], None]:
+    def sink(self, box: TokenQueue, index: int) -> Callable[[Request, RequestMessage], None]:
         """The sink that an engine calls with an answer's messages."""
 
-        def put(_: Request, message: Message) -> None:
+        def put(_: Request, message: RequestMessage) -> None:
             self._arrived.append((box, index, message))
             if not self._woken:
                 self._woken = True

@@ -25,7 +25,7 @@ from ostinato.text.tokenizer import Tokenizer
 
 MAX_TOOLS: Final = 128
 
-Message: TypeAlias = dict[str, Any]
+TemplateMessage: TypeAlias = dict[str, Any]
 FormatName = Literal["hermes", "tags", "llama", "mistral", "mistral-named", "phi", "plain"]
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -136,7 +136,7 @@ class ToolFormat:
             return None
         return [tool.definition for tool in tools]
 
-    def prompt_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[Message]:
+    def prompt_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool]) -> list[TemplateMessage]:
         """The conversation as the template wants it: calls made before and their results, and tools where need be."""
         asked = [_with_objects(message) for message in messages]
         match self.name:
@@ -150,7 +150,7 @@ class ToolFormat:
                 return self._in_words(asked, tools)
         return asked
 
-    def _in_words(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+    def _in_words(self, messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
         told = [_told_in_words(message) for message in messages]
         return _with_preface(told, _preface(tools), system=self.system) if tools else told
 
@@ -258,7 +258,7 @@ def _format_of(source: str) -> FormatName:
 # Conversations
 
 
-def _with_objects(message: Mapping[str, Any]) -> Message:
+def _with_objects(message: Mapping[str, Any]) -> TemplateMessage:
     """Arguments of earlier calls as objects: templates write them as JSON themselves."""
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or isinstance(calls, str):
@@ -277,13 +277,13 @@ def _with_object(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _one_call_each(message: Message) -> list[Message]:
+def _one_call_each(message: TemplateMessage) -> list[TemplateMessage]:
     """Llama's templates take one call in a message."""
     calls = message.get("tool_calls") or []
     return [message] if len(calls) < 2 else [{**message, "tool_calls": [call]} for call in calls]
 
 
-def _with_short_ids(message: Message) -> Message:
+def _with_short_ids(message: TemplateMessage) -> TemplateMessage:
     """Mistral's templates take ids of nine letters and digits, and no others."""
     changed = dict(message)
     if isinstance(message.get("tool_call_id"), str):
@@ -299,7 +299,7 @@ def _shortened(id: str) -> str:
     return "".join(_LETTERS[byte % len(_LETTERS)] for byte in hashlib.sha256(id.encode()).digest()[:9])
 
 
-def _for_phi(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
+def _for_phi(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
     told = []
     for message in messages:
         if message.get("tool_calls"):
@@ -319,7 +319,7 @@ def _for_phi(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message
     return [{**told[0], "tools": json.dumps(functions, ensure_ascii=False)}, *told[1:]]
 
 
-def _told_in_words(message: Message) -> Message:
+def _told_in_words(message: TemplateMessage) -> TemplateMessage:
     """A call, or its result, for a template that has no form for it."""
     calls = message.get("tool_calls")
     if calls:
@@ -346,7 +346,7 @@ def _preface(tools: Sequence[Tool]) -> str:
     )
 
 
-def _with_preface(messages: Sequence[Message], preface: str, *, system: bool) -> list[Message]:
+def _with_preface(messages: Sequence[TemplateMessage], preface: str, *, system: bool) -> list[TemplateMessage]:
     """A text before everything: in the system message, or in the first of the user where the template takes none."""
     role = "system" if system else "user"
     if messages and messages[0].get("role") == role:

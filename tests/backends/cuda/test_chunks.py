@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ostinato.backends.base import ChunkPart, ChunkWant
-from ostinato.backends.cuda.chunks import FusedChunks
+from ostinato.backends.base import ChunkPart, ChunkWant, Settled
+from ostinato.backends.cuda.backend import CUDA
+from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
-from ostinato.backends.cuda.outputs import output_bytes
 from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
-from ostinato.lab.random_weights import Kind, RandomLoader, random_model, random_model_of
+from ostinato.lab.random_weights import RandomLoader, RandomSpec, random_model, random_model_of
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.qwen3 import QWEN3_MOE
@@ -50,12 +51,12 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 
 def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedChunks:
-    loop = driver.loop
+    runner = driver.runner
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedChunks(
-        loop.model, loop.memory, loop.tables, loop.model.shape.vocab, kernels, prompts, buckets=buckets
+    runner.chunks = FusedChunks(
+        runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, prompts, buckets=buckets
     )
-    return loop.prefill
+    return runner.chunks
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -83,7 +84,7 @@ def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch:
                 launch()
         assert watch.seen == []
     assert len(launched) > 2 * len(model.layers) * 5
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_memory_that_is_allocated_in_a_launch_is_noticed() -> None:
@@ -101,17 +102,17 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
 
     def held(prefill: FusedChunks) -> int:
         own = [tensor for _, tensor in tensors_of([vars(prefill)[name] for name in sorted(vars(prefill))], "")]
-        model = {tensor.data_ptr() for _, tensor in tensors_of(driver.loop.model, "")}
+        model = {tensor.data_ptr() for _, tensor in tensors_of(driver.runner.model, "")}
         return sum(t.numel() * t.element_size() for t in own if t.data_ptr() not in model)
 
     assert held(one) == held(four)
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said() -> None:
     model = random_model("tiny", torch.bfloat16, CPU)
     driver = open_loop(mode="twin", model=model, n_slots=2)
-    prefill = prefill_of(driver, triton=False)
+    prefill = prefill_of(driver, triton=False, buckets=BUCKETS)
     prefill._outputs.warm(prefill._x)
     part = ChunkPart([5, 6, 7], 0, [[0]], outputs=[2])
     prefill.run([replace(part, outputs=())], 64)
@@ -121,8 +122,10 @@ def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said(
     prefill.run([part], 64, ChunkWant("logits"))
     assert room is prefill._outputs._room
     held = sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(room, ""))
-    assert held == output_bytes(model.shape, model.dtype, prefill.rows)
-    driver.loop.close()
+    settled = Settled("cuda:0", "cuda", "loop", "bfloat16", "bf16", 64)
+    counted = {row.name: row.n_bytes for row in CUDA.needs(model.shape, {}, settled)}
+    assert held == counted[OUTPUT_ROWS]
+    driver.runner.close()
 
 
 # Packed experts
@@ -134,7 +137,7 @@ def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
     one_layer = replace(plain, n_layers=1, ropes=plain.ropes[:1], windows=plain.windows[:1])
     shape = replace(one_layer, family=family, experts=ExpertShape(5, 2, 64, renormalise=True))
     made = MIXTRAL if family == "mixtral" else QWEN3_MOE
-    return random_model_of(made, Kind(shape, dtype, mix), CPU, 3)
+    return random_model_of(made, RandomSpec(shape, dtype, mix), CPU, 3)
 
 
 def with_two_types(model: Model) -> Model:
@@ -144,7 +147,7 @@ def with_two_types(model: Model) -> Model:
         assert isinstance(layer, Layer)
         assert isinstance(layer.mlp, Experts)
         n, ff, hidden = layer.mlp.experts.n_experts, layer.mlp.experts.ff_width, model.shape.hidden
-        loader = RandomLoader(Kind(model.shape, model.dtype, "q5_1"), CPU, 4)
+        loader = RandomLoader(RandomSpec(model.shape, model.dtype, "q5_1"), CPU, 4)
         gate = loader.leaf(ExpertMatrices((("gate_exps.weight",),), n, (ff, hidden)))
         assert isinstance(gate, Packed)
         up = (torch.randn(n * ff, hidden, generator=chance) * hidden**-0.5).half()
@@ -174,7 +177,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
         driver.admit(0, PROMPTS[0], most=1)
         driver.run()
         left.append(prefill._x[: len(PROMPTS[0])].clone())
-        driver.loop.close()
+        driver.runner.close()
     torch.testing.assert_close(left[1], left[0], rtol=3e-2, atol=3e-2 * float(left[0].abs().max()))
 
 

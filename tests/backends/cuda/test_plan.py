@@ -30,19 +30,19 @@ def fused_driver(
 ) -> Driver:
     """A driver whose step is the fused plan; prompts still go through the model's blocks."""
     driver = open_loop(model=model, mode="twin", n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
-    loop = driver.loop
-    loop.start.close()
-    loop.plan = fused_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels, fusions)
-    loop.start = CpuLoop(loop.plan, loop.tables, loop.guard)
-    loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
+    runner = driver.runner
+    runner.start.close()
+    runner.plan = fused_plan(model, runner.memory, runner.tables, model.shape.vocab, kernels, fusions)
+    runner.start = CpuLoop(runner.plan, runner.tables, runner.guard)
+    runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
     return driver
 
 
 def logits_of(driver: Driver, most: int) -> tuple[list[list[int]], torch.Tensor]:
     generations = [driver.admit(slot, prompt, most=most) for slot, prompt in enumerate(PROMPTS)]
     driver.run()
-    driver.loop.close()
-    return [driver.tokens(g) for g in generations], driver.loop.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
+    driver.runner.close()
+    return [driver.tokens(g) for g in generations], driver.runner.plan.buffer("logits").tensor[: len(PROMPTS)].clone()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,7 +68,7 @@ def first_tokens(driver: Driver) -> list[int]:
     for slot, prompt in enumerate(PROMPTS):
         driver.admit(slot, prompt, most=1)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     return [entry.token for entry in driver.entries if entry.token is not None]
 
 
@@ -76,14 +76,14 @@ def first_tokens(driver: Driver) -> list[int]:
 def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family: str) -> None:
     model = family_model(family)
     plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
-    loop = fused.loop
-    loop.prefill = FusedChunks(
-        model, loop.memory, loop.tables, model.shape.vocab, twin_kernels(), twin_prompts(), buckets=(16, 32)
+    runner = fused.runner
+    runner.chunks = FusedChunks(
+        model, runner.memory, runner.tables, model.shape.vocab, twin_kernels(), twin_prompts(), buckets=(16, 32)
     )
     assert first_tokens(fused) == first_tokens(plain)
-    assert plain.loop.memory.kv is not None
-    assert loop.memory.kv is not None
-    for half, twin in zip(loop.memory.kv.halves, plain.loop.memory.kv.halves, strict=True):
+    assert plain.runner.memory.kv is not None
+    assert runner.memory.kv is not None
+    for half, twin in zip(runner.memory.kv.halves, plain.runner.memory.kv.halves, strict=True):
         torch.testing.assert_close(half.values, twin.values, rtol=1e-4, atol=1e-4)
 
 
@@ -94,28 +94,28 @@ def nodes_a_layer(plan: Plan) -> int:
 @pytest.mark.parametrize(("family", "most"), [("llama", 5), ("qwen2", 5), ("qwen3", 5), ("phi3", 5), ("gemma2", 7)])
 def test_a_layer_has_few_nodes(family: str, most: int) -> None:
     driver = fused_driver(family_model(family), twin_kernels())
-    assert nodes_a_layer(driver.loop.plan) == most
-    driver.loop.close()
+    assert nodes_a_layer(driver.runner.plan) == most
+    driver.runner.close()
 
 
 def test_rows_beyond_the_living_are_not_touched() -> None:
     driver = fused_driver(family_model("llama"), twin_kernels())
     for name in ("x", "qkv", "attended", "act", "logits"):
-        driver.loop.plan.buffer(name).tensor[1:] = float("nan")
+        driver.runner.plan.buffer(name).tensor[1:] = float("nan")
     generation = driver.admit(0, PROMPTS[0], most=4)
     driver.run()
     assert len(driver.tokens(generation)) == 4
     assert all(
-        bool(driver.loop.plan.buffer(n).tensor[1:].isnan().all()) for n in ("x", "qkv", "attended", "act", "logits")
+        bool(driver.runner.plan.buffer(n).tensor[1:].isnan().all()) for n in ("x", "qkv", "attended", "act", "logits")
     )
-    driver.loop.close()
+    driver.runner.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gpt2", "mixtral"])
 def test_a_plan_lists_everything_that_its_launches_use(family: str) -> None:
     """So that whatever is moved is found (I-6, E-31)."""
     driver = fused_driver(family_model(family), twin_kernels())
-    plan, model = driver.loop.plan, driver.loop.model
+    plan, model = driver.runner.plan, driver.runner.model
     listed = {buffer.address for buffer in plan.buffers}
     assert all(tensor.data_ptr() in listed for _, tensor in tensors_of(model, "model"))
-    driver.loop.close()
+    driver.runner.close()

@@ -47,19 +47,19 @@ def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: 
     """A driver whose step is the static plan; prompts go through the model's blocks as ever."""
     kernels = kernels or twin_kernels()
     driver = open_loop(model=model, mode="twin", n_slots=N_SLOTS, n_pages=96, kv_type=kv_type)  # type: ignore[arg-type]
-    loop = driver.loop
-    loop.start.close()
-    loop.memory = PagedMemory.of(
+    runner = driver.runner
+    runner.start.close()
+    runner.memory = PagedMemory.of(
         model,
-        loop.groups,
+        runner.groups,
         n_slots=N_SLOTS + SPARE_STATES,
         kv_type=kv_type,  # type: ignore[arg-type]
-        page_tokens=loop.page_tokens,
+        page_tokens=runner.page_tokens,
     )
-    loop.prefill = TorchChunks(model, loop.memory, loop.tables, model.shape.vocab, kernels)
-    loop.plan = static_plan(model, loop.memory, loop.tables, model.shape.vocab, kernels)
-    loop.start = CpuLoop(loop.plan, loop.tables, loop.guard, loop.changed.set)
-    loop.mode = DecodeMode(loop.plan, loop.start, loop.tables, loop.guard)
+    runner.chunks = TorchChunks(model, runner.memory, runner.tables, model.shape.vocab, kernels)
+    runner.plan = static_plan(model, runner.memory, runner.tables, model.shape.vocab, kernels)
+    runner.start = CpuLoop(runner.plan, runner.tables, runner.guard, runner.changed.set)
+    runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
     return driver
 
 
@@ -69,18 +69,18 @@ def row_by_row(model: Model, *, kv_type: str = "f32") -> Driver:
 
 def with_nodes(driver: Driver, *more: Node, before: str = "sample") -> None:
     """Put nodes of the test's own before the first of that name."""
-    loop, nodes = driver.loop, list(driver.loop.plan.nodes)
+    runner, nodes = driver.runner, list(driver.runner.plan.nodes)
     at = next(number for number, node in enumerate(nodes) if node.name.startswith(before))
-    loop.plan = replace(loop.plan, nodes=(*nodes[:at], *more, *nodes[at:]))
-    start = CpuLoop(loop.plan, loop.tables, loop.guard, loop.changed.set)
-    loop.mode.replace(loop.plan, start)
-    loop.start = start
+    runner.plan = replace(runner.plan, nodes=(*nodes[:at], *more, *nodes[at:]))
+    start = CpuLoop(runner.plan, runner.tables, runner.guard, runner.changed.set)
+    runner.decode_mode.replace(runner.plan, start)
+    runner.start = start
 
 
 def recorded(driver: Driver) -> Logits:
     """What will hold the logits of every row of every step."""
-    table, found = driver.loop.tables.table, Logits()
-    logits = driver.loop.plan.buffer("logits").tensor
+    table, found = driver.runner.tables.table, Logits()
+    logits = driver.runner.plan.buffer("logits").tensor
 
     def record() -> None:
         for row in range(int(table["n_rows"])):
@@ -98,7 +98,7 @@ def played(driver: Driver, slots: Sequence[int], *, sampling: Sampling = GREEDY)
         driver.admit(slot, PROMPTS[number], most=4 + 2 * number, sampling=sampling) for number, slot in enumerate(slots)
     ]
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     return [driver.tokens(generation) for generation in generations], logits
 
 
@@ -160,7 +160,7 @@ def test_scaled_and_placed_embeddings_norms_and_ropes_are_those_of_the_model(fam
 def test_a_model_in_bfloat16_gives_about_the_logits_that_it_does_row_by_row(kind: MemoryKind) -> None:
     model = narrow_model(kind)
     driver = static_driver(model)
-    assert driver.loop.plan.buffer("x").tensor.dtype == (torch.float32 if kind == "recurrent" else torch.bfloat16)
+    assert driver.runner.plan.buffer("x").tensor.dtype == (torch.float32 if kind == "recurrent" else torch.bfloat16)
     expected, found = played(row_by_row(model), [1, 4]), played(driver, [1, 4])
     for number, tokens in enumerate(expected[0]):
         # The first step of each: later ones may have taken in another token.
@@ -221,7 +221,7 @@ def test_a_rows_bits_are_the_same_in_any_slot_and_row_and_company(kind: MemoryKi
         logits = recorded(driver)
         driver.admit(0, prompt, most=4 + 2 * number, sampling=WARM)
         driver.run()
-        driver.loop.close()
+        driver.runner.close()
         alone[number] = logits
     for slots in ([5, 4, 3, 2, 1], [2, 0, 5, 1, 4]):
         _, together = played(static_driver(model), slots, sampling=WARM)
@@ -237,18 +237,18 @@ def test_a_sequence_may_come_into_a_slot_that_another_left_while_others_go_on(ki
 
     def one_after_another(driver: Driver) -> list[list[int]]:
         first = [driver.admit(slot, PROMPTS[slot], most=6 + 20 * (slot == 1)) for slot in range(3)]
-        driver.loop.mode.enter()
-        driver.loop.host.set_yield(True)
+        driver.runner.decode_mode.enter()
+        driver.runner.host.set_yield(True)
         for _ in range(2):
-            driver.loop.mode.trigger()  # ends at its first step boundary, having admitted
+            driver.runner.decode_mode.trigger()  # ends at its first step boundary, having admitted
             driver.wait()
-        driver.loop.host.set_yield(False)
-        driver.loop.mode.exit()
+        driver.runner.host.set_yield(False)
+        driver.runner.decode_mode.exit()
         for _ in range(8):  # the two short ones end, the long one goes on
-            driver.loop.mode.step()
+            driver.runner.decode_mode.step()
         late = [driver.admit(slot, PROMPTS[3 + slot // 2], most=5) for slot in (0, 2)]
         driver.run()
-        driver.loop.close()
+        driver.runner.close()
         return [driver.tokens(generation) for generation in (*first, *late)]
 
     expected = one_after_another(row_by_row(model))
@@ -260,7 +260,7 @@ def test_a_sequence_may_come_into_a_slot_that_another_left_while_others_go_on(ki
 
 
 def kept_states(driver: Driver) -> list[Tensor]:
-    states = driver.loop.memory.states
+    states = driver.runner.memory.states
     return [] if states is None else [state for layer in states.layers.values() for state in layer]
 
 
@@ -271,22 +271,22 @@ def test_what_other_slots_and_pages_hold_is_neither_read_nor_written(kind: Memor
     untouched = static_driver(model)
     expected = untouched.admit(slot, PROMPTS[0], most=20)
     untouched.run()
-    untouched.loop.close()
+    untouched.runner.close()
 
     driver = static_driver(model)
     generation = driver.admit(slot, PROMPTS[0], most=20, pages=[7, 2])
-    memory = driver.loop.memory
+    memory = driver.runner.memory
     others = [other for other in range(N_SLOTS + SPARE_STATES) if other != slot]
     for state in kept_states(driver):
         state[others] = float("nan")
-    elsewhere = torch.ones(driver.loop.settled.n_pages * memory.page_tokens, dtype=torch.bool)
+    elsewhere = torch.ones(driver.runner.settled.n_pages * memory.page_tokens, dtype=torch.bool)
     for page in (7, 2):
         elsewhere[page * memory.page_tokens : (page + 1) * memory.page_tokens] = False
     halves = [] if memory.kv is None else memory.kv.halves
     for half in halves:
         half.values[0, elsewhere] = float("nan")
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert driver.tokens(generation) == untouched.tokens(expected)
     for state in kept_states(driver):
         assert bool(state[[other for other in others if other < N_SLOTS]].isnan().all())
@@ -300,7 +300,7 @@ def test_rows_that_serve_nobody_begin_with_nothing_at_every_step(kind: MemoryKin
     driver.admit(1, PROMPTS[0], most=4)
     driver.admit(2, PROMPTS[1], most=20)
     driver.run()
-    driver.loop.close()
+    driver.runner.close()
     assert not any(bool(state[N_SLOTS].any()) for state in kept_states(driver))
 
 
@@ -308,28 +308,28 @@ def test_rows_that_serve_nobody_begin_with_nothing_at_every_step(kind: MemoryKin
 def test_a_step_with_nobody_in_it_changes_no_memory(kind: MemoryKind) -> None:
     driver = static_driver(random_model(kind))
     driver.admit(0, PROMPTS[0], most=4)
-    loop = driver.loop
-    loop.tables.table["n_rows"].zero_()
-    loop.tables.table["row_slot"].fill_(N_SLOTS - 1)  # whatever a step before left there
-    halves = [] if loop.memory.kv is None else loop.memory.kv.halves
+    runner = driver.runner
+    runner.tables.table["n_rows"].zero_()
+    runner.tables.table["row_slot"].fill_(N_SLOTS - 1)  # whatever a step before left there
+    halves = [] if runner.memory.kv is None else runner.memory.kv.halves
     before = [state[:N_SLOTS].clone() for state in kept_states(driver)], [half.values.clone() for half in halves]
-    for node in loop.plan.nodes:
+    for node in runner.plan.nodes:
         node.run()
     after = [state[:N_SLOTS] for state in kept_states(driver)], [half.values for half in halves]
     assert all(map(torch.equal, before[0] + before[1], after[0] + after[1]))
-    loop.close()
+    runner.close()
 
 
 def test_rows_that_serve_nobody_stand_at_a_token_and_a_position_that_exist() -> None:
     model = family_model("gpt2")  # looks its positions up in a table
     driver = static_driver(model)
-    table = driver.loop.tables.table
+    table = driver.runner.tables.table
     generation = driver.admit(1, PROMPTS[0], most=4)
     table["token"][[0, 2, 3, 4, 5]] = 1 << 30
     table["position"][[0, 2, 3, 4, 5]] = 1 << 30
     driver.run()
     assert len(driver.tokens(generation)) == 4
-    driver.loop.close()
+    driver.runner.close()
 
 
 # What makes it a graph
@@ -348,10 +348,10 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base
 
 def ops_of(driver: Driver, n_rows: int) -> list[tuple[str, Any]]:
     """What torch does in a step with so many rows, sampling apart."""
-    driver.loop.tables.table["n_rows"].fill_(n_rows)
+    driver.runner.tables.table["n_rows"].fill_(n_rows)
     watch = Watch()  # type: ignore[no-untyped-call]
     watch.seen = []
-    for node in driver.loop.plan.nodes:
+    for node in driver.runner.plan.nodes:
         if node.kind != "sample":
             with watch:
                 node.run()
@@ -373,20 +373,20 @@ def test_no_node_asks_the_device_anything_or_knows_who_lives(kind: MemoryKind) -
     nobody, one, five = (ops_of(driver, n_rows) for n_rows in (0, 1, 5))
     assert not {name for name, _ in nobody} & REFUSED
     assert nobody == one == five
-    driver.loop.plan.check()
-    driver.loop.close()
+    driver.runner.plan.check()
+    driver.runner.close()
 
 
 def test_a_plan_has_a_node_for_each_layer_and_names_all_it_holds() -> None:
     driver = static_driver(random_model("hybrid"))
-    plan = driver.loop.plan
+    plan = driver.runner.plan
     assert [node.name for node in plan.nodes] == ["embed", "layer.0", "layer.1", "head", "sample.choose"]
     names = {buffer.name for buffer in plan.buffers}
     assert {"table", "x", "logits", "from_row", "to_row", "turns.0.0", "qkv", "attended", "memory.0.keys"} <= names
     assert {"memory.1.state.0", "memory.1.state.1"} <= set(plan.nodes[2].writes)
     weights = {t.data_ptr(): t.numel() * 4 for name, t in ((b.name, b.tensor) for b in plan.buffers) if "model" in name}
     assert 0 < plan.weight_bytes <= sum(weights.values())
-    driver.loop.close()
+    driver.runner.close()
 
 
 def test_it_counts_its_steps_and_ends_by_itself() -> None:
@@ -394,7 +394,7 @@ def test_it_counts_its_steps_and_ends_by_itself() -> None:
     driver.admit(2, PROMPTS[0], most=3)
     driver.run()
     assert driver.word(Word.STEPS) == 2
-    driver.loop.close()
+    driver.runner.close()
 
 
 # What it refuses
@@ -404,5 +404,5 @@ def test_states_without_spare_rows_are_refused() -> None:
     model = random_model("recurrent")
     driver = open_loop(model=model)
     with pytest.raises(InternalError, match="a static step of 4 slots needs 2 more"):
-        static_plan(model, driver.loop.memory, driver.loop.tables, 128, twin_kernels())
-    driver.loop.close()
+        static_plan(model, driver.runner.memory, driver.runner.tables, 128, twin_kernels())
+    driver.runner.close()

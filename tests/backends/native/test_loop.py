@@ -65,7 +65,7 @@ def opened(model: Model, *, threads: int = 2, n_slots: int = 4, kv_type: KVType 
 
 def logits_of(driver: LoopDriver, row: int) -> Tensor:
     """Of the last step, in memory of their own; of any backend."""
-    return torch.as_tensor(driver.loop.plan.buffer("logits").tensor[row]).clone()
+    return torch.as_tensor(driver.runner.plan.buffer("logits").tensor[row]).clone()
 
 
 def steps_of(driver: LoopDriver, prompt: Sequence[int], most: int, slot: int = 0) -> tuple[list[int], Tensor]:
@@ -185,9 +185,9 @@ def bits_of(
         generation = driver.admit(7, prompt, most=12, pages=pages, admit=False)
         for start, stop in zip((0, *cuts), (*cuts, len(prompt)), strict=True):
             chunk = prompt[start:stop]
-            driver.loop.prefill.run([ChunkPart(chunk, start, driver.tables(pages), 7)], len(chunk))
-        driver.loop.prefill.first(7)
-        assert driver.loop.host.admit(7, generation)
+            driver.runner.chunks.run([ChunkPart(chunk, start, driver.tables(pages), 7)], len(chunk))
+        driver.runner.chunks.first(7)
+        assert driver.runner.host.admit(7, generation)
         logits = []
         for step in range(12):
             driver.step()
@@ -344,9 +344,9 @@ def test_a_cancelled_sequence_ends_within_one_step() -> None:
         driver.begin()
         while driver.word(Word.STEPS) < 20:
             time.sleep(0.001)
-        with held(driver.loop):  # at a step boundary, which has said that another step follows
+        with held(driver.runner):  # at a step boundary, which has said that another step follows
             before = driver.word(Word.STEPS)
-            driver.loop.host.cancel(0, generation)
+            driver.runner.host.cancel(0, generation)
         driver.wait()
         assert driver.entries[-1].finish is Finish.CANCELLED
         assert driver.word(Word.STEPS) - before <= 1
@@ -380,10 +380,10 @@ def test_nobody_spins_while_nothing_is_to_be_done() -> None:
 def test_the_loop_rings_the_wake_at_its_boundaries_and_nobody_else_does() -> None:
     with closing(open_loop()) as driver:
         driver.admit(0, PROMPT, most=60)
-        wake = driver.loop.changed
-        assert isinstance(driver.loop.start, NativeLoop)
-        driver.loop.start.beside(lambda: None).result(DEADLINE_S)  # behind the prompt, whose end rings too
-        with held(driver.loop):
+        wake = driver.runner.changed
+        assert isinstance(driver.runner.start, NativeLoop)
+        driver.runner.start.beside(lambda: None).result(DEADLINE_S)  # behind the prompt, whose end rings too
+        with held(driver.runner):
             driver.begin()
             wake.clear()
             assert not wake.wait(0.05)
@@ -398,11 +398,11 @@ def test_a_thread_that_is_killed_while_it_plays_is_told_of_and_leaves_no_stuck_t
     with closing(open_loop(context=8192, n_pages=600)) as driver:
         driver.admit(0, PROMPT, most=8000)
         driver.begin()
-        start = driver.loop.start
+        start = driver.runner.start
         assert isinstance(start, NativeLoop)
         while driver.word(Word.STEPS) < 20:
             time.sleep(0.001)
-        player = start._runner._thread.ident
+        player = start._loop_device._thread.ident
         assert player is not None
         ctypes.CDLL(None).pthread_cancel(ctypes.c_ulong(player))  # it dies at its next step boundary
         assert start.wait(DEADLINE_S)
@@ -431,7 +431,7 @@ def test_random_admissions_and_cancels_lose_nothing() -> None:
             alone.run()
             expected[tuple(prompt)] = alone.tokens(generation)
     with closing(open_loop(model=model, n_slots=16, n_pages=16 * 4)) as driver:
-        driver.loop.mode.enter()
+        driver.runner.decode_mode.enter()
         asked: dict[int, tuple[list[int], int, bool]] = {}
         admissions: dict[int, int] = {}
         n_asked, goal = 0, soak(10_000)
@@ -447,15 +447,15 @@ def test_random_admissions_and_cancels_lose_nothing() -> None:
                 asked[generation], admissions[slot] = (prompt, most, doomed), generation
                 n_asked += 1
                 if doomed:
-                    driver.loop.host.cancel(slot, generation)
-            if not driver.loop.start.running and (driver.word(Word.LIVE) or not driver.loop.host.all_taken):
-                driver.loop.mode.trigger()
-            driver.entries += driver.loop.host.drain(1 << 20)
+                    driver.runner.host.cancel(slot, generation)
+            if not driver.runner.start.running and (driver.word(Word.LIVE) or not driver.runner.host.all_taken):
+                driver.runner.decode_mode.trigger()
+            driver.entries += driver.runner.host.drain(1 << 20)
             for entry in driver.entries[heard:]:
                 if entry.finish is not Finish.NONE:
                     assert admissions.pop(entry.slot) == entry.generation
             heard = len(driver.entries)
-        driver.loop.start.wait(DEADLINE_S)
+        driver.runner.start.wait(DEADLINE_S)
         for generation, (prompt, most, doomed) in asked.items():
             tokens, whole = driver.tokens(generation), expected[tuple(prompt)][:most]
             assert tokens == whole or (doomed and tokens == whole[: len(tokens)])

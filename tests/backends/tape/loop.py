@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import Chunks, Settled
+from ostinato.backends.base import Chunks, Settled, why_not_kept
 from ostinato.backends.cuda.chip import Chip
 from ostinato.backends.cuda.packed import Packed, dequantize_torch, unpack
-from ostinato.backends.tape.backend import why_not_rows, why_not_shape, why_not_tensors
+from ostinato.backends.tape.backend import TAPE, why_not_rows, why_not_shape, why_not_tensors
 from ostinato.backends.tape.plan import Argument, TapeStep, tape_plan, why_not_values
 from ostinato.backends.tape.start import tape_headers, tape_source
 from ostinato.backends.torch.backend import TWIN, TorchRunner
@@ -133,7 +133,8 @@ def why_not_tape(model: Model, n_slots: int, kv_type: KVType) -> str | None:
     dtype = str(model.dtype).removeprefix("torch.")
     return (
         why_not_shape(model.shape)
-        or why_not_rows(n_slots, dtype, kv_type)
+        or why_not_rows(n_slots, dtype)
+        or why_not_kept("the tape", TAPE.kv_types, kv_type)
         or why_not_tensors(model.shape, tensors_in(model), packed=True)
         or why_not_values(model)
     )

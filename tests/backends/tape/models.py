@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ostinato.backends.torch.model import Model
-from ostinato.lab.random_weights import Kind, random_model_of
+from ostinato.lab.random_weights import RandomSpec, random_model_of
 from ostinato.models.llama import LLAMA
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
@@ -49,4 +49,4 @@ def small(shape: Shape, *, dtype: torch.dtype = torch.bfloat16, mix: str | None 
     """A model of that shape; `mix`: packed as a file of that kind."""
     family = FAMILIES[shape.family]
     with torch.inference_mode(False):
-        return random_model_of(family, Kind(shape, dtype, mix), torch.device("cpu"), seed)
+        return random_model_of(family, RandomSpec(shape, dtype, mix), torch.device("cpu"), seed)

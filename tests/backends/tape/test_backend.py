@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from ostinato.backends.base import Settled, Tensors
+from ostinato.backends.base import Settled
 from ostinato.backends.cuda.packed import PACKED_TYPES
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.tape.backend import (
@@ -27,7 +27,7 @@ from ostinato.backends.tape.plan import sources_of, why_not_values
 from ostinato.backends.torch.model import Model
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.models.blocks import Layer
-from ostinato.models.header import tensors_in
+from ostinato.models.header import HeaderTensors, tensors_in
 from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
 from ostinato.options import LoadOptions
 from tests.backends.tape.models import FAMILIES, shape_of, small
@@ -87,16 +87,16 @@ def test_models_that_it_plays_have_none(family: str, mix: str | None) -> None:
     assert why_not_values(model) is None
 
 
-def with_tensor(name: str, type: str = "F32", *sizes: int) -> Callable[[Tensors], Tensors]:
+def with_tensor(name: str, type: str = "F32", *sizes: int) -> Callable[[HeaderTensors], HeaderTensors]:
     return lambda tensors: {**tensors, name: TensorInfo(name, sizes or (8,), type, 32)}
 
 
-def without_gate(tensors: Tensors) -> Tensors:
+def without_gate(tensors: HeaderTensors) -> HeaderTensors:
     return {name: tensor for name, tensor in tensors.items() if "ffn_gate" not in name}
 
 
 WANTS = "the tape wants RMS norms, rotary positions and a gate in the feed-forward block"
-TENSORS: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
+TENSORS: dict[str, tuple[Callable[[HeaderTensors], HeaderTensors], str]] = {
     "no gate": (without_gate, WANTS),
     "layer norm": (with_tensor("blk.1.attn_norm.bias"), WANTS),
     "learned positions": (with_tensor("position_embd.weight"), WANTS),
@@ -158,14 +158,15 @@ def test_values_that_a_half_cannot_hold_are_found_when_they_are_there() -> None:
 
 
 def test_slots_and_types_that_it_has_not_are_named() -> None:
-    assert why_not_rows(8, "float16", "f16") is None
-    assert why_not_rows(9, "bfloat16", "bf16") == "the tape has up to 8 slots, and 9 are asked for"
-    assert why_not_rows(8, "bfloat16", "q8_0") == "the tape keeps keys and values as f32, f16, bf16, not q8_0"
+    assert why_not_rows(8, "float16") is None
+    assert why_not_rows(9, "bfloat16") == "the tape has up to 8 slots, and 9 are asked for"
     reason = "the tape multiplies bfloat16 or float16, and this model's rows are float32"
-    assert why_not_rows(1, "float32", "f32") == reason
+    assert why_not_rows(1, "float32") == reason
     model = small(LLAMA)
     asked = (model.shape, tensors_in(model), LoadOptions(dtype="float32"), CARD)
     assert TAPE.why_not("persistent", *asked) == reason
+    asked = (model.shape, tensors_in(model), LoadOptions(kv_type="q8_0"), CARD)
+    assert TAPE.why_not("persistent", *asked) == "the tape keeps keys and values as f32, f16, bf16, not q8_0"
 
 
 @pytest.mark.parametrize(

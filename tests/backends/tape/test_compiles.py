@@ -12,7 +12,7 @@ from ostinato.backends.tape.plan import TapeSizes
 from ostinato.backends.tape.start import tape_binary
 from ostinato.backends.torch.model import Model
 from ostinato.errors import HardwareCannot
-from ostinato.lab.random_weights import Kind, random_model_of
+from ostinato.lab.random_weights import RandomSpec, random_model_of
 from ostinato.loop.layout import Layout
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
@@ -32,7 +32,7 @@ def one_layer(family: str) -> Shape:
 def unfilled(family: str, dtype: torch.dtype, mix: str | None) -> Model:
     shape, weight_type = one_layer(family), FAMILIES[family]
     with patch.object(Tensor, "normal_", lambda *_, **__: None):  # plain weights that nobody multiplies
-        return random_model_of(weight_type, Kind(shape, dtype, mix), torch.device("cpu"))
+        return random_model_of(weight_type, RandomSpec(shape, dtype, mix), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, Prompts, Settled
+from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, PromptWeights, Settled
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
 from ostinato.backends.cuda.packed import Packed
@@ -60,9 +60,11 @@ def lies_on_tape(model: Model) -> bool:
 
 
 def prefill_of(driver: Driver, model: Model, *, triton: bool = False, buckets: tuple[int, ...] = (16, 32)) -> None:
-    loop = driver.loop
+    runner = driver.runner
     kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    loop.prefill = FusedChunks(model, loop.memory, loop.tables, model.shape.vocab, kernels, prompts, buckets=buckets)
+    runner.chunks = FusedChunks(
+        model, runner.memory, runner.tables, model.shape.vocab, kernels, prompts, buckets=buckets
+    )
 
 
 def prompted(model: Model, *, triton: bool = False) -> tuple[list[int], list[Tensor]]:
@@ -72,9 +74,9 @@ def prompted(model: Model, *, triton: bool = False) -> tuple[list[int], list[Ten
     for slot, prompt in enumerate(PROMPTS[:1] if triton else PROMPTS):
         driver.admit(slot, prompt, most=1)
     driver.run()
-    driver.loop.close()
-    assert driver.loop.memory.kv is not None
-    kept = [half.values for half in driver.loop.memory.kv.halves]
+    driver.runner.close()
+    assert driver.runner.memory.kv is not None
+    kept = [half.values for half in driver.runner.memory.kv.halves]
     return [entry.token for entry in driver.entries if entry.token is not None], kept
 
 
@@ -109,9 +111,9 @@ def test_a_chunk_from_the_tape_gives_the_same_rows_logits_and_log_probabilities(
     for given in (on_tape(model), model):
         driver = open_loop(model=given, mode="twin", n_slots=3)
         prefill_of(driver, given)
-        outputs = [driver.loop.prefill.run(parts, 32, want) for want in wants]
+        outputs = [driver.runner.chunks.run(parts, 32, want) for want in wants]
         found.append([outputs[0].hidden, outputs[1].logits, outputs[2].logprobs, outputs[2].top_ids])
-        driver.loop.close()
+        driver.runner.close()
     for one, other in zip(*found, strict=True):
         assert one is not None
         assert other is not None
@@ -163,7 +165,7 @@ def test_what_goes_through_the_models_own_blocks_reads_the_tape_too(mix: str | N
         driver = open_loop(model=model, mode="eager", n_slots=1)
         generation = driver.admit(0, PROMPTS[1], most=6)
         driver.run()
-        driver.loop.close()
+        driver.runner.close()
         tokens.append(driver.tokens(generation))
     assert tokens[0] == tokens[1]
     assert len(tokens[0]) == 6
@@ -173,14 +175,14 @@ def test_no_launch_of_a_chunk_from_the_tape_allocates(monkeypatch: pytest.Monkey
     model = on_tape(small(replace(PACKABLE, tied_head=False), mix="q4_k_m"), triton=True)
     driver = open_loop(model=model, mode="twin", n_slots=2)
     prefill_of(driver, model, triton=True)
-    prefill: Any = driver.loop.prefill
+    prefill: Any = driver.runner.chunks
     launched = without_kernels(monkeypatch)
     with Allocations() as watch:
         for launch in prefill._launches[16]:
             launch()
     assert watch.seen == []
     assert launched.count("unpack_kernel") >= 4 * len(model.layers)
-    driver.loop.close()
+    driver.runner.close()
 
 
 class Emulated(EmulatedLoop):
@@ -262,15 +264,15 @@ def test_a_loop_on_the_tape_keeps_no_matrix_of_the_model_it_was_given(
     planes = [plane for weight in weights for plane in (weight.planes if isinstance(weight, Packed) else (weight,))]
     kept = [weakref.ref(plane) for plane in planes if isinstance(plane, Tensor)]
     assert kept
-    prompts: Prompts = "tape" if prompts_on_tape else "plain"
+    prompts: PromptWeights = "tape" if prompts_on_tape else "plain"
     settled = settle_model(model, TWIN, context=64, n_pages=8, n_slots=2, kv_type="bf16", prompts=prompts)
-    loop = CardLoop(model, settled)
-    given, found = model, loop.model
+    runner = CardLoop(model, settled)
+    given, found = model, runner.model
     assert (found is given) == (not prompts_on_tape)
     del model, given, weights, planes
     gc.collect()
     assert [ref() is None for ref in kept] == [prompts_on_tape] * len(kept)
-    loop.close()
+    runner.close()
 
 
 def test_the_plans_text_states_the_bytes_of_either_way() -> None:
@@ -320,4 +322,4 @@ def test_a_model_for_the_tape_is_loaded_with_its_matrices_in_the_hosts_memory(ti
 
 def test_a_decoder_of_ones_own_has_the_model_of_the_loop(tiny_gguf: Path) -> None:
     with LLM(tiny_gguf, device="cpu") as llm:
-        assert llm._engine.loop.model is llm.decoder(n_ctx=64).model
+        assert llm._engine.runner.model is llm.decoder(n_ctx=64).model

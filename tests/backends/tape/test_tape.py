@@ -55,8 +55,8 @@ def by_steps(driver: Driver, prompt: Sequence[int], most: int) -> tuple[list[int
     generation = driver.admit(0, prompt, most=most)
     logits = []
     while driver.step():
-        logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
-    logits.append(driver.loop.plan.buffer("logits").tensor[0].clone())
+        logits.append(driver.runner.plan.buffer("logits").tensor[0].clone())
+    logits.append(driver.runner.plan.buffer("logits").tensor[0].clone())
     return driver.tokens(generation), torch.stack(logits[1:])  # in the first step was nobody
 
 
@@ -169,9 +169,9 @@ def test_it_ends_when_nobody_lives_after_one_launch() -> None:
     with closing(tape_driver(small(LLAMA))) as driver:
         driver.admit(0, [1, 2], most=9)
         driver.run()
-        assert not driver.loop.start.running
+        assert not driver.runner.start.running
         assert (driver.word(Word.STEPS), driver.word(Word.WHY)) == (8, End.IDLE)
-        assert driver.loop.start.n_launches == 1
+        assert driver.runner.start.n_launches == 1
         driver.admit(1, [7, 2, 9], most=3)  # and goes on counting tags where it ended
         driver.run()
         assert driver.word(Word.STEPS) == 10
@@ -182,7 +182,7 @@ def test_a_sequence_that_is_cancelled_ends_with_one_entry_and_leaves_the_others(
     with closing(tape_driver(model)) as driver:
         doomed = driver.admit(0, [1, 2, 3], most=200)
         other = driver.admit(1, [4, 5], most=10)
-        driver.loop.host.cancel(0, doomed)
+        driver.runner.host.cancel(0, doomed)
         finish(driver)
         ends = [e.finish for e in driver.entries if e.generation == doomed and e.finish is not Finish.NONE]
         assert ends == [Finish.CANCELLED]
@@ -194,9 +194,9 @@ def test_a_slot_without_pages_pauses_and_goes_on_when_they_are_granted() -> None
     with closing(tape_driver(model)) as driver:
         generation = driver.admit(0, prompt, most=40, granted=16, pages=[0])
         driver.run()
-        assert driver.loop.tables.table["state"][0] == SlotState.PAUSED
+        assert driver.runner.tables.table["state"][0] == SlotState.PAUSED
         assert len(driver.tokens(generation)) == 16 - len(prompt) + 1
-        assert driver.loop.host.grant(0, generation, 1, [5, 3]) == 2
+        assert driver.runner.host.grant(0, generation, 1, [5, 3]) == 2
         finish(driver)
         assert driver.tokens(generation) == alone(model, prompt, 40)
 
@@ -216,11 +216,11 @@ def test_a_yield_ends_the_loop_at_a_boundary_and_a_trigger_resumes_it() -> None:
     model = small(LLAMA)
     with closing(tape_driver(model)) as driver:
         generation = driver.admit(0, [1, 2, 3], most=20)
-        driver.loop.host.set_yield(True)
+        driver.runner.host.set_yield(True)
         driver.run()
         assert driver.word(Word.WHY) == End.YIELD
         assert len(driver.tokens(generation)) == 1
-        driver.loop.host.set_yield(False)
+        driver.runner.host.set_yield(False)
         driver.run()
         assert driver.tokens(generation) == alone(model, [1, 2, 3], 20)
 
@@ -242,12 +242,12 @@ def test_a_masked_slot_waits_for_each_mask_and_chooses_within_it() -> None:
     with closing(tape_driver(model)) as driver:
         other = driver.admit(1, [9, 9], most=6)
         generation = driver.admit(0, [1, 2, 3], most=4, pages=[20], granted=16, admit=False)
-        driver.loop.host.stage(0, Admission(generation, [1, 2, 3], 4, [[20]], 16, GREEDY, stop_ids=(), mask=bits))
-        driver.loop.beside(lambda: driver.loop.prefill.first(0)).result(60)
-        assert driver.loop.host.admit(0, generation)
+        driver.runner.host.stage(0, Admission(generation, [1, 2, 3], 4, [[20]], 16, GREEDY, stop_ids=(), mask=bits))
+        driver.runner.beside(lambda: driver.runner.chunks.first(0)).result(60)
+        assert driver.runner.host.admit(0, generation)
         driver.run()
-        while driver.loop.tables.table["state"][0] == SlotState.PAUSED:
-            assert driver.loop.host.mask(0, generation, bits)
+        while driver.runner.tables.table["state"][0] == SlotState.PAUSED:
+            assert driver.runner.host.mask(0, generation, bits)
             driver.run()
         assert len(driver.tokens(generation)) == 4
         assert set(driver.tokens(generation)) <= set(allowed)
@@ -257,9 +257,9 @@ def test_a_masked_slot_waits_for_each_mask_and_chooses_within_it() -> None:
 def test_a_plan_that_drifted_is_fatal_and_nothing_of_the_step_is_told() -> None:
     with closing(tape_driver(small(LLAMA))) as driver:
         generation = driver.admit(0, [1, 2, 3], most=5)
-        driver.loop.mode.enter()
-        driver.loop.tables.table["epoch"][0] += 1
-        driver.loop.mode.trigger()
+        driver.runner.decode_mode.enter()
+        driver.runner.tables.table["epoch"][0] += 1
+        driver.runner.decode_mode.trigger()
         with pytest.raises(EngineDead, match="epoch"):
             driver.wait()
         assert driver.tokens(generation) == []
@@ -268,7 +268,7 @@ def test_a_plan_that_drifted_is_fatal_and_nothing_of_the_step_is_told() -> None:
 def test_a_block_that_waits_in_vain_ends_the_loop_with_a_fault_and_nobody_hangs() -> None:
     with closing(tape_driver(small(LLAMA), deadline_ns=200_000_000)) as driver:
         generation = driver.admit(0, [1, 2, 3], most=5)
-        step = driver.loop.step  # type: ignore[attr-defined]
+        step = driver.runner.step  # type: ignore[attr-defined]
         assert isinstance(step, TapeStep)
         # The reader is told of fewer tiles than there are: somebody's values will never come.
         step.buffers["segments"][4, 1] -= 3
@@ -294,12 +294,12 @@ KERNEL(boundary_alone, Tape, given, N_COMPUTE_THREADS) {
 
 def test_a_choice_that_never_comes_is_a_fault_though_all_others_came() -> None:
     with closing(tape_driver(small(LLAMA))) as driver:
-        loop, step = driver.loop, driver.loop.step  # type: ignore[attr-defined]
+        runner, step = driver.runner, driver.runner.step  # type: ignore[attr-defined]
         step.buffers["marks"][:-1] = 7 << 32
         step.buffers["marks"][step.sizes.grid.n_blocks + 1] = 6 << 32  # of the second row
-        loop.tables.table["n_rows"][0] = 2
-        loop.tables.table["row_slot"][:2] = torch.arange(2)
-        headers = tape_headers(step, loop.tables, loop.page_tokens)
+        runner.tables.table["n_rows"][0] = 2
+        runner.tables.table["row_slot"][:2] = torch.arange(2)
+        headers = tape_headers(step, runner.tables, runner.page_tokens)
         headers["shape.h"] += "#undef DEADLINE_NS\n#define DEADLINE_NS 50000000LL\n"
         program = compiled(BORDER, "boundary_alone.cpp", headers=headers)
         program.run("boundary_alone", step.argument, n_blocks=1, shared_bytes=step.sizes.shared_bytes)

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
-from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
+from ostinato.backends.torch.backend import TensorRunner, chunk_rows, loaded_with, model_of, prefill_bytes
+from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ class CudaBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("loop", "graph", "eager")
     activations: tuple[Activations, ...] = ("wide",)
+    kv_types = tuple(KV_DTYPES)
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -56,18 +59,21 @@ class CudaBackend:
             return "graphs are CUDA's"
         return why_no_packages(machine) or (why_driver_has_no_while(machine.driver_cuda) if mode == "loop" else None)
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         if machine.kind != "cuda":
             return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
-        reason = why_not_blocks(shape)
+        kv_type = kv_type_of(options, dtype_of(options, machine.kind))
+        reason = why_not_blocks(shape) or why_not_kept("the GPU", self.kv_types, kv_type)
         if reason is None and mode == "loop" and shape.recurrent is not None:
             reason = WHY_NO_LOOP
         return reason or self.why_not_here(mode, machine)
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return plain_layout(shape, options)
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", weight_bytes(tensors, settled))
         return without_empty(weights, *rows_beside_weights(shape, settled)) if shape.causal else (weights,)
 
@@ -89,6 +95,7 @@ class CudaBackend:
 class CudaRunner(TensorRunner):
     """What both kinds of step share on a GPU."""
 
+    # A step computes all rows at once; rows without a live slot need a place to write their states.
     spare_states = SPARE_STATES
 
     def _start(self, plan: Plan) -> CudaStart:
@@ -97,7 +104,7 @@ class CudaRunner(TensorRunner):
         from ostinato.backends.cuda.while_graph import WhileGraph
 
         kinds: dict[str, type[CudaStart]] = {"eager": CudaEager, "graph": CudaGraph, "loop": WhileGraph}
-        return kinds[self.mode_name](plan, self.tables, self.guard, self.changed.set)
+        return kinds[self.settled.mode](plan, self.tables, self.guard, self.changed.set)
 
 
 class FusedRunner(CudaRunner):
@@ -143,7 +150,7 @@ class StaticRunner(CudaRunner):
 # How it keeps weights
 
 
-def plain_layout(shape: Shape, options: LoadOptions) -> Layout:
+def plain_layout(shape: Shape, options: LoadOptions) -> WeightLayout:
     """As the file has them, unless a dtype was asked for or the layers recur."""
     return "packed" if options.dtype == "auto" and shape.recurrent is None else "dense"
 
@@ -155,7 +162,7 @@ def loader_of(settled: Settled) -> type[DenseLoader]:
     return PackedLoader if settled.weights == "packed" else DenseLoader
 
 
-def weight_bytes(tensors: Tensors, settled: Settled) -> int:
+def weight_bytes(tensors: HeaderTensors, settled: Settled) -> int:
     """Of weights that stay as in the file where that is settled and kernels multiply them, else dense."""
     from ostinato.backends.cuda.load import stays_packed
 
@@ -200,11 +207,15 @@ def why_driver_has_no_while(version: int | None) -> str | None:
 def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
     from ostinato.backends.cuda.chunks import BUCKETS
 
+    # Rows are normed in float32 and multiplied in the model's type (outputs.py); recurrent models take torch's way.
+    beside_logits = shape.hidden * (FLOAT_BYTES + ITEM_BYTES[settled.dtype])
+    fused = shape.recurrent is None
     return (
         *shared_rows(shape, settled, spare_states=SPARE_STATES),
         MemoryRow("step buffers", _step_bytes(shape, settled)),
         MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, BUCKETS[-1])),
         MemoryRow("workspace (about)", _workspace_bytes(shape, settled)),
+        output_row(shape, BUCKETS[-1], beside_logits) if fused else output_row(shape, chunk_rows()),
     )
 
 

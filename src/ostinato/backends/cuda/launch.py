@@ -17,7 +17,7 @@ from ostinato.errors import BadPointer
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TritonLaunch:
     """A Triton kernel with its grid and all its arguments: called without arguments, and open to inspection."""
 
     kernel: Any
@@ -33,7 +33,7 @@ class Launch:
 class Launches:
     """Several, one after the other."""
 
-    parts: tuple[Launch, ...]
+    parts: tuple[TritonLaunch, ...]
 
     def __call__(self) -> None:
         for launch in self.parts:

@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, laid_out, put
-from ostinato.backends.loading import Piece
+from ostinato.backends.loading import WeightPiece
 from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.load import DenseLoader
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
 from ostinato.files.quants import BLOCKS
-from ostinato.models.tensors import ExpertMatrices, Matrices, Tensors, TensorTable
+from ostinato.models.tensors import ExpertMatrices, Matrices, StackedTensors, TensorTable
 
 SORTED_AT_ONCE: Final = 4  # pieces of packed weights that are on the device a second time
 _PIECE_BYTES: Final = 1 << 26  # of packed weights, read and sorted at a time
@@ -56,7 +56,7 @@ class PackedLoader(DenseLoader):
         parts: list[Packed | Tensor] = []
         for kept, run in groupby(reference.wanted, key=lambda one: self._kept_as(one[0], one[1][-1])):
             names, shapes = zip(*run, strict=True)
-            some = Tensors(names, shapes)
+            some = StackedTensors(names, shapes)
             if isinstance(kept, torch.dtype):
                 parts.append(self.tensors(some, kept))
             else:
@@ -84,11 +84,11 @@ class PackedLoader(DenseLoader):
                 apart.append(plain.flatten(0, 1))
         return Stack(tuple(apart))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightPiece]:
         yield from super().pieces()
         for job in self._packing:
             n_bytes = sum(self.table.info(name).n_bytes for part in job.parts for name in part)
-            yield Piece(n_bytes, partial(self._read_packed, job))
+            yield WeightPiece(n_bytes, partial(self._read_packed, job))
 
     def _laid_out(self, parts: Sequence[Sequence[str]], n_experts: int, type: str, rows: int, cols: int) -> Packed:
         packed = laid_out(type, rows, cols, self.device, self.allocate)

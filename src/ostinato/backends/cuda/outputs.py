@@ -19,7 +19,6 @@ from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Launch, PromptKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import Weight
-from ostinato.models.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +37,6 @@ class _Room:
             zeros((rows, shape.hidden), _product_type(model.dtype), device),
             zeros((rows, shape.vocab), torch.float32, device),
         )
-
-
-def output_bytes(shape: Shape, dtype: torch.dtype, rows: int) -> int:
-    """What outputs take on the device from their first use on, where a chunk has so many rows."""
-    row_bytes = 4 * shape.hidden + _product_type(dtype).itemsize * shape.hidden + 4 * shape.vocab
-    return rows_of_logits(shape.vocab, rows) * row_bytes
 
 
 class ChunkOutputs:

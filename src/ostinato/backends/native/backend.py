@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.base import MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
+from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
 from ostinato.loop.wake import FileWakeEvent
-from ostinato.models.header import has_layer_norm, has_learned_positions, has_plain_mlp
+from ostinato.models.header import HeaderTensors, has_layer_norm, has_learned_positions, has_plain_mlp
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.backends.base import Chunks, SequenceCopy
     from ostinato.backends.loading import Progress
-    from ostinato.backends.native.pages import NativePages
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -38,23 +38,31 @@ class NativeBackend:
     device: DeviceKind = "cpu"
     modes: tuple[str, ...] = ("loop",)
     activations: tuple[Activations, ...] = ("wide", "int8")
+    kv_types = tuple(KV_TYPES)
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
         return "the native loop is the CPU's" if machine.kind != "cpu" else why_no_native()
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         if options.dtype != "auto":
             return (
                 f"--dtype {options.dtype} asks for dense weights, and the native loop multiplies packed ones: "
                 "leave it out"
             )
-        return why_not_blocks(shape, tensors) or self.why_not_here(mode, machine)
+        kv_type = kv_type_of(options, dtype_of(options, machine.kind))
+        return (
+            why_not_blocks(shape, tensors)
+            or why_not_kept("the native loop", self.kv_types, kv_type)
+            or self.why_not_here(mode, machine)
+        )
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "tiles"
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         from ostinato.backends.native.tile_weights import tiled_bytes
 
         step = settled.n_slots * (shape.hidden + shape.vocab) * FLOAT_BYTES
@@ -63,6 +71,7 @@ class NativeBackend:
             *shared_rows(shape, settled),
             MemoryRow("step buffers", step),
             MemoryRow("native workspace (about)", _workspace_bytes(shape, settled)),
+            output_row(shape, _chunk_rows(settled)),
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
@@ -83,8 +92,6 @@ class NativeRunner(Runner):
     """The whole loop in C++."""
 
     def _memory(self) -> NativePages:
-        from ostinato.backends.native.pages import NativePages
-
         return NativePages.of(self.model.shape, self.groups, kv_type=self.settled.kv_type)
 
     def sequence_copy(self) -> SequenceCopy:
@@ -116,7 +123,7 @@ class NativeRunner(Runner):
         return plan, NativeLoop(plan, native, self.guard), NativeChunks(native)
 
 
-def why_not_blocks(shape: Shape, tensors: Tensors) -> str | None:
+def why_not_blocks(shape: Shape, tensors: HeaderTensors) -> str | None:
     """Why the native loop cannot express a model; None where it can."""
     checks = (
         (shape.recurrent is not None or not shape.attention, "the native loop has no recurrent layers"),
@@ -136,9 +143,7 @@ def why_not_blocks(shape: Shape, tensors: Tensors) -> str | None:
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     """The native loop's activations of a chunk's rows in a layer, and its sampler's lists."""
-    from ostinato.backends.native.plan import CHUNK_ROWS
-
-    rows = max(settled.n_slots, min(CHUNK_ROWS, settled.context))
+    rows = max(settled.n_slots, _chunk_rows(settled))
     heads = shape.n_heads * shape.head_width
     qkv = heads + 2 * shape.n_kv_heads * shape.head_width
     experts = shape.experts
@@ -149,6 +154,12 @@ def _workspace_bytes(shape: Shape, settled: Settled) -> int:
     if experts is not None:
         row_bytes += n_used * (FLOAT_BYTES * shape.hidden + PREPARED_BYTES * widest)
     return rows * row_bytes + (SAMPLER_BYTES * (settled.threads or 1) + FLOAT_BYTES) * shape.vocab
+
+
+def _chunk_rows(settled: Settled) -> int:
+    from ostinato.backends.native.plan import CHUNK_ROWS
+
+    return min(CHUNK_ROWS, settled.max_pages * settled.page_tokens)
 
 
 NATIVE: Final = NativeBackend()

@@ -8,11 +8,12 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, Floats, output_rows, rows_of_logits
+from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
 from ostinato.backends.native.plan import LANES, NativeStep, OutputsStruct, PartStruct
 from ostinato.errors import InternalError
+from ostinato.files.unpack import Floats
 
-Ints = NDArray[np.int32]
+Int32s = NDArray[np.int32]
 
 
 class NativeChunks:
@@ -47,7 +48,7 @@ class NativeChunks:
     def first(self, slot: int) -> None:
         self._native.first(slot)
 
-    def _check(self, parts: Sequence[ChunkPart], ids: Ints) -> None:
+    def _check(self, parts: Sequence[ChunkPart], ids: Int32s) -> None:
         if not 0 < len(ids) <= self.rows:
             raise InternalError(f"a chunk of {len(ids)} rows; there is room for 1 to {self.rows}")
         for part in parts:
@@ -73,7 +74,7 @@ class NativeChunks:
             top_logprobs=np.empty((n, want.top), np.float32),
         )
 
-    def _outputs(self, asked: Ints, targets: Ints, output: ChunkOutput, want: ChunkWant | None) -> OutputsStruct:
+    def _outputs(self, asked: Int32s, targets: Int32s, output: ChunkOutput, want: ChunkWant | None) -> OutputsStruct:
         logits = output.logits
         if output.logprobs is not None:
             if self._logits is None:
@@ -88,7 +89,7 @@ class NativeChunks:
         )
 
 
-def _page_tables(part: ChunkPart) -> Ints:
+def _page_tables(part: ChunkPart) -> Int32s:
     """[groups, pages]; the tables of a sequence differ in length, and no page behind the end of one is used."""
     tables = np.zeros((len(part.pages), max(map(len, part.pages))), np.int32)
     for group, table in enumerate(part.pages):

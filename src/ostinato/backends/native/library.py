@@ -21,13 +21,13 @@ from ostinato.backends.native import cpu_levels
 from ostinato.backends.native.cpu_levels import Level
 from ostinato.errors import HardwareCannot, InternalError, listing
 from ostinato.loop.sources import FOLDER as LOOP_SOURCES
+from ostinato.options import Talk
 
 # The backend's own sources, and the headers that all backends share.
 FOLDERS: Final = (Path(__file__).parent / "src", LOOP_SOURCES)
 BUILT: Final = Path(__file__).parent / "built"  # a wheel's objects
 COMPILE_S: Final = 6  # what compiling takes on two cores at the first use of a checkout, for the message
 
-Talk = Callable[[str], None]
 
 # Of this process: a library is opened once and never closed, and a level that failed stays so (E-7).
 _lock: Final = threading.Lock()

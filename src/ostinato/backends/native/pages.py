@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
 from ostinato.cache.groups import PageGroup, group_of_layer
+from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_width
 from ostinato.loop.memory import host_zeros
-from ostinato.options import Q8_BLOCK, KVType, check_kv_width
+from ostinato.options import KVType
 
 if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 PAGE_TOKENS: Final = 16
-_DTYPES: Final = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "q8_0": np.int8}
+
+
+class NativeKV(NamedTuple):
+    """How the native loop keeps a type of keys and values: its number in `src/attention.h`, and the array's dtype."""
+
+    number: int
+    dtype: type[np.generic]
+
+
+KV_TYPES: Final[Mapping[KVType, NativeKV]] = {
+    "f32": NativeKV(0, np.float32),
+    "f16": NativeKV(1, np.float16),
+    "bf16": NativeKV(2, np.uint16),
+    "q8_0": NativeKV(3, np.int8),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +57,7 @@ class NativePages:
     def of(shape: Shape, groups: Sequence[PageGroup], *, kv_type: KVType) -> NativePages:
         check_kv_width(kv_type, shape.head_width)
         width, group_of = shape.head_width, group_of_layer(groups)
-        blocks = width // Q8_BLOCK if kv_type == "q8_0" else 0
-        kind = _DTYPES[kv_type]
+        blocks, kind = KV_FORMATS[kv_type].n_scales(width), KV_TYPES[kv_type].dtype
 
         def layer(n_pages: int) -> LayerPages:
             heads = n_pages, shape.n_kv_heads

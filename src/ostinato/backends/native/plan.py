@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.native.library import cpu_library
-from ostinato.backends.native.pages import PAGE_TOKENS, LayerPages, NativePages
+from ostinato.backends.native.pages import KV_TYPES, PAGE_TOKENS, LayerPages, NativePages
 from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
@@ -25,13 +25,12 @@ from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import MLP, Attention, Experts, GatedMLP, Layer, Linear, ModelBlocks, Norm
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
-from ostinato.options import Activations, KVType
+from ostinato.options import Activations
 
 CHUNK_ROWS: Final = 256  # of a prompt at once: products are at full speed, and a running loop waits for no more
 LANES: Final = 16
 MOST_PARTS: Final = 3
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
-_KEPT: Final[dict[KVType, int]] = {"f32": 0, "f16": 1, "bf16": 2, "q8_0": 3}
 
 
 # --- the structs of `src/`: attention.h, layout.h, loop.h ---
@@ -177,7 +176,7 @@ class NativeStep:
             "n_used": 0 if experts is None else experts.n_used,
             "renormalise": 0 if experts is None else experts.renormalise,
             "activation": _ACTIVATIONS[shape.activation],
-            "kept": _KEPT[memory.kv_type],
+            "kept": KV_TYPES[memory.kv_type].number,
             "wide": activations == "wide",
             "n_threads": self.threads,
             "n_slots": tables.layout.n_slots,

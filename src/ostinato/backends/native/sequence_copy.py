@@ -13,7 +13,8 @@ import numpy as np
 
 from ostinato.backends.base import PageTables
 from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
-from ostinato.cache.state_block import Bytes, CellForm
+from ostinato.cache.state_block import CellForm
+from ostinato.files.unpack import Bytes
 
 _NAMES: Final = {np.dtype(np.uint16): "bfloat16"}  # which is kept as its bits
 

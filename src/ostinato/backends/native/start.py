@@ -29,7 +29,7 @@ class NativeLoop(Launched):
 
     def __init__(self, plan: Plan, native: NativeStep, guard: Guard) -> None:
         self._plan, self._native, self._guard = plan, native, guard
-        self._runner, self._side = CpuDevice("ostinato-loop"), CpuDevice("ostinato-prompts")
+        self._loop_device, self._side_device = CpuDevice("ostinato-loop"), CpuDevice("ostinato-prompts")
         self.executable = 0
         self.n_launches = 0
         self.n_instantiations = 0
@@ -42,15 +42,15 @@ class NativeLoop(Launched):
 
     def launch(self) -> None:
         self.n_launches += 1
-        self._launched = self._runner.submit(self._native.run_loop)
+        self._launched = self._loop_device.submit(self._native.run_loop)
 
     @property
     def running(self) -> bool:
-        return super().running and self._runner.alive
+        return super().running and self._loop_device.alive
 
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while self._runner.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
+        while self._loop_device.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
             left = end - time.monotonic()
             if super().wait(max(0.0, min(left, LOOK_AGAIN_S))):
                 return True
@@ -59,22 +59,22 @@ class NativeLoop(Launched):
         return True
 
     def failure(self) -> BaseException | None:
-        if self._launched is not None and not self._launched.done() and not self._runner.alive:
+        if self._launched is not None and not self._launched.done() and not self._loop_device.alive:
             return EngineDead("the thread that ran the loop was killed")
         return super().failure()
 
     def step(self) -> None:
         self._guard.allow("I-2", "submitting a single step from the host")
-        self._runner.submit(self._native.step).result(STEP_DEADLINE_S)
+        self._loop_device.submit(self._native.step).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
-        return self._side.submit(job)  # the job acquires the team by itself
+        return self._side_device.submit(job)  # the job acquires the team by itself
 
     def health(self) -> None:
         """Nothing to check: this code runs on the device itself."""
 
     def close(self) -> None:
         self._guard.allow("I-3", "destroying the executable")
-        self._runner.close()
-        self._side.close()
-        self._native.close()
+        ended = [device.close() for device in (self._loop_device, self._side_device)]
+        if all(ended):  # else a thread may still be inside it
+            self._native.close()

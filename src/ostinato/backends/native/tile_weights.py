@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.backends.loading import Piece, Progress, read_all
+from ostinato.backends.loading import Progress, WeightPiece, read_all
 from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles, fill_tiles, nearest_type, tile_bytes
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
 from ostinato.files.quants import BLOCKS, check_readable, dequantize
 from ostinato.models.blocks import ModelBlocks, with_leaves
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Tensors, TensorTable, is_whole
+from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, StackedTensors, TensorTable, is_whole
 from ostinato.options import Activations
 
 if TYPE_CHECKING:
@@ -64,24 +64,24 @@ class TileLoader:
                 return self._experts(reference)
             case Matrices():
                 return self._stack(reference)
-            case Tensors():
+            case StackedTensors():
                 return self._array(reference)
         raise InternalError(f"{reference!r} is no reference to tensors")
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightPiece]:
         """Everything there is to read, each byte once."""
         for name, out in self._arrays:
-            yield Piece(self._table.info(name).n_bytes, partial(self._read, name, out))
+            yield WeightPiece(self._table.info(name).n_bytes, partial(self._read, name, out))
         for name, first, tiles in self._matrices:
             row_bytes = max(1, self._table.raw(name).shape[1])
             step = max(1, PIECE_BYTES // row_bytes // TILE_ROWS) * TILE_ROWS
             for start in range(0, tiles.rows, step):
                 stop = min(tiles.rows, start + step)
-                yield Piece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
+                yield WeightPiece((stop - start) * row_bytes, partial(self._pack, name, first, tiles, start, stop))
         for name, tiles in self._changed:
-            yield Piece(self._table.info(name).n_bytes, partial(self._pack_changed, name, tiles))
+            yield WeightPiece(self._table.info(name).n_bytes, partial(self._pack_changed, name, tiles))
 
-    def _array(self, reference: Tensors) -> NDArray[np.float32]:
+    def _array(self, reference: StackedTensors) -> NDArray[np.float32]:
         out = np.empty(reference.shape, np.float32)
         start = 0
         for name, shape in reference.wanted:

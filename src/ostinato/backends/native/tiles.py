@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.streamed import streamed
-from ostinato.backends.weights import Floats, HostMatrix
+from ostinato.backends.weights import HostMatrix
 from ostinato.errors import BadFile, InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
+from ostinato.files.unpack import Floats
 
 TILE_ROWS: Final = 16
 # In the order of the enumeration in tiles.h.

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final
 from ostinato.backends.base import (
     ITEM_BYTES,
     PAGE_TOKENS,
-    Layout,
     MemoryRow,
     Settled,
-    Tensors,
+    WeightLayout,
     dtype_of,
     kv_type_of,
+    why_not_kept,
 )
 from ostinato.backends.cuda.backend import (
     FusedRunner,
@@ -34,7 +34,13 @@ from ostinato.backends.memory_rows import without_empty
 from ostinato.backends.tape.partition import WEIGHT_TYPES, TapeMatrix, WeightType, matrix_bytes
 from ostinato.backends.torch.backend import loaded_with, model_of
 from ostinato.errors import HardwareCannot
-from ostinato.models.header import has_layer_norm, has_learned_positions, has_norm_after_block, has_plain_mlp
+from ostinato.models.header import (
+    HeaderTensors,
+    has_layer_norm,
+    has_learned_positions,
+    has_norm_after_block,
+    has_plain_mlp,
+)
 from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
@@ -49,7 +55,6 @@ if TYPE_CHECKING:
     from ostinato.models.tensors import TensorTable
 
 HEAD_WIDTHS: Final = (64, 96, 128, 256)
-KEPT: Final[tuple[KVType, ...]] = ("f32", "f16", "bf16")
 HALVES: Final = ("bfloat16", "float16")
 BULK_COPIES_SINCE: Final = (9, 0)
 MOST_SLOTS: Final = 8  # columns of a tensor core's product
@@ -65,6 +70,7 @@ class TapeBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("persistent",)
     activations: tuple[Activations, ...] = ("wide", "int8")
+    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16")
     alone = True
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -74,7 +80,9 @@ class TapeBackend:
         reason = why_no_packages(machine) or why_driver_has_no_while(machine.driver_cuda)
         return reason or (None if machine.chip is None else why_not_capability(machine.chip.capability))
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
         if machine.kind != "cuda":
             return f"{self.why_not_here(mode, machine)}, and this model is on the CPU"
         dtype = dtype_of(options, machine.kind)
@@ -82,16 +90,17 @@ class TapeBackend:
         packed = plain_layout(shape, options) == "packed"
         return (
             why_not_shape(shape)
-            or why_not_rows(options.slots, dtype, kv_type)
+            or why_not_rows(options.slots, dtype)
+            or why_not_kept("the tape", self.kv_types, kv_type)
             or why_not_tensors(shape, tensors, packed=packed)
             or self.why_not_here(mode, machine)
             or why_too_large(shape, tensors, options, kv_type, machine.chip, packed=packed)
         )
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return plain_layout(shape, options)
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         plain = settled.prompts == "plain"
         weights = weight_bytes(tensors, settled) if plain else beside_tape_bytes(shape, tensors, settled)
         return without_empty(
@@ -169,18 +178,16 @@ def why_not_shape(shape: Shape) -> str | None:
     return next((f"the tape does not know {what}" for known, what in checks if not known), None)
 
 
-def why_not_rows(n_slots: int, dtype: str, kv_type: KVType) -> str | None:
-    """Why it cannot have so many slots, or rows and pages of these types; None where it can."""
+def why_not_rows(n_slots: int, dtype: str) -> str | None:
+    """Why it cannot have so many slots, or rows of this type; None where it can."""
     if n_slots > MOST_SLOTS:
         return f"the tape has up to {MOST_SLOTS} slots, and {n_slots} are asked for"
-    if kv_type not in KEPT:
-        return f"the tape keeps keys and values as {', '.join(KEPT)}, not {kv_type}"
     if dtype not in HALVES:
         return f"the tape multiplies bfloat16 or float16, and this model's rows are {dtype}"
     return None
 
 
-def why_not_tensors(shape: Shape, tensors: Tensors, *, packed: bool) -> str | None:
+def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> str | None:
     """Why it cannot lay out a model's tensors; None where it can, as far as their types tell."""
     if has_norm_after_block(tensors):
         return "the tape has no norms after a block"
@@ -205,7 +212,7 @@ def why_not_capability(capability: tuple[int, ...]) -> str | None:
 
 
 def why_too_large(
-    shape: Shape, tensors: Tensors, options: LoadOptions, kv_type: KVType, chip: Chip | None, *, packed: bool
+    shape: Shape, tensors: HeaderTensors, options: LoadOptions, kv_type: KVType, chip: Chip | None, *, packed: bool
 ) -> str | None:
     """Why a block of this card has no room for a model that the tape knows; None where it has."""
     if chip is None:
@@ -238,7 +245,7 @@ def kept_as(tensor: TensorInfo, *, packed: bool) -> str:
     return tensor.type if packed and stays_packed(tensor.type, tensor.shape) else PLAIN
 
 
-def linears_of(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, list[TensorInfo]]]:
+def linears_of(shape: Shape, tensors: HeaderTensors) -> Iterator[tuple[str, list[TensorInfo]]]:
     """Every product of a model in the tape's order, with the tensors that are multiplied together."""
     for number in range(shape.n_layers):
         at = f"blk.{number}."
@@ -249,7 +256,7 @@ def linears_of(shape: Shape, tensors: Tensors) -> Iterator[tuple[str, list[Tenso
     yield "head", [tensors[EMBEDDING if shape.tied_head else "output.weight"]]
 
 
-def matrices_of(shape: Shape, tensors: Tensors, *, packed: bool) -> list[TapeMatrix]:
+def matrices_of(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> list[TapeMatrix]:
     """The matrices of the tape in its order: q, k and v are one or, where their types differ, one for each run."""
     found = []
     for name, parts in linears_of(shape, tensors):
@@ -264,7 +271,7 @@ def matrices_of(shape: Shape, tensors: Tensors, *, packed: bool) -> list[TapeMat
 # What it takes of memory
 
 
-def tape_bytes(shape: Shape, tensors: Tensors, settled: Settled) -> int:
+def tape_bytes(shape: Shape, tensors: HeaderTensors, settled: Settled) -> int:
     """Bytes of the tape, and of the plain embedding that its kernel reads where the weights have a packed one."""
     packed, embedding = settled.weights == "packed", tensors[EMBEDDING]
     widened = 0 if kept_as(embedding, packed=packed) == PLAIN else embedding.n_elements * ITEM_BYTES[settled.dtype]
@@ -272,7 +279,7 @@ def tape_bytes(shape: Shape, tensors: Tensors, settled: Settled) -> int:
     return widened + sum(matrix_bytes(matrix.weight_type, matrix.rows, matrix.columns) for matrix in matrices)
 
 
-def beside_tape_bytes(shape: Shape, tensors: Tensors, settled: Settled) -> int:
+def beside_tape_bytes(shape: Shape, tensors: HeaderTensors, settled: Settled) -> int:
     """Bytes of what lies beside the tape where prompts read it: the embedding (of packed weights it is counted with the
     tape), all that is no matrix, and room for one matrix: each comes alone when it is loaded, and before its product.
     """

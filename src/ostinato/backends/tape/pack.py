@@ -97,13 +97,13 @@ class FileBlocks:
         return len(self.raw), self.raw.shape[1] // BLOCKS[self.type].n_bytes * BLOCKS[self.type].elements
 
 
-Part = Tensor | Packed | FileBlocks
+MatrixPart = Tensor | Packed | FileBlocks
 
 
 class PartRows(NamedTuple):
     """Some rows of a part, from `start` up to `stop`."""
 
-    part: Part
+    part: MatrixPart
     start: int
     stop: int
 
@@ -187,20 +187,20 @@ def why_not_packed(weight: Weight | FileBlocks, half: torch.dtype, *, paired: bo
     return None
 
 
-def _parts_of(weight: Weight | FileBlocks) -> list[Part]:
+def _parts_of(weight: Weight | FileBlocks) -> list[MatrixPart]:
     parts = weight.parts if isinstance(weight, Stack) else (weight,)
     return [part if isinstance(part, FileBlocks) else for_a_gpu(part) for part in parts]
 
 
-def _moved(part: Part, device: torch.device) -> Part:
+def _moved(part: MatrixPart, device: torch.device) -> MatrixPart:
     return replace(part, raw=part.raw.to(device)) if isinstance(part, FileBlocks) else part.to(device)
 
 
-def _shape(part: Part) -> tuple[int, int]:
+def _shape(part: MatrixPart) -> tuple[int, int]:
     return part.shape if isinstance(part, FileBlocks) else shape_of(part)
 
 
-def weight_type_of(part: Part) -> WeightType:
+def weight_type_of(part: MatrixPart) -> WeightType:
     """How the tape keeps the weights of a part. Raises Unsupported for a type that it cannot keep."""
     if isinstance(part, Tensor):
         if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
@@ -213,12 +213,12 @@ def weight_type_of(part: Part) -> WeightType:
     return WEIGHT_TYPES[part.type]
 
 
-def type_of(part: Part) -> str:
+def type_of(part: MatrixPart) -> str:
     """How a part names its type."""
     return str(part.dtype).removeprefix("torch.") if isinstance(part, Tensor) else part.type
 
 
-def numbers_of(part: Part, ids: Tensor, half: torch.dtype) -> Numbers:
+def numbers_of(part: MatrixPart, ids: Tensor, half: torch.dtype) -> Numbers:
     """What the tape keeps of rows `ids`, int [n], of a part; `half` is the type of HALF weights."""
     if isinstance(part, Tensor):
         weights = part.index_select(0, ids)

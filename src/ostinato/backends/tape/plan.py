@@ -33,11 +33,13 @@ from ostinato.backends.tape.partition import (
 )
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight, rows_of
 from ostinato.backends.weights import Stack
+from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.errors import HardwareCannot, InternalError
 from ostinato.loop.layout import Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
@@ -65,7 +67,6 @@ LINES_BYTES: Final = 32 << 10  # for the queries, keys and values of those split
 CLOCKED_A_LAYER: Final = 5
 
 _TYPES: Final = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_KEPT: Final[dict[KVType, torch.dtype]] = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
 # --- the structs of backends/tape/src/parts.h ---
@@ -156,7 +157,7 @@ class TapeSizes:
             max(padded_columns(WeightType.FOUR, matrix.columns, n_compute_warps) for matrix in matrices) + ROW_PADDING
         )
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_compute_warps) + ROW_PADDING)
-        kept = _KEPT[kv_type].itemsize
+        kept = KV_FORMATS[kv_type].item_bytes
         looking = attention_bytes(shape, grid, n_slots, kept)
         activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, looking), 128)
         stage = _whole(largest_chunk(segments, n_compute_warps), 128)
@@ -272,7 +273,7 @@ def shape_header(
         "SPLITS": SPLITS,
         "LEAST_SPLIT": LEAST_SPLIT,
         "ACTIVATION_BF16": int(model.dtype == torch.bfloat16),
-        "KEPT": _TYPES[_KEPT[kv_type]],
+        "KEPT": _TYPES[getattr(torch, KV_DTYPES[kv_type])],
         "EMBEDDING_TYPE": _TYPES[model.embedding.dtype if isinstance(model.embedding, Tensor) else model.dtype],
         "HAS_BIAS": int(attention.qkv.bias is not None),
         "HAS_QK_NORM": int(attention.q_norm is not None),

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
 from ostinato.backends.cuda.triton.unpack import narrowed
 from ostinato.backends.tape.partition import PER_COMPUTE_WARP, TILE_ROWS, WeightType, chunk_bytes, tile_bytes
 from ostinato.backends.tape.tape_weight import TapeWeight
@@ -183,14 +183,14 @@ def bind_unpack(weight: TapeWeight, out: Tensor, first: int = 0) -> Launches:
     return Launches(tuple(launches))
 
 
-def _bound(weight: TapeWeight, number: int, out: Tensor, first: int) -> Launch:
+def _bound(weight: TapeWeight, number: int, out: Tensor, first: int) -> TritonLaunch:
     tape = weight.tape
     matrix, segment, grid = tape.partition.matrices[number], tape.partition.segments[number], tape.partition.grid
     weight_type, compute_warps, per = segment.weight_type, grid.n_compute_warps, PER_COMPUTE_WARP[segment.weight_type]
     is_half = weight_type == WeightType.HALF
     # Powers of two: no program has columns of two chunks, or a part of what a compute warp has of a whole one.
     block = min(BLOCK_COLUMNS, 16 * compute_warps * per)
-    return Launch(
+    return TritonLaunch(
         unpack_kernel,
         (triton.cdiv(len(out), TILE_ROWS), triton.cdiv(matrix.columns, block)),
         (

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, Layout, MemoryRow, Settled, Tensors
+from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
+from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
+from ostinato.models.header import HeaderTensors
 from ostinato.options import Activations, LoadOptions
 
 if TYPE_CHECKING:
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
     from ostinato.backends.torch.load import DenseLoader
     from ostinato.backends.torch.model import Model
     from ostinato.backends.torch.paged import PagedMemory
-    from ostinato.loop.layout import Layout as TableLayout
-    from ostinato.loop.layout import Tables
+    from ostinato.loop.layout import Layout, Tables
     from ostinato.loop.plan import Plan
     from ostinato.loop.start import Start
     from ostinato.models.blocks import ModelBlocks
@@ -36,6 +37,7 @@ class TorchBackend:
     device: DeviceKind = "cpu"
     modes: tuple[str, ...] = ("eager",)
     activations: tuple[Activations, ...] = ("wide",)
+    kv_types = tuple(KV_DTYPES)
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:
@@ -45,13 +47,16 @@ class TorchBackend:
             return "torch is not installed"
         return None
 
-    def why_not(self, mode: str, shape: Shape, tensors: Tensors, options: LoadOptions, machine: Machine) -> str | None:
-        return self.why_not_here(mode, machine)
+    def why_not(
+        self, mode: str, shape: Shape, tensors: HeaderTensors, options: LoadOptions, machine: Machine
+    ) -> str | None:
+        kv_type = kv_type_of(options, dtype_of(options, machine.kind))
+        return self.why_not_here(mode, machine) or why_not_kept("torch", self.kv_types, kv_type)
 
-    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> Layout:
+    def layout(self, shape: Shape, options: LoadOptions, kind: DeviceKind) -> WeightLayout:
         return "dense"
 
-    def needs(self, shape: Shape, tensors: Tensors, settled: Settled) -> tuple[MemoryRow, ...]:
+    def needs(self, shape: Shape, tensors: HeaderTensors, settled: Settled) -> tuple[MemoryRow, ...]:
         weights = MemoryRow("weights", dense_bytes(tensors, settled))
         if not shape.causal:
             return (weights,)
@@ -59,7 +64,8 @@ class TorchBackend:
             weights,
             *shared_rows(shape, settled),
             MemoryRow("step buffers", settled.n_slots * _step_bytes(shape, settled)),
-            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, _chunk_rows())),
+            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, chunk_rows())),
+            output_row(shape, chunk_rows()),
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
@@ -98,7 +104,7 @@ class TensorRunner(Runner):
             page_tokens=settled.page_tokens,
         )
 
-    def _tables(self, layout: TableLayout) -> Tables:
+    def _tables(self, layout: Layout) -> Tables:
         from ostinato.backends.torch.tables import tensor_tables
 
         return tensor_tables(layout, self.model.device)
@@ -118,7 +124,7 @@ class TorchRunner(TensorRunner):
         from ostinato.backends.torch.start import CpuEager, CpuLoop
 
         plan = torch_plan(self.model, self.memory, self.tables, self.n_tokens)
-        kind = CpuLoop if self.mode_name == TWIN else CpuEager
+        kind = CpuLoop if self.settled.mode == TWIN else CpuEager
         start = kind(plan, self.tables, self.guard, self.changed.set)
         return plan, start, TorchChunks(self.model, self.memory, self.tables, self.n_tokens)
 
@@ -158,7 +164,7 @@ def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
     return Model.of(blocks, dtype=dtype, device=device, context=settled.context)
 
 
-def dense_bytes(tensors: Tensors, settled: Settled) -> int:
+def dense_bytes(tensors: HeaderTensors, settled: Settled) -> int:
     return sum(tensor.n_elements for tensor in tensors.values()) * ITEM_BYTES[settled.dtype]
 
 
@@ -178,7 +184,7 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
     return shape.hidden * width + shape.vocab * FLOAT_BYTES
 
 
-def _chunk_rows() -> int:
+def chunk_rows() -> int:
     from ostinato.backends.torch.chunks import MANY_ROWS
 
     return MANY_ROWS

@@ -8,33 +8,33 @@ masked values must not be NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
-from ostinato.backends.torch.ops.q8_0 import BLOCK, dequantize_q8_0_torch, quantize_q8_0_torch
+from ostinato.backends.torch.kv_types import KV_DTYPES
+from ostinato.backends.torch.ops.q8_0 import dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rope import rope_torch
+from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_width
 from ostinato.cache.kv_bytes import cell_bytes as cell_bytes
 from ostinato.cache.sequences import Ints
 from ostinato.cache.state_run import StateRun
 from ostinato.models.rope import Rope
-from ostinato.options import KVType, check_kv_width
+from ostinato.options import KVType
 
 if TYPE_CHECKING:
     from ostinato.models.shape import RecurrentShape, Shape
-
-_DTYPES: Final = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
 
 
 class Half:
     """K or V of one layer."""
 
     def __init__(self, streams: int, cells: int, heads: int, width: int, kv_type: KVType, device: torch.device) -> None:
-        self.values = zeros((streams, cells, heads, width), _DTYPES[kv_type], device)
-        scales = (streams, cells, heads, width // BLOCK)
-        self.scales = zeros(scales, torch.float16, device) if kv_type == "q8_0" else None
+        place, n_scales = (streams, cells, heads), KV_FORMATS[kv_type].n_scales(width)
+        self.values = zeros((*place, width), getattr(torch, KV_DTYPES[kv_type]), device)
+        self.scales = zeros((*place, n_scales), torch.float16, device) if n_scales else None
 
     @property
     def parts(self) -> list[Tensor]:

@@ -14,7 +14,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from ostinato.backends.loading import Piece, Progress, read_all
+from ostinato.backends.loading import Progress, WeightPiece, read_all
 from ostinato.backends.torch.allocate import Allocate, BumpAllocator, Measure
 from ostinato.backends.torch.arrays import array_dtype, array_of, tensor_of
 from ostinato.backends.torch.model import Model
@@ -23,7 +23,7 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import holds_as_it_is
 from ostinato.models.blocks import ModelBlocks, with_leaves
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Tensors, TensorTable, is_whole
+from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, StackedTensors, TensorTable, is_whole
 
 
 class DenseLoader:
@@ -45,11 +45,11 @@ class DenseLoader:
                 return self.experts(reference)
             case Matrices():
                 return self.matrices(reference)
-            case Tensors():
+            case StackedTensors():
                 return self.tensors(reference)
         raise InternalError(f"{reference!r} is no reference to tensors")
 
-    def tensors(self, reference: Tensors, dtype: torch.dtype | None = None) -> Tensor:
+    def tensors(self, reference: StackedTensors, dtype: torch.dtype | None = None) -> Tensor:
         """Tensors on top of each other in one piece of memory."""
         dtype = dtype or (torch.float32 if reference.exact else self.dtype)
         out = self.allocate(reference.shape, dtype, self.device)
@@ -82,10 +82,10 @@ class DenseLoader:
         """One tensor into memory that is laid out, a view of it included."""
         self._jobs.append((name, out))
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[WeightPiece]:
         """Everything there is to read."""
         for name, out in self._jobs:
-            yield Piece(self.table.info(name).n_bytes, partial(self._read, name, out))
+            yield WeightPiece(self.table.info(name).n_bytes, partial(self._read, name, out))
 
     def read(self, progress: Progress | None = None) -> None:
         """Read everything, the largest first, so that no thread is left with one big tensor at the end."""

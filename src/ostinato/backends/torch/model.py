@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -16,9 +15,6 @@ from ostinato.backends.torch.table import Ops, ops_for
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
 from ostinato.models.blocks import AnyLayer, ModelBlocks, with_leaves
-
-Device: TypeAlias = torch.device
-DType: TypeAlias = torch.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,8 @@ from torch import Tensor
 from ostinato.backends.base import PageTables
 from ostinato.backends.torch.kv_store import Half
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.cache.state_block import Bytes, CellForm
+from ostinato.cache.state_block import CellForm
+from ostinato.files.unpack import Bytes
 
 
 class TorchSequenceCopy:

@@ -77,11 +77,9 @@ def _holes(entries: Entries, spans: Spans) -> NDArray[np.bool_]:
     width = spans.high - spans.low
     # Where a sequence spans more positions than it has entries, there is a hole; elsewhere every position, counted
     # from the lowest, has an index of its own among the sequence's entries.
-    admission = np.minimum(
-        spans.gathered - np.repeat(spans.low, entries.size), np.repeat(entries.size - 1, entries.size)
-    )
-    taken = np.zeros(len(admission), np.int64)
-    taken[np.repeat(entries.first, entries.size) + admission] = 1
+    index = np.minimum(spans.gathered - np.repeat(spans.low, entries.size), np.repeat(entries.size - 1, entries.size))
+    taken = np.zeros(len(index), np.int64)
+    taken[np.repeat(entries.first, entries.size) + index] = 1
     wide: NDArray[np.bool_] = width >= np.add.reduceat(taken, entries.first)
     return wide
 

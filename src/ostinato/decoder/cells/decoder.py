@@ -16,7 +16,6 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import Floats
 from ostinato.backends.torch.model import Model
 from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
@@ -30,6 +29,7 @@ from ostinato.decoder.cells.settings import Settings, settle
 from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.errors import BadOption, Unsupported
+from ostinato.files.unpack import Floats
 from ostinato.options import KVType
 
 

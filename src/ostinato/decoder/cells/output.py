@@ -16,7 +16,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.decoder.cells.output_rows import ITEM_BYTES, Counts, Filled, OutputRows, Sampled, SampledRows, Sizes, Swap
+from ostinato.decoder.cells.output_rows import (
+    ITEM_BYTES,
+    Counts,
+    Filled,
+    OutputRows,
+    OutputSizes,
+    Sampled,
+    SampledRows,
+    Swap,
+)
 from ostinato.errors import AllocationFailed, InternalError
 
 __all__ = ["Absence", "Counts", "Lookup", "Outputs", "Reservation", "Sampled", "resolve", "row_swaps", "zeros"]
@@ -47,7 +56,7 @@ class Lookup(NamedTuple, Generic[Value]):
 class Reservation:
     """What was reserved, the bytes held for it, and whether the buffers had to grow (OUT-4)."""
 
-    sizes: Sizes
+    sizes: OutputSizes
     capacity_bytes: int
     grew: bool
 
@@ -122,7 +131,7 @@ class Outputs:
         self.unpublish()
         rows = max(n_outputs, self._n_seq_max)
         n_embd = self._n_embd_out if embeddings else 0
-        sizes = Sizes.of(rows, n_vocab=self._n_vocab, n_embd=n_embd, sampling=sampling)
+        sizes = OutputSizes.of(rows, n_vocab=self._n_vocab, n_embd=n_embd, sampling=sampling)
         grew = self.capacity_bytes < sizes.n_items * ITEM_BYTES
         # The first reader reorders rows, perhaps outside inference mode, so the buffers must not be inference tensors.
         with torch.inference_mode(False):

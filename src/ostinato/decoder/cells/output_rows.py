@@ -43,7 +43,7 @@ class Sampled:
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class OutputSizes:
     """Items of each buffer for a number of rows; 0 for buffers that are not wanted (OUT-3)."""
 
     rows: int
@@ -55,10 +55,10 @@ class Sizes:
     sampled_tokens: int
 
     @staticmethod
-    def of(rows: int, *, n_vocab: int, n_embd: int, sampling: bool) -> Sizes:
+    def of(rows: int, *, n_vocab: int, n_embd: int, sampling: bool) -> OutputSizes:
         """`n_embd` is 0 where no embeddings are wanted."""
         vocab, sampled = rows * n_vocab, rows * n_vocab if sampling else 0
-        return Sizes(rows, vocab, rows * n_embd, sampled, sampled, sampled, rows if sampling else 0)
+        return OutputSizes(rows, vocab, rows * n_embd, sampled, sampled, sampled, rows if sampling else 0)
 
     @property
     def buffers(self) -> tuple[int, ...]:
@@ -164,7 +164,7 @@ class SampledRows:
 class OutputRows:
     """The rows of one reservation."""
 
-    def __init__(self, items: Tensor, sizes: Sizes) -> None:
+    def __init__(self, items: Tensor, sizes: OutputSizes) -> None:
         """Slice the first items of the block into buffers; old contents stay, and are never read (OUT-4)."""
         parts = list(torch.split(items[: sizes.n_items], list(sizes.buffers)))
         logits, embeddings, kept, probs, candidates = (

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launch, Launches
+from ostinato.backends.cuda.launch import Launches, TritonLaunch
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.triton.matmul import bind_matmul
 from ostinato.backends.cuda.triton.tiles import TILES, Tile, class_of, step_columns, tile_for
@@ -155,7 +155,7 @@ def test_running_a_product_twice_gives_the_same_output_and_leaves_its_counters_a
     first = out.clone()
     launch()
     assert torch.equal(first[:3], out[:3])
-    assert isinstance(launch, Launch)
+    assert isinstance(launch, TritonLaunch)
     assert not launch.args[-1].any()
 
 

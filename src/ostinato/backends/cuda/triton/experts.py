@@ -1,10 +1,10 @@
 """Routed experts of a decode step; twins in `backends/torch/ops/matmul.py`.
 
-    bind_route(scores, experts, weights, n_rows, *, n_used, renormalise, pdl=False) -> Launch
+    bind_route(scores, experts, weights, n_rows, *, n_used, renormalise, pdl=False) -> TritonLaunch
     bind_experts_gate_up(x, weight, out, experts, n_rows, *, norm=None, activation, tile=None, pdl=False)
-        -> Launch | Launches
+        -> TritonLaunch | Launches
     bind_experts_down(x, weight, out, experts, weights, n_rows, *, epilogue="add", stats=None, prepared=None,
-                      tile=None, pdl=False) -> Launch
+                      tile=None, pdl=False) -> TritonLaunch
 
 The experts' matrices stand on top of each other, dense or packed: for each expert its gate, then its up; gate and up of
 two types are a `Stack` of both, each of all experts. x, out and n_rows are as in `matmul.py`. A row stands alone in its
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import Packed, for_a_gpu
 from ostinato.backends.cuda.triton.matmul import (
     ACT,
@@ -179,7 +179,7 @@ def bind_route(
     n_used: int,
     renormalise: bool,
     pdl: bool = False,
-) -> Launch:
+) -> TritonLaunch:
     """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
     device, (n_slots, n_experts) = scores.device, scores.shape
     checked("scores", scores, dtype=torch.float32, shape=(1, n_experts), device=device)
@@ -188,7 +188,7 @@ def bind_route(
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
     if not 1 <= n_used <= n_experts:
         raise InternalError(f"{n_used} of {n_experts} experts cannot be chosen")
-    return Launch(
+    return TritonLaunch(
         route_kernel,
         (n_slots,),
         (
@@ -219,7 +219,7 @@ def bind_experts_gate_up(
     activation: Activation,
     tile: Tile | None = None,
     pdl: bool = False,
-) -> Launch | Launches:
+) -> TritonLaunch | Launches:
     """Gate, up and activation of each row's experts, as one call; what it computes is `experts_gate_up_torch`.
 
     A `Stack` (gate, up) is two launches, the second multiplied into what the first wrote.
@@ -230,7 +230,7 @@ def bind_experts_gate_up(
     checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
 
-    def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"]) -> Launch:
+    def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"]) -> TritonLaunch:
         return _gate_up(x, part, out, experts, n_rows, epilogue, norm, activation, tile, pdl)
 
     if not isinstance(weight, Stack):
@@ -252,14 +252,14 @@ def _gate_up(
     activation: Activation,
     tile: Tile | None,
     pdl: bool,
-) -> Launch:
+) -> TritonLaunch:
     device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
     n_outputs, k = shape_of(weight)
     checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, k), device=device)
     if n_outputs % (2 * n if epilogue == "gated" else n):
         raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
     cut = _alone(tile_for(weight, epilogue) if tile is None else tile)
-    return Launch(
+    return TritonLaunch(
         experts_gate_up_kernel,
         (n_slots * n_used, triton.cdiv(n, cut.block_n)),
         (
@@ -298,7 +298,7 @@ def bind_experts_down(
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
-) -> Launch:
+) -> TritonLaunch:
     """The weighted sum over each row's experts, as one call; what it computes is `experts_down_torch`."""
     device, (n_slots, n_used, k) = x.device, x.shape
     n = out.shape[1]
@@ -313,7 +313,7 @@ def bind_experts_down(
     cut = _alone(tile_for(weight) if tile is None else tile)
     constants = constants_of(weight, cut, k) | {"ROWS": 8}
     del constants["K_STATS"], constants["STATS_WIDE"]
-    return Launch(
+    return TritonLaunch(
         experts_down_kernel,
         (n_slots, triton.cdiv(n, cut.block_n)),
         (

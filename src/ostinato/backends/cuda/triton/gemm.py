@@ -1,6 +1,6 @@
 """The products of a prompt's chunk: y = (x W^T + b) * scale; the twin is `backends/torch/ops/gemm.py`.
 
-    bind_gemm(x, weight, out, *, bias=None, scale=None, tile=None) -> Launch | Launches
+    bind_gemm(x, weight, out, *, bias=None, scale=None, tile=None) -> TritonLaunch | Launches
 
 x bfloat16 or float32 [rows, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out bfloat16 or
 float32 [rows, out], written in place; sums in float32. bfloat16 and packed weights meet x rounded to bfloat16, packed
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import Packed, for_a_gpu
 from ostinato.backends.cuda.triton.matmul import FLOATS, planes_of
 from ostinato.backends.cuda.triton.unpack import (
@@ -197,7 +197,7 @@ def bind_gemm(
     bias: Tensor | None = None,
     scale: Tensor | float | None = None,
     tile: GemmTile | None = None,
-) -> Launch | Launches:
+) -> TritonLaunch | Launches:
     """The product as one call without arguments; arguments stay where they are. A `Stack` is a launch for each part."""
     if not isinstance(weight, Stack):
         return _bound(x, for_a_gpu(weight), out, bias, scale, tile)
@@ -218,7 +218,7 @@ def _bound(
     bias: Tensor | None,
     scale: Tensor | float | None,
     tile: GemmTile | None,
-) -> Launch:
+) -> TritonLaunch:
     device, m_rows = x.device, len(x)
     n, k = shape_of(weight)
     either = (torch.bfloat16, torch.float32)
@@ -234,7 +234,7 @@ def _bound(
         plain = INTERPRETED.value or torch.version.hip is not None
         precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
     cut = GEMM_TILES[kind] if tile is None else tile
-    return Launch(
+    return TritonLaunch(
         gemm_kernel,
         (triton.cdiv(m_rows, cut.block_m), triton.cdiv(n, cut.block_n)),
         (

@@ -1,7 +1,7 @@
 """The products of a decode step: y = epilogue(norm(x) W^T) for rows 0 to n_rows - 1; twins in `torch/ops`.
 
     bind_matmul(x, weight, out, n_rows, *, epilogue="store", norm=None, bias=None, scale=None, softcap=None,
-                activation=None, stats=None, prepared=None, tile=None, pdl=False) -> Launch | Launches
+                activation=None, stats=None, prepared=None, tile=None, pdl=False) -> TritonLaunch | Launches
 
 x float32 or bfloat16 [n_slots, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out float32 or
 bfloat16 [n_slots, out] ([n_slots, out / 2] for "gated"); n_rows int32 [1] on the device; sums in float32. Written in
@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launch, Launches, checked
+from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import PLANES, Packed, entries_of, for_a_gpu
 from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
@@ -492,7 +492,7 @@ def bind_matmul(
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
     pdl: bool = False,
-) -> Launch | Launches:
+) -> TritonLaunch | Launches:
     """The product as one call without arguments; what it computes is `matmul_torch`. Every argument stays where it is.
 
     A `Stack` is one launch for each part; "gated" over a stack (gate, up), or of Q6_K, is two, the second multiplied
@@ -557,7 +557,7 @@ def _bound(
     tile: Tile | None,
     pdl: bool,
     rows: tuple[int, int] | None = None,
-) -> Launch:
+) -> TritonLaunch:
     """One launch; `rows`: which row of the weight is the first, and how many there are, where it is not all of them."""
     device, n_slots = x.device, len(x)
     n_outputs, k = shape_of(weight)
@@ -580,7 +580,7 @@ def _bound(
         size = (grid[0] * grid[1], cut.split_k, lanes, cut.block_n, ROWS)
         partials = torch.empty(size, dtype=torch.float32, device=device)
         counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
-    return Launch(
+    return TritonLaunch(
         matmul_kernel,
         grid,
         (

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launch, checked
+from ostinato.backends.cuda.launch import TritonLaunch, checked
 from ostinato.backends.torch.ops.sample_step import SlotFields
 from ostinato.errors import BadPointer
 
@@ -126,7 +126,7 @@ def bind_sample(
     top_logprobs: Tensor,
     first: bool = False,
     tiles: Tiles | None = None,
-) -> list[tuple[str, Launch]]:
+) -> list[tuple[str, TritonLaunch]]:
     """Check everything once and return the launches in order, each with its name.
 
     Arguments as `sample_step_torch` has them, with n_rows int32 [1] on the device and the buffers that
@@ -151,8 +151,8 @@ def bind_sample(
     row = {"MAX_TOP": top_ids.shape[1], "BLOCK": tiles.block, "CAPACITY": tiles.capacity, "SMALL": tiles.small}
     row |= {"CHUNK": tiles.chunk, "LANES": triton.next_power_of_2(n_blocks), "num_warps": 8}
 
-    def launch(kernel: Any, grid: tuple[int, ...], names: Sequence[str], *more: int, **constants: Any) -> Launch:
-        return Launch(kernel, grid, (*(t[name] for name in names), *more), constants | shared)
+    def launch(kernel: Any, grid: tuple[int, ...], names: Sequence[str], *more: int, **constants: Any) -> TritonLaunch:
+        return TritonLaunch(kernel, grid, (*(t[name] for name in names), *more), constants | shared)
 
     grid = (n_blocks, row_lanes)
     return [

@@ -1,7 +1,7 @@
 """The KV cache as integers: streams of cells, slots for ubatches, sequence operations, pending work (KV, SQ, UP).
 
-Nothing here holds keys or values: `Tensors` copies and rotates them, and `Slot` and `visible` say which cells a forward
-writes and sees. A refused call has changed nothing.
+Nothing here holds keys or values: `CellTensors` copies and rotates them, and `Slot` and `visible` say which cells a
+forward writes and sees. A refused call has changed nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ostinato.decoder.cells.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
 
 
-class Tensors(Protocol):
+class CellTensors(Protocol):
     """The keys and values behind the cells. A failure is raised as one of the decode errors."""
 
     def copy_stream(self, source: int, target: int) -> None:
@@ -53,7 +53,7 @@ class KVCache:
         padding: int = 1,
         can_shift: bool = True,
         n_pos_dims: int = 1,
-        tensors: Tensors | None = None,
+        tensors: CellTensors | None = None,
     ) -> None:
         if size < 1 or size % padding:
             raise InternalError(f"a cache of {size} cells is no multiple of its padding of {padding} (KV-1)")

@@ -16,12 +16,13 @@ from torch import Tensor
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.sequence_copy import cell_form
 from ostinato.cache.sequences import MAX_SEQ, Ints
-from ostinato.cache.state_block import DAMAGED, Bytes, CellRows, Form, StateBlock, StateSelection, check_finite
+from ostinato.cache.state_block import DAMAGED, CellRows, Form, StateBlock, StateSelection, check_finite
 from ostinato.cache.state_file import StateParts
 from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.errors import BadFile, InternalError, NoSlot
+from ostinato.files.unpack import Bytes
 
 
 @dataclass(frozen=True, slots=True)
