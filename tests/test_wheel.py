@@ -33,6 +33,27 @@ with LLM(Path(sys.argv[1]), device="cpu", context=64) as llm:
     print(Path(ostinato.__file__).parent, llm.mode, len(ids), native_status().line, sep="\\n")
 """
 
+# The machine's compiler, which does nothing twice: what it made is kept with the package's own objects, by the hash of
+# its version, its flags and all that it could read.
+COMPILER = """#!{python}
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from ostinato import build
+flags = [word for word in sys.argv[1:] if "/" not in word]
+made = Path(sys.argv[-1])
+folders = {{Path(word.removeprefix("-I")) for word in sys.argv[1:-1] if "/" in word}}
+folders = {{path if path.is_dir() else path.parent for path in folders}}
+texts = {{path.name: path.read_text() for folder in folders for path in folder.iterdir() if path.is_file()}}
+key = build._key("of the wheel", "", "", texts, flags, build._cxx_version("{real}"))
+kept = build._find(key, "so")
+if kept is None:
+    subprocess.run(["{real}", *sys.argv[1:]], check=True)
+    kept = build._keep(made.read_bytes(), key, "so")
+shutil.copy(kept, made)
+"""
+
 
 def needs_setuptools() -> None:
     """Skips where a wheel cannot be built. The version is read and setuptools is not imported: it puts a distutils of
@@ -54,6 +75,11 @@ def built(to: Path, *, objects: bool) -> Path:
         shutil.copy(ROOT / name, tree / name)
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--quiet", "--disable-pip-version-check"]
     told = {"OSTINATO_WHEEL_OBJECTS": "1" if objects else "0", "SETUPTOOLS_USE_DISTUTILS": "local"}
+    if objects:
+        compiler = to / "c++"
+        compiler.write_text(COMPILER.format(python=sys.executable, real=cxx()))
+        compiler.chmod(0o755)
+        told |= {"CXX": str(compiler), "PYTHONPATH": str(ROOT / "src")}
     environment = {**os.environ, **told}
     command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(to / "dist"), str(tree)]
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

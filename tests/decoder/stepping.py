@@ -148,7 +148,7 @@ class _Watch(UbatchExecutor):
         def watched_write(half: Half, stream: int, cells: Tensor, rows: Tensor) -> None:
             layer, part = running[-1]
             what = "key" if half is part.store.keys[layer] else "value"
-            held = _held(_cache(cursor, part), stream)
+            held = _held(_cache(cursor, part), stream, cells.tolist())
             self.events += [Wrote(layer, what, place) for cell in cells.tolist() for place in held[cell]]
             write(half, stream, cells, rows)
 
@@ -185,18 +185,18 @@ def _cache(cursor: PreparedBatch, part: KVPart) -> KVCache:
     raise AssertionError("keys and values of no cache")
 
 
-def _held(cache: KVCache, stream: int) -> dict[int, list[Place]]:
-    """What each cell of a stream is: a place for every sequence that has it; nothing for an empty cell."""
+def _held(cache: KVCache, stream: int, wanted: Sequence[int]) -> dict[int, list[Place]]:
+    """What each of these cells of a stream is: a place for every sequence that has it; nothing for an empty cell."""
     cells = cache.streams[stream].cells
-    return {cell: [Place(s, int(cells.position[cell])) for s in cells.ids(cell)] for cell in range(cells.size)}
+    return {cell: [Place(s, int(cells.position[cell])) for s in cells.ids(cell)] for cell in wanted}
 
 
 def _reads(
     cache: KVCache, part: KVPart, layer: int, stream: int, cells: slice | Tensor, places: list[Place]
 ) -> list[Event]:
     """What each row of a stream sees of the cells that were read for it."""
-    held = _held(cache, stream)
     read = list(range(cache.size))[cells] if isinstance(cells, slice) else cells.tolist()
+    held = _held(cache, stream, read)
     (view,) = (view for view in part.views if view.stream == stream)
     events: list[Event] = []
     for row in range(view.rows.stop - view.rows.start):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
@@ -63,20 +64,36 @@ def alone(way: Way, sequence: int) -> tuple[int, ...]:
     return tuple(said)
 
 
-def steps(decoder: StepDecoder, reads_of: Sequence[int] = ()) -> list[tuple[dict[int, int], list[Event]]]:
-    """A run of three sequences, one of which rests in every other step: what each step was given, and its events.
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A run: what each step was given, with its events; all events; the layers with attention; what a token leaves."""
 
-    Those of the steps in `reads_of` have what was read, too.
-    """
+    steps: Sequence[tuple[dict[int, int], list[Event]]]
+    events: Sequence[Event]
+    windows: Mapping[int, int | None]
+    entries: set[tuple[int, str]]
+
+
+@cache
+def watched(way: Way) -> Watched:
+    """A run of three sequences, one of which rests in every other step. Three steps tell what they read: in the last
+    two, the longest sequence has passed the end of a page, and of a window."""
+    decoder = way()
     following = decoder.admit({s: PROMPTS[s] for s in (0, 1, 2)})
     run = []
     for number in range(N_STEPS):
         given_tokens = {s: token for s, token in following.items() if s != 1 or number % 2}
         n_before = len(decoder.events)
-        decoder.tells_reads = number in reads_of
+        decoder.tells_reads = number in (0, 6, 7)
         following |= decoder.step(given_tokens)
         run.append((given_tokens, list(decoder.events[n_before:])))
-    return run
+    return Watched(run, decoder.events, decoder.windows, entries_of(decoder))
+
+
+def entries_of(decoder: StepDecoder) -> set[tuple[int, str]]:
+    """What a token must leave behind: a key and a value in each layer that attends, a state in each that recurs."""
+    kv = {(layer, what) for layer in decoder.windows for what in ("key", "value")}
+    return kv | {(layer, "state") for layer in decoder.state_layers}
 
 
 @every_way
@@ -94,17 +111,16 @@ def test_a_step_adds_one_token_to_each_sequence_it_is_given_and_to_no_other(way:
 
 @every_way
 def test_a_token_begins_only_when_those_before_it_are_committed_in_every_layer(way: Way) -> None:  # D-23
-    decoder = way()
-    steps(decoder)
+    run = watched(way)
     committed: set[Place] = set()
     begun: set[Place] = set()  # not yet committed
     wrote: Counter[tuple[Place, int, str]] = Counter()
-    for event in decoder.events:
+    for event in run.events:
         if isinstance(event, Committed):
             committed |= event.places
             begun -= event.places
             for place in event.places:
-                assert {(layer, what) for p, layer, what in wrote if p == place} == entries_of(decoder)
+                assert {(layer, what) for p, layer, what in wrote if p == place} == run.entries
             continue
         begun.add(event.place)
         earlier = {Place(event.place.sequence, position) for position in range(event.place.position)}
@@ -116,45 +132,38 @@ def test_a_token_begins_only_when_those_before_it_are_committed_in_every_layer(w
     assert not begun
 
 
-def entries_of(decoder: StepDecoder) -> set[tuple[int, str]]:
-    """What a token must leave behind: a key and a value in each layer that attends, a state in each that recurs."""
-    kv = {(layer, what) for layer in decoder.windows for what in ("key", "value")}
-    return kv | {(layer, "state") for layer in decoder.state_layers}
-
-
 @every_way
 def test_a_step_writes_one_key_and_one_value_per_layer_and_sequence(way: Way) -> None:
-    decoder = way()
+    run = watched(way)
     lengths = {s: len(PROMPTS[s]) for s in (0, 1, 2)}
-    for tokens, events in steps(decoder):
+    for tokens, events in run.steps:
         written = Counter((e.layer, e.what, e.place) for e in events if isinstance(e, Wrote))
-        wanted = {(*entry, Place(s, lengths[s])) for entry in entries_of(decoder) for s in tokens}
+        wanted = {(*entry, Place(s, lengths[s])) for entry in run.entries for s in tokens}
         assert written == Counter(wanted)
         lengths |= {s: lengths[s] + 1 for s in tokens}
 
 
 @every_way
 def test_a_query_reads_every_entry_of_its_sequence_in_its_window_and_of_no_other(way: Way) -> None:
-    decoder = way()
-    steps(decoder, reads_of=(0, 6, 7))  # the longest sequence passes the end of a page, and of a window
-    reads = [event for event in decoder.events if isinstance(event, Read)]
-    assert bool(reads) == bool(decoder.windows)
+    run = watched(way)
+    reads = [event for event in run.events if isinstance(event, Read)]
+    assert bool(reads) == bool(run.windows)
     for read in reads:
         s, position = read.place
-        window = decoder.windows[read.layer]
+        window = run.windows[read.layer]
         first = 0 if window is None else max(0, position - window + 1)
         assert read.seen == tuple(Place(s, p) for p in range(first, position + 1))
 
 
 @every_way
 def test_the_batch_never_grows_inside_a_step(way: Way) -> None:
-    decoder = way()
-    for tokens, events in steps(decoder):
+    run = watched(way)
+    for tokens, events in run.steps:
         by_layer: dict[int, set[Place]] = {}
         for event in events:
             if not isinstance(event, Committed):
                 by_layer.setdefault(event.layer, set()).add(event.place)
-        assert set(by_layer) == {layer for layer, _ in entries_of(decoder)}
+        assert set(by_layer) == {layer for layer, _ in run.entries}
         for places in by_layer.values():
             assert sorted(place.sequence for place in places) == sorted(tokens)
         committed = [place for event in events if isinstance(event, Committed) for place in event.places]

@@ -15,7 +15,7 @@ import pytest
 from tests.text.vocabularies import Metadata
 
 _SCRIPT = """
-import json, os, sys, traceback, urllib.request
+import http.client, json, os, sys, traceback
 import xllamacpp
 
 request = json.load(sys.stdin)
@@ -28,13 +28,12 @@ params.cpuparams.n_threads = 1
 params.port = 0  # any that is free
 params.verbosity = -1
 server = xllamacpp.Server(params)  # held: letting go of it shuts it down
-address = server.listening_address
+connection = http.client.HTTPConnection(server.listening_address.removeprefix("http://"), timeout=60)
 
 def ids(text, special):
     body = {"content": text, "add_special": request["bos"], "parse_special": special}
-    kind = {"Content-Type": "application/json"}
-    question = urllib.request.Request(address + "/tokenize", json.dumps(body).encode(), kind)
-    return json.load(urllib.request.urlopen(question, timeout=60))["tokens"]
+    connection.request("POST", "/tokenize", json.dumps(body), {"Content-Type": "application/json"})
+    return json.load(connection.getresponse())["tokens"]
 
 try:
     answer = [[ids(text, False), ids(text, True)] for text in request["texts"]]

@@ -67,9 +67,11 @@ def test_the_default_model_with_bos_and_eos(default_model: Path, tmp_path: Path)
 
 
 def all_pairs(pre: str) -> Metadata:
-    """A vocabulary where any two bytes of one word may merge, in random order: ids then show where words are cut."""
+    """A vocabulary where any two bytes of one word may merge, in random order: ids then show where words are cut. The
+    bytes are those of `ATOMS`, of which the texts are made."""
     characters = byte_characters()
-    pairs = [(left, right) for left in characters for right in characters]
+    merging = [characters[byte] for byte in sorted({*"".join(ATOMS).encode()})]
+    pairs = [(left, right) for left in merging for right in merging]
     random.Random(3).shuffle(pairs)
     special = {"<|im_end|>": TokenType.CONTROL, "<|user|>": TokenType.USER_DEFINED}
     tokens = [*characters, *(left + right for left, right in pairs), *special]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from ostinato.backends.cuda.triton.add_norm import bind_add_norm
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats, stats_torch
-from tests.backends.cuda.triton.test_attend import bits, compile_in_child, compile_launch
+from tests.backends.cuda.triton.test_attend import bits, compile_launch
 
 
 def rows_of(n_rows: int, n_slots: int) -> StepRows:
@@ -66,8 +65,3 @@ def compile_all() -> None:
     compile_launch(
         add_norm, "add_norm_kernel", partial(bind_add_norm, x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8))
     )
-
-
-@pytest.mark.slow
-def test_it_compiles_for_hopper_and_for_amd(tmp_path: Path) -> None:
-    compile_in_child("tests.backends.cuda.triton.test_add_norm", tmp_path)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -28,7 +27,6 @@ from tests.backends.cuda.triton.test_attend import (
     STORES,
     Case,
     bits,
-    compile_in_child,
     compile_launch,
     copied,
     parts,
@@ -266,8 +264,3 @@ def compile_all() -> None:
         compile_launch(chunk_attention, "append_chunk_kernel", append, amd=amd)
         attend = partial(bind_chunk_attention, q, seen, kv, chunk, heads)
         compile_launch(chunk_attention, "chunk_attention_kernel", attend, amd=amd)
-
-
-@pytest.mark.slow
-def test_it_compiles_for_hopper_and_for_amd(tmp_path: Path) -> None:
-    compile_in_child("tests.backends.cuda.triton.test_chunk_attention", tmp_path)

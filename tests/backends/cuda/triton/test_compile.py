@@ -1,8 +1,9 @@
 """Kernels compile ahead of time, without a GPU, for Hopper and for AMD's CDNA 3, and use the tensor cores.
 
-The compiler must not be the interpreter, which this process has switched on: a child process compiles, and says what it
-made in lines of JSON. A kernel joins by a `Case` in a list CASES of its own test module, which is found by its name
-here; `case_of` makes one from a bound launch.
+The compiler must not be the interpreter, which this process has switched on: one child process compiles everything, and
+says what it made in lines of JSON. A kernel joins by a `Case` in a list CASES of its own test module, which is found by
+its name here; `case_of` makes one from a bound launch. A module of which nothing more is asked has a `compile_all`.
+Triton keeps what it has compiled where it always does, and compiles again what has changed.
 """
 
 import importlib
@@ -10,7 +11,9 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +24,11 @@ from torch import Tensor
 from ostinato.backends.machine import TUNED_SHARED_BYTES
 from tests.counts import soaking
 
-MODULES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]
+WITH_CASES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]
+WHOLE = [
+    f"tests.backends.cuda.triton.test_{name}"
+    for name in ("add_norm", "attend", "chunk_attention", "embed", "logprobs", "sample")
+]
 TARGETS = {"hopper": ("cuda", 90, 32), "cdna3": ("hip", "gfx942", 64)}
 # Slow to compile where they are converted number by number, and nothing that others have not.
 ONLY_HOPPER = {f"matmul {name}" for name in ("Q5_1 store", "Q8_0 add", "Q6_K store")} | {"gemm Q6_K"}
@@ -31,6 +38,9 @@ POINTERS = {
     torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
     torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
 }  # fmt: skip
+
+
+Compiled = dict[str, list[dict[str, Any]]]
 
 
 class Case(NamedTuple):
@@ -147,43 +157,67 @@ def own_cases() -> list[Case]:
 CASES: list[Case] | Callable[[], list[Case]] = own_cases
 
 
-def compile_all(target: str) -> Iterator[dict[str, Any]]:
+@cache
+def all_cases() -> list[Case]:
+    listed = [importlib.import_module(module).CASES for module in WITH_CASES]
+    return [case for cases in listed for case in (cases() if callable(cases) else cases)]
+
+
+def compile_cases(target: str) -> Iterator[dict[str, Any]]:
     """In the child: compile every case of every module."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     backend, arch, lanes = TARGETS[target]
-    for module in MODULES:
-        listed = importlib.import_module(module).CASES
-        for case in listed() if callable(listed) else listed:
-            if backend == "hip" and case.name in ONLY_HOPPER:
-                continue
-            constexprs = dict(case.constexprs)
-            options = dict(case.options)
-            if backend == "hip":  # what binding on such a device would have chosen
-                constexprs |= {key: False for key in ("ASM", "PDL") if key in constexprs}
-                constexprs |= {"PRECISION": "ieee"} if constexprs.get("PRECISION") == "tf32x3" else {}
-                options = {"num_warps": options["num_warps"], "num_stages": 2}
-            names = case.kernel.arg_names
-            types = {name: case.signature.get(name, "constexpr") for name in names}
-            aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
-            fixed = {(names.index(name),): value for name, value in constexprs.items()}
-            made = triton.compile(
-                ASTSource(case.kernel, types, fixed, aligned), target=GPUTarget(backend, arch, lanes), options=options
-            )
-            text = made.asm["ptx" if backend == "cuda" else "amdgcn"]
-            found = [word for word in ("mma.sync", "wgmma.mma_async", "v_mfma", "griddepcontrol") if word in text]
-            # A tile that goes back to shared memory after it was loaded: a detour on the way to the tensor cores.
-            detours = sum("ttg.local_alloc %" in line for line in made.asm["ttgir"].splitlines())
-            yield {"name": case.name, "found": found, "detours": detours, "shared": made.metadata.shared}
+    for case in all_cases():
+        if backend == "hip" and case.name in ONLY_HOPPER:
+            continue
+        constexprs = dict(case.constexprs)
+        options = dict(case.options)
+        if backend == "hip":  # what binding on such a device would have chosen
+            constexprs |= {key: False for key in ("ASM", "PDL") if key in constexprs}
+            constexprs |= {"PRECISION": "ieee"} if constexprs.get("PRECISION") == "tf32x3" else {}
+            options = {"num_warps": options["num_warps"], "num_stages": 2}
+        names = case.kernel.arg_names
+        types = {name: case.signature.get(name, "constexpr") for name in names}
+        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
+        fixed = {(names.index(name),): value for name, value in constexprs.items()}
+        made = triton.compile(
+            ASTSource(case.kernel, types, fixed, aligned), target=GPUTarget(backend, arch, lanes), options=options
+        )
+        text = made.asm["ptx" if backend == "cuda" else "amdgcn"]
+        found = [word for word in ("mma.sync", "wgmma.mma_async", "v_mfma", "griddepcontrol") if word in text]
+        # A tile that goes back to shared memory after it was loaded: a detour on the way to the tensor cores.
+        detours = sum("ttg.local_alloc %" in line for line in made.asm["ttgir"].splitlines())
+        yield {"name": case.name, "found": found, "detours": detours, "shared": made.metadata.shared}
 
 
-def compiled(target: str, cache: Path) -> dict[str, Any]:
+def compile_whole(module: str) -> Iterator[dict[str, Any]]:
+    """In the child: compile what a module names itself."""
+    importlib.import_module(module).compile_all()
+    yield {"name": module}
+
+
+def main() -> None:
+    """The child: a line for each kernel, or for the error that ended a group of them."""
+    groups = {target: partial(compile_cases, target) for target in TARGETS}
+    groups |= {module: partial(compile_whole, module) for module in WHOLE}
+    for group, rows in groups.items():
+        try:
+            for row in rows():
+                print(json.dumps({"group": group, **row}), flush=True)
+        except Exception:
+            print(json.dumps({"group": group, "error": traceback.format_exc()}), flush=True)
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Compiled:
+    """What the child made, by target or module."""
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment |= {"PYTHONPATH": os.pathsep.join(sys.path)}
     child = subprocess.run(
-        [sys.executable, "-m", "tests.backends.cuda.triton.test_compile", target],
+        [sys.executable, "-m", "tests.backends.cuda.triton.test_compile"],
         env=environment,
         capture_output=True,
         text=True,
@@ -192,13 +226,20 @@ def compiled(target: str, cache: Path) -> dict[str, Any]:
     )
     assert child.returncode == 0, child.stderr[-3000:]
     rows = [json.loads(line) for line in child.stdout.splitlines()]
-    return {row["name"]: row for row in rows}
+    return {group: [row for row in rows if row["group"] == group] for group in (*TARGETS, *WHOLE)}
+
+
+def made_for(compiled: Compiled, group: str) -> dict[str, Any]:
+    errors = [row["error"] for row in compiled[group] if "error" in row]
+    assert not errors, errors[0][-3000:]
+    assert compiled[group]
+    return {row["name"]: row for row in compiled[group]}
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_kernels_compile_for_hopper_and_multiply_on_its_tensor_cores(tmp_path: Path) -> None:
-    made = compiled("hopper", tmp_path)
+def test_kernels_compile_for_hopper_and_multiply_on_its_tensor_cores(compiled: Compiled) -> None:
+    made = made_for(compiled, "hopper")
     assert max(row["shared"] for row in made.values()) <= TUNED_SHARED_BYTES  # as `doctor` says of such a chip
     for name, row in made.items():
         if name.startswith("gemm"):
@@ -211,11 +252,17 @@ def test_kernels_compile_for_hopper_and_multiply_on_its_tensor_cores(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.soak
-def test_kernels_compile_for_amd_and_multiply_on_its_matrix_cores(tmp_path: Path) -> None:
-    made = compiled("cdna3", tmp_path)
+def test_kernels_compile_for_amd_and_multiply_on_its_matrix_cores(compiled: Compiled) -> None:
+    made = made_for(compiled, "cdna3")
     assert {name for name in made if "v_mfma" in made[name]["found"]} >= {"matmul BF16 gated", "gemm BF16"}
 
 
+@pytest.mark.slow
+@pytest.mark.soak
+@pytest.mark.parametrize("module", WHOLE)
+def test_the_kernels_of_a_module_compile(module: str, compiled: Compiled) -> None:
+    made_for(compiled, module)
+
+
 if __name__ == "__main__":
-    for row in compile_all(sys.argv[1]):
-        print(json.dumps(row), flush=True)
+    main()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 from ostinato.errors import BadPointer
 from ostinato.files.quants import BLOCKS
-from tests.backends.cuda.triton.test_attend import bits, compile_in_child, compile_launch
+from tests.backends.cuda.triton.test_attend import bits, compile_launch
 
 HIDDEN, VOCAB = 600, 50
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -139,8 +138,3 @@ def compile_all() -> None:
         compile_launch(
             embed, "embed_kernel", partial(bind_embed, packed_of(type, 512), x, stats, rows, tokens), amd=False
         )
-
-
-@pytest.mark.slow
-def test_it_compiles_for_hopper_and_for_amd(tmp_path: Path) -> None:
-    compile_in_child("tests.backends.cuda.triton.test_embed", tmp_path)

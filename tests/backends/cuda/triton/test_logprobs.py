@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 from ostinato.backends.cuda.triton import logprobs
 from ostinato.backends.cuda.triton.logprobs import bind_logprobs
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
-from tests.backends.cuda.triton.test_attend import compile_in_child, compile_launch
+from tests.backends.cuda.triton.test_attend import compile_launch
 
 
 def given(rows: int, vocab: int, top: int) -> tuple[Tensor, ...]:
@@ -52,8 +51,3 @@ def compile_all() -> None:
     logits, targets, *out = given(2, 128, 2)
     launch = partial(bind_logprobs, logits, targets, *out, n_tokens=100)
     compile_launch(logprobs, "logprobs_kernel", launch, amd=True)
-
-
-@pytest.mark.slow
-def test_it_compiles_for_hopper_and_for_amd(tmp_path: Path) -> None:
-    compile_in_child("tests.backends.cuda.triton.test_logprobs", tmp_path)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ostinato.backends.cuda.triton import sample as kernels
 from ostinato.backends.cuda.triton.sample import Tiles, bind_sample, sample_workspace, tiles_for, uniform
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import penalise_torch
@@ -25,6 +22,7 @@ from ostinato.errors import BadPointer
 from ostinato.loop.layout import Arena, Layout, sampled
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB, row_of, step, table_of
+from tests.counts import soaking
 
 ROOMY = Tiles(block=128, sub=8, wanted=20, capacity=128, small=32, chunk=128)
 TIGHT = Tiles(block=64, sub=16, wanted=5, capacity=16, small=8, chunk=128)  # searches nearly always
@@ -345,50 +343,33 @@ def test_binding_names_the_argument_that_does_not_fit() -> None:
         launches(torch.zeros((3, VOCAB))[1:], table, VOCAB, ROOMY)
 
 
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import torch
-from ostinato.backends.cuda.triton import sample
-from ostinato.loop.layout import Layout
+def compile_all() -> None:
+    """For both makers, with short lists: a long sort takes the compiler seconds, and is the same code."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
 
-vocab, target, small = 128256, GPUTarget(*eval(sys.argv[1])), int(sys.argv[2])
-kinds = {"int32": "*i32", "int64": "*i64", "float32": "*fp32"}
-words = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64"}
-types = {f.name: kinds[f.kind] for f in Layout(n_slots=2, max_pages=2, vocab=vocab).table_fields}
-types |= {name: words[dtype] for name, (_, dtype) in sample.sample_workspace(2, vocab).items()}
-types |= {"logits": "*fp32", "offset": "i32"}
-t = sample.tiles_for(vocab)
-sizes = {"VOCAB": vocab, "N_TOKENS": vocab - 5, "N_BLOCKS": t.n_blocks(vocab), "N_SUBS": t.n_subs(vocab), "WORDS": 4008,
-    "STOPS": 16, "BIASES": 512, "ROW_LANES": 2, "BLOCK": t.block, "SUB": t.sub, "WANTED": t.wanted, "MAX_TOP": 20,
-    "CAPACITY": small or t.capacity, "SMALL": small or t.small, "CHUNK": t.chunk}
-kernels = [(sample.shape_kernel, 4, 0, False), (sample.shape_kernel, 4, 0, True),
-    (sample.gather_kernel, 4, 1024, False), (sample.choose_kernel, 8, 128, False)]
-for kernel, warps, lanes, first in kernels:
-    names = kernel.arg_names
-    fixed = {(i,): {**sizes, "FIRST": first, "LANES": lanes}[name] for i, name in enumerate(names) if name.isupper()}
-    signature = {name: "constexpr" if name.isupper() else types[name] for name in names}
-    options = {"num_warps": warps, "enable_fp_fusion": False}
-    done = triton.compile(ASTSource(kernel, signature, constexprs=fixed), target=target, options=options)
-    print(kernel.__name__, done.metadata.shared)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "small"), [(("cuda", 90, 32), 0), (("hip", "gfx942", 64), 64)], ids=["sm_90", "gfx942"]
-)
-def test_the_kernels_compile_without_a_card(target: tuple[str, int | str, int], small: int, tmp_path: Path) -> None:
-    """The second with short lists: a long sort takes the compiler seconds, and is the same code."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", COMPILE, repr(target), str(small)],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 4
+    vocab = 128256
+    kinds = {"int32": "*i32", "int64": "*i64", "float32": "*fp32"}
+    words = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64"}
+    types = {f.name: kinds[f.kind] for f in Layout(n_slots=2, max_pages=2, vocab=vocab).table_fields}
+    types |= {name: words[dtype] for name, (_, dtype) in sample_workspace(2, vocab).items()}
+    types |= {"logits": "*fp32", "offset": "i32"}
+    t = tiles_for(vocab)
+    for target, short in ((GPUTarget("cuda", 90, 32), not soaking()), (GPUTarget("hip", "gfx942", 64), True)):
+        sizes = {
+            "VOCAB": vocab, "N_TOKENS": vocab - 5, "N_BLOCKS": t.n_blocks(vocab), "N_SUBS": t.n_subs(vocab),
+            "WORDS": 4008, "STOPS": 16, "BIASES": 512, "ROW_LANES": 2, "BLOCK": t.block, "SUB": t.sub,
+            "WANTED": t.wanted, "MAX_TOP": 20, "CAPACITY": 64 if short else t.capacity,
+            "SMALL": 64 if short else t.small, "CHUNK": t.chunk,
+        }  # fmt: skip
+        for kernel, warps, lanes, first in (
+            (kernels.shape_kernel, 4, 0, False),
+            (kernels.shape_kernel, 4, 0, True),
+            (kernels.gather_kernel, 4, 1024, False),
+            (kernels.choose_kernel, 8, 128, False),
+        ):
+            names, given = kernel.arg_names, {**sizes, "FIRST": first, "LANES": lanes}
+            fixed = {(i,): given[name] for i, name in enumerate(names) if name.isupper()}
+            signature = {name: "constexpr" if name.isupper() else types[name] for name in names}
+            options = {"num_warps": warps, "enable_fp_fusion": False}
+            triton.compile(ASTSource(kernel, signature, constexprs=fixed), target=target, options=options)
