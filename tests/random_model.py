@@ -26,7 +26,7 @@ from ostinato.models.rope import Rope
 from ostinato.models.shape import Mamba2Shape, Shape
 from ostinato.models.tensors import Constant, ExpertMatrices, Sizes
 
-MemoryKind = Literal["kv", "swa", "recurrent", "hybrid", "encoder"]
+MemoryKind = Literal["kv", "swa", "all swa", "recurrent", "hybrid", "encoder"]
 WINDOW = 16
 CPU = torch.device("cpu")
 
@@ -100,6 +100,8 @@ def shape_of(kind: MemoryKind, n_vocab: int, hidden: int, context: int) -> tuple
             return LLAMA, plain
         case "swa":
             return LLAMA, replace(plain, windows=(WINDOW, None))
+        case "all swa":
+            return LLAMA, replace(plain, windows=(WINDOW, WINDOW))
         case "hybrid":
             return FALCON_H1, replace(plain, family="falcon-h1", recurrent=mamba2_shape(hidden))
         case "encoder":

@@ -11,7 +11,7 @@ WANTED = sampling(max_tokens=6, temperature=0.7, seed=3, logprobs=2)
 START = prompt(1, 100)
 
 
-@pytest.mark.parametrize("kind", ["kv", "swa"])
+@pytest.mark.parametrize("kind", ["kv", "swa", "all swa"])
 @pytest.mark.parametrize("shared", [15, 16, 47, 48, 100])
 def test_a_shared_beginning_is_reused_in_whole_pages_with_the_same_bits(kind: MemoryKind, shared: int) -> None:
     with open_engine(kind) as engine:

@@ -32,7 +32,7 @@ def model_of(kind: MemoryKind) -> Model:
 
 
 def is_native(kind: MemoryKind) -> bool:
-    return kind in ("kv", "swa")
+    return kind in ("kv", "swa", "all swa")
 
 
 def open_engine(

@@ -18,7 +18,7 @@ from tests.random_model import MemoryKind
 
 N_TRIALS = soak(1000, part=20)
 CONTEXT = 96
-KINDS: tuple[MemoryKind, ...] = ("kv", "kv", "swa", "recurrent", "hybrid")
+KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "all swa", "recurrent", "hybrid")
 
 
 def any_sampling(chance: random.Random) -> Sampling:

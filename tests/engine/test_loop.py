@@ -17,7 +17,7 @@ from ostinato.options import Sampling
 from tests.engine.rig import DEADLINE_S, GREEDY, Driver, open_loop
 from tests.random_model import MemoryKind, random_model
 
-KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "recurrent", "hybrid")
+KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "all swa", "recurrent", "hybrid")
 
 
 def alone(

@@ -18,7 +18,7 @@ from ostinato.errors import BadFile, BadInput
 from tests.engine.opened import bits, ids, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
-KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "recurrent", "hybrid")
+KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "all swa", "recurrent", "hybrid")
 SHORT = sampling(max_tokens=9)
 GREEDY = Sampling(max_tokens=12, temperature=0, ignore_eos=True)
 

@@ -20,7 +20,7 @@ from ostinato.files.unpack import Floats
 from tests.engine.opened import DEADLINE_S, LONG, Gate, alone, bits, decoding, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
-KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "recurrent", "hybrid")
+KINDS: tuple[MemoryKind, ...] = ("kv", "swa", "all swa", "recurrent", "hybrid")
 SHORT = sampling(max_tokens=5)
 TEXTS = [prompt(seed, n) for seed, n in ((1, 30), (2, 3), (3, 100), (4, 17), (5, 64), (6, 2), (7, 200))]
 

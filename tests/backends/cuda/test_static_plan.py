@@ -34,7 +34,7 @@ from tests.random_model import MemoryKind, RandomWeights, random_model, shape_of
 
 pytestmark = pytest.mark.slow
 
-KINDS: tuple[MemoryKind, ...] = ("recurrent", "hybrid", "kv", "swa")
+KINDS: tuple[MemoryKind, ...] = ("recurrent", "hybrid", "kv", "swa", "all swa")
 RECURRENT: tuple[MemoryKind, ...] = ("recurrent", "hybrid")
 N_SLOTS = 6
 WARM = Sampling(temperature=0.8, top_k=20, top_p=0.9, min_p=0.0, repetition_penalty=1.1, seed=11)
