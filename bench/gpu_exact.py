@@ -10,10 +10,12 @@ import random
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
+from unittest.mock import patch
 
 import torch
 
@@ -21,6 +23,7 @@ from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting
 from bench.gpu_models import (
     ON_CPU,
     RECURRENT,
+    TAPE,
     kv_type_of,
     model_named,
     model_on,
@@ -28,8 +31,10 @@ from bench.gpu_models import (
     place,
     settled_for,
 )
+from ostinato.backends import base
 from ostinato.backends.cuda.backend import WHY_NO_LOOP
 from ostinato.backends.torch.model import Model
+from ostinato.cache.groups import one_group
 from ostinato.engine.choose import why_not_model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
@@ -46,6 +51,7 @@ from tests.built import build_model
 Witness = tuple[int, str, tuple[tuple[int, str], ...], int, str | None]
 
 N_TRIALS: Final = 1_000
+WINDOW: Final = 70  # positions; more than a page, and no whole number of them
 MOST_SHOWN: Final = 20
 LARGE: Final = (("llama-1b", "bf16"), ("llama-1b", "q4_k_m"), ("llama-8b", "bf16"), ("llama-8b", "q4_k_m"))
 
@@ -246,19 +252,28 @@ def trials(
     seconds: float,
     kv_type: KVType | None = None,
     mode: str = "loop",
+    windows: str | None = None,
 ) -> Iterator[Record]:
-    """Groups of requests that arrive at random, each compared with its run alone."""
+    """Groups of requests that arrive at random, each compared with its run alone.
+
+    `windows`: the layers that see a window, "every second" or "all"; answers are then as long as several windows.
+    """
     model = model_on(name, type, device)
     chance, sizes = random.Random(seed), sizes_of(model, device)
+    if windows is not None:
+        model, sizes = windowed(model, every=1 if windows == "all" else 2), replace(sizes, most=300)
     kv: KVType = kv_type or kv_type_of(type)
     bases = [_ids(chance, 700, model.shape.vocab) for _ in range(6)]
     counts = {"trials": 0, "requests": 0, "cached": 0, "cancelled": 0, "tokens": 0}
     wrong: list[str] = []
-    # Alone: one slot, no reuse, another context; nothing of how it is configured may be seen in the bits.
+    # Alone: one slot, no reuse, another context, every position of every layer kept; nothing of this may be seen in the
+    # bits.
     alone_at = settled_for(model, mode, n_slots=1, context=min(model.shape.context, 2 * sizes.context), kv_type=kv)
     crowd_at = settled_for(model, mode, n_slots=sizes.n_slots, context=sizes.context, kv_type=kv, n_pages=sizes.n_pages)
     started = time.perf_counter()
-    with Engine(model, alone_at, reuse=False) as alone, Engine(model, crowd_at) as crowd:
+    with every_position_kept():
+        keeps_all = Engine(model, alone_at, reuse=False)
+    with keeps_all as alone, Engine(model, crowd_at) as crowd:
         opened_s = _since(started)
         began = time.perf_counter()
         while counts["trials"] < n and time.perf_counter() - began < seconds and len(wrong) < MOST_SHOWN:
@@ -283,13 +298,26 @@ def trials(
     wrong += [fault for fault in faults if fault]
     yield {
         "what": "trials",
-        "model": f"{name} {type}" + (f" kv {kv_type}" if kv_type else ""),
+        "model": f"{name} {type}" + (f" kv {kv_type}" if kv_type else "") + (f" windows {windows}" if windows else ""),
         "wanted": n,
         **counts,
         "wrong": wrong,
         "open_s": opened_s,
         "s": _since(began),
     }
+
+
+def windowed(model: Model, *, every: int) -> Model:
+    """The same with a window in every so many layers."""
+    windows = tuple(None if layer % every else WINDOW for layer in range(model.shape.n_layers))
+    return replace(model, shape=replace(model.shape, windows=windows))
+
+
+@contextmanager
+def every_position_kept() -> Iterator[None]:
+    """Engines that are opened inside keep the pages of every position in every layer, whatever it sees."""
+    with patch.object(base, "page_groups", lambda shape, *, n_pages, **_: one_group(shape.n_layers, n_pages)):
+        yield
 
 
 def _together(engine: Engine, cases: Sequence[Case]) -> tuple[list[Request], list[list[Witness]]]:
@@ -556,6 +584,16 @@ def _trial_jobs(setting: Setting) -> list[Job]:
     ]
 
 
+def _window_jobs(setting: Setting) -> list[Job]:
+    type, n, modes = ("bf16", 40, ("loop", TAPE)) if setting.on_gpu else ("f32", 6, ("loop",))
+    given = {"name": "tiny", "type": type, "n": n, "seed": 2, "seconds": 60.0}
+    return [
+        Job("trials", {**given, "mode": mode, "windows": windows}, 240)
+        for mode in modes
+        for windows in ("every second", "all")
+    ]
+
+
 def _kernel_jobs(setting: Setting) -> list[Job]:
     benches = ("kernels", "attention", "sampling") if setting.on_gpu else ()
     return [Job("kernels", {"bench": bench}, 240) for bench in benches]
@@ -572,6 +610,7 @@ WORKS: Final = {
 # In the order in which their children start: the longest first.
 CHECKS: Final = (
     Check("exact", "trials", _trial_jobs, lambda s, e: judge_trials(s, e, "trials")),
+    Check("exact", "windows", _window_jobs, lambda s, e: judge_trials(s, e, "windows")),
     Check("exact", "shapes", _shape_jobs, lambda s, e: judge_verified(s, e, "shapes")),
     Check("exact", "smollm2", _model_jobs, _judge_model),
     Check("exact", "families", _family_jobs, lambda s, e: judge_verified(s, e, "families")),
