@@ -17,7 +17,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, Final, NamedTuple, Self, TypeAlias, overload
+from typing import Any, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 
@@ -33,8 +33,7 @@ from ostinato.engine.choose import choose
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
-from ostinato.engine.prompt import check_prompt
-from ostinato.engine.request import Request, RequestMessage, RequestSpec, Token, waited_for
+from ostinato.engine.request import CLOSED, Request, RequestMessage, RequestSpec, Token, check_prompt, waited_for
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
@@ -49,8 +48,6 @@ from ostinato.text.of_checkpoint import template_of, tokenizer_of
 
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
-
-CLOSED: Final = "this LLM is closed; open it again to ask more"
 
 
 class Score(NamedTuple):
@@ -476,62 +473,61 @@ class LLM:
 
     def _stream_ids(self, prompt: list[int], sampling: Sampling | None, *, reuse: bool, fresh: bool) -> Iterator[Piece]:
         """`fresh`: the answer is a text of its own, not a continuation of the prompt."""
-        complete = self._with_defaults(sampling)
         # Checked here, not at the first piece: a bad prompt is refused by the call.
-        return self._pieces(self._engine.check(prompt, complete, resume=reuse, keep=True), complete, fresh=fresh)
-
-    def _pieces(self, spec: RequestSpec, sampling: Sampling, *, fresh: bool) -> Iterator[Piece]:
-        source = self._engine.put(spec)
-        answer = Answer(self._origin, spec.prompt, sampling, source, fresh=fresh)
-        try:
-            for token in source:
-                piece = answer.push(token)
-                if piece.completion is None:
-                    yield piece
-                    continue
-                source.cancel()  # a stop string ends it before the engine would
-                self._recent = answer.held
-                yield piece
-                return
-        finally:
-            source.cancel()
-        raise BadInput(CLOSED)
+        checked = self._checked([prompt], sampling, reuse=reuse)
+        return (piece for _, piece in self._pieces(checked, fresh=fresh, wait=False))
 
     def _complete(self, prompts: list[list[int]], sampling: Sampling | None, *, fresh: bool) -> list[Completion]:
-        """Answers to prompts that run together, in order. All are checked first, then submitted as the queue allows."""
-        complete = [self._with_defaults(sampling) for _ in prompts]  # each has a seed of its own
-        specs = [self._engine.check(*asked, keep=True) for asked in zip(prompts, complete, strict=True)]
+        """Answers to prompts that run together, in order; all prompts are checked first."""
+        pieces = self._pieces(self._checked(prompts, sampling), fresh=fresh, wait=True)
+        done = {number: piece.completion for number, piece in pieces if piece.completion is not None}
+        return [done[number] for number in range(len(prompts))]
+
+    def _checked(
+        self, prompts: list[list[int]], sampling: Sampling | None, *, reuse: bool = False
+    ) -> list[tuple[RequestSpec, Sampling]]:
+        """Checked requests, and the sampling of each, with a seed of its own."""
+        complete = [self._with_defaults(sampling) for _ in prompts]
+        specs = [self._engine.check(*asked, resume=reuse, keep=True) for asked in zip(prompts, complete, strict=True)]
+        return list(zip(specs, complete, strict=True))
+
+    def _pieces(
+        self, checked: list[tuple[RequestSpec, Sampling]], *, fresh: bool, wait: bool
+    ) -> Iterator[tuple[int, Piece]]:
+        """Pieces of answers that run together, each with the number of its request. Requests are submitted as the queue
+        allows; if it is full while none of these runs: `wait` for room, or QueueFull."""
         heard: SimpleQueue[tuple[Request, RequestMessage]] = SimpleQueue()
-        answers: dict[int, Answer] = {}  # by the request's id
-        order: list[int] = []
-        done: dict[int, Completion] = {}
+        running: dict[int, tuple[int, Answer]] = {}  # by the request's id
+        n_put = 0
         try:
-            while len(done) < len(specs):
-                while len(order) < len(specs):
-                    number = len(order)
+            while running or n_put < len(checked):
+                while n_put < len(checked):
+                    spec, sampling = checked[n_put]
                     try:
-                        request = self._engine.put(specs[number], wait=not answers, sink=lambda *told: heard.put(told))
+                        request = self._engine.put(spec, wait=wait and not running, sink=lambda *told: heard.put(told))
                     except QueueFull:
+                        if not running:
+                            raise
                         break
-                    order.append(request.id)
-                    answers[request.id] = Answer(self._origin, prompts[number], complete[number], request, fresh=fresh)
+                    running[request.id] = n_put, Answer(self._origin, spec.prompt, sampling, request, fresh=fresh)
+                    n_put += 1
                 request, message = waited_for(heard, self._engine.helper)
-                answer = answers.get(request.id)
-                if answer is None:
+                if request.id not in running:
                     continue  # it has met its stop string
                 if isinstance(message, Exception):
                     raise message
                 if not isinstance(message, Token):
                     raise BadInput(CLOSED)
-                completion = answer.push(message).completion
-                if completion is not None:
-                    request.cancel()
-                    done[request.id] = completion
-                    self._recent = answers.pop(request.id).held
+                number, answer = running[request.id]
+                piece = answer.push(message)
+                if piece.completion is not None:
+                    request.cancel()  # a stop string ends it before the engine would
+                    del running[request.id]
+                    self._recent = answer.held
+                yield number, piece
         finally:
-            for answer in answers.values():
+            for _, answer in running.values():
                 answer.source.cancel()
-        return [done[id] for id in order]
 
 
 def _told(ids: Sequence[int], found: TextLogprobs) -> tuple[TokenLogprob, ...]:

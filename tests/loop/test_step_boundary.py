@@ -408,7 +408,7 @@ def test_a_slot_without_pages_pauses_until_it_is_granted_more(table: Table) -> N
     table.run()
     assert table.states()[0] == SlotState.LIVE
     assert table.of("granted")[0] == 3 * PAGE_TOKENS
-    assert table.of("pages")[0, :3].tolist() == [9, 5, 6]
+    assert table.of("pages")[0, 0, :3].tolist() == [9, 5, 6]
     assert table.word(Word.GO) == 1
     assert len(table.drain()) == 2, "a step boundary that only wakes commits nothing"
 

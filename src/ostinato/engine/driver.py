@@ -106,10 +106,10 @@ class LoopDriver:
 
     def begin(self) -> None:
         """Enter decode mode where it is not on, and trigger."""
-        mode = self.runner.decode_mode
-        if not mode.on:
-            mode.enter()
-        mode.trigger()
+        decode_mode = self.runner.decode_mode
+        if not decode_mode.on:
+            decode_mode.enter()
+        decode_mode.trigger()
 
     def wait(self) -> None:
         """Wait until the loop has ended, and collect the entries."""
@@ -122,12 +122,12 @@ class LoopDriver:
 
         The first step only admits: it has no rows yet.
         """
-        mode = self.runner.decode_mode
+        decode_mode = self.runner.decode_mode
         if self.runner.start.executable == 0:
-            mode.enter()  # builds, and leaves plan hash and epoch where the step boundary looks for them
-            mode.exit()
+            decode_mode.enter()  # builds, and leaves plan hash and epoch where the step boundary looks for them
+            decode_mode.exit()
         try:
-            mode.step()
+            decode_mode.step()
         except Exception as error:  # any exception of a node
             raise EngineDead(f"mode {self.runner.settled.mode}: the step failed: {error}") from error
         self._collect()

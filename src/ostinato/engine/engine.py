@@ -19,11 +19,10 @@ from weakref import WeakKeyDictionary
 from ostinato.backends.base import Settled
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.model import Model
-from ostinato.engine.constraint import Constrain, Constraint
+from ostinato.engine.constraint import Constrain
 from ostinato.engine.open import open_runner
-from ostinato.engine.prompt import check_prompt
 from ostinato.engine.queue import RequestQueue
-from ostinato.engine.request import Request, RequestMessage, RequestSpec
+from ostinato.engine.request import Request, RequestMessage, RequestSpec, check_prompt
 from ostinato.engine.scheduler import Scheduler
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.work import Work, WorkSpec
@@ -112,21 +111,20 @@ class Engine:
         or resumed.
         """
         check_prompt(prompt, vocab=self._vocab, context=self.context, room=1)
-        constraint = None if sampling.rule is None else self._constraint_of(sampling)
+        constraint = None
+        if sampling.rule is not None:
+            if self._constrain is None:
+                raise Unsupported("this engine knows no text, so its answers cannot follow a schema or a grammar")
+            constraint = self._constrain(sampling)
         ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
         if constraint is not None:
             ends |= constraint.ends  # its masks decide where an answer may end, so min_tokens does not apply
             sampling = replace(sampling, min_tokens=0)
         stop_ids = tuple(sorted(ends))
         self._runner.host.check(sampling, stop_ids)
-        most = self.context - len(prompt)
-        most = min(most, sampling.max_tokens or most)
+        room = self.context - len(prompt)
+        most = min(room, sampling.max_tokens or room)
         return RequestSpec(tuple(prompt), sampling, stop_ids, most, constraint, resume, keep)
-
-    def _constraint_of(self, sampling: Sampling) -> Constraint | None:
-        if self._constrain is None:
-            raise Unsupported("this engine knows no text, so its answers cannot follow a schema or a grammar")
-        return self._constrain(sampling)
 
     def submit(
         self,
@@ -147,8 +145,7 @@ class Engine:
         """Ask for an answer, first come first served; returns at once. When the queue is full: `wait` for room, or
         QueueFull. The caller reads the returned request, or `sink` gets every message, on the engine's thread."""
         request = Request(next(self._ids), spec, self._queue.cancel, sink, self.helper)
-        self._lend()
-        self._queue.put(request, wait=wait)
+        self._enqueue(request, wait=wait)
         return request
 
     def work(self, spec: WorkSpec) -> Work:
@@ -156,17 +153,17 @@ class Engine:
         for text in spec.texts:
             self.check_text(text.tokens)
         work = Work(spec, self._queue.cancel, self.helper)
-        self._lend()
-        self._queue.put_work(work)
+        self._enqueue(work)
         return work
 
     def check_text(self, ids: Sequence[int]) -> None:
         """Refuse ids that are no tokens of this model, or too many for the context."""
         check_prompt(ids, vocab=self._vocab, context=self.context)
 
-    def _lend(self) -> None:
+    def _enqueue(self, one: Request | Work, *, wait: bool = False) -> None:
         if self.helper is not None and threading.current_thread() is threading.main_thread():
             self.helper.lend()
+        self._queue.put(one, wait=wait)
 
     @property
     def helper(self) -> Helper | None:

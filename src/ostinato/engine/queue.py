@@ -31,10 +31,11 @@ class RequestQueue:
 
     # Any thread
 
-    def put(self, request: Request, *, wait: bool) -> None:
-        """Append a request. When the queue is full: `wait` for room, or QueueFull."""
+    def put(self, one: Request | Work, *, wait: bool = False) -> None:
+        """Append a request or work. When the queue is full, for a request: `wait` for room, or QueueFull."""
+        n = int(isinstance(one, Request))
         with self._room:
-            while self._closed_error is None and self._n_requests >= self._bound + self._n_free_slots:
+            while n and self._closed_error is None and self._n_requests >= self._bound + self._n_free_slots:
                 if not wait:
                     raise QueueFull(
                         f"every slot is taken, and {self._n_requests} requests wait already, the most that may (the "
@@ -43,17 +44,9 @@ class RequestQueue:
                 self._room.wait()
             if self._closed_error is not None:
                 raise self._closed_error()
-            self._waiting.append(request)
-            self._n_requests += 1
-            self.n_submitted += 1
-        self._wake()
-
-    def put_work(self, work: Work) -> None:
-        """Append work."""
-        with self._room:
-            if self._closed_error is not None:
-                raise self._closed_error()
-            self._waiting.append(work)
+            self._waiting.append(one)
+            self._n_requests += n
+            self.n_submitted += n
         self._wake()
 
     def cancel(self, request: Request | Work) -> None:

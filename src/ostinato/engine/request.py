@@ -14,10 +14,12 @@ from queue import Empty, SimpleQueue
 from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ostinato.engine.constraint import Constraint
+from ostinato.errors import BadInput, PromptTooLong
 from ostinato.loop.start import Helper
 from ostinato.options import Sampling
 
 PAUSE_S: Final = 0.001  # wait for a message when there was no work to help with
+CLOSED: Final = "this LLM is closed; open it again to ask more"
 
 FinishReason = Literal["stop", "length"]
 EndReason = Literal["stop", "length", "cancelled"]
@@ -77,6 +79,23 @@ class RequestSpec:
     def n_positions(self) -> int:
         """Positions that need cells: no step reads the last token of an answer, so it has none."""
         return len(self.prompt) + self.most - 1
+
+
+def check_prompt(ids: Sequence[int], *, vocab: int, context: int, room: int = 0) -> None:
+    """Refuse ids that are no tokens of this model, or too many for the context with `room` to spare."""
+    if not ids:
+        raise BadInput("the prompt is empty; give it at least one token")
+    for index, token in enumerate(ids):
+        if not isinstance(token, int) or not 0 <= token < vocab:
+            raise BadInput(
+                f"the prompt has the token id {token!r} at index {index}; this model has ids from 0 to {vocab - 1}"
+            )
+    if len(ids) + room > context:
+        raise PromptTooLong(
+            f"the prompt has {len(ids)} tokens and the context holds {context}"
+            + (f", of which {room} must be left for the answer" if room else "")
+            + "; shorten it, or give a larger --context (`ostinato inspect` tells what the model was trained for)"
+        )
 
 
 class Request:

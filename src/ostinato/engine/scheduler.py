@@ -196,7 +196,7 @@ class Scheduler:
                     self._masks.compute(sequence, request.spec.constraint, entry.token)
                 request.put(token)
         if entry.finish is not Finish.NONE:
-            self._end_cancelled(request)  # no effect if it has a finish reason
+            self._end(request)  # no effect if it has a finish reason
             self._release(sequence)
 
     # Cancelling
@@ -211,7 +211,7 @@ class Scheduler:
                 self._cancel_work(one)
             else:
                 self._cancel_sequence(one)
-            self._end_cancelled(one)
+            self._end(one)
 
     def _cancel_sequence(self, request: Request) -> None:
         sequence = self._by_id.get(request.id)
@@ -228,16 +228,15 @@ class Scheduler:
         if self._chunk is None or self._chunk.owner is not active:
             self._drop(active)
 
-    def _end_cancelled(self, one: Request | Work) -> None:
-        if not one.ended:
-            if isinstance(one, Request):
-                self.n_ended["cancelled"] += 1
+    def _end(self, one: Request | Work, error: Exception | None = None) -> None:
+        """End a request or work with an error, or as cancelled; no effect after its end."""
+        if one.ended:
+            return
+        if isinstance(one, Request):
+            self.n_ended["cancelled" if error is None else "error"] += 1
+        if error is None:
             one.end_cancelled()
-
-    def _fail(self, one: Request | Work, error: Exception) -> None:
-        if not one.ended:
-            if isinstance(one, Request):
-                self.n_ended["error"] += 1
+        else:
             one.fail(error)
 
     # Slots and pages
@@ -322,7 +321,7 @@ class Scheduler:
             if bits is not None:
                 self._post_mask(sequence, bits)
             else:
-                self._fail(request, error or InternalError("there is no mask, and no reason"))
+                self._end(request, error or InternalError("there is no mask, and no reason"))
                 self._post_cancel(sequence)
 
     # Prompts and work
@@ -401,7 +400,7 @@ class Scheduler:
             request.prefill_ended = time.perf_counter()
             sequence.last = len(request.spec.prompt) - 1
             sequence.admitted = True
-            self._post_admit(sequence)
+            self._unsent.append(lambda: self._host.admit(sequence.slot, sequence.generation))
 
     def _fail_chunk(self, owner: ActiveSequence | ActiveWork, error: Exception) -> None:
         """End the request or work of a failed chunk, and no other, unless the device is dead."""
@@ -415,10 +414,10 @@ class Scheduler:
             error = wrapped
         if isinstance(owner, ActiveWork):
             self._drop(owner)
-            self._fail(owner.work, error)
+            self._end(owner.work, error)
         else:
             self._prompts.popleft()
-            self._fail(owner.request, error)
+            self._end(owner.request, error)
             self._release(owner)
         self._runner.changed.set()  # look again: the next prompt may begin
 
@@ -437,9 +436,6 @@ class Scheduler:
         self._host.stage(sequence.slot, admission)
 
     # Into the loop
-
-    def _post_admit(self, sequence: ActiveSequence) -> None:
-        self._unsent.append(lambda: self._host.admit(sequence.slot, sequence.generation))
 
     def _post_cancel(self, sequence: ActiveSequence) -> None:
         self._unsent.append(lambda: self._host.cancel(sequence.slot, sequence.generation))
@@ -516,13 +512,13 @@ class Scheduler:
             return dead
 
         for one in [*self._queue.refuse_all(error), *self._active()]:
-            self._fail(one, error())
+            self._end(one, error())
 
     def _close(self) -> None:
         """Cancel all running and waiting requests and work; then end the loop and release everything."""
         left = self._queue.refuse_all(lambda: BadInput("this engine is closed; open it again to ask more"))
         for one in [*left, *self._active()]:
-            self._end_cancelled(one)
+            self._end(one)
         self._masks.close()
         self._host.set_yield(True)
         if self._chunk is not None and self._chunk.pending.work is not None:

@@ -432,7 +432,8 @@ def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tens
     last = {name: node.name for node in base.plan.nodes for name in node.writes}
     for node in base.plan.nodes:
         for name in node.writes:
-            if last[name] == node.name and name != "table" and not _is_scratch(name):
+            # A kernel's scratch memory is in any order: only its results are compared.
+            if last[name] == node.name and name != "table" and ".workspace" not in name:
                 expected, found = _buffer(base, name), _buffer(other, name)
                 if ".state." in name:  # compare slots only: padding rows write in any order
                     expected, found = expected[: base.settled.n_slots], found[: base.settled.n_slots]
@@ -448,11 +449,6 @@ def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tens
 def _buffer(runner: Runner, name: str) -> Tensor:
     """A buffer of the plan as a tensor, whichever array type the backend uses."""
     return torch.as_tensor(runner.plan.buffer(name).tensor)
-
-
-def _is_scratch(name: str) -> bool:
-    """Whether a buffer is a kernel's scratch memory, whose order is arbitrary; only its results are compared."""
-    return ".workspace" in name
 
 
 def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from ostinato.backends.base import ChunkOutput, OutputKind
-from ostinato.engine.request import waited_for
+from ostinato.engine.request import CLOSED, waited_for
 from ostinato.errors import BadInput
 from ostinato.loop.start import Helper
 
@@ -53,12 +53,6 @@ class WorkRows(NamedTuple):
     output: ChunkOutput
 
 
-class _End(NamedTuple):
-    """All rows have come, or it was cancelled."""
-
-    cancelled: bool
-
-
 class Work:
     """Accepted work. Read it once, to its end: `for rows in work`; a reader that stops before the end cancels it."""
 
@@ -66,7 +60,7 @@ class Work:
         self.spec = spec
         self.ended = False
         self._cancel, self._helper = cancel, helper
-        self._messages: SimpleQueue[WorkRows | _End | Exception] = SimpleQueue()
+        self._messages: SimpleQueue[WorkRows | Exception | None] = SimpleQueue()  # None: all rows have come
 
     def cancel(self) -> None:
         """End it as soon as possible; no effect after its end. From any thread."""
@@ -75,14 +69,9 @@ class Work:
 
     def __iter__(self) -> Iterator[WorkRows]:
         try:
-            while True:
-                message = waited_for(self._messages, self._helper)
+            while (message := waited_for(self._messages, self._helper)) is not None:
                 if isinstance(message, Exception):
                     raise message
-                if isinstance(message, _End):
-                    if message.cancelled:
-                        raise BadInput("this LLM is closed; open it again to ask more")
-                    return
                 yield message
         finally:
             self.cancel()
@@ -96,17 +85,17 @@ class Work:
 
     def end(self) -> None:
         """End after the last row."""
-        self._end(_End(cancelled=False))
+        self._end(None)
 
     def end_cancelled(self) -> None:
         """End as cancelled; no effect after the end."""
-        self._end(_End(cancelled=True))
+        self._end(BadInput(CLOSED))
 
     def fail(self, error: Exception) -> None:
         """End with an error; no effect after the end."""
         self._end(error)
 
-    def _end(self, message: _End | Exception) -> None:
+    def _end(self, message: Exception | None) -> None:
         if not self.ended:
             self.ended = True
             self._messages.put(message)

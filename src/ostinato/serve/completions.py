@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ostinato.engine.prompt import check_prompt
+from ostinato.engine.request import check_prompt
 from ostinato.llm import LLM
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
 from ostinato.serve.errors import Refusal

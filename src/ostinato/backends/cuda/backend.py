@@ -117,12 +117,12 @@ class FusedRunner(CudaRunner):
         plan, start = self._step()
         try:
             kernels = triton_kernels()
-            prefill = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, kernels, triton_prompts())
-            prefill.capture(start.side)
+            chunks = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, kernels, triton_prompts())
+            chunks.capture(start.side)
         except BaseException:
             start.close()  # which may hold the card
             raise
-        return plan, start, prefill
+        return plan, start, chunks
 
     def _step(self) -> tuple[Plan, CudaStart]:
         from ostinato.backends.cuda.kernels import triton_kernels
@@ -142,9 +142,9 @@ class StaticRunner(CudaRunner):
 
         kernels = triton_kernels()
         plan = static_plan(self.model, self.memory, self.tables, self.n_tokens, kernels)
-        prefill = TorchChunks(self.model, self.memory, self.tables, self.n_tokens, kernels)
-        prefill.warm()
-        return plan, self._start(plan), prefill
+        chunks = TorchChunks(self.model, self.memory, self.tables, self.n_tokens, kernels)
+        chunks.warm()
+        return plan, self._start(plan), chunks
 
 
 # How it keeps weights

@@ -56,7 +56,7 @@ class NativeSequenceCopy:
             for number in layers:
                 layer = self._pages.layers[number]
                 both = (layer.keys, layer.key_scales) if is_key else (layer.values, layer.value_scales)
-                for array in both if self._pages.kv_type == "q8_0" else both[:1]:
+                for array in both if both[1].size else both[:1]:
                     yield number, array, is_key
 
     def _places(
