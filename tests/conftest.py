@@ -1,11 +1,13 @@
 """What every test may lean on: the default model, where it can be had, and a folder of vocabularies."""
 
+import math
 import os
 import random
 import signal
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,8 +96,9 @@ def native_library() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Triton's interpreter puts its own functions in the language's place at each call of a function within a kernel,
-    searching all of the language for them: a third of its time. Where they are there already, it need not."""
+    """Triton's interpreter without what it does again and again to no end. It puts its own functions in the language's
+    place at each call of a function within a kernel, searching all of the language for them: where they are there
+    already, it need not. It computes whether integers overflow, and tells nobody. It makes types and shapes anew."""
     with suppress(ImportError):
         import triton.language as tl
         from triton.runtime import interpreter
@@ -111,6 +114,25 @@ def quick_interpreter() -> None:
             return patch(function) if any(map(tl.core.is_builtin, members)) else interpreter._LangPatchScope()
 
         interpreter._patch_lang = patch_once
+
+        builder = interpreter.interpreter_builder
+        assert not builder.options.debug
+        builder.options = replace(builder.options, sanitize_overflow=False)
+
+        tl.block_type.__hash__ = tl.pointer_type.__hash__ = tl.dtype.__hash__
+        interpreter._get_np_dtype = cache(interpreter._get_np_dtype)
+        tl.block_type.with_element_ty = cache(tl.block_type.with_element_ty)
+        tl.block_type.to_ir = cache(tl.block_type.to_ir)
+
+        @cache
+        def extent(shape: tuple[int, ...]) -> tuple[Any, Any]:
+            return tl.constexpr(math.prod(shape)), tl.tuple([tl.constexpr(length) for length in shape])
+
+        def init(tensor: Any, handle: Any, type: Any) -> None:
+            tensor.handle, tensor.type, tensor.dtype = handle, type, type.scalar
+            tensor.numel, tensor.shape = extent(tuple(type.shape) if type.is_block() else ())
+
+        tl.tensor.__init__ = init
 
 
 @pytest.fixture(scope="session")
