@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ostinato.backends.base import PAGE_TOKENS, Floats, Settled
+from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch import compare
@@ -29,6 +29,7 @@ from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.errors import EngineDead, HardwareCannot, InternalError
+from ostinato.files.unpack import Floats
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.memory import memory_in

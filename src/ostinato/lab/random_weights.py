@@ -27,6 +27,7 @@ from ostinato.engine.load import load_blocks
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import BFLOAT16, TensorInfo, fill, rounded
 from ostinato.files.quants import BLOCKS
+from ostinato.files.unpack import Bytes
 from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
@@ -38,8 +39,6 @@ from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
 if TYPE_CHECKING:
     from ostinato.backends.torch.model import Model
     from ostinato.options import Activations
-
-Bytes = NDArray[np.uint8]
 
 # What weights can be made as, by the words of the command line: plain numbers, or packed as a file of that type.
 DTYPES: Final[Mapping[str, str]] = MappingProxyType({"f32": "float32", "f16": "float16", "bf16": "bfloat16"})

@@ -14,10 +14,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import Floats
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import InternalError
+from ostinato.files.unpack import Floats
 from ostinato.loop.plan import Buffer
 from ostinato.models.blocks import Experts, Layer
 
