@@ -85,7 +85,7 @@ def verify_file(device: str, *, path: str) -> Iterator[Record]:
             build_model(
                 checkpoint,
                 shape,
-                dtype=DTYPES[type],
+                dtype=getattr(torch, DTYPES[type]),
                 device=there,
                 context=min(2048, shape.context),
                 packed=packed,

@@ -31,6 +31,7 @@ import torch
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
 from ostinato.backends.base import ChunkPart
+from ostinato.backends.machine import kind_of
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
@@ -504,7 +505,7 @@ def bandwidth(device: str, *, context: int = 32_768) -> Iterator[Record]:
     from bench.replay import replayed_us
     from ostinato.backends.cuda.triton.attend import MAX_SPLITS, attend_workspace, bind_attend
 
-    plain = read_bandwidth(place(device))
+    plain = read_bandwidth(device)
     n_sms = torch.cuda.get_device_properties(0).multi_processor_count
     yield {"what": "plain", "bytes_s": plain}
     for size in attention.SIZES:
@@ -666,7 +667,7 @@ def phases(device: str, *, name: str, type: str, depth: int, n_steps: int) -> It
     model = model_on(name, type, device)
     bench = Bench(model, kv_type_of(type), 1e12, repeats=3)
     for mode in modes_of(device):
-        if why_not_profiled(mode, model.device) is not None:
+        if why_not_profiled(mode, kind_of(str(model.device))) is not None:
             continue
         found = bench.profile(batch=1, depth=depth, n_steps=n_steps, mode=mode)
         with _engine(model, type, mode=mode, context=depth + n_steps + 64) as engine:

@@ -23,7 +23,7 @@ from ostinato.backends.torch.table import Ops
 from ostinato.engine.choose import choose, settle_model
 from ostinato.engine.load import load_model
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.lab.random_weights import DTYPES, MIXES, random_model
+from ostinato.lab.random_weights import DTYPES, random_model
 from ostinato.models.blocks import Norm
 from ostinato.models.header import tensors_in
 from ostinato.models.named_shapes import SHAPES
@@ -58,7 +58,7 @@ def model_named(name: str, type: str) -> Model:
 
 
 def model_on(name: str, type: str, device: str) -> Model:
-    """The same on a device; a large one is made there, with other weights than on the CPU."""
+    """The same on a device, with the same weights; a large one is made there."""
     if device == "cpu":
         return in_tiles(model_named(name, type))
     if name in ON_CPU:
@@ -79,11 +79,10 @@ def model_of_file(path: str, device: str, *, context: int = 2048) -> tuple[Model
 def _made(name: str, type: str, device: torch.device) -> Model:
     with torch.inference_mode(False):
         if name in SHAPES:
-            dtype, mix = (torch.bfloat16, type) if type in MIXES else (DTYPES[type], None)
-            return random_model(name, dtype, device, mix=mix)
+            return random_model(name, type, str(device))
         kind: Any = RECURRENT.get(name)
         model = family_model(name) if kind is None else model_of_kind(kind)
-        return moved(model, device, DTYPES[type])
+        return moved(model, device, getattr(torch, DTYPES[type]))
 
 
 def in_tiles(model: Model) -> Model:

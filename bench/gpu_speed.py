@@ -98,7 +98,7 @@ def speed(
     small = device == "cpu"
     depth, n_gen, n_prompt = (40, 16, 48) if small else (DEPTH, N_GEN, 512)
     started = time.perf_counter()
-    bandwidth = read_bandwidth(place(device))
+    bandwidth = read_bandwidth(device)
     model = model_on(shape, type, device)
     yield {"what": "machine", "name": _device_name(device), "read_bytes_s": bandwidth}
     meter = Meter(model, type, bandwidth, depth)

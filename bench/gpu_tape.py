@@ -23,7 +23,7 @@ import torch
 from bench.gpu_exact import judge_trials, judge_verified, verified
 from bench.gpu_executor import judge_sanitized, run_sanitized
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
-from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, place, settled_for
+from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, settled_for
 from bench.gpu_speed import Meter
 from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
 from bench.gpu_yield import judge_yield, tape_yield
@@ -204,7 +204,7 @@ def tape_warm(device: str, *, shape: str, type: str) -> Iterator[Record]:
 
 def tape_speed(device: str, *, shape: str, type: str) -> Iterator[Record]:
     """Decode at 500 positions alone and with eight, and at 8,000; int8 activations and `loop` in the same run."""
-    bandwidth, model = read_bandwidth(place(device)), model_on(shape, type, device)
+    bandwidth, model = read_bandwidth(device), model_on(shape, type, device)
     for settled, wanted in measured(model, type):
         with Engine(model, settled) as engine:
             for depth, batch in wanted:

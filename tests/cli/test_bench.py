@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.backends import machine
+from ostinato.engine import machine
 from tests.cli.conftest import RunCli
 
 bench = import_module("ostinato.cli.bench")
@@ -146,7 +146,7 @@ def test_a_mode_that_cannot_run_exits_with_4_and_the_reason(ostinato: RunCli) ->
 def test_a_shape_that_does_not_fit_exits_with_4_before_it_is_made(
     ostinato: RunCli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 1 << 30)
     ran = ostinato("bench", "decode", "--shape", "llama-8b", "--type", "f32", "--device", "cpu")
     assert ran.code == 4
     assert "1.1 GB are free" in ran.err

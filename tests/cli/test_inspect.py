@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ostinato.backends import machine
 from ostinato.backends.native.tile_weights import tile_type
+from ostinato.engine import machine
 from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
 from tests.models import tiny as tiny_models
@@ -83,11 +83,11 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tin
 def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
     ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 20_000_000)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 20_000_000)
     ran = ostinato("inspect", tiny)
     assert ran.code == 0
     assert "and 20 MB are free; lower --slots to" in ran.out
-    monkeypatch.setattr(machine, "free_bytes", lambda device: 1000)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 1000)
     assert "1 kB are free; the weights alone are" in ostinato("inspect", tiny).out
 
 

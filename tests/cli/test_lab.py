@@ -86,7 +86,7 @@ def test_a_profile_counts_and_tells_the_commands(ostinato: RunCli, tmp_path: Pat
     )
     assert ran.code == 0, ran.err
     assert "traceEvents" in json.loads(trace.read_text())
-    assert "recorded: 5 launches by the host" in ran.out
+    assert "recorded: 10 launches by the host" in ran.out  # a product and a sum for each step
     for tool in ("nsys profile", "ncu --metrics", "rocprof --hip-trace", "omnitrace-sample", "nvcc -O3", "hipcc -O3"):
         assert tool in ran.out
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from ostinato import LLM, Sampling
-from ostinato.backends import machine
 from ostinato.backends.base import Settled
+from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
+from ostinato.engine import machine
 from ostinato.engine.choose import USABLE_SHARE, backend_of, choose, choose_pages, gib
 from ostinato.engine.memory_plan import MemoryPlan
 from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
@@ -26,7 +27,7 @@ from tests.random_model import random_model
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
-    monkeypatch.setattr(machine, "free_bytes", lambda device: n_bytes)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: n_bytes)
 
 
 def bytes_of(checkpoint: Checkpoint, settled: Settled, *names: str) -> int:
@@ -152,8 +153,8 @@ class Card:
         assert min(self.weights, self.tape, self.outputs, self.page) > 0
 
     def settled(self, n_bytes: int, *, host_bytes: int = 8 << 30, **words: Any) -> Settled:
-        chip = machine.Chip((9, 0), 132, 227 << 10, 0)
-        here = machine.Machine("cuda:0", int(n_bytes / USABLE_SHARE) + 1, host_bytes, chip, 13_000)
+        chip = Chip((9, 0), 132, 227 << 10, 0)
+        here = Machine("cuda:0", int(n_bytes / USABLE_SHARE) + 1, host_bytes, chip, 13_000)
         options = LoadOptions(**{"device": "cuda", "context": 256, **words})
         return choose(self.checkpoint, self.shape, options, self.said.append, machine=here)
 

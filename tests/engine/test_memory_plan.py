@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from ostinato.backends.base import LOGITS_BYTES, ChunkOutput, ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import ATTENTION_CUTS, GPU_LIBRARIES
@@ -19,7 +18,7 @@ from ostinato.engine.memory_plan import MemoryPlan
 from ostinato.engine.open import open_runner
 from ostinato.errors import HardwareCannot
 from ostinato.files.checkpoint import TensorInfo
-from ostinato.lab.random_weights import random_tensors
+from ostinato.lab.random_weights import RandomFile
 from ostinato.models.header import HeaderTensors, tensors_in
 from ostinato.models.named_shapes import SHAPES
 from ostinato.models.shape import Shape
@@ -142,7 +141,7 @@ def test_the_workspace_of_a_gpu_holds_what_its_kernels_ask_for() -> None:
 
 @pytest.mark.parametrize(("backend", "names"), [("cuda", ["weights"]), ("tape", ["weights", "tape"])])
 def test_each_backend_counts_weights_in_its_own_layout(backend: str, names: list[str]) -> None:
-    packed = random_tensors(LLAMA, torch.bfloat16, "q4_k_m")
+    packed = RandomFile(LLAMA, "q4_k_m").tensors
     settled = replace(on_gpu(1, 64), backend=backend, weights="packed")
     plan = plan_of(LLAMA, settled, tensors=packed)
     assert [name for name in sizes(plan) if name in ("weights", "tape")] == names

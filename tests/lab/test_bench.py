@@ -13,8 +13,6 @@ from ostinato.models.named_shapes import SHAPES
 from tests.backends.native.tiled import tiled
 from tests.random_model import WINDOW, random_model, shape_of
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
@@ -103,7 +101,7 @@ def test_the_native_loop_has_no_nodes_to_profile(bench: Bench) -> None:
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "loop"])
 def test_every_mode_of_a_gpu_has_nodes_to_profile(mode: str) -> None:
-    assert why_not_profiled(mode, torch.device("cuda")) is None
+    assert why_not_profiled(mode, "cuda") is None
 
 
 def test_what_does_not_fit_the_context_is_refused_before_it_is_run() -> None:
@@ -116,7 +114,7 @@ def test_the_read_bandwidth_is_a_plausible_number(monkeypatch: pytest.MonkeyPatc
     from ostinato.lab import bench as measuring
 
     monkeypatch.setattr(measuring, "READ_BYTES", {"cpu": 8 << 20})
-    assert 1e7 < read_bandwidth(CPU, repeats=2) < 1e14
+    assert 1e7 < read_bandwidth("cpu", repeats=2) < 1e14
 
 
 def test_a_test_is_called_as_llama_bench_calls_it() -> None:

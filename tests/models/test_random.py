@@ -8,7 +8,6 @@ import torch
 
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.flow import DecodeFlow
@@ -16,12 +15,10 @@ from ostinato.decoder.cells.memories import memory_for
 from ostinato.decoder.cells.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
-from ostinato.lab.random_weights import RandomLoader, RandomSpec, kept_as, random_blocks, random_model, weight_bytes
+from ostinato.lab.random_weights import DTYPES, MIXES, RandomFile, kept_as, random_blocks
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.named_shapes import SHAPES, named_shape
-from ostinato.models.tensors import Matrices, StackedTensors
-
-CPU = torch.device("cpu")
+from tests.named_model import named_model
 
 
 @pytest.mark.parametrize(
@@ -35,31 +32,21 @@ CPU = torch.device("cpu")
     ],
 )
 def test_a_named_shape_has_as_many_parameters_as_the_published_model(name: str, published: int) -> None:
-    assert weight_bytes(SHAPES[name], torch.float32) == 4 * published
+    assert sum(tensor.n_elements for tensor in RandomFile(SHAPES[name], "f32").tensors.values()) == published
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-mixtral", "tiny-qwen3moe"])
-@pytest.mark.parametrize("mix", [None, "q4_k_m", "q8_0"])
-def test_the_bytes_of_a_model_are_known_before_it_is_made(name: str, mix: str | None) -> None:
-    model = random_model(name, torch.bfloat16, CPU, mix=mix)
-    held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
-    assert weight_bytes(model.shape, torch.bfloat16, mix) == sum(held.values())
-
-
-@pytest.mark.parametrize("mix", [None, "q4_k_m", "q4_1"])
-def test_so_they_are_in_tiles(mix: str | None) -> None:
-    model = random_model("tiny", torch.bfloat16, CPU, mix=mix, tiles="int8")
-    held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
-    assert weight_bytes(model.shape, torch.bfloat16, mix, "int8") == sum(held.values())
+@pytest.mark.parametrize("mix", ["bf16", "q4_k_m", "q4_1"])
+def test_tiles_are_of_the_type_that_was_asked_for(mix: str) -> None:
+    model = named_model("tiny", torch.bfloat16, mix=mix, tiles="int8")
     assert isinstance(model.embedding, TileMatrix)
-    assert model.embedding.type == {None: "BF16", "q4_k_m": "Q6_K", "q4_1": "Q4_1"}[mix]
+    assert model.embedding.type == {"bf16": "BF16", "q4_k_m": "Q6_K", "q4_1": "Q4_1"}[mix]
     assert (model.embedding.wide, model.dtype) == (False, torch.float32)
 
 
 @pytest.mark.parametrize("mix", ["q4_k_m", "q8_0"])
 def test_tiles_hold_the_numbers_that_a_gpus_planes_hold(mix: str) -> None:
-    tiles = random_model("tiny", torch.float32, CPU, mix=mix, tiles="wide")
-    planes = random_model("tiny", torch.float32, CPU, mix=mix)
+    tiles = named_model("tiny", torch.float32, mix=mix, tiles="wide")
+    planes = named_model("tiny", torch.float32, mix=mix)
     for one, other in zip(tiles.layers, planes.layers, strict=True):
         assert isinstance(one, Layer)
         assert isinstance(other, Layer)
@@ -69,7 +56,7 @@ def test_tiles_hold_the_numbers_that_a_gpus_planes_hold(mix: str) -> None:
 
 def test_four_bits_take_what_such_files_take() -> None:
     """4.8 to 4.9 bits a weight, with the head at six."""
-    n_bits = 8 * weight_bytes(SHAPES["llama-8b"], torch.bfloat16, "q4_k_m")
+    n_bits = 8 * sum(tensor.n_bytes for tensor in RandomFile(SHAPES["llama-8b"], "q4_k_m").tensors.values())
     assert 4.8 < n_bits / 8_030_261_248 < 4.95
 
 
@@ -90,7 +77,7 @@ def test_q4_k_m_of_eight_experts_gives_attention_more_and_routers_all_bits() -> 
     assert kept_as("q4_k_m", "blk.9.ffn_gate_exps.weight", 4096, shape) == "Q4_K"
     assert kept_as("q4_k_m", "blk.0.ffn_down_exps.weight", 4096, shape) == "Q6_K"
     assert kept_as("q4_k_m", "blk.8.attn_v.weight", 4096, SHAPES["llama-8b"]) == "Q4_K"
-    layer = random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_k_m").layers[0]
+    layer = named_model("tiny-mixtral", torch.bfloat16, mix="q4_k_m").layers[0]
     assert isinstance(layer, Layer)
     assert isinstance(layer.mlp, Experts)
     assert isinstance(layer.mlp.router.weight, torch.Tensor)
@@ -107,8 +94,7 @@ def test_rows_that_are_no_whole_blocks_get_a_type_with_smaller_ones() -> None:
 
 @pytest.mark.parametrize("type", PACKED_TYPES)
 def test_random_blocks_of_every_type_have_sane_values(type: str) -> None:
-    raw = random_blocks(type, 64, 512, torch.Generator().manual_seed(1))
-    values = dequantize(raw.numpy(), type)
+    values = dequantize(random_blocks(type, 64, 512, np.random.default_rng(1)), type)
     assert np.isfinite(values).all()
     assert values.std() == pytest.approx(512**-0.5, rel=0.05)
     assert abs(values.mean()) < 0.15 * values.std()  # the middle of 16 steps is none of them
@@ -125,7 +111,7 @@ def test_an_unknown_shape_is_refused_with_the_nearest_first() -> None:
     [(torch.float32, None), (torch.bfloat16, None), (torch.float32, "q4_k_m"), (torch.float32, "q8_0")],
 )
 def test_logits_of_random_weights_are_sane(name: str, dtype: torch.dtype, mix: str | None) -> None:
-    model = random_model(name, dtype, CPU, mix=mix)
+    model = named_model(name, dtype, mix=mix)
     settings = settle(n_ctx=64, n_seq_max=1, unified=True)
     flow = DecodeFlow(model, settings, memory_for(model, settings, "f32"))
     flow.decode(Batch(token=[5, 900, 31, 7]))
@@ -135,18 +121,26 @@ def test_logits_of_random_weights_are_sane(name: str, dtype: torch.dtype, mix: s
     assert 0.3 < float(logits.std()) < 3.0
 
 
-def test_the_same_seed_gives_the_same_weights_in_any_order() -> None:
-    first, second, other = (RandomLoader(RandomSpec(SHAPES["tiny"], torch.float32), CPU, seed) for seed in (3, 3, 4))
-    up, down = StackedTensors(("up.weight",), ((8, 16),)), StackedTensors(("down.weight",), ((8, 16),))
-    made = [first.leaf(up), first.leaf(down)]
-    assert torch.equal(second.leaf(down), made[1])
-    assert torch.equal(second.leaf(up), made[0])
-    assert not torch.equal(made[0], made[1])
-    assert not torch.equal(other.leaf(up), made[0])
+def test_what_can_be_made_is_what_kernels_multiply() -> None:
+    assert ("q4_k_m", *map(str.lower, PACKED_TYPES)) == MIXES
 
 
-def test_stacked_weights_are_the_single_ones_on_top_of_each_other() -> None:
-    loader = RandomLoader(RandomSpec(SHAPES["tiny"], torch.bfloat16), CPU, 0)
-    stacked = loader.leaf(Matrices(("a.weight", "b.weight"), ((4, 16), (2, 16))))
-    a, b = loader.leaf(Matrices(("a.weight",), ((4, 16),))), loader.leaf(Matrices(("b.weight",), ((2, 16),)))
-    assert torch.equal(stacked, torch.cat([a, b]))
+@pytest.mark.parametrize("type", ["f32", "bf16", "q8_0"])
+def test_the_same_seed_gives_the_same_bytes_in_any_order(type: str) -> None:
+    first, second, other = (RandomFile(SHAPES["tiny"], type, seed) for seed in (3, 3, 4))
+    names = [name for name in first.tensors if name.endswith(("attn_q.weight", "ffn_up.weight"))]
+    made = [first.raw(name).copy() for name in names]
+    assert len({one.tobytes() for one in made}) == len(names) > 1
+    for name, one in reversed(list(zip(names, made, strict=True))):
+        assert np.array_equal(second.raw(name), one)
+        assert not np.array_equal(other.raw(name), one)
+
+
+@pytest.mark.parametrize("type", DTYPES)
+def test_plain_numbers_are_normally_distributed(type: str) -> None:
+    file = RandomFile(SHAPES["tiny"], type)
+    for name, middle, spread in (("blk.0.ffn_up.weight", 0.0, 256**-0.5), ("blk.0.ffn_norm.weight", 1.0, 0.1)):
+        values = np.empty(file.tensors[name].shape, np.float32)
+        file.read(name, values)
+        assert values.mean() == pytest.approx(middle, abs=4 * spread / values.size**0.5 + 1e-4)
+        assert values.std() == pytest.approx(spread, rel=0.15)

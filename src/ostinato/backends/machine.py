@@ -1,7 +1,6 @@
 """The machine as backends are asked about it: a device, what it has free, and what its driver and packages can do.
 
-Found out once, and handed from the chooser to every backend, so that a test can hand over another. No torch is
-imported before a GPU is looked for.
+Found out once (`engine/machine.py`), and handed from the chooser to every backend, so a test can hand over another.
 """
 
 from __future__ import annotations
@@ -12,12 +11,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
-
-from ostinato.errors import HardwareCannot
-
-if TYPE_CHECKING:
-    import torch
+from typing import Final, Literal
 
 DeviceKind = Literal["cpu", "cuda"]
 GPU_PACKAGES: Final = {"triton": "triton", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # and modules
@@ -34,15 +28,6 @@ class Chip:
     n_multiprocessors: int
     shared_bytes: int  # that one block may have
     l2_bytes: int
-
-    @staticmethod
-    def of(device: torch.device | str | int) -> Chip:
-        import torch
-
-        found: Any = torch.cuda.get_device_properties(device)
-        shared = getattr(found, "shared_memory_per_block_optin", TUNED_SHARED_BYTES)
-        cache = getattr(found, "L2_cache_size", 0)
-        return Chip((found.major, found.minor), found.multi_processor_count, int(shared), int(cache))
 
     @property
     def arch(self) -> str:
@@ -79,42 +64,6 @@ def kind_of(device: str) -> DeviceKind:
     return "cuda" if device.startswith("cuda") else "cpu"
 
 
-def machine_at(device: str) -> Machine:
-    """What there is to know about a device that is there."""
-    if kind_of(device) == "cpu":
-        free = free_bytes(device)
-        return Machine(device, free, free)
-    return Machine(device, free_bytes(device), free_host_bytes(), Chip.of(device), driver_cuda(), missing_packages())
-
-
-def choose_device(wanted: str) -> str:
-    """The device of that name; `auto` is the first GPU where there is one, else the CPU."""
-    if wanted == "cpu":
-        return "cpu"
-    reason = why_no_cuda()
-    if reason is not None and wanted == "auto":
-        return "cpu"
-    if reason is not None:
-        raise HardwareCannot(f"device {wanted}: {reason}; use --device cpu")
-    import torch
-
-    index = torch.device("cuda" if wanted == "auto" else wanted).index or 0
-    if index >= torch.cuda.device_count():
-        raise HardwareCannot(f"device {wanted}: this machine has {torch.cuda.device_count()} GPU(s), numbered from 0")
-    return f"cuda:{index}"
-
-
-def why_no_cuda() -> str | None:
-    """Why no CUDA device can be used here; None where one can."""
-    try:
-        import torch
-    except ImportError as error:
-        return f"torch cannot be imported: {error}"
-    if torch.cuda.is_available():
-        return None
-    return "this build of torch has no CUDA" if torch.version.cuda is None else "torch finds no NVIDIA driver or no GPU"
-
-
 def missing_packages() -> tuple[str, ...]:
     """Those of the packages for a GPU that are not installed."""
     return tuple(name for name, module in GPU_PACKAGES.items() if not _is_here(module))
@@ -142,15 +91,6 @@ def driver_cuda() -> int | None:
     except (OSError, AttributeError):
         return None
     return None if failed else number.value
-
-
-def free_bytes(device: str) -> int:
-    """Memory that can be had on a device now."""
-    if kind_of(device) == "cpu":
-        return free_host_bytes()
-    import torch
-
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def free_host_bytes() -> int:

@@ -27,8 +27,6 @@ from ostinato.files.store import DEFAULT
 from ostinato.options import MODES, LoadOptions
 
 if TYPE_CHECKING:
-    import torch
-
     from ostinato.backends.base import Settled
     from ostinato.backends.torch.model import Model
     from ostinato.files.checkpoint import Checkpoint
@@ -58,12 +56,6 @@ class BenchModel:
     weight_bytes: int  # of the latter
     settled: Settled  # for the highest mode
     why_not: Mapping[str, str | None]  # each mode and why it cannot run here
-
-    @property
-    def device(self) -> torch.device:
-        import torch
-
-        return torch.device(self.settled.device)
 
     @property
     def in_tiles(self) -> bool:
@@ -185,8 +177,8 @@ def _source(model: str | None, shape: str | None, type: str | None, options: Loa
 
 
 def _of_file(name: str, bare: Bare, options: LoadOptions) -> BenchModel:
-    from ostinato.backends.machine import machine_at
     from ostinato.engine.choose import LoadCase, backend_of, why_not
+    from ostinato.engine.machine import machine_at
     from ostinato.engine.memory_plan import MemoryPlan
     from ostinato.models.header import tensors_of
 
@@ -215,41 +207,38 @@ def _file_type(checkpoint: Checkpoint) -> str:
 
 
 def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
-    import torch
-
     from ostinato.backends.base import dtype_of, kv_type_of
-    from ostinato.backends.machine import choose_device, machine_at
     from ostinato.backends.torch.backend import TORCH
     from ostinato.engine.choose import LoadCase, backend_of, prepared, why_not
+    from ostinato.engine.machine import choose_device, machine_at
     from ostinato.engine.memory_plan import MemoryPlan
-    from ostinato.lab.random_weights import DTYPES, MIXES, random_model, random_tensors
+    from ostinato.lab.random_weights import DTYPES, MIXES, RandomFile
     from ostinato.models.named_shapes import named_shape
 
     sizes = named_shape(shape)
     if type is not None and type not in (*DTYPES, *MIXES):
         raise BadOption(f"--type is {type!r}; known: {listing(type, (*DTYPES, *MIXES))}")
     machine = machine_at(choose_device(options.device))
-    mix = type if type in MIXES else None
-    dtype = DTYPES[type] if type is not None and type in DTYPES else getattr(torch, dtype_of(options, machine.kind))
-    dtype_name = str(dtype).removeprefix("torch.")
+    dtype = DTYPES.get(type or "", dtype_of(options, machine.kind))
     called = type or next(name for name, known in DTYPES.items() if known == dtype)
-    tensors = random_tensors(sizes, dtype, mix)
-    settled = prepared(LoadCase(sizes, tensors, options, machine), talk)
+    file = RandomFile(sizes, called)
+    settled = prepared(LoadCase(sizes, file.tensors, options, machine), talk)
     if settled.weights != "tiles":  # with tiles, rows are float32 for any weight type
-        settled = replace(settled, dtype=dtype_name, kv_type=kv_type_of(options, dtype_name))
+        settled = replace(settled, dtype=dtype, kv_type=kv_type_of(options, dtype))
         TORCH.prepare(settled, talk)
-    dense_one = replace(settled, weights="dense", dtype=dtype_name)
+
+    def how(dense: bool) -> Settled:
+        return replace(settled, backend="torch", weights="dense", dtype=dtype) if dense else settled
 
     def room(dense: bool) -> MemoryPlan:
         """The memory of the smallest engine."""
-        kept = replace(dense_one if dense else settled, n_slots=1, context=1, n_pages=1, kv_type="bf16")
-        return MemoryPlan(TORCH if dense else backend_of(settled), sizes, tensors, kept, machine.free_bytes)
+        least = replace(how(dense), n_slots=1, context=1, n_pages=1, kv_type="bf16")
+        return MemoryPlan(backend_of(least), sizes, file.tensors, least, machine.free_bytes)
 
     def load(dense: bool) -> Model:
         room(dense).check()  # before any of it is allocated
         detail(f"making {shape} as {called} on {settled.device}")
-        tiles = settled.activations if settled.weights == "tiles" and not dense else None
-        return random_model(shape, dtype, torch.device(settled.device), mix=mix, tiles=tiles)
+        return file.load(how(dense))
 
     return BenchModel(
         shape,
@@ -257,7 +246,7 @@ def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:
         load,
         weight_bytes=room(False).bytes_of("weights"),
         settled=settled,
-        why_not=why_not(LoadCase(sizes, tensors, _least_of(options), machine)),
+        why_not=why_not(LoadCase(sizes, file.tensors, _least_of(options), machine)),
     )
 
 
@@ -282,7 +271,7 @@ def _measure(
     model: Model | None = source.load(dense)
     assert model is not None
     profiled = _profiled(modes, source) if profile else []
-    bandwidth = read_bandwidth(source.device)
+    bandwidth = read_bandwidth(source.settled.device, threads=source.settled.threads)
     facts = _facts(source, bandwidth, repeats)
     if not as_json:
         write_line(_head(facts))
@@ -336,7 +325,7 @@ def _profiled(modes: list[str], source: BenchModel) -> list[str]:
     """The modes whose nodes can be timed; prints why each of the others is left out."""
     from ostinato.lab.bench import why_not_profiled
 
-    reasons = {mode: why_not_profiled(mode, source.device) for mode in modes}
+    reasons = {mode: why_not_profiled(mode, source.settled.kind) for mode in modes}
     for mode, reason in reasons.items():
         if reason is not None:
             talk(f"no profile of {mode}: {reason}")
@@ -344,11 +333,10 @@ def _profiled(modes: list[str], source: BenchModel) -> list[str]:
 
 
 def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]:
-    import torch
-
+    from ostinato.backends.machine import package_version
     from ostinato.cli.doctor import cpu_name
 
-    on_gpu = source.device.type == "cuda"
+    device = source.settled.device
     return {
         "date": date.today().isoformat(),
         "question": "how fast does it decode here?",
@@ -359,13 +347,19 @@ def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]
         "kv_type": source.settled.kv_type,
         "activations": source.settled.activations if source.in_tiles else None,
         "weight_bytes": source.weight_bytes,
-        "device": str(source.device),
-        "device_name": torch.cuda.get_device_name(source.device) if on_gpu else cpu_name(),
-        "threads": None if on_gpu else torch.get_num_threads(),
-        "torch": torch.__version__,
+        "device": device,
+        "device_name": cpu_name() if source.settled.kind == "cpu" else _gpu_name(device),
+        "threads": source.settled.threads,
+        "torch": package_version("torch"),
         "repeats": repeats,
         "read_bytes_s": bandwidth,
     }
+
+
+def _gpu_name(device: str) -> str:
+    from ostinato.backends.cuda import gpu
+
+    return gpu.name_of(device)
 
 
 def _head(facts: dict[str, Any]) -> str:

@@ -22,12 +22,12 @@ from ostinato.backends.machine import (
     free_host_bytes,
     missing_packages,
     package_version,
-    why_no_cuda,
 )
 from ostinato.backends.native.library import native_status
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
 from ostinato.engine.cores import default_threads
+from ostinato.engine.machine import why_no_cuda
 from ostinato.errors import OstinatoError
 from ostinato.files import store
 from ostinato.files.fetch import megabytes
@@ -104,22 +104,22 @@ def _cuda() -> dict[str, Any]:
     reason = why_no_cuda()
     if reason is not None:
         return {**found, "reason": reason if found["driver"] else f"no NVIDIA driver is installed, and {reason}"}
-    import torch
+    from ostinato.backends.cuda import gpu
 
-    return {**found, "devices": [_gpu(i) for i in range(torch.cuda.device_count())]}
+    return {**found, "devices": [_gpu(i) for i in range(gpu.count())]}
 
 
 def _gpu(index: int) -> dict[str, Any]:
-    import torch
+    from ostinato.backends.cuda import gpu
 
-    device = torch.cuda.get_device_properties(index)
+    chip, (free, total) = gpu.chip_of(index), gpu.memory_of(index)
     return {
-        "name": device.name,
-        "bytes": device.total_memory,
-        "free": torch.cuda.mem_get_info(index)[0],
-        "capability": f"{device.major}.{device.minor}",
-        "multiprocessors": device.multi_processor_count,
-        "kernels": kernel_choices(Chip.of(index)),
+        "name": gpu.name_of(index),
+        "bytes": total,
+        "free": free,
+        "capability": f"{chip.capability[0]}.{chip.capability[1]}",
+        "multiprocessors": chip.n_multiprocessors,
+        "kernels": kernel_choices(chip),
     }
 
 

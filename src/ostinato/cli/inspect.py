@@ -172,8 +172,8 @@ def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
 
 def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     """The memory that an engine with default options would take on this machine's default device."""
-    from ostinato.backends.machine import choose_device, machine_at
     from ostinato.engine.choose import LoadCase, decide, fit
+    from ostinato.engine.machine import choose_device, machine_at
     from ostinato.models.header import tensors_of
 
     options = LoadOptions()

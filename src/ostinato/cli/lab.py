@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
     from ostinato.lab.work import LabMachine, Workload
-    from ostinato.options import Activations
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
@@ -319,38 +318,31 @@ def tape(
 
 
 def _machine(device: str) -> LabMachine:
-    import torch
-
-    from ostinato.backends.machine import choose_device
+    from ostinato.engine.machine import choose_device
     from ostinato.lab.cpu import CpuMachine
 
-    chosen = torch.device(choose_device(device))
-    if chosen.type == "cpu":
+    chosen = choose_device(device)
+    if chosen == "cpu":
         return CpuMachine()
     from ostinato.lab.gpu import GpuMachine
 
-    torch.cuda.set_device(chosen)
     return GpuMachine(chosen)
 
 
 def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
-    import torch
-
-    from ostinato.backends.machine import machine_at
     from ostinato.engine.choose import LoadCase, prepared
-    from ostinato.lab.random_weights import random_model, random_tensors
+    from ostinato.engine.machine import machine_at
+    from ostinato.lab.random_weights import RandomFile, random_model
     from ostinato.models.named_shapes import named_shape
-
-    sizes = named_shape(shape)
-    if machine.kind == "gpu":
-        return random_model(shape, torch.bfloat16, torch.device("cuda")), shape
-    # In tiles, if the native loop can run them: `eager` uses the same weights.
     from ostinato.options import LoadOptions
 
-    options, tensors = LoadOptions(device="cpu"), random_tensors(sizes, torch.float32)
-    settled = prepared(LoadCase(sizes, tensors, options, machine_at("cpu")), talk)
-    tiles: Activations | None = "wide" if settled.weights == "tiles" else None
-    return random_model(shape, torch.float32, torch.device("cpu"), tiles=tiles), shape
+    if machine.kind == "gpu":
+        return random_model(shape, "bf16", "cuda"), shape
+    # In tiles, if the native loop can run them: `eager` uses the same weights.
+    sizes = named_shape(shape)
+    file = RandomFile(sizes, "f32")
+    settled = prepared(LoadCase(sizes, file.tensors, LoadOptions(device="cpu"), machine_at("cpu")), talk)
+    return file.load(settled), shape
 
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:

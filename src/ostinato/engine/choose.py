@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Final
 from ostinato.backends import cards
 from ostinato.backends.base import Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
-from ostinato.backends.machine import DeviceKind, Machine, choose_device, machine_at
+from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
 from ostinato.cache.kv_bytes import check_kv_width, kv_bytes
 from ostinato.engine.cores import default_threads
+from ostinato.engine.machine import choose_device, machine_at
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of

@@ -12,31 +12,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from itertools import count, cycle
+from itertools import count
 from typing import Any, Final, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cosine_similarity
+import numpy as np
 
-from ostinato.backends.base import Settled
+from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.runner import Runner
+from ostinato.backends.torch import compare
+from ostinato.backends.torch.compare import Difference, RouteJudge, first_difference
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.backends.torch.plan import tensors_of
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cells.flow import DecodeFlow
-from ostinato.decoder.cells.memories import memory_for
-from ostinato.decoder.cells.settings import settle
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.errors import EngineDead, HardwareCannot, InternalError
+from ostinato.files.unpack import Floats
 from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
-from ostinato.loop.plan import Buffer, Plan
-from ostinato.models.blocks import Experts, Layer
+from ostinato.loop.memory import memory_in
+from ostinato.loop.plan import Plan
 from ostinato.options import MODES, Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
@@ -46,35 +43,14 @@ N_SLOTS: Final = 5
 N_TOKENS: Final = 12  # of the longest answer
 TOLD: Final = 5  # most likely tokens that a comparison within a tolerance asks for
 # Allowed relative distance of logits from two orders of summation, by the model's dtype.
-TOLERANCE: Final = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+TOLERANCE: Final = {"float32": 1e-3, "float16": 2e-2, "bfloat16": 1e-1}
 # The same between dense weights and tiles, wide or not, whose products round their activations.
 OF_ROUNDED: Final = {True: 5e-3, False: 2e-1}
 LEAST_COSINE: Final = 0.99
-_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Fields that differ between two equal runs: the time and the executable.
 _OF_THE_RUN: Final = frozenset({"epoch", "step_ns"})
 _BY_SAMPLER: Final = frozenset({"chosen", "chosen_logprob", "top_ids", "top_logprobs"})
 _WORDS: Final = (Word.STEPS, Word.LIVE, Word.GO, Word.WHY, Word.ENDS, Word.INBOX_TAIL, Word.OUTBOX_HEAD)
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """The first element that differs: where it is, and what was expected there."""
-
-    node: str  # the node that wrote the buffer last
-    buffer: str
-    place: tuple[int, ...]
-    expected: str
-    found: str
-    step: int | None = None  # None: after the last step
-    n_elements: int = 1  # of this buffer that differ
-
-    @property
-    def text(self) -> str:
-        at = f"{list(self.place)}" if self.place else ""
-        when = "" if self.step is None else f" after step {self.step}"
-        more = f" ({self.n_elements} of its elements differ)" if self.n_elements > 1 else ""
-        return f"{self.node}: {self.buffer}{at} is {self.found} and should be {self.expected}{when}{more}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +134,14 @@ class Verifier:
         if again is not None:
             tell("making the model once more, on the CPU")
             fresh = again()
-            checks.append(_timed("weights", "the file", "bits", lambda: same_weights(self.model, fresh)))
+            checks.append(
+                _timed("weights", "the file", "bits", lambda: _Found(*compare.compare_weights(self.model, fresh)))
+            )
             tell("one token through the twins")
             plain = fresh if dense is None else dense()
             checks.append(_timed(BASE, "the twins", "tolerance", lambda: self.near_twins(plain)))
             del fresh, plain
-        before = checksums(self.model)
+        before = compare.checksums(self.model)
         for mode in modes:
             tell(f"{mode} beside {BASE}")
             checks.append(self.compare(mode))
@@ -179,21 +157,28 @@ class Verifier:
         """
         case = self.cases()[0]
         with closing(self._opened(BASE)) as driver:
-            of_prompt: list[Tensor | None] = []
-            self._admit(driver, on_admitted=lambda: of_prompt.append(prompt_routes(driver.runner, len(case.prompt))))
+            routes: list[Any] = []  # of kernels that chose experts: of the first prompt, and of a step
+            chosen = getattr(driver.runner.chunks, "routes", None)
+
+            def keep_routes() -> None:
+                if chosen is not None and not routes:
+                    routes.append(compare.chosen_experts(chosen, len(case.prompt)))
+
+            self._admit(driver, on_admitted=keep_routes)
             driver.step()
             driver.step()
             first = next(entry for entry in driver.entries if entry.slot == case.slot)
-            found = _buffer(driver.runner, "logits")[0].float().cpu()
-            routes = None if of_prompt[0] is None else torch.cat((of_prompt[0], step_routes(driver.runner)), 1)
+            found = compare.host_row(_buffer(driver.runner, "logits"))
+            if routes:
+                routes.append(compare.chosen_experts(_buffer(driver.runner, "experts"), 1))
         assert first.token is not None
         tolerance = tolerance_of(self.model)
         if isinstance(self.model.embedding, TileMatrix) and not isinstance(fresh.embedding, TileMatrix):
             tolerance = OF_ROUNDED[self.model.embedding.wide]
-        judge = None if routes is None else RouteJudge(routes, tolerance)
+        judge = RouteJudge.of(routes, tolerance) if routes else None
         twins = fresh if judge is None else judge.routed(fresh)
         expected = twin_logits(twins, [*case.prompt, first.token], self.kv_type)
-        apart = abs(first.logprob - float(expected[0].log_softmax(-1)[first.token]))
+        apart = abs(first.logprob - _log_softmax(expected[0])[first.token])
         figures = {**_nearness(found, expected[1]), "prefill_logprob": apart, "tolerance": tolerance}
         if judge is not None:
             figures |= judge.figures
@@ -292,8 +277,8 @@ class Verifier:
         figures = {"ties": float(ties), "tolerance": tolerance}
         if ties:
             return _Found(n_compared, None, figures)
-        rows = [_buffer(driver.runner, "logits")[:1].float().cpu() for driver in (base, other)]
-        figures |= _nearness(rows[1][0], rows[0][0])
+        wanted, row = (compare.host_row(_buffer(driver.runner, "logits")) for driver in (base, other))
+        figures |= _nearness(row, wanted)
         return _Found(1 + n_compared, _too_far(figures, tolerance, "head"), figures)
 
     # The sequences
@@ -352,9 +337,7 @@ class Verifier:
         """Admit every case for at most so many tokens, after zeroing all buffers that nodes write, since a step may not
         write all of their elements; `on_admitted` is called after each admission."""
         written = {name for node in driver.runner.plan.nodes for name in node.writes} - {"table"}
-        with torch.inference_mode():
-            for name in written:
-                _buffer(driver.runner, name).zero_()
+        compare.zero(_buffer(driver.runner, name) for name in written)
         driver.synchronize()
         for case in self.cases():
             sampling = case.sampling if logprobs is None else replace(case.sampling, logprobs=logprobs)
@@ -367,9 +350,9 @@ def tolerance_of(model: Model) -> float:
     """How far logits may be apart, by the precision to which products round their input rows. With packed weights a
     GPU rounds them to bfloat16; with tiles the CPU rounds them to about 15 bits, or to 8."""
     if isinstance(model.embedding, TileMatrix):
-        return TOLERANCE[torch.float32 if model.embedding.wide else torch.bfloat16]
-    packed = any(tensor.dtype == torch.uint8 for _, tensor in tensors_of(model, ""))
-    return TOLERANCE[torch.bfloat16 if packed else model.dtype]
+        return TOLERANCE["float32" if model.embedding.wide else "bfloat16"]
+    packed = any(str(memory.dtype) == "torch.uint8" for _, memory in memory_in(model, ""))
+    return TOLERANCE["bfloat16" if packed else str(model.dtype).removeprefix("torch.")]
 
 
 def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
@@ -386,28 +369,9 @@ def comparison_of(runner: Runner) -> Comparison:
     return comparison
 
 
-# Weights
-
-
-def same_weights(model: Model, fresh: Model) -> _Found:
-    """Compare the bits of every weight with another copy of the model, one tensor at a time."""
-    expected = dict(tensors_of(fresh, "model"))
-    n = 0
-    for n, (name, tensor) in enumerate(tensors_of(model, "model"), start=1):
-        difference = first_difference("load", name, expected[name], tensor.to(expected[name].device))
-        if difference is not None:
-            return _Found(n, difference)
-    return _Found(n)
-
-
-def checksums(model: Model) -> dict[str, int]:
-    """A sum over the bits of every weight: one flipped bit changes it."""
-    return {name: int(_bits(tensor).sum(dtype=torch.int64)) for name, tensor in tensors_of(model, "model")}
-
-
 def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
     """Check that the weights have not changed since `before`."""
-    for name, now in checksums(model).items():
+    for name, now in compare.checksums(model).items():
         if now != before[name]:
             return _Found(len(before), Difference("a step", name, (), "as it was loaded", "changed"))
     return _Found(len(before))
@@ -427,7 +391,7 @@ def compare_state(base: LoopDriver, other: LoopDriver, step: int | None) -> _Fou
     return _Found(n + 2, None if difference is None else replace(difference, step=step))
 
 
-def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Any, Any]]:
     """(node, name, expected, found) for every buffer that a step writes, with the node that wrote it last."""
     last = {name: node.name for node in base.plan.nodes for name in node.writes}
     for node in base.plan.nodes:
@@ -442,13 +406,13 @@ def _pairs(base: Runner, other: Runner) -> Iterator[tuple[str, str, Tensor, Tens
     for name in sorted(base.tables.table.names, key=lambda name: name not in _BY_SAMPLER):
         if name not in _OF_THE_RUN:
             writer = last.get("table", "sample") if name in _BY_SAMPLER else "step boundary"
-            expected, found = (torch.as_tensor(runner.tables.table[name]) for runner in (base, other))
+            expected, found = (runner.tables.table[name] for runner in (base, other))
             yield writer, f"table.{name}", expected, found
 
 
-def _buffer(runner: Runner, name: str) -> Tensor:
-    """A buffer of the plan as a tensor, whichever array type the backend uses."""
-    return torch.as_tensor(runner.plan.buffer(name).tensor)
+def _buffer(runner: Runner, name: str) -> Any:
+    """A buffer of the plan: an array of the type that the backend uses."""
+    return runner.plan.buffer(name).tensor
 
 
 def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
@@ -482,126 +446,33 @@ def _other_plan(base: Plan, other: Plan) -> Difference | None:
     return None
 
 
-# Elements
-
-
-def first_difference(node: str, name: str, expected: Tensor, found: Tensor) -> Difference | None:
-    """The first element, in memory order, whose bits differ."""
-    if expected.shape != found.shape or expected.dtype != found.dtype:
-        return Difference(node, name, (), _size(expected), _size(found))
-    if expected.data_ptr() == found.data_ptr() and expected.device == found.device:
-        return None
-    differs = _bits(expected) != _bits(found)
-    if not bool(differs.any()):
-        return None
-    place = tuple(differs.nonzero()[0].tolist())
-    one, two = (_value(tensor[place]) for tensor in (expected, found))
-    if one == two:
-        one, two = (f"{value} (bits {int(_bits(t)[place]):#x})" for value, t in ((one, expected), (two, found)))
-    return Difference(node, name, place, one, two, n_elements=int(differs.sum()))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-
-
-def _value(element: Tensor) -> str:
-    value: Any = element.item()
-    return f"{value:.9g}" if isinstance(value, float) else str(value)
-
-
-def _size(tensor: Tensor) -> str:
-    return Buffer.of("", tensor).text.strip()
-
-
 # Tolerance
 
 
-def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Tensor:
-    """Float32 logits [2, vocab] after all ids but the last, and after all, by the decoder's own flow."""
-    n_ctx = max(len(ids), 2)
-    settings = settle(n_ctx=n_ctx, n_batch=n_ctx, n_ubatch=n_ctx, unified=True)
-    flow = DecodeFlow(model, settings, memory_for(model, settings, kv_type))
-    flow.decode(Batch(token=ids, output=[int(i >= len(ids) - 2) for i in range(len(ids))]))
-    rows = flow.outputs.all_logits().value
+def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Floats:
+    """Float32 logits [2, vocab] after all ids but the last, and after all, by the decoder over the model's blocks."""
+    n = max(len(ids), 2)
+    decoder = Decoder(model, n_ctx=n, n_batch=n, n_ubatch=n, kv_type=kv_type)
+    decoder.decode(Batch(token=ids, output=[int(i >= len(ids) - 2) for i in range(len(ids))]))
+    rows = decoder.outputs.all_logits().value
     if rows is None:
         raise InternalError("the twins gave no logits")
-    return rows.float().cpu()
+    found: Floats = rows.numpy()
+    return found
 
 
-# Experts
+def _log_softmax(logits: Floats) -> Any:
+    above = logits.astype(np.float64) - logits.max()
+    return above - np.log(np.exp(above).sum())
 
 
-def prompt_routes(runner: Runner, n_prompt: int) -> Tensor | None:
-    """The experts that the last prompt's tokens used, [n_layers, n_prompt, n_used]; None where no kernel chose any."""
-    routes: Tensor | None = getattr(runner.chunks, "routes", None)
-    return None if routes is None else routes[:, :n_prompt].long().cpu()
-
-
-def step_routes(runner: Runner) -> Tensor:
-    """The experts that the first row of the last step used, [n_layers, 1, n_used]."""
-    return _buffer(runner, "experts")[:, :1].long().cpu()
-
-
-@dataclass(slots=True)
-class RouteJudge:
-    """Makes the twins use the experts that kernels chose, and checks that the twins' scores allow these routes.
-
-    Two experts may have scores so close that rounding decides between them, and logits computed through different
-    experts cannot be compared. So the twins use the kernels' routes, with shares from their own scores. A route is
-    allowed if no expert left out scores higher than a chosen one by more than twice the tolerance, in units of the
-    row's root mean square: rounding may move each of the two scores by the tolerance. `widest` is the largest such gap.
-    """
-
-    routes: Tensor  # int64 [n_layers, positions, n_used]
-    tolerance: float
-    difference: Difference | None = None
-    widest: float = 0.0
-    n_ties: int = 0  # positions where the twins would have chosen other experts
-
-    @property
-    def figures(self) -> dict[str, float]:
-        return {"route_ties": self.n_ties, "route_widest": self.widest}
-
-    def routed(self, model: Model) -> Model:
-        """The model with these routes; it must compute all positions in one forward."""
-        numbers = cycle(
-            [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
-        )  # the order in which the layers call `route`
-
-        def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
-            number = next(numbers)
-            asked = self.routes[number].to(scores.device)
-            chosen = asked.clamp(0, scores.shape[-1] - 1)  # `_judge` reports ids that are no expert
-            self._judge(number, scores.float(), asked, chosen, n_used)
-            shares = scores.float().softmax(-1).gather(-1, chosen)
-            return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
-
-        return replace(model, ops=replace(model.ops, route=route))
-
-    def _judge(self, number: int, scores: Tensor, asked: Tensor, chosen: Tensor, n_used: int) -> None:
-        if len(scores) != len(chosen):
-            raise InternalError(f"routes of {len(chosen)} positions, and the twins go through {len(scores)}")
-        taken = torch.zeros_like(scores).scatter_(-1, chosen, 1.0) > 0
-        least = scores.masked_fill(~taken, torch.inf).amin(-1)
-        most = scores.masked_fill(taken, -torch.inf).amax(-1)
-        behind = ((most - least) / scores.square().mean(-1).sqrt().clamp(min=1e-30)).clamp(min=0.0)
-        self.n_ties += int((behind > 0).sum())
-        self.widest = max(self.widest, float(behind.max()))
-        unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # an id that is no expert, or one expert twice
-        wrong = ~(behind <= 2 * self.tolerance) | unheard
-        if self.difference is None and bool(wrong.any()):
-            place = int(wrong.nonzero()[0])
-            best = scores[place].topk(n_used).indices.sort().values.tolist()
-            found = f"{asked[place].tolist()}, {float(behind[place]):.3g} of the scores' size behind"
-            self.difference = Difference(f"layer.{number}.route", "experts", (place,), str(best), found)
-
-
-def _nearness(found: Tensor, expected: Tensor) -> dict[str, float]:
+def _nearness(found: Floats, expected: Floats) -> dict[str, float]:
     """The cosine, and the length of the difference relative to that of the expected vector."""
-    cosine = float(cosine_similarity(found.double(), expected.double(), 0))
-    relative = float((found.double() - expected.double()).norm() / expected.double().norm())
-    return {"cosine": cosine, "relative": relative}
+    one, two = found.astype(np.float64), expected.astype(np.float64)
+    length = np.linalg.norm(two)
+    with np.errstate(invalid="ignore", divide="ignore"):  # zeros and NaNs are too far
+        cosine = float(one @ two / (np.linalg.norm(one) * length))
+        return {"cosine": cosine, "relative": float(np.linalg.norm(one - two) / length)}
 
 
 def _too_far(figures: Mapping[str, float], tolerance: float, node: str) -> Difference | None:

@@ -11,23 +11,20 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
-import torch
-
-from ostinato.backends.base import Settled
-from ostinato.backends.cuda.stamps import Stamps
-from ostinato.backends.machine import free_bytes
+from ostinato.backends.base import PAGE_TOKENS, Settled
+from ostinato.backends.machine import DeviceKind, kind_of
 from ostinato.backends.runner import Runner
-from ostinato.backends.torch.kv_store import cell_bytes
-from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.engine.choose import settle_model
+from ostinato.engine.cores import default_threads
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
+from ostinato.engine.machine import machine_at
 from ostinato.engine.open import open_runner
 from ostinato.engine.request import Request, Token
 from ostinato.errors import BadOption, HardwareCannot, InternalError
@@ -36,12 +33,13 @@ from ostinato.loop.plan import Node
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
 
+if TYPE_CHECKING:
+    from ostinato.backends.torch.model import Model
+
 # Far more than any cache holds, little enough for a laptop.
 READ_BYTES: Final = {"cpu": 256 << 20, "cuda": 4 << 30}
 # Tokens that the first of several sequences may generate while the prompts of the others run.
 HEAD_START: Final = 64
-# How long a profiled step waits on a GPU, in cycles, so that the host has queued all of it before it begins.
-HOLD_CYCLES: Final = 20_000_000
 PROFILED_STEPS: Final = 16
 
 
@@ -130,30 +128,15 @@ class Profile:
         return sum(kind.microseconds for kind in self.kinds)
 
 
-def read_bandwidth(device: torch.device, repeats: int = 5) -> float:
+def read_bandwidth(device: str, repeats: int = 5, threads: int | None = None) -> float:
     """Bytes per second that a plain read of much memory reaches: the best of several passes over it."""
-    n_bytes = min(READ_BYTES[device.type], free_bytes(str(device)) // 4)
-    if device.type == "cpu":
-        return cpu_bandwidth(n_bytes, torch.get_num_threads(), repeats)
-    data = torch.ones(n_bytes // 4, dtype=torch.float32, device=device)
-    data.sum()
-    return n_bytes / min(_seconds(lambda: data.sum(), device) for _ in range(repeats))
+    machine = machine_at(device)
+    n_bytes = min(READ_BYTES[machine.kind], machine.free_bytes // 4)
+    if machine.kind == "cpu":
+        return cpu_bandwidth(n_bytes, threads or default_threads(), repeats)
+    from ostinato.lab.gpu_time import gpu_bandwidth
 
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    with torch.cuda.device(device):
-        began, ended = _event(), _event()
-        began.record()
-        work()
-        ended.record()
-        ended.synchronize()
-    return float(began.elapsed_time(ended)) / 1e3
-
-
-def _event() -> Any:
-    """A CUDA event; torch leaves its events untyped."""
-    kind: Any = torch.cuda.Event
-    return kind(enable_timing=True)
+    return gpu_bandwidth(device, n_bytes, repeats)
 
 
 def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
@@ -249,10 +232,10 @@ class Bench:
     def profile(self, *, batch: int, depth: int, n_steps: int = PROFILED_STEPS, mode: str = "eager") -> Profile:
         """The time of each kind of node: in `eager` by the host's clock around every node; in a GPU's other
         modes by marks of the device between the nodes. Refused if there are none."""
-        if (reason := why_not_profiled(mode, self.model.device)) is not None:
+        if (reason := why_not_profiled(mode, self._kind)) is not None:
             raise HardwareCannot(f"mode {mode!r} cannot be profiled here: {reason}")
         n_prompt, most = max(1, depth), n_steps + 2
-        page = PAGE_TOKENS[self.model.device.type]
+        page = PAGE_TOKENS[self._kind]
         n_pages = batch * -(-(n_prompt + most) // page)
         with closing(
             LoopDriver(open_runner(self.model, self._settled(mode, batch, n_prompt + most, n_pages)))
@@ -263,7 +246,7 @@ class Bench:
             else:
                 self._play_loop(driver, timer, batch, n_prompt, n_steps)
             spent, nodes = timer.microseconds(), driver.runner.plan.nodes
-            between = timer.between(n_steps) if isinstance(timer, Stamps) else None
+            between = getattr(timer, "between", lambda n: None)(n_steps)  # which marks of the device show
         kinds = dict.fromkeys(node.kind for node in nodes)
         times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
         return Profile(batch, depth, times, mode, between)
@@ -289,10 +272,13 @@ class Bench:
 
     def engine(self, mode: str, batch: int, context: int) -> Engine:
         """An engine of so many slots, to be closed by the caller."""
-        device = self.model.device
         # One more than are live, since earlier runs leave prefixes in memory.
-        n_pages = (batch + 1) * -(-context // PAGE_TOKENS[device.type])
+        n_pages = (batch + 1) * -(-context // PAGE_TOKENS[self._kind])
         return Engine(self.model, self._settled(mode, batch, context, n_pages))
+
+    @property
+    def _kind(self) -> DeviceKind:
+        return kind_of(str(self.model.device))
 
     def _settled(self, mode: str, batch: int, context: int, n_pages: int) -> Settled:
         return settle_model(
@@ -361,15 +347,25 @@ def _read(request: Request) -> list[Token]:
 # Profiling
 
 
-def why_not_profiled(mode: str, device: torch.device) -> str | None:
-    """Why the nodes of a mode cannot be timed on this device; None if they can."""
-    if mode == "loop" and device.type == "cpu":
+def why_not_profiled(mode: str, kind: DeviceKind) -> str | None:
+    """Why the nodes of a mode cannot be timed on such a device; None if they can."""
+    if mode == "loop" and kind == "cpu":
         return "the native loop is one call: its nodes are not timed; eager's are"
     return None
 
 
-class _CpuTimer:
+class _Timer(Protocol):
     """Wraps nodes so that each adds up its own time."""
+
+    def timed(self, node: Node) -> Node: ...
+    def forget(self) -> None: ...
+
+    def microseconds(self) -> dict[str, float]:
+        """By the node's name, all steps together."""
+
+
+class _CpuTimer:
+    """By the host's clock."""
 
     def __init__(self) -> None:
         self._spent: dict[str, float] = {}
@@ -386,42 +382,7 @@ class _CpuTimer:
         self._spent = {}
 
     def microseconds(self) -> dict[str, float]:
-        """By the node's name, all steps together."""
         return {name: seconds * 1e6 for name, seconds in self._spent.items()}
-
-
-class _CudaTimer:
-    """The same by events. Before a step's first node the device waits, so that nothing waits for the host after it."""
-
-    def __init__(self, first: str, device: torch.device) -> None:
-        self._first, self._device = first, device
-        self._events: list[tuple[str, Any, Any]] = []
-        self._hold: Callable[[int], None] = getattr(torch.cuda, "_sleep", lambda cycles: None)
-
-    def timed(self, node: Node) -> Node:
-        def run() -> None:
-            if node.name == self._first:
-                self._hold(HOLD_CYCLES)
-            began, ended = _event(), _event()
-            began.record()
-            node.run()
-            ended.record()
-            self._events.append((node.name, began, ended))
-
-        return replace(node, run=run)
-
-    def forget(self) -> None:
-        self._events = []
-
-    def microseconds(self) -> dict[str, float]:
-        torch.cuda.synchronize(self._device)
-        spent: dict[str, float] = {}
-        for name, began, ended in self._events:
-            spent[name] = spent.get(name, 0.0) + began.elapsed_time(ended) * 1e3
-        return spent
-
-
-_Timer = _CpuTimer | _CudaTimer | Stamps
 
 
 def _timed_nodes(runner: Runner) -> _Timer:
@@ -437,9 +398,15 @@ def _timed_nodes(runner: Runner) -> _Timer:
 
 def _timer_for(runner: Runner) -> _Timer:
     device, nodes = runner.model.device, runner.plan.nodes
-    if device.type == "cpu":
+    if runner.settled.kind == "cpu":
         return _CpuTimer()
-    return _CudaTimer(nodes[0].name, device) if runner.settled.mode == "eager" else Stamps(nodes, device)
+    if runner.settled.mode == "eager":
+        from ostinato.lab.gpu_time import EventTimer
+
+        return EventTimer(nodes[0].name, device)
+    from ostinato.backends.cuda.stamps import Stamps
+
+    return Stamps(nodes, device)
 
 
 def _kind_time(kind: str, nodes: Sequence[Node], spent: dict[str, float], n_steps: int) -> KindTime:

@@ -1,12 +1,11 @@
 """The laboratory on a CPU: the counterparts of a GPU's starts, so that the laboratory runs on any machine.
 
-`op by op` calls torch for every operation, as a host launches every kernel; `recorded` replays a list of calls that
+`op by op` calls numpy for every operation, as a host launches every kernel; `recorded` replays a list of calls that
 were bound once, over memory that was allocated once, as a graph does; `native` is one call that runs all steps.
 """
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import time
 from collections.abc import Callable
@@ -14,13 +13,12 @@ from functools import cached_property, partial
 from typing import Any, Final, Literal
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from ostinato.backends.machine import free_host_bytes
 from ostinato.errors import HardwareCannot, InternalError, OstinatoError
 from ostinato.lab.model import StartCost
 from ostinato.lab.programs import host_library
-from ostinato.lab.work import BODIES, Data, Timing, Workload, checked, error_of
+from ostinato.lab.work import BODIES, ERF_SERIES, ERF_SLOPE, Data, Timing, Workload, checked, error_of, gelu
 
 OP_BY_OP: Final = "op by op"
 RECORDED: Final = "recorded"
@@ -46,7 +44,7 @@ class CpuMachine:
         self.starts = tuple(starts)
 
     def settle(self, work: Workload) -> Workload:
-        free = _free_bytes()
+        free = free_host_bytes()
         if 6 * 8 * work.n > free:
             raise HardwareCannot(
                 f"--n {work.n} needs {48 * work.n / 1e9:.1f} GB with its check; {free / 1e9:.1f} are free"
@@ -59,20 +57,15 @@ class CpuMachine:
         factors = work.factors(varied=False)
         expected = data.expected(work, factors)
         times, worst = [], 0.0
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            for _ in range(repeats + 1):  # the first warms
-                x, h = torch.from_numpy(data.x), torch.full((work.n,), float("nan"))
-                h.copy_(torch.from_numpy(data.start[0]))
-                play = self._bound(work, start, x, h, factors)
-                began = time.perf_counter()
-                play()
-                times.append((time.perf_counter() - began) * 1e6 / work.steps)
-                worst = max(worst, error_of(h.numpy(), expected[0]))
-        finally:
-            torch.set_num_threads(threads)
-        launches = 1 if start == NATIVE else work.passes * (1 if work.body == "axpy" else 3)
+        for _ in range(repeats + 1):  # the first warms
+            h = data.start[0].copy()
+            play = self._bound(work, start, data.x, h, factors)
+            began = time.perf_counter()
+            play()
+            times.append((time.perf_counter() - began) * 1e6 / work.steps)
+            worst = max(worst, error_of(h, expected[0]))
+        inside = np.empty((3, 1), np.float32)
+        launches = 1 if start == NATIVE else work.passes * len(_pass_calls(work.body, data.x, data.x, 0.0, inside))
         return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), launches))
 
     def body_us(self, work: Workload) -> float:
@@ -88,54 +81,66 @@ class CpuMachine:
         return {start: StartCost(self.time(TINY, start, 5).kernel_us) for start in self.starts}
 
     def facts(self) -> dict[str, Any]:
-        return {"kind": "cpu", "name": self.name, "python": platform.python_version(), "torch": torch.__version__}
+        return {"kind": "cpu", "name": self.name, "python": platform.python_version(), "numpy": np.__version__}
 
-    def _bound(self, work: Workload, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> Callable[[], object]:
+    def _bound(
+        self, work: Workload, start: str, x: np.ndarray, h: np.ndarray, factors: np.ndarray
+    ) -> Callable[[], object]:
         if start == NATIVE:
             body = BODIES.index(work.body)
-            given = (_address(x), _address(h), work.n, body, factors.ctypes.data, work.steps, work.kernels)
+            given = (x.ctypes.data, h.ctypes.data, work.n, body, factors.ctypes.data, work.steps, work.kernels)
             return partial(self._host.play, *given)
         passes = np.repeat(factors, work.kernels).tolist()
         if start == OP_BY_OP:
             return partial(_op_by_op, work.body, x, h, passes)
         if start != RECORDED:
             raise OstinatoError(f"a CPU has no start {start!r}")
-        inside = torch.empty_like(h)
-        gelu: Any = torch._C._nn.gelu  # the form that takes its memory
-        calls: list[Callable[[], object]] = []
-        for a in passes:
-            if work.body == "axpy":
-                calls.append(partial(h.add_, x, alpha=a))
-            else:
-                calls += [
-                    partial(torch.add, h, x, out=inside),
-                    partial(gelu, inside, out=inside),
-                    partial(h.add_, inside, alpha=a),
-                ]
-        return partial(_in_order, calls)
+        inside = np.empty((3, work.n), np.float32)
+        return partial(_in_order, [call for a in passes for call in _pass_calls(work.body, x, h, a, inside)])
 
 
-def _op_by_op(body: str, x: Tensor, h: Tensor, factors: list[float]) -> None:
+def _op_by_op(body: str, x: np.ndarray, h: np.ndarray, factors: list[float]) -> None:
     for a in factors:
         if body == "axpy":
             h += a * x
         else:
-            h += a * torch.nn.functional.gelu(h + x)
+            h += a * gelu(h + x)
+
+
+def _pass_calls(body: str, x: np.ndarray, h: np.ndarray, a: float, inside: np.ndarray) -> list[Callable[[], object]]:
+    """One pass over h as calls of numpy that allocate nothing."""
+    if body == "axpy":
+        v = inside[0]
+        return [partial(np.multiply, x, a, v), partial(np.add, h, v, h)]
+    v, t, rest = inside
+    calls = [
+        partial(np.add, h, x, v),
+        partial(np.abs, v, t),
+        partial(np.multiply, t, ERF_SLOPE, t),
+        partial(np.add, t, 1, t),
+        partial(np.reciprocal, t, t),
+        partial(np.multiply, t, ERF_SERIES[-1], rest),
+    ]
+    for part in ERF_SERIES[-2:0:-1]:
+        calls += [partial(np.add, rest, part, rest), partial(np.multiply, rest, t, rest)]
+    return [
+        *calls,
+        partial(np.square, v, t),
+        partial(np.multiply, t, -0.5, t),
+        partial(np.exp, t, t),
+        partial(np.multiply, rest, t, rest),
+        partial(np.subtract, 1, rest, rest),
+        partial(np.copysign, rest, v, rest),
+        partial(np.add, rest, 1, rest),
+        partial(np.multiply, rest, v, rest),
+        partial(np.multiply, rest, 0.5 * a, rest),
+        partial(np.add, h, rest, h),
+    ]
 
 
 def _in_order(calls: list[Callable[[], object]]) -> None:
     for call in calls:
         call()
-
-
-def _address(tensor: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _free_bytes() -> int:
-    from ostinato.backends.machine import free_host_bytes
-
-    return free_host_bytes()
 
 
 def cpu_name() -> str:

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.backend import CUDA
-from ostinato.backends.machine import machine_at
 from ostinato.build import cubin
+from ostinato.engine.machine import machine_at
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
 from ostinato.lab.model import StartCost
 from ostinato.lab.programs import host_library, source
-from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Workload, checked, error_of
+from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Workload, checked, error_of, run_twin
 
 BASELINE: Final = "baseline"
 GRAPH: Final = "graph"
@@ -57,13 +57,14 @@ class GpuMachine:
     kind: Literal["gpu", "cpu"] = "gpu"
     sizes: tuple[str, ...] = ("n", "steps", "kernels", "blocks", "threads")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, name: str) -> None:
         try:
             from cuda.core import Device, ObjectCode, Stream
         except ImportError as error:
             raise HardwareCannot(f"the laboratory on a GPU needs cuda-core ({error}); install ostinato[gpu]") from error
 
-        self._device = device
+        self._device = device = torch.device(name)
+        torch.cuda.set_device(device)
         self.name = torch.cuda.get_device_name(device)
         Device(device.index or 0).set_current()
         torch.zeros(1, device=device)  # torch's context is the one that everything below lives in
@@ -121,7 +122,7 @@ class GpuMachine:
         requests = REQUESTS if start == FED else 1
         data = Data.fresh(work.n, requests)
         factors = work.factors(varied=start in (UPDATED, FED))
-        expected = data.expected(work, factors, requests, device=str(self._device))
+        expected = self._expected(work, data, factors, requests)
         x = torch.from_numpy(data.x).to(self._device)
         h = torch.full((requests, work.n), float("nan"), device=self._device)
         fresh = torch.from_numpy(data.start).to(self._device)
@@ -133,6 +134,12 @@ class GpuMachine:
             times.append(self._ms(play) * 1e3 / work.steps)
             worst = max(worst, error_of(h.cpu().numpy(), expected))
         return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), play.launches))
+
+    def _expected(self, work: Workload, data: Data, factors: np.ndarray, requests: int) -> np.ndarray:
+        """As `Data.expected` has it, on the device."""
+        x, out = (torch.from_numpy(one).to(self._device).double() for one in (data.x, data.start))
+        run_twin(work, factors, x, out, requests, torch.nn.functional.gelu)
+        return out.cpu().numpy()
 
     def _ms(self, play: LaunchSequence) -> float:
         """Milliseconds on the device; EngineDead where it does not end."""

@@ -1,51 +1,55 @@
 """Models of named shapes with random weights: what a step costs can be measured without a file.
 
-Weights are made on the device, each tensor from the seed and its own name, so that they do not depend on the order in
-which they are asked for. Matrices are scaled so that a row keeps its size through a product; the logits are
+`RandomFile` takes the place of one: its header lists what a file of such a model would have, and the bytes of each
+tensor come from the seed and the tensor's own name, so that they do not depend on the order in which they are read. Any
+backend loads it as it loads a file. Matrices are scaled so that a row keeps its size through a product; the logits are
 in a range that a sampler can handle, without meaning.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import groupby
 from math import prod
+from pathlib import Path
+from statistics import NormalDist
 from types import MappingProxyType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
-from torch import Tensor
+import numpy as np
+from numpy.typing import NDArray
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
-from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
-from ostinato.backends.torch.allocate import empty
-from ostinato.backends.torch.load import constant
-from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.weight import Weight
-from ostinato.backends.weights import Stack
+from ostinato.backends.base import Settled
+from ostinato.engine.load import load_blocks
 from ostinato.errors import InternalError
-from ostinato.files.checkpoint import TensorInfo
+from ostinato.files.checkpoint import BFLOAT16, TensorInfo, fill, rounded
 from ostinato.files.quants import BLOCKS
-from ostinato.models.blocks import ModelBlocks, leaves_of, with_leaves
+from ostinato.files.unpack import Bytes
+from ostinato.models.blocks import ModelBlocks, leaves_of
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.named_shapes import named_shape
 from ostinato.models.registry import FAMILIES
 from ostinato.models.shape import Shape
-from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Sizes, StackedTensors
-from ostinato.options import Activations
+from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
+
+if TYPE_CHECKING:
+    from ostinato.backends.torch.model import Model
+    from ostinato.options import Activations
 
 # What weights can be made as, by the words of the command line: plain numbers, or packed as a file of that type.
-DTYPES: Final[Mapping[str, torch.dtype]] = MappingProxyType(
-    {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
-)
-_TYPES: Final = {dtype: name.upper() for name, dtype in DTYPES.items()}
-MIXES: Final = ("q4_k_m", *(type.lower() for type in PACKED_TYPES))
+DTYPES: Final[Mapping[str, str]] = MappingProxyType({"f32": "float32", "f16": "float16", "bf16": "bfloat16"})
+_NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": BFLOAT16,
+}
 # What a type becomes where rows are no whole blocks of 256, as in files that llama.cpp makes.
 _SMALLER_BLOCKS: Final = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
+_KEPT: Final = 8  # tensors whose bytes are held for further reads: a loader reads one piece by piece
 
 
 def kept_as(mix: str, name: str, cols: int, shape: Shape) -> str:
@@ -107,21 +111,37 @@ _RECIPES: Final[Mapping[str, _Recipe]] = MappingProxyType(
         "Q6_K": _Recipe(spread=18.5, scale=4, d_at=208, fixed=(192, (4,) * 16)),
     }
 )
+MIXES: Final = ("q4_k_m", *(type.lower() for type in _RECIPES))
 
 
-def random_blocks(type: str, rows: int, cols: int, random: torch.Generator) -> Tensor:
+def random_bytes(n: int, random: np.random.Generator) -> Bytes:
+    words = random.integers(0, 1 << 64, -(-n // 8), dtype=np.uint64)
+    return words.view(np.uint8)[:n]
+
+
+def random_blocks(type: str, rows: int, cols: int, random: np.random.Generator) -> Bytes:
     """A matrix of that type as a file has it, uint8 [rows, row_bytes], its values of deviation 1 / sqrt(cols)."""
     block, recipe = BLOCKS[type], _RECIPES[type]
-    n_blocks, device = cols // block.elements, random.device
-    blocks = empty((rows * n_blocks, block.n_bytes), torch.uint8, device)
-    blocks.random_(0, 256, generator=random)
+    blocks = random_bytes(rows * cols // block.elements * block.n_bytes, random).reshape(-1, block.n_bytes)
     offset, values = recipe.fixed
-    blocks[:, offset : offset + len(values)] = torch.tensor(values, dtype=torch.uint8, device=device)
+    blocks[:, offset : offset + len(values)] = values
     d = cols**-0.5 / (recipe.spread * recipe.scale)
     for at, value in ((recipe.d_at, d), (recipe.m_at, d * recipe.m)):
         if at is not None:
-            blocks[:, at : at + 2] = torch.tensor([value], dtype=torch.float16, device=device).view(torch.uint8)
-    return blocks.view(rows, n_blocks * block.n_bytes)
+            blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+    return blocks.reshape(rows, -1)
+
+
+def random_numbers(type: str, n: int, middle: float, spread: float, random: np.random.Generator) -> Bytes:
+    """Normally distributed numbers as a file has them: each is one of 65,536 that are equally likely."""
+    values = rounded((middle + spread * _quantiles()).astype(np.float32), _NUMBERS[type])
+    return values.take(random_bytes(2 * n, random).view(np.uint16), mode="clip").view(np.uint8)
+
+
+@cache
+def _quantiles() -> NDArray[np.float64]:
+    normal, n = NormalDist(), 1 << 16
+    return np.array([normal.inv_cdf((i + 0.5) / n) for i in range(n)])
 
 
 class AnyName:
@@ -134,182 +154,97 @@ class AnyName:
         raise InternalError(f"no shape says how many rows {name} has")
 
 
-@dataclass(frozen=True, slots=True)
-class RandomSpec:
-    """How weights are made. `mix`: matrices are packed as in a file of that kind, and the rest is in `dtype`. `tiles`:
-    matrices, of a mix or of `dtype`, are in the native loop's tiles, to be multiplied with such activations, and the
-    rest is in float32."""
+class RandomFile:
+    """A checkpoint of a shape, its matrices of that type (`DTYPES`, `MIXES`) and the rest in float32."""
 
-    shape: Shape
-    dtype: torch.dtype
-    mix: str | None = None
-    tiles: Activations | None = None
+    format: Literal["gguf", "safetensors"] = "gguf"
+    metadata: Mapping[str, Any] = MappingProxyType({})
 
-    @property
-    def rest(self) -> torch.dtype:
-        return self.dtype if self.tiles is None else torch.float32
+    def __init__(self, shape: Shape, type: str, seed: int = 0, family: Family | None = None) -> None:
+        family = family or next(one for one in FAMILIES if one.name == shape.family)
+        self.shape, self.path, self.architecture = shape, Path(f"random {type}"), family.name
+        self._type, self._seed = type, seed
+        self.blocks: ModelBlocks = family.build(Builder(shape, AnyName()), family.layer)
+        self.tensors = {info.name: info for info in self._infos()}
+        self._lock = threading.Lock()
+        self._kept: dict[str, _Made] = {}
 
-    def type_of(self, name: str, cols: int) -> str:
+    def load(self, settled: Settled) -> Model:
+        """The model with its weights in the settled layout."""
+        table = TensorTable(self, {name: name for name in self.tensors})
+        return load_blocks(self.blocks, table, replace(settled, context=self.shape.context, prompts="plain"))
+
+    def raw(self, name: str) -> Bytes:
+        with self._lock:
+            made = self._kept.pop(name, None) or _Made()
+            self._kept[name] = made  # now the newest
+            while len(self._kept) > _KEPT:
+                del self._kept[next(iter(self._kept))]
+        with made.lock:
+            if made.data is None:
+                made.data = self._make(name)
+            return made.data
+
+    def read(self, name: str, out: NDArray[Any]) -> None:
+        fill(self.tensors[name], self._make(name), out)
+
+    def let_go(self, name: str, first: int, last: int) -> None:
+        """Nothing to do: few tensors are held."""
+
+    def fingerprint(self) -> str:
+        raise InternalError("random weights have no content that a fingerprint could be of")
+
+    def close(self) -> None:
+        self._kept.clear()
+
+    def _make(self, name: str) -> Bytes:
+        info = self.tensors[name]
+        rows, cols = prod(info.shape[:-1]), info.shape[-1]
+        random = np.random.Generator(np.random.SFC64([zlib.crc32(name.encode()), self._seed]))
+        if info.type not in _NUMBERS:
+            return random_blocks(info.type, rows, cols, random)
+        middle, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, cols**-0.5)
+        return random_numbers(info.type, rows * cols, middle, spread, random).reshape(rows, -1)
+
+    def _infos(self) -> Iterator[TensorInfo]:
+        for reference in leaves_of(self.blocks):
+            for name, sizes in reference.wanted:
+                type = self._type_of(name, sizes[-1]) if isinstance(reference, Matrices | ExpertMatrices) else "F32"
+                yield TensorInfo(name, sizes, type, prod(sizes) // BLOCKS[type].elements * BLOCKS[type].n_bytes)
+
+    def _type_of(self, name: str, cols: int) -> str:
         """The type of a matrix. Routers are never packed: which experts are chosen must not turn on a rounding."""
-        if self.mix is None or name.endswith("ffn_gate_inp.weight"):
-            return _TYPES[self.dtype]
-        return kept_as(self.mix, name, cols, self.shape)
-
-    def number_type(self, reference: StackedTensors) -> str:
-        """The type of what is no matrix."""
-        return _TYPES[torch.float32 if reference.exact else self.rest]
-
-    def n_bytes(self, reference: Reference) -> int:
-        """What the weights of a reference take."""
-        total = 0
-        for name, shape in reference.wanted:
-            *outer, rows, cols = (1, 1, *shape)[-3:]
-            if isinstance(reference, StackedTensors) and not isinstance(reference, Matrices):
-                total += rows * cols * (torch.float32 if reference.exact else self.rest).itemsize
-            elif self.tiles is not None:
-                total += outer[0] * tile_bytes(self.type_of(name, cols), rows, cols)
-            else:
-                block = BLOCKS[self.type_of(name, cols)]
-                total += outer[0] * rows * cols // block.elements * block.n_bytes
-        return total
+        if self._type in DTYPES:
+            return self._type.upper()
+        return "F32" if name.endswith("ffn_gate_inp.weight") else kept_as(self._type, name, cols, self.shape)
 
 
-class RandomLoader:
-    """Makes a weight for each reference of blocks."""
+@dataclass(slots=True)
+class _Made:
+    """The bytes of a tensor; mutable, because the first thread that asks makes them."""
 
-    def __init__(self, kind: RandomSpec, device: torch.device, seed: int) -> None:
-        self._kind, self._device, self._seed = kind, device, seed
-        self._plain = _TYPES[kind.dtype]
-        self._random = torch.Generator(device)
-
-    def leaf(self, reference: Reference) -> Any:
-        tiled = self._kind.tiles is not None
-        match reference:
-            case Constant():
-                return constant(reference, self._kind.rest, self._device)
-            case ExpertMatrices():
-                return self._tiled_experts(reference) if tiled else self._experts(reference)
-            case Matrices():
-                return self._tiled(reference) if tiled else self._matrices(reference)
-            case StackedTensors():
-                dtype = torch.float32 if reference.exact else self._kind.rest
-                return self._numbers(reference.names, reference.shapes, dtype)
-        raise InternalError(f"{reference!r} is no reference to tensors")
-
-    def _numbers(self, names: Sequence[str], shapes: Sequence[Sizes], dtype: torch.dtype) -> Tensor:
-        rows = [shape[0] for shape in shapes]
-        whole = empty((sum(rows), *shapes[0][1:]), dtype, self._device)
-        for name, part in zip(names, torch.split(whole, rows), strict=True):
-            middle, spread = (1.0, 0.1) if name.endswith("norm.weight") else (0.0, part.shape[-1] ** -0.5)
-            part.normal_(middle, spread, generator=self._seeded(name))
-        return whole
-
-    def _matrices(self, reference: Matrices) -> Weight:
-        parts: list[Tensor | Packed] = []
-        for type, run in groupby(reference.wanted, lambda one: self._kind.type_of(one[0], one[1][-1])):
-            names, shapes = zip(*run, strict=True)
-            if type == self._plain:
-                parts.append(self._numbers(names, shapes, self._kind.dtype))
-            else:
-                parts.append(self._packed(type, [self._blocks(type, *one) for one in zip(names, shapes, strict=True)]))
-        return parts[0] if len(parts) == 1 else Stack(tuple(parts))
-
-    def _experts(self, reference: ExpertMatrices) -> Weight:
-        n, (rows, cols) = reference.n_experts, reference.size
-        types = [self._kind.type_of(names[0], cols) for names in reference.parts]
-        if set(types) == {self._plain}:
-            whole = empty(reference.shape, self._kind.dtype, self._device)
-            for number, (name,) in enumerate(reference.parts):
-                own = whole[:, number * rows : (number + 1) * rows]
-                own.normal_(0.0, cols**-0.5, generator=self._seeded(name))
-            return whole
-        raws = [
-            self._blocks(type, name, (n * rows, cols)).view(n, rows, -1)
-            for type, (name,) in zip(types, reference.parts, strict=True)
-        ]
-        if len(set(types)) == 1:
-            return self._packed(types[0], [torch.cat(raws, 1).flatten(0, 1)])
-        return Stack(tuple(self._packed(type, [raw.flatten(0, 1)]) for type, raw in zip(types, raws, strict=True)))
-
-    def _tiled(self, reference: Matrices) -> TileMatrix | Stack:
-        tiles = [self._tiles_of(name, *shape) for name, shape in reference.wanted]
-        return tiles[0] if len(tiles) == 1 else Stack(tuple(tiles))
-
-    def _tiled_experts(self, reference: ExpertMatrices) -> tuple[TileMatrix | Stack, ...]:
-        made = []
-        for expert in range(reference.n_experts):
-            own = tuple(self._tiles_of(f"{name}.{expert}", *reference.size) for (name,) in reference.parts)
-            made.append(own[0] if len(own) == 1 else Stack(own))
-        return tuple(made)
-
-    def _tiles_of(self, name: str, rows: int, cols: int) -> TileMatrix:
-        type = self._kind.type_of(name, cols)
-        if type == self._plain:
-            blocks = self._numbers([name], [(rows, cols)], self._kind.dtype).view(torch.uint8)
-        else:
-            blocks = self._blocks(type, name, (rows, cols))
-        tiles = empty_tiles(type, rows, cols, wide=self._kind.tiles == "wide")
-        fill_tiles(tiles, blocks.numpy(), 0)
-        return tiles
-
-    def _blocks(self, type: str, name: str, shape: Sizes) -> Tensor:
-        return random_blocks(type, shape[0], shape[-1], self._seeded(name))
-
-    def _packed(self, type: str, raws: Sequence[Tensor]) -> Packed:
-        raw, block = torch.cat(list(raws)), BLOCKS[type]
-        return pack(type, raw, len(raw), raw.shape[1] // block.n_bytes * block.elements)
-
-    def _seeded(self, name: str) -> torch.Generator:
-        # The CPU's generator looks at 32 bits of its seed: both must be in them.
-        return self._random.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-
-
-def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None, tiles: Activations | None = None) -> int:
-    """What the weights of such a model take; a tied head counts once."""
-    kind = RandomSpec(shape, dtype, mix, tiles)
-    return sum(kind.n_bytes(reference) for reference in set(leaves_of(_blocks_of(_family_of(shape), shape))))
-
-
-def random_tensors(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> dict[str, TensorInfo]:
-    """The tensors of such a model as a file's header would list them."""
-    kind = RandomSpec(shape, dtype, mix)
-    found: dict[str, TensorInfo] = {}
-    for reference in leaves_of(_blocks_of(_family_of(shape), shape)):
-        for name, sizes in reference.wanted:
-            numbers = isinstance(reference, StackedTensors) and not isinstance(reference, Matrices)
-            type = kind.number_type(reference) if numbers else kind.type_of(name, sizes[-1])
-            n_bytes = prod(sizes) // BLOCKS[type].elements * BLOCKS[type].n_bytes
-            found[name] = TensorInfo(name, sizes, type, n_bytes)
-    return found
+    data: Bytes | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def random_model(
-    name: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    seed: int = 0,
-    mix: str | None = None,
-    tiles: Activations | None = None,
+    name: str, type: str, device: str, dtype: str | None = None, *, seed: int = 0, tiles: Activations | None = None
 ) -> Model:
-    """A model of a named shape on `device`: its weights in `dtype`, or its matrices packed as a file of that mix; in
-    the tiles of the CPU's native loop, where `tiles` says what they are multiplied with.
-
-    The same seed gives the same weights on the same kind of device.
-    """
-    shape = named_shape(name)
-    return random_model_of(_family_of(shape), RandomSpec(shape, dtype, mix, tiles), device, seed)
+    """A model of a named shape on `device`: its weights in `dtype`, by default the type's own, and packed where the
+    type is; in the tiles of the CPU's native loop, where `tiles` says what they are multiplied with."""
+    file = RandomFile(named_shape(name), type, seed)
+    return file.load(settled_for(file.shape, type, device, dtype, tiles))
 
 
-def random_model_of(family: Family, kind: RandomSpec, device: torch.device, seed: int = 0) -> Model:
-    """The same of any shape."""
-    loader = RandomLoader(kind, device, seed)
-    blocks = with_leaves(_blocks_of(family, kind.shape), cache(loader.leaf))
-    return Model.of(blocks, dtype=kind.rest, device=device, context=kind.shape.context)
-
-
-def _family_of(shape: Shape) -> Family:
-    return next(family for family in FAMILIES if family.name == shape.family)
-
-
-def _blocks_of(family: Family, shape: Shape) -> ModelBlocks:
-    return family.build(Builder(shape, AnyName()), family.layer)
+def settled_for(
+    shape: Shape, type: str, device: str, dtype: str | None = None, tiles: Activations | None = None
+) -> Settled:
+    """How weights of a type are loaded for `random_model`."""
+    dtype = dtype or DTYPES.get(type, "bfloat16")
+    if tiles is not None:
+        return Settled(
+            device, "native", "loop", "float32", "f32", shape.context, weights="tiles", activations=tiles, threads=1
+        )
+    if type in DTYPES:
+        return Settled(device, "torch", "eager", dtype, "f32", shape.context)
+    return Settled(device, "cuda", "eager", dtype, "f32", shape.context, weights="packed")

@@ -1,6 +1,6 @@
 """The bandwidth of a loop that only reads: the limit for decoding on a CPU.
 
-The native library reads the weights of a step if it is available; otherwise torch sums a large tensor.
+The native library reads the weights of a step if it is available; otherwise numpy sums a large array.
 """
 
 from __future__ import annotations
@@ -8,14 +8,18 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ostinato.backends.native.library import cpu_library
-from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import HardwareCannot
+from ostinato.loop.memory import memory_in
+from ostinato.loop.plan import Buffer, without_repeats
+
+if TYPE_CHECKING:
+    from ostinato.models.blocks import ModelBlocks
 
 
 class _Plane(ctypes.Structure):
@@ -24,34 +28,35 @@ class _Plane(ctypes.Structure):
     _fields_ = (("bytes", ctypes.c_void_p), ("n_bytes", ctypes.c_int64))
 
 
-def read_passes(model: Model, threads: int, passes: int) -> float:
+def read_passes(model: ModelBlocks, threads: int, passes: int) -> float:
     """How many times a second all weights of a model can be read."""
-    weights = {tensor.data_ptr(): tensor for _, tensor in tensors_of(model, "")}
-    return passes / read_seconds(list(weights.values()), threads, passes)
+    weights = without_repeats([Buffer.of(name, memory) for name, memory in memory_in(model, "")])
+    return passes / read_seconds(weights, threads, passes)
 
 
-def read_seconds(tensors: Sequence[Tensor], threads: int, passes: int) -> float:
-    """Seconds to read some tensors of the CPU so many times, after once to warm; raises HardwareCannot."""
+def read_seconds(buffers: Sequence[Buffer], threads: int, passes: int) -> float:
+    """Seconds to read some of the CPU's memory so many times, after once to warm; raises HardwareCannot."""
     read = cpu_library().ostinato_read
     read.restype, read.argtypes = ctypes.c_uint64, (ctypes.c_void_p, ctypes.c_int, ctypes.c_int, ctypes.c_int)
-    planes = (_Plane * len(tensors))(*(_Plane(one.data_ptr(), one.numel() * one.element_size()) for one in tensors))
-    read(planes, len(tensors), threads, 1)
+    planes = (_Plane * len(buffers))(*(_Plane(one.address, one.n_bytes) for one in buffers))
+    read(planes, len(buffers), threads, 1)
     started = time.perf_counter()
-    read(planes, len(tensors), threads, passes)
+    read(planes, len(buffers), threads, passes)
     return time.perf_counter() - started
 
 
 def cpu_bandwidth(n_bytes: int, threads: int, repeats: int) -> float:
     """Bytes per second of a plain read of so much memory, the best of several."""
-    data = torch.ones(n_bytes // 4)
+    data = np.ones(n_bytes // 4, np.float32)
     try:
-        return n_bytes / min(read_seconds([data], threads, 1) for _ in range(repeats))
-    except HardwareCannot:  # no compiler and no prebuilt object: torch reads, as eager does
-        data.sum()
-        return n_bytes / min(_summed(data) for _ in range(repeats))
+        return n_bytes / min(read_seconds([Buffer.of("", data)], threads, 1) for _ in range(repeats))
+    except HardwareCannot:  # no compiler and no prebuilt object
+        parts = np.array_split(data, threads)
+        with ThreadPoolExecutor(threads) as pool:
+            return n_bytes / min(_summed(pool, parts) for _ in range(repeats + 1))
 
 
-def _summed(data: Tensor) -> float:
+def _summed(pool: ThreadPoolExecutor, parts: Sequence[np.ndarray]) -> float:
     started = time.perf_counter()
-    data.sum()
+    list(pool.map(np.sum, parts))
     return time.perf_counter() - started

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,21 +16,21 @@ from ostinato.backends.base import ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
-from ostinato.backends.cuda.packed import Packed
+from ostinato.backends.cuda.packed import pack
 from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
-from ostinato.lab.random_weights import RandomLoader, RandomSpec, random_model, random_model_of
+from ostinato.lab.random_weights import random_blocks
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.shape import ExpertShape
-from ostinato.models.tensors import ExpertMatrices
 from tests.backends.cuda.test_plan import PROMPTS, fused_driver, logits_of
 from tests.backends.families import FAMILIES, family_model
 from tests.engine.rig import Driver, open_loop
+from tests.named_model import named_model, random_model_of
 
 CPU = torch.device("cpu")
 
@@ -74,7 +75,7 @@ PACKED = (("tiny", "q4_k_m"), ("tiny-mixtral", "q4_k_m"), ("tiny-qwen3moe", "q6_
 @pytest.mark.parametrize(("name", "mix"), [*((family, None) for family in FAMILIES), *PACKED])
 def test_no_launch_of_a_chunk_allocates(name: str, mix: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a captured chunk allocates would stay with its graph, once for every bucket."""
-    model = family_model(name) if mix is None else random_model(name, torch.bfloat16, CPU, mix=mix)
+    model = family_model(name) if mix is None else named_model(name, torch.bfloat16, mix=mix)
     driver = open_loop(mode="twin", model=model, n_slots=2)
     prefill = prefill_of(driver, triton=True)
     launched = without_kernels(monkeypatch)
@@ -97,7 +98,7 @@ def test_memory_that_is_allocated_in_a_launch_is_noticed() -> None:
 
 
 def test_all_buckets_share_the_memory_of_the_largest() -> None:
-    driver = open_loop(mode="twin", model=random_model("tiny-mixtral", torch.bfloat16, CPU, mix="q4_0"), n_slots=2)
+    driver = open_loop(mode="twin", model=named_model("tiny-mixtral", torch.bfloat16, mix="q4_0"), n_slots=2)
     one, four = (prefill_of(driver, triton=False, buckets=sizes) for sizes in ((64,), (8, 16, 32, 64)))
 
     def held(prefill: FusedChunks) -> int:
@@ -110,7 +111,7 @@ def test_all_buckets_share_the_memory_of_the_largest() -> None:
 
 
 def test_outputs_have_their_room_from_their_first_use_on_and_as_much_as_is_said() -> None:
-    model = random_model("tiny", torch.bfloat16, CPU)
+    model = named_model("tiny", torch.bfloat16)
     driver = open_loop(mode="twin", model=model, n_slots=2)
     prefill = prefill_of(driver, triton=False, buckets=BUCKETS)
     prefill._outputs.warm(prefill._x)
@@ -137,7 +138,7 @@ def small_experts(family: str, mix: str, dtype: torch.dtype) -> Model:
     one_layer = replace(plain, n_layers=1, ropes=plain.ropes[:1], windows=plain.windows[:1])
     shape = replace(one_layer, family=family, experts=ExpertShape(5, 2, 64, renormalise=True))
     made = MIXTRAL if family == "mixtral" else QWEN3_MOE
-    return random_model_of(made, RandomSpec(shape, dtype, mix), CPU, 3)
+    return random_model_of(made, shape, dtype, mix=mix, seed=3)
 
 
 def with_two_types(model: Model) -> Model:
@@ -147,9 +148,8 @@ def with_two_types(model: Model) -> Model:
         assert isinstance(layer, Layer)
         assert isinstance(layer.mlp, Experts)
         n, ff, hidden = layer.mlp.experts.n_experts, layer.mlp.experts.ff_width, model.shape.hidden
-        loader = RandomLoader(RandomSpec(model.shape, model.dtype, "q5_1"), CPU, 4)
-        gate = loader.leaf(ExpertMatrices((("gate_exps.weight",),), n, (ff, hidden)))
-        assert isinstance(gate, Packed)
+        blocks = random_blocks("Q5_1", n * ff, hidden, np.random.default_rng(4))
+        gate = pack("Q5_1", torch.from_numpy(blocks), n * ff, hidden)
         up = (torch.randn(n * ff, hidden, generator=chance) * hidden**-0.5).half()
         layers.append(replace(layer, mlp=replace(layer.mlp, gate_up=Stack((gate, up)))))
     return replace(model, layers=layers)
@@ -185,7 +185,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
 @pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3moe"])
 def test_a_fused_step_of_twins_gives_nearly_the_logits_of_the_models_own_blocks(name: str, mix: str) -> None:
     """Nearly: before a product with packed weights, kernels round to bfloat16."""
-    model = random_model(name, torch.float32, CPU, mix=mix)
+    model = named_model(name, torch.float32, mix=mix)
     _, logits = logits_of(open_loop(mode="twin", model=model, n_slots=3), 2)
     _, fused_logits = logits_of(fused_driver(model, twin_kernels()), 2)
     assert bool(logits.any(-1).all())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ def experts_of(types: dict[str, str], n: int, size: tuple[int, int], *, one_by_o
     rows, cols = size
     kept: dict[str, tuple[str, tuple[int, ...], Tensor]] = {}
     for part, type in types.items():
-        raw = random_blocks(type, n * rows, cols, torch.Generator().manual_seed(len(part)))
+        raw = torch.from_numpy(random_blocks(type, n * rows, cols, np.random.default_rng(len(part))))
         if not one_by_one:
             kept[f"{part}_exps.weight"] = (type, (n, rows, cols), raw)
             continue

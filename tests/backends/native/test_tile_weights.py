@@ -73,7 +73,7 @@ def blocks_of(type: str, rows: int, cols: int, seed: int = 0) -> NDArray[np.uint
     if type in NOT_QUANTISED:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type]
         return torch.randn(rows, cols, generator=chance).to(dtype).view(torch.uint8).numpy()
-    return random_blocks(type, rows, cols, chance).numpy()
+    return random_blocks(type, rows, cols, np.random.default_rng(seed))
 
 
 def loaded(checkpoint: Any, names: list[str], shapes: list[tuple[int, int]]) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,13 +47,13 @@ def plain_tiles(type: str = "F32", *, wide: bool = True) -> Pack:
 
 def packed_blocks(type: str, *, wide: bool) -> Pack:
     """Random blocks of a type in place of each matrix that it is asked for."""
-    chance = torch.Generator().manual_seed(3)
+    chance = np.random.default_rng(3)
 
     def pack(weight: Tensor) -> TileMatrix:
         if type in ("F32", "F16", "BF16"):
             return plain_tiles(type, wide=wide)(weight)
         rows, cols = weight.shape
-        return pack_tiles(type, random_blocks(type, rows, cols, chance), wide=wide)
+        return pack_tiles(type, torch.from_numpy(random_blocks(type, rows, cols, chance)), wide=wide)
 
     return pack
 

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ostinato.backends.torch.model import Model
-from ostinato.lab.random_weights import RandomSpec, random_model_of
 from ostinato.models.llama import LLAMA
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
+from tests.named_model import random_model_of
 
 FAMILIES = {"llama": LLAMA, "qwen2": QWEN2, "qwen3": QWEN3, "phi3": PHI3}
 
@@ -49,4 +49,4 @@ def small(shape: Shape, *, dtype: torch.dtype = torch.bfloat16, mix: str | None 
     """A model of that shape; `mix`: packed as a file of that kind."""
     family = FAMILIES[shape.family]
     with torch.inference_mode(False):
-        return random_model_of(family, RandomSpec(shape, dtype, mix), torch.device("cpu"), seed)
+        return random_model_of(family, shape, dtype, mix=mix, seed=seed)

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from math import prod
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from ostinato.backends.tape.plan import TapeSizes
 from ostinato.backends.tape.start import tape_binary
 from ostinato.backends.torch.model import Model
 from ostinato.errors import HardwareCannot
-from ostinato.lab.random_weights import RandomSpec, random_model_of
+from ostinato.lab.random_weights import RandomFile
 from ostinato.loop.layout import Layout
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
 from tests.backends.tape.loop import why_not_tape
 from tests.backends.tape.models import FAMILIES, shape_of
 from tests.backends.tape.test_plan import H200, headers_for, matrices_of
+from tests.named_model import random_model_of
 
 # The widths of a model of a billion weights; one layer and few tokens, on which no code depends.
 BILLION = {"hidden": 2048, "n_heads": 32, "n_kv_heads": 8, "ff_width": 8192, "vocab": 4096}
@@ -29,10 +32,15 @@ def one_layer(family: str) -> Shape:
     return shape_of(family, windows=(None,), n_layers=1, ropes=shape.ropes[:1], **BILLION)
 
 
+def unfilled_bytes(file: RandomFile, name: str) -> NDArray[np.uint8]:
+    info = file.tensors[name]
+    return np.zeros((prod(info.shape[:-1]), info.n_bytes // prod(info.shape[:-1])), np.uint8)
+
+
 def unfilled(family: str, dtype: torch.dtype, mix: str | None) -> Model:
     shape, weight_type = one_layer(family), FAMILIES[family]
-    with patch.object(Tensor, "normal_", lambda *_, **__: None):  # plain weights that nobody multiplies
-        return random_model_of(weight_type, RandomSpec(shape, dtype, mix), torch.device("cpu"))
+    with patch.object(RandomFile, "_make", unfilled_bytes):  # weights that are not multiplied
+        return random_model_of(weight_type, shape, dtype, mix=mix)
 
 
 @pytest.mark.slow

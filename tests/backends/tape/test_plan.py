@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -427,7 +428,7 @@ def test_q_k_and_v_are_three_segments_of_which_those_after_the_last_part_are_emp
 
 def quantised(mix: str, n_rows: int) -> Packed:
     """So many rows of a packed matrix over 256 columns."""
-    raw = random_blocks(mix.upper(), n_rows, 256, torch.Generator().manual_seed(1))
+    raw = torch.from_numpy(random_blocks(mix.upper(), n_rows, 256, np.random.default_rng(1)))
     return pack(mix.upper(), raw, n_rows, 256)
 
 

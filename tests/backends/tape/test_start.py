@@ -68,7 +68,7 @@ class Card(StandIn):
         monkeypatch.setitem(sys.modules, "cuda.bindings", SimpleNamespace(driver=driver))
         monkeypatch.setitem(sys.modules, "cuda.core", core)
         monkeypatch.setattr("ostinato.backends.tape.start.cubin", self._cubin)
-        monkeypatch.setattr(Chip, "of", staticmethod(lambda device: CHIP))
+        monkeypatch.setattr("ostinato.backends.cuda.gpu.chip_of", lambda gpu: CHIP)
 
     def _answering(self, name: str, call: Callable[..., Any]) -> Callable[..., tuple[Any, ...]]:
         def answer(*words: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.start import source
 from ostinato.build import cubin
 from ostinato.loop.plan import Node
@@ -81,6 +81,6 @@ def _kernel(device: torch.device) -> Any:
 
     Device(device.index or 0).set_current()
     if str(device) not in _KERNELS:
-        binary = cubin(source("stamp.cu"), "stamp.cu", arch=Chip.of(device).arch)
+        binary = cubin(source("stamp.cu"), "stamp.cu", arch=gpu.chip_of(device).arch)
         _KERNELS[str(device)] = ObjectCode.from_cubin(binary).get_kernel("stamp")
     return _KERNELS[str(device)]

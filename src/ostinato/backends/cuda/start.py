@@ -16,7 +16,7 @@ from typing import Any, Final, Literal
 import numpy as np
 import torch
 
-from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.pool import Pool, pool_of
 from ostinato.backends.torch.start import torch_device
 from ostinato.build import cubin
@@ -79,7 +79,7 @@ def boundary_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
     headers = native_headers(layout, page_tokens=plan.page_tokens)
     key = (plan.device, headers["layout.h"])
     if key not in _BOUNDARIES:
-        binary = cubin(source("step_boundary.cu"), "step_boundary.cu", headers=headers, arch=Chip.of(device).arch)
+        binary = cubin(source("step_boundary.cu"), "step_boundary.cu", headers=headers, arch=gpu.chip_of(device).arch)
         module = ObjectCode.from_cubin(binary)
         _BOUNDARIES[key] = module.get_kernel("step_boundary"), module.get_kernel("boundary_loop")
     return _BOUNDARIES[key]

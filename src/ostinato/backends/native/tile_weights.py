@@ -73,7 +73,8 @@ class TileLoader:
         for name, out in self._arrays:
             yield WeightPiece(self._table.info(name).n_bytes, partial(self._read, name, out))
         for name, first, tiles in self._matrices:
-            row_bytes = max(1, self._table.raw(name).shape[1])
+            info = self._table.info(name)
+            row_bytes = max(1, info.n_bytes * info.shape[-1] // max(1, info.n_elements))
             step = max(1, PIECE_BYTES // row_bytes // TILE_ROWS) * TILE_ROWS
             for start in range(0, tiles.rows, step):
                 stop = min(tiles.rows, start + step)

@@ -134,6 +134,7 @@ class TapeRunner(FusedRunner):
     def _step(self) -> tuple[Plan, CudaStart]:
         import torch
 
+        from ostinato.backends.cuda import gpu
         from ostinato.backends.tape.plan import TapeStep, tape_plan, why_not_values
         from ostinato.backends.tape.start import TapeLoop
 
@@ -145,7 +146,7 @@ class TapeRunner(FusedRunner):
             self.memory,
             self.tables,
             self.n_tokens,
-            Chip.of(self.model.device),
+            gpu.chip_of(self.model.device),
             kv_type=self.settled.kv_type,
             activations=self.settled.activations,
             on_tape=self.settled.prompts == "tape",

@@ -15,8 +15,9 @@ from types import MappingProxyType
 from typing import Any, Final, Literal
 
 from ostinato.backends import cards
-from ostinato.backends.cuda.chip import Chip
+from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.start import DevicePaced, EventWork
+from ostinato.backends.machine import Chip
 from ostinato.backends.tape.plan import Argument, TapeStep
 from ostinato.build import cubin
 from ostinato.errors import HardwareCannot
@@ -104,7 +105,7 @@ class TapeLoop(DevicePaced):
 
         device = Device(self.device.index or 0)
         device.set_current()
-        sizes, chip = self._step.sizes, Chip.of(self.device)
+        sizes, chip = self._step.sizes, gpu.chip_of(self.device)
         headers = tape_headers(self._step, self._tables, self._plan.page_tokens)
         binary = tape_binary(headers, chip, self.defines)
         self._module = ObjectCode.from_cubin(binary)

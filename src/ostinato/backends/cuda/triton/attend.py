@@ -27,8 +27,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.launch import checked
-from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR, Chip
+from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
 
@@ -84,7 +85,7 @@ def bind_attend(
     checked("norms", workspace.norms, dtype=torch.float32, shape=(*lead, 2, heads.group), device=device)
     checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device)
     if programs is None:
-        programs = Chip.of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
+        programs = gpu.chip_of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     tensors = (
         *(qkv, attended, kv.keys, kv.values, _or(kv.key_scales, qkv), _or(kv.value_scales, qkv)),
         *(rows.n_rows, rows.row_slot, rows.position, rows.pages),

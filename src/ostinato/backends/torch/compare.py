@@ -1,0 +1,176 @@
+"""Compares memory of two runs of a model: bits of buffers and weights, and the experts that kernels chose.
+
+`ostinato verify` (`engine/verify.py`) runs the modes; this is its part in torch, the reference of all of them. Buffers
+are tensors of any device, or arrays of the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ostinato.backends.torch.model import Model
+from ostinato.backends.torch.plan import tensors_of
+from ostinato.errors import InternalError
+from ostinato.files.unpack import Floats
+from ostinato.loop.plan import Buffer
+from ostinato.models.blocks import Experts, Layer
+
+_INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first element that differs: where it is, and what was expected there."""
+
+    node: str  # the node that wrote the buffer last
+    buffer: str
+    place: tuple[int, ...]
+    expected: str
+    found: str
+    step: int | None = None  # None: after the last step
+    n_elements: int = 1  # of this buffer that differ
+
+    @property
+    def text(self) -> str:
+        at = f"{list(self.place)}" if self.place else ""
+        when = "" if self.step is None else f" after step {self.step}"
+        more = f" ({self.n_elements} of its elements differ)" if self.n_elements > 1 else ""
+        return f"{self.node}: {self.buffer}{at} is {self.found} and should be {self.expected}{when}{more}"
+
+
+# Buffers
+
+
+def zero(buffers: Iterable[Any]) -> None:
+    with torch.inference_mode():
+        for buffer in buffers:
+            torch.as_tensor(buffer).zero_()
+
+
+def host_row(buffer: Any) -> Floats:
+    """The first row of a buffer as float32."""
+    row: Floats = torch.as_tensor(buffer)[0].float().cpu().numpy()
+    return row
+
+
+def first_difference(node: str, name: str, expected: Any, found: Any) -> Difference | None:
+    """The first element, in memory order, whose bits differ."""
+    expected, found = torch.as_tensor(expected), torch.as_tensor(found)
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return Difference(node, name, (), _size(expected), _size(found))
+    if expected.data_ptr() == found.data_ptr() and expected.device == found.device:
+        return None
+    differs = _bits(expected) != _bits(found)
+    if not bool(differs.any()):
+        return None
+    place = tuple(differs.nonzero()[0].tolist())
+    one, two = (_value(tensor[place]) for tensor in (expected, found))
+    if one == two:
+        one, two = (f"{value} (bits {int(_bits(t)[place]):#x})" for value, t in ((one, expected), (two, found)))
+    return Difference(node, name, place, one, two, n_elements=int(differs.sum()))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _value(element: Tensor) -> str:
+    value: Any = element.item()
+    return f"{value:.9g}" if isinstance(value, float) else str(value)
+
+
+def _size(tensor: Tensor) -> str:
+    return Buffer.of("", tensor).text.strip()
+
+
+# Weights
+
+
+def compare_weights(model: Model, fresh: Model) -> tuple[int, Difference | None]:
+    """Compare the bits of every weight with another copy of the model, one tensor at a time, up to the first
+    difference; how many were compared."""
+    expected = dict(tensors_of(fresh, "model"))
+    n = 0
+    for n, (name, tensor) in enumerate(tensors_of(model, "model"), start=1):
+        difference = first_difference("load", name, expected[name], tensor.to(expected[name].device))
+        if difference is not None:
+            return n, difference
+    return n, None
+
+
+def checksums(model: Model) -> dict[str, int]:
+    """A sum over the bits of every weight: one flipped bit changes it."""
+    return {name: int(_bits(tensor).sum(dtype=torch.int64)) for name, tensor in tensors_of(model, "model")}
+
+
+# Experts
+
+
+def chosen_experts(routes: Any, n_rows: int) -> Tensor:
+    """The experts that the first rows used, int64 [n_layers, n_rows, n_used], of a buffer [n_layers, rows, n_used]."""
+    return torch.as_tensor(routes)[:, :n_rows].long().cpu()
+
+
+@dataclass(slots=True)
+class RouteJudge:
+    """Makes the twins use the experts that kernels chose, and checks that the twins' scores allow these routes.
+
+    Two experts may have scores so close that rounding decides between them, and logits computed through different
+    experts cannot be compared. So the twins use the kernels' routes, with shares from their own scores. A route is
+    allowed if no expert left out scores higher than a chosen one by more than twice the tolerance, in units of the
+    row's root mean square: rounding may move each of the two scores by the tolerance. `widest` is the largest such gap.
+    """
+
+    routes: Tensor  # int64 [n_layers, positions, n_used]
+    tolerance: float
+    difference: Difference | None = None
+    widest: float = 0.0
+    n_ties: int = 0  # positions where the twins would have chosen other experts
+
+    @staticmethod
+    def of(routes: Sequence[Tensor], tolerance: float) -> RouteJudge:
+        """For routes of rows that follow each other, each [n_layers, rows, n_used]."""
+        return RouteJudge(torch.cat(tuple(routes), 1), tolerance)
+
+    @property
+    def figures(self) -> dict[str, float]:
+        return {"route_ties": self.n_ties, "route_widest": self.widest}
+
+    def routed(self, model: Model) -> Model:
+        """The model with these routes; it must compute all positions in one forward."""
+        numbers = cycle(
+            [i for i, layer in enumerate(model.layers) if isinstance(layer, Layer) and isinstance(layer.mlp, Experts)]
+        )  # the order in which the layers call `route`
+
+        def route(scores: Tensor, n_used: int, renormalise: bool) -> tuple[Tensor, Tensor]:
+            number = next(numbers)
+            asked = self.routes[number].to(scores.device)
+            chosen = asked.clamp(0, scores.shape[-1] - 1)  # `_judge` reports ids that are no expert
+            self._judge(number, scores.float(), asked, chosen, n_used)
+            shares = scores.float().softmax(-1).gather(-1, chosen)
+            return (shares / shares.sum(-1, keepdim=True) if renormalise else shares), chosen
+
+        return replace(model, ops=replace(model.ops, route=route))
+
+    def _judge(self, number: int, scores: Tensor, asked: Tensor, chosen: Tensor, n_used: int) -> None:
+        if len(scores) != len(chosen):
+            raise InternalError(f"routes of {len(chosen)} positions, and the twins go through {len(scores)}")
+        taken = torch.zeros_like(scores).scatter_(-1, chosen, 1.0) > 0
+        least = scores.masked_fill(~taken, torch.inf).amin(-1)
+        most = scores.masked_fill(taken, -torch.inf).amax(-1)
+        behind = ((most - least) / scores.square().mean(-1).sqrt().clamp(min=1e-30)).clamp(min=0.0)
+        self.n_ties += int((behind > 0).sum())
+        self.widest = max(self.widest, float(behind.max()))
+        unheard = (asked != chosen).any(-1) | (taken.sum(-1) != n_used)  # an id that is no expert, or one expert twice
+        wrong = ~(behind <= 2 * self.tolerance) | unheard
+        if self.difference is None and bool(wrong.any()):
+            place = int(wrong.nonzero()[0])
+            best = scores[place].topk(n_used).indices.sort().values.tolist()
+            found = f"{asked[place].tolist()}, {float(behind[place]):.3g} of the scores' size behind"
+            self.difference = Difference(f"layer.{number}.route", "experts", (place,), str(best), found)
