@@ -56,12 +56,13 @@ def pytest_runtest_setup() -> None:
         torch.manual_seed(0)
 
 
+# By one process, so that Ray's cluster is started once; other modules go to whoever is free.
+TOGETHER = ("scale/test_data.py", "scale/test_replicas.py")
 # What takes longest: first, so that no process is left alone with it at the end.
 LONG = (
-    *("scale", "test_wheel.py", "serve", "backends/cuda/triton", "backends/tape", "models"),
-    *("backends/native", "decoder", "engine", "text"),
+    *(*TOGETHER, "test_wheel.py", "serve", "scale", "backends/cuda/triton", "backends/tape", "models"),
+    *("backends/native", "decoder", "engine", "text", "test_gpu_tape.py", "test_gpu_check.py", "cli", "files"),
 )
-TOGETHER = "tests/scale/"  # by one process, so that Ray's cluster is started once; other modules go to whoever is free
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -79,7 +80,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class InOrder(LoadScopeScheduling):  # type: ignore[misc]  # untyped
         def _split_scope(self, nodeid: str) -> str:
-            return TOGETHER if nodeid.startswith(TOGETHER) else str(super()._split_scope(nodeid))
+            scope = str(super()._split_scope(nodeid))
+            return "on a cluster" if scope.removeprefix("tests/") in TOGETHER else scope
 
     config.option.loadscopereorder = False  # not by the number of tests, but as they are sorted above
     return InOrder(config, log)

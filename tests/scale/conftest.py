@@ -19,9 +19,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model.write(tmp_path_factory.mktemp("scaled") / "tiny.gguf", context=4096)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
-    """A Ray cluster of one machine, started by itself, with a dashboard and a token."""
+    """A Ray cluster of one machine, started by itself, with a dashboard and a token; its programs never rest."""
     with ray_head() as started:
         yield started
 

@@ -106,7 +106,7 @@ def test_an_engine_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Pat
 
 @pytest.mark.slow
 def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
-    requests = write_lines(tmp_path / "in", [line(n, max_tokens=12) if n % 50 else "{damaged" for n in range(1, N + 1)])
+    requests = write_lines(tmp_path / "in", [line(n, max_tokens=5) if n % 50 else "{damaged" for n in range(1, N + 1)])
     out = tmp_path / "out"
     words = ["batch", requests, out, "--model", tiny, "--device", "cpu", "--context", "256", "--slots", "4", "--json"]
     words += ["--mode", "eager"]  # slow enough to be killed half way

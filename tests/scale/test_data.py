@@ -18,6 +18,7 @@ import pytest
 
 from ostinato import LLM, Sampling
 from ostinato.scale.settings import from_yaml
+from tests.cli.conftest import RunCli, home, ostinato  # noqa: F401  fixtures
 from tests.scale.conftest import line, read_lines, write_lines
 from tests.scale.running import DEADLINE_S, Cluster, free_ports, killed_at, until
 
@@ -38,7 +39,10 @@ def ran(*words: object, environment: Mapping[str, str] = os.environ, code: int =
 
 
 def test_a_batch_killed_on_a_cluster_is_finished_on_this_machine_with_the_answers_of_one_process(
-    tiny: Path, tmp_path: Path, cluster: Cluster
+    ostinato: RunCli,  # noqa: F811
+    tiny: Path,
+    tmp_path: Path,
+    cluster: Cluster,
 ) -> None:
     requests = write_lines(tmp_path / "in", [line(n, max_tokens=16) if n % 40 else "{damaged" for n in range(1, N + 1)])
     out, alone = tmp_path / "out", tmp_path / "alone"
@@ -49,7 +53,7 @@ def test_a_batch_killed_on_a_cluster_is_finished_on_this_machine_with_the_answer
     assert killed_at(20, out, command, cluster.environment) < N
     on_progress = json.loads(ran("ostinato", "batch", requests, out, *words, "--replicas", 2).stdout)
     assert on_progress["before"] + on_progress["answered"] + on_progress["damaged"] == N
-    ran("ostinato", "batch", requests, alone, *words)
+    assert ostinato("batch", requests, alone, *words).code == 0
     assert Counter(one["line"] for one in read_lines(out)) == Counter(range(1, N + 1))
     found, wanted = ({one["line"]: one for one in read_lines(path)} for path in (out, alone))
     for number, one in wanted.items():
