@@ -97,9 +97,9 @@ def test_a_package_imports_only_those_above_it_and_torch_only_where_the_map_says
     assert out_of_order() == set()
 
 
-def test_the_loop_and_the_native_backend_are_imported_where_there_is_no_torch() -> None:
+def test_the_loop_the_native_backend_and_the_server_are_imported_where_there_is_no_torch() -> None:
     """In a process of its own, in which importing torch fails: whatever they import in turn does without it too."""
-    folders = ("cache", "loop", "backends/native")
+    folders = ("cache", "loop", "backends/native", "serve")
     files = (path for folder in folders for path in sorted((PACKAGE / folder).rglob("*.py")))
     names = (".".join(("ostinato", *path.relative_to(PACKAGE).with_suffix("").parts)) for path in files)
     modules = {name.removesuffix(".__init__") for name in names}

@@ -17,13 +17,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from queue import SimpleQueue
 from types import TracebackType
-from typing import Any, NamedTuple, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, overload
 
 import numpy as np
 
 from ostinato.backends.base import Settled
 from ostinato.cache import state_bytes
-from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.text_encoder import TextEncoder
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
@@ -45,6 +44,9 @@ from ostinato.models.registry import read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
+
+if TYPE_CHECKING:
+    from ostinato.decoder.cells.decoder import Decoder
 
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -395,6 +397,8 @@ class LLM:
 
         >>> decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)                       # doctest: +SKIP
         """
+        from ostinato.decoder.cells.decoder import Decoder
+
         known = inspect.signature(Decoder).parameters.keys() - {"model"}
         for word in settings:
             if word not in known:

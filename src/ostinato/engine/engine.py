@@ -13,12 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakKeyDictionary
 
 from ostinato.backends.base import Settled
 from ostinato.backends.runner import Runner
-from ostinato.backends.torch.model import Model
 from ostinato.engine.constraint import Constrain
 from ostinato.engine.open import open_runner
 from ostinato.engine.queue import RequestQueue
@@ -30,6 +29,9 @@ from ostinato.errors import Unsupported
 from ostinato.loop.layout import Word
 from ostinato.loop.start import Helper
 from ostinato.options import DEFAULT_QUEUE, Sampling
+
+if TYPE_CHECKING:
+    from ostinato.backends.torch.model import Model
 
 CLOSE_TIMEOUT_S: Final = 30.0
 
