@@ -30,12 +30,11 @@ import torch
 
 from bench.gpu_frame import MARK, ROOT, Check, Ended, Job, Outcome, Record, Setting, Verdict, child_environment
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
-from ostinato.backends.base import ChunkPart
+from ostinato.backends.base import PAGE_TOKENS, ChunkPart
 from ostinato.backends.machine import kind_of
 from ostinato.backends.runner import Runner
-from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
+from ostinato.cache.kv_bytes import cell_bytes, page_bytes
 from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine

@@ -13,11 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import Settled
+from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.native.backend import why_not_blocks
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.table import Ops
 from ostinato.engine.choose import choose, settle_model

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, place
+from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
 from ostinato.engine.choose import settle_model

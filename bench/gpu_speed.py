@@ -20,9 +20,8 @@ import torch
 
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, Verdict
 from bench.gpu_models import kv_type_of, model_on, modes_of, place, settled_for
-from ostinato.backends.base import ChunkPart
+from ostinato.backends.base import PAGE_TOKENS, ChunkPart
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine

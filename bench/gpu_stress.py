@@ -29,9 +29,9 @@ import torch
 from bench.gpu_calls import CannotCount, counters
 from bench.gpu_frame import Check, Ended, Job, Outcome, Record, Setting, run_child, say
 from bench.gpu_models import kv_type_of, model_on, modes_of, settled_for
+from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.cuda.pool import pool_of
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine

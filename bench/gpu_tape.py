@@ -27,9 +27,8 @@ from bench.gpu_models import TAPE, kv_type_of, model_of_file, model_on, settled_
 from bench.gpu_speed import Meter
 from bench.gpu_text import N_PIECES, N_PREDICTED, digest, heard, of_text, pieces_of
 from bench.gpu_yield import judge_yield, tape_yield
-from ostinato.backends.base import Settled
+from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine

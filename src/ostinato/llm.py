@@ -23,7 +23,6 @@ import numpy as np
 
 from ostinato.backends.base import Settled
 from ostinato.cache import state_bytes
-from ostinato.decoder.text_encoder import TextEncoder
 from ostinato.engine.answer import Answer, Origin, TokenLogprob
 from ostinato.engine.answer import Completion as Completion
 from ostinato.engine.answer import Piece as Piece
@@ -47,6 +46,7 @@ from ostinato.text.of_checkpoint import template_of, tokenizer_of
 
 if TYPE_CHECKING:
     from ostinato.decoder.cells.decoder import Decoder
+    from ostinato.decoder.cells.text_encoder import TextEncoder
 
 Prompt: TypeAlias = str | Sequence[int]
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
@@ -117,7 +117,11 @@ class LLM:
             # What runs: a mode below the chosen one after a fallback; matrices may be on the tape alone.
             model, settled = self._loop_engine.runner.model, self._loop_engine.runner.settled
         self.shape, self._model = shape, model
-        self._encoder = None if shape.causal else TextEncoder(model)
+        self._encoder: TextEncoder | None = None
+        if not shape.causal:
+            from ostinato.decoder.cells.text_encoder import TextEncoder
+
+            self._encoder = TextEncoder(model)
         for sentence in () if self._loop_engine is None else self._loop_engine.runner.fallen_back:
             talk(sentence)
         self._recent: list[int] = []  # tokens of the last answer and its prompt, or of a loaded state

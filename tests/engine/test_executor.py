@@ -42,13 +42,13 @@ from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.torch.allocate import BumpAllocator
 from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
-from ostinato.backends.torch.kv_store import cell_bytes
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.backends.weights import Stack
 from ostinato.build import cubin, shared_object
+from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.engine.machine import choose_device
 from ostinato.errors import BadFile, BadPointer, EngineDead, HardwareCannot, InternalError, PlanStale
 from ostinato.files.checkpoint import open_checkpoint

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ostinato import LLM, Sampling
-from ostinato.backends.base import Settled
+from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.machine import Chip, Machine
 from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.tiles import TileMatrix
-from ostinato.backends.torch.paged import PAGE_TOKENS, page_bytes
+from ostinato.cache.kv_bytes import page_bytes
 from ostinato.engine import machine
 from ostinato.engine.choose import USABLE_SHARE, backend_of, choose, choose_pages, gib
 from ostinato.engine.memory_plan import MemoryPlan

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 from ostinato import LLM
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.text_encoder import BATCH_TOKENS
+from ostinato.decoder.cells.text_encoder import BATCH_TOKENS
 from ostinato.errors import BadFile, BadInput, Unsupported
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.models.registry import read_shape

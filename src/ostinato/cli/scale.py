@@ -95,7 +95,7 @@ def plan(
 
 def _kv_bytes(model: str, kv_type: KVType | None) -> int:
     """KV bytes of one token in all layers; only the header of the file is read."""
-    from ostinato.backends.torch.paged import page_bytes
+    from ostinato.cache.kv_bytes import page_bytes
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.files.store import resolve
     from ostinato.models.registry import read_shape

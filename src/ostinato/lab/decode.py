@@ -8,14 +8,16 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
+from ostinato.backends.base import PAGE_TOKENS
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
 from ostinato.options import KVType
+
+if TYPE_CHECKING:
+    from ostinato.backends.torch.model import Model
 
 
 def decode_modes(model: Model) -> dict[str, str | None]:

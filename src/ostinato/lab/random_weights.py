@@ -172,7 +172,10 @@ class RandomFile:
     def load(self, settled: Settled) -> Model:
         """The model with its weights in the settled layout."""
         table = TensorTable(self, {name: name for name in self.tensors})
-        return load_blocks(self.blocks, table, replace(settled, context=self.shape.context, prompts="plain"))
+        try:
+            return load_blocks(self.blocks, table, replace(settled, context=self.shape.context, prompts="plain"))
+        finally:
+            self.close()
 
     def raw(self, name: str) -> Bytes:
         with self._lock:

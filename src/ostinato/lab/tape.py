@@ -15,10 +15,10 @@ from itertools import pairwise
 from statistics import median
 from typing import Final
 
+from ostinato.backends.base import PAGE_TOKENS
 from ostinato.backends.tape.plan import CLOCKED_A_LAYER
 from ostinato.backends.tape.start import TapeLoop
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.paged import PAGE_TOKENS
 from ostinato.engine.choose import settle_model, why_not_model
 from ostinato.engine.driver import LoopDriver
 from ostinato.engine.open import open_runner

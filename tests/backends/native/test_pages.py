@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 
 from ostinato.backends.native.pages import PAGE_TOKENS, NativePages
-from ostinato.backends.torch.paged import page_bytes
 from ostinato.cache.groups import one_group
+from ostinato.cache.kv_bytes import page_bytes
 from ostinato.errors import BadOption
 from ostinato.loop.memory import memory_in
 from ostinato.options import KVType

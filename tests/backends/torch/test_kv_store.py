@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from ostinato.backends.torch.kv_store import KVStore, StateStore, cell_bytes
+from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of, rope_torch
+from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.decoder.cells.memories import memory_for
 from ostinato.decoder.cells.settings import settle

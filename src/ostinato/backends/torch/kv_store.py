@@ -18,7 +18,6 @@ from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.backends.torch.ops.q8_0 import dequantize_q8_0_torch, quantize_q8_0_torch
 from ostinato.backends.torch.ops.rope import rope_torch
 from ostinato.cache.kv_bytes import KV_FORMATS, check_kv_width
-from ostinato.cache.kv_bytes import cell_bytes as cell_bytes
 from ostinato.cache.sequences import Ints
 from ostinato.cache.state_run import StateRun
 from ostinato.models.rope import Rope

@@ -15,12 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import PAGE_TOKENS as PAGE_TOKENS
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
 from ostinato.cache.groups import PageGroup, group_of_layer
-from ostinato.cache.kv_bytes import page_bytes as page_bytes
 from ostinato.cache.sequences import Ints
 from ostinato.options import KVType
 

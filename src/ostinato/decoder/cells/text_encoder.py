@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
+from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
 from ostinato.decoder.batch.batch import Batch
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import BadInput, InternalError
 from ostinato.files.unpack import Floats
-
-if TYPE_CHECKING:
-    from ostinato.backends.torch.model import Model
-    from ostinato.decoder.cells.decoder import Decoder
 
 # Tokens of one batch, unless a text has more: attention multiplies each row with all rows of the batch.
 BATCH_TOKENS: Final = 512
@@ -62,8 +60,6 @@ class TextEncoder:
         return self.vectors([[*first, *second] for first, second in pairs], "rank", segments)
 
     def _decoder(self, pooling: str, n_tokens: int) -> Decoder:
-        from ostinato.decoder.cells.decoder import Decoder
-
         made = self._made
         if made is None or made[0] != pooling or made[1].settings.n_batch < n_tokens:
             self._made = None  # released before a larger one is allocated
