@@ -71,7 +71,9 @@ class BenchModel:
 
 
 @bench.command("decode")
+@flags.verb
 def decode(
+    *,
     model: Annotated[
         str | None,
         typer.Option(
@@ -108,20 +110,14 @@ def decode(
     plot: Annotated[
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a bar chart (needs the extra `lab`).")
     ] = None,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    threads: flags.Threads = None,
-    activations: flags.Activations = "wide",
+    load: flags.ToMeasure,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Tokens per second of decoding, mode by mode, beside the limit of this machine's memory.
 
     Lists cross: `--mode eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt,
     tg is generation, d is depth. Ends with one line of JSON.
     """
-    options = LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads, activations=activations)
     if model is not None and shape is not None:
         raise BadInput(f"--model {model} and --shape {shape} are two models; give one of them")
     if type is not None and shape is None:
@@ -137,7 +133,7 @@ def decode(
         raise BadOption("--n-prompt 0 and --n-gen 0 leave nothing to measure; give one of them")
     if plot is not None:
         figure_kind(plot)  # before anything is measured
-    with _source(model, shape, type, options) as source:
+    with _source(model, shape, type, load) as source:
         _measure(source, modes, lists, repeats, profile=profile, plot=plot, as_json=as_json)
 
 

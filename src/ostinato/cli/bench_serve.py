@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ostinato.serve.load import Lengths, Load, LoadReport, Outcome, Spread
 
 
+@flags.verb
 def serve_load(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="What to call the model.")] = None,
@@ -56,7 +57,6 @@ def serve_load(
         Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it (needs the extra `lab`).")
     ] = None,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Time to the first token, gaps between tokens and throughput of a server under load.
 

@@ -39,7 +39,8 @@ _CPU_FLAGS: Final = (
 _PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *GPU_PACKAGES)
 
 
-def doctor(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
+@flags.verb
+def doctor(as_json: flags.Json = False) -> None:
     """Say what this machine can run, and why not the rest."""
     report = examine()
     if as_json:

@@ -38,6 +38,7 @@ _STATED: Final = {
 Found = TypeVar("Found")
 
 
+@flags.verb
 def inspect(
     file: Annotated[
         str | None,
@@ -48,7 +49,6 @@ def inspect(
         typer.Option("--model", metavar="PATH|NAME", help="The same.", autocompletion=flags.complete_model),
     ] = None,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights."""
     from ostinato.files.checkpoint import open_checkpoint

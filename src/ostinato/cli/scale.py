@@ -36,6 +36,7 @@ def _scale(verbose: flags.Verbose = False) -> None:
 
 
 @scale.command("plan")
+@flags.verb
 def plan(
     rps: Annotated[float, typer.Option("--rps", metavar="X", help="Requests per second in all.")],
     measured: Annotated[
@@ -64,7 +65,6 @@ def plan(
         Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw latency over load (needs `lab`).")
     ] = None,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """The number of replicas for a load, what limits it, and a simulation beside the formula.
 

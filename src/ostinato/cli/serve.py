@@ -13,10 +13,9 @@ from ostinato.cli import flags
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.files.store import DEFAULT
-from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
 
-_LISTENING, _LOADING, _SCALE = "Listening and access", "Loading and running", "Beyond one engine"
+_LISTENING, _SCALE = "Listening and access", "Beyond one engine"
 
 
 ModelArgument = Annotated[
@@ -57,10 +56,11 @@ Cors = Annotated[
 LogPrompts = Annotated[
     bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.", rich_help_panel=_LISTENING)
 ]
-Queue = Annotated[int, typer.Option("--queue", metavar="N", help="Requests that may wait.", rich_help_panel=_LOADING)]
 
 
+@flags.verb
 def serve(
+    *,
     model: ModelArgument = DEFAULT,
     host: Host = DEFAULT_HOST,
     port: Port = DEFAULT_PORT,
@@ -70,8 +70,7 @@ def serve(
     no_api_key: NoApiKey = False,
     cors: Cors = None,
     log_prompts: LogPrompts = False,
-    slots: flags.Slots = DEFAULT_SLOTS,
-    queue: Queue = DEFAULT_QUEUE,
+    load: flags.ToServe,
     replicas: Annotated[
         int | None,
         typer.Option("--replicas", metavar="N", min=1, help="Engines, on Ray Serve.", rich_help_panel=_SCALE),
@@ -94,14 +93,6 @@ def serve(
             rich_help_panel=_SCALE,
         ),
     ] = None,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    prompts: flags.Prompts = "auto",
-    verbose: flags.Verbose = False,
 ) -> None:
     """Serve a model over OpenAI's API, with a page at / and metrics at /metrics.
 
@@ -110,7 +101,6 @@ def serve(
     from ostinato.serve.supervisor import Supervisor
 
     check_installed()
-    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, queue, prompts=prompts)
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
         model=model,

@@ -5,6 +5,7 @@ Exits with 0 if all agree, 3 if something differs, 4 if this machine cannot run 
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,34 +21,23 @@ if TYPE_CHECKING:
     from ostinato.engine.verify import Check, VerifyReport
 
 
+@flags.verb
 def verify(
+    *,
     model: flags.Model = DEFAULT,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    threads: flags.Threads = None,
-    activations: flags.Activations = "wide",
+    load: flags.ToMeasure,
     mode: Annotated[
         str, typer.Option("--mode", metavar="MODE", help="Compare this one alone; auto: every one.")
     ] = "auto",
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Compare the modes that can run here, buffer by buffer, and the weights with the file.
 
     A few sequences go through every mode. Modes that share kernels must agree to the bit; one with arithmetic of its
     own, such as the CPU's native loop, in its greedy tokens and within a tolerance.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        kv_type=kv_type,
-        threads=threads,
-        activations=activations,
-        mode=mode,
-        prompts="plain",  # `eager`, which the others are compared with, reads nothing else
-    )
-    report, facts = _verified(model, options)
+    # Plain prompts: `eager`, which the others are compared with, reads nothing else.
+    report, facts = _verified(model, replace(load, mode=mode, prompts="plain"))
     if as_json:
         write_json({**facts, **_record(report)})
     else:
@@ -93,8 +83,6 @@ def _record(report: VerifyReport) -> dict[str, Any]:
 
 
 def _check_record(check: Check) -> dict[str, Any]:
-    from dataclasses import asdict
-
     found = check.difference
     return {
         "check": check.name,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from ostinato.errors import HardwareCannot, OstinatoError
@@ -99,7 +98,7 @@ class Answering:
 
     async def _opened(self, options: ServeOptions) -> LocalServer:
         server = LocalServer(options, write=lambda _: None)
-        server.open(LLM(options.model, **asdict(options.load)))
+        server.open(LLM(options.model, load=options.load))
         return server
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:

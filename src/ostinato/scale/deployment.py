@@ -106,7 +106,7 @@ class EngineReplica:
 
         def load() -> LLM:
             return LLM(
-                given.model, talk=lambda text: write_line({"replica": self._name, "note": text}), **asdict(given.load)
+                given.model, load=given.load, talk=lambda text: write_line({"replica": self._name, "note": text})
             )
 
         self._server.open(await asyncio.get_running_loop().run_in_executor(None, load))
