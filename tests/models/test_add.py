@@ -28,7 +28,6 @@ from ostinato.files.quants import QuantBlock
 from ostinato.lab.random_weights import AnyName
 from ostinato.models import registry
 from ostinato.models.blocks import leaves_of
-from ostinato.models.builder import Builder
 from ostinato.models.registry import read_shape
 from ostinato.models.tensors import Matrices, TensorTable
 from ostinato.options import Activations
@@ -73,7 +72,7 @@ def toy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_toy(path, {})  # a first one, to read the shape from
     monkeypatch.setattr(registry, "BY_GGUF", MappingProxyType({**registry.BY_GGUF, family.gguf: family}))
     shape = read_shape(open_checkpoint(path))
-    wanted = [one for leaf in leaves_of(family.build(Builder(shape, AnyName()), family.layer)) for one in leaf.wanted]
+    wanted = [one for leaf in leaves_of(family.blocks(shape, AnyName())) for one in leaf.wanted]
     chance = np.random.default_rng(3)
     write_toy(path, {name: chance.normal(0, 0.2, size).astype(np.float32) for name, size in wanted})
     return path

@@ -30,7 +30,6 @@ from ostinato.errors import InternalError
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.quants import BLOCKS
 from ostinato.models.blocks import ModelBlocks, leaves_of, with_leaves
-from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.named_shapes import named_shape
 from ostinato.models.registry import FAMILIES
@@ -312,4 +311,4 @@ def _family_of(shape: Shape) -> Family:
 
 
 def _blocks_of(family: Family, shape: Shape) -> ModelBlocks:
-    return family.build(Builder(shape, AnyName()), family.layer)
+    return family.blocks(shape, AnyName())

@@ -25,15 +25,9 @@ _NORM_AFTER: Final = re.compile(r"blk\.\d+\.post_(attention|ffw)_norm\..*")
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """A file's tensors by our names; what its family passes over is left out."""
-    from ostinato.models.registry import family_of
-    from ostinato.models.tensors import translate
+    from ostinato.models.registry import table_of
 
-    family = family_of(checkpoint)
-    if checkpoint.format == "gguf":
-        names = translate(checkpoint.tensors, family.gguf_names)
-    else:
-        names = translate(checkpoint.tensors, family.names, family.ignored)
-    return {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
+    return {ours: checkpoint.tensors[theirs] for ours, theirs in table_of(checkpoint).names.items()}
 
 
 # What they tell about blocks
