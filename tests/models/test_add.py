@@ -123,9 +123,8 @@ def test_a_file_that_lacks_a_norm_of_the_toy_family_is_refused(toy_file: Path) -
 def toy_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy type, which is in the tables: at its number, with its block and its function."""
     before = quants.BLOCKS
-    blocks = MappingProxyType({**before, "TOY": QuantBlock(16, 18)})
+    blocks = MappingProxyType({**before, "TOY": QuantBlock(16, 18, example("add-a-weight-type.md")["toy"])})
     monkeypatch.setattr(gguf_header, "_TENSOR_TYPES", (*gguf_header._TENSOR_TYPES, "TOY"))
-    monkeypatch.setattr(quants, "_DEQUANTISE", {**quants._DEQUANTISE, "TOY": example("add-a-weight-type.md")["toy"]})
     for module in [module for module in sys.modules.values() if getattr(module, "BLOCKS", None) is before]:
         monkeypatch.setattr(module, "BLOCKS", blocks)
 
