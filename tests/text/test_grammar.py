@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 
 from ostinato.errors import BadInput, BadOption, Unsupported
 from ostinato.options import MAX_RULE_CHARACTERS, Sampling
+from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars, Matcher, check_multiples
-from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
+from ostinato.text.tokenizer import Tokenizer
 from tests.models import tiny_text
 
 PERSON = {

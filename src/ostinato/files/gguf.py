@@ -13,7 +13,7 @@ import reprlib
 from pathlib import Path
 from types import MappingProxyType
 
-from ostinato.errors import BadFile, Unsupported
+from ostinato.errors import BadFile, Unsupported, first_few
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.gguf_header import GGUFHeader, read_header
@@ -65,8 +65,9 @@ class GGUFFile(Checkpoint):
         paths = [self.path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
         missing = [part.name for part in paths if not os.path.exists(part)]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise BadFile(f"{self.path}: is one of {count} parts, and beside it are missing: {shown}; fetch them too")
+            raise BadFile(
+                f"{self.path}: is one of {count} parts, and beside it are missing: {first_few(missing)}; fetch them too"
+            )
         headers = [self._open_part(part) for part in paths]
         for i, (part, part_header) in enumerate(zip(paths, headers, strict=True)):
             _check_part(part, part_header, i, count)

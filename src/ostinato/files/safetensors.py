@@ -13,7 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from ostinato.errors import BadFile, Unsupported
+from ostinato.errors import BadFile, Unsupported, first_few
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.json_file import read_json_if_there, read_json_object
@@ -79,8 +79,7 @@ class SafetensorsFolder(Checkpoint):
         shards = sorted(set(where.values()))
         missing = [name for name in shards if not os.path.exists(self.path / name)]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise BadFile(f"{self.path}: {_INDEX} lists files that are not there: {shown}; fetch them too")
+            raise BadFile(f"{self.path}: {_INDEX} lists files that are not there: {first_few(missing)}; fetch them too")
         for shard in shards:
             self._open_shard(shard)
         for name, shard in where.items():

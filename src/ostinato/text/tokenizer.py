@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model: `Tokenizer`, made from a GGUF file or a folder.
+"""Text to token ids and back, for one model: `Tokenizer`, made from a GGUF file here, or from a folder in `folder.py`.
 
 The `tokenizers` library splits and merges; BOS, EOS and decoding are here. No torch. docs/tokenizers.md lists the
 supported vocabularies.
@@ -15,7 +15,6 @@ from typing import Any
 
 from ostinato.errors import BadInput, Unsupported, listing
 from ostinato.text.byte_level import byte_level_encoder, byte_level_pieces
-from ostinato.text.folder import read_folder
 from ostinato.text.pretokenizers import find_pre_tokenizer
 from ostinato.text.sentencepiece import sentencepiece_encoder, sentencepiece_pieces
 from ostinato.text.specials import Encode
@@ -155,24 +154,4 @@ def _assemble(
         hidden=vocabulary.hidden,
         prefix=tuple(bos),
         suffix=tuple(eos),
-    )
-
-
-def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a safetensors folder: its tokenizer.json, and the special ids that the files beside it name."""
-    facts = read_folder(folder)
-    return Tokenizer(
-        vocab_size=len(facts.texts),
-        bos_id=facts.bos_id,
-        eos_id=facts.eos_id,
-        eog_ids=facts.eog_ids,
-        add_bos=facts.bos_id is not None and facts.bos_id in facts.prefix,
-        add_eos=facts.eos_id is not None and facts.eos_id in facts.suffix,
-        encoder=facts.encoder,
-        texts=facts.texts,
-        shown=facts.shown,
-        hidden=facts.hidden,
-        drops_first_space=facts.drops_first_space,
-        prefix=facts.prefix,
-        suffix=facts.suffix,
     )
