@@ -65,7 +65,7 @@ class Flag(NamedTuple):
         return typer.Option(name, metavar=self.metavar, help=self.help, rich_help_panel=self.panel)
 
 
-class Fields:
+class RecordFlags:
     """Marks the parameter of a verb that is a record of `kind`: those of its fields that `flags` lists are options."""
 
     def __init__(self, kind: type, flags: Mapping[str, Flag], **defaults: Any) -> None:
@@ -92,9 +92,9 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     """A verb as typer takes it: records are spread into their options, and `--verbose` is added."""
     signature = inspect.signature(function, eval_str=True)
     parameters: list[inspect.Parameter] = []
-    records: dict[str, Fields] = {}
+    records: dict[str, RecordFlags] = {}
     for name, parameter in signature.parameters.items():
-        mark = next((mark for mark in get_args(parameter.annotation) if isinstance(mark, Fields)), None)
+        mark = next((mark for mark in get_args(parameter.annotation) if isinstance(mark, RecordFlags)), None)
         if mark is None:
             parameters.append(parameter)
         else:
@@ -180,12 +180,12 @@ _LOADING = _under(
 )
 
 
-def _loading(names: str) -> Fields:
-    return Fields(LoadOptions, {name: _LOADING[name] for name in names.split()})
+def _loading(names: str) -> RecordFlags:
+    return RecordFlags(LoadOptions, {name: _LOADING[name] for name in names.split()})
 
 
-Choosing = Annotated[Sampling, Fields(Sampling, _CHOOSING)]
-ChoosingOrFollowing = Annotated[Sampling, Fields(Sampling, {**_CHOOSING, **_FOLLOWING}, max_tokens=256)]
+Choosing = Annotated[Sampling, RecordFlags(Sampling, _CHOOSING)]
+ChoosingOrFollowing = Annotated[Sampling, RecordFlags(Sampling, {**_CHOOSING, **_FOLLOWING}, max_tokens=256)]
 
 _USUAL = "device mode dtype kv_type context threads"
 ToGenerate = Annotated[LoadOptions, _loading(f"{_USUAL} slots activations prompts")]
