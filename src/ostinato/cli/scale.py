@@ -84,13 +84,13 @@ def plan(
     kv_bytes = None if model is None else _kv_bytes(model, kv_type)
     n_slots = _slots(slots, replica, demand, kv_bytes, memory_gb)
     formula, found, simulated = planned(replica, demand, n_slots)
-    told = _told(replica, demand, n_slots, formula, found, simulated, kv_bytes)
+    record = _record(replica, demand, n_slots, formula, found, simulated, kv_bytes)
     if not as_json:
-        _show(told)
+        _show(record)
     if plot is not None:
         draw(replica, demand, n_slots, plot)
         talk(f"drawn: {plot}")
-    write_json(told)
+    write_json(record)
 
 
 def _kv_bytes(model: str, kv_type: KVType | None) -> int:
@@ -148,7 +148,7 @@ def planned(replica: Replica, demand: Demand, slots: int) -> tuple[SizingResult,
     return formula, found, seen[found]
 
 
-def _told(
+def _record(
     replica: Replica,
     demand: Demand,
     slots: int,
@@ -178,19 +178,19 @@ def _told(
     }
 
 
-def _show(told: dict[str, Any]) -> None:
-    demand, formula, simulated = told["demand"], told["formula"], told["simulated"]
+def _show(record: dict[str, Any]) -> None:
+    demand, formula, simulated = record["demand"], record["formula"], record["simulated"]
     write_line(
         f"{demand['rps']:g} requests/s of {demand['prompt']} tokens in and {demand['output']} out, 99 of 100 first "
         f"tokens within {demand['p99_first_token_s']:g} s"
     )
-    kv = told["kv_bytes_per_replica"]
+    kv = record["kv_bytes_per_replica"]
     write_columns(
         [
-            ("replicas", f"{told['replicas']} ({told['replicas_by_formula']} by the formula)"),
-            ("limit", told["limit"]),
-            ("one replica", f"{told['capacity_rps']:.2f} requests/s at most, {told['slots']} slots"),
-            ("load on each", f"{100 * told['load']:.0f} %"),
+            ("replicas", f"{record['replicas']} ({record['replicas_by_formula']} by the formula)"),
+            ("limit", record["limit"]),
+            ("one replica", f"{record['capacity_rps']:.2f} requests/s at most, {record['slots']} slots"),
+            ("load on each", f"{100 * record['load']:.0f} %"),
             ("first token p50", _both(formula, simulated, "p50_first_token_s", 1e3, "ms")),
             ("first token p99", _both(formula, simulated, "p99_first_token_s", 1e3, "ms")),
             ("gap", _both(formula, simulated, "gap_s", 1e3, "ms")),

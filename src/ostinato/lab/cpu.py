@@ -65,9 +65,9 @@ class CpuMachine:
             for _ in range(repeats + 1):  # the first warms
                 x, h = torch.from_numpy(data.x), torch.full((work.n,), float("nan"))
                 h.copy_(torch.from_numpy(data.start[0]))
-                play = self._bound(work, start, x, h, factors)
+                run = self._bound(work, start, x, h, factors)
                 began = time.perf_counter()
-                play()
+                run()
                 times.append((time.perf_counter() - began) * 1e6 / work.steps)
                 worst = max(worst, error_of(h.numpy(), expected[0]))
         finally:
@@ -94,7 +94,7 @@ class CpuMachine:
         if start == NATIVE:
             body = BODIES.index(work.body)
             given = (_address(x), _address(h), work.n, body, factors.ctypes.data, work.steps, work.kernels)
-            return partial(self._host.play, *given)
+            return partial(self._host.run_all, *given)
         passes = np.repeat(factors, work.kernels).tolist()
         if start == OP_BY_OP:
             return partial(_op_by_op, work.body, x, h, passes)

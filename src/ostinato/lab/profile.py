@@ -41,7 +41,7 @@ def profiled(machine: LabMachine, work: Workload, start: str, trace: Path | None
     return {
         "start": start,
         "launches": timing.launches,
-        "calls": calls,  # of the whole measurement: two plays, and what prepares and checks them
+        "calls": calls,  # of the whole measurement: two runs, and what prepares and checks them
         "longest": [{"name": e.key, "count": e.count, "us": round(_own_time(e), 1)} for e in longest],
     }
 

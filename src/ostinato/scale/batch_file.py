@@ -166,8 +166,8 @@ def result_of_damaged(damaged: DamagedLine) -> bytes:
 
 
 def _written(line: BatchLine, custom_id: str | None, response: Any, error: Any) -> bytes:
-    told = {"id": line.id, "custom_id": custom_id, "line": line.number, "response": response, "error": error}
-    return json.dumps(told).encode() + b"\n"
+    result = {"id": line.id, "custom_id": custom_id, "line": line.number, "response": response, "error": error}
+    return json.dumps(result).encode() + b"\n"
 
 
 class Results:
@@ -241,8 +241,8 @@ class Results:
 
     def _check(self, at: int, content: bytes, known: dict[int, str], requests: Requests, model: str) -> int:
         try:
-            told = json.loads(content)
-            found = _ID.fullmatch(told["id"])
+            result = json.loads(content)
+            found = _ID.fullmatch(result["id"])
         except (ValueError, KeyError, TypeError, RecursionError):
             found = None
         if found is None:
@@ -250,7 +250,7 @@ class Results:
         number = int(found[1])
         if known.get(number) != found[2]:
             raise self._foreign(at, f"it answers a line {number} that is not in {requests.path}")
-        response = told.get("response")
+        response = result.get("response")
         by = response["body"].get("model") if isinstance(response, dict) and "body" in response else None
         if by is not None and by != model:
             raise self._foreign(at, f"it was answered by {by!r}, and the model is {model!r} now")

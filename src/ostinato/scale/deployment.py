@@ -200,9 +200,9 @@ class Forwarder:
         if scope["type"] == "lifespan":
             await _live(receive, send)
             return
-        told = await self._told_of_all(scope["path"]) if scope["method"] == "GET" else None
-        if told is not None:
-            await told(scope, receive, send)
+        page = await self._page_of_all(scope["path"]) if scope["method"] == "GET" else None
+        if page is not None:
+            await page(scope, receive, send)
             return
         body = (await receive()).get("body", b"") if scope["method"] == "POST" else b""
         record: Record = scope["state"]["record"]
@@ -250,15 +250,15 @@ class Forwarder:
                 with suppress(RayError, RequestCancelledError, TaskCancelledError):
                     answer.cancel()
 
-    async def _told_of_all(self, path: str) -> Response | None:
+    async def _page_of_all(self, path: str) -> Response | None:
         front = self._front
         match path:
             case "/live":
                 return Response(encode({"live": True}), media_type="application/json")
             case "/metrics":
-                told = {one["replica"]: one["page"] for one in await self._reports("metrics")}
-                told["ingress"] = front.metrics.page().decode()
-                return Response(pages.merged_metrics(told), media_type=CONTENT_TYPE)
+                texts = {one["replica"]: one["page"] for one in await self._reports("metrics")}
+                texts["ingress"] = front.metrics.page().decode()
+                return Response(pages.merged_metrics(texts), media_type=CONTENT_TYPE)
             case "/slots":
                 return Response(encode(pages.merged_slots(await self._reports("slots"))), media_type="application/json")
             case "/health" | "/ready":

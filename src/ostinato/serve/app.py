@@ -138,12 +138,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         llm = service.llm(body.model)
 
-        def told() -> dict[str, Any]:
+        def tokens() -> dict[str, Any]:
             ids = llm.tokenize(body.content, bos=body.add_special, special=body.parse_special)
             pieces = {"pieces": llm.tokenizer.pieces(ids)} if body.with_pieces else {}
             return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **pieces}
 
-        return _json(await service.in_thread(told))
+        return _json(await service.in_thread(tokens))
 
     @app.post("/detokenize", tags=["text"], summary="The text of token ids", responses=_POST)
     async def detokenize(body: DetokenizeBody) -> Response:

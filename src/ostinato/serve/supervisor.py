@@ -98,7 +98,7 @@ class Supervisor:
             code = self._one_worker()
             if self._n_signals or code == 0:
                 return code if code > 0 else 0
-            kind, reason = self._died_of or ("crash", _told_of(code))
+            kind, reason = self._died_of or ("crash", _cause_of(code))
             if not self._was_ready and not self._restarts:
                 if not self._refused:
                     self._talk(f"error: the worker ended before the model was loaded: {reason}")
@@ -216,7 +216,7 @@ class Supervisor:
             self._worker.send_signal(signal.SIGTERM)
 
 
-def _told_of(code: int) -> str:
+def _cause_of(code: int) -> str:
     if code == -signal.SIGKILL:
         return "signal SIGKILL, which the system sends where memory runs out"
     if code < 0:
