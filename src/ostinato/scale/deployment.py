@@ -149,17 +149,13 @@ class GatewayService(Service):
 
     def __init__(self, options: ServeOptions, most: int) -> None:
         super().__init__(options, write=_write_refusals)
-        load = options.load
-        self._most = most * (load.slots + load.queue + IN_PREPARATION)
+        self.most_running *= most
         self.state, self.why = "ready", ""
 
     def begin(self) -> None:
         if self.state != "ready":
             raise Refusal(503, f"not now: {self.why}; try again later", code="draining")
-        if self.n_running >= self._most:
-            raise Refusal(429, f"{self.n_running} requests are being answered already; try again later")
-        self.n_running += 1
-        self.idle.clear()
+        super().begin()
 
 
 def _write_refusals(line: dict[str, Any]) -> None:
