@@ -55,11 +55,8 @@ def inspect(
 
     if file is not None and model is not None:
         raise BadInput(f"a model was given twice, {file} and --model {model}; give one of them")
-    checkpoint = open_checkpoint(resolve(file or model or DEFAULT, talk=talk))
-    try:
+    with open_checkpoint(resolve(file or model or DEFAULT, talk=talk)) as checkpoint:
         facts = describe(checkpoint)
-    finally:
-        checkpoint.close()
     if as_json:
         write_json(facts)
     else:
@@ -68,6 +65,9 @@ def inspect(
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything in the headers, and under `missing` why some of it could not be read."""
+    from ostinato.backends.native.backend import why_not_blocks
+    from ostinato.models.header import tensors_of
+    from ostinato.models.registry import read_shape
     from ostinato.text.of_checkpoint import has_template, tokenizer_of
 
     missing: list[str] = []
@@ -90,7 +90,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     shape = None
     if checkpoint.tensors:
-        shape = attempt(lambda: _read_shape(checkpoint))
+        shape = attempt(lambda: read_shape(checkpoint))
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
     facts["sizes"] = _sizes(shape) if shape else _stated_sizes(checkpoint)
@@ -98,17 +98,12 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
     facts["memory"] = _memory(shape, n_parameters) if shape else None
-    facts["native_loop"] = {"why_not": _why_not_native(checkpoint, shape)} if shape else None
+    # Of the model alone; `doctor` says whether this machine has a native loop.
+    facts["native_loop"] = {"why_not": why_not_blocks(shape, tensors_of(checkpoint))} if shape else None
     plan = attempt(lambda: planned(checkpoint, shape)) if shape else None
     facts["plan"] = None if plan is None else plan_facts(plan)
     facts["missing"] = missing
     return facts
-
-
-def _read_shape(checkpoint: Checkpoint) -> Shape:
-    from ostinato.models.registry import read_shape
-
-    return read_shape(checkpoint)
 
 
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -126,14 +121,6 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
         entry["packed"] += stays_packed(tensor.type, tensor.shape)
         entry["bytes"] += tensor.n_bytes
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
-
-
-def _why_not_native(checkpoint: Checkpoint, shape: Shape) -> str | None:
-    """Why the CPU's native loop cannot run such a model; `doctor` says whether this machine has one."""
-    from ostinato.backends.native.backend import why_not_blocks
-    from ostinato.models.header import tensors_of
-
-    return why_not_blocks(shape, tensors_of(checkpoint))
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -108,21 +109,13 @@ def _answer_json(llm: LLM, pieces: Iterator[Piece]) -> Completion:
 
 def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as the JSON object that scripts read."""
-    timings = completion.timings
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_ids": list(completion.prompt_ids),
         "finish_reason": completion.finish_reason,
         "cached_tokens": completion.cached_tokens,
-        "timings": {
-            "load_s": timings.load_s,
-            "prefill_s": timings.prefill_s,
-            "first_token_s": timings.first_token_s,
-            "decode_s": timings.decode_s,
-            "decode_tok_s": timings.decode_tok_s,
-            "mask_s": timings.mask_s,
-        },
+        "timings": asdict(completion.timings),
         "model": llm.name,
         "device": str(llm.device),
         "mode": llm.mode,

@@ -100,11 +100,8 @@ def _kv_bytes(model: str, kv_type: KVType | None) -> int:
     from ostinato.files.store import resolve
     from ostinato.models.registry import read_shape
 
-    checkpoint = open_checkpoint(resolve(model, talk=talk))
-    try:
+    with open_checkpoint(resolve(model, talk=talk)) as checkpoint:
         return page_bytes(read_shape(checkpoint), kv_type or "bf16", 1)
-    finally:
-        checkpoint.close()
 
 
 def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int | None, memory_gb: float | None) -> int:

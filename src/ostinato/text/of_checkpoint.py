@@ -44,8 +44,5 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model file or folder; a folder needs no weights for it, nor a GGUF file."""
     if path.is_dir():
         return tokenizer_from_folder(path)
-    checkpoint = open_checkpoint(path)
-    try:
+    with open_checkpoint(path) as checkpoint:
         return tokenizer_of(checkpoint)
-    finally:
-        checkpoint.close()
