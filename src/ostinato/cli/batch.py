@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Self
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_json
 from ostinato.cli.serve import check_installed
 from ostinato.files.store import DEFAULT
@@ -34,17 +35,9 @@ def batch(
     requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.")],
     results: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Results; an unfinished file is continued.")],
     model: flags.Model = DEFAULT,
-    alias: Annotated[
-        str | None, typer.Option("--alias", metavar="NAME", help="What the requests call the model.")
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option("--replicas", metavar="N", min=1, help="Engines, through Ray Data.", rich_help_panel=_SCALE),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="A cluster to join.", rich_help_panel=_SCALE),
-    ] = None,
+    alias: Annotated[str | None, Flag("What the requests call the model.", "NAME")] = None,
+    replicas: Annotated[int | None, Flag("Engines, through Ray Data.", "N", panel=_SCALE, min=1)] = None,
+    ray_address: Annotated[str | None, Flag("A cluster to join.", "ADDRESS", panel=_SCALE)] = None,
     load: flags.ToBatch,
     as_json: flags.Json = False,
 ) -> None:

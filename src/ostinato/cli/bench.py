@@ -20,6 +20,7 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bare import Bare, opened_bare
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
@@ -75,41 +76,22 @@ class BenchModel:
 def decode(
     *,
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="PATH|NAME", help="A model's file or name.", autocompletion=flags.complete_model
-        ),
+        str | None, Flag("A model's file or name.", "PATH|NAME", autocompletion=flags.complete_model)
     ] = None,
     shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape", metavar="NAME", help="No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny."
-        ),
+        str | None, Flag("No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny.", "NAME")
     ] = None,
     type: Annotated[
-        str | None,
-        typer.Option(
-            "--type",
-            metavar="f32|f16|bf16|q8_0|q4_k_m|...",
-            help="Random weights as this; by default what --dtype would be.",
-        ),
+        str | None, Flag("Random weights as this; by default what --dtype would be.", "f32|f16|bf16|q8_0|q4_k_m|...")
     ] = None,
-    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help=f"{','.join(MODES)}; or all.")] = ALL,
-    batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences at once.")] = "1",
-    n_gen: Annotated[
-        str, typer.Option("--n-gen", metavar="LIST", help="Tokens to generate (tg); 0 leaves it out.")
-    ] = "128",
-    n_prompt: Annotated[
-        str, typer.Option("--n-prompt", metavar="LIST", help="Tokens of a prompt (pp); 0 leaves it out.")
-    ] = "512",
-    depth: Annotated[str, typer.Option("--depth", metavar="LIST", help="Positions in memory before that.")] = "0",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each, after one to warm up.")] = 5,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also the time of each kind of node; on a CPU, eager's alone.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a bar chart (needs the extra `lab`).")
-    ] = None,
+    mode: Annotated[str, Flag(f"{','.join(MODES)}; or all.", "LIST")] = ALL,
+    batch: Annotated[str, Flag("Sequences at once.", "LIST")] = "1",
+    n_gen: Annotated[str, Flag("Tokens to generate (tg); 0 leaves it out.", "LIST")] = "128",
+    n_prompt: Annotated[str, Flag("Tokens of a prompt (pp); 0 leaves it out.", "LIST")] = "512",
+    depth: Annotated[str, Flag("Positions in memory before that.", "LIST")] = "0",
+    repeats: Annotated[int, Flag("Runs of each, after one to warm up.", min=1)] = 5,
+    profile: Annotated[bool, Flag("Also the time of each kind of node; on a CPU, eager's alone.")] = False,
+    plot: Annotated[Path | None, Flag("Draw a bar chart (needs the extra `lab`).", "FILE.png")] = None,
     load: flags.ToMeasure,
     as_json: flags.Json = False,
 ) -> None:

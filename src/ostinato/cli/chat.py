@@ -12,9 +12,8 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Self
 
-import typer
-
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.input import check_text, decode_text, is_typed
 from ostinato.cli.loading import opened
 from ostinato.cli.output import detail, talk, write
@@ -186,7 +185,7 @@ def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
 def chat(
     *,
     model: flags.Model = DEFAULT,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
+    system: Annotated[str | None, Flag("A system message.", "TEXT")] = None,
     sampling: flags.Choosing,
     load: flags.ToGenerate,
 ) -> None:

@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -32,37 +32,38 @@ def complete_installed(incomplete: str) -> list[str]:
     return [model.name for model in store.installed() if model.name.startswith(incomplete)]
 
 
-_MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
+class Flag:
+    """An option of a verb, marked in the annotation of its parameter: its help, and the word for its value there.
 
-Model = Annotated[str, typer.Option("--model", metavar="PATH|NAME", help=_MODEL_HELP, autocompletion=complete_model)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose),
-]
-TextFile = Annotated[
-    Path | None,
-    typer.Option("--file", metavar="FILE", help="Take the text from a file (- is standard input)."),
-]
+    It is called like the parameter unless it has a `name`. `panel`: the heading in the help; further words are typer's.
+    `type` and `read`: a field of a record is given as this type, and read from it.
+    """
 
+    def __init__(
+        self,
+        help: str,
+        metavar: str | None = None,
+        *,
+        name: str | None = None,
+        panel: str | None = None,
+        type: Any = None,
+        read: Callable[[Any], Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.name, self.type, self.read = name, type, read
+        self._words = {"help": help, "metavar": metavar, "rich_help_panel": panel, **more}
 
-# Records
+    def under(self, panel: str) -> Flag:
+        """The same under a heading of the help."""
+        words = {**self._words, "panel": panel}
+        del words["rich_help_panel"]
+        return Flag(**words, name=self.name, type=self.type, read=self.read)
 
-
-class Flag(NamedTuple):
-    """How a user gives one field of a record. `type` and `read`: for a field that has another type there."""
-
-    help: str
-    metavar: str | None = None
-    name: str | None = None  # else the field's
-    type: Any = None
-    read: Callable[[Any], Any] | None = None
-    panel: str | None = None
-
-    def option(self, field: str) -> Any:
-        """As typer takes it."""
-        name = f"--{self.name or field.replace('_', '-')}"
-        return typer.Option(name, metavar=self.metavar, help=self.help, rich_help_panel=self.panel)
+    def parameter(self, name: str, type: Any, default: Any) -> inspect.Parameter:
+        """A parameter of that name as typer reads it."""
+        option = typer.Option(self.name or f"--{name.replace('_', '-')}", **self._words)
+        annotation = Annotated[type, option]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
 class RecordFlags:
@@ -73,13 +74,11 @@ class RecordFlags:
         self._kind, self._flags, self._defaults = kind, flags, defaults
 
     def parameters(self) -> Iterator[inspect.Parameter]:
-        """The options, as parameters that typer reads."""
         types = get_type_hints(self._kind)
-        defaults = {field.name: field.default for field in dataclasses.fields(self._kind)} | self._defaults
+        defaults = {field.name: field.default for field in dataclasses.fields(self._kind)}
         for field, flag in self._flags.items():
-            type, default = (types[field], defaults[field]) if flag.type is None else (flag.type, None)
-            annotation = Annotated[type, flag.option(field)]  # type: ignore[valid-type]  # known when it runs
-            yield inspect.Parameter(field, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+            default = self._defaults.get(field, None if flag.type else defaults[field])
+            yield flag.parameter(field, flag.type or types[field], default)
 
     def record(self, words: dict[str, Any]) -> Any:
         """The record of its options, which are taken out of all options of a verb."""
@@ -89,27 +88,39 @@ class RecordFlags:
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
-    """A verb as typer takes it: records are spread into their options, and `--verbose` is added."""
+    """A verb as typer takes it: flags get their names, records are spread into options, and `--verbose` is added."""
     signature = inspect.signature(function, eval_str=True)
     parameters: list[inspect.Parameter] = []
     records: dict[str, RecordFlags] = {}
     for name, parameter in signature.parameters.items():
-        mark = next((mark for mark in get_args(parameter.annotation) if isinstance(mark, RecordFlags)), None)
-        if mark is None:
-            parameters.append(parameter)
-        else:
+        type, mark = (*get_args(parameter.annotation), None, None)[:2]
+        if isinstance(mark, RecordFlags):
             records[name] = mark
             parameters += mark.parameters()
+        elif isinstance(mark, Flag):
+            parameters.append(mark.parameter(name, type, parameter.default))
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
     verbose = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
+    parameters.append(verbose)
 
     @functools.wraps(function)
     def run(*, verbose: bool, **words: Any) -> None:
-        made = {name: fields.record(words) for name, fields in records.items()}
+        made = {name: flags.record(words) for name, flags in records.items()}
         function(**words, **made)
 
-    spread = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in (*parameters, verbose)]
-    run.__signature__ = signature.replace(parameters=spread)  # type: ignore[attr-defined]  # what typer reads
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
     return run
+
+
+_MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
+
+Model = Annotated[str, Flag(_MODEL_HELP, "PATH|NAME", autocompletion=complete_model)]
+Json = Annotated[bool, Flag("Print one JSON object.", name="--json")]
+TextFile = Annotated[Path | None, Flag("Take the text from a file (- is standard input).", "FILE")]
+Verbose = Annotated[  # typer's own: also of commands that are no verbs
+    bool, typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose)
+]
 
 
 def parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:
@@ -130,7 +141,7 @@ def parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:
 
 def _under(panel: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
     """Flags under one heading of the help."""
-    return {field: flag._replace(panel=panel) for field, flag in flags.items()}
+    return {field: flag.under(panel) for field, flag in flags.items()}
 
 
 _TEXTS = list[str] | None
@@ -151,7 +162,7 @@ _FOLLOWING = _under(
     "What the answer must follow (one of them)",
     {
         "schema": Flag(
-            "JSON that follows the schema in FILE.", "FILE", "json-schema", type=Path | None, read=read_file
+            "JSON that follows the schema in FILE.", "FILE", name="--json-schema", type=Path | None, read=read_file
         ),
         "json_mode": Flag("Any JSON object."),
         "regex": Flag("A text that matches all of it.", "REGEX"),
@@ -193,5 +204,5 @@ ToCompute = Annotated[LoadOptions, _loading(f"{_USUAL} activations")]
 ToMeasure = Annotated[LoadOptions, _loading("device dtype kv_type threads activations")]
 ToServe = Annotated[LoadOptions, _loading(f"slots queue {_USUAL} prompts")]
 ToBatch = Annotated[LoadOptions, _loading(f"slots {_USUAL} prompts")]
-Device = Annotated[str, _LOADING["device"].option("device")]
-KvType = Annotated[KVType | None, _LOADING["kv_type"].option("kv_type")]
+Device = Annotated[str, _LOADING["device"]]
+KvType = Annotated[KVType | None, _LOADING["kv_type"]]

@@ -14,6 +14,7 @@ import typer
 
 from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.errors import BadFile, BadInput, OstinatoError
 from ostinato.files.fetch import megabytes
@@ -44,10 +45,7 @@ def inspect(
         str | None,
         typer.Argument(metavar="FILE|NAME", help="A model; by default smollm2.", autocompletion=flags.complete_model),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="PATH|NAME", help="The same.", autocompletion=flags.complete_model),
-    ] = None,
+    model: Annotated[str | None, Flag("The same.", "PATH|NAME", autocompletion=flags.complete_model)] = None,
     as_json: flags.Json = False,
 ) -> None:
     """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -12,45 +13,46 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bench import numbers
+from ostinato.cli.flags import Flag, RecordFlags
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot
+from ostinato.lab.model import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
-    from ostinato.lab.work import LabMachine, Workload
+    from ostinato.lab.work import LabMachine
     from ostinato.options import Activations
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
-N = Annotated[int, typer.Option("--n", metavar="N", help="Length of the vector.")]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", help="Token steps.")]
-Kernels = Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels in each step.")]
-Blocks = Annotated[int, typer.Option("--blocks", metavar="N", help="Of a GPU's grid; 0: one per multiprocessor.")]
-Threads = Annotated[int, typer.Option("--threads", metavar="N", help="Of a GPU's block.")]
-Factor = Annotated[float, typer.Option("--a", metavar="X", help="What each step adds: h += a x.")]
-Body = Annotated[str, typer.Option("--body", metavar="NAME", help="axpy, or tail: bias, GELU and residual.")]
-Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, max=100, help="Measurements of each figure.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FOLDER", help="Write result.json, report.html, speedup.svg.")
-]
+_WORK: Final = {
+    "n": Flag("Length of the vector.", "N"),
+    "steps": Flag("Token steps.", "N"),
+    "kernels": Flag("Kernels in each step.", "K"),
+    "blocks": Flag("Of a GPU's grid; 0: one per multiprocessor.", "N"),
+    "threads": Flag("Of a GPU's block.", "N"),
+    "a": Flag("What each step adds: h += a x.", "X"),
+    "body": Flag("axpy, or tail: bias, GELU and residual.", "NAME", type=str),
+}
+_PROFILED: Final = {name: _WORK[name] for name in ("n", "steps", "kernels", "threads", "body")}
+Work = Annotated[Workload, RecordFlags(Workload, _WORK, body="axpy")]
+ProfiledWork = Annotated[Workload, RecordFlags(Workload, _PROFILED, steps=100, body="axpy")]
+Repeats = Annotated[int, Flag("Measurements of each figure.", "N", min=1, max=100)]
+Out = Annotated[Path | None, Flag("Write result.json, report.html, speedup.svg.", "FOLDER")]
 
 DEFAULT_SHAPE: Final = {"gpu": "llama-1b", "cpu": "smollm2-135m"}
 _HEADINGS: Final = ("start", "us a step", "tokens/s", "speed-up", "predicted", "launches", "max_abs_err")
 
 
 @lab.callback(invoke_without_command=True)
+@flags.verb
 def everything(
+    *,
     context: typer.Context,
-    n: N = 1 << 20,
-    steps: Steps = 500,
-    kernels: Kernels = 1,
-    blocks: Blocks = 0,
-    threads: Threads = 512,
-    a: Factor = 0.001,
-    body: Body = "axpy",
+    work: Work,
     repeats: Repeats = 5,
     out: Out = None,
     device: flags.Device = "auto",
@@ -63,10 +65,8 @@ def everything(
     if context.invoked_subcommand is not None:
         return
     from ostinato.lab.experiment import LENGTHS, measured, result
-    from ostinato.lab.work import Workload
 
     _check_folder(out)
-    work = Workload(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     machine = _machine(device)
     if not as_json:
         _introduce(machine)
@@ -87,16 +87,12 @@ def everything(
 
 
 @lab.command()
+@flags.verb
 def sweep(
-    over: Annotated[str, typer.Option("--over", metavar="SIZE", help="n, steps, kernels, blocks or threads.")],
-    values: Annotated[str, typer.Option("--values", metavar="LIST", help="As in 1,4,16.")],
-    n: N = 1 << 20,
-    steps: Steps = 500,
-    kernels: Kernels = 1,
-    blocks: Blocks = 0,
-    threads: Threads = 512,
-    a: Factor = 0.001,
-    body: Body = "axpy",
+    *,
+    over: Annotated[str, Flag("n, steps, kernels, blocks or threads.", "SIZE")],
+    values: Annotated[str, Flag("As in 1,4,16.", "LIST")],
+    work: Work,
     repeats: Repeats = 5,
     out: Out = None,
     device: flags.Device = "auto",
@@ -104,10 +100,8 @@ def sweep(
 ) -> None:
     """All starts over several values of one size."""
     from ostinato.lab.experiment import result
-    from ostinato.lab.work import Workload
 
     _check_folder(out)
-    work = Workload(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     wanted = numbers("--values", values, least=0 if over == "blocks" else 1)
     machine = _machine(device)
     if not as_json:
@@ -124,36 +118,30 @@ def sweep(
 
 
 @lab.command()
+@flags.verb
 def one(
-    start: Annotated[str, typer.Option("--start", metavar="NAME", help="Which of the starts.")],
-    n: N = 1 << 20,
-    steps: Steps = 500,
-    kernels: Kernels = 1,
-    blocks: Blocks = 0,
-    threads: Threads = 512,
-    a: Factor = 0.001,
-    body: Body = "axpy",
+    *,
+    start: Annotated[str, Flag("Which of the starts.", "NAME")],
+    work: Work,
     repeats: Repeats = 1,
     device: flags.Device = "auto",
 ) -> None:
     """One start alone, for a profiler to look at."""
-    from ostinato.lab.work import Workload
-
     machine = _machine(device)
     if start not in machine.starts:
         why = machine.why_not.get(start)
         raise BadOption(f"--start is {start!r}; {why or 'here there are: ' + ', '.join(machine.starts)}")
-    write_json(machine.time(Workload(n, steps, kernels, blocks, threads, a, body), start, repeats).record())  # type: ignore[arg-type]
+    write_json(machine.time(work, start, repeats).record())
 
 
 @lab.command()
+@flags.verb
 def predict(
-    kernels: Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels for each token.")],
-    launch_us: Annotated[float, typer.Option("--launch-us", metavar="X", help="What one launch costs.")],
-    compute_ms: Annotated[float, typer.Option("--compute-ms", metavar="X", help="What a token computes.")],
-    residual_us: Annotated[
-        float, typer.Option("--residual-us", metavar="X", help="One replay or iteration instead.")
-    ] = 0.0,
+    *,
+    kernels: Annotated[int, Flag("Kernels for each token.", "K")],
+    launch_us: Annotated[float, Flag("What one launch costs.", "X")],
+    compute_ms: Annotated[float, Flag("What a token computes.", "X")],
+    residual_us: Annotated[float, Flag("One replay or iteration instead.", "X")] = 0.0,
     as_json: flags.Json = False,
 ) -> None:
     """The share of launches in a token's time, by the formula; needs no GPU."""
@@ -170,7 +158,9 @@ def predict(
 
 
 @lab.command()
+@flags.verb
 def compare(
+    *,
     first: Annotated[Path, typer.Argument(metavar="A.json", help="A result that `ostinato lab --out` kept.")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
     as_json: flags.Json = False,
@@ -188,27 +178,22 @@ def compare(
 
 
 @lab.command()
+@flags.verb
 def profile(
-    start: Annotated[str | None, typer.Option("--start", metavar="NAME", help="Which of the starts; else all.")] = None,
-    n: N = 1 << 20,
-    steps: Steps = 100,
-    kernels: Kernels = 1,
-    threads: Threads = 512,
-    body: Body = "axpy",
-    trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE.json", help="A Chrome trace (chrome://tracing, Perfetto).")
-    ] = None,
-    counters: Annotated[bool, typer.Option("--counters", help="Also ask ncu for the two counters.")] = False,
+    *,
+    start: Annotated[str | None, Flag("Which of the starts; else all.", "NAME")] = None,
+    work: ProfiledWork,
+    trace: Annotated[Path | None, Flag("A Chrome trace (chrome://tracing, Perfetto).", "FILE.json")] = None,
+    counters: Annotated[bool, Flag("Also ask ncu for the two counters.")] = False,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
     """Launch counts and a timeline, and the commands of the profilers for this machine."""
     from ostinato.lab.profile import architecture, commands, counted, profiled, python_command
     from ostinato.lab.programs import FOLDER
-    from ostinato.lab.work import Workload
 
     machine = _machine(device)
-    work = machine.settle(Workload(n, steps, kernels, 0, threads, body=body))  # type: ignore[arg-type]
+    work = machine.settle(work)
     chosen = machine.starts if start is None else (start,)
     if start is not None and start not in machine.starts:
         raise BadOption(f"--start is {start!r}; here there are: {', '.join(machine.starts)}")
@@ -219,10 +204,9 @@ def profile(
     found: dict[str, Any] = {"profiles": [profiled(machine, work, name, trace) for name in chosen]}
     found["commands"] = commands(FOLDER, arch=architecture(machine))
     if counters:
-        few = Workload(n, 20, 1, 0, threads, body=body)  # type: ignore[arg-type]
         found["counters"] = {}
         for name in machine.starts[:2]:
-            command = python_command(name, machine.settle(few))
+            command = python_command(name, replace(work, steps=20, kernels=1))
             found["counters"][name] = counted(command[0], command[1:])
     if not as_json:
         _introduce(machine)
@@ -247,12 +231,12 @@ def profile(
 
 
 @lab.command()
+@flags.verb
 def decode(
-    shape: Annotated[
-        str | None, typer.Option("--shape", metavar="NAME", help="llama-1b on a GPU, unless given.")
-    ] = None,
-    n_prompt: Annotated[int, typer.Option("--n-prompt", metavar="N", min=1, help="Tokens of the prompt.")] = 64,
-    n_gen: Annotated[int, typer.Option("--n-gen", metavar="N", min=2, help="Tokens to make.")] = 64,
+    *,
+    shape: Annotated[str | None, Flag("llama-1b on a GPU, unless given.", "NAME")] = None,
+    n_prompt: Annotated[int, Flag("Tokens of the prompt.", "N", min=1)] = 64,
+    n_gen: Annotated[int, Flag("Tokens to make.", "N", min=2)] = 64,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
@@ -271,11 +255,13 @@ def decode(
 
 
 @lab.command()
+@flags.verb
 def tape(
-    shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="A shape with random weights.")] = "llama-1b",
-    n_prompt: Annotated[int, typer.Option("--n-prompt", metavar="N", min=1, help="Positions before.")] = 500,
-    n_gen: Annotated[int, typer.Option("--n-gen", metavar="N", min=2, help="Tokens to make.")] = 64,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the step in time.")] = None,
+    *,
+    shape: Annotated[str, Flag("A shape with random weights.", "NAME")] = "llama-1b",
+    n_prompt: Annotated[int, Flag("Positions before.", "N", min=1)] = 500,
+    n_gen: Annotated[int, Flag("Tokens to make.", "N", min=2)] = 64,
+    plot: Annotated[Path | None, Flag("Draw the step in time.", "FILE.svg")] = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:

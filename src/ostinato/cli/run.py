@@ -11,6 +11,7 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.conversation import Conversation
+from ostinato.cli.flags import Flag
 from ostinato.cli.input import read_text, without_last_newline
 from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write, write_json
@@ -30,16 +31,11 @@ def run(
     ] = None,
     model: flags.Model = DEFAULT,
     file: flags.TextFile = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message before the prompt.")
-    ] = None,
+    system: Annotated[str | None, Flag("A system message before the prompt.", "TEXT")] = None,
     state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state", metavar="FILE", help="Continue the conversation in FILE, if it exists; save it afterwards."
-        ),
+        Path | None, Flag("Continue the conversation in FILE, if it exists; save it afterwards.", "FILE")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt unchanged, without the chat template.")] = False,
+    raw: Annotated[bool, Flag("The prompt unchanged, without the chat template.")] = False,
     sampling: flags.ChoosingOrFollowing,
     load: flags.ToGenerate,
     as_json: flags.Json = False,

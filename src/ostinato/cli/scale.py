@@ -15,6 +15,7 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bench import figure_kind
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.fetch import megabytes
@@ -38,32 +39,17 @@ def _scale(verbose: flags.Verbose = False) -> None:
 @scale.command("plan")
 @flags.verb
 def plan(
-    rps: Annotated[float, typer.Option("--rps", metavar="X", help="Requests per second in all.")],
-    measured: Annotated[
-        Path,
-        typer.Option("--measured", metavar="FILE.json", help="Lines of JSON of `bench decode` or `bench serve`."),
-    ],
-    prompt: Annotated[int, typer.Option("--prompt", metavar="N", help="Tokens of a prompt, on average.")] = 800,
-    output: Annotated[int, typer.Option("--output", metavar="N", help="Tokens of an answer, on average.")] = 200,
-    p99_first_token: Annotated[
-        float, typer.Option("--p99-first-token", metavar="S", help="Seconds that 99 of 100 first tokens may take.")
-    ] = 1.0,
-    slots: Annotated[
-        int | None, typer.Option("--slots", metavar="N", help="Of each replica; the most measured, if not given.")
-    ] = None,
-    route_ms: Annotated[
-        float, typer.Option("--route-ms", metavar="X", help="What the route to a replica adds to a first token.")
-    ] = 0.0,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="PATH|NAME", help="For the memory: its KV bytes per token.")
-    ] = None,
+    rps: Annotated[float, Flag("Requests per second in all.", "X")],
+    measured: Annotated[Path, Flag("Lines of JSON of `bench decode` or `bench serve`.", "FILE.json")],
+    prompt: Annotated[int, Flag("Tokens of a prompt, on average.", "N")] = 800,
+    output: Annotated[int, Flag("Tokens of an answer, on average.", "N")] = 200,
+    p99_first_token: Annotated[float, Flag("Seconds that 99 of 100 first tokens may take.", "S")] = 1.0,
+    slots: Annotated[int | None, Flag("Of each replica; the most measured, if not given.", "N")] = None,
+    route_ms: Annotated[float, Flag("What the route to a replica adds to a first token.", "X")] = 0.0,
+    model: Annotated[str | None, Flag("For the memory: its KV bytes per token.", "PATH|NAME")] = None,
     kv_type: flags.KvType = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--kv-memory", metavar="GB", help="Memory of one replica for KV.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw latency over load (needs `lab`).")
-    ] = None,
+    memory_gb: Annotated[float | None, Flag("Memory of one replica for KV.", "GB", name="--kv-memory")] = None,
+    plot: Annotated[Path | None, Flag("Draw latency over load (needs `lab`).", "FILE.svg")] = None,
     as_json: flags.Json = False,
 ) -> None:
     """The number of replicas for a load, what limits it, and a simulation beside the formula.

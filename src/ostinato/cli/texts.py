@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.input import (
     check_text,
     is_typed,
@@ -37,8 +38,8 @@ def tokenize(
         str | None, typer.Argument(metavar="TEXT", help="The text; else standard input, byte for byte.")
     ] = None,
     model: flags.Model = DEFAULT,
-    no_bos: Annotated[bool, typer.Option("--no-bos", help="Add neither BOS nor EOS.")] = False,
-    special: Annotated[bool, typer.Option("--special", help="Parse special tokens in the text.")] = False,
+    no_bos: Annotated[bool, Flag("Add neither BOS nor EOS.")] = False,
+    special: Annotated[bool, Flag("Parse special tokens in the text.")] = False,
     as_json: flags.Json = False,
 ) -> None:
     """Show the tokens of a text.
@@ -92,8 +93,7 @@ def embed(
     ] = None,
     file: flags.TextFile = None,
     pooling: Annotated[
-        PoolingName | None,
-        typer.Option("--pooling", help="How the rows of a text become one; by default the model's own way, else mean."),
+        PoolingName | None, Flag("How the rows of a text become one; by default the model's own way, else mean.")
     ] = None,
     model: flags.Model = DEFAULT,
     load: flags.ToCompute,

@@ -12,6 +12,7 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bare import opened_bare
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, write_columns, write_json, write_line
 from ostinato.errors import OstinatoError
 from ostinato.files.store import DEFAULT
@@ -26,9 +27,7 @@ def verify(
     *,
     model: flags.Model = DEFAULT,
     load: flags.ToMeasure,
-    mode: Annotated[
-        str, typer.Option("--mode", metavar="MODE", help="Compare this one alone; auto: every one.")
-    ] = "auto",
+    mode: Annotated[str, Flag("Compare this one alone; auto: every one.", "MODE")] = "auto",
     as_json: flags.Json = False,
 ) -> None:
     """Compare the modes that can run here, buffer by buffer, and the weights with the file.

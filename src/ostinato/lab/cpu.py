@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from ostinato.errors import HardwareCannot, InternalError, OstinatoError
-from ostinato.lab.model import StartCost
+from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library
-from ostinato.lab.work import BODIES, Data, Timing, Workload, checked, error_of
+from ostinato.lab.work import Data, Timing, checked, error_of, factors_of
 
 OP_BY_OP: Final = "op by op"
 RECORDED: Final = "recorded"
@@ -56,7 +56,7 @@ class CpuMachine:
     def time(self, work: Workload, start: str, repeats: int) -> Timing:
         work = self.settle(work)
         data = Data.fresh(work.n)
-        factors = work.factors(varied=False)
+        factors = factors_of(work, varied=False)
         expected = data.expected(work, factors)
         times, worst = [], 0.0
         threads = torch.get_num_threads()

@@ -21,9 +21,9 @@ from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import machine_at
 from ostinato.build import cubin
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
-from ostinato.lab.model import StartCost
+from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library, source
-from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Workload, checked, error_of
+from ostinato.lab.work import REQUESTS, Data, Timing, checked, error_of, factors_of
 
 BASELINE: Final = "baseline"
 GRAPH: Final = "graph"
@@ -120,7 +120,7 @@ class GpuMachine:
         work = self.settle(work)
         requests = REQUESTS if start == FED else 1
         data = Data.fresh(work.n, requests)
-        factors = work.factors(varied=start in (UPDATED, FED))
+        factors = factors_of(work, varied=start in (UPDATED, FED))
         expected = data.expected(work, factors, requests, device=str(self._device))
         x = torch.from_numpy(data.x).to(self._device)
         h = torch.full((requests, work.n), float("nan"), device=self._device)
@@ -193,7 +193,7 @@ class GpuMachine:
         data = Data.fresh(work.n, REQUESTS)
         x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
         bound = self._fed if start == FED else self._persistent
-        sequence = bound(work, x, h, work.factors(varied=False), does=does)
+        sequence = bound(work, x, h, factors_of(work, varied=False), does=does)
         return self._median_ms(sequence) * 1e3 / work.steps
 
     def _median_ms(self, sequence: LaunchSequence) -> float:

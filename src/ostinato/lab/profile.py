@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 
 from ostinato.errors import BadInput, HardwareCannot
-from ostinato.lab.work import LabMachine, Workload
+from ostinato.lab.model import Workload
+from ostinato.lab.work import LabMachine
 
 COUNTERS: Final = ("sm__throughput.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum")
 NCU_S: Final = 120.0
