@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +21,7 @@ from ostinato.cli import flags
 from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
+from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT
@@ -284,7 +284,6 @@ def _measure(
             _show_profile(one, bandwidth)
     if plot is not None:
         draw(figures, _head(facts), plot)
-        talk(f"drawn: {plot}")
     write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
 
 
@@ -412,16 +411,6 @@ def _show_profile(profile: Profile, bandwidth: float) -> None:
 # The picture
 
 
-def figure_kind(plot: Path) -> Any:
-    """matplotlib's `Figure`; refused if it is not installed, or if the picture could not be written."""
-    if not plot.parent.is_dir():
-        raise BadInput(f"--plot {plot}: there is no folder {plot.parent}")
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise BadInput(f"--plot needs matplotlib ({error}); install it with pip install 'ostinato[lab]'") from error
-
-
 def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
     """The bar chart: for every batch and depth a group of bars, one per mode, and the limit as a line above them."""
     shown = [figure for figure in figures if figure.task.kind == "tg"] or list(figures)
@@ -443,7 +432,4 @@ def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
     axes.set_ylabel("tokens per second")
     axes.set_title(title, fontsize=8)
     picture.legend(loc="outside lower center", ncols=len(modes) + 1)
-    try:
-        picture.savefig(plot)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--plot {plot}: cannot be drawn: {error}") from error
+    save(picture, plot)

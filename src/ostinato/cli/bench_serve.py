@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ostinato.cli import flags
-from ostinato.cli.bench import figure_kind
 from ostinato.cli.flags import Flag
-from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.cli.output import write_columns, write_json, write_line
+from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption
 
 if TYPE_CHECKING:
@@ -88,7 +88,6 @@ def serve_load(
     write_json(record(load, found))
     if plot is not None:  # last: the figures are printed even if the picture fails
         draw(outcomes, head(load), plot)
-        talk(f"drawn: {plot}")
 
 
 def lengths(option: str, text: str) -> Lengths:
@@ -174,7 +173,4 @@ def draw(outcomes: Sequence[Outcome], title: str, plot: Path) -> None:
         axes.set_ylim(0, 101)
         axes.grid(alpha=0.3)
     picture.suptitle(title, fontsize=9)
-    try:
-        picture.savefig(plot)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--plot {plot}: {error}") from error
+    save(picture, plot)

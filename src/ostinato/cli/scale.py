@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ostinato.cli import flags
-from ostinato.cli.bench import figure_kind
 from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.fetch import megabytes
 
@@ -75,7 +75,6 @@ def plan(
         _show(record)
     if plot is not None:
         draw(replica, demand, n_slots, plot)
-        talk(f"drawn: {plot}")
     write_json(record)
 
 
@@ -211,7 +210,4 @@ def draw(replica: Replica, demand: Demand, slots: int, plot: Path) -> None:
     axes.set_title(f"{demand.prompt} tokens in, {demand.output} out, {slots} slots; {replica.source}", fontsize=8)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    try:
-        picture.savefig(plot)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--plot {plot}: cannot be drawn: {error}") from error
+    save(picture, plot)
