@@ -412,15 +412,10 @@ def _show_sweep(rows: Sequence[ExperimentRow]) -> None:
 
 
 def _show_costs(found: dict[str, Any]) -> None:
-    write_line("\nwhat each start adds, in microseconds, and up to which length of a kernel it pays:")
-    lines = []
-    for start, cost in found["costs"].items():
-        pays = found["stops_paying_us"].get(start)
-        upto = "-" if start not in found["stops_paying_us"] else "never" if pays is None else f"{pays:.1f}"
-        lines.append(
-            (start, f"{cost['kernel_us']:.2f}", f"{cost['step_us']:.2f}", f"{cost['submit_kernel_us']:.2f}", upto)
-        )
-    write_columns([("start", "a kernel", "a step", "submitting a kernel", "pays up to"), *lines])
+    from ostinato.lab.report import cost_table
+
+    write_line("\nwhat each start adds, and up to which length of a kernel it pays:")
+    write_columns(cost_table(found))
     facts = found["machine"]
     if "barrier_idle_us" in facts:
         idle, loaded = facts["barrier_idle_us"], facts["barrier_loaded_us"]
@@ -428,20 +423,10 @@ def _show_costs(found: dict[str, Any]) -> None:
 
 
 def _show_decode(rows: Sequence[dict[str, Any]]) -> None:
+    from ostinato.lab.report import decode_table
+
     write_line("\nthe engine's own step:")
-    headings = ("model", "mode", "first token, ms", "tokens/s", "launches per token", "host, us per token")
-    lines = [
-        (
-            row["model"],
-            row["mode"],
-            f"{row['first_token_ms']:.1f}",
-            f"{row['tokens_s']:.1f}",
-            f"{row['launches_per_token']:.3f}",
-            f"{row['host_us_per_token']:.1f}",
-        )
-        for row in rows
-    ]
-    write_columns([headings, *lines])
+    write_columns(decode_table(rows))
 
 
 def _share(value: float) -> str:
