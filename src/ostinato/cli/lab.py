@@ -340,10 +340,11 @@ def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
 
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
-    from ostinato.lab.decode import decode_modes, decoded
+    from ostinato.engine.choose import why_not_model
+    from ostinato.lab.decode import decoded
 
     kv_type: Any = "bf16" if model.device.type == "cuda" else "f32"
-    for mode, reason in decode_modes(model).items():
+    for mode, reason in why_not_model(model).items():
         if reason is not None:
             talk(f"not {mode}: {reason}")
         else:

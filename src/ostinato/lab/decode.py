@@ -12,15 +12,10 @@ from typing import Any
 
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PAGE_TOKENS
-from ostinato.engine.choose import settle_model, why_not_model
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
 from ostinato.options import KVType
-
-
-def decode_modes(model: Model) -> dict[str, str | None]:
-    """Every mode of the engine, and why it cannot run here; None where it can."""
-    return why_not_model(model)
 
 
 def decoded(model: Model, mode: str, *, n_prompt: int, n_gen: int, kv_type: KVType, repeats: int = 3) -> dict[str, Any]:
