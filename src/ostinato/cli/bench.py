@@ -323,7 +323,7 @@ def _profiled(modes: list[str], source: BenchModel) -> list[str]:
 def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]:
     import torch
 
-    from ostinato.cli.doctor import cpu_name
+    from ostinato.backends.machine import cpu_name
 
     on_gpu = source.device.type == "cuda"
     return {

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.backends.machine import cpu_name, free_host_bytes
 from ostinato.errors import HardwareCannot, InternalError, OstinatoError
 from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library
@@ -46,7 +47,7 @@ class CpuMachine:
         self.starts = tuple(starts)
 
     def settle(self, work: Workload) -> Workload:
-        free = _free_bytes()
+        free = free_host_bytes()
         if 6 * 8 * work.n > free:
             raise HardwareCannot(
                 f"--n {work.n} needs {48 * work.n / 1e9:.1f} GB with its check; {free / 1e9:.1f} are free"
@@ -130,18 +131,3 @@ def _in_order(calls: list[Callable[[], object]]) -> None:
 
 def _address(tensor: Tensor) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
-
-
-def _free_bytes() -> int:
-    from ostinato.backends.machine import free_host_bytes
-
-    return free_host_bytes()
-
-
-def cpu_name() -> str:
-    """What the system calls this processor."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

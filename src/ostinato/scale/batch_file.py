@@ -15,7 +15,6 @@ import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple, Self
 
 from ostinato.errors import BadInput
@@ -197,9 +196,7 @@ class Results:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.fsync(self._file)
         os.close(self._file)
 

@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from ostinato.errors import BadInput, HardwareCannot
@@ -153,9 +152,7 @@ class Signals:
         self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
