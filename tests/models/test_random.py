@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
-from ostinato.backends.native.tiles import TileMatrix
+from ostinato.backends.native.tiles import TileMatrix, tile_bytes
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
 from ostinato.decoder.batch.batch import Batch
@@ -16,12 +16,18 @@ from ostinato.decoder.cells.memories import memory_for
 from ostinato.decoder.cells.settings import settle
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
-from ostinato.lab.random_weights import RandomLoader, RandomSpec, kept_as, random_blocks, random_model, weight_bytes
+from ostinato.lab.random_weights import RandomLoader, RandomSpec, kept_as, random_blocks, random_model, random_tensors
 from ostinato.models.blocks import Experts, Layer
 from ostinato.models.named_shapes import SHAPES, named_shape
+from ostinato.models.shape import Shape
 from ostinato.models.tensors import Matrices, StackedTensors
 
 CPU = torch.device("cpu")
+
+
+def n_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> int:
+    """What the weights of a model take, by their listing."""
+    return sum(info.n_bytes for info in random_tensors(shape, dtype, mix).values())
 
 
 @pytest.mark.parametrize(
@@ -35,7 +41,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_a_named_shape_has_as_many_parameters_as_the_published_model(name: str, published: int) -> None:
-    assert weight_bytes(SHAPES[name], torch.float32) == 4 * published
+    assert n_bytes(SHAPES[name], torch.float32) == 4 * published
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny-mixtral", "tiny-qwen3moe"])
@@ -43,14 +49,16 @@ def test_a_named_shape_has_as_many_parameters_as_the_published_model(name: str, 
 def test_the_bytes_of_a_model_are_known_before_it_is_made(name: str, mix: str | None) -> None:
     model = random_model(name, torch.bfloat16, CPU, mix=mix)
     held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
-    assert weight_bytes(model.shape, torch.bfloat16, mix) == sum(held.values())
+    assert n_bytes(model.shape, torch.bfloat16, mix) == sum(held.values())
 
 
 @pytest.mark.parametrize("mix", [None, "q4_k_m", "q4_1"])
 def test_so_they_are_in_tiles(mix: str | None) -> None:
     model = random_model("tiny", torch.bfloat16, CPU, mix=mix, tiles="int8")
     held = {t.data_ptr(): t.numel() * t.element_size() for name, t in tensors_of(model, "") if "freq" not in name}
-    assert weight_bytes(model.shape, torch.bfloat16, mix, "int8") == sum(held.values())
+    listed = random_tensors(model.shape, torch.bfloat16, mix).values()
+    in_tiles = [tile_bytes(one.type, *one.shape) if len(one.shape) > 1 else one.n_bytes for one in listed]
+    assert sum(in_tiles) == sum(held.values())
     assert isinstance(model.embedding, TileMatrix)
     assert model.embedding.type == {None: "BF16", "q4_k_m": "Q6_K", "q4_1": "Q4_1"}[mix]
     assert (model.embedding.wide, model.dtype) == (False, torch.float32)
@@ -69,7 +77,7 @@ def test_tiles_hold_the_numbers_that_a_gpus_planes_hold(mix: str) -> None:
 
 def test_four_bits_take_what_such_files_take() -> None:
     """4.8 to 4.9 bits a weight, with the head at six."""
-    n_bits = 8 * weight_bytes(SHAPES["llama-8b"], torch.bfloat16, "q4_k_m")
+    n_bits = 8 * n_bytes(SHAPES["llama-8b"], torch.bfloat16, "q4_k_m")
     assert 4.8 < n_bits / 8_030_261_248 < 4.95
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
-from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, tile_bytes
+from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles
 from ostinato.backends.torch.allocate import empty
 from ostinato.backends.torch.load import constant
 from ostinato.backends.torch.model import Model
@@ -158,20 +158,6 @@ class RandomSpec:
         """The type of what is no matrix."""
         return _TYPES[torch.float32 if reference.exact else self.rest]
 
-    def n_bytes(self, reference: Reference) -> int:
-        """What the weights of a reference take."""
-        total = 0
-        for name, shape in reference.wanted:
-            *outer, rows, cols = (1, 1, *shape)[-3:]
-            if isinstance(reference, StackedTensors) and not isinstance(reference, Matrices):
-                total += rows * cols * (torch.float32 if reference.exact else self.rest).itemsize
-            elif self.tiles is not None:
-                total += outer[0] * tile_bytes(self.type_of(name, cols), rows, cols)
-            else:
-                block = BLOCKS[self.type_of(name, cols)]
-                total += outer[0] * rows * cols // block.elements * block.n_bytes
-        return total
-
 
 class RandomLoader:
     """Makes a weight for each reference of blocks."""
@@ -261,12 +247,6 @@ class RandomLoader:
     def _seeded(self, name: str) -> torch.Generator:
         # The CPU's generator looks at 32 bits of its seed: both must be in them.
         return self._random.manual_seed(zlib.crc32(f"{self._seed} {name}".encode()))
-
-
-def weight_bytes(shape: Shape, dtype: torch.dtype, mix: str | None = None, tiles: Activations | None = None) -> int:
-    """What the weights of such a model take; a tied head counts once."""
-    kind = RandomSpec(shape, dtype, mix, tiles)
-    return sum(kind.n_bytes(reference) for reference in set(leaves_of(_blocks_of(_family_of(shape), shape))))
 
 
 def random_tensors(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> dict[str, TensorInfo]:
