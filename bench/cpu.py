@@ -43,6 +43,15 @@ def ids(n: int, salt: int) -> list[int]:
     return [(7919 * (i + 1) * (salt + 1) + salt) % 40_000 + 1_000 for i in range(n)]
 
 
+def read_passes(model: Any, threads: int, passes: int) -> float:
+    """How many times a second all weights of a model can be read."""
+    from ostinato.backends.torch.plan import tensors_of
+    from ostinato.lab.read_bandwidth import read_seconds
+
+    weights = {tensor.data_ptr(): tensor for _, tensor in tensors_of(model, "")}
+    return passes / read_seconds(list(weights.values()), threads, passes)
+
+
 # Engines: each is one process that prints its figures
 
 
@@ -50,7 +59,6 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
     """Our native loop through the engine, by the engine's own clock; and the plain read loop beside it."""
     from ostinato.cli.bare import opened_bare
     from ostinato.lab.bench import Bench, Task
-    from ostinato.lab.read_bandwidth import read_passes
     from ostinato.options import LoadOptions
 
     options = LoadOptions(device="cpu", mode="loop", threads=threads, activations=activations)

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.native.library import cpu_library
-from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.plan import tensors_of
 from ostinato.errors import HardwareCannot
 
 
@@ -22,12 +20,6 @@ class _Plane(ctypes.Structure):
     """As `backends/native/src/read.h` has it."""
 
     _fields_ = (("bytes", ctypes.c_void_p), ("n_bytes", ctypes.c_int64))
-
-
-def read_passes(model: Model, threads: int, passes: int) -> float:
-    """How many times a second all weights of a model can be read."""
-    weights = {tensor.data_ptr(): tensor for _, tensor in tensors_of(model, "")}
-    return passes / read_seconds(list(weights.values()), threads, passes)
 
 
 def read_seconds(tensors: Sequence[Tensor], threads: int, passes: int) -> float:
