@@ -28,13 +28,17 @@ if TYPE_CHECKING:
     from ostinato.text.tokenizer import Tokenizer
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
-_STATED: Final = {
-    "layers": ("block_count", "num_hidden_layers"),
-    "hidden": ("embedding_length", "hidden_size"),
-    "heads": ("attention.head_count", "num_attention_heads"),
-    "kv_heads": ("attention.head_count_kv", "num_key_value_heads"),
-    "feed_forward": ("feed_forward_length", "intermediate_size"),
-    "context": ("context_length", "max_position_embeddings"),
+# A size: the field of a shape that has it, and the keys that state it in GGUF and in config.json.
+_SIZES: Final = {
+    "family": ("family", None, None),
+    "layers": ("n_layers", "block_count", "num_hidden_layers"),
+    "hidden": ("hidden", "embedding_length", "hidden_size"),
+    "heads": ("n_heads", "attention.head_count", "num_attention_heads"),
+    "kv_heads": ("n_kv_heads", "attention.head_count_kv", "num_key_value_heads"),
+    "head_width": ("head_width", None, None),
+    "feed_forward": ("ff_width", "feed_forward_length", "intermediate_size"),
+    "context": ("context", "context_length", "max_position_embeddings"),
+    "vocabulary": ("vocab", None, None),
 }
 Found = TypeVar("Found")
 
@@ -91,7 +95,8 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
         shape = attempt(lambda: read_shape(checkpoint))
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
-    facts["sizes"] = _sizes(shape) if shape else _stated_sizes(checkpoint)
+    of_shape = {name: getattr(shape, field) for name, (field, *_) in _SIZES.items()} if shape else None
+    facts["sizes"] = of_shape or _stated_sizes(checkpoint)
     tokenizer = attempt(lambda: tokenizer_of(checkpoint))
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
@@ -121,25 +126,12 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
-    return {
-        "family": shape.family,
-        "layers": shape.n_layers,
-        "hidden": shape.hidden,
-        "heads": shape.n_heads,
-        "kv_heads": shape.n_kv_heads,
-        "head_width": shape.head_width,
-        "feed_forward": shape.ff_width,
-        "context": shape.context,
-        "vocabulary": shape.vocab,
-    }
-
-
 def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
     """Sizes as the file states them, for a model that we cannot run."""
     in_gguf = checkpoint.format == "gguf"
-    keys = (f"{checkpoint.architecture}.{gguf}" if in_gguf else config for gguf, config in _STATED.values())
-    stated = {name: checkpoint.metadata.get(key) for name, key in zip(_STATED, keys, strict=True)}
+    prefix = f"{checkpoint.architecture}." if in_gguf else ""
+    keys = {name: gguf if in_gguf else config for name, (_, gguf, config) in _SIZES.items()}
+    stated = {name: checkpoint.metadata.get(prefix + key) for name, key in keys.items() if key is not None}
     return {name: value for name, value in stated.items() if isinstance(value, int)}
 
 
