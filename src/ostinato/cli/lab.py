@@ -32,10 +32,10 @@ _WORK: Final = {
     "n": Flag("Length of the vector.", "N"),
     "steps": Flag("Token steps.", "N"),
     "kernels": Flag("Kernels in each step.", "K"),
-    "blocks": Flag("Of a GPU's grid; 0: one per multiprocessor.", "N"),
-    "threads": Flag("Of a GPU's block.", "N"),
-    "a": Flag("What each step adds: h += a x.", "X"),
-    "body": Flag("axpy, or tail: bias, GELU and residual.", "NAME", type=str),
+    "blocks": Flag("Blocks of a GPU's grid; 0: one per multiprocessor.", "N"),
+    "threads": Flag("Threads of a GPU's block.", "N"),
+    "a": Flag("Factor of the vector that each step adds: h += a x.", "X"),
+    "body": Flag("What a kernel computes: axpy, or tail (bias, GELU, residual).", "NAME", type=str),
 }
 _PROFILED: Final = {name: _WORK[name] for name in ("n", "steps", "kernels", "threads", "body")}
 Work = Annotated[Workload, RecordFlags(Workload, _WORK, body="axpy")]
@@ -58,9 +58,9 @@ def everything(
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """What a launch costs here, every start side by side, a sweep over a kernel's length, and the engine's own step.
+    """Measure launch costs, all starts side by side, a sweep over a kernel's length, and the engine's own step.
 
-    Ends with one line of JSON. Without a GPU the same runs on the CPU, with what takes the place of launches there.
+    Ends with one line of JSON. Without a GPU the same runs on the CPU, with its counterparts of launches.
     """
     if context.invoked_subcommand is not None:
         return
@@ -90,15 +90,15 @@ def everything(
 @flags.verb
 def sweep(
     *,
-    over: Annotated[str, Flag("n, steps, kernels, blocks or threads.", "SIZE")],
-    values: Annotated[str, Flag("As in 1,4,16.", "LIST")],
+    over: Annotated[str, Flag("The size that varies: n, steps, kernels, blocks or threads.", "SIZE")],
+    values: Annotated[str, Flag("Its values, as in 1,4,16.", "LIST")],
     work: Work,
     repeats: Repeats = 5,
     out: Out = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """All starts over several values of one size."""
+    """Measure all starts over several values of one size."""
     from ostinato.lab.experiment import result
 
     _check_folder(out)
@@ -121,12 +121,12 @@ def sweep(
 @flags.verb
 def one(
     *,
-    start: Annotated[str, Flag("Which of the starts.", "NAME")],
+    start: Annotated[str, Flag("The start to run.", "NAME")],
     work: Work,
     repeats: Repeats = 1,
     device: flags.Device = "auto",
 ) -> None:
-    """One start alone, for a profiler to look at."""
+    """Run one start alone, for a profiler."""
     machine = _machine(device)
     if start not in machine.starts:
         why = machine.why_not.get(start)
@@ -139,12 +139,12 @@ def one(
 def predict(
     *,
     kernels: Annotated[int, Flag("Kernels for each token.", "K")],
-    launch_us: Annotated[float, Flag("What one launch costs.", "X")],
-    compute_ms: Annotated[float, Flag("What a token computes.", "X")],
-    residual_us: Annotated[float, Flag("One replay or iteration instead.", "X")] = 0.0,
+    launch_us: Annotated[float, Flag("Cost of one launch, in microseconds.", "X")],
+    compute_ms: Annotated[float, Flag("Computing time of a token, in milliseconds.", "X")],
+    residual_us: Annotated[float, Flag("Cost of the replay or iteration that replaces the launches.", "X")] = 0.0,
     as_json: flags.Json = False,
 ) -> None:
-    """The share of launches in a token's time, by the formula; needs no GPU."""
+    """Compute the share of launches in a token's time by the formula; needs no GPU."""
     from ostinato.lab.model import Overhead
 
     found = Overhead(kernels, launch_us, compute_ms * 1e3)
@@ -165,7 +165,7 @@ def compare(
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
     as_json: flags.Json = False,
 ) -> None:
-    """Two machines, or two days of one, side by side."""
+    """Compare two results: of two machines, or of one machine at two times."""
     from ostinato.lab.experiment import compared, read_result
 
     results = [read_result(first), read_result(second)]
@@ -181,14 +181,14 @@ def compare(
 @flags.verb
 def profile(
     *,
-    start: Annotated[str | None, Flag("Which of the starts; else all.", "NAME")] = None,
+    start: Annotated[str | None, Flag("The start to profile; all by default.", "NAME")] = None,
     work: ProfiledWork,
-    trace: Annotated[Path | None, Flag("A Chrome trace (chrome://tracing, Perfetto).", "FILE.json")] = None,
-    counters: Annotated[bool, Flag("Also ask ncu for the two counters.")] = False,
+    trace: Annotated[Path | None, Flag("Write a trace for chrome://tracing or Perfetto.", "FILE.json")] = None,
+    counters: Annotated[bool, Flag("Also read two hardware counters with ncu.")] = False,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """Launch counts and a timeline, and the commands of the profilers for this machine."""
+    """Count launches, list the longest calls, and print the profilers' commands for this machine."""
     from ostinato.lab.profile import architecture, commands, counted, profiled, python_command
     from ostinato.lab.programs import FOLDER
 
@@ -234,13 +234,13 @@ def profile(
 @flags.verb
 def decode(
     *,
-    shape: Annotated[str | None, Flag("llama-1b on a GPU, unless given.", "NAME")] = None,
+    shape: Annotated[str | None, Flag("Sizes; by default llama-1b on a GPU, smollm2-135m on a CPU.", "NAME")] = None,
     n_prompt: Annotated[int, Flag("Tokens of the prompt.", "N", min=1)] = 64,
-    n_gen: Annotated[int, Flag("Tokens to make.", "N", min=2)] = 64,
+    n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """The engine's own step in every start it has: first token, tokens per second, launches and host time per token."""
+    """Measure the engine's own step in every mode: first token, tokens per second, launches and host time per token."""
     machine = _machine(device)
     model, name = _model(machine, shape or DEFAULT_SHAPE[machine.kind])
     if n_prompt + n_gen + 2 > model.shape.context:
@@ -258,21 +258,21 @@ def decode(
 @flags.verb
 def tape(
     *,
-    shape: Annotated[str, Flag("A shape with random weights.", "NAME")] = "llama-1b",
-    n_prompt: Annotated[int, Flag("Positions before.", "N", min=1)] = 500,
-    n_gen: Annotated[int, Flag("Tokens to make.", "N", min=2)] = 64,
-    plot: Annotated[Path | None, Flag("Draw the step in time.", "FILE.svg")] = None,
+    shape: Annotated[str, Flag("Sizes of a model with random weights.", "NAME")] = "llama-1b",
+    n_prompt: Annotated[int, Flag("Positions in memory before.", "N", min=1)] = 500,
+    n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
+    plot: Annotated[Path | None, Flag("Draw a timeline of the step.", "FILE.svg")] = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """Where the microseconds of a step of the persistent kernel go, by the clock marks of its blocks."""
+    """Show where the time of a persistent kernel's step goes, by the clock marks of its blocks."""
     from ostinato.lab.tape import by_phase, recorded, spans, step_us, timeline
 
     if plot is not None:
         _check_folder(plot.parent)
     machine = _machine(device)
     if machine.kind != "gpu":  # before a model is made in vain
-        raise HardwareCannot("the persistent kernel is CUDA's, and this machine has no GPU to try it on")
+        raise HardwareCannot("the persistent kernel needs CUDA, and this machine has no GPU")
     model, name = _model(machine, shape)
     marks = recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
     found = spans(marks)
@@ -373,9 +373,7 @@ def _swept(
 
 def _introduce(machine: LabMachine) -> None:
     if machine.kind == "cpu":
-        write_line(
-            f"{machine.name}: a CPU. No kernel is launched here; the starts are what takes their place on a CPU."
-        )
+        write_line(f"{machine.name}: a CPU, which launches no kernels; its starts are the counterparts of a GPU's.")
     else:
         write_line(f"{machine.name}")
     for start, why in machine.why_not.items():
@@ -436,7 +434,7 @@ def _share(value: float) -> str:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Before anything is measured."""
+    """Create the folder of results; refused here, before anything is measured."""
     if out is None:
         return
     try:

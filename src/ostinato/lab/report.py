@@ -25,8 +25,8 @@ def report(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
     title = f"Launch overhead on {machine['name']}"
     on_cpu = (
-        "<p><strong>This is a CPU.</strong> No kernel is launched here: what is measured is what it costs to ask for "
-        "an operation.</p>"
+        "<p><strong>This is a CPU.</strong> It launches no kernels: the cost of calling an operation is measured in "
+        "their place.</p>"
     )
     parts = [
         f"<h1>{escape(title)}</h1>",
