@@ -225,7 +225,7 @@ class Forwarder:
                     record.outcome, record.error = "error", type(error).__name__
                     return True
                 if isinstance(error, BackPressureError):
-                    raise Refusal(429, "every replica's line is full; try again later") from error
+                    raise Refusal(429, "every replica's queue is full; try again later") from error
                 if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
                     raise Refusal(500, OUR_FAULT) from error
                 if not left:

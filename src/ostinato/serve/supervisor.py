@@ -68,9 +68,8 @@ class Supervisor:
         self._n_signals = 0
         self._stopped_at = 0.0
         self._worker: subprocess.Popen[bytes] | None = None
-        self._died_of: tuple[str, str] | None = (
-            None  # the reason's name and sentence; None if only the exit code is known
-        )
+        # The name of the reason and its sentence; None if only the exit code is known.
+        self._died_of: tuple[str, str] | None = None
         self._was_ready = self._refused = False
 
     @property

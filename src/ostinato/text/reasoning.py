@@ -34,8 +34,7 @@ class Reasoning:
         source = "" if template is None else template.source
         for begin, end in _MARKS:
             if end in source:
-                special = {tokenizer.texts[id]: id for id in tokenizer.hidden if tokenizer.texts[id] in (begin, end)}
-                return Reasoning(begin, end, special)
+                return Reasoning(begin, end, tokenizer.control_ids((begin, end)))
         return None
 
     @property

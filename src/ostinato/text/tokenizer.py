@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -78,9 +78,9 @@ class Tokenizer:
         piece = self.shown[id]
         return piece[1:] if start and self.drops_first_space and piece.startswith(b" ") else piece
 
-    def is_hidden(self, id: int) -> bool:
-        """Whether `id` shows nothing in a text."""
-        return id in self.hidden
+    def control_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """The ids of those of these texts that are control tokens."""
+        return {self.texts[id]: id for id in self.hidden if self.texts[id] in texts}
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """One string per id for people to read: control tokens by name, stray bytes as in `\\xf0`."""

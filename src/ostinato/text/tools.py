@@ -124,7 +124,7 @@ class ToolFormat:
         source = "" if template is None else template.tool_source or template.source
         name = _format_of(source)
         markers = _MARKERS[name]
-        special = {tokenizer.texts[id]: id for id in tokenizer.hidden if tokenizer.texts[id] in markers}
+        special = tokenizer.control_ids(markers)
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
         return ToolFormat(name, markers, special, not no_system)
 
