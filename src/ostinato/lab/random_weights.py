@@ -29,10 +29,10 @@ from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.quants import BLOCKS
-from ostinato.models.blocks import ModelBlocks, leaves_of, with_leaves
+from ostinato.models.blocks import leaves_of, with_leaves
 from ostinato.models.family import Family
 from ostinato.models.named_shapes import named_shape
-from ostinato.models.registry import FAMILIES
+from ostinato.models.registry import family_named
 from ostinato.models.shape import Shape
 from ostinato.models.tensors import Constant, ExpertMatrices, Matrices, Reference, Sizes, StackedTensors
 from ostinato.options import Activations
@@ -253,7 +253,7 @@ def random_tensors(shape: Shape, dtype: torch.dtype, mix: str | None = None) -> 
     """The tensors of such a model as a file's header would list them."""
     kind = RandomSpec(shape, dtype, mix)
     found: dict[str, TensorInfo] = {}
-    for reference in leaves_of(_blocks_of(_family_of(shape), shape)):
+    for reference in leaves_of(family_named(shape.family).blocks(shape, AnyName())):
         for name, sizes in reference.wanted:
             numbers = isinstance(reference, StackedTensors) and not isinstance(reference, Matrices)
             type = kind.number_type(reference) if numbers else kind.type_of(name, sizes[-1])
@@ -276,19 +276,11 @@ def random_model(
     The same seed gives the same weights on the same kind of device.
     """
     shape = named_shape(name)
-    return random_model_of(_family_of(shape), RandomSpec(shape, dtype, mix, tiles), device, seed)
+    return random_model_of(family_named(shape.family), RandomSpec(shape, dtype, mix, tiles), device, seed)
 
 
 def random_model_of(family: Family, kind: RandomSpec, device: torch.device, seed: int = 0) -> Model:
     """The same of any shape."""
     loader = RandomLoader(kind, device, seed)
-    blocks = with_leaves(_blocks_of(family, kind.shape), cache(loader.leaf))
+    blocks = with_leaves(family.blocks(kind.shape, AnyName()), cache(loader.leaf))
     return Model.of(blocks, dtype=kind.rest, device=device, context=kind.shape.context)
-
-
-def _family_of(shape: Shape) -> Family:
-    return next(family for family in FAMILIES if family.name == shape.family)
-
-
-def _blocks_of(family: Family, shape: Shape) -> ModelBlocks:
-    return family.blocks(shape, AnyName())

@@ -44,6 +44,11 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return known[name]
 
 
+def family_named(name: str) -> Family:
+    """The family that a shape names."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
 def read_shape(checkpoint: Checkpoint) -> Shape:
     """What the model is, from its metadata alone."""
     family = family_of(checkpoint)
