@@ -43,6 +43,16 @@ def ids(n: int, salt: int) -> list[int]:
     return [(7919 * (i + 1) * (salt + 1) + salt) % 40_000 + 1_000 for i in range(n)]
 
 
+def read_passes(model: Any, threads: int, passes: int) -> float:
+    """How many times a second all weights of a model can be read."""
+    from ostinato.lab.read_bandwidth import read_seconds
+    from ostinato.loop.memory import memory_in
+    from ostinato.loop.plan import Buffer, without_repeats
+
+    weights = without_repeats([Buffer.of(name, memory) for name, memory in memory_in(model, "")])
+    return passes / read_seconds(weights, threads, passes)
+
+
 # Engines: each is one process that prints its figures
 
 
@@ -50,7 +60,6 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
     """Our native loop through the engine, by the engine's own clock; and the plain read loop beside it."""
     from ostinato.cli.bare import opened_bare
     from ostinato.lab.bench import Bench, Task
-    from ostinato.lab.read_bandwidth import read_passes
     from ostinato.options import LoadOptions
 
     options = LoadOptions(device="cpu", mode="loop", threads=threads, activations=activations)

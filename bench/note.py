@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 
+from ostinato.backends.machine import cpu_name as cpu_name
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -29,14 +31,6 @@ def ratio(ours: Series, theirs: Series) -> tuple[float, float, float]:
     """Median, least and largest of ours / theirs, round by round: both sides of a ratio saw the same minute."""
     pairs = [a / b for a, b in zip(ours.runs, theirs.runs, strict=True)]
     return statistics.median(pairs), min(pairs), max(pairs)
-
-
-def cpu_name() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
 
 
 def commit() -> str:

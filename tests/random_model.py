@@ -17,7 +17,6 @@ from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.table import TWINS
 from ostinato.models.bert import BERT
 from ostinato.models.blocks import with_leaves
-from ostinato.models.builder import Builder
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.family import Family
 from ostinato.models.llama import LLAMA
@@ -66,7 +65,7 @@ class RandomWeights:
     def model(self, family: Family, shape: Shape, context: int) -> Model:
         """A model of that family and shape."""
         with torch.inference_mode(False):
-            blocks = with_leaves(family.build(Builder(shape, self), family.layer), cache(self.leaf))
+            blocks = with_leaves(family.blocks(shape, self), cache(self.leaf))
             return Model.of(blocks, dtype=self.dtype, device=CPU, context=context, ops=TWINS)
 
 

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato import LLM, Batch, Sampling
+from ostinato import LLM, Batch, LoadOptions, Sampling
 from ostinato.engine.engine import Engine
 from ostinato.errors import BadFile, BadInput, BadOption, HardwareCannot, QueueFull, Unsupported
 from tests.models import tiny
@@ -146,6 +146,13 @@ def test_an_unknown_option_is_refused_with_the_nearest_name(tiny_gguf: Path, wor
     with pytest.raises(BadInput) as refused:
         LLM(tiny_gguf, **options)
     assert hint in str(refused.value)
+
+
+def test_options_are_given_as_a_record_or_by_name_but_not_both(tiny_gguf: Path) -> None:
+    with LLM(tiny_gguf, load=LoadOptions(mode="eager", context=48, slots=1)) as llm:
+        assert (llm.mode, llm.context) == ("eager", 48)
+    with pytest.raises(BadOption, match="load and context are both given"):
+        LLM(tiny_gguf, load=LoadOptions(), context=48)
 
 
 def test_the_digest_is_of_the_model_the_options_that_matter_and_the_tokens(tiny_llm: LLM, tiny_files: Path) -> None:

@@ -1,8 +1,9 @@
 """Options are checked when they are made, each with its name, its value and what it must be."""
 
 import copy
+import inspect
 import pickle
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
 def test_a_number_of_the_table_has_a_flag_a_field_of_a_body_and_one_of_a_slot(number: SamplingNumber) -> None:
     assert getattr(NEUTRAL, number.name) == number.neutral
     for verb in (run, chat):
-        flag = get_type_hints(verb, include_extras=True)[number.name].__metadata__[0]
+        flag = inspect.signature(verb).parameters[number.name].annotation.__metadata__[0]
         assert flag.help == number.help
     bounds, _ = GenerationBody.model_json_schema()["properties"][number.name]["anyOf"]
     assert (bounds["minimum"], bounds["maximum"]) == (number.low, min(number.high, 2**31 - 1))

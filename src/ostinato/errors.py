@@ -28,7 +28,7 @@ A message says what was wrong, where, and what to do, with the values in the sen
 anything of the project, so every package may raise these.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import ClassVar
 
@@ -171,6 +171,15 @@ class HardwareCannot(OstinatoError):
 
     exit_code = 4
     http_status = 503
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Some names for an error message, and how many more there are.
+
+    >>> first_few(["a", "b", "c", "d", "e", "f", "g"])
+    'a, b, c, d, e and 2 more'
+    """
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def listing(name: str, known: Iterable[str]) -> str:

@@ -67,21 +67,25 @@ class LLM:
     ...     print(llm.generate("Once upon a time", Sampling(max_tokens=64)).text)
 
     `model` is a path (a GGUF file or a safetensors folder) or a name that the store knows. Options are those of
-    `LoadOptions`; an unknown one is refused. `progress` is called with (bytes read, total bytes) while
-    weights load, `talk` with a sentence for each default that had to be changed. Any number of threads may call, and
-    any number of streams may be open: `slots` requests are decoded at once, the others wait in the queue.
+    `LoadOptions`, one by one or as the record `load`; an unknown one is refused. `progress` is called with (bytes
+    read, total bytes) while weights load, `talk` with a sentence for each default that had to be changed. Any number
+    of threads may call, and any number of streams may be open: `slots` requests are decoded at once, the others wait
+    in the queue.
     """
 
     def __init__(
         self,
         model: str | Path = store.DEFAULT,
         *,
+        load: LoadOptions | None = None,
         progress: Callable[[int, int], None] | None = None,
         talk: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
         say = talk or (lambda _: None)
-        wanted = from_words(LoadOptions, options)
+        if load is not None and options:
+            raise BadOption(f"load and {next(iter(options))} are both given; give all options in one of the two ways")
+        wanted = load or from_words(LoadOptions, options)
         self.name = str(model)
         self.path = store.resolve(self.name, talk=say)
         started = time.perf_counter()

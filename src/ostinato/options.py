@@ -65,8 +65,15 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_count(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: object, least: int = 0, most: int | None = None) -> bool:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return False
+    return value >= least and (most is None or value <= most)
+
+
+def _check_count(option: str, value: object, least: int, most: int | None = None, note: str = "") -> None:
+    upto = "" if most is None else f" to {most}"
+    _check(_is_count(value, least, most), option, value, f"a whole number from {least}{upto}{note}")
 
 
 def _known_words(kind: type, words: Iterable[str]) -> None:
@@ -141,18 +148,12 @@ class LoadOptions:
             raise Unsupported(f"kv_type is {self.kv_type!r}; FP8 caches are not supported: {_or(get_args(KVType))} are")
         if self.kv_type is not None:
             _check_word("kv_type", self.kv_type, get_args(KVType))
-        _check(
-            self.context is None or _is_count(self.context, 1),
-            "context",
-            self.context,
-            "a whole number from 1",
-        )
-        cores = os.cpu_count() or 1
-        enough = self.threads is None or (_is_count(self.threads, 1) and self.threads <= cores)
-        _check(enough, "threads", self.threads, f"a whole number from 1 to {cores}, the cores of this machine")
-        enough = _is_count(self.slots, 1) and self.slots <= MAX_SLOTS
-        _check(enough, "slots", self.slots, f"a whole number from 1 to {MAX_SLOTS}")
-        _check(_is_count(self.queue, 0), "queue", self.queue, "a whole number from 0")
+        if self.context is not None:
+            _check_count("context", self.context, 1)
+        if self.threads is not None:
+            _check_count("threads", self.threads, 1, os.cpu_count() or 1, ", the cores of this machine")
+        _check_count("slots", self.slots, 1, MAX_SLOTS)
+        _check_count("queue", self.queue, 0)
         _check_word("activations", self.activations, get_args(Activations))
         _check_word("prompts", self.prompts, get_args(Prompts))
 
@@ -297,32 +298,19 @@ class Sampling:
             )
 
     def _check_limits(self) -> None:
-        most = self.max_tokens
-        _check(most is None or _is_count(most, 1), "max_tokens", most, "a whole number from 1")
-        _check(_is_count(self.min_tokens, 0), "min_tokens", self.min_tokens, "a whole number from 0")
-        _check(
-            most is None or self.min_tokens <= most,
-            "min_tokens",
-            self.min_tokens,
-            f"at most max_tokens ({most})",
-        )
+        most, seed = self.max_tokens, self.seed
+        if most is not None:
+            _check_count("max_tokens", most, 1)
+        _check_count("min_tokens", self.min_tokens, 0)
+        fits = most is None or self.min_tokens <= most
+        _check(fits, "min_tokens", self.min_tokens, f"at most max_tokens ({most})")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
-        _check(all(_is_count(i, 0) for i in self.stop_ids), "stop_ids", self.stop_ids, "token ids")
+        _check(all(_is_count(i) for i in self.stop_ids), "stop_ids", self.stop_ids, "token ids")
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        seed, n = self.seed, self.logprobs
-        _check(
-            seed is None or (_is_count(seed, 0) and seed <= MAX_SEED),
-            "seed",
-            seed,
-            "a whole number from 0 to 2^63-1",
-        )
-        _check(
-            n is None or (_is_count(n, 0) and n <= MAX_LOGPROBS),
-            "logprobs",
-            n,
-            f"a whole number from 0 to {MAX_LOGPROBS}",
-        )
+        _check(seed is None or _is_count(seed, 0, MAX_SEED), "seed", seed, "a whole number from 0 to 2^63-1")
+        if self.logprobs is not None:
+            _check_count("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
     def _check_numbers(self) -> None:
         for number in SAMPLING_NUMBERS:

@@ -99,7 +99,7 @@ def test_one_start_alone_is_one_line_of_json(ostinato: RunCli) -> None:
 def test_the_tape_of_a_machine_without_a_gpu_is_refused_before_a_model_is_made(ostinato: RunCli) -> None:
     ran = ostinato("lab", "tape", "--device", "cpu", "--shape", "llama-8b")
     assert ran.code == 4
-    assert "the persistent kernel is CUDA's" in ran.err
+    assert "the persistent kernel needs CUDA" in ran.err
 
 
 def test_the_tapes_marks_become_a_table_a_picture_and_one_line_of_json(

@@ -105,7 +105,7 @@ def test_a_loop_that_does_not_end_is_left_and_everything_else_is_closed(
     monkeypatch.setattr(DecodeMode.exit, "__defaults__", (0.2,))
     monkeypatch.setattr("ostinato.loop.cpu_device.CLOSE_S", 0.2)
     llm = LLM(tiny_gguf, device="cpu", context=128)
-    engine, part = llm._engine, llm._checkpoint._parts[0]  # type: ignore[attr-defined]  # of a GGUF file
+    engine, part = llm._engine, llm._checkpoint._files[0]
     engine.runner.start._native.run_loop = lambda: stuck.wait(DEADLINE_S) and None  # type: ignore[attr-defined]
     request = engine.submit(prompt(1, 5), SHORT)
     until(lambda: engine.runner.decode_mode.running, "the loop is stuck")

@@ -10,7 +10,8 @@ import pytest
 from ostinato.errors import BadInput, BadOption, HardwareCannot, InternalError
 from ostinato.lab.cpu import NATIVE, OP_BY_OP, RECORDED, CpuMachine
 from ostinato.lab.experiment import FORMAT, ExperimentRow, compared, measured, read_result, result, swept
-from ostinato.lab.work import BODIES, BodyName, Data, Timing, Workload, checked
+from ostinato.lab.model import BODIES, BodyName, Workload
+from ostinato.lab.work import Data, Timing, checked, factors_of
 
 WORK = Workload(n=37, steps=20, kernels=3)
 
@@ -32,7 +33,7 @@ def test_every_start_gives_what_the_float64_twin_gives(machine: CpuMachine, body
 
 
 def test_the_twin_is_the_closed_form_for_axpy_and_a_loop_for_the_tail() -> None:
-    data, factors = Data.fresh(5, 2), WORK.factors(varied=True)
+    data, factors = Data.fresh(5, 2), factors_of(WORK, varied=True)
     axpy = data.expected(WORK, factors, 2)
     for request in range(2):
         sum_of = 3 * factors[request::2].astype(np.float64).sum()

@@ -28,7 +28,6 @@ from ostinato.files.quants import QuantBlock
 from ostinato.lab.random_weights import AnyName
 from ostinato.models import registry
 from ostinato.models.blocks import leaves_of
-from ostinato.models.builder import Builder
 from ostinato.models.registry import read_shape
 from ostinato.models.tensors import Matrices, TensorTable
 from ostinato.options import Activations
@@ -73,7 +72,7 @@ def toy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_toy(path, {})  # a first one, to read the shape from
     monkeypatch.setattr(registry, "BY_GGUF", MappingProxyType({**registry.BY_GGUF, family.gguf: family}))
     shape = read_shape(open_checkpoint(path))
-    wanted = [one for leaf in leaves_of(family.build(Builder(shape, AnyName()), family.layer)) for one in leaf.wanted]
+    wanted = [one for leaf in leaves_of(family.blocks(shape, AnyName())) for one in leaf.wanted]
     chance = np.random.default_rng(3)
     write_toy(path, {name: chance.normal(0, 0.2, size).astype(np.float32) for name, size in wanted})
     return path
@@ -124,9 +123,8 @@ def test_a_file_that_lacks_a_norm_of_the_toy_family_is_refused(toy_file: Path) -
 def toy_type(monkeypatch: pytest.MonkeyPatch) -> None:
     """The toy type, which is in the tables: at its number, with its block and its function."""
     before = quants.BLOCKS
-    blocks = MappingProxyType({**before, "TOY": QuantBlock(16, 18)})
+    blocks = MappingProxyType({**before, "TOY": QuantBlock(16, 18, example("add-a-weight-type.md")["toy"])})
     monkeypatch.setattr(gguf_header, "_TENSOR_TYPES", (*gguf_header._TENSOR_TYPES, "TOY"))
-    monkeypatch.setattr(quants, "_DEQUANTISE", {**quants._DEQUANTISE, "TOY": example("add-a-weight-type.md")["toy"]})
     for module in [module for module in sys.modules.values() if getattr(module, "BLOCKS", None) is before]:
         monkeypatch.setattr(module, "BLOCKS", blocks)
 

@@ -125,7 +125,7 @@ def test_a_share_of_the_cores_is_the_largest_that_fits(cores: list[float], wante
     ],
 )
 def test_an_error_of_another_process_is_told_as_it_would_be_here(text: str, kind: type, words: str) -> None:
-    found = cluster.told_elsewhere(text)
+    found = cluster.error_elsewhere(text)
     assert type(found) is kind
     assert words in str(found)
 

@@ -189,10 +189,10 @@ def test_a_signal_while_the_model_loads_ends_it_at_once(tiny: Path, tmp_path: Pa
     slow = (
         "import time\n"
         "from ostinato.serve import worker\n"
-        "def load(options, talk):\n"
+        "def slow(model, load, talk):\n"
         "    talk('loading for ever')\n"
         "    time.sleep(600)\n"
-        "worker.load_model = load\n"
+        "worker.LLM = slow\n"
         "worker.main()\n"
     )
     code = (

@@ -10,8 +10,9 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Library
 
 from ostinato.errors import BadFile, Unsupported
+from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.stream import TextStream
-from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
+from ostinato.text.tokenizer import Tokenizer
 from tests.text.vocabularies import byte_level, sentencepiece
 
 AWKWARD = ["", " ", "hello the  ab\n\n123", "é 👍🏽 日本", "a<|im_end|>b <tool> x", "  two", "\ufffd\u0301"]

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from ostinato.options import Sampling
 from ostinato.text.answer import AnswerReader
 from ostinato.text.call_parser import JsonCalls
+from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.template import ChatTemplate
-from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
+from ostinato.text.tokenizer import Tokenizer
 from tests.models import tiny_text
 from tests.text.test_grammar import allowed
 

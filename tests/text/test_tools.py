@@ -18,10 +18,11 @@ import pytest
 from ostinato.errors import BadInput
 from ostinato.options import Sampling
 from ostinato.text.answer import AnswerReader
+from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.grammar import Grammars
 from ostinato.text.stream import TextStream
 from ostinato.text.template import ChatTemplate
-from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder
+from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.tools import Tool, ToolFormat, read_choice, read_tools
 from tests.models import tiny_text
 from tests.text.templates import CHATML, TURNS

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -105,3 +106,17 @@ def free_host_bytes() -> int:
         return free if limit == "max" else min(free, max(0, int(limit) - used))
     except (OSError, ValueError, AttributeError, StopIteration):
         return free  # this system does not tell, or not all of it
+
+
+def cpu_line(name: str) -> str:
+    """What the system says of the first CPU; empty where it says nothing."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
+
+
+def cpu_name() -> str:
+    """The name of this machine's processor."""
+    return cpu_line("model name") or platform.processor() or platform.machine()

@@ -52,9 +52,6 @@ def opened_bare(name: str, options: LoadOptions) -> Iterator[Bare]:
     from ostinato.files.checkpoint import open_checkpoint
     from ostinato.models.registry import read_shape
 
-    checkpoint = open_checkpoint(resolve(name, talk=talk))
-    try:
+    with open_checkpoint(resolve(name, talk=talk)) as checkpoint:
         shape = read_shape(checkpoint)
         yield Bare(checkpoint, shape, choose(checkpoint, shape, options, talk))
-    finally:
-        checkpoint.close()

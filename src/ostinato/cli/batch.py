@@ -9,52 +9,36 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Final, Self
 
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_json
 from ostinato.cli.serve import check_installed
 from ostinato.files.store import DEFAULT
-from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-    from ostinato.llm import LLM
     from ostinato.scale.batch import Tally
 
 _LINE_EVERY_S: Final = 10.0
 _SCALE: Final = "Beyond this process"
 
 
+@flags.verb
 def batch(
+    *,
     requests: Annotated[Path, typer.Argument(metavar="IN.jsonl", help="Requests, one a line.")],
     results: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Results; an unfinished file is continued.")],
     model: flags.Model = DEFAULT,
-    alias: Annotated[
-        str | None, typer.Option("--alias", metavar="NAME", help="What the requests call the model.")
-    ] = None,
-    replicas: Annotated[
-        int | None,
-        typer.Option("--replicas", metavar="N", min=1, help="Engines, through Ray Data.", rich_help_panel=_SCALE),
-    ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="A cluster to join.", rich_help_panel=_SCALE),
-    ] = None,
-    slots: flags.Slots = DEFAULT_SLOTS,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    prompts: flags.Prompts = "auto",
+    alias: Annotated[str | None, Flag("What the requests call the model.", "NAME")] = None,
+    replicas: Annotated[int | None, Flag("Engines, through Ray Data.", "N", panel=_SCALE, min=1)] = None,
+    ray_address: Annotated[str | None, Flag("A cluster to join.", "ADDRESS", panel=_SCALE)] = None,
+    load: flags.ToBatch,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
@@ -67,7 +51,6 @@ def batch(
     from ostinato.serve.service import name_of
     from ostinato.serve.settings import ServeOptions
 
-    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, DEFAULT_QUEUE, prompts=prompts)
     options = ServeOptions(model, load=load, alias=alias)
     asked = Requests(requests)
     with Results(results, asked, alias or name_of(model)) as written, Bar() as bar:
@@ -83,16 +66,12 @@ def batch(
         else:
             import asyncio
 
+            from ostinato.llm import LLM
+
             tally = asyncio.run(
-                run_here(options, lambda: _loaded(options.model, load), asked, written, on_progress=bar)
+                run_here(options, lambda: LLM(model, load=load, talk=talk), asked, written, on_progress=bar)
             )
     _sum_up(tally, bar.seconds, results, as_json=as_json)
-
-
-def _loaded(model: str, load: LoadOptions) -> LLM:
-    from ostinato.llm import LLM
-
-    return LLM(model, talk=talk, **asdict(load))
 
 
 def _sum_up(tally: Tally, seconds: float, results: Path, *, as_json: bool) -> None:
@@ -122,9 +101,7 @@ class Bar:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 

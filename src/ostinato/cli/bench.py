@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,9 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bare import Bare, opened_bare
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
+from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT
@@ -63,57 +64,34 @@ class BenchModel:
 
 
 @bench.command("decode")
+@flags.verb
 def decode(
+    *,
     model: Annotated[
-        str | None,
-        typer.Option(
-            "--model", metavar="PATH|NAME", help="A model's file or name.", autocompletion=flags.complete_model
-        ),
+        str | None, Flag("A model's file or name.", "PATH|NAME", autocompletion=flags.complete_model)
     ] = None,
     shape: Annotated[
-        str | None,
-        typer.Option(
-            "--shape", metavar="NAME", help="No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny."
-        ),
+        str | None, Flag("No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny.", "NAME")
     ] = None,
     type: Annotated[
-        str | None,
-        typer.Option(
-            "--type",
-            metavar="f32|f16|bf16|q8_0|q4_k_m|...",
-            help="Random weights as this; by default what --dtype would be.",
-        ),
+        str | None, Flag("Random weights as this; by default what --dtype would be.", "f32|f16|bf16|q8_0|q4_k_m|...")
     ] = None,
-    mode: Annotated[str, typer.Option("--mode", metavar="LIST", help=f"{','.join(MODES)}; or all.")] = ALL,
-    batch: Annotated[str, typer.Option("--batch", metavar="LIST", help="Sequences at once.")] = "1",
-    n_gen: Annotated[
-        str, typer.Option("--n-gen", metavar="LIST", help="Tokens to generate (tg); 0 leaves it out.")
-    ] = "128",
-    n_prompt: Annotated[
-        str, typer.Option("--n-prompt", metavar="LIST", help="Tokens of a prompt (pp); 0 leaves it out.")
-    ] = "512",
-    depth: Annotated[str, typer.Option("--depth", metavar="LIST", help="Positions in memory before that.")] = "0",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Runs of each, after one to warm up.")] = 5,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Also the time of each kind of node; on a CPU, eager's alone.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw a bar chart (needs the extra `lab`).")
-    ] = None,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    threads: flags.Threads = None,
-    activations: flags.Activations = "wide",
+    mode: Annotated[str, Flag(f"{','.join(MODES)}; or all.", "LIST")] = ALL,
+    batch: Annotated[str, Flag("Sequences at once.", "LIST")] = "1",
+    n_gen: Annotated[str, Flag("Tokens to generate (tg); 0 leaves it out.", "LIST")] = "128",
+    n_prompt: Annotated[str, Flag("Tokens of a prompt (pp); 0 leaves it out.", "LIST")] = "512",
+    depth: Annotated[str, Flag("Positions in memory before that.", "LIST")] = "0",
+    repeats: Annotated[int, Flag("Runs of each, after one to warm up.", min=1)] = 5,
+    profile: Annotated[bool, Flag("Also the time of each kind of node; on a CPU, eager's alone.")] = False,
+    plot: Annotated[Path | None, Flag("Draw a bar chart (needs the extra `lab`).", "FILE.png")] = None,
+    load: flags.ToMeasure,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Tokens per second of decoding, mode by mode, beside the limit of this machine's memory.
 
     Lists cross: `--mode eager,graph,loop --batch 1,4,16 --depth 0,500`. In the terms of llama-bench: pp is a prompt,
     tg is generation, d is depth. Ends with one line of JSON.
     """
-    options = LoadOptions(device=device, dtype=dtype, kv_type=kv_type, threads=threads, activations=activations)
     if model is not None and shape is not None:
         raise BadInput(f"--model {model} and --shape {shape} are two models; give one of them")
     if type is not None and shape is None:
@@ -129,7 +107,7 @@ def decode(
         raise BadOption("--n-prompt 0 and --n-gen 0 leave nothing to measure; give one of them")
     if plot is not None:
         figure_kind(plot)  # before anything is measured
-    with _source(model, shape, type, options) as source:
+    with _source(model, shape, type, load) as source:
         _measure(source, modes, lists, repeats, profile=profile, plot=plot, as_json=as_json)
 
 
@@ -295,7 +273,6 @@ def _measure(
             _show_profile(one, bandwidth)
     if plot is not None:
         draw(figures, _head(facts), plot)
-        talk(f"drawn: {plot}")
     write_json({**facts, "figures": list(map(_record, figures)), "profiles": [asdict(one) for one in profiles]})
 
 
@@ -333,8 +310,7 @@ def _profiled(modes: list[str], source: BenchModel) -> list[str]:
 
 
 def _facts(source: BenchModel, bandwidth: float, repeats: int) -> dict[str, Any]:
-    from ostinato.backends.machine import package_version
-    from ostinato.cli.doctor import cpu_name
+    from ostinato.backends.machine import cpu_name, package_version
 
     device = source.settled.device
     return {
@@ -428,16 +404,6 @@ def _show_profile(profile: Profile, bandwidth: float) -> None:
 # The picture
 
 
-def figure_kind(plot: Path) -> Any:
-    """matplotlib's `Figure`; refused if it is not installed, or if the picture could not be written."""
-    if not plot.parent.is_dir():
-        raise BadInput(f"--plot {plot}: there is no folder {plot.parent}")
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise BadInput(f"--plot needs matplotlib ({error}); install it with pip install 'ostinato[lab]'") from error
-
-
 def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
     """The bar chart: for every batch and depth a group of bars, one per mode, and the limit as a line above them."""
     shown = [figure for figure in figures if figure.task.kind == "tg"] or list(figures)
@@ -459,7 +425,4 @@ def draw(figures: Sequence[Figure], title: str, plot: Path) -> None:
     axes.set_ylabel("tokens per second")
     axes.set_title(title, fontsize=8)
     picture.legend(loc="outside lower center", ncols=len(modes) + 1)
-    try:
-        picture.savefig(plot)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--plot {plot}: cannot be drawn: {error}") from error
+    save(picture, plot)

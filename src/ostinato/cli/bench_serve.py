@@ -17,46 +17,33 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ostinato.cli import flags
-from ostinato.cli.bench import figure_kind
-from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.cli.flags import Flag
+from ostinato.cli.output import write_columns, write_json, write_line
+from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption
 
 if TYPE_CHECKING:
     from ostinato.serve.load import Lengths, Load, LoadReport, Outcome, Spread
 
 
+@flags.verb
 def serve_load(
     url: Annotated[str, typer.Argument(metavar="URL", help="The server.")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option("--model", metavar="NAME", help="What to call the model.")] = None,
-    endpoint: Annotated[
-        Literal["chat", "completions"], typer.Option("--endpoint", help="Which of the two to ask.")
-    ] = "chat",
-    requests: Annotated[int, typer.Option("--requests", metavar="N", min=1, help="Requests in all.")] = 64,
-    concurrency: Annotated[
-        int | None, typer.Option("--concurrency", metavar="N", min=1, help="Clients at once; 8 unless --rate.")
-    ] = None,
-    rate: Annotated[
-        float | None, typer.Option("--rate", metavar="X", help="Arrivals per second, at random times.")
-    ] = None,
-    prompt_words: Annotated[
-        str, typer.Option("--prompt-words", metavar="N[-N]", help="Words of a prompt, about a token each.")
-    ] = "64",
-    max_tokens: Annotated[str, typer.Option("--max-tokens", metavar="N[-N]", help="Tokens of an answer.")] = "64",
-    stream: Annotated[bool, typer.Option("--stream/--no-stream", help="Token by token, or at the end.")] = True,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos/--keep-eos", help="Generate all tokens of every answer.")
-    ] = True,
-    api_key: Annotated[
-        str | None, typer.Option("--api-key", metavar="KEY", help="The server's key.", envvar="OSTINATO_API_KEY")
-    ] = None,
-    warmup: Annotated[int, typer.Option("--warmup", metavar="N", min=0, help="Requests before the count.")] = 2,
-    timeout: Annotated[float, typer.Option("--timeout", metavar="S", help="Longest wait for one answer.")] = 300.0,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="The same seed, the same requests.")] = 0,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.png", help="Draw it (needs the extra `lab`).")
-    ] = None,
+    model: Annotated[str | None, Flag("What to call the model.", "NAME")] = None,
+    endpoint: Annotated[Literal["chat", "completions"], Flag("Which of the two to ask.")] = "chat",
+    requests: Annotated[int, Flag("Requests in all.", "N", min=1)] = 64,
+    concurrency: Annotated[int | None, Flag("Clients at once; 8 unless --rate.", "N", min=1)] = None,
+    rate: Annotated[float | None, Flag("Arrivals per second, at random times.", "X")] = None,
+    prompt_words: Annotated[str, Flag("Words of a prompt, about a token each.", "N[-N]")] = "64",
+    max_tokens: Annotated[str, Flag("Tokens of an answer.", "N[-N]")] = "64",
+    stream: Annotated[bool, Flag("Token by token, or at the end.", name="--stream/--no-stream")] = True,
+    ignore_eos: Annotated[bool, Flag("Generate all tokens of every answer.", name="--ignore-eos/--keep-eos")] = True,
+    api_key: Annotated[str | None, Flag("The server's key.", "KEY", envvar="OSTINATO_API_KEY")] = None,
+    warmup: Annotated[int, Flag("Requests before the count.", "N", min=0)] = 2,
+    timeout: Annotated[float, Flag("Longest wait for one answer.", "S")] = 300.0,
+    seed: Annotated[int, Flag("The same seed, the same requests.", "N")] = 0,
+    plot: Annotated[Path | None, Flag("Draw it (needs the extra `lab`).", "FILE.png")] = None,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Time to the first token, gaps between tokens and throughput of a server under load.
 
@@ -101,7 +88,6 @@ def serve_load(
     write_json(record(load, found))
     if plot is not None:  # last: the figures are printed even if the picture fails
         draw(outcomes, head(load), plot)
-        talk(f"drawn: {plot}")
 
 
 def lengths(option: str, text: str) -> Lengths:
@@ -187,7 +173,4 @@ def draw(outcomes: Sequence[Outcome], title: str, plot: Path) -> None:
         axes.set_ylim(0, 101)
         axes.grid(alpha=0.3)
     picture.suptitle(title, fontsize=9)
-    try:
-        picture.savefig(plot)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--plot {plot}: {error}") from error
+    save(picture, plot)

@@ -12,15 +12,14 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Self
 
-import typer
-
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.input import check_text, decode_text, is_typed
 from ostinato.cli.loading import opened
 from ostinato.cli.output import detail, talk, write
 from ostinato.errors import BadInput, BadTemplate, PromptTooLong, listing
 from ostinato.files.store import DEFAULT
-from ostinato.options import DEFAULT_SLOTS, LoadOptions, Sampling
+from ostinato.options import Sampling
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Piece
@@ -182,42 +181,19 @@ def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
         yield decode_text(line, f"line {number} of standard input")
 
 
+@flags.verb
 def chat(
-    call: typer.Context,
+    *,
     model: flags.Model = DEFAULT,
-    system: Annotated[str | None, typer.Option("--system", metavar="TEXT", help="A system message.")] = None,
-    max_tokens: flags.MaxTokens = None,
-    temperature: flags.Temperature = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = 0.0,
-    frequency_penalty: flags.FrequencyPenalty = 0.0,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
-    ignore_eos: flags.IgnoreEos = False,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    slots: flags.Slots = DEFAULT_SLOTS,
-    activations: flags.Activations = "wide",
-    prompts: flags.Prompts = "auto",
-    verbose: flags.Verbose = False,
+    system: Annotated[str | None, Flag("A system message.", "TEXT")] = None,
+    sampling: flags.Choosing,
+    load: flags.ToGenerate,
 ) -> None:
     """Talk with a model in the terminal.
 
     /reset, /system TEXT, /help and /quit are commands; Ctrl-C stops an answer; Ctrl-D leaves.
     """
-    options = LoadOptions(
-        device, mode, dtype, kv_type, context, threads, slots, activations=activations, prompts=prompts
-    )
-    sampling = flags.sampling(call.params)
-    with opened(model, options) as llm:
+    with opened(model, load) as llm:
         if llm.template is None:
             raise BadInput(f"{llm.name} has no chat template, so it cannot chat; use `ostinato run --raw`")
         if is_typed():

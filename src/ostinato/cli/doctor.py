@@ -18,6 +18,8 @@ from ostinato.backends.machine import (
     GPU_PACKAGES,
     Chip,
     Machine,
+    cpu_line,
+    cpu_name,
     driver_cuda,
     free_host_bytes,
     missing_packages,
@@ -26,7 +28,7 @@ from ostinato.backends.machine import (
 from ostinato.backends.native.library import native_status
 from ostinato.cli import flags
 from ostinato.cli.output import write_columns, write_json
-from ostinato.engine.cores import default_threads
+from ostinato.engine.cores import allowed_processors, default_threads
 from ostinato.engine.machine import why_no_cuda
 from ostinato.errors import OstinatoError
 from ostinato.files import store
@@ -39,7 +41,8 @@ _CPU_FLAGS: Final = (
 _PACKAGES: Final = ("torch", "numpy", "tokenizers", "safetensors", "huggingface_hub", *GPU_PACKAGES)
 
 
-def doctor(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
+@flags.verb
+def doctor(as_json: flags.Json = False) -> None:
     """Say what this machine can run, and why not the rest."""
     report = examine()
     if as_json:
@@ -56,9 +59,9 @@ def examine() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: package_version(name) for name in _PACKAGES},
-        "cpu": {"name": cpu_name(), "cores": _cores(), "threads": default_threads(), "flags": _cpu_flags()},
+        "cpu": _cpu(),
         "native": native,
-        "memory": {"total": _total_memory(), "free": _free_memory()},
+        "memory": _memory(),
         "cuda": cuda,
         "modes": _modes(cuda),
         "store": _store(),
@@ -138,43 +141,18 @@ def _driver() -> str | None:
         return None
 
 
-def _cpu_info(field: str) -> str | None:
-    """A field of the first processor in /proc/cpuinfo, if that file exists."""
+def _cpu() -> dict[str, Any]:
+    present = (cpu_line("flags") or cpu_line("Features")).split()
+    flags = [flag for flag in _CPU_FLAGS if flag in present]
+    return {"name": cpu_name(), "cores": len(allowed_processors()), "threads": default_threads(), "flags": flags}
+
+
+def _memory() -> dict[str, int | None]:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return None
-    values = (line.partition(":")[2].strip() for line in lines if line.partition(":")[0].strip() == field)
-    return next(values, None)
-
-
-def cpu_name() -> str:
-    """The name of this machine's processor."""
-    return _cpu_info("model name") or platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cpu_flags() -> list[str]:
-    present = set((_cpu_info("flags") or _cpu_info("Features") or "").split())
-    return [flag for flag in _CPU_FLAGS if flag in present]
-
-
-def _total_memory() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return {"total": total, "free": free_host_bytes()}
     except (AttributeError, ValueError, OSError):  # not a POSIX system
-        return None
-
-
-def _free_memory() -> int | None:
-    try:
-        return free_host_bytes()
-    except (AttributeError, ValueError, OSError):  # not a POSIX system
-        return None
+        return {"total": None, "free": None}
 
 
 def _store() -> dict[str, Any]:
@@ -198,11 +176,8 @@ def _plan() -> dict[str, Any] | None:
         from ostinato.files.checkpoint import open_checkpoint
         from ostinato.models.registry import read_shape
 
-        checkpoint = open_checkpoint(store.resolve(store.DEFAULT, talk=lambda _: None))
-        try:
+        with open_checkpoint(store.resolve(store.DEFAULT, talk=lambda _: None)) as checkpoint:
             return plan_facts(planned(checkpoint, read_shape(checkpoint)))
-        finally:
-            checkpoint.close()
     except (OstinatoError, ImportError):  # doctor reports and refuses nothing; `inspect` says what is wrong with it
         return None
 

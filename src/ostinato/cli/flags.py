@@ -1,23 +1,25 @@
 """The options that several verbs share, each written once: its name, its help, how a shell completes it.
 
-Types for typer, and the parsing of options that a shell gives as text. Values are checked by `ostinato.options`.
+A verb takes the options of a record as one parameter (`load: flags.Loading`); `verb` spreads it into an option for
+each field, and makes the record, which checks its values, of what the user gave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import fields
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from ostinato import options
 from ostinato.cli.input import read_file
 from ostinato.cli.output import set_verbose
 from ostinato.errors import BadOption
 from ostinato.files import store
-from ostinato.options import DType, KVType, Sampling
+from ostinato.options import MODES, SAMPLING_NUMBERS, KVType, LoadOptions, Sampling
 
 
 def complete_model(incomplete: str) -> list[str]:
@@ -30,152 +32,177 @@ def complete_installed(incomplete: str) -> list[str]:
     return [model.name for model in store.installed() if model.name.startswith(incomplete)]
 
 
+class Flag:
+    """An option of a verb, marked in the annotation of its parameter: its help, and the word for its value there.
+
+    It is called like the parameter unless it has a `name`. `panel`: the heading in the help; further words are typer's.
+    `type` and `read`: a field of a record is given as this type, and read from it.
+    """
+
+    def __init__(
+        self,
+        help: str,
+        metavar: str | None = None,
+        *,
+        name: str | None = None,
+        panel: str | None = None,
+        type: Any = None,
+        read: Callable[[Any], Any] | None = None,
+        **more: Any,
+    ) -> None:
+        self.name, self.type, self.read = name, type, read
+        self._words = {"help": help, "metavar": metavar, "rich_help_panel": panel, **more}
+
+    def under(self, panel: str) -> Flag:
+        """The same under a heading of the help."""
+        words = {**self._words, "panel": panel}
+        del words["rich_help_panel"]
+        return Flag(**words, name=self.name, type=self.type, read=self.read)
+
+    def parameter(self, name: str, type: Any, default: Any) -> inspect.Parameter:
+        """A parameter of that name as typer reads it."""
+        option = typer.Option(self.name or f"--{name.replace('_', '-')}", **self._words)
+        annotation = Annotated[type, option]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+class RecordFlags:
+    """Marks the parameter of a verb that is a record of `kind`: those of its fields that `flags` lists are options."""
+
+    def __init__(self, kind: type, flags: Mapping[str, Flag], **defaults: Any) -> None:
+        """`defaults`: the verb's own; else the record's."""
+        self._kind, self._flags, self._defaults = kind, flags, defaults
+
+    def parameters(self) -> Iterator[inspect.Parameter]:
+        types = get_type_hints(self._kind)
+        defaults = {field.name: field.default for field in dataclasses.fields(self._kind)}
+        for field, flag in self._flags.items():
+            default = self._defaults.get(field, None if flag.type else defaults[field])
+            yield flag.parameter(field, flag.type or types[field], default)
+
+    def record(self, words: dict[str, Any]) -> Any:
+        """The record of its options, which are taken out of all options of a verb."""
+        given = {field: words.pop(field) for field in self._flags}
+        reads = {field: flag.read or (lambda value: value) for field, flag in self._flags.items()}
+        return self._kind(**{field: reads[field](value) for field, value in given.items() if value is not None})
+
+
+def verb(function: Callable[..., None]) -> Callable[..., None]:
+    """A verb as typer takes it: flags get their names, records are spread into options, and `--verbose` is added."""
+    signature = inspect.signature(function, eval_str=True)
+    parameters: list[inspect.Parameter] = []
+    records: dict[str, RecordFlags] = {}
+    for name, parameter in signature.parameters.items():
+        type, mark = (*get_args(parameter.annotation), None, None)[:2]
+        if isinstance(mark, RecordFlags):
+            records[name] = mark
+            parameters += mark.parameters()
+        elif isinstance(mark, Flag):
+            parameters.append(mark.parameter(name, type, parameter.default))
+        else:
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+    verbose = inspect.Parameter("verbose", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Verbose)
+    parameters.append(verbose)
+
+    @functools.wraps(function)
+    def run(*, verbose: bool, **words: Any) -> None:
+        made = {name: flags.record(words) for name, flags in records.items()}
+        function(**words, **made)
+
+    run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
+    return run
+
+
 _MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
-_SAMPLING, _LOADING = "Choosing tokens", "Loading and running"
-_FOLLOWING = "What the answer must follow (one of them)"
+
+Model = Annotated[str, Flag(_MODEL_HELP, "PATH|NAME", autocompletion=complete_model)]
+Json = Annotated[bool, Flag("Print one JSON object.", name="--json")]
+TextFile = Annotated[Path | None, Flag("Take the text from a file (- is standard input).", "FILE")]
+Verbose = Annotated[  # typer's own: also of commands that are no verbs
+    bool, typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose)
+]
 
 
-def _number(name: str) -> Any:
-    """The flag of a number of `Sampling`."""
-    number = next(number for number in options.SAMPLING_NUMBERS if number.name == name)
-    metavar = "N" if number.kind == "int32" else "X"
-    flag = f"--{name.replace('_', '-')}"
-    return typer.Option(flag, metavar=metavar, help=number.help, rich_help_panel=_SAMPLING)
-
-
-Model = Annotated[str, typer.Option("--model", metavar="PATH|NAME", help=_MODEL_HELP, autocompletion=complete_model)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", help="Say more; show the traceback of an error of ours.", callback=set_verbose),
-]
-TextFile = Annotated[
-    Path | None,
-    typer.Option("--file", metavar="FILE", help="Take the text from a file (- is standard input)."),
-]
-
-MaxTokens = Annotated[
-    int | None,
-    typer.Option("--max-tokens", metavar="N", help="At most so many tokens.", rich_help_panel=_SAMPLING),
-]
-Temperature = Annotated[float | None, _number("temperature")]
-TopK = Annotated[int | None, _number("top_k")]
-TopP = Annotated[float | None, _number("top_p")]
-MinP = Annotated[float | None, _number("min_p")]
-RepetitionPenalty = Annotated[float | None, _number("repetition_penalty")]
-PresencePenalty = Annotated[float, _number("presence_penalty")]
-FrequencyPenalty = Annotated[float, _number("frequency_penalty")]
-LogitBias = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--logit-bias",
-        metavar="ID=VALUE",
-        help="Add VALUE to a token's logit; may be repeated.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", metavar="N", help="The same seed, the same text.", rich_help_panel=_SAMPLING),
-]
-Stop = Annotated[
-    list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
-]
-IgnoreEos = Annotated[
-    bool,
-    typer.Option("--ignore-eos", help="Continue after the model's end token.", rich_help_panel=_SAMPLING),
-]
-
-JsonSchema = Annotated[
-    Path | None,
-    typer.Option(
-        "--json-schema", metavar="FILE", help="JSON that follows the schema in FILE.", rich_help_panel=_FOLLOWING
-    ),
-]
-JsonMode = Annotated[bool, typer.Option("--json-mode", help="Any JSON object.", rich_help_panel=_FOLLOWING)]
-Regex = Annotated[
-    str | None,
-    typer.Option("--regex", metavar="REGEX", help="A text that matches all of it.", rich_help_panel=_FOLLOWING),
-]
-Choice = Annotated[
-    list[str] | None,
-    typer.Option("--choice", metavar="TEXT", help="One of these texts; repeat it.", rich_help_panel=_FOLLOWING),
-]
-Grammar = Annotated[
-    Path | None,
-    typer.Option("--grammar", metavar="FILE", help="The grammar in FILE, Lark or GBNF.", rich_help_panel=_FOLLOWING),
-]
-
-Device = Annotated[
-    str,
-    typer.Option("--device", metavar="auto|cpu|cuda[:N]", help="Where to run.", rich_help_panel=_LOADING),
-]
-Mode = Annotated[
-    str,
-    typer.Option(
-        "--mode",
-        metavar="|".join(("auto", *options.MODES)),
-        help="How the decode loop is paced; auto is the highest that can run.",
-        rich_help_panel=_LOADING,
-    ),
-]
-Dtype = Annotated[
-    DType,
-    typer.Option("--dtype", help="auto: float32 on the CPU, bfloat16 on CUDA.", rich_help_panel=_LOADING),
-]
-KvType = Annotated[
-    KVType | None,
-    typer.Option("--kv-type", help="How keys and values are stored.", rich_help_panel=_LOADING),
-]
-Context = Annotated[
-    int | None,
-    typer.Option("--context", metavar="N", help="Tokens of prompt and answer together.", rich_help_panel=_LOADING),
-]
-Threads = Annotated[
-    int | None,
-    typer.Option("--threads", metavar="N", help="Threads on the CPU; by default its cores.", rich_help_panel=_LOADING),
-]
-Activations = Annotated[
-    options.Activations,
-    typer.Option(
-        "--activations",
-        help="What the CPU's loop and --mode persistent multiply with: wide is exact, int8 faster on a CPU.",
-        rich_help_panel=_LOADING,
-    ),
-]
-Prompts = Annotated[
-    options.Prompts,
-    typer.Option(
-        "--prompts",
-        help="What prompts read with --mode persistent: a plain copy of the weights, or the tape, in half the memory.",
-        rich_help_panel=_LOADING,
-    ),
-]
-Slots = Annotated[int, typer.Option("--slots", metavar="N", help="Requests decoded at once.", rich_help_panel=_LOADING)]
-
-
-def sampling(words: Mapping[str, Any]) -> Sampling:
-    """The sampling options among all options of a verb (`typer.Context.params`)."""
-    names = {field.name for field in fields(Sampling)} & words.keys()
-    given = {name: words[name] for name in names}
-    for name in ("schema", "grammar"):
-        if given.get(name) is not None:
-            given[name] = read_file(given[name])
-    return Sampling(**{**given, "logit_bias": parse_logit_bias(words["logit_bias"])})
-
-
-def parse_logit_bias(texts: Iterable[str] | None) -> dict[int, float]:
+def parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:
     """`ID=VALUE` texts as a mapping; the last value of an id counts.
 
     >>> parse_logit_bias(["5=-100", "7=1.5"])
     {5: -100.0, 7: 1.5}
     """
     bias: dict[int, float] = {}
-    for text in texts or ():
+    for text in texts:
         token, equals, value = text.partition("=")
         try:
             bias[int(token)] = float(value if equals else "no number")
         except ValueError:
             raise BadOption(f"--logit-bias is {text!r}; it must be ID=VALUE, as in 42=-100") from None
     return bias
+
+
+def _under(panel: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
+    """Flags under one heading of the help."""
+    return {field: flag.under(panel) for field, flag in flags.items()}
+
+
+_TEXTS = list[str] | None
+_CHOOSING = _under(
+    "Choosing tokens",
+    {
+        "max_tokens": Flag("At most so many tokens.", "N"),
+        **{one.name: Flag(one.help, "N" if one.kind == "int32" else "X") for one in SAMPLING_NUMBERS},
+        "logit_bias": Flag(
+            "Add VALUE to a token's logit; may be repeated.", "ID=VALUE", type=_TEXTS, read=parse_logit_bias
+        ),
+        "seed": Flag("The same seed, the same text.", "N"),
+        "stop": Flag("End before this text; may be repeated.", "TEXT", type=_TEXTS),
+        "ignore_eos": Flag("Continue after the model's end token."),
+    },
+)
+_FOLLOWING = _under(
+    "What the answer must follow (one of them)",
+    {
+        "schema": Flag(
+            "JSON that follows the schema in FILE.", "FILE", name="--json-schema", type=Path | None, read=read_file
+        ),
+        "json_mode": Flag("Any JSON object."),
+        "regex": Flag("A text that matches all of it.", "REGEX"),
+        "choice": Flag("One of these texts; repeat it.", "TEXT", type=_TEXTS),
+        "grammar": Flag("The grammar in FILE, Lark or GBNF.", "FILE", type=Path | None, read=read_file),
+    },
+)
+_LOADING = _under(
+    "Loading and running",
+    {
+        "device": Flag("Where to run.", "auto|cpu|cuda[:N]"),
+        "mode": Flag("How the decode loop is paced; auto is the highest that can run.", "|".join(("auto", *MODES))),
+        "dtype": Flag("auto: float32 on the CPU, bfloat16 on CUDA."),
+        "kv_type": Flag("How keys and values are stored."),
+        "context": Flag("Tokens of prompt and answer together.", "N"),
+        "threads": Flag("Threads on the CPU; by default its cores.", "N"),
+        "slots": Flag("Requests decoded at once.", "N"),
+        "queue": Flag("Requests that may wait.", "N"),
+        "activations": Flag(
+            "What the CPU's loop and --mode persistent multiply with: wide is exact, int8 faster on a CPU."
+        ),
+        "prompts": Flag(
+            "What prompts read with --mode persistent: a plain copy of the weights, or the tape, in half the memory."
+        ),
+    },
+)
+
+
+def _loading(names: str) -> RecordFlags:
+    return RecordFlags(LoadOptions, {name: _LOADING[name] for name in names.split()})
+
+
+Choosing = Annotated[Sampling, RecordFlags(Sampling, _CHOOSING)]
+ChoosingOrFollowing = Annotated[Sampling, RecordFlags(Sampling, {**_CHOOSING, **_FOLLOWING}, max_tokens=256)]
+
+_USUAL = "device mode dtype kv_type context threads"
+ToGenerate = Annotated[LoadOptions, _loading(f"{_USUAL} slots activations prompts")]
+ToCompute = Annotated[LoadOptions, _loading(f"{_USUAL} activations")]
+ToMeasure = Annotated[LoadOptions, _loading("device dtype kv_type threads activations")]
+ToServe = Annotated[LoadOptions, _loading(f"slots queue {_USUAL} prompts")]
+ToBatch = Annotated[LoadOptions, _loading(f"slots {_USUAL} prompts")]
+Device = Annotated[str, _LOADING["device"]]
+KvType = Annotated[KVType | None, _LOADING["kv_type"]]

@@ -14,6 +14,7 @@ import typer
 
 from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_columns, write_json
 from ostinato.errors import BadFile, BadInput, OstinatoError
 from ostinato.files.fetch import megabytes
@@ -27,39 +28,37 @@ if TYPE_CHECKING:
     from ostinato.text.tokenizer import Tokenizer
 
 _DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2}
-_STATED: Final = {
-    "layers": ("block_count", "num_hidden_layers"),
-    "hidden": ("embedding_length", "hidden_size"),
-    "heads": ("attention.head_count", "num_attention_heads"),
-    "kv_heads": ("attention.head_count_kv", "num_key_value_heads"),
-    "feed_forward": ("feed_forward_length", "intermediate_size"),
-    "context": ("context_length", "max_position_embeddings"),
+# A size: the field of a shape that has it, and the keys that state it in GGUF and in config.json.
+_SIZES: Final = {
+    "family": ("family", None, None),
+    "layers": ("n_layers", "block_count", "num_hidden_layers"),
+    "hidden": ("hidden", "embedding_length", "hidden_size"),
+    "heads": ("n_heads", "attention.head_count", "num_attention_heads"),
+    "kv_heads": ("n_kv_heads", "attention.head_count_kv", "num_key_value_heads"),
+    "head_width": ("head_width", None, None),
+    "feed_forward": ("ff_width", "feed_forward_length", "intermediate_size"),
+    "context": ("context", "context_length", "max_position_embeddings"),
+    "vocabulary": ("vocab", None, None),
 }
 Found = TypeVar("Found")
 
 
+@flags.verb
 def inspect(
     file: Annotated[
         str | None,
         typer.Argument(metavar="FILE|NAME", help="A model; by default smollm2.", autocompletion=flags.complete_model),
     ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option("--model", metavar="PATH|NAME", help="The same.", autocompletion=flags.complete_model),
-    ] = None,
+    model: Annotated[str | None, Flag("The same.", "PATH|NAME", autocompletion=flags.complete_model)] = None,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights."""
     from ostinato.files.checkpoint import open_checkpoint
 
     if file is not None and model is not None:
         raise BadInput(f"a model was given twice, {file} and --model {model}; give one of them")
-    checkpoint = open_checkpoint(resolve(file or model or DEFAULT, talk=talk))
-    try:
+    with open_checkpoint(resolve(file or model or DEFAULT, talk=talk)) as checkpoint:
         facts = describe(checkpoint)
-    finally:
-        checkpoint.close()
     if as_json:
         write_json(facts)
     else:
@@ -68,6 +67,9 @@ def inspect(
 
 def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything in the headers, and under `missing` why some of it could not be read."""
+    from ostinato.backends.native.backend import why_not_blocks
+    from ostinato.models.header import tensors_of
+    from ostinato.models.registry import read_shape
     from ostinato.text.of_checkpoint import has_template, tokenizer_of
 
     missing: list[str] = []
@@ -90,25 +92,21 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
     shape = None
     if checkpoint.tensors:
-        shape = attempt(lambda: _read_shape(checkpoint))
+        shape = attempt(lambda: read_shape(checkpoint))
     else:
         missing.append("no tensors: the file holds only a vocabulary, so it can be tokenized with but not run")
-    facts["sizes"] = _sizes(shape) if shape else _stated_sizes(checkpoint)
+    of_shape = {name: getattr(shape, field) for name, (field, *_) in _SIZES.items()} if shape else None
+    facts["sizes"] = of_shape or _stated_sizes(checkpoint)
     tokenizer = attempt(lambda: tokenizer_of(checkpoint))
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
     facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
     facts["memory"] = _memory(shape, n_parameters) if shape else None
-    facts["native_loop"] = {"why_not": _why_not_native(checkpoint, shape)} if shape else None
+    # Of the model alone; `doctor` says whether this machine has a native loop.
+    facts["native_loop"] = {"why_not": why_not_blocks(shape, tensors_of(checkpoint))} if shape else None
     plan = attempt(lambda: planned(checkpoint, shape)) if shape else None
     facts["plan"] = None if plan is None else plan_facts(plan)
     facts["missing"] = missing
     return facts
-
-
-def _read_shape(checkpoint: Checkpoint) -> Shape:
-    from ostinato.models.registry import read_shape
-
-    return read_shape(checkpoint)
 
 
 def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
@@ -128,33 +126,12 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     return dict(sorted(types.items(), key=lambda item: -item[1]["bytes"]))
 
 
-def _why_not_native(checkpoint: Checkpoint, shape: Shape) -> str | None:
-    """Why the CPU's native loop cannot run such a model; `doctor` says whether this machine has one."""
-    from ostinato.backends.native.backend import why_not_blocks
-    from ostinato.models.header import tensors_of
-
-    return why_not_blocks(shape, tensors_of(checkpoint))
-
-
-def _sizes(shape: Shape) -> dict[str, Any]:
-    return {
-        "family": shape.family,
-        "layers": shape.n_layers,
-        "hidden": shape.hidden,
-        "heads": shape.n_heads,
-        "kv_heads": shape.n_kv_heads,
-        "head_width": shape.head_width,
-        "feed_forward": shape.ff_width,
-        "context": shape.context,
-        "vocabulary": shape.vocab,
-    }
-
-
 def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
     """Sizes as the file states them, for a model that we cannot run."""
     in_gguf = checkpoint.format == "gguf"
-    keys = (f"{checkpoint.architecture}.{gguf}" if in_gguf else config for gguf, config in _STATED.values())
-    stated = {name: checkpoint.metadata.get(key) for name, key in zip(_STATED, keys, strict=True)}
+    prefix = f"{checkpoint.architecture}." if in_gguf else ""
+    keys = {name: gguf if in_gguf else config for name, (_, gguf, config) in _SIZES.items()}
+    stated = {name: checkpoint.metadata.get(prefix + key) for name, key in keys.items() if key is not None}
     return {name: value for name, value in stated.items() if isinstance(value, int)}
 
 

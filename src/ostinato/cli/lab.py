@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -12,60 +13,59 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bench import numbers
+from ostinato.cli.flags import Flag, RecordFlags
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot
+from ostinato.lab.model import Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ostinato.backends.torch.model import Model
     from ostinato.lab.experiment import ExperimentRow
-    from ostinato.lab.work import LabMachine, Workload
+    from ostinato.lab.work import LabMachine
 
 lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
-N = Annotated[int, typer.Option("--n", metavar="N", help="Length of the vector.")]
-Steps = Annotated[int, typer.Option("--steps", metavar="N", help="Token steps.")]
-Kernels = Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels in each step.")]
-Blocks = Annotated[int, typer.Option("--blocks", metavar="N", help="Of a GPU's grid; 0: one per multiprocessor.")]
-Threads = Annotated[int, typer.Option("--threads", metavar="N", help="Of a GPU's block.")]
-Factor = Annotated[float, typer.Option("--a", metavar="X", help="What each step adds: h += a x.")]
-Body = Annotated[str, typer.Option("--body", metavar="NAME", help="axpy, or tail: bias, GELU and residual.")]
-Repeats = Annotated[int, typer.Option("--repeats", metavar="N", min=1, max=100, help="Measurements of each figure.")]
-Out = Annotated[
-    Path | None, typer.Option("--out", metavar="FOLDER", help="Write result.json, report.html, speedup.svg.")
-]
+_WORK: Final = {
+    "n": Flag("Length of the vector.", "N"),
+    "steps": Flag("Token steps.", "N"),
+    "kernels": Flag("Kernels in each step.", "K"),
+    "blocks": Flag("Blocks of a GPU's grid; 0: one per multiprocessor.", "N"),
+    "threads": Flag("Threads of a GPU's block.", "N"),
+    "a": Flag("Factor of the vector that each step adds: h += a x.", "X"),
+    "body": Flag("What a kernel computes: axpy, or tail (bias, GELU, residual).", "NAME", type=str),
+}
+_PROFILED: Final = {name: _WORK[name] for name in ("n", "steps", "kernels", "threads", "body")}
+Work = Annotated[Workload, RecordFlags(Workload, _WORK, body="axpy")]
+ProfiledWork = Annotated[Workload, RecordFlags(Workload, _PROFILED, steps=100, body="axpy")]
+Repeats = Annotated[int, Flag("Measurements of each figure.", "N", min=1, max=100)]
+Out = Annotated[Path | None, Flag("Write result.json, report.html, speedup.svg.", "FOLDER")]
 
 DEFAULT_SHAPE: Final = {"gpu": "llama-1b", "cpu": "smollm2-135m"}
 _HEADINGS: Final = ("start", "us a step", "tokens/s", "speed-up", "predicted", "launches", "max_abs_err")
 
 
 @lab.callback(invoke_without_command=True)
+@flags.verb
 def everything(
+    *,
     context: typer.Context,
-    n: N = 1 << 20,
-    steps: Steps = 500,
-    kernels: Kernels = 1,
-    blocks: Blocks = 0,
-    threads: Threads = 512,
-    a: Factor = 0.001,
-    body: Body = "axpy",
+    work: Work,
     repeats: Repeats = 5,
     out: Out = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """What a launch costs here, every start side by side, a sweep over a kernel's length, and the engine's own step.
+    """Measure launch costs, all starts side by side, a sweep over a kernel's length, and the engine's own step.
 
-    Ends with one line of JSON. Without a GPU the same runs on the CPU, with what takes the place of launches there.
+    Ends with one line of JSON. Without a GPU the same runs on the CPU, with its counterparts of launches.
     """
     if context.invoked_subcommand is not None:
         return
     from ostinato.lab.experiment import LENGTHS, measured, result
-    from ostinato.lab.work import Workload
 
     _check_folder(out)
-    work = Workload(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     machine = _machine(device)
     if not as_json:
         _introduce(machine)
@@ -86,27 +86,21 @@ def everything(
 
 
 @lab.command()
+@flags.verb
 def sweep(
-    over: Annotated[str, typer.Option("--over", metavar="SIZE", help="n, steps, kernels, blocks or threads.")],
-    values: Annotated[str, typer.Option("--values", metavar="LIST", help="As in 1,4,16.")],
-    n: N = 1 << 20,
-    steps: Steps = 500,
-    kernels: Kernels = 1,
-    blocks: Blocks = 0,
-    threads: Threads = 512,
-    a: Factor = 0.001,
-    body: Body = "axpy",
+    *,
+    over: Annotated[str, Flag("The size that varies: n, steps, kernels, blocks or threads.", "SIZE")],
+    values: Annotated[str, Flag("Its values, as in 1,4,16.", "LIST")],
+    work: Work,
     repeats: Repeats = 5,
     out: Out = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """All starts over several values of one size."""
+    """Measure all starts over several values of one size."""
     from ostinato.lab.experiment import result
-    from ostinato.lab.work import Workload
 
     _check_folder(out)
-    work = Workload(n, steps, kernels, blocks, threads, a, body)  # type: ignore[arg-type]
     wanted = numbers("--values", values, least=0 if over == "blocks" else 1)
     machine = _machine(device)
     if not as_json:
@@ -123,39 +117,33 @@ def sweep(
 
 
 @lab.command()
+@flags.verb
 def one(
-    start: Annotated[str, typer.Option("--start", metavar="NAME", help="Which of the starts.")],
-    n: N = 1 << 20,
-    steps: Steps = 500,
-    kernels: Kernels = 1,
-    blocks: Blocks = 0,
-    threads: Threads = 512,
-    a: Factor = 0.001,
-    body: Body = "axpy",
+    *,
+    start: Annotated[str, Flag("The start to run.", "NAME")],
+    work: Work,
     repeats: Repeats = 1,
     device: flags.Device = "auto",
 ) -> None:
-    """One start alone, for a profiler to look at."""
-    from ostinato.lab.work import Workload
-
+    """Run one start alone, for a profiler."""
     machine = _machine(device)
     if start not in machine.starts:
         why = machine.why_not.get(start)
         raise BadOption(f"--start is {start!r}; {why or 'here there are: ' + ', '.join(machine.starts)}")
-    write_json(machine.time(Workload(n, steps, kernels, blocks, threads, a, body), start, repeats).record())  # type: ignore[arg-type]
+    write_json(machine.time(work, start, repeats).record())
 
 
 @lab.command()
+@flags.verb
 def predict(
-    kernels: Annotated[int, typer.Option("--kernels", metavar="K", help="Kernels for each token.")],
-    launch_us: Annotated[float, typer.Option("--launch-us", metavar="X", help="What one launch costs.")],
-    compute_ms: Annotated[float, typer.Option("--compute-ms", metavar="X", help="What a token computes.")],
-    residual_us: Annotated[
-        float, typer.Option("--residual-us", metavar="X", help="One replay or iteration instead.")
-    ] = 0.0,
+    *,
+    kernels: Annotated[int, Flag("Kernels for each token.", "K")],
+    launch_us: Annotated[float, Flag("Cost of one launch, in microseconds.", "X")],
+    compute_ms: Annotated[float, Flag("Computing time of a token, in milliseconds.", "X")],
+    residual_us: Annotated[float, Flag("Cost of the replay or iteration that replaces the launches.", "X")] = 0.0,
     as_json: flags.Json = False,
 ) -> None:
-    """The share of launches in a token's time, by the formula; needs no GPU."""
+    """Compute the share of launches in a token's time by the formula; needs no GPU."""
     from ostinato.lab.model import Overhead
 
     found = Overhead(kernels, launch_us, compute_ms * 1e3)
@@ -169,12 +157,14 @@ def predict(
 
 
 @lab.command()
+@flags.verb
 def compare(
+    *,
     first: Annotated[Path, typer.Argument(metavar="A.json", help="A result that `ostinato lab --out` kept.")],
     second: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
     as_json: flags.Json = False,
 ) -> None:
-    """Two machines, or two days of one, side by side."""
+    """Compare two results: of two machines, or of one machine at two times."""
     from ostinato.lab.experiment import compared, read_result
 
     results = [read_result(first), read_result(second)]
@@ -187,27 +177,22 @@ def compare(
 
 
 @lab.command()
+@flags.verb
 def profile(
-    start: Annotated[str | None, typer.Option("--start", metavar="NAME", help="Which of the starts; else all.")] = None,
-    n: N = 1 << 20,
-    steps: Steps = 100,
-    kernels: Kernels = 1,
-    threads: Threads = 512,
-    body: Body = "axpy",
-    trace: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE.json", help="A Chrome trace (chrome://tracing, Perfetto).")
-    ] = None,
-    counters: Annotated[bool, typer.Option("--counters", help="Also ask ncu for the two counters.")] = False,
+    *,
+    start: Annotated[str | None, Flag("The start to profile; all by default.", "NAME")] = None,
+    work: ProfiledWork,
+    trace: Annotated[Path | None, Flag("Write a trace for chrome://tracing or Perfetto.", "FILE.json")] = None,
+    counters: Annotated[bool, Flag("Also read two hardware counters with ncu.")] = False,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """Launch counts and a timeline, and the commands of the profilers for this machine."""
+    """Count launches, list the longest calls, and print the profilers' commands for this machine."""
     from ostinato.lab.profile import architecture, commands, counted, profiled, python_command
     from ostinato.lab.programs import FOLDER
-    from ostinato.lab.work import Workload
 
     machine = _machine(device)
-    work = machine.settle(Workload(n, steps, kernels, 0, threads, body=body))  # type: ignore[arg-type]
+    work = machine.settle(work)
     chosen = machine.starts if start is None else (start,)
     if start is not None and start not in machine.starts:
         raise BadOption(f"--start is {start!r}; here there are: {', '.join(machine.starts)}")
@@ -218,10 +203,9 @@ def profile(
     found: dict[str, Any] = {"profiles": [profiled(machine, work, name, trace) for name in chosen]}
     found["commands"] = commands(FOLDER, arch=architecture(machine))
     if counters:
-        few = Workload(n, 20, 1, 0, threads, body=body)  # type: ignore[arg-type]
         found["counters"] = {}
         for name in machine.starts[:2]:
-            command = python_command(name, machine.settle(few))
+            command = python_command(name, replace(work, steps=20, kernels=1))
             found["counters"][name] = counted(command[0], command[1:])
     if not as_json:
         _introduce(machine)
@@ -246,16 +230,16 @@ def profile(
 
 
 @lab.command()
+@flags.verb
 def decode(
-    shape: Annotated[
-        str | None, typer.Option("--shape", metavar="NAME", help="llama-1b on a GPU, unless given.")
-    ] = None,
-    n_prompt: Annotated[int, typer.Option("--n-prompt", metavar="N", min=1, help="Tokens of the prompt.")] = 64,
-    n_gen: Annotated[int, typer.Option("--n-gen", metavar="N", min=2, help="Tokens to make.")] = 64,
+    *,
+    shape: Annotated[str | None, Flag("Sizes; by default llama-1b on a GPU, smollm2-135m on a CPU.", "NAME")] = None,
+    n_prompt: Annotated[int, Flag("Tokens of the prompt.", "N", min=1)] = 64,
+    n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """The engine's own step in every start it has: first token, tokens per second, launches and host time per token."""
+    """Measure the engine's own step in every mode: first token, tokens per second, launches and host time per token."""
     machine = _machine(device)
     model, name = _model(machine, shape or DEFAULT_SHAPE[machine.kind])
     if n_prompt + n_gen + 2 > model.shape.context:
@@ -270,22 +254,24 @@ def decode(
 
 
 @lab.command()
+@flags.verb
 def tape(
-    shape: Annotated[str, typer.Option("--shape", metavar="NAME", help="A shape with random weights.")] = "llama-1b",
-    n_prompt: Annotated[int, typer.Option("--n-prompt", metavar="N", min=1, help="Positions before.")] = 500,
-    n_gen: Annotated[int, typer.Option("--n-gen", metavar="N", min=2, help="Tokens to make.")] = 64,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw the step in time.")] = None,
+    *,
+    shape: Annotated[str, Flag("Sizes of a model with random weights.", "NAME")] = "llama-1b",
+    n_prompt: Annotated[int, Flag("Positions in memory before.", "N", min=1)] = 500,
+    n_gen: Annotated[int, Flag("Tokens to generate.", "N", min=2)] = 64,
+    plot: Annotated[Path | None, Flag("Draw a timeline of the step.", "FILE.svg")] = None,
     device: flags.Device = "auto",
     as_json: flags.Json = False,
 ) -> None:
-    """Where the microseconds of a step of the persistent kernel go, by the clock marks of its blocks."""
+    """Show where the time of a persistent kernel's step goes, by the clock marks of its blocks."""
     from ostinato.lab.tape import by_phase, recorded, spans, step_us, timeline
 
     if plot is not None:
         _check_folder(plot.parent)
     machine = _machine(device)
     if machine.kind != "gpu":  # before a model is made in vain
-        raise HardwareCannot("the persistent kernel is CUDA's, and this machine has no GPU to try it on")
+        raise HardwareCannot("the persistent kernel needs CUDA, and this machine has no GPU")
     model, name = _model(machine, shape)
     marks = recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
     found = spans(marks)
@@ -346,10 +332,11 @@ def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
 
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
-    from ostinato.lab.decode import decode_modes, decoded
+    from ostinato.engine.choose import why_not_model
+    from ostinato.lab.decode import decoded
 
     kv_type: Any = "bf16" if model.device.type == "cuda" else "f32"
-    for mode, reason in decode_modes(model).items():
+    for mode, reason in why_not_model(model).items():
         if reason is not None:
             talk(f"not {mode}: {reason}")
         else:
@@ -378,9 +365,7 @@ def _swept(
 
 def _introduce(machine: LabMachine) -> None:
     if machine.kind == "cpu":
-        write_line(
-            f"{machine.name}: a CPU. No kernel is launched here; the starts are what takes their place on a CPU."
-        )
+        write_line(f"{machine.name}: a CPU, which launches no kernels; its starts are the counterparts of a GPU's.")
     else:
         write_line(f"{machine.name}")
     for start, why in machine.why_not.items():
@@ -418,15 +403,10 @@ def _show_sweep(rows: Sequence[ExperimentRow]) -> None:
 
 
 def _show_costs(found: dict[str, Any]) -> None:
-    write_line("\nwhat each start adds, in microseconds, and up to which length of a kernel it pays:")
-    lines = []
-    for start, cost in found["costs"].items():
-        pays = found["stops_paying_us"].get(start)
-        upto = "-" if start not in found["stops_paying_us"] else "never" if pays is None else f"{pays:.1f}"
-        lines.append(
-            (start, f"{cost['kernel_us']:.2f}", f"{cost['step_us']:.2f}", f"{cost['submit_kernel_us']:.2f}", upto)
-        )
-    write_columns([("start", "a kernel", "a step", "submitting a kernel", "pays up to"), *lines])
+    from ostinato.lab.report import cost_table
+
+    write_line("\nwhat each start adds, and up to which length of a kernel it pays:")
+    write_columns(cost_table(found))
     facts = found["machine"]
     if "barrier_idle_us" in facts:
         idle, loaded = facts["barrier_idle_us"], facts["barrier_loaded_us"]
@@ -434,20 +414,10 @@ def _show_costs(found: dict[str, Any]) -> None:
 
 
 def _show_decode(rows: Sequence[dict[str, Any]]) -> None:
+    from ostinato.lab.report import decode_table
+
     write_line("\nthe engine's own step:")
-    headings = ("model", "mode", "first token, ms", "tokens/s", "launches per token", "host, us per token")
-    lines = [
-        (
-            row["model"],
-            row["mode"],
-            f"{row['first_token_ms']:.1f}",
-            f"{row['tokens_s']:.1f}",
-            f"{row['launches_per_token']:.3f}",
-            f"{row['host_us_per_token']:.1f}",
-        )
-        for row in rows
-    ]
-    write_columns([headings, *lines])
+    write_columns(decode_table(rows))
 
 
 def _share(value: float) -> str:
@@ -456,7 +426,7 @@ def _share(value: float) -> str:
 
 
 def _check_folder(out: Path | None) -> None:
-    """Before anything is measured."""
+    """Create the folder of results; refused here, before anything is measured."""
     if out is None:
         return
     try:

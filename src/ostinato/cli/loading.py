@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Final
 
 from ostinato.cli.output import detail, talk
@@ -72,7 +71,7 @@ def opened(model: str, options: LoadOptions) -> Iterator[LLM]:
 
     progress = LoadProgress()
     try:
-        llm = LLM(model, progress=progress, talk=talk, **asdict(options))
+        llm = LLM(model, progress=progress, talk=talk, load=options)
     finally:
         progress.close()
     with llm:

@@ -12,6 +12,7 @@ from ostinato.files import store
 from ostinato.files.fetch import megabytes
 
 
+@flags.verb
 def pull(
     name: Annotated[
         str,
@@ -22,7 +23,6 @@ def pull(
         ),
     ],
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Fetch a model, or check the one that is here, and print where it lies."""
     stored = store.pull(name, talk=talk)
@@ -32,7 +32,8 @@ def pull(
         write_line(str(stored.path))
 
 
-def models(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
+@flags.verb
+def models(as_json: flags.Json = False) -> None:
     """List the models that are here and the names that can be pulled."""
     here = store.installed()
     absent = sorted(set(store.TABLE) - {model.name for model in here})
@@ -45,10 +46,10 @@ def models(as_json: flags.Json = False, verbose: flags.Verbose = False) -> None:
     write_columns(rows)
 
 
+@flags.verb
 def rm(
     name: Annotated[str, typer.Argument(metavar="NAME", autocompletion=flags.complete_installed)],
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Remove a model that was pulled."""
     n_bytes = store.remove(name, talk=talk)

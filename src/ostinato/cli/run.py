@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,78 +11,46 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.conversation import Conversation
+from ostinato.cli.flags import Flag
 from ostinato.cli.input import read_text, without_last_newline
 from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write, write_json
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.store import DEFAULT
-from ostinato.options import DEFAULT_SLOTS, LoadOptions, Sampling
+from ostinato.options import Sampling
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Completion, Piece
 
 
+@flags.verb
 def run(
-    call: typer.Context,
+    *,
     prompt: Annotated[
         str | None, typer.Argument(metavar="PROMPT", help="The prompt; else --file or standard input.")
     ] = None,
     model: flags.Model = DEFAULT,
     file: flags.TextFile = None,
-    system: Annotated[
-        str | None, typer.Option("--system", metavar="TEXT", help="A system message before the prompt.")
-    ] = None,
+    system: Annotated[str | None, Flag("A system message before the prompt.", "TEXT")] = None,
     state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state", metavar="FILE", help="Continue the conversation in FILE, if it exists; save it afterwards."
-        ),
+        Path | None, Flag("Continue the conversation in FILE, if it exists; save it afterwards.", "FILE")
     ] = None,
-    raw: Annotated[bool, typer.Option("--raw", help="The prompt unchanged, without the chat template.")] = False,
-    max_tokens: flags.MaxTokens = 256,
-    temperature: flags.Temperature = None,
-    top_k: flags.TopK = None,
-    top_p: flags.TopP = None,
-    min_p: flags.MinP = None,
-    repetition_penalty: flags.RepetitionPenalty = None,
-    presence_penalty: flags.PresencePenalty = 0.0,
-    frequency_penalty: flags.FrequencyPenalty = 0.0,
-    logit_bias: flags.LogitBias = None,
-    seed: flags.Seed = None,
-    stop: flags.Stop = None,
-    ignore_eos: flags.IgnoreEos = False,
-    schema: flags.JsonSchema = None,
-    json_mode: flags.JsonMode = False,
-    regex: flags.Regex = None,
-    choice: flags.Choice = None,
-    grammar: flags.Grammar = None,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    slots: flags.Slots = DEFAULT_SLOTS,
-    activations: flags.Activations = "wide",
-    prompts: flags.Prompts = "auto",
+    raw: Annotated[bool, Flag("The prompt unchanged, without the chat template.")] = False,
+    sampling: flags.ChoosingOrFollowing,
+    load: flags.ToGenerate,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Generate text from a prompt, streaming.
 
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
     An answer that must follow something ends where that does, or at --max-tokens.
     """
-    options = LoadOptions(
-        device, mode, dtype, kv_type, context, threads, slots, activations=activations, prompts=prompts
-    )
-    sampling = flags.sampling(call.params)
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")
     text = _prompt(prompt, read_text(prompt, file, "the prompt"))
     if state is not None and not state.parent.is_dir():
         raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")
-    with opened(model, options) as llm:
+    with opened(model, load) as llm:
         if state is not None:
             conversation = Conversation.at(state, llm, raw)
             pieces = conversation.ask(llm, text, system, sampling)
@@ -136,21 +105,13 @@ def _answer_json(llm: LLM, pieces: Iterator[Piece]) -> Completion:
 
 def as_record(llm: LLM, completion: Completion) -> dict[str, Any]:
     """A completion as the JSON object that scripts read."""
-    timings = completion.timings
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "prompt_ids": list(completion.prompt_ids),
         "finish_reason": completion.finish_reason,
         "cached_tokens": completion.cached_tokens,
-        "timings": {
-            "load_s": timings.load_s,
-            "prefill_s": timings.prefill_s,
-            "first_token_s": timings.first_token_s,
-            "decode_s": timings.decode_s,
-            "decode_tok_s": timings.decode_tok_s,
-            "mask_s": timings.mask_s,
-        },
+        "timings": asdict(completion.timings),
         "model": llm.name,
         "device": str(llm.device),
         "mode": llm.mode,

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from ostinato.cli import flags
-from ostinato.cli.bench import figure_kind
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_columns, write_json, write_line
+from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.fetch import megabytes
 
@@ -36,35 +37,20 @@ def _scale(verbose: flags.Verbose = False) -> None:
 
 
 @scale.command("plan")
+@flags.verb
 def plan(
-    rps: Annotated[float, typer.Option("--rps", metavar="X", help="Requests per second in all.")],
-    measured: Annotated[
-        Path,
-        typer.Option("--measured", metavar="FILE.json", help="Lines of JSON of `bench decode` or `bench serve`."),
-    ],
-    prompt: Annotated[int, typer.Option("--prompt", metavar="N", help="Tokens of a prompt, on average.")] = 800,
-    output: Annotated[int, typer.Option("--output", metavar="N", help="Tokens of an answer, on average.")] = 200,
-    p99_first_token: Annotated[
-        float, typer.Option("--p99-first-token", metavar="S", help="Seconds that 99 of 100 first tokens may take.")
-    ] = 1.0,
-    slots: Annotated[
-        int | None, typer.Option("--slots", metavar="N", help="Of each replica; the most measured, if not given.")
-    ] = None,
-    route_ms: Annotated[
-        float, typer.Option("--route-ms", metavar="X", help="What the route to a replica adds to a first token.")
-    ] = 0.0,
-    model: Annotated[
-        str | None, typer.Option("--model", metavar="PATH|NAME", help="For the memory: its KV bytes per token.")
-    ] = None,
+    rps: Annotated[float, Flag("Requests per second in all.", "X")],
+    measured: Annotated[Path, Flag("Lines of JSON of `bench decode` or `bench serve`.", "FILE.json")],
+    prompt: Annotated[int, Flag("Tokens of a prompt, on average.", "N")] = 800,
+    output: Annotated[int, Flag("Tokens of an answer, on average.", "N")] = 200,
+    p99_first_token: Annotated[float, Flag("Seconds that 99 of 100 first tokens may take.", "S")] = 1.0,
+    slots: Annotated[int | None, Flag("Of each replica; the most measured, if not given.", "N")] = None,
+    route_ms: Annotated[float, Flag("What the route to a replica adds to a first token.", "X")] = 0.0,
+    model: Annotated[str | None, Flag("For the memory: its KV bytes per token.", "PATH|NAME")] = None,
     kv_type: flags.KvType = None,
-    memory_gb: Annotated[
-        float | None, typer.Option("--kv-memory", metavar="GB", help="Memory of one replica for KV.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option("--plot", metavar="FILE.svg", help="Draw latency over load (needs `lab`).")
-    ] = None,
+    memory_gb: Annotated[float | None, Flag("Memory of one replica for KV.", "GB", name="--kv-memory")] = None,
+    plot: Annotated[Path | None, Flag("Draw latency over load (needs `lab`).", "FILE.svg")] = None,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """The number of replicas for a load, what limits it, and a simulation beside the formula.
 
@@ -84,13 +70,12 @@ def plan(
     kv_bytes = None if model is None else _kv_bytes(model, kv_type)
     n_slots = _slots(slots, replica, demand, kv_bytes, memory_gb)
     formula, found, simulated = planned(replica, demand, n_slots)
-    told = _told(replica, demand, n_slots, formula, found, simulated, kv_bytes)
+    record = _record(replica, demand, n_slots, formula, found, simulated, kv_bytes)
     if not as_json:
-        _show(told)
+        _show(record)
     if plot is not None:
         draw(replica, demand, n_slots, plot)
-        talk(f"drawn: {plot}")
-    write_json(told)
+    write_json(record)
 
 
 def _kv_bytes(model: str, kv_type: KVType | None) -> int:
@@ -100,11 +85,8 @@ def _kv_bytes(model: str, kv_type: KVType | None) -> int:
     from ostinato.files.store import resolve
     from ostinato.models.registry import read_shape
 
-    checkpoint = open_checkpoint(resolve(model, talk=talk))
-    try:
+    with open_checkpoint(resolve(model, talk=talk)) as checkpoint:
         return page_bytes(read_shape(checkpoint), kv_type or "bf16", 1)
-    finally:
-        checkpoint.close()
 
 
 def _slots(wanted: int | None, replica: Replica, demand: Demand, kv_bytes: int | None, memory_gb: float | None) -> int:
@@ -148,7 +130,7 @@ def planned(replica: Replica, demand: Demand, slots: int) -> tuple[SizingResult,
     return formula, found, seen[found]
 
 
-def _told(
+def _record(
     replica: Replica,
     demand: Demand,
     slots: int,
@@ -178,19 +160,19 @@ def _told(
     }
 
 
-def _show(told: dict[str, Any]) -> None:
-    demand, formula, simulated = told["demand"], told["formula"], told["simulated"]
+def _show(record: dict[str, Any]) -> None:
+    demand, formula, simulated = record["demand"], record["formula"], record["simulated"]
     write_line(
         f"{demand['rps']:g} requests/s of {demand['prompt']} tokens in and {demand['output']} out, 99 of 100 first "
         f"tokens within {demand['p99_first_token_s']:g} s"
     )
-    kv = told["kv_bytes_per_replica"]
+    kv = record["kv_bytes_per_replica"]
     write_columns(
         [
-            ("replicas", f"{told['replicas']} ({told['replicas_by_formula']} by the formula)"),
-            ("limit", told["limit"]),
-            ("one replica", f"{told['capacity_rps']:.2f} requests/s at most, {told['slots']} slots"),
-            ("load on each", f"{100 * told['load']:.0f} %"),
+            ("replicas", f"{record['replicas']} ({record['replicas_by_formula']} by the formula)"),
+            ("limit", record["limit"]),
+            ("one replica", f"{record['capacity_rps']:.2f} requests/s at most, {record['slots']} slots"),
+            ("load on each", f"{100 * record['load']:.0f} %"),
             ("first token p50", _both(formula, simulated, "p50_first_token_s", 1e3, "ms")),
             ("first token p99", _both(formula, simulated, "p99_first_token_s", 1e3, "ms")),
             ("gap", _both(formula, simulated, "gap_s", 1e3, "ms")),
@@ -228,7 +210,4 @@ def draw(replica: Replica, demand: Demand, slots: int, plot: Path) -> None:
     axes.set_title(f"{demand.prompt} tokens in, {demand.output} out, {slots} slots; {replica.source}", fontsize=8)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    try:
-        picture.savefig(plot)
-    except (OSError, ValueError) as error:
-        raise BadInput(f"--plot {plot}: cannot be drawn: {error}") from error
+    save(picture, plot)

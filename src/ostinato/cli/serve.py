@@ -10,98 +10,42 @@ from typing import Annotated, Literal
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk
 from ostinato.errors import BadInput
 from ostinato.files.store import DEFAULT
-from ostinato.options import DEFAULT_QUEUE, DEFAULT_SLOTS, LoadOptions
 from ostinato.serve.settings import DEFAULT_HOST, DEFAULT_PORT, ServeOptions
 
-_LISTENING, _LOADING, _SCALE = "Listening and access", "Loading and running", "Beyond one engine"
+_LISTENING, _SCALE = "Listening and access", "Beyond one engine"
 
 
-ModelArgument = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A model's file or name.", autocompletion=flags.complete_model)
-]
-Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Where to listen.", rich_help_panel=_LISTENING)]
-Port = Annotated[int, typer.Option("--port", metavar="N", help="0 takes a free one.", rich_help_panel=_LISTENING)]
-Alias = Annotated[
-    str | None,
-    typer.Option("--alias", metavar="NAME", help="What clients call the model.", rich_help_panel=_LISTENING),
-]
-ApiKey = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--api-key",
-        metavar="KEY",
-        help="A key that clients must send; may be repeated.",
-        envvar="OSTINATO_API_KEY",
-        rich_help_panel=_LISTENING,
-    ),
-]
-ApiKeyFile = Annotated[
-    Path | None,
-    typer.Option("--api-key-file", metavar="FILE", help="Keys, one a line.", rich_help_panel=_LISTENING),
-]
-NoApiKey = Annotated[
-    bool, typer.Option("--no-api-key", help="Serve without a key, on any address.", rich_help_panel=_LISTENING)
-]
-Cors = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--cors",
-        metavar="ORIGIN",
-        help="Allow pages of this origin (* for all); may be repeated.",
-        rich_help_panel=_LISTENING,
-    ),
-]
-LogPrompts = Annotated[
-    bool, typer.Option("--log-prompts", help="Write prompts and answers to the log.", rich_help_panel=_LISTENING)
-]
-Queue = Annotated[int, typer.Option("--queue", metavar="N", help="Requests that may wait.", rich_help_panel=_LOADING)]
-
-
+@flags.verb
 def serve(
-    model: ModelArgument = DEFAULT,
-    host: Host = DEFAULT_HOST,
-    port: Port = DEFAULT_PORT,
-    alias: Alias = None,
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
-    no_api_key: NoApiKey = False,
-    cors: Cors = None,
-    log_prompts: LogPrompts = False,
-    slots: flags.Slots = DEFAULT_SLOTS,
-    queue: Queue = DEFAULT_QUEUE,
-    replicas: Annotated[
-        int | None,
-        typer.Option("--replicas", metavar="N", min=1, help="Engines, on Ray Serve.", rich_help_panel=_SCALE),
+    *,
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="A model's file or name.", autocompletion=flags.complete_model)
+    ] = DEFAULT,
+    host: Annotated[str, Flag("Where to listen.", "ADDRESS", panel=_LISTENING)] = DEFAULT_HOST,
+    port: Annotated[int, Flag("0 takes a free one.", "N", panel=_LISTENING)] = DEFAULT_PORT,
+    alias: Annotated[str | None, Flag("What clients call the model.", "NAME", panel=_LISTENING)] = None,
+    api_key: Annotated[
+        list[str] | None,
+        Flag("A key that clients must send; may be repeated.", "KEY", panel=_LISTENING, envvar="OSTINATO_API_KEY"),
     ] = None,
-    max_replicas: Annotated[
-        int | None,
-        typer.Option(
-            "--max-replicas", metavar="N", min=1, help="Up to so many when requests wait.", rich_help_panel=_SCALE
-        ),
+    api_key_file: Annotated[Path | None, Flag("Keys, one a line.", "FILE", panel=_LISTENING)] = None,
+    no_api_key: Annotated[bool, Flag("Serve without a key, on any address.", panel=_LISTENING)] = False,
+    cors: Annotated[
+        list[str] | None, Flag("Allow pages of this origin (* for all); may be repeated.", "ORIGIN", panel=_LISTENING)
     ] = None,
-    ray_address: Annotated[
-        str | None,
-        typer.Option("--ray-address", metavar="ADDRESS", help="A Ray cluster to join.", rich_help_panel=_SCALE),
-    ] = None,
+    log_prompts: Annotated[bool, Flag("Write prompts and answers to the log.", panel=_LISTENING)] = False,
+    load: flags.ToServe,
+    replicas: Annotated[int | None, Flag("Engines, on Ray Serve.", "N", panel=_SCALE, min=1)] = None,
+    max_replicas: Annotated[int | None, Flag("Up to so many when requests wait.", "N", panel=_SCALE, min=1)] = None,
+    ray_address: Annotated[str | None, Flag("A Ray cluster to join.", "ADDRESS", panel=_SCALE)] = None,
     routing: Annotated[
         Literal["prefix", "round_robin"] | None,
-        typer.Option(
-            "--routing",
-            help="To the replica that holds the prompt's prefix (the default), or in turn.",
-            rich_help_panel=_SCALE,
-        ),
+        Flag("To the replica that holds the prompt's prefix (the default), or in turn.", panel=_SCALE),
     ] = None,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    prompts: flags.Prompts = "auto",
-    verbose: flags.Verbose = False,
 ) -> None:
     """Serve a model over OpenAI's API, with a page at / and metrics at /metrics.
 
@@ -110,7 +54,6 @@ def serve(
     from ostinato.serve.supervisor import Supervisor
 
     check_installed()
-    load = LoadOptions(device, mode, dtype, kv_type, context, threads, slots, queue, prompts=prompts)
     keys = (*(api_key or ()), *_keys_in(api_key_file))
     options = ServeOptions(
         model=model,

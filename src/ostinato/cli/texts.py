@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from ostinato.cli import flags
+from ostinato.cli.flags import Flag
 from ostinato.cli.input import (
     check_text,
     is_typed,
@@ -24,7 +25,6 @@ from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadFile, BadInput
 from ostinato.files.store import DEFAULT, resolve
-from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
 PoolingName = Literal["mean", "cls", "last", "rank"]
 
 
+@flags.verb
 def tokenize(
     text: Annotated[
         str | None, typer.Argument(metavar="TEXT", help="The text; else standard input, byte for byte.")
     ] = None,
     model: flags.Model = DEFAULT,
-    no_bos: Annotated[bool, typer.Option("--no-bos", help="Add neither BOS nor EOS.")] = False,
-    special: Annotated[bool, typer.Option("--special", help="Parse special tokens in the text.")] = False,
+    no_bos: Annotated[bool, Flag("Add neither BOS nor EOS.")] = False,
+    special: Annotated[bool, Flag("Parse special tokens in the text.")] = False,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Show the tokens of a text.
 
@@ -61,25 +61,19 @@ def tokenize(
         write_line(f"{token}\t{json.dumps(piece, ensure_ascii=False)}")
 
 
+@flags.verb
 def score(
+    *,
     file: flags.TextFile = None,
     model: flags.Model = DEFAULT,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    activations: flags.Activations = "wide",
+    load: flags.ToCompute,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced."""
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads, activations=activations)
     text = read_text(None, file, "the text to score")
     if not text:
         raise BadInput("the text to score is empty")
-    with opened(model, options) as llm:
+    with opened(model, load) as llm:
         result = llm.score(text)
     _check_numbers(llm, (result.nll, result.perplexity))
     if as_json:
@@ -90,34 +84,27 @@ def score(
         write_columns([*rows, ("perplexity", f"{result.perplexity:.4f}")])
 
 
+@flags.verb
 def embed(
+    *,
     texts: Annotated[
         list[str] | None,
         typer.Argument(metavar="TEXT", help="The texts; else the lines of --file or of standard input."),
     ] = None,
     file: flags.TextFile = None,
     pooling: Annotated[
-        PoolingName | None,
-        typer.Option("--pooling", help="How the rows of a text become one; by default the model's own way, else mean."),
+        PoolingName | None, Flag("How the rows of a text become one; by default the model's own way, else mean.")
     ] = None,
     model: flags.Model = DEFAULT,
-    device: flags.Device = "auto",
-    mode: flags.Mode = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    context: flags.Context = None,
-    threads: flags.Threads = None,
-    activations: flags.Activations = "wide",
+    load: flags.ToCompute,
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """One vector per text, from the model's last hidden states; with --pooling rank, a ranking model's scores.
 
     Plain output has a line of numbers per text.
     """
-    options = LoadOptions(device, mode, dtype, kv_type, context, threads, activations=activations)
     given = _texts(texts, file)
-    with opened(model, options) as llm:
+    with opened(model, load) as llm:
         vectors: list[list[float]] = llm.embed(given, pooling=pooling).tolist()
     _check_numbers(llm, chain.from_iterable(vectors))
     if as_json:

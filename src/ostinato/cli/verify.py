@@ -5,12 +5,14 @@ Exits with 0 if all agree, 3 if something differs, 4 if this machine cannot run 
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ostinato.cli import flags
 from ostinato.cli.bare import opened_bare
+from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, write_columns, write_json, write_line
 from ostinato.errors import OstinatoError
 from ostinato.files.store import DEFAULT
@@ -20,34 +22,21 @@ if TYPE_CHECKING:
     from ostinato.engine.verify import Check, VerifyReport
 
 
+@flags.verb
 def verify(
+    *,
     model: flags.Model = DEFAULT,
-    device: flags.Device = "auto",
-    dtype: flags.Dtype = "auto",
-    kv_type: flags.KvType = None,
-    threads: flags.Threads = None,
-    activations: flags.Activations = "wide",
-    mode: Annotated[
-        str, typer.Option("--mode", metavar="MODE", help="Compare this one alone; auto: every one.")
-    ] = "auto",
+    load: flags.ToMeasure,
+    mode: Annotated[str, Flag("Compare this one alone; auto: every one.", "MODE")] = "auto",
     as_json: flags.Json = False,
-    verbose: flags.Verbose = False,
 ) -> None:
     """Compare the modes that can run here, buffer by buffer, and the weights with the file.
 
     A few sequences go through every mode. Modes that share kernels must agree to the bit; one with arithmetic of its
     own, such as the CPU's native loop, in its greedy tokens and within a tolerance.
     """
-    options = LoadOptions(
-        device=device,
-        dtype=dtype,
-        kv_type=kv_type,
-        threads=threads,
-        activations=activations,
-        mode=mode,
-        prompts="plain",  # `eager`, which the others are compared with, reads nothing else
-    )
-    report, facts = _verified(model, options)
+    # Plain prompts: `eager`, which the others are compared with, reads nothing else.
+    report, facts = _verified(model, replace(load, mode=mode, prompts="plain"))
     if as_json:
         write_json({**facts, **_record(report)})
     else:
@@ -93,8 +82,6 @@ def _record(report: VerifyReport) -> dict[str, Any]:
 
 
 def _check_record(check: Check) -> dict[str, Any]:
-    from dataclasses import asdict
-
     found = check.difference
     return {
         "check": check.name,

@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import math
 import stat
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, Protocol
+from types import MappingProxyType
+from typing import Any, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.errors import InternalError
+from ostinato.errors import InternalError, UnknownName, listing
 from ostinato.files.mapped import MappedFile, status
-from ostinato.files.quants import BLOCKS, CHUNK_ELEMENTS, dequantize_into
+from ostinato.files.quants import BLOCKS, CHUNK_ELEMENTS, check_readable, dequantize_into
 from ostinato.files.sniff import not_a_model, refuse_folder
 
 BFLOAT16: Final = np.dtype(np.uint16)
@@ -43,46 +45,68 @@ class TensorInfo:
     shape: tuple[int, ...]
     type: str
     n_bytes: int
+    start: int = 0  # the place of its first byte in its file
 
     @property
     def n_elements(self) -> int:
         return math.prod(self.shape)
 
 
-class Checkpoint(Protocol):
-    """A model on disk. Safe to read from several threads at once."""
+class Checkpoint(ABC):
+    """A model on disk, in mapped files. Safe to read from several threads at once."""
 
-    @property
-    def path(self) -> Path:
-        """The file or folder as the user gave it."""
+    format: Literal["gguf", "safetensors"]
+    architecture: str  # GGUF's general.architecture ("llama"), config.json's architectures[0] ("LlamaForCausalLM")
+    metadata: Mapping[str, Any]  # GGUF's, numbers as numpy arrays and other arrays as lists; or config.json as parsed
 
-    @property
-    def format(self) -> Literal["gguf", "safetensors"]: ...
+    def __init__(self, path: Path) -> None:
+        self.path = path  # as the user gave it
+        self._files: list[MappedFile] = []
+        self._places: dict[str, tuple[MappedFile, TensorInfo]] = {}
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+        self.tensors: Mapping[str, TensorInfo] = MappingProxyType({n: info for n, (_, info) in self._places.items()})
 
-    @property
-    def architecture(self) -> str:
-        """GGUF's `general.architecture` ("llama"), config.json's `architectures[0]` ("LlamaForCausalLM")."""
+    @abstractmethod
+    def _open(self) -> None:
+        """Map the files, and fill in `_places`, `architecture` and `metadata`."""
 
-    @property
-    def metadata(self) -> Mapping[str, Any]:
-        """GGUF keys and values (numbers as numpy arrays, other arrays as lists), or config.json as parsed."""
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    def raw(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes, uint8 [rows, row_bytes], a read-only view of the memory map."""
-
-    def read(self, name: str, out: NDArray[Any]) -> None:
-        """Fill `out` (contiguous, with as many elements, of any float dtype or BFLOAT16) with the values."""
-
-    def let_go(self, name: str, first: int, last: int) -> None:
-        """Rows [first, last) of `raw` were read and are not needed in memory any more."""
-
+    @abstractmethod
     def fingerprint(self) -> str:
         """sha256, in hex, over the content of every file that makes up the model."""
 
-    def close(self) -> None: ...
+    def raw(self, name: str) -> NDArray[np.uint8]:
+        """The stored bytes, uint8 [rows, row_bytes], a read-only view of the memory map."""
+        if name not in self._places:
+            raise UnknownName(f"{self.path}: has no tensor {name!r}; it has {listing(name, self.tensors)[:300]}")
+        file, info = self._places[name]
+        rows = math.prod(info.shape[:-1])
+        return file.view(info.start, info.n_bytes).reshape(rows, info.n_bytes // max(rows, 1))
+
+    def read(self, name: str, out: NDArray[Any]) -> None:
+        """Fill `out` (contiguous, with as many elements, of any float dtype or BFLOAT16) with the values."""
+        raw = self.raw(name)
+        check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
+        fill(self.tensors[name], raw, out)
+
+    def let_go(self, name: str, first: int, last: int) -> None:
+        """Rows [first, last) of `raw` were read and are not needed in memory any more."""
+        file, info = self._places[name]
+        row_bytes = self.raw(name).shape[1]
+        file.let_go(info.start + first * row_bytes, (last - first) * row_bytes)
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -234,7 +234,7 @@ def _pip_reason(output: str) -> str:
 
 
 def _fetch_hub(source: HubSource, folder: Path, talk: Talk) -> tuple[FetchedFile, ...]:
-    # Once a day the hub's client names the environment it runs in, unless told not to; a user may say "0".
+    # Once a day the hub's client names the environment it runs in, unless asked not to; a user may say "0".
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub import errors as hub_errors

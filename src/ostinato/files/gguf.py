@@ -10,20 +10,14 @@ from __future__ import annotations
 import os
 import re
 import reprlib
-from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ostinato.errors import BadFile, UnknownName, Unsupported, listing
-from ostinato.files.checkpoint import TensorInfo, fill
+from ostinato.errors import BadFile, Unsupported, first_few
+from ostinato.files.checkpoint import Checkpoint
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.gguf_header import GGUFHeader, read_header
 from ostinato.files.mapped import MappedFile
-from ostinato.files.quants import BLOCKS, check_readable
 
 _PART_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 4096
@@ -34,34 +28,27 @@ _NO_MODELS = {  # by general.type
 }
 
 
-class GGUFFile:
-    """A GGUF model opened for reading; thread-safe. A file that holds only a vocabulary has no tensors."""
+class GGUFFile(Checkpoint):
+    """A GGUF model opened for reading. A file that holds only a vocabulary has no tensors."""
 
-    format: Literal["gguf"] = "gguf"
+    format = "gguf"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._parts: list[MappedFile] = []
-        try:
-            headers = self._open_parts()
-            self.metadata: Mapping[str, Any] = MappingProxyType(headers[0].metadata)
-            self.version = headers[0].version
-            self.architecture = self._architecture()
-            self._refuse_what_is_no_model()
-            self._places: dict[str, tuple[MappedFile, int]] = {}
-            self.tensors: Mapping[str, TensorInfo] = MappingProxyType(self._table(headers))
-        except BaseException:
-            self.close()
-            raise
+    def _open(self) -> None:
+        headers = self._open_parts()
+        self.metadata = MappingProxyType(headers[0].metadata)
+        self.version = headers[0].version
+        self.architecture = self._architecture()
+        self._refuse_what_is_no_model()
+        self._list_tensors(headers)
 
-    def _open(self, path: Path) -> GGUFHeader:
+    def _open_part(self, path: Path) -> GGUFHeader:
         file = MappedFile(path)
-        self._parts.append(file)
+        self._files.append(file)
         return read_header(file.data, file.n_bytes, path)
 
     def _open_parts(self) -> list[GGUFHeader]:
         """The headers of all parts in order; one for a file that is not split."""
-        header = self._open(self.path)
+        header = self._open_part(self.path)
         count = _split_number(header, "split.count", self.path) or 1
         if count == 1:
             return [header]
@@ -74,13 +61,14 @@ class GGUFFile:
                 f"-00001-of-{count:05}.gguf; give it its published name, with the other parts beside it"
             )
         self.close()
-        self._parts = []
+        self._files = []
         paths = [self.path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
         missing = [part.name for part in paths if not os.path.exists(part)]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise BadFile(f"{self.path}: is one of {count} parts, and beside it are missing: {shown}; fetch them too")
-        headers = [self._open(part) for part in paths]
+            raise BadFile(
+                f"{self.path}: is one of {count} parts, and beside it are missing: {first_few(missing)}; fetch them too"
+            )
+        headers = [self._open_part(part) for part in paths]
         for i, (part, part_header) in enumerate(zip(paths, headers, strict=True)):
             _check_part(part, part_header, i, count)
         return headers
@@ -100,52 +88,22 @@ class GGUFFile:
         if what is not None:
             raise Unsupported(f"{self.path}: is {what}, which is not supported; give the GGUF file of a whole model")
 
-    def _table(self, headers: list[GGUFHeader]) -> dict[str, TensorInfo]:
-        tensors: dict[str, TensorInfo] = {}
-        for file, header in zip(self._parts, headers, strict=True):
-            for entry in header.tensors.values():
-                if entry.name in tensors:
-                    raise BadFile(
-                        f"{file.path}: tensor {entry.name!r} is in an earlier part too; fetch the parts again"
-                    )
-                tensors[entry.name] = TensorInfo(entry.name, entry.shape, entry.type, entry.n_bytes)
-                self._places[entry.name] = (file, entry.start)
+    def _list_tensors(self, headers: list[GGUFHeader]) -> None:
+        for file, header in zip(self._files, headers, strict=True):
+            for name, info in header.tensors.items():
+                if name in self._places:
+                    raise BadFile(f"{file.path}: tensor {name!r} is in an earlier part too; fetch the parts again")
+                self._places[name] = (file, info)
         stated = _split_number(headers[0], "split.tensors.count", self.path)
-        if stated is not None and len(headers) > 1 and stated != len(tensors):
+        if stated is not None and len(headers) > 1 and stated != len(self._places):
             raise BadFile(
-                f"{self.path}: split.tensors.count is {stated}, but {len(headers)} parts hold {len(tensors)} "
+                f"{self.path}: split.tensors.count is {stated}, but {len(headers)} parts hold {len(self._places)} "
                 f"tensors; fetch the parts again"
             )
-        return tensors
-
-    def raw(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of a tensor, uint8 [rows, row_bytes], a read-only view of the memory map."""
-        if name not in self.tensors:
-            raise UnknownName(f"{self.path}: has no tensor {name!r}; it has {listing(name, self.tensors)[:300]}")
-        info = self.tensors[name]
-        file, start = self._places[name]
-        block = BLOCKS[info.type]
-        return file.view(start, info.n_bytes).reshape(-1, info.shape[-1] // block.elements * block.n_bytes)
-
-    def read(self, name: str, out: NDArray[Any]) -> None:
-        """Fill `out` with the values of a tensor; see `Checkpoint.read`."""
-        raw = self.raw(name)
-        check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
-        fill(self.tensors[name], raw, out)
-
-    def let_go(self, name: str, first: int, last: int) -> None:
-        """Rows [first, last) of a tensor's bytes need not stay in memory."""
-        file, start = self._places[name]
-        row_bytes = self.raw(name).shape[1]
-        file.let_go(start + first * row_bytes, (last - first) * row_bytes)
 
     def fingerprint(self) -> str:
         """The file's sha256, or that of the list of its parts' sums."""
-        return fingerprint_of([part.path for part in self._parts])
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
+        return fingerprint_of([part.path for part in self._files])
 
 
 def _split_number(header: GGUFHeader, key: str, path: Path) -> int | None:

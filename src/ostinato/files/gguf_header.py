@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import math
 import mmap
-import re
 import reprlib
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -22,6 +21,7 @@ from typing import Any, Final
 import numpy as np
 
 from ostinato.errors import BadFile
+from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.quants import BLOCKS
 
 MAX_HEADER_BYTES: Final = 1 << 27  # a quarter of a million tokens with their merges take about 2^24
@@ -35,64 +35,27 @@ DEFAULT_ALIGNMENT: Final = 32
 
 _AGAIN = "the file is damaged or cut off: fetch it again"
 _ARRAY, _STRING, _BOOL = 9, 8, 7
-_SCALARS: Final[dict[int, np.dtype[Any]]] = {
-    0: np.dtype("u1"),
-    1: np.dtype("i1"),
-    2: np.dtype("<u2"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<u4"),
-    5: np.dtype("<i4"),
-    6: np.dtype("<f4"),
-    7: np.dtype("u1"),
-    10: np.dtype("<u8"),
-    11: np.dtype("<i8"),
-    12: np.dtype("<f8"),
-}
-_FORMATS: Final = {
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<B",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
-}
+# Of single values by kind, as struct calls them.
+_FORMATS: Final = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "B", 10: "Q", 11: "q", 12: "d"}
+_SCALARS: Final = {kind: np.dtype(f"<{format}") for kind, format in _FORMATS.items()}
 _SMALLEST: Final = {_STRING: 8, _ARRAY: 12, **{kind: dtype.itemsize for kind, dtype in _SCALARS.items()}}
 # By number, 0 to 41; those that `quants.BLOCKS` lacks were dropped from the format.
 _TENSOR_TYPES: Final[tuple[str, ...]] = tuple(
-    re.findall(
-        r"\w+",
-        """
-        F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1
-        Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S
-        IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M
-        BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4
-        NVFP4 Q1_0
-        """,
-    )
+    """
+    F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1
+    Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS IQ3_XXS IQ1_S
+    IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M
+    BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4
+    NVFP4 Q1_0
+    """.split()  # noqa: SIM905  a table reads better than quotes around each
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TableEntry:
-    """One line of the tensor table; `start` is the place of its first byte in the file."""
-
-    name: str
-    shape: tuple[int, ...]
-    type: str
-    start: int
-    n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFHeader:
     version: int
     metadata: dict[str, Any]
-    tensors: dict[str, TableEntry]
+    tensors: dict[str, TensorInfo]
 
 
 def read_header(data: mmap.mmap | bytes, n_bytes: int, path: Path) -> GGUFHeader:
@@ -204,7 +167,7 @@ def _read_value(reader: _Reader, key: str) -> Any:
         return _read_array(reader, key, 1)
     if kind not in _FORMATS:
         raise reader.bad(f"kind of {key!r}", kind, "kinds of values go from 0 to 12")
-    value = reader.number(_FORMATS[kind], f"value of {key!r}")
+    value = reader.number(f"<{_FORMATS[kind]}", f"value of {key!r}")
     if kind != _BOOL:
         return value
     if value > 1:
@@ -253,9 +216,9 @@ def _read_strings(reader: _Reader, key: str, count: int) -> list[str]:
     return strings
 
 
-def _read_table(reader: _Reader, n_tensors: int) -> list[TableEntry]:
+def _read_table(reader: _Reader, n_tensors: int) -> list[TensorInfo]:
     """The table as it stands: `start` still counts from the beginning of the data."""
-    entries: dict[str, TableEntry] = {}
+    entries: dict[str, TensorInfo] = {}
     for i in range(n_tensors):
         name = reader.name(f"name of tensor {i}")
         if name in entries:
@@ -263,7 +226,7 @@ def _read_table(reader: _Reader, n_tensors: int) -> list[TableEntry]:
         shape = _read_shape(reader, name)
         type = _read_type(reader, name)
         offset = reader.number("<Q", f"offset of tensor {name!r}")
-        entries[name] = TableEntry(name, shape, type, offset, _n_bytes(reader, name, shape, type))
+        entries[name] = TensorInfo(name, shape, type, _n_bytes(reader, name, shape, type), offset)
     return list(entries.values())
 
 
@@ -307,10 +270,10 @@ def _alignment(reader: _Reader, metadata: dict[str, Any]) -> int:
     return value
 
 
-def _place(reader: _Reader, entries: list[TableEntry], alignment: int) -> dict[str, TableEntry]:
+def _place(reader: _Reader, entries: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
     """The table with offsets in the file, each inside it, aligned, and none overlapping another."""
     data_start = -(-reader.at // alignment) * alignment
-    placed: dict[str, TableEntry] = {}
+    placed: dict[str, TensorInfo] = {}
     for entry in entries:
         field = f"offset of tensor {entry.name!r}"
         if entry.start % alignment:
@@ -322,7 +285,7 @@ def _place(reader: _Reader, entries: list[TableEntry], alignment: int) -> dict[s
                 entry.start,
                 f"its {entry.n_bytes} bytes would end at byte {start + entry.n_bytes} of {reader.n_bytes}",
             )
-        placed[entry.name] = TableEntry(entry.name, entry.shape, entry.type, start, entry.n_bytes)
+        placed[entry.name] = replace(entry, start=start)
     in_order = sorted(placed.values(), key=lambda entry: entry.start)
     for before, after in pairwise(in_order):
         if before.start + before.n_bytes > after.start:
@@ -335,7 +298,7 @@ def _place(reader: _Reader, entries: list[TableEntry], alignment: int) -> dict[s
     return placed
 
 
-def _refuse_unexplained(reader: _Reader, in_order: list[TableEntry], alignment: int) -> None:
+def _refuse_unexplained(reader: _Reader, in_order: list[TensorInfo], alignment: int) -> None:
     """Refuse a type that does not fill a tensor's space, up to the padding of the alignment (E-19).
 
     A wrong type with fewer bytes than the right one would be read without an error, as other weights. After the last

@@ -5,17 +5,20 @@ layout of a block is in its function's docstring, in the order of the bytes; d i
 float16.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from ostinato.files.unpack import Bytes, Floats, bit_planes, fields, half, nibbles, pairs, scale_groups
 
 
-def f32(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("<f4")
+def numbers(dtype: str) -> Callable[[Bytes, Floats], None]:
+    """Of a type whose blocks are single numbers of this dtype."""
 
+    def undo(blocks: Bytes, out: Floats) -> None:
+        out[...] = blocks.view(dtype)
 
-def f16(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("<f2")
+    return undo
 
 
 def bf16(blocks: Bytes, out: Floats) -> None:
@@ -23,26 +26,6 @@ def bf16(blocks: Bytes, out: Floats) -> None:
     bits = out.view(np.uint32)
     bits[...] = blocks.view("<u2")
     bits <<= 16
-
-
-def f64(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("<f8")
-
-
-def i8(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("i1")
-
-
-def i16(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("<i2")
-
-
-def i32(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("<i4")
-
-
-def i64(blocks: Bytes, out: Floats) -> None:
-    out[...] = blocks.view("<i8")
 
 
 def q4_0(blocks: Bytes, out: Floats) -> None:

@@ -7,23 +7,18 @@ quantised by GPTQ, AWQ, FP8 and others are refused by name. The header of a file
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ostinato.errors import BadFile, UnknownName, Unsupported, listing
-from ostinato.files.checkpoint import TensorInfo, fill
+from ostinato.errors import BadFile, Unsupported, first_few
+from ostinato.files.checkpoint import Checkpoint
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
-from ostinato.files.quants import check_readable
-from ostinato.files.safetensors_header import TensorPlace, read_header
+from ostinato.files.safetensors_header import read_header
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -41,30 +36,18 @@ _BESIDE_WEIGHTS = (  # optional files that also affect the answer
 )
 
 
-class SafetensorsFolder:
-    """A safetensors model opened for reading; thread-safe."""
+class SafetensorsFolder(Checkpoint):
+    """A safetensors model opened for reading."""
 
-    format: Literal["safetensors"] = "safetensors"
+    format = "safetensors"
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.folder = path
-        self._shards: list[MappedFile] = []
-        self.metadata: Mapping[str, Any] = MappingProxyType(read_json_object(path / "config.json"))
+    def _open(self) -> None:
+        self.metadata = MappingProxyType(read_json_object(self.path / "config.json"))
         self.architecture = self._architecture()
         self._refuse_quantised()
-        self.generation_config: Mapping[str, Any] = MappingProxyType(
-            read_json_if_there(path / "generation_config.json")
-        )
-        self._places: dict[str, tuple[MappedFile, TensorPlace]] = {}
-        try:
-            self._open_shards()
-        except BaseException:
-            self.close()
-            raise
-        self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
-            {name: TensorInfo(name, at.shape, at.type, at.n_bytes) for name, (_, at) in self._places.items()}
-        )
+        stated = read_json_if_there(self.path / "generation_config.json")
+        self.generation_config: Mapping[str, Any] = MappingProxyType(stated)
+        self._open_shards()
 
     def _architecture(self) -> str:
         names = self.metadata.get("architectures")
@@ -96,8 +79,7 @@ class SafetensorsFolder:
         shards = sorted(set(where.values()))
         missing = [name for name in shards if not os.path.exists(self.path / name)]
         if missing:
-            shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-            raise BadFile(f"{self.path}: {_INDEX} lists files that are not there: {shown}; fetch them too")
+            raise BadFile(f"{self.path}: {_INDEX} lists files that are not there: {first_few(missing)}; fetch them too")
         for shard in shards:
             self._open_shard(shard)
         for name, shard in where.items():
@@ -106,41 +88,17 @@ class SafetensorsFolder:
 
     def _open_shard(self, file_name: str) -> None:
         file = MappedFile(self.path / file_name)
-        self._shards.append(file)
-        for name, place in read_header(file).items():
+        self._files.append(file)
+        for name, info in read_header(file).items():
             if name in self._places:
                 earlier = self._places[name][0].path.name
                 raise BadFile(f"{file.path}: tensor {name[:120]!r} is in {earlier} too; fetch the folder again")
-            self._places[name] = (file, place)
-
-    def raw(self, name: str) -> NDArray[np.uint8]:
-        """The stored bytes of a tensor, uint8 [rows, row_bytes], a read-only view of the memory map."""
-        if name not in self._places:
-            raise UnknownName(f"{self.path}: has no tensor {name!r}; it has {listing(name, self.tensors)[:300]}")
-        file, place = self._places[name]
-        rows = math.prod(place.shape[:-1])
-        return file.view(place.start, place.n_bytes).reshape(rows, place.n_bytes // max(rows, 1))
-
-    def read(self, name: str, out: NDArray[Any]) -> None:
-        """Fill `out` with the values of a tensor; see `Checkpoint.read`."""
-        raw = self.raw(name)
-        check_readable(self.tensors[name].type, f"{self.path}: tensor {name!r}")
-        fill(self.tensors[name], raw, out)
-
-    def let_go(self, name: str, first: int, last: int) -> None:
-        """Rows [first, last) of a tensor's bytes need not stay in memory."""
-        file, place = self._places[name]
-        row_bytes = self.raw(name).shape[1]
-        file.let_go(place.start + first * row_bytes, (last - first) * row_bytes)
+            self._places[name] = (file, info)
 
     def fingerprint(self) -> str:
         """The sha256 of the list of sums of weights, config and tokenizer files."""
         beside = [self.path / name for name in _BESIDE_WEIGHTS if os.path.isfile(self.path / name)]
-        return fingerprint_of([*beside, *(shard.path for shard in self._shards)])
-
-    def close(self) -> None:
-        for shard in self._shards:
-            shard.close()
+        return fingerprint_of([*beside, *(shard.path for shard in self._files)])
 
 
 def _weight_map(folder: Path) -> dict[str, str]:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
 from ostinato.errors import BadFile, Unsupported
+from ostinato.files.checkpoint import TensorInfo
 from ostinato.files.json_file import parse_json_object
 from ostinato.files.mapped import MappedFile
 
@@ -20,43 +21,18 @@ MAX_DIMENSIONS: Final = 8
 
 _AGAIN = "the file is damaged or cut off: fetch it again"
 _ITEM_BYTES: Final = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-    "C64": 8,
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL"), 1),
 }
 _SMALL_FLOATS: Final = (
-    "F8_E4M3",
-    "F8_E5M2",
-    "F8_E8M0",
-    "F8_E4M3FNUZ",
-    "F8_E5M2FNUZ",
-    "F6_E2M3",
-    "F6_E3M2",
-    "F4",
+    *("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
+    *("F6_E2M3", "F6_E3M2", "F4"),
 )
 
 
-class TensorPlace(NamedTuple):
-    """One tensor of a safetensors file; `start` is the place of its first byte in the file."""
-
-    shape: tuple[int, ...]
-    type: str
-    start: int
-    n_bytes: int
-
-
-def read_header(file: MappedFile) -> dict[str, TensorPlace]:
+def read_header(file: MappedFile) -> dict[str, TensorInfo]:
     """Where each tensor of the file lies."""
     path, n_bytes = file.path, file.n_bytes
     if n_bytes < 8:
@@ -77,7 +53,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) -> TensorPlace:
+def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) -> TensorInfo:
     where = f"{path}: tensor {name[:120]!r}"
     if not isinstance(entry, dict) or not {"dtype", "shape", "data_offsets"} <= entry.keys():
         raise BadFile(f"{where}: lacks dtype, shape or data_offsets; {_AGAIN}")
@@ -95,10 +71,10 @@ def _place(path: Path, name: str, entry: object, data_start: int, n_bytes: int) 
         raise BadFile(f"{where}: data_offsets is {offsets}, but the data has {n_bytes - data_start} bytes; {_AGAIN}")
     if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
         raise BadFile(f"{where}: data_offsets is {offsets}, but shape {shape} in {dtype} has another size; {_AGAIN}")
-    return TensorPlace(tuple(shape), dtype, data_start + start, stop - start)
+    return TensorInfo(name, tuple(shape), dtype, stop - start, data_start + start)
 
 
-def _check_cover(path: Path, places: dict[str, TensorPlace], data_start: int, n_bytes: int) -> None:
+def _check_cover(path: Path, places: dict[str, TensorInfo], data_start: int, n_bytes: int) -> None:
     """Tensors must lie one after the other and fill the file, as the format demands."""
     at = data_start
     for name, place in sorted(places.items(), key=lambda item: (item[1].start, item[1].n_bytes)):

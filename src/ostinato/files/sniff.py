@@ -7,7 +7,7 @@ import codecs
 import os
 from pathlib import Path
 
-from ostinato.errors import BadFile
+from ostinato.errors import BadFile, first_few
 
 _GIVE = "give a .gguf file, or a folder with config.json and .safetensors files"
 _OLD_GGML = (b"lmgg", b"tjgg", b"fmgg", b"algg", b"ggml", b"ggjt", b"ggmf", b"ggla")
@@ -61,7 +61,8 @@ def refuse_folder(folder: Path) -> None:
         ) from None
     ggufs = [name for name in names if name.endswith(".gguf")]
     if ggufs:
-        shown = ", ".join(ggufs[:5]) + (f" and {len(ggufs) - 5} more" if len(ggufs) > 5 else "")
-        raise BadFile(f"{folder}: is a folder without config.json; give the path of one of its GGUF files: {shown}")
+        raise BadFile(
+            f"{folder}: is a folder without config.json; give the path of one of its GGUF files: {first_few(ggufs)}"
+        )
     holds = f"{len(names)} entries" if names else "nothing"
     raise BadFile(f"{folder}: is a folder without config.json (it holds {holds}); {_GIVE}")

@@ -8,10 +8,11 @@ and values of the live sequences) over the read bandwidth, which is measured too
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
@@ -26,7 +27,7 @@ from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.engine import Engine
 from ostinato.engine.machine import machine_at
 from ostinato.engine.open import open_runner
-from ostinato.engine.request import Request, Token
+from ostinato.engine.request import Token
 from ostinato.errors import BadOption, HardwareCannot, InternalError
 from ostinato.lab.read_bandwidth import cpu_bandwidth
 from ostinato.loop.plan import Node
@@ -146,15 +147,8 @@ def kv_read_bytes(shape: Shape, kv_type: KVType, position: int) -> int:
         seen = (position + 1 if window is None else min(position + 1, window) for window in shape.windows)
         n_bytes += sum(seen) * cell_bytes(shape, kv_type)
     if shape.recurrent is not None:
-        n_bytes += 4 * shape.n_layers * sum(_product(state) for state in shape.recurrent.states)
+        n_bytes += 4 * shape.n_layers * sum(map(math.prod, shape.recurrent.states))
     return n_bytes
-
-
-def _product(sizes: Iterable[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,11 +191,11 @@ class Bench:
         before = self._ids(task.depth // page * page, "before")
         sampling = replace(GREEDY, max_tokens=1, ignore_eos=True)
         if before:
-            _read(engine.submit(before, sampling))
+            list(engine.submit(before, sampling))  # to its end
         runs = []
         for number in range(self.repeats + 1):
             request = engine.submit([*before, *self._ids(task.n_tokens, task.name, number)], sampling)
-            _read(request)
+            list(request)
             n = len(request.spec.prompt) - request.cached_tokens
             runs.append(TimedRun(n, request.prefill_s, request.prefill_s))
         weights, rows = engine.runner.plan.weight_bytes, engine.runner.chunks.rows
@@ -242,16 +236,16 @@ class Bench:
         ) as driver:
             timer = _timed_nodes(driver.runner)
             if mode == "eager":
-                self._play_steps(driver, timer, batch, n_prompt, n_steps)
+                self._run_steps(driver, timer, batch, n_prompt, n_steps)
             else:
-                self._play_loop(driver, timer, batch, n_prompt, n_steps)
+                self._run_loop(driver, timer, batch, n_prompt, n_steps)
             spent, nodes = timer.microseconds(), driver.runner.plan.nodes
             between = getattr(timer, "between", lambda n: None)(n_steps)  # which marks of the device show
         kinds = dict.fromkeys(node.kind for node in nodes)
         times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
         return Profile(batch, depth, times, mode, between)
 
-    def _play_steps(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+    def _run_steps(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
         """Steps that the host drives."""
         for slot in range(batch):
             driver.admit(slot, self._ids(n_prompt, "sequence", slot), most=n_steps + 2)
@@ -261,7 +255,7 @@ class Bench:
         for _ in range(n_steps):
             driver.step()
 
-    def _play_loop(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
+    def _run_loop(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
         """Two runs to their end, of which the first warms; the first token of each is its prompt's."""
         for _ in range(2):
             driver.forget()
@@ -331,17 +325,13 @@ def _watch(engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _
             break
     for request in requests:
         request.cancel()
-    _read(last)
+    list(last)
     begin, end = heard[0].time_ns, heard[-1].time_ns
-    of_all = [token for request in requests[:-1] for token in _read(request)] + heard
+    of_all = [token for request in requests[:-1] for token in request] + heard
     within = tuple(token for token in of_all if begin < token.time_ns <= end)
     if not within or end <= begin:
         raise InternalError("no token was made between the first and the last: the device's clock stands still")
     return _Window(within, (end - begin) / 1e9, came[1] - came[0])
-
-
-def _read(request: Request) -> list[Token]:
-    return list(request)
 
 
 # Profiling

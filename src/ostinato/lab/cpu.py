@@ -14,11 +14,11 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
-from ostinato.backends.machine import free_host_bytes
+from ostinato.backends.machine import cpu_name, free_host_bytes
 from ostinato.errors import HardwareCannot, InternalError, OstinatoError
-from ostinato.lab.model import StartCost
+from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library
-from ostinato.lab.work import BODIES, ERF_SERIES, ERF_SLOPE, Data, Timing, Workload, checked, error_of, gelu
+from ostinato.lab.work import ERF_SERIES, ERF_SLOPE, Data, Timing, checked, error_of, factors_of, gelu
 
 OP_BY_OP: Final = "op by op"
 RECORDED: Final = "recorded"
@@ -54,14 +54,14 @@ class CpuMachine:
     def time(self, work: Workload, start: str, repeats: int) -> Timing:
         work = self.settle(work)
         data = Data.fresh(work.n)
-        factors = work.factors(varied=False)
+        factors = factors_of(work, varied=False)
         expected = data.expected(work, factors)
         times, worst = [], 0.0
         for _ in range(repeats + 1):  # the first warms
             h = data.start[0].copy()
-            play = self._bound(work, start, data.x, h, factors)
+            run = self._bound(work, start, data.x, h, factors)
             began = time.perf_counter()
-            play()
+            run()
             times.append((time.perf_counter() - began) * 1e6 / work.steps)
             worst = max(worst, error_of(h, expected[0]))
         inside = np.empty((3, 1), np.float32)
@@ -89,7 +89,7 @@ class CpuMachine:
         if start == NATIVE:
             body = BODIES.index(work.body)
             given = (x.ctypes.data, h.ctypes.data, work.n, body, factors.ctypes.data, work.steps, work.kernels)
-            return partial(self._host.play, *given)
+            return partial(self._host.run_all, *given)
         passes = np.repeat(factors, work.kernels).tolist()
         if start == OP_BY_OP:
             return partial(_op_by_op, work.body, x, h, passes)
@@ -141,12 +141,3 @@ def _pass_calls(body: str, x: np.ndarray, h: np.ndarray, a: float, inside: np.nd
 def _in_order(calls: list[Callable[[], object]]) -> None:
     for call in calls:
         call()
-
-
-def cpu_name() -> str:
-    """What the system calls this processor."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -11,18 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ostinato.backends.base import PAGE_TOKENS
-from ostinato.engine.choose import settle_model, why_not_model
+from ostinato.engine.choose import settle_model
 from ostinato.engine.driver import GREEDY
 from ostinato.engine.engine import Engine
 from ostinato.options import KVType
 
 if TYPE_CHECKING:
     from ostinato.backends.torch.model import Model
-
-
-def decode_modes(model: Model) -> dict[str, str | None]:
-    """Every mode of the engine, and why it cannot run here; None where it can."""
-    return why_not_model(model)
 
 
 def decoded(model: Model, mode: str, *, n_prompt: int, n_gen: int, kv_type: KVType, repeats: int = 3) -> dict[str, Any]:

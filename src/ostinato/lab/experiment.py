@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot
-from ostinato.lab.model import stops_paying_us
-from ostinato.lab.work import LabMachine, Timing, Workload, with_values
+from ostinato.lab.model import Workload, stops_paying_us
+from ostinato.lab.work import LabMachine, Timing, with_values
 
 REPEATS: Final = 5
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture

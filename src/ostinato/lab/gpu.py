@@ -21,9 +21,9 @@ from ostinato.backends.cuda.backend import CUDA
 from ostinato.build import cubin
 from ostinato.engine.machine import machine_at
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
-from ostinato.lab.model import StartCost
+from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library, source
-from ostinato.lab.work import BODIES, REQUESTS, Data, Timing, Workload, checked, error_of, run_twin
+from ostinato.lab.work import REQUESTS, Data, Timing, checked, error_of, factors_of, run_twin
 
 BASELINE: Final = "baseline"
 GRAPH: Final = "graph"
@@ -121,19 +121,19 @@ class GpuMachine:
         work = self.settle(work)
         requests = REQUESTS if start == FED else 1
         data = Data.fresh(work.n, requests)
-        factors = work.factors(varied=start in (UPDATED, FED))
+        factors = factors_of(work, varied=start in (UPDATED, FED))
         expected = self._expected(work, data, factors, requests)
         x = torch.from_numpy(data.x).to(self._device)
         h = torch.full((requests, work.n), float("nan"), device=self._device)
         fresh = torch.from_numpy(data.start).to(self._device)
-        play = self._bound(work, start, x, h, factors)
+        sequence = self._bound(work, start, x, h, factors)
         times, worst = [], 0.0
         for _ in range(repeats + 1):  # the first warms and uploads
             h.fill_(float("nan"))
             h.copy_(fresh)
-            times.append(self._ms(play) * 1e3 / work.steps)
+            times.append(self._ms(sequence) * 1e3 / work.steps)
             worst = max(worst, error_of(h.cpu().numpy(), expected))
-        return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), play.launches))
+        return checked(Timing(start, work, tuple(times[1:]), worst, float(np.abs(expected).max()), sequence.launches))
 
     def _expected(self, work: Workload, data: Data, factors: np.ndarray, requests: int) -> np.ndarray:
         """As `Data.expected` has it, on the device."""
@@ -141,14 +141,14 @@ class GpuMachine:
         run_twin(work, factors, x, out, requests, torch.nn.functional.gelu)
         return out.cpu().numpy()
 
-    def _ms(self, play: LaunchSequence) -> float:
+    def _ms(self, sequence: LaunchSequence) -> float:
         """Milliseconds on the device; EngineDead where it does not end."""
-        play.prepare()
+        sequence.prepare()
         torch.cuda.synchronize(self._device)
         kind: Any = torch.cuda.Event
         began, ended = kind(enable_timing=True), kind(enable_timing=True)
         began.record(self._stream)
-        play.run()
+        sequence.run()
         ended.record(self._stream)
         latest = time.monotonic() + 2 * DEADLINE_S
         while not ended.query():
@@ -192,19 +192,19 @@ class GpuMachine:
     def _held_us(self, start: str, kernels: int, length_us: int, blocks: int, threads: int, steps: int = 50) -> float:
         """A step of kernels that only take time."""
         kernel, words = self._kernels["hold"], (np.uint64(length_us * 1000),)
-        play = self._started(start, Workload(1, steps, kernels, blocks, threads), kernel, words, None)
-        return self._median_ms(play) * 1e3 / steps
+        sequence = self._started(start, Workload(1, steps, kernels, blocks, threads), kernel, words, None)
+        return self._median_ms(sequence) * 1e3 / steps
 
     def _staying_us(self, start: str, work: Workload, does: int) -> float:
         """A step of a persistent kernel that runs only a part of it; there is no result to check."""
         data = Data.fresh(work.n, REQUESTS)
         x, h = torch.from_numpy(data.x).to(self._device), torch.from_numpy(data.start).to(self._device)
         bound = self._fed if start == FED else self._persistent
-        play = bound(work, x, h, work.factors(varied=False), does=does)
-        return self._median_ms(play) * 1e3 / work.steps
+        sequence = bound(work, x, h, factors_of(work, varied=False), does=does)
+        return self._median_ms(sequence) * 1e3 / work.steps
 
-    def _median_ms(self, play: LaunchSequence) -> float:
-        return float(np.median([self._ms(play) for _ in range(6)][1:]))
+    def _median_ms(self, sequence: LaunchSequence) -> float:
+        return float(np.median([self._ms(sequence) for _ in range(6)][1:]))
 
     def facts(self) -> dict[str, Any]:
         loaded = self.settle(Workload(1 << 22, 50, 8, 0, 1024))

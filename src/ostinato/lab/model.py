@@ -1,4 +1,4 @@
-"""The arithmetic of launch overhead: what a step of short kernels takes, by how it is started.
+"""The work of the laboratory, and the arithmetic of launch overhead: what a step of short kernels takes, by its start.
 
 A step is K kernels of c microseconds each. Each way to start it adds time to every kernel (a launch, a graph's node, a
 barrier) and to every step (a replay, a turn of a WHILE graph), and a host that submits ahead of the device
@@ -8,11 +8,54 @@ adds nothing as long as it keeps ahead. Pure arithmetic: no device, no torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from ostinato.errors import BadOption
 
 PAYS: Final = 1.05  # a start that wins less than this is said not to pay
+BodyName = Literal["axpy", "tail"]
+BODIES: Final[tuple[BodyName, ...]] = ("axpy", "tail")
+MOST_PASSES: Final = 2_000_000  # of one measurement: kernels of all its steps
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """So many token steps of so many passes over a vector. `blocks` 0: as many as the device has multiprocessors."""
+
+    n: int = 1 << 20
+    steps: int = 500
+    kernels: int = 1
+    blocks: int = 0
+    threads: int = 512  # fills a multiprocessor without making its own barrier long
+    a: float = 0.001
+    body: BodyName = "axpy"
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("n", 1, 1 << 31),
+            ("steps", 1, 1_000_000),
+            ("kernels", 1, 10_000),
+            ("blocks", 0, 1_000_000),
+            ("threads", 32, 1024),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise BadOption(f"--{name} is {value}; it must be from {least} to {most}")
+        if self.threads % 32:
+            raise BadOption(f"--threads is {self.threads}; it must be a multiple of 32")
+        if not abs(self.a) <= 1:
+            raise BadOption(f"--a is {self.a}; it must be from -1 to 1")
+        if self.body not in BODIES:
+            raise BadOption(f"--body is {self.body!r}; known: {', '.join(BODIES)}")
+        if self.steps * self.kernels > MOST_PASSES:
+            raise BadOption(
+                f"{self.steps} steps of {self.kernels} kernels are {self.steps * self.kernels} launches; at most "
+                f"{MOST_PASSES} are measured at once: lower --steps or --kernels"
+            )
+
+    @property
+    def passes(self) -> int:
+        return self.steps * self.kernels
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from typing import Any, Final
 import torch
 
 from ostinato.errors import BadInput, HardwareCannot
-from ostinato.lab.work import LabMachine, Workload
+from ostinato.lab.model import Workload
+from ostinato.lab.work import LabMachine
 
 COUNTERS: Final = ("sm__throughput.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum")
 NCU_S: Final = 120.0
@@ -41,7 +42,7 @@ def profiled(machine: LabMachine, work: Workload, start: str, trace: Path | None
     return {
         "start": start,
         "launches": timing.launches,
-        "calls": calls,  # of the whole measurement: two plays, and what prepares and checks them
+        "calls": calls,  # of the whole measurement: two runs, and what prepares and checks them
         "longest": [{"name": e.key, "count": e.count, "us": round(_own_time(e), 1)} for e in longest],
     }
 

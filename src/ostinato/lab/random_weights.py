@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from statistics import NormalDist
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,14 +25,13 @@ from numpy.typing import NDArray
 from ostinato.backends.base import Settled
 from ostinato.engine.load import load_blocks
 from ostinato.errors import InternalError
-from ostinato.files.checkpoint import BFLOAT16, TensorInfo, fill, rounded
+from ostinato.files.checkpoint import BFLOAT16, Checkpoint, TensorInfo, rounded
 from ostinato.files.quants import BLOCKS
 from ostinato.files.unpack import Bytes
 from ostinato.models.blocks import ModelBlocks, leaves_of
-from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.named_shapes import named_shape
-from ostinato.models.registry import FAMILIES
+from ostinato.models.registry import family_named
 from ostinato.models.shape import Shape
 from ostinato.models.tensors import ExpertMatrices, Matrices, TensorTable
 
@@ -154,20 +153,24 @@ class AnyName:
         raise InternalError(f"no shape says how many rows {name} has")
 
 
-class RandomFile:
+class RandomFile(Checkpoint):
     """A checkpoint of a shape, its matrices of that type (`DTYPES`, `MIXES`) and the rest in float32."""
 
-    format: Literal["gguf", "safetensors"] = "gguf"
+    format = "gguf"
     metadata: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, shape: Shape, type: str, seed: int = 0, family: Family | None = None) -> None:
-        family = family or next(one for one in FAMILIES if one.name == shape.family)
-        self.shape, self.path, self.architecture = shape, Path(f"random {type}"), family.name
+        family = family or family_named(shape.family)
+        self.shape, self.architecture = shape, family.name
         self._type, self._seed = type, seed
-        self.blocks: ModelBlocks = family.build(Builder(shape, AnyName()), family.layer)
-        self.tensors = {info.name: info for info in self._infos()}
+        self.blocks: ModelBlocks = family.blocks(shape, AnyName())
         self._lock = threading.Lock()
         self._kept: dict[str, _Made] = {}
+        super().__init__(Path(f"random {type}"))
+        self.tensors = {info.name: info for info in self._infos()}
+
+    def _open(self) -> None:
+        """There are no files to map."""
 
     def load(self, settled: Settled) -> Model:
         """The model with its weights in the settled layout."""
@@ -187,9 +190,6 @@ class RandomFile:
             if made.data is None:
                 made.data = self._make(name)
             return made.data
-
-    def read(self, name: str, out: NDArray[Any]) -> None:
-        fill(self.tensors[name], self._make(name), out)
 
     def let_go(self, name: str, first: int, last: int) -> None:
         """Nothing to do: few tensors are held."""

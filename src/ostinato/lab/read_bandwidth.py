@@ -15,23 +15,16 @@ import numpy as np
 
 from ostinato.backends.native.library import cpu_library
 from ostinato.errors import HardwareCannot
-from ostinato.loop.memory import memory_in
-from ostinato.loop.plan import Buffer, without_repeats
+from ostinato.loop.plan import Buffer
 
 if TYPE_CHECKING:
-    from ostinato.models.blocks import ModelBlocks
+    pass
 
 
 class _Plane(ctypes.Structure):
     """As `backends/native/src/read.h` has it."""
 
     _fields_ = (("bytes", ctypes.c_void_p), ("n_bytes", ctypes.c_int64))
-
-
-def read_passes(model: ModelBlocks, threads: int, passes: int) -> float:
-    """How many times a second all weights of a model can be read."""
-    weights = without_repeats([Buffer.of(name, memory) for name, memory in memory_in(model, "")])
-    return passes / read_seconds(weights, threads, passes)
 
 
 def read_seconds(buffers: Sequence[Buffer], threads: int, passes: int) -> float:

@@ -25,8 +25,8 @@ def report(result: Mapping[str, Any]) -> str:
     machine = result["machine"]
     title = f"Launch overhead on {machine['name']}"
     on_cpu = (
-        "<p><strong>This is a CPU.</strong> No kernel is launched here: what is measured is what it costs to ask for "
-        "an operation.</p>"
+        "<p><strong>This is a CPU.</strong> It launches no kernels: the cost of calling an operation is measured in "
+        "their place.</p>"
     )
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -36,25 +36,16 @@ def report(result: Mapping[str, Any]) -> str:
         "<p>A step of <code>K</code> kernels, each <code>c</code> long, takes <code>K (c + kernel) + step</code>, or "
         "<code>K submit</code> where the host cannot keep ahead. The part of it that is not the kernels' own time is "
         "<code>f = K t_L / (T_comp + K t_L)</code>.</p>",
-        _table(("start", "kernel, us", "step, us", "submit a kernel, us", "pays up to, us"), _cost_rows(result)),
+        _table(cost_table(result)),
         "<h2>Speed-up over the length of a kernel</h2>",
         speedup_picture(result),
         "<h2>Measured beside predicted</h2>",
-        _table(
-            ("work", "kernel alone, us", "start", "us a step", "tokens/s", "speed-up", "predicted", "max_abs_err"),
-            _measured_rows(result),
-        ),
+        _table(_measured_rows(result)),
         "<h2>Overhead of the baseline</h2>",
-        _table(("work", "predicted", "measured", "off by"), _overhead_rows(result)),
+        _table(_overhead_rows(result)),
     ]
     if result["decode"]:
-        parts += [
-            "<h2>The engine's own step</h2>",
-            _table(
-                ("model, mode", "first token, ms", "tokens/s", "launches per token", "host, us per token"),
-                _decode_rows(result),
-            ),
-        ]
+        parts += ["<h2>The engine's own step</h2>", _table(decode_table(result["decode"]))]
     if result["why_not"]:
         parts += ["<h2>What did not run</h2>", _listed(f"{start}: {why}" for start, why in result["why_not"].items())]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
@@ -73,7 +64,9 @@ def _machine(machine: Mapping[str, Any]) -> str:
     return escape(", ".join(words))
 
 
-def _cost_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+def cost_table(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    """What each start adds, and up to which length of a kernel it pays; headings first."""
+    yield "start", "kernel, us", "step, us", "submit a kernel, us", "pays up to, us"
     for start, cost in result["costs"].items():
         pays = result["stops_paying_us"].get(start)
         words = "the baseline" if start not in result["stops_paying_us"] else "never" if pays is None else f"{pays:.1f}"
@@ -81,6 +74,7 @@ def _cost_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 
 def _measured_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    yield "work", "kernel alone, us", "start", "us a step", "tokens/s", "speed-up", "predicted", "max_abs_err"
     for row in result["rows"]:
         for start, found in row["starts"].items():
             yield (
@@ -90,20 +84,19 @@ def _measured_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
 
 
 def _overhead_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
+    yield "work", "predicted", "measured", "off by"
     for row in result["rows"]:
         predicted, measured = row["overhead_predicted"], row["overhead_measured"]
-        yield (
-            named(row),
-            f"{predicted:.1%}",
-            f"{measured:.1%}",
-            f"{predicted / measured - 1:+.0%}" if measured > 0 else "-",
-        )
+        off = f"{predicted / measured - 1:+.0%}" if measured > 0 else "-"
+        yield named(row), f"{predicted:.1%}", f"{measured:.1%}", off
 
 
-def _decode_rows(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
-    for row in result["decode"]:
+def decode_table(rows: Iterable[Mapping[str, Any]]) -> Iterable[Sequence[str]]:
+    """The engine's own step in each mode; headings first."""
+    yield "model", "mode", "first token, ms", "tokens/s", "launches per token", "host, us per token"
+    for row in rows:
         yield (
-            f"{row['model']}, {row['mode']}", f"{row['first_token_ms']:.1f}", f"{row['tokens_s']:,.0f}",
+            row["model"], row["mode"], f"{row['first_token_ms']:.1f}", f"{row['tokens_s']:,.1f}",
             f"{row['launches_per_token']:.3f}", f"{row['host_us_per_token']:.1f}",
         )  # fmt: skip
 
@@ -113,7 +106,8 @@ def named(row: Mapping[str, Any]) -> str:
     return f"{row['body']} n={row['n']} steps={row['steps']} K={row['kernels']} {row['blocks']}x{row['threads']}"
 
 
-def _table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(table: Iterable[Sequence[str]]) -> str:
+    headings, *rows = table
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'

@@ -1,4 +1,4 @@
-"""The work that the laboratory runs, the float64 twin that checks it, and the record of a result."""
+"""The data that the laboratory works on, the float64 twin that checks a result, and the record of one."""
 
 from __future__ import annotations
 
@@ -9,63 +9,21 @@ from typing import Any, Final, Literal, Protocol
 
 import numpy as np
 
-from ostinato.errors import BadOption, InternalError
-from ostinato.lab.model import StartCost
+from ostinato.errors import InternalError
+from ostinato.lab.model import StartCost, Workload
 
-BodyName = Literal["axpy", "tail"]
-BODIES: Final[tuple[BodyName, ...]] = ("axpy", "tail")
 REQUESTS: Final = 4  # of a queue that the host feeds
 ERROR_BAR: Final = 1e-5  # of 500 passes over states below SMALL; of more, or larger ones, in proportion
 SMALL: Final = 0.5
 # The error function of v / sqrt(2): 1 - P(t) exp(-v^2 / 2) with t = 1 / (1 + slope |v|), P from its lowest power on.
 ERF_SLOPE: Final = 0.3275911 * 0.5**0.5
 ERF_SERIES: Final = (0.0, 0.254829592, -0.284496736, 1.421413741, -1.453152027, 1.061405429)
-MOST_PASSES: Final = 2_000_000  # of one measurement: kernels of all its steps
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """So many token steps of so many passes over a vector. `blocks` 0: as many as the device has multiprocessors."""
-
-    n: int = 1 << 20
-    steps: int = 500
-    kernels: int = 1
-    blocks: int = 0
-    threads: int = 512  # fills a multiprocessor without making its own barrier long
-    a: float = 0.001
-    body: BodyName = "axpy"
-
-    def __post_init__(self) -> None:
-        for name, least, most in (
-            ("n", 1, 1 << 31),
-            ("steps", 1, 1_000_000),
-            ("kernels", 1, 10_000),
-            ("blocks", 0, 1_000_000),
-            ("threads", 32, 1024),
-        ):
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise BadOption(f"--{name} is {value}; it must be from {least} to {most}")
-        if self.threads % 32:
-            raise BadOption(f"--threads is {self.threads}; it must be a multiple of 32")
-        if not abs(self.a) <= 1:
-            raise BadOption(f"--a is {self.a}; it must be from -1 to 1")
-        if self.body not in BODIES:
-            raise BadOption(f"--body is {self.body!r}; known: {', '.join(BODIES)}")
-        if self.steps * self.kernels > MOST_PASSES:
-            raise BadOption(
-                f"{self.steps} steps of {self.kernels} kernels are {self.steps * self.kernels} launches; at most "
-                f"{MOST_PASSES} are measured at once: lower --steps or --kernels"
-            )
-
-    @property
-    def passes(self) -> int:
-        return self.steps * self.kernels
-
-    def factors(self, *, varied: bool) -> np.ndarray:
-        """The factor of each step, float32: one for all, or one that changes from step to step."""
-        steps = np.arange(self.steps)
-        return (self.a * np.where(steps % 2, 0.5, 1.5) if varied else np.full(self.steps, self.a)).astype(np.float32)
+def factors_of(work: Workload, *, varied: bool) -> np.ndarray:
+    """The factor of each step, float32: one for all, or one that changes from step to step."""
+    steps = np.arange(work.steps)
+    return (work.a * np.where(steps % 2, 0.5, 1.5) if varied else np.full(work.steps, work.a)).astype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)

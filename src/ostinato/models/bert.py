@@ -6,27 +6,19 @@ folder's `1_Pooling/config.json` (`pooling.py`); mean where neither does, and ra
 """
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ostinato.errors import BadFile, Unsupported
-from ostinato.files.checkpoint import Checkpoint
 from ostinato.models import rope as ropes
-from ostinato.models.blocks import AnyLayer, ModelBlocks, PostNormLayer
+from ostinato.models.blocks import MLP, PostNormLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import BUFFERS, Family
-from ostinato.models.fields import Fields
+from ostinato.models.fields import Description
 from ostinato.models.pooling import pooling_of_folder, pooling_of_gguf
 from ostinato.models.rope import Rope
-from ostinato.models.shape import (
-    Shape,
-    activation_from_config,
-    checked,
-    common_from_gguf,
-    everywhere,
-    limited,
-)
+from ostinato.models.shape import Shape, activation_from_config, common_from_gguf, everywhere, limited
 
 NOMIC_BASE = 1000.0
 
@@ -34,63 +26,54 @@ NOMIC_BASE = 1000.0
 # Shapes
 
 
-def encoder_from_gguf(checkpoint: Checkpoint, family: str) -> Shape:
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+def encoder_from_gguf(f: Description) -> Shape:
     if f.flag("attention.causal", False):
-        raise Unsupported(f"{f.path}: a {family} that reads in one direction only is not supported")
-    shape = common_from_gguf(checkpoint, family, "halves")
-    heads = [checkpoint.tensors[name] for name in ("cls.output.weight", "cls.weight") if name in checkpoint.tensors]
-    n_classes = heads[0].shape[0] if heads else None
+        raise Unsupported(f"{f.path}: a {f.family} that reads in one direction only is not supported")
+    shape = common_from_gguf(f)
+    heads = [f.tensors[name] for name in ("cls.output.weight", "cls.weight") if name in f.tensors]
     return replace(
         shape,
         norm_eps=f.positive("attention.layer_norm_epsilon", 1e-12),
         causal=False,
         pooling=pooling_of_gguf(f, ranks=bool(heads)),
         normalise=True,
-        n_classes=n_classes,
+        n_classes=heads[0].shape[0] if heads else None,
         tied_head=False,
     )
 
 
-def bert_from_gguf(checkpoint: Checkpoint) -> Shape:
-    shape = encoder_from_gguf(checkpoint, "bert")
+def bert_from_gguf(f: Description) -> Shape:
+    shape = encoder_from_gguf(f)
     without_rope = everywhere(None, shape.n_layers)
     return replace(shape, ropes=without_rope, activation="gelu", attention_bias=True, mlp_bias=True)
 
 
-def nomic_from_gguf(checkpoint: Checkpoint) -> Shape:
-    return encoder_from_gguf(checkpoint, "nomic-bert")
-
-
-def encoder_from_config(checkpoint: Checkpoint, family: str, rope: Rope | None, sizes: dict[str, Any]) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def encoder_from_config(c: Description, rope: Rope | None, sizes: dict[str, Any]) -> Shape:
     n_layers, head_width = limited(sizes["n_layers"], c), max(1, sizes["hidden"] // sizes["n_heads"])
-    head = checkpoint.tensors.get("classifier.weight")
-    ranks = checkpoint.architecture.endswith("ForSequenceClassification")
+    head = c.tensors.get("classifier.weight")
+    ranks = c.checkpoint.architecture.endswith("ForSequenceClassification")
     if ranks and head is None:
-        raise BadFile(f"{c.path}: {checkpoint.architecture} without a tensor classifier.weight; the file is incomplete")
-    pooling, normalise = pooling_of_folder(checkpoint.path)
-    return checked(
-        Shape(
-            family=family,
-            n_kv_heads=sizes["n_heads"],
-            head_width=head_width,
-            vocab=c.integer("vocab_size"),
-            ropes=everywhere(rope, n_layers),
-            windows=everywhere(None, n_layers),
-            query_scale=head_width**-0.5,
-            causal=False,
-            pooling="rank" if ranks else pooling,
-            normalise=normalise,
-            n_classes=head.shape[0] if ranks and head is not None else None,
-            **sizes,
-        ),
-        checkpoint,
+        raise BadFile(
+            f"{c.path}: {c.checkpoint.architecture} without a tensor classifier.weight; the file is incomplete"
+        )
+    pooling, normalise = pooling_of_folder(c.path)
+    return Shape(
+        family=c.family,
+        n_kv_heads=sizes["n_heads"],
+        head_width=head_width,
+        vocab=c.integer("vocab_size"),
+        ropes=everywhere(rope, n_layers),
+        windows=everywhere(None, n_layers),
+        query_scale=head_width**-0.5,
+        causal=False,
+        pooling="rank" if ranks else pooling,
+        normalise=normalise,
+        n_classes=head.shape[0] if ranks and head is not None else None,
+        **sizes,
     )
 
 
-def bert_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def bert_from_config(c: Description) -> Shape:
     kind = c.word("position_embedding_type", "absolute")
     if kind != "absolute" or c.flag("is_decoder", False):
         raise Unsupported(f"{c.path}: a bert with {kind} positions or as a decoder is not supported")
@@ -103,14 +86,12 @@ def bert_from_config(checkpoint: Checkpoint) -> Shape:
         "norm_eps": c.positive("layer_norm_eps", 1e-12),
         "activation": activation_from_config(c) if c.has("hidden_act") else "gelu",
     }
-    shape = encoder_from_config(checkpoint, "bert", None, sizes)
-    return replace(shape, attention_bias=True, mlp_bias=True)
+    return replace(encoder_from_config(c, None, sizes), attention_bias=True, mlp_bias=True)
 
 
-def nomic_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def nomic_from_config(c: Description) -> Shape:
     if not c.has("n_embd"):
-        return nomic_as_transformers_writes_it(checkpoint)
+        return nomic_as_transformers_writes_it(c)
     refused = ("moe_every_n_layers", "prenorm", "qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias", "use_rms_norm",
                "rotary_emb_interleaved", "rotary_emb_scale_base", "rotary_scaling_factor")  # fmt: skip
     if stated := [key for key in refused if c.raw(key)]:
@@ -128,11 +109,10 @@ def nomic_from_config(checkpoint: Checkpoint) -> Shape:
         "norm_eps": c.positive("layer_norm_epsilon", 1e-12),
     }
     rope = Rope(c.positive("rotary_emb_base", NOMIC_BASE), max(1, hidden // n_heads), "halves")
-    return encoder_from_config(checkpoint, "nomic-bert", rope, sizes)
+    return encoder_from_config(c, rope, sizes)
 
 
-def nomic_as_transformers_writes_it(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def nomic_as_transformers_writes_it(c: Description) -> Shape:
     hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     if c.integer("head_dim", hidden // n_heads) * n_heads != hidden:
         raise Unsupported(f"{c.path}: a nomic-bert whose heads are not as wide as its rows is not supported")
@@ -146,36 +126,27 @@ def nomic_as_transformers_writes_it(checkpoint: Checkpoint) -> Shape:
         "activation": activation_from_config(c),
     }
     rope = ropes.from_config(c, max(1, hidden // n_heads), default_base=NOMIC_BASE)
-    return encoder_from_config(checkpoint, "nomic-bert", rope, sizes)
+    return encoder_from_config(c, rope, sizes)
 
 
 # Blocks
 
 
 def bert_layer(b: Builder, i: int) -> PostNormLayer:
-    return post_norm(b, i, b.plain_mlp)
+    return post_norm(b, i, b.plain_mlp(i))
 
 
 def nomic_layer(b: Builder, i: int) -> PostNormLayer:
-    return post_norm(b, i, b.gated_mlp)
+    return post_norm(b, i, b.gated_mlp(i))
 
 
-def post_norm(b: Builder, i: int, mlp: Callable[[int], Any]) -> PostNormLayer:
+def post_norm(b: Builder, i: int, mlp: MLP) -> PostNormLayer:
     return PostNormLayer(
         attention=b.attention(i, fused=b.names.has(f"blk.{i}.attn_qkv.weight")),
         attention_norm=b.norm(f"blk.{i}.attn_output_norm", bias=True),
-        mlp=mlp(i),
+        mlp=mlp,
         mlp_norm=b.norm(f"blk.{i}.layer_output_norm", bias=True),
     )
-
-
-def build_bert(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
-    positions = b.tensor("position_embd.weight", b.shape.context, b.shape.hidden)
-    return b.encoder([layer(b, i) for i in range(b.shape.n_layers)], positions=positions)
-
-
-def build_nomic(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
-    return b.encoder([layer(b, i) for i in range(b.shape.n_layers)], positions=None)
 
 
 # Names
@@ -225,7 +196,7 @@ BERT = Family(
     shape_from_config=bert_from_config,
     names=with_prefix("bert.", BERT_STEMS),
     ignored=OTHER_HEADS,
-    build=build_bert,
+    model=partial(Builder.encoder, learned_positions=True),
 )
 
 NOMIC_BERT = Family(
@@ -233,9 +204,9 @@ NOMIC_BERT = Family(
     nomic_layer,
     gguf="nomic-bert",
     hf=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification"),
-    shape_from_gguf=nomic_from_gguf,
+    shape_from_gguf=encoder_from_gguf,
     shape_from_config=nomic_from_config,
     names=with_prefix("nomic_bert.", NOMIC_STEMS),
     ignored=OTHER_HEADS,
-    build=build_nomic,
+    model=Builder.encoder,
 )

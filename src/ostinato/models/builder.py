@@ -15,6 +15,7 @@ from ostinato.models.blocks import (
     Decay,
     Experts,
     GatedMLP,
+    Layer,
     Linear,
     Mamba2Mixer,
     MambaMixer,
@@ -79,6 +80,26 @@ class Builder:
         if len(set(factors)) == 1:
             return None if factors[0] == 1 else factors[0]
         return Constant(tuple(sizes), tuple(factors))
+
+    def layer(
+        self,
+        layer: int,
+        attention: Attention | None = None,
+        mlp: MLP | None = None,
+        *,
+        norm_bias: bool = False,
+        sandwich: bool = False,
+    ) -> Layer:
+        """Attention and feed-forward, each behind a norm; llama's unless said. `sandwich`: a norm after each, too."""
+        at = f"blk.{layer}."
+        return Layer(
+            attention_norm=self.norm(at + "attn_norm", bias=norm_bias),
+            attention=attention or self.attention(layer),
+            after_attention=self.norm(at + "post_attention_norm") if sandwich else None,
+            mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias),
+            mlp=mlp or self.mlp(layer),
+            after_mlp=self.norm(at + "post_ffw_norm") if sandwich else None,
+        )
 
     def attention(
         self, layer: int, *, qk_norm: bool = False, fused: bool = False, out_bias: bool | None = None
@@ -196,9 +217,12 @@ class Builder:
         out = self.linear("cls.output", n_classes, hidden, bias=has("cls.output.bias")) if has_out else None
         return RankingHead(dense, out)
 
-    def model(self, layers: Sequence[AnyLayer], norm: Norm, *, positions: StackedTensors | None = None) -> ModelBlocks:
+    def model(
+        self, layers: Sequence[AnyLayer], *, norm_bias: bool = False, learned_positions: bool = False
+    ) -> ModelBlocks:
         """A decoder: the embedding, the layers, the last norm, and a head: its own, or the embedding again."""
-        s = self.shape
+        s, norm = self.shape, self.norm("output_norm", bias=norm_bias)
+        positions = self.positions() if learned_positions else None
         embedding = Matrices(("token_embd.weight",), ((s.vocab, s.hidden),))
         scale = self.scale([s.vocab], [s.multipliers.head])
         bias = self.names.has("output.bias")  # neither format states it: the file has one or not
@@ -209,13 +233,16 @@ class Builder:
             head, spare = self.linear("output", s.vocab, s.hidden, bias=bias, scale=scale), ROPE_FACTORS
         return ModelBlocks(s, embedding, positions, layers, norm, head, spare=spare)
 
-    def encoder(self, layers: Sequence[AnyLayer], *, positions: StackedTensors | None) -> ModelBlocks:
+    def positions(self) -> StackedTensors:
+        return self.tensor("position_embd.weight", self.shape.context, self.shape.hidden)
+
+    def encoder(self, layers: Sequence[AnyLayer], *, learned_positions: bool = False) -> ModelBlocks:
         """An encoder: embeddings of token, text and place, their norm, the layers; a head where it is made to rank."""
         s, types = self.shape, "token_types.weight"
         return ModelBlocks(
             s,
             self.tensor("token_embd.weight", s.vocab, s.hidden),
-            positions,
+            self.positions() if learned_positions else None,
             layers,
             norm=None,
             head=None,

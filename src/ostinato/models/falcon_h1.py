@@ -7,11 +7,10 @@ every product. GGUF files hold the weights with those factors multiplied in, and
 from dataclasses import replace
 
 from ostinato.errors import BadFile
-from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.blocks import HybridLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
-from ostinato.models.fields import Fields
+from ostinato.models.fields import Description, Fields
 from ostinato.models.mamba import (
     CONFIG_TRANSFORMS,
     GGUF_TRANSFORMS,
@@ -21,20 +20,16 @@ from ostinato.models.mamba import (
     only_silu,
     step_limit,
 )
-from ostinato.models.shape import Mamba2Shape, Multipliers, Shape, common_from_config, common_from_gguf
+from ostinato.models.shape import Mamba2Shape, Multipliers, Shape, common_from_config, common_from_gguf, with_biases
 
 
-def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
-    shape = common_from_gguf(checkpoint, "falcon-h1", "halves")
-    attention_bias, mlp_bias = (f"blk.0.{name}.bias" in checkpoint.tensors for name in ("attn_q", "ffn_up"))
-    mamba2 = mamba2_block_from_gguf(checkpoint)
-    return replace(shape, recurrent=mamba2, attention_bias=attention_bias, mlp_bias=mlp_bias)
+def shape_from_gguf(f: Description) -> Shape:
+    return replace(with_biases(common_from_gguf(f), f), recurrent=mamba2_block_from_gguf(f))
 
 
-def shape_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def shape_from_config(c: Description) -> Shape:
     only_silu(c)
-    shape = common_from_config(checkpoint, "falcon-h1")
+    shape = common_from_config(c)
     embedding = c.number("embedding_multiplier", 1.0)
     return replace(
         shape,

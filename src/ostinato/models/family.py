@@ -1,13 +1,13 @@
 """A family: how to read its shape from either format, how its tensors are called there, and its blocks."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.blocks import AnyLayer, ModelBlocks
-from ostinato.models.builder import Builder
-from ostinato.models.shape import Shape
+from ostinato.models.builder import Builder, Names
+from ostinato.models.fields import Description
+from ostinato.models.shape import Shape, common_from_config, common_from_gguf
 from ostinato.models.tensors import Transform
 
 # The stems of tensor names in most safetensors folders, and ours.
@@ -33,25 +33,25 @@ BUFFERS = re.compile(
 )
 
 
-def rms_layers(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
-    """The usual model: its layers, an RMS norm, a head."""
-    return b.model([layer(b, i) for i in range(b.shape.n_layers)], b.norm("output_norm"))
-
-
 @dataclass(frozen=True, slots=True)
 class Family:
     """One row of the table in `registry.py`."""
 
     name: str
-    layer: Callable[[Builder, int], AnyLayer]
+    layer: Callable[[Builder, int], AnyLayer] = Builder.layer
     gguf: str | None = None  # general.architecture
     hf: tuple[str, ...] = ()  # config.json's architectures[0]
-    shape_from_gguf: Callable[[Checkpoint], Shape] | None = None
-    shape_from_config: Callable[[Checkpoint], Shape] | None = None
+    shape_from_gguf: Callable[[Description], Shape] = common_from_gguf
+    shape_from_config: Callable[[Description], Shape] = common_from_config
     names: Mapping[str, str] = field(default_factory=lambda: COMMON_NAMES)
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where GGUF files call a tensor otherwise than we do
     # What each format keeps otherwise than `builder.py` wants it.
     gguf_transforms: Mapping[str, Transform] = field(default_factory=dict)
     config_transforms: Mapping[str, Transform] = field(default_factory=dict)
     ignored: re.Pattern[str] = BUFFERS  # tensors of a folder that have no part in what the model gives
-    build: Callable[[Builder, Callable[[Builder, int], AnyLayer]], ModelBlocks] = rms_layers
+    model: Callable[[Builder, Sequence[AnyLayer]], ModelBlocks] = Builder.model
+
+    def blocks(self, shape: Shape, names: Names) -> ModelBlocks:
+        """The blocks of a model over references to tensors of these names."""
+        b = Builder(shape, names)
+        return self.model(b, [self.layer(b, i) for i in range(shape.n_layers)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ostinato.errors import BadFile
+from ostinato.files.checkpoint import Checkpoint, TensorInfo
 
 T = TypeVar("T")
 _MOST = 2**31 - 1
@@ -86,3 +87,20 @@ class Fields:
     def _wrong(self, key: str, value: object, wanted: str) -> BadFile:
         shown = repr(value) if len(repr(value)) < 80 else repr(value)[:77] + "..."
         return BadFile(f"{self.path}: the setting {self.prefix + key!r} is {shown}; it must be {wanted}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Description(Fields):
+    """All that a checkpoint says of its model, for the family that reads its shape."""
+
+    checkpoint: Checkpoint
+    family: str
+
+    @staticmethod
+    def of(checkpoint: Checkpoint, family: str) -> "Description":
+        prefix = f"{checkpoint.architecture}." if checkpoint.format == "gguf" else ""
+        return Description(checkpoint.metadata, checkpoint.path, prefix, checkpoint=checkpoint, family=family)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self.checkpoint.tensors

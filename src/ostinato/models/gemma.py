@@ -5,12 +5,11 @@ another RoPE base for its window layers. Safetensors keep a norm's weight as its
 
 from dataclasses import replace
 
-from ostinato.files.checkpoint import Checkpoint
 from ostinato.models import rope as ropes
 from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
-from ostinato.models.fields import Fields
+from ostinato.models.fields import Description
 from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape, common_from_config, common_from_gguf, layer_types
 from ostinato.models.tensors import PLUS_ONE
@@ -25,10 +24,9 @@ def windowed(shape: Shape, window: int, global_every: int) -> Shape:
     return replace(shape, windows=tuple(None if (i + 1) % global_every == 0 else window for i in range(shape.n_layers)))
 
 
-def gemma_from_gguf(checkpoint: Checkpoint, family: str, window: int, global_every: int) -> Shape:
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
-    shape = common_from_gguf(checkpoint, family, "halves")
-    by_hidden = (family, shape.n_layers) in SCALED_BY_HIDDEN
+def gemma_from_gguf(f: Description, window: int, global_every: int) -> Shape:
+    shape = common_from_gguf(f)
+    by_hidden = (f.family, shape.n_layers) in SCALED_BY_HIDDEN
     shape = replace(
         shape,
         activation="gelu_tanh",
@@ -39,18 +37,16 @@ def gemma_from_gguf(checkpoint: Checkpoint, family: str, window: int, global_eve
     return windowed(shape, f.integer("attention.sliding_window", window), every)
 
 
-def gemma2_from_gguf(checkpoint: Checkpoint) -> Shape:
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+def gemma2_from_gguf(f: Description) -> Shape:
     return replace(
-        gemma_from_gguf(checkpoint, "gemma2", 4096, global_every=2),
+        gemma_from_gguf(f, 4096, global_every=2),
         attention_softcap=f.positive("attn_logit_softcapping", 50.0),
         logit_softcap=f.positive("final_logit_softcapping", 30.0),
     )
 
 
-def gemma3_from_gguf(checkpoint: Checkpoint) -> Shape:
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
-    shape = gemma_from_gguf(checkpoint, "gemma3", 1024, global_every=6)
+def gemma3_from_gguf(f: Description) -> Shape:
+    shape = gemma_from_gguf(f, 1024, global_every=6)
     whole = ropes.from_gguf(f, shape.head_width, "halves", default_base=1_000_000.0)
     cap = f.positive("final_logit_softcapping") if f.has("final_logit_softcapping") else None
     return replace(two_ropes(shape, whole, f.positive("rope.freq_base_swa", LOCAL_BASE)), logit_softcap=cap)
@@ -61,9 +57,8 @@ def two_ropes(shape: Shape, whole: Rope, local_base: float) -> Shape:
     return replace(shape, ropes=tuple(whole if window is None else local for window in shape.windows))
 
 
-def gemma_from_config(checkpoint: Checkpoint, family: str, global_every: int) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
-    shape = common_from_config(checkpoint, family)
+def gemma_from_config(c: Description, global_every: int) -> Shape:
+    shape = common_from_config(c)
     window = c.integer("sliding_window", 4096)
     if c.has("layer_types"):
         kinds = layer_types(c, shape.n_layers)
@@ -80,16 +75,14 @@ def gemma_from_config(checkpoint: Checkpoint, family: str, global_every: int) ->
     )
 
 
-def gemma2_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
-    shape = gemma_from_config(checkpoint, "gemma2", global_every=2)
+def gemma2_from_config(c: Description) -> Shape:
+    shape = gemma_from_config(c, global_every=2)
     cap = "attn_logit_softcapping"
     return replace(shape, attention_softcap=c.positive(cap) if c.has(cap) else None)
 
 
-def gemma3_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
-    shape = gemma_from_config(checkpoint, "gemma3", global_every=6)
+def gemma3_from_config(c: Description) -> Shape:
+    shape = gemma_from_config(c, global_every=6)
     whole = ropes.from_config(c, shape.head_width, kind="full_attention", default_base=1_000_000.0)
     local = c.positive("rope_local_base_freq", LOCAL_BASE)
     if c.inside("rope_parameters").has("sliding_attention"):
@@ -98,22 +91,11 @@ def gemma3_from_config(checkpoint: Checkpoint) -> Shape:
 
 
 def gemma2_layer(b: Builder, i: int) -> Layer:
-    return sandwich(b, i, qk_norm=False)
+    return b.layer(i, sandwich=True)
 
 
 def gemma3_layer(b: Builder, i: int) -> Layer:
-    return sandwich(b, i, qk_norm=True)
-
-
-def sandwich(b: Builder, i: int, *, qk_norm: bool) -> Layer:
-    return Layer(
-        attention_norm=b.norm(f"blk.{i}.attn_norm"),
-        attention=b.attention(i, qk_norm=qk_norm),
-        after_attention=b.norm(f"blk.{i}.post_attention_norm"),
-        mlp_norm=b.norm(f"blk.{i}.ffn_norm"),
-        mlp=b.gated_mlp(i),
-        after_mlp=b.norm(f"blk.{i}.post_ffw_norm"),
-    )
+    return b.layer(i, b.attention(i, qk_norm=True), sandwich=True)
 
 
 NAMES = {

@@ -3,42 +3,28 @@
 Safetensors keep its matrices as [in, out], GGUF as [out, in].
 """
 
-from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
-from ostinato.files.checkpoint import Checkpoint
-from ostinato.models.blocks import AnyLayer, Layer, ModelBlocks
+from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
-from ostinato.models.fields import Fields
-from ostinato.models.shape import (
-    Shape,
-    activation_from_config,
-    checked,
-    common_from_gguf,
-    everywhere,
-    limited,
-)
+from ostinato.models.fields import Description
+from ostinato.models.shape import Shape, activation_from_config, common_from_gguf, everywhere, limited
 from ostinato.models.tensors import TRANSPOSED
 
 
-def shape_from_gguf(checkpoint: Checkpoint) -> Shape:
-    shape = common_from_gguf(checkpoint, "gpt2", "halves")
-    return replace(
-        shape,
-        ropes=everywhere(None, shape.n_layers),
-        activation="gelu_tanh",
-        attention_bias=True,
-        mlp_bias=True,
-    )
+def shape_from_gguf(f: Description) -> Shape:
+    shape = common_from_gguf(f)
+    without_rope = everywhere(None, shape.n_layers)
+    return replace(shape, ropes=without_rope, activation="gelu_tanh", attention_bias=True, mlp_bias=True)
 
 
-def shape_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def shape_from_config(c: Description) -> Shape:
     hidden, n_heads, n_layers = c.integer("n_embd"), c.integer("n_head"), limited(c.integer("n_layer"), c)
     head_width = max(1, hidden // n_heads)
-    shape = Shape(
-        family="gpt2",
+    return Shape(
+        family=c.family,
         n_layers=n_layers,
         hidden=hidden,
         n_heads=n_heads,
@@ -56,22 +42,10 @@ def shape_from_config(checkpoint: Checkpoint) -> Shape:
         mlp_bias=True,
         tied_head=c.flag("tie_word_embeddings", True),
     )
-    return checked(shape, checkpoint)
 
 
 def layer(b: Builder, i: int) -> Layer:
-    return Layer(
-        attention_norm=b.norm(f"blk.{i}.attn_norm", bias=True),
-        attention=b.attention(i, fused=True),
-        mlp_norm=b.norm(f"blk.{i}.ffn_norm", bias=True),
-        mlp=b.plain_mlp(i),
-    )
-
-
-def build(b: Builder, layer: Callable[[Builder, int], AnyLayer]) -> ModelBlocks:
-    positions = b.tensor("position_embd.weight", b.shape.context, b.shape.hidden)
-    layers = [layer(b, i) for i in range(b.shape.n_layers)]
-    return b.model(layers, b.norm("output_norm", bias=True), positions=positions)
+    return b.layer(i, b.attention(i, fused=True), b.plain_mlp(i), norm_bias=True)
 
 
 STEMS = {
@@ -96,5 +70,5 @@ GPT2 = Family(
     # The first published files have no `transformer.` before their names.
     names={**STEMS, **{f"transformer.{stem}": ours for stem, ours in STEMS.items()}, "lm_head": "output"},
     config_transforms={f"{name}.weight": TRANSPOSED for name in ("attn_qkv", "attn_output", "ffn_up", "ffn_down")},
-    build=build,
+    model=partial(Builder.model, norm_bias=True, learned_positions=True),
 )

@@ -7,16 +7,18 @@ file of it would have them.
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from ostinato.files.checkpoint import Checkpoint, TensorInfo
 from ostinato.files.quants import BLOCKS
+from ostinato.models.blocks import Block, ModelBlocks
 from ostinato.models.shape import Shape
-
-if TYPE_CHECKING:
-    from ostinato.models.blocks import ModelBlocks
+from ostinato.models.tensors import ExpertMatrices, Matrices, Reference
 
 HeaderTensors = Mapping[str, TensorInfo]  # by our names, which are GGUF's
 _LAYER_NORM: Final = re.compile(r".*norm\.bias")
@@ -25,15 +27,9 @@ _NORM_AFTER: Final = re.compile(r"blk\.\d+\.post_(attention|ffw)_norm\..*")
 
 def tensors_of(checkpoint: Checkpoint) -> dict[str, TensorInfo]:
     """A file's tensors by our names; what its family passes over is left out."""
-    from ostinato.models.registry import family_of
-    from ostinato.models.tensors import translate
+    from ostinato.models.registry import table_of
 
-    family = family_of(checkpoint)
-    if checkpoint.format == "gguf":
-        names = translate(checkpoint.tensors, family.gguf_names)
-    else:
-        names = translate(checkpoint.tensors, family.names, family.ignored)
-    return {ours: checkpoint.tensors[theirs] for ours, theirs in names.items()}
+    return {ours: checkpoint.tensors[theirs] for ours, theirs in table_of(checkpoint).names.items()}
 
 
 # What they tell about blocks
@@ -62,101 +58,62 @@ def has_plain_mlp(shape: Shape, tensors: HeaderTensors) -> bool:
 
 
 def tensors_in(model: ModelBlocks) -> dict[str, TensorInfo]:
-    """A model's tensors as a file of it would have them: matrices that were stacked are apart."""
-    return {name: TensorInfo(name, sizes, type, _bytes(type, sizes)) for name, sizes, type in _listed(model)}
+    """A model's tensors as a file of its family would have them."""
+    from ostinato.models.registry import family_named
+
+    found = {}
+    blocks = family_named(model.shape.family).blocks(model.shape, _NamesIn(model))
+    for reference, weight in _paired(blocks, model):
+        for (name, shape), type in zip(reference.wanted, _types(reference, weight), strict=True):
+            found[name] = TensorInfo(name, shape, type, _bytes(type, shape))
+    return found
 
 
-def _listed(model: ModelBlocks) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    from ostinato.models.blocks import Layer
+@dataclass(frozen=True, slots=True)
+class _NamesIn:
+    """What a family asks of a file, answered by a model: experts are one tensor, and q, k and v are three."""
 
-    yield from _matrices([("token_embd", model.shape.vocab)], model.embedding)
-    if model.position_embedding is not None:
-        yield "position_embd.weight", tuple(model.position_embedding.shape), "F32"
-    if model.norm is not None:
-        yield from _norm("output_norm", model.norm)
-    head = model.head
-    if head is not None and head.weight is not model.embedding:
-        yield from _matrices([("output", model.shape.vocab)], head.weight)
-    if head is not None and head.bias is not None:
-        yield "output.bias", tuple(head.bias.shape), "F32"
-    for number, layer in enumerate(model.layers):
-        if isinstance(layer, Layer):
-            yield from _layer(f"blk.{number}.", layer, model.shape)
+    model: ModelBlocks
 
+    def has(self, name: str) -> bool:
+        if name == "output.bias":
+            return self.model.head is not None and self.model.head.bias is not None
+        if name == "token_types.weight":
+            return self.model.type_embedding is not None
+        return name.endswith("_exps.weight")
 
-def _layer(at: str, layer: Any, shape: Shape) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    attention, mlp = layer.attention, layer.mlp
-    norms = {
-        "attn_norm": layer.attention_norm,
-        "post_attention_norm": layer.after_attention,
-        "ffn_norm": layer.mlp_norm,
-        "post_ffw_norm": layer.after_mlp,
-        "attn_q_norm": attention.q_norm,
-        "attn_k_norm": attention.k_norm,
-    }
-    for name, norm in norms.items():
-        if norm is not None:
-            yield from _norm(at + name, norm)
-    heads, kv = shape.n_heads * shape.head_width, shape.n_kv_heads * shape.head_width
-    qkv = [(f"{at}attn_q", heads), (f"{at}attn_k", kv), (f"{at}attn_v", kv)]
-    yield from _linear(qkv, attention.qkv)
-    yield from _linear([(f"{at}attn_output", shape.hidden)], attention.out)
-    if shape.experts is not None and hasattr(mlp, "router"):
-        yield from _linear([(f"{at}ffn_gate_inp", shape.experts.n_experts)], mlp.router)
-        yield from _experts(at, mlp, shape)
-        return
-    gated = hasattr(mlp, "gate_up")
-    inner = ["ffn_gate", "ffn_up"] if gated else ["ffn_up"]
-    yield from _linear([(at + name, shape.ff_width) for name in inner], mlp.gate_up if gated else mlp.up)
-    yield from _linear([(f"{at}ffn_down", shape.hidden)], mlp.down)
+    def rows(self, name: str) -> int:
+        assert self.model.type_embedding is not None
+        return int(self.model.type_embedding.shape[0])
 
 
-def _experts(at: str, mlp: Any, shape: Shape) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    assert shape.experts is not None
-    n, ff = shape.experts.n_experts, shape.experts.ff_width
-    gate_up, down = (part[0] if isinstance(part, tuple) else part for part in (mlp.gate_up, mlp.down))
-    both = getattr(gate_up, "parts", (gate_up,))
-    for name, part in (("gate", both[0]), ("up", both[-1])):
-        yield f"{at}ffn_{name}_exps.weight", (n, ff, shape.hidden), _type(part)
-    yield f"{at}ffn_down_exps.weight", (n, shape.hidden, ff), _type(down)
+def _paired(made: Any, loaded: Any) -> Iterator[tuple[Reference, Any]]:
+    """Each reference of a family's blocks, and what a model has in its place."""
+    if isinstance(made, Block):
+        for field in fields(made):
+            yield from _paired(getattr(made, field.name), getattr(loaded, field.name))
+    elif isinstance(made, list | tuple):
+        for one, other in zip(made, loaded, strict=True):
+            yield from _paired(one, other)
+    elif isinstance(made, Reference):
+        yield made, loaded
 
 
-def _linear(names: list[tuple[str, int]], linear: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    yield from _matrices(names, linear.weight)
-    if linear.bias is not None:
-        yield from ((f"{name}.bias", (rows,), "F32") for name, rows in names)
-
-
-def _matrices(names: list[tuple[str, int]], weight: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    """Matrices that lie on top of each other, in parts of one type each."""
-    parts = [(_rows(part), part) for part in getattr(weight, "parts", (weight,))]
-    at = 0
-    for name, rows in names:
-        before, part = 0, parts[0][1]
-        for n, one in parts:
-            if before <= at < before + n:
-                part = one
-            before += n
-        yield f"{name}.weight", (rows, _columns(part)), _type(part)
-        at += rows
-
-
-def _norm(name: str, norm: Any) -> Iterator[tuple[str, tuple[int, ...], str]]:
-    yield f"{name}.weight", tuple(norm.weight.shape), "F32"
-    if norm.bias is not None:
-        yield f"{name}.bias", tuple(norm.bias.shape), "F32"
-
-
-def _rows(part: Any) -> int:
-    return int(part.shape[0])
-
-
-def _columns(part: Any) -> int:
-    return int(part.shape[-1])
+def _types(reference: Reference, weight: Any) -> list[str]:
+    """The type of each tensor of a reference, as a file calls it. Parts of a weight lie on top of each other."""
+    if not isinstance(reference, Matrices | ExpertMatrices):
+        return ["F32" for _ in reference.wanted]
+    whole = weight[0] if isinstance(weight, tuple) else weight  # of experts, which may be apart, the first
+    parts = getattr(whole, "parts", (whole,))
+    if isinstance(reference, ExpertMatrices):
+        return [_type(parts[min(number, len(parts) - 1)]) for number, _ in enumerate(reference.wanted)]
+    ends = list(accumulate(int(part.shape[0]) for part in parts))
+    first_rows = accumulate((rows for rows, _ in reference.shapes[:-1]), initial=0)
+    return [_type(parts[bisect_right(ends, row)]) for row in first_rows]
 
 
 def _type(part: Any) -> str:
-    """As a file calls it: of a dense tensor by its dtype."""
+    """Of a dense tensor by its dtype."""
     if isinstance(getattr(part, "type", None), str):
         return str(part.type)
     name = str(part.dtype).removeprefix("torch.")

@@ -8,11 +8,10 @@ import math
 from dataclasses import replace
 
 from ostinato.errors import BadFile, Unsupported
-from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.blocks import RecurrentLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
-from ostinato.models.fields import Fields
+from ostinato.models.fields import Description, Fields
 from ostinato.models.shape import (
     Mamba2Shape,
     MambaShape,
@@ -50,22 +49,19 @@ def without_attention(family: str, hidden: int, n_layers: int, vocab: int, norm_
     )
 
 
-def recurrent_from_gguf(checkpoint: Checkpoint, family: str, recurrent: RecurrentShape) -> Shape:
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+def recurrent_from_gguf(f: Description, recurrent: RecurrentShape) -> Shape:
     n_layers = limited(f.integer("block_count"), f)
     eps = f.positive("attention.layer_norm_rms_epsilon", 1e-5)
-    vocab = vocab_rows(checkpoint, "token_embd.weight")
-    shape = without_attention(family, f.integer("embedding_length"), n_layers, vocab, eps)
-    tied = "output.weight" not in checkpoint.tensors
+    shape = without_attention(f.family, f.integer("embedding_length"), n_layers, vocab_rows(f), eps)
+    tied = "output.weight" not in f.tensors
     return replace(shape, recurrent=recurrent, context=f.integer("context_length", CONTEXT), tied_head=tied)
 
 
-def recurrent_from_config(checkpoint: Checkpoint, family: str, recurrent: RecurrentShape, *, tied: bool) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def recurrent_from_config(c: Description, recurrent: RecurrentShape, *, tied: bool) -> Shape:
     only_silu(c)
     n_layers = limited(c.integer("num_hidden_layers"), c)
     eps = c.positive("layer_norm_epsilon", 1e-5)
-    shape = without_attention(family, c.integer("hidden_size"), n_layers, c.integer("vocab_size"), eps)
+    shape = without_attention(c.family, c.integer("hidden_size"), n_layers, c.integer("vocab_size"), eps)
     return replace(
         shape,
         recurrent=recurrent,
@@ -79,26 +75,24 @@ def only_silu(c: Fields) -> None:
         raise Unsupported(f"{c.path}: mamba blocks with the activation {activation!r} are not supported; only silu is")
 
 
-def mamba_from_gguf(checkpoint: Checkpoint) -> Shape:
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
+def mamba_from_gguf(f: Description) -> Shape:
     normed = f.flag("ssm.dt_b_c_rms", False)
     mamba = MambaShape.of(
         inner=f.integer("ssm.inner_size"),
         state=f.integer("ssm.state_size"),
         kernel=f.integer("ssm.conv_kernel"),
         dt_rank=f.integer("ssm.time_step_rank"),
-        bias="blk.0.ssm_in.bias" in checkpoint.tensors,
-        conv_bias="blk.0.ssm_conv1d.bias" in checkpoint.tensors,
+        bias="blk.0.ssm_in.bias" in f.tensors,
+        conv_bias="blk.0.ssm_conv1d.bias" in f.tensors,
         norm_eps=f.positive("attention.layer_norm_rms_epsilon", 1e-5) if normed else None,
     )
-    return recurrent_from_gguf(checkpoint, "mamba", mamba)
+    return recurrent_from_gguf(f, mamba)
 
 
-def mamba_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def mamba_from_config(c: Description) -> Shape:
     hidden = c.integer("hidden_size")
     rank = c.raw("time_step_rank")
-    normed = checkpoint.architecture == "FalconMambaForCausalLM"
+    normed = c.checkpoint.architecture == "FalconMambaForCausalLM"
     mamba = MambaShape.of(
         inner=c.integer("intermediate_size", int(c.positive("expand", 2) * hidden)),
         state=c.integer("state_size", 16),
@@ -108,13 +102,12 @@ def mamba_from_config(checkpoint: Checkpoint) -> Shape:
         conv_bias=c.flag("use_conv_bias", True),
         norm_eps=c.positive("mixer_rms_eps", 1e-6) if normed else None,
     )
-    return recurrent_from_config(checkpoint, "mamba", mamba, tied=True)
+    return recurrent_from_config(c, mamba, tied=True)
 
 
-def mamba2_block_from_gguf(checkpoint: Checkpoint) -> Mamba2Shape:
+def mamba2_block_from_gguf(f: Description) -> Mamba2Shape:
     """What GGUF files state of mamba2 blocks; biases and the last norm are there or not."""
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
-    has = {name: f"blk.0.{name}" in checkpoint.tensors for name in ("ssm_in.bias", "ssm_out.bias", "ssm_conv1d.bias")}
+    has = {name: f"blk.0.{name}" in f.tensors for name in ("ssm_in.bias", "ssm_out.bias", "ssm_conv1d.bias")}
     shape = Mamba2Shape.of(
         inner=f.integer("ssm.inner_size"),
         state=f.integer("ssm.state_size"),
@@ -124,7 +117,7 @@ def mamba2_block_from_gguf(checkpoint: Checkpoint) -> Mamba2Shape:
         in_bias=has["ssm_in.bias"],
         out_bias=has["ssm_out.bias"],
         conv_bias=has["ssm_conv1d.bias"],
-        gated_norm="blk.0.ssm_norm.weight" in checkpoint.tensors,
+        gated_norm="blk.0.ssm_norm.weight" in f.tensors,
     )
     return divided(shape, f)
 
@@ -150,13 +143,11 @@ def step_limit(c: Fields) -> tuple[float, float]:
     return limit[0], limit[1]
 
 
-def mamba2_from_gguf(checkpoint: Checkpoint) -> Shape:
-    block = replace(mamba2_block_from_gguf(checkpoint), gated_norm=True)
-    return recurrent_from_gguf(checkpoint, "mamba2", block)
+def mamba2_from_gguf(f: Description) -> Shape:
+    return recurrent_from_gguf(f, replace(mamba2_block_from_gguf(f), gated_norm=True))
 
 
-def mamba2_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
+def mamba2_from_config(c: Description) -> Shape:
     n_heads, width = c.integer("num_heads", 128), c.integer("head_dim", 64)
     bias = c.flag("use_bias", False)
     shape = Mamba2Shape.of(
@@ -170,7 +161,7 @@ def mamba2_from_config(checkpoint: Checkpoint) -> Shape:
         conv_bias=c.flag("use_conv_bias", True),
         dt_limit=step_limit(c),
     )
-    return recurrent_from_config(checkpoint, "mamba2", divided(shape, c), tied=False)
+    return recurrent_from_config(c, divided(shape, c), tied=False)
 
 
 def mamba_layer(b: Builder, i: int) -> RecurrentLayer:

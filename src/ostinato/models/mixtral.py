@@ -2,24 +2,19 @@
 
 from dataclasses import replace
 
-from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.family import COMMON_NAMES, Family
-from ostinato.models.fields import Fields
-from ostinato.models.llama import layer
-from ostinato.models.shape import ExpertShape, Shape, checked, common_from_config
+from ostinato.models.fields import Description
+from ostinato.models.shape import ExpertShape, Shape, common_from_config
 
 
-def shape_from_config(checkpoint: Checkpoint) -> Shape:
-    c = Fields(checkpoint.metadata, checkpoint.path)
-    shape = common_from_config(checkpoint, "mixtral")
+def shape_from_config(c: Description) -> Shape:
+    shape = common_from_config(c)
     n_experts, n_used = c.integer("num_local_experts", 8), c.integer("num_experts_per_tok", 2)
-    experts = ExpertShape(n_experts, n_used, shape.ff_width, renormalise=True)
-    return checked(replace(shape, experts=experts), checkpoint)
+    return replace(shape, experts=ExpertShape(n_experts, n_used, shape.ff_width, renormalise=True))
 
 
 MIXTRAL = Family(
     "mixtral",
-    layer,
     hf=("MixtralForCausalLM",),
     shape_from_config=shape_from_config,
     names={

@@ -13,7 +13,6 @@ from ostinato.models.shape import ExpertShape, Shape, everywhere
 
 
 def _llama(
-    *,
     hidden: int,
     n_layers: int,
     n_heads: int,
@@ -23,9 +22,10 @@ def _llama(
     vocab: int,
     context: int,
     rope_base: float,
-    tied_head: bool,
+    *,
+    tied_head: bool = False,
+    norm_eps: float = 1e-5,
 ) -> Shape:
-    rope = Rope(rope_base, head_width, "halves")
     return Shape(
         family="llama",
         n_layers=n_layers,
@@ -36,101 +36,32 @@ def _llama(
         ff_width=ff_width,
         vocab=vocab,
         context=context,
-        norm_eps=1e-5,
-        ropes=everywhere(rope, n_layers),
+        norm_eps=norm_eps,
+        ropes=everywhere(Rope(rope_base, head_width, "halves"), n_layers),
         windows=everywhere(None, n_layers),
         query_scale=head_width**-0.5,
         tied_head=tied_head,
     )
 
 
+def _routed(shape: Shape, family: str, n_experts: int, n_used: int, ff_width: int, *, renormalise: bool) -> Shape:
+    return replace(shape, family=family, experts=ExpertShape(n_experts, n_used, ff_width, renormalise))
+
+
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
-_TINY: Final = _llama(
-    hidden=256,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_width=64,
-    ff_width=512,
-    vocab=1024,
-    context=2048,
-    rope_base=10_000.0,
-    tied_head=True,
-)
+_TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, 10_000.0, tied_head=True)
+_MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, 1_000_000.0)
+_QWEN3: Final = _llama(2048, 48, 32, 4, 128, 6144, 151_936, 40_960, 1_000_000.0, norm_eps=1e-6)
 SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     {
-        "llama-1b": _llama(
-            hidden=2048,
-            n_layers=16,
-            n_heads=32,
-            n_kv_heads=8,
-            head_width=64,
-            ff_width=8192,
-            vocab=128_256,
-            context=131_072,
-            rope_base=500_000.0,
-            tied_head=True,
-        ),
-        "llama-8b": _llama(
-            hidden=4096,
-            n_layers=32,
-            n_heads=32,
-            n_kv_heads=8,
-            head_width=128,
-            ff_width=14_336,
-            vocab=128_256,
-            context=131_072,
-            rope_base=500_000.0,
-            tied_head=False,
-        ),
-        "smollm2-135m": _llama(
-            hidden=576,
-            n_layers=30,
-            n_heads=9,
-            n_kv_heads=3,
-            head_width=64,
-            ff_width=1536,
-            vocab=49_152,
-            context=8192,
-            rope_base=100_000.0,
-            tied_head=True,
-        ),
-        "mixtral-8x7b": replace(
-            _llama(
-                hidden=4096,
-                n_layers=32,
-                n_heads=32,
-                n_kv_heads=8,
-                head_width=128,
-                ff_width=14_336,
-                vocab=32_000,
-                context=32_768,
-                rope_base=1_000_000.0,
-                tied_head=False,
-            ),
-            family="mixtral",
-            experts=ExpertShape(8, 2, 14_336, renormalise=True),
-        ),
-        "qwen3-30b-a3b": replace(
-            _llama(
-                hidden=2048,
-                n_layers=48,
-                n_heads=32,
-                n_kv_heads=4,
-                head_width=128,
-                ff_width=6144,
-                vocab=151_936,
-                context=40_960,
-                rope_base=1_000_000.0,
-                tied_head=False,
-            ),
-            family="qwen3moe",
-            norm_eps=1e-6,
-            experts=ExpertShape(128, 8, 768, renormalise=True),
-        ),
+        "llama-1b": _llama(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, 500_000.0, tied_head=True),
+        "llama-8b": _llama(4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, 500_000.0),
+        "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, 100_000.0, tied_head=True),
+        "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
+        "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
         "tiny": _TINY,
-        "tiny-mixtral": replace(_TINY, family="mixtral", experts=ExpertShape(4, 2, 512, renormalise=True)),
-        "tiny-qwen3moe": replace(_TINY, family="qwen3moe", experts=ExpertShape(6, 3, 256, renormalise=False)),
+        "tiny-mixtral": _routed(_TINY, "mixtral", 4, 2, 512, renormalise=True),
+        "tiny-qwen3moe": _routed(_TINY, "qwen3moe", 6, 3, 256, renormalise=False),
     }
 )
 

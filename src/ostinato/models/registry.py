@@ -9,9 +9,9 @@ from ostinato.errors import UnknownName, Unsupported, listing
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import ModelBlocks, leaves_of
-from ostinato.models.builder import Builder
 from ostinato.models.falcon_h1 import FALCON_H1
 from ostinato.models.family import Family
+from ostinato.models.fields import Description
 from ostinato.models.gemma import GEMMA2, GEMMA3
 from ostinato.models.gpt2 import GPT2
 from ostinato.models.llama import LLAMA
@@ -20,7 +20,7 @@ from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.phi3 import PHI3
 from ostinato.models.qwen2 import QWEN2
 from ostinato.models.qwen3 import QWEN3, QWEN3_MOE
-from ostinato.models.shape import Shape
+from ostinato.models.shape import Shape, checked
 from ostinato.models.tensors import TensorTable, spelled, translate
 
 FAMILIES: Final = (
@@ -44,24 +44,32 @@ def family_of(checkpoint: Checkpoint) -> Family:
     return known[name]
 
 
+def family_named(name: str) -> Family:
+    """The family that a shape names."""
+    return next(family for family in FAMILIES if family.name == name)
+
+
 def read_shape(checkpoint: Checkpoint) -> Shape:
     """What the model is, from its metadata alone."""
     family = family_of(checkpoint)
+    stated = Description.of(checkpoint, family.name)
     read = family.shape_from_gguf if checkpoint.format == "gguf" else family.shape_from_config
-    assert read is not None  # the tables above hold only families that can
-    return read(checkpoint)
+    return checked(read(stated), stated)
+
+
+def table_of(checkpoint: Checkpoint) -> TensorTable:
+    """Where each tensor of a checkpoint is, by our names; what its family passes over is left out."""
+    family = family_of(checkpoint)
+    if checkpoint.format == "gguf":
+        return TensorTable(checkpoint, translate(checkpoint.tensors, family.gguf_names), family.gguf_transforms)
+    names = translate(checkpoint.tensors, family.names, family.ignored)
+    return TensorTable(checkpoint, names, family.config_transforms, partial(spelled, family.names))
 
 
 def describe(checkpoint: Checkpoint, shape: Shape) -> tuple[ModelBlocks, TensorTable]:
     """The blocks of a model over references, and the table that says where each tensor is. A file that lacks one, or
     holds one too many, is refused; nothing is read."""
-    family = family_of(checkpoint)
-    if checkpoint.format == "gguf":
-        names = translate(checkpoint.tensors, family.gguf_names)
-        table = TensorTable(checkpoint, names, family.gguf_transforms)
-    else:
-        names = translate(checkpoint.tensors, family.names, family.ignored)
-        table = TensorTable(checkpoint, names, family.config_transforms, partial(spelled, family.names))
-    blocks = family.build(Builder(shape, table), family.layer)
+    table = table_of(checkpoint)
+    blocks = family_of(checkpoint).blocks(shape, table)
     table.check(leaves_of(blocks), blocks.spare)
     return blocks, table

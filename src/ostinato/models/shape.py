@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 
 from ostinato.errors import BadFile, Unsupported
 from ostinato.models import rope as ropes
-from ostinato.models.fields import Fields
+from ostinato.models.fields import Description, Fields
 from ostinato.models.rope import Pairing, Rope
-
-if TYPE_CHECKING:
-    from ostinato.files.checkpoint import Checkpoint
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -55,9 +52,10 @@ class MambaShape(RecurrentShape):
     norm_eps: float | None = None  # with it, step, b and c are normed (falcon-mamba)
 
     @staticmethod
-    def of(*, inner: int, state: int, kernel: int, **rest: Any) -> MambaShape:
+    def of(**sizes: Any) -> MambaShape:
         """The shape with the states that follow from it."""
-        return MambaShape(((inner, kernel - 1), (inner, state)), inner=inner, state=state, kernel=kernel, **rest)
+        made = MambaShape((), **sizes)
+        return replace(made, states=((made.inner, made.kernel - 1), (made.inner, made.state)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +67,6 @@ class Mamba2Shape(RecurrentShape):
     kernel: int
     n_heads: int
     n_groups: int
-    conv_width: int  # channels of the convolution: what is scanned, b and c
     in_bias: bool = False
     out_bias: bool = False
     conv_bias: bool = True
@@ -77,20 +74,17 @@ class Mamba2Shape(RecurrentShape):
     norm_first: bool = False  # before the gate
     dt_limit: tuple[float, float] = (0.0, math.inf)
 
+    @property
+    def conv_width(self) -> int:
+        """Channels of the convolution: what is scanned, b and c."""
+        return self.inner + 2 * self.n_groups * self.state
+
     @staticmethod
-    def of(*, inner: int, state: int, kernel: int, n_heads: int, n_groups: int, **rest: Any) -> Mamba2Shape:
+    def of(**sizes: Any) -> Mamba2Shape:
         """The shape with the states that follow from it."""
-        width = inner + 2 * n_groups * state
-        return Mamba2Shape(
-            ((width, kernel - 1), (n_heads, inner // n_heads, state)),
-            inner=inner,
-            state=state,
-            kernel=kernel,
-            n_heads=n_heads,
-            n_groups=n_groups,
-            conv_width=width,
-            **rest,
-        )
+        made = Mamba2Shape((), **sizes)
+        scan = (made.n_heads, made.inner // made.n_heads, made.state)
+        return replace(made, states=((made.conv_width, made.kernel - 1), scan))
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +147,8 @@ def everywhere(value: Any, n_layers: int) -> tuple[Any, ...]:
     return (value,) * n_layers
 
 
-def common_from_gguf(checkpoint: Checkpoint, family: str, pairing: Pairing) -> Shape:
+def common_from_gguf(f: Description, pairing: Pairing = "halves") -> Shape:
     """What llama-like GGUF files state under `<architecture>.`"""
-    f = Fields(checkpoint.metadata, checkpoint.path, checkpoint.architecture + ".")
     for key in ("attention.head_count", "attention.head_count_kv", "feed_forward_length"):
         if isinstance(f.raw(key), (list, np.ndarray)):
             raise Unsupported(f"{f.path}: {f.prefix}{key} differs from layer to layer, which is not supported")
@@ -164,81 +157,79 @@ def common_from_gguf(checkpoint: Checkpoint, family: str, pairing: Pairing) -> S
     if f.integer("attention.value_length", head_width) != head_width:
         raise Unsupported(f"{f.path}: key heads and value heads of different width are not supported")
     n_layers = f.integer("block_count")
-    rope = with_factors(ropes.from_gguf(f, head_width, pairing), f, checkpoint)
+    rope = with_factors(ropes.from_gguf(f, head_width, pairing), f)
     window = f.integer("attention.sliding_window", least=0) if f.has("attention.sliding_window") else 0
-    return checked(
-        Shape(
-            family=family,
-            n_layers=n_layers,
-            hidden=hidden,
-            n_heads=n_heads,
-            n_kv_heads=f.integer("attention.head_count_kv", n_heads),
-            head_width=head_width,
-            ff_width=f.integer("feed_forward_length", least=0) or 1,
-            vocab=vocab_rows(checkpoint, "token_embd.weight"),
-            context=f.integer("context_length"),
-            norm_eps=f.positive("attention.layer_norm_rms_epsilon", f.positive("attention.layer_norm_epsilon", 1e-5)),
-            ropes=everywhere(rope, limited(n_layers, f)),
-            windows=everywhere(window or None, n_layers),
-            query_scale=head_width**-0.5,
-            tied_head="output.weight" not in checkpoint.tensors,
-        ),
-        checkpoint,
+    return Shape(
+        family=f.family,
+        n_layers=n_layers,
+        hidden=hidden,
+        n_heads=n_heads,
+        n_kv_heads=f.integer("attention.head_count_kv", n_heads),
+        head_width=head_width,
+        ff_width=f.integer("feed_forward_length", least=0) or 1,
+        vocab=vocab_rows(f),
+        context=f.integer("context_length"),
+        norm_eps=f.positive("attention.layer_norm_rms_epsilon", f.positive("attention.layer_norm_epsilon", 1e-5)),
+        ropes=everywhere(rope, limited(n_layers, f)),
+        windows=everywhere(window or None, n_layers),
+        query_scale=head_width**-0.5,
+        tied_head="output.weight" not in f.tensors,
     )
 
 
-def common_from_config(checkpoint: Checkpoint, family: str) -> Shape:
+def common_from_config(c: Description) -> Shape:
     """What llama-like config.json files state."""
-    c = Fields(checkpoint.metadata, checkpoint.path)
     hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     head_width = c.integer("head_dim", max(1, hidden // n_heads))
     n_layers = c.integer("num_hidden_layers")
-    return checked(
-        Shape(
-            family=family,
-            n_layers=n_layers,
-            hidden=hidden,
-            n_heads=n_heads,
-            n_kv_heads=c.integer("num_key_value_heads", n_heads),
-            head_width=head_width,
-            ff_width=c.integer("intermediate_size"),
-            vocab=c.integer("vocab_size"),
-            context=c.integer("max_position_embeddings"),
-            norm_eps=c.positive("rms_norm_eps", 1e-6),
-            ropes=everywhere(ropes.from_config(c, head_width), limited(n_layers, c)),
-            windows=windows_from_config(c, n_layers),
-            query_scale=head_width**-0.5,
-            activation=activation_from_config(c),
-            attention_bias=c.flag("attention_bias", False),
-            mlp_bias=c.flag("mlp_bias", False),
-            tied_head=c.flag("tie_word_embeddings", False),
-        ),
-        checkpoint,
+    return Shape(
+        family=c.family,
+        n_layers=n_layers,
+        hidden=hidden,
+        n_heads=n_heads,
+        n_kv_heads=c.integer("num_key_value_heads", n_heads),
+        head_width=head_width,
+        ff_width=c.integer("intermediate_size"),
+        vocab=c.integer("vocab_size"),
+        context=c.integer("max_position_embeddings"),
+        norm_eps=c.positive("rms_norm_eps", 1e-6),
+        ropes=everywhere(ropes.from_config(c, head_width), limited(n_layers, c)),
+        windows=windows_from_config(c, n_layers),
+        query_scale=head_width**-0.5,
+        activation=activation_from_config(c),
+        attention_bias=c.flag("attention_bias", False),
+        mlp_bias=c.flag("mlp_bias", False),
+        tied_head=c.flag("tie_word_embeddings", False),
     )
 
 
-def with_factors(rope: Rope, f: Fields, checkpoint: Checkpoint) -> Rope:
+def with_biases(shape: Shape, f: Description) -> Shape:
+    """GGUF does not state biases: the file has them or not."""
+    attention, mlp = (f"blk.0.{name}.bias" in f.tensors for name in ("attn_q", "ffn_up"))
+    return replace(shape, attention_bias=attention, mlp_bias=mlp)
+
+
+def with_factors(rope: Rope, f: Description) -> Rope:
     """A GGUF file's tensors of rope factors: one set (llama3), or a short and a long one (longrope)."""
-    if "rope_freqs.weight" in checkpoint.tensors:
-        return Rope(rope.base, rope.width, rope.pairing, _factors(checkpoint, "rope_freqs.weight", rope))
-    if not {"rope_factors_short.weight", "rope_factors_long.weight"} & checkpoint.tensors.keys():
+    if "rope_freqs.weight" in f.tensors:
+        return Rope(rope.base, rope.width, rope.pairing, _factors(f, "rope_freqs.weight", rope))
+    if not {"rope_factors_short.weight", "rope_factors_long.weight"} & f.tensors.keys():
         return rope
     trained = f.integer("context_length")
     original = f.integer("rope.scaling.original_context_length", trained, least=2)
     amplitude = f.positive("rope.scaling.attn_factor", ropes.longrope_amplitude(trained / original, original))
-    short = _factors(checkpoint, "rope_factors_short.weight", rope)
-    long = _factors(checkpoint, "rope_factors_long.weight", rope)
+    short, long = (_factors(f, f"rope_factors_{range}.weight", rope) for range in ("short", "long"))
     return Rope(rope.base, rope.width, rope.pairing, short, amplitude, long, original)
 
 
-def _factors(checkpoint: Checkpoint, name: str, rope: Rope) -> tuple[float, ...]:
-    info = checkpoint.tensors.get(name)
+def _factors(f: Description, name: str, rope: Rope) -> tuple[float, ...]:
+    info = f.tensors.get(name)
     if info is None or info.type != "F32" or info.shape != (rope.width // 2,):
         found = "absent" if info is None else f"{info.type} {list(info.shape)}"
-        raise BadFile(f"{checkpoint.path}: the tensor {name} is {found}; it must be F32 [{rope.width // 2}]")
-    values = np.ascontiguousarray(checkpoint.raw(name)).reshape(-1).view(np.float32)
+        raise BadFile(f"{f.path}: the tensor {name} is {found}; it must be F32 [{rope.width // 2}]")
+    values = np.ascontiguousarray(f.checkpoint.raw(name)).reshape(-1).view(np.float32)
     if not (np.isfinite(values).all() and (values > 0).all()):
-        raise BadFile(f"{checkpoint.path}: the tensor {name} holds factors that are not positive numbers")
+        raise BadFile(f"{f.path}: the tensor {name} holds factors that are not positive numbers")
     return tuple(float(v) for v in values)
 
 
@@ -275,12 +266,12 @@ def activation_from_config(c: Fields) -> Activation:
     raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: {known}")
 
 
-def vocab_rows(checkpoint: Checkpoint, name: str) -> int:
-    """How many tokens the embedding holds: the vocabulary size that the file states."""
-    info = checkpoint.tensors.get(name)
-    if info is None:
-        raise BadFile(f"{checkpoint.path}: it has no tensor {name}; a file that holds only a vocabulary cannot be run")
-    return info.shape[0]
+def vocab_rows(f: Description) -> int:
+    """How many tokens the embedding of a GGUF file holds, which is the vocabulary size that it states."""
+    name = "token_embd.weight"
+    if name not in f.tensors:
+        raise BadFile(f"{f.path}: it has no tensor {name}; a file that holds only a vocabulary cannot be run")
+    return f.tensors[name].shape[0]
 
 
 def limited(n_layers: int, f: Fields) -> int:
@@ -290,13 +281,11 @@ def limited(n_layers: int, f: Fields) -> int:
     return n_layers
 
 
-def checked(shape: Shape, checkpoint: Checkpoint) -> Shape:
+def checked(shape: Shape, f: Fields) -> Shape:
     """The sizes, where they agree with each other."""
     if shape.attention and shape.n_heads % shape.n_kv_heads:
-        raise BadFile(
-            f"{checkpoint.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly"
-        )
+        raise BadFile(f"{f.path}: {shape.n_heads} heads cannot share {shape.n_kv_heads} key and value heads evenly")
     experts = shape.experts
     if experts is not None and experts.n_used > experts.n_experts:
-        raise BadFile(f"{checkpoint.path}: a row uses {experts.n_used} experts, and there are only {experts.n_experts}")
+        raise BadFile(f"{f.path}: a row uses {experts.n_used} experts, and there are only {experts.n_experts}")
     return shape

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ostinato.errors import BadFile
+from ostinato.errors import BadFile, first_few
 from ostinato.files.checkpoint import rounded
 
 if TYPE_CHECKING:
@@ -164,10 +164,9 @@ class TensorTable:
                 taken.add(name)
         unused = sorted(self.names[name] for name in self.names.keys() - taken)
         if unused:
-            shown = ", ".join(unused[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
             raise BadFile(
-                f"{self.checkpoint.path}: it holds {len(unused)} tensors that this model has no use for: {shown}; "
-                "running without them would give other answers than the model's"
+                f"{self.checkpoint.path}: it holds {len(unused)} tensors that this model has no use for: "
+                f"{first_few(unused)}; running without them would give other answers than the model's"
             )
 
     def _check_one(self, name: str, shape: Sizes) -> None:

@@ -67,9 +67,8 @@ async def answer_all(
                 for _ in range(at_once):
                     group.create_task(_answer(left, results, client, tally, on_progress))
         except ExceptionGroup as several:
-            raise several.exceptions[
-                0
-            ] from None  # the others were cancelled because of it, or failed for the same reason
+            # The others were cancelled because of the first, or failed for the same reason.
+            raise several.exceptions[0] from None
     return tally
 
 

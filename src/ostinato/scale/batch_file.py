@@ -15,7 +15,6 @@ import re
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Final, NamedTuple, Self
 
 from ostinato.errors import BadInput
@@ -166,8 +165,8 @@ def result_of_damaged(damaged: DamagedLine) -> bytes:
 
 
 def _written(line: BatchLine, custom_id: str | None, response: Any, error: Any) -> bytes:
-    told = {"id": line.id, "custom_id": custom_id, "line": line.number, "response": response, "error": error}
-    return json.dumps(told).encode() + b"\n"
+    result = {"id": line.id, "custom_id": custom_id, "line": line.number, "response": response, "error": error}
+    return json.dumps(result).encode() + b"\n"
 
 
 class Results:
@@ -197,9 +196,7 @@ class Results:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.fsync(self._file)
         os.close(self._file)
 
@@ -241,8 +238,8 @@ class Results:
 
     def _check(self, at: int, content: bytes, known: dict[int, str], requests: Requests, model: str) -> int:
         try:
-            told = json.loads(content)
-            found = _ID.fullmatch(told["id"])
+            result = json.loads(content)
+            found = _ID.fullmatch(result["id"])
         except (ValueError, KeyError, TypeError, RecursionError):
             found = None
         if found is None:
@@ -250,7 +247,7 @@ class Results:
         number = int(found[1])
         if known.get(number) != found[2]:
             raise self._foreign(at, f"it answers a line {number} that is not in {requests.path}")
-        response = told.get("response")
+        response = result.get("response")
         by = response["body"].get("model") if isinstance(response, dict) and "body" in response else None
         if by is not None and by != model:
             raise self._foreign(at, f"it was answered by {by!r}, and the model is {model!r} now")

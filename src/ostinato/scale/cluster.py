@@ -68,8 +68,8 @@ def check_address(address: str) -> None:
             "in ~/.ray/auth_token or RAY_AUTH_TOKEN"
         )
     if asked.returncode:
-        told = last_line(asked.stderr or asked.stdout)
-        raise BadInput(f"--ray-address {address}: who answers there is no Ray cluster of this version: {told}")
+        reason = last_line(asked.stderr or asked.stdout)
+        raise BadInput(f"--ray-address {address}: what answers there is no Ray cluster of this version: {reason}")
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def _share(cores: Sequence[float], wanted: int) -> float:
     )
 
 
-def told_elsewhere(text: str) -> OstinatoError:
+def error_elsewhere(text: str) -> OstinatoError:
     """The error of another process, from its traceback: one of our classes, or the text of the last line."""
     found = [match for match in map(_OURS.fullmatch, text.splitlines()) if match]
     kind = getattr(errors, found[-1][1], None) if found else None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 from ostinato.errors import HardwareCannot, OstinatoError
@@ -18,7 +17,7 @@ from ostinato.llm import LLM
 from ostinato.options import Talk
 from ostinato.scale.batch import OnProgress, Tally, asked, at_once
 from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
-from ostinato.scale.cluster import START_S, check_ray, free_nodes, joined, placed, told_elsewhere
+from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, placed
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
 
@@ -99,7 +98,7 @@ class Answering:
 
     async def _opened(self, options: ServeOptions) -> LocalServer:
         server = LocalServer(options, write=lambda _: None)
-        server.open(LLM(options.model, **asdict(options.load)))
+        server.open(LLM(options.model, load=options.load))
         return server
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:
@@ -125,4 +124,4 @@ def _ours(error: Exception) -> OstinatoError:
     """The error of an actor; one of our classes if it raised one."""
     if isinstance(error, TimeoutError):
         return HardwareCannot(f"no engine was ready within {START_S:.0f} s; does the cluster have room for them?")
-    return told_elsewhere(str(error))
+    return error_elsewhere(str(error))

@@ -106,7 +106,7 @@ class EngineReplica:
 
         def load() -> LLM:
             return LLM(
-                given.model, talk=lambda text: write_line({"replica": self._name, "note": text}), **asdict(given.load)
+                given.model, load=given.load, talk=lambda text: write_line({"replica": self._name, "note": text})
             )
 
         self._server.open(await asyncio.get_running_loop().run_in_executor(None, load))
@@ -149,17 +149,13 @@ class GatewayService(Service):
 
     def __init__(self, options: ServeOptions, most: int) -> None:
         super().__init__(options, write=_write_refusals)
-        load = options.load
-        self._most = most * (load.slots + load.queue + IN_PREPARATION)
+        self.most_running *= most
         self.state, self.why = "ready", ""
 
     def begin(self) -> None:
         if self.state != "ready":
             raise Refusal(503, f"not now: {self.why}; try again later", code="draining")
-        if self.n_running >= self._most:
-            raise Refusal(429, f"{self.n_running} requests are being answered already; try again later")
-        self.n_running += 1
-        self.idle.clear()
+        super().begin()
 
 
 def _write_refusals(line: dict[str, Any]) -> None:
@@ -200,9 +196,9 @@ class Forwarder:
         if scope["type"] == "lifespan":
             await _live(receive, send)
             return
-        told = await self._told_of_all(scope["path"]) if scope["method"] == "GET" else None
-        if told is not None:
-            await told(scope, receive, send)
+        page = await self._page_of_all(scope["path"]) if scope["method"] == "GET" else None
+        if page is not None:
+            await page(scope, receive, send)
             return
         body = (await receive()).get("body", b"") if scope["method"] == "POST" else b""
         record: Record = scope["state"]["record"]
@@ -229,7 +225,7 @@ class Forwarder:
                     record.outcome, record.error = "error", type(error).__name__
                     return True
                 if isinstance(error, BackPressureError):
-                    raise Refusal(429, "every replica's line is full; try again later") from error
+                    raise Refusal(429, "every replica's queue is full; try again later") from error
                 if isinstance(error, RayTaskError) and not isinstance(error, RayActorError):
                     raise Refusal(500, OUR_FAULT) from error
                 if not left:
@@ -250,15 +246,15 @@ class Forwarder:
                 with suppress(RayError, RequestCancelledError, TaskCancelledError):
                     answer.cancel()
 
-    async def _told_of_all(self, path: str) -> Response | None:
+    async def _page_of_all(self, path: str) -> Response | None:
         front = self._front
         match path:
             case "/live":
                 return Response(encode({"live": True}), media_type="application/json")
             case "/metrics":
-                told = {one["replica"]: one["page"] for one in await self._reports("metrics")}
-                told["ingress"] = front.metrics.page().decode()
-                return Response(pages.merged_metrics(told), media_type=CONTENT_TYPE)
+                texts = {one["replica"]: one["page"] for one in await self._reports("metrics")}
+                texts["ingress"] = front.metrics.page().decode()
+                return Response(pages.merged_metrics(texts), media_type=CONTENT_TYPE)
             case "/slots":
                 return Response(encode(pages.merged_slots(await self._reports("slots"))), media_type="application/json")
             case "/health" | "/ready":

@@ -11,13 +11,12 @@ import signal
 import threading
 import time
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from ostinato.errors import BadInput, HardwareCannot
 from ostinato.files.store import resolve
 from ostinato.options import Talk
-from ostinato.scale.cluster import START_S, check_ray, free_nodes, joined, last_line, placed, told_elsewhere
+from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, last_line, placed
 from ostinato.scale.settings import Routing, ScaleOptions
 from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import listen
@@ -136,7 +135,7 @@ def _until_running(serve: Any, signals: Signals) -> bool:
             return True
         if found is not None and state in ("DEPLOY_FAILED", "UNHEALTHY"):
             messages = (one.message for one in found.deployments.values() if one.message)
-            raise told_elsewhere(next(messages, found.message))
+            raise error_elsewhere(next(messages, found.message))
         if signals.first.wait(0.2):
             return False
     raise HardwareCannot(f"no replica was ready within {START_S:.0f} s; does the cluster have room for them?")
@@ -153,9 +152,7 @@ class Signals:
         self._before = {number: signal.signal(number, self._heard) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -1,6 +1,6 @@
 """A small simulation that checks the arithmetic: no engine, no Ray, only who waits for whom.
 
-`replica` plays one replica of `sizing.py` request by request.
+`replica` simulates one replica of `sizing.py` request by request.
 """
 
 from __future__ import annotations

@@ -80,12 +80,11 @@ class LoadEstimate:
 
 @dataclass(frozen=True, slots=True)
 class SizingResult:
-    """The number of replicas, what limits them, and the load of each."""
+    """The number of replicas, and what limits them."""
 
     replicas: int
     limit: Limit
     capacity: float  # requests per second of one replica, at most
-    working: LoadEstimate
 
 
 def capacity(replica: Replica, demand: Demand, slots: int) -> float:
@@ -226,11 +225,8 @@ def size(replica: Replica, demand: Demand, slots: int) -> SizingResult:
     """The smallest number of replicas that the formula allows."""
     most = capacity(replica, demand, slots)
 
-    def at(n: int) -> LoadEstimate:
-        return working(replica, demand, slots, demand.rps / n)
-
     def enough(n: int) -> bool:
-        return at(n).p99_first_token_s <= demand.p99_first_token_s
+        return working(replica, demand, slots, demand.rps / n).p99_first_token_s <= demand.p99_first_token_s
 
     alone = working(replica, demand, slots, 1e-9).p99_first_token_s
     if alone > demand.p99_first_token_s:
@@ -242,7 +238,7 @@ def size(replica: Replica, demand: Demand, slots: int) -> SizingResult:
     n = smallest(enough, least)
     if n is None:
         raise BadInput(f"more than {MOST_REPLICAS} replicas would be needed; is {replica.source} of the right model?")
-    return SizingResult(n, _limit(replica, demand, slots, n, least), most, at(n))
+    return SizingResult(n, _limit(replica, demand, slots, n, least), most)
 
 
 def smallest(enough: Callable[[int], bool], least: int) -> int | None:

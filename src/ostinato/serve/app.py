@@ -65,7 +65,7 @@ def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[st
         408: "The body came too slowly.",
         413: "The body is too large.",
         415: "The body is no JSON.",
-        429: "The line is full; try again after `Retry-After` seconds.",
+        429: "The queue is full; try again after `Retry-After` seconds.",
         500: "The server's fault.",
         503: "Loading, draining or restarting; try again after `Retry-After` seconds.",
     }
@@ -138,12 +138,12 @@ def _add_texts(app: FastAPI, service: Service) -> None:
     async def tokenize(body: TokenizeBody) -> Response:
         llm = service.llm(body.model)
 
-        def told() -> dict[str, Any]:
+        def tokens() -> dict[str, Any]:
             ids = llm.tokenize(body.content, bos=body.add_special, special=body.parse_special)
             pieces = {"pieces": llm.tokenizer.pieces(ids)} if body.with_pieces else {}
             return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **pieces}
 
-        return _json(await service.in_thread(told))
+        return _json(await service.in_thread(tokens))
 
     @app.post("/detokenize", tags=["text"], summary="The text of token ids", responses=_POST)
     async def detokenize(body: DetokenizeBody) -> Response:
@@ -188,7 +188,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def live() -> Response:
         return _json({"live": True})
 
-    @app.get("/slots", tags=["status"], summary="Who sits where, and the gaps between tokens", responses=_GET)
+    @app.get("/slots", tags=["status"], summary="The request in each slot, and the gaps between tokens", responses=_GET)
     async def slots() -> Response:
         stats, llm = service.stats(), service.model
         if stats is None or llm is None:

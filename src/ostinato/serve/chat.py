@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +15,9 @@ from ostinato.serve import logprobs
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
-from ostinato.serve.reply import Head, events, whole
+from ostinato.serve.reply import Head, reply
 from ostinato.serve.service import Service
-from ostinato.serve.shapes import ChatBody, Message, StreamOptions, TemplateBody
-from ostinato.serve.stream import EventStream, at_once
+from ostinato.serve.shapes import ChatBody, Message, TemplateBody
 from ostinato.text.answer import AnswerReader, CallDelta, Delta
 from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.tools import Tool, ToolChoice, ToolFormat, read_choice, read_tools
@@ -34,15 +32,10 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     n = body.n_choices
     answers = Answers(service, llm, repeated([prepared.ask], n), n, record, "messages")
     await answers.start()
-    formatter = ChatReplyFormatter(
-        llm.tokenizer, [prepared.reader() for _ in range(n)], wants_logprobs=bool(body.logprobs)
-    )
-    head = Head(f"chatcmpl-{record.id}", "chat.completion", int(service.clock()), service.model_id)
-    if body.stream:
-        options = body.stream_options or StreamOptions()
-        made = events(answers, formatter, head, options, record, "chat.completion.chunk")
-        return EventStream(made, answers, record, service.limits.write_s)
-    return await at_once(request, whole(answers, formatter, head, record), answers)
+    choices = [ChatChoice(index, llm.tokenizer, prepared.reader(), bool(body.logprobs)) for index in range(n)]
+    kinds = ("chat.completion", "chat.completion.chunk")
+    head = Head(f"chatcmpl-{record.id}", *kinds, int(service.clock()), service.model_id)
+    return await reply(request, body, answers, choices, head, service.limits.write_s)
 
 
 # Before
@@ -67,8 +60,6 @@ class Rendered:
 
 def rendered(service: Service, llm: LLM, body: ChatBody) -> Rendered:
     """Check the conversation and render it."""
-    if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools)
     callable_now = tools if choice != "none" else ()
@@ -80,7 +71,7 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
     """The engine's request, and the parser of its answer."""
     text, tools, speaks = asked.text, asked.tools, service.tool_format
     service.check_length(text, "messages")
-    sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
+    sampling = body.sampling()
     parallel = body.parallel_tool_calls is not False
     if tools:
         sampling = _calling(speaks, tools, asked.choice, sampling, parallel=parallel)
@@ -138,27 +129,7 @@ def template_text(service: Service, llm: LLM, body: TemplateBody) -> str:
 # After
 
 
-class ChatReplyFormatter:
-    """Formats answers as messages."""
-
-    def __init__(self, tokenizer: Tokenizer, readers: Sequence[AnswerReader], *, wants_logprobs: bool) -> None:
-        self._made = [_ChatChoice(index, tokenizer, reader, wants_logprobs) for index, reader in enumerate(readers)]
-
-    def opening(self) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        return [{"index": one.index, "delta": delta, "logprobs": None, "finish_reason": None} for one in self._made]
-
-    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
-        return self._made[update.number].format_update(update)
-
-    def choices(self) -> list[dict[str, Any]]:
-        return [one.whole() for one in self._made]
-
-    def reasons(self) -> list[str]:
-        return [one.reason for one in self._made]
-
-
-class _ChatChoice:
+class ChatChoice:
     """One answer of a chat, so far."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, reader: AnswerReader, wants_logprobs: bool) -> None:
@@ -170,6 +141,10 @@ class _ChatChoice:
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
 
+    def opening(self) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
     def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
         _, token, piece = update
         if self._pending is not None:
@@ -177,7 +152,7 @@ class _ChatChoice:
         deltas = self._reader.feed(piece.text)
         if piece.finish_reason is not None:
             deltas += self._reader.finish()
-        chunks = [self._chunk(self._told_as(delta)) for delta in deltas]
+        chunks = [self._chunk(self._shaped(delta)) for delta in deltas]
         if piece.finish_reason is not None:
             called = piece.finish_reason == "stop" and self._reader.n_calls > 0
             self.reason = "tool_calls" if called else piece.finish_reason
@@ -192,7 +167,7 @@ class _ChatChoice:
         self._sent += tokens
         return logprobs.for_chat(self._tokenizer, tokens) if tokens else None
 
-    def _told_as(self, delta: Delta) -> dict[str, Any]:
+    def _shaped(self, delta: Delta) -> dict[str, Any]:
         """A delta in OpenAI's shape; it is also kept for the whole message."""
         if delta.call is not None:
             return {"tool_calls": [self._call(delta.call)]}
@@ -217,7 +192,7 @@ class _ChatChoice:
             message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
             message |= {"content": content or None, "tool_calls": self._calls}
-        format_update = None
+        listed = None
         if self._pending is not None:
-            format_update = logprobs.for_chat(self._tokenizer, [*self._sent, *self._pending.take()])
-        return {"index": self.index, "message": message, "logprobs": format_update, "finish_reason": self.reason}
+            listed = logprobs.for_chat(self._tokenizer, [*self._sent, *self._pending.take()])
+        return {"index": self.index, "message": message, "logprobs": listed, "finish_reason": self.reason}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,10 +14,10 @@ from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeat
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.logprobs import CompletionLogprobs, Entry, PendingTokens, joined
-from ostinato.serve.reply import Head, events, whole
+from ostinato.serve.reply import Head, reply
 from ostinato.serve.service import Service
-from ostinato.serve.shapes import CompletionBody, StreamOptions
-from ostinato.serve.stream import EventStream, at_once, client_gone, while_connected
+from ostinato.serve.shapes import CompletionBody
+from ostinato.serve.stream import client_gone, while_connected
 from ostinato.text.tokenizer import Tokenizer
 
 
@@ -33,15 +32,10 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
     if echoes is None:
         return client_gone(record)
     await answers.start(generate=body.max_tokens != 0)
-    formatter = CompletionReplyFormatter(
-        [_CompletionChoice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))]
-    )
-    head = Head(f"cmpl-{record.id}", "text_completion", int(service.clock()), service.model_id)
-    if body.stream:
-        options = body.stream_options or StreamOptions()
-        made = events(answers, formatter, head, options, record, head.kind)
-        return EventStream(made, answers, record, service.limits.write_s)
-    return await at_once(request, whole(answers, formatter, head, record), answers)
+    choices = [CompletionChoice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))]
+    kind = "text_completion"
+    head = Head(f"cmpl-{record.id}", kind, kind, int(service.clock()), service.model_id)
+    return await reply(request, body, answers, choices, head, service.limits.write_s)
 
 
 # Before
@@ -49,9 +43,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
 
 def prepare(service: Service, llm: LLM, body: CompletionBody) -> list[GenerationInput]:
     """Tokenize and check; in a thread, because a prompt may be long."""
-    if body.stream_options is not None and not body.stream:
-        raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
-    sampling = body.sampling(seed=body.seed if body.seed is not None else secrets.randbits(53))
+    sampling = body.sampling()
     return [GenerationInput(_ids(service, llm, prompt), sampling, False) for prompt in body.prompts]
 
 
@@ -83,7 +75,7 @@ async def _echoes(
     if n_top is None:
         return [Echo(text, ()) for text in texts]
     entries = await service.beside(_entries, llm, [list(prompt.ids) for prompt in prompts], n_top)
-    return [Echo(*format_update) for format_update in zip(texts, entries, strict=True)]
+    return [Echo(*echo) for echo in zip(texts, entries, strict=True)]
 
 
 def _entries(llm: LLM, prompts: list[list[int]], n_top: int) -> list[list[Entry]]:
@@ -96,27 +88,7 @@ def _entries(llm: LLM, prompts: list[list[int]], n_top: int) -> list[list[Entry]
 # After
 
 
-class CompletionReplyFormatter:
-    """Formats answers as texts."""
-
-    def __init__(self, choices: Sequence[_CompletionChoice]) -> None:
-        self._made = choices
-
-    def opening(self) -> list[dict[str, Any]]:
-        """Nothing, unless the prompt is echoed."""
-        return [one.opening() for one in self._made if one.echo is not None]
-
-    def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
-        return self._made[update.number].format_update(update)
-
-    def choices(self) -> list[dict[str, Any]]:
-        return [one.whole() for one in self._made]
-
-    def reasons(self) -> list[str]:
-        return [one.reason for one in self._made]
-
-
-class _CompletionChoice:
+class CompletionChoice:
     """One answer, so far."""
 
     def __init__(self, index: int, tokenizer: Tokenizer, echo: Echo | None, body: CompletionBody) -> None:
@@ -132,7 +104,10 @@ class _CompletionChoice:
             self._logprobs = CompletionLogprobs(tokenizer, body.logprobs, len(text), at_start=False)
         self._pending = PendingTokens()
 
-    def opening(self) -> dict[str, Any]:
+    def opening(self) -> dict[str, Any] | None:
+        """None, unless the prompt is echoed."""
+        if self.echo is None:
+            return None
         return self._chunk(self._texts[0], self._parts[0] if self._parts else None, self.reason or None)
 
     def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
@@ -151,5 +126,5 @@ class _CompletionChoice:
     def whole(self) -> dict[str, Any]:
         return self._chunk("".join(self._texts), joined(self._parts) if self._parts else None, self.reason)
 
-    def _chunk(self, text: str, format_update: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
-        return {"index": self.index, "text": text, "logprobs": format_update, "finish_reason": reason}
+    def _chunk(self, text: str, logprobs: dict[str, Any] | None, reason: str | None) -> dict[str, Any]:
+        return {"index": self.index, "text": text, "logprobs": logprobs, "finish_reason": reason}

@@ -35,10 +35,10 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
     if vectors is None:
         return client_gone(record)
     service.metrics.prompt_tokens.inc(record.prompt_tokens)
-    data = await service.in_thread(_told, body, vectors)
+    data = await service.in_thread(_listed, body, vectors)
     usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
-    told = {"object": "list", "data": data, "model": service.model_id, "usage": usage}
-    return Response(encode(told), media_type="application/json")
+    content = {"object": "list", "data": data, "model": service.model_id, "usage": usage}
+    return Response(encode(content), media_type="application/json")
 
 
 def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
@@ -64,7 +64,7 @@ def _vectors(llm: LLM, ids: list[list[int]]) -> list[list[float]]:
     return vectors
 
 
-def _told(body: EmbeddingBody, vectors: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
+def _listed(body: EmbeddingBody, vectors: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
     return [
         {"object": "embedding", "index": index, "embedding": shaped(vector, body.dimensions, body.encoding_format)}
         for index, vector in enumerate(vectors)

@@ -101,16 +101,16 @@ class Gateway:
         record = Record(self._service.make_id(), scope["method"], scope["path"], client[0] if client else None)
         scope.setdefault("state", {})["record"] = record
 
-        async def told(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = record.id
             await send(message)
 
         try:
-            await self._pass(scope, receive, told, record)
+            await self._pass(scope, receive, send_with_id, record)
         except Exception as error:
-            await self._answer(error, scope, receive, told, record)
+            await self._answer(error, scope, receive, send_with_id, record)
         finally:
             self._tell(scope, record)
 

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from typing import Any
 
@@ -53,27 +53,13 @@ class Record:
         """The fields that are known, to be written."""
         known = {
             "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-            "id": self.id,
-            "method": self.method,
-            "path": self.path,
-            "status": self.status,
+            **{each.name: getattr(self, each.name) for each in fields(self)},
             "outcome": self.ended_as,
-            "client": self.client,
-            "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens,
-            "tokens": self.tokens,
-            "wait_ms": _rounded(self.wait_ms),
-            "first_token_ms": _rounded(self.first_token_ms),
-            "ms": _rounded((time.perf_counter() - self.started) * 1e3),
-            "error": self.error,
-            "prompt": self.prompt,
-            "answer": self.answer,
+            "ms": (time.perf_counter() - self.started) * 1e3,
         }
-        return {name: value for name, value in known.items() if value is not None}
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 2)
+        del known["started"]
+        rounded = {name: round(value, 2) if isinstance(value, float) else value for name, value in known.items()}
+        return {name: value for name, value in rounded.items() if value is not None}
 
 
 Write = Callable[[dict[str, Any]], None]

@@ -1,4 +1,4 @@
-"""A reply in OpenAI's outer shape, chunk by chunk or whole; a `ReplyFormatter` makes the choices inside.
+"""A reply in OpenAI's outer shape, chunk by chunk or whole, around choices in the shape of an endpoint.
 
 The order of a stream: an opening for each choice, deltas as they arrive, each choice's end, the usage if it was
 requested, `[DONE]`. While no token arrives, comments keep the connection alive.
@@ -7,47 +7,61 @@ requested, `[DONE]`. While no token arrives, comments keep the connection alive.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.log import Record
-from ostinato.serve.shapes import StreamOptions
-from ostinato.serve.stream import DONE, KEEP_ALIVE, event
+from ostinato.serve.shapes import GenerationBody, StreamOptions
+from ostinato.serve.stream import DONE, KEEP_ALIVE, EventStream, at_once, event
 
 
-class ReplyFormatter(Protocol):
-    """Formats one kind of answers: chats, or completions."""
+class Choice(Protocol):
+    """One answer in the shape of its endpoint, so far."""
 
-    def opening(self) -> list[dict[str, Any]]:
-        """One choice per answer, before any token."""
+    reason: str  # how it ended
+
+    def opening(self) -> dict[str, Any] | None:
+        """The choice before any token, if a stream begins with one."""
 
     def format_update(self, update: TokenUpdate) -> list[dict[str, Any]]:
         """The choices of a token's chunks: none, one or several. The last of an answer has its finish reason."""
 
-    def choices(self) -> list[dict[str, Any]]:
-        """All choices, complete."""
-
-    def reasons(self) -> list[str]:
-        """How the answers ended."""
+    def whole(self) -> dict[str, Any]:
+        """The choice, complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The fields that begin every chunk of a reply."""
+    """The fields that begin every chunk of a reply; `kind` is `object`, and `chunk_kind` that of a stream's chunks."""
 
     id: str
-    kind: str  # `object`, without a stream's ending
+    kind: str
+    chunk_kind: str
     created: int
     model: str
 
-    def chunk(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    def around(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
 
+async def reply(
+    request: Request, body: GenerationBody, answers: Answers, choices: Sequence[Choice], head: Head, write_s: float
+) -> Response:
+    """The response to a request whose answers have been submitted: a stream, or one object."""
+    record: Record = request.state.record
+    if body.stream:
+        made = events(answers, choices, head, body.stream_options or StreamOptions(), record)
+        return EventStream(made, answers, record, write_s)
+    return await at_once(request, whole(answers, choices, head, record), answers)
+
+
 async def events(
-    answers: Answers, formatter: ReplyFormatter, head: Head, options: StreamOptions, record: Record, chunk_kind: str
+    answers: Answers, made: Sequence[Choice], head: Head, options: StreamOptions, record: Record
 ) -> AsyncGenerator[bytes, None]:
     """The stream."""
     with_usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
@@ -56,43 +70,43 @@ async def events(
         usage: dict[str, Any] = {}
         if with_usage or continuous:
             usage = {"usage": answers.usage() if continuous else None}
-        return event({**head.chunk(choices, chunk_kind), **usage, **more})
+        return event({**head.around(choices, head.chunk_kind), **usage, **more})
 
-    opening = formatter.opening()
-    last: dict[str, Any] = (
-        opening.pop() if answers.done else {}
-    )  # nothing was generated: the openings are also the ends
+    opening = [first for one in made if (first := one.opening()) is not None]
+    # Where nothing is generated, the openings are also the ends.
+    last: dict[str, Any] = opening.pop() if answers.done else {}
     if opening:
         yield b"".join(chunk([choice]) for choice in opening)
     while not answers.done:
-        update = await answers.more()
-        if not update:
+        updates = await answers.more()
+        if not updates:
             yield KEEP_ALIVE
             continue
         began = time.perf_counter()
-        format_update = [choice for one in update for choice in formatter.format_update(one)]
+        choices = [choice for update in updates for choice in made[update.number].format_update(update)]
         if answers.done:
-            last = format_update.pop()
-        part = b"".join(chunk([choice]) for choice in format_update)
+            last = choices.pop()
+        part = b"".join(chunk([choice]) for choice in choices)
         answers.host_s += time.perf_counter() - began
         if part:
             yield part
-    record.outcome = _outcome(formatter)
+    record.outcome = _outcome(made)
     yield chunk([last], **await answers.extras())
     if with_usage:
-        yield event({**head.chunk([], chunk_kind), "usage": answers.usage()})
+        yield event({**head.around([], head.chunk_kind), "usage": answers.usage()})
     yield DONE
 
 
-async def whole(answers: Answers, formatter: ReplyFormatter, head: Head, record: Record) -> dict[str, Any]:
+async def whole(answers: Answers, made: Sequence[Choice], head: Head, record: Record) -> dict[str, Any]:
     """The whole reply as one object."""
     while not answers.done:
         for update in await answers.more():
-            formatter.format_update(update)
-    record.outcome = _outcome(formatter)
-    return {**head.chunk(formatter.choices(), head.kind), "usage": answers.usage(), **await answers.extras()}
+            made[update.number].format_update(update)
+    record.outcome = _outcome(made)
+    choices = [one.whole() for one in made]
+    return {**head.around(choices, head.kind), "usage": answers.usage(), **await answers.extras()}
 
 
-def _outcome(formatter: ReplyFormatter) -> str:
-    reasons = set(formatter.reasons())
+def _outcome(made: Sequence[Choice]) -> str:
+    reasons = {one.reason for one in made}
     return reasons.pop() if len(reasons) == 1 else "several"

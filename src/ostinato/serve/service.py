@@ -55,6 +55,7 @@ class Service:
         self.started = int(clock())
         self.metrics = Metrics(self.stats, self.restarts)
         self.n_running = 0  # requests that are being answered
+        self.most_running = options.load.slots + options.load.queue + IN_PREPARATION
         self.idle = asyncio.Event()
         self.idle.set()
         self.stopping = asyncio.Event()  # no request is waited for any more
@@ -158,8 +159,7 @@ class Service:
 
     def begin(self) -> None:
         """Begin to answer a request; the caller must `end` it."""
-        load = self.options.load
-        if self.n_running >= load.slots + load.queue + IN_PREPARATION:
+        if self.n_running >= self.most_running:
             raise Refusal(429, f"{self.n_running} requests are being answered already; try again later")
         self.n_running += 1
         self.idle.clear()

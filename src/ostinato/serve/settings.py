@@ -73,7 +73,7 @@ class ServeOptions:
         if not self.keys and not self.no_key and not is_loopback(self.host):
             raise BadOption(
                 f"--host {self.host} can be reached from other machines and no key guards it; give --api-key or "
-                "--api-key-file, or --no-api-key if everybody there may use it"
+                "--api-key-file, or --no-api-key if all who can reach it may use it"
             )
 
     def to_json(self) -> str:

@@ -6,7 +6,9 @@ changes nothing (`NEUTRAL`, or null). Nothing here knows how an answer is comput
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import secrets
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -249,21 +251,24 @@ class GenerationBody(Body):
         """How many of the likeliest tokens are listed beside each; None for no logprobs at all."""
         return None
 
-    def sampling(self, **more: Any) -> Sampling:
-        """The sampling options of the body, overridden by `more`."""
-        numbers = {one.name: getattr(self, one.name) for one in SAMPLING_NUMBERS}
-        words: dict[str, Any] = {
-            **{name: value for name, value in numbers.items() if value is not None},
+    @model_validator(mode="after")
+    def _check_stream(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise Refusal(400, "stream_options is for a stream; set stream to true", param="stream_options")
+        return self
+
+    def sampling(self) -> Sampling:
+        """The sampling options of the body; without a seed, a random one, so that each of `n` answers has its own."""
+        same = {field.name for field in dataclasses.fields(Sampling)} & type(self).model_fields.keys()
+        stated = {name: value for name in same if (value := getattr(self, name)) is not None}
+        own = {
             "max_tokens": self.most_tokens,
-            "min_tokens": self.min_tokens or 0,
-            "seed": self.seed,
-            "stop": self.stop or (),
-            "stop_ids": self.stop_token_ids or (),
+            "seed": secrets.randbits(53) if self.seed is None else self.seed,
+            "stop_ids": self.stop_token_ids,
             "logit_bias": self._bias(),
-            "ignore_eos": bool(self.ignore_eos),
             "logprobs": self.n_logprobs,
         }
-        return Sampling(**{**words, **self._constraint(), **more})
+        return Sampling(**{**stated, **own, **self._constraint()})
 
     def _bias(self) -> dict[int, float]:
         bias: dict[int, float] = {}

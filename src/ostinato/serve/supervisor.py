@@ -68,9 +68,8 @@ class Supervisor:
         self._n_signals = 0
         self._stopped_at = 0.0
         self._worker: subprocess.Popen[bytes] | None = None
-        self._died_of: tuple[str, str] | None = (
-            None  # the reason's name and sentence; None if only the exit code is known
-        )
+        # The name of the reason and its sentence; None if only the exit code is known.
+        self._died_of: tuple[str, str] | None = None
         self._was_ready = self._refused = False
 
     @property
@@ -98,7 +97,7 @@ class Supervisor:
             code = self._one_worker()
             if self._n_signals or code == 0:
                 return code if code > 0 else 0
-            kind, reason = self._died_of or ("crash", _told_of(code))
+            kind, reason = self._died_of or ("crash", _cause_of(code))
             if not self._was_ready and not self._restarts:
                 if not self._refused:
                     self._talk(f"error: the worker ended before the model was loaded: {reason}")
@@ -216,7 +215,7 @@ class Supervisor:
             self._worker.send_signal(signal.SIGTERM)
 
 
-def _told_of(code: int) -> str:
+def _cause_of(code: int) -> str:
     if code == -signal.SIGKILL:
         return "signal SIGKILL, which the system sends where memory runs out"
     if code < 0:

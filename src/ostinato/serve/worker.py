@@ -19,7 +19,6 @@ import time
 import traceback
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import asdict
 from typing import Any, Final, TypeVar
 
 from ostinato.errors import OstinatoError
@@ -35,11 +34,6 @@ _LOOK_S: Final = 0.1
 
 Tell = Callable[[dict[str, Any]], None]
 T = TypeVar("T")
-
-
-def load_model(options: ServeOptions, talk: Callable[[str], None]) -> LLM:
-    """The model with the operator's options; pulled first if it is not in the store."""
-    return LLM(options.model, talk=talk, **asdict(options.load))
 
 
 class Worker:
@@ -162,7 +156,7 @@ async def serve(options: ServeOptions, restarts: dict[str, int], listening: sock
         sys.stderr.flush()
 
     beating = asyncio.ensure_future(_heartbeat(tell))
-    code = await worker.run(lambda: load_model(options, talk))
+    code = await worker.run(lambda: LLM(options.model, load=options.load, talk=talk))
     if code != FAULT_EXIT:  # the resources of a dead engine end with the process
         await loop.run_in_executor(None, service.close)
     beating.cancel()

@@ -72,6 +72,6 @@ class AnswerReader:
 
     def _counted(self, deltas: list[Delta]) -> list[Delta]:
         most = self._most_calls
-        told = [delta for delta in deltas if delta.call is None or most is None or delta.call.index < most]
-        self.n_calls = max([self.n_calls, *(delta.call.index + 1 for delta in told if delta.call is not None)])
-        return told
+        kept = [delta for delta in deltas if delta.call is None or most is None or delta.call.index < most]
+        self.n_calls = max([self.n_calls, *(delta.call.index + 1 for delta in kept if delta.call is not None)])
+        return kept

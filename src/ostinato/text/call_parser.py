@@ -150,7 +150,7 @@ class JsonCalls:
         self._buffer = ""  # not read yet
         self._raw: list[str] = []  # of the object being read, in case it is not a call
         self._call = CallObject()
-        self._told = False  # whether the start of the current call was returned
+        self._began = False  # whether the start of the current call was returned
         self._index = -1
 
     def feed(self, text: str) -> list[Delta]:
@@ -159,7 +159,7 @@ class JsonCalls:
 
     def finish(self) -> list[Delta]:
         deltas = self._run(last=True)
-        if self._state == "object" and not self._told:
+        if self._state == "object" and not self._began:
             return [*deltas, *_content("".join(self._raw))]
         if self._state == "name":
             return [*deltas, *_content(self._buffer)]
@@ -238,7 +238,7 @@ class JsonCalls:
 
     def _begin(self, *, marked: bool, name: str | None = None) -> None:
         self._state, self._marked = "object", marked
-        self._call, self._told, self._raw = CallObject(name), False, []
+        self._call, self._began, self._raw = CallObject(name), False, []
 
     def _object(self, last: bool) -> list[Delta]:
         deltas: list[Delta] = []
@@ -250,25 +250,25 @@ class JsonCalls:
             foreign = call.name is not None and not self._marked and call.name not in self._known
             if call.broken or foreign:
                 self._buffer = self._buffer[at + 1 :]
-                return [*deltas, *self._told_of(arguments), *self._no_call()]
+                return [*deltas, *self._call_deltas(arguments), *self._no_call()]
             if call.ended:
                 self._buffer = self._buffer[at + 1 :]
                 if not call.has_arguments:
                     arguments.append("{}")
-                deltas += self._told_of(arguments)
-                if not self._told:
+                deltas += self._call_deltas(arguments)
+                if not self._began:
                     return [*deltas, *self._no_call()]
                 self._state = "calls"
                 return deltas
         self._buffer = ""
-        return deltas + self._told_of(arguments)
+        return deltas + self._call_deltas(arguments)
 
-    def _told_of(self, arguments: Sequence[str]) -> list[Delta]:
+    def _call_deltas(self, arguments: Sequence[str]) -> list[Delta]:
         call, text = self._call, "".join(arguments)
         if call.name is None or not (self._marked or call.name in self._known):
             return []
-        if not self._told:
-            self._told = True
+        if not self._began:
+            self._began = True
             self._index += 1
             return [Delta(call=CallDelta(self._index, self._new_id(), call.name, text))]
         return [Delta(call=CallDelta(self._index, arguments=text))] if text else []
@@ -276,7 +276,7 @@ class JsonCalls:
     def _no_call(self) -> list[Delta]:
         """Return what was read as content, unless its start was returned as a call; the rest is text."""
         self._state = "text"
-        return [] if self._told else _content("".join(self._raw))
+        return [] if self._began else _content("".join(self._raw))
 
 
 class TagCalls:

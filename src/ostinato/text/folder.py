@@ -22,6 +22,7 @@ from ostinato.files.json_file import read_json_if_there, read_text
 from ostinato.text.byte_level import token_bytes
 from ostinato.text.guard import guarded, library_ids
 from ostinato.text.sentencepiece import spelt_byte
+from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
 
 MAX_TOKENIZER_BYTES = 1 << 28  # the largest vocabularies in use take about 2^25
@@ -57,24 +58,8 @@ def load_library(source: str, path: Path) -> Library:
     return library
 
 
-@dataclass(frozen=True, slots=True)
-class FolderFacts:
-    """What a folder says about its tokens."""
-
-    encoder: FolderEncoder
-    texts: Sequence[str]
-    shown: Sequence[bytes]
-    hidden: frozenset[int]
-    bos_id: int | None
-    eos_id: int | None
-    eog_ids: frozenset[int]
-    prefix: tuple[int, ...]
-    suffix: tuple[int, ...]
-    drops_first_space: bool
-
-
-def read_folder(folder: Path) -> FolderFacts:
-    """Everything `tokenizer_from_folder` needs; `BadFile` or `Unsupported` says what is wrong with which file."""
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a safetensors folder; `BadFile` or `Unsupported` says what is wrong with which file."""
     path = folder / "tokenizer.json"
     if not os.path.exists(path):
         raise _no_tokenizer(folder)
@@ -95,17 +80,20 @@ def read_folder(folder: Path) -> FolderFacts:
     ends = [*_ids(generation.get("eos_token_id")), *_ids(named.get("eos_token_id"))]
     markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
     prefix, suffix = _around(_whole_and_bare(library, path), settings, bos_id, eos_id)
-    return FolderFacts(
+    return Tokenizer(
+        vocab_size=len(texts),
+        bos_id=bos_id,
+        eos_id=eos_id,
+        eog_ids=end_ids(markers, [eos_id, *(id for id in ends if id < len(texts))]),
+        add_bos=bos_id is not None and bos_id in prefix,
+        add_eos=eos_id is not None and eos_id in suffix,
         encoder=FolderEncoder(source, path, library),
         texts=texts,
         shown=[text.encode() if id in added else pieces.of(text) for id, text in enumerate(texts)],
         hidden=hidden,
-        bos_id=bos_id,
-        eos_id=eos_id,
-        eog_ids=end_ids(markers, [eos_id, *(id for id in ends if id < len(texts))]),
+        drops_first_space=pieces.drops_first_space,
         prefix=prefix,
         suffix=suffix,
-        drops_first_space=pieces.drops_first_space,
     )
 
 

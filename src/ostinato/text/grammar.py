@@ -9,12 +9,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, DecimalException
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -97,8 +95,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._n_ids = n_ids
         self._ends = frozenset(id for id in tokenizer.eog_ids if id < n_ids)
-        self._kept: OrderedDict[Rule, _Compiled] = OrderedDict()
-        self._lock = threading.Lock()
+        self._compiled = lru_cache(KEPT)(self._compile)
 
     def matcher(self, sampling: Sampling) -> Matcher | None:
         """The matcher for the constraint of `sampling`; None if there is none. BadOption if it cannot be followed."""
@@ -109,19 +106,6 @@ class Grammars:
         if compiled.inner is None:
             raise BadOption(f"this {rule.kind} cannot be followed: {compiled.refused}")
         return Matcher(compiled.inner.deep_copy(), compiled.first, self._ends, sampling)
-
-    def _compiled(self, rule: Rule) -> _Compiled:
-        with self._lock:
-            kept = self._kept.get(rule)
-            if kept is not None:
-                self._kept.move_to_end(rule)
-                return kept
-        made = self._compile(rule)
-        with self._lock:
-            self._kept[rule] = made
-            while len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return made
 
     def _compile(self, rule: Rule) -> _Compiled:
         known = self._known  # first: it says what to do if llguidance is not installed

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
+from ostinato.text.folder import tokenizer_from_folder
 from ostinato.text.template import (
     ChatTemplate,
     sources_in_folder,
@@ -15,7 +16,7 @@ from ostinato.text.template import (
     template_from_folder,
     template_from_gguf,
 )
-from ostinato.text.tokenizer import Tokenizer, tokenizer_from_folder, tokenizer_from_gguf
+from ostinato.text.tokenizer import Tokenizer, tokenizer_from_gguf
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
@@ -43,8 +44,5 @@ def open_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a model file or folder; a folder needs no weights for it, nor a GGUF file."""
     if path.is_dir():
         return tokenizer_from_folder(path)
-    checkpoint = open_checkpoint(path)
-    try:
+    with open_checkpoint(path) as checkpoint:
         return tokenizer_of(checkpoint)
-    finally:
-        checkpoint.close()

@@ -34,8 +34,7 @@ class Reasoning:
         source = "" if template is None else template.source
         for begin, end in _MARKS:
             if end in source:
-                special = {tokenizer.texts[id]: id for id in tokenizer.hidden if tokenizer.texts[id] in (begin, end)}
-                return Reasoning(begin, end, special)
+                return Reasoning(begin, end, tokenizer.control_ids((begin, end)))
         return None
 
     @property
@@ -111,7 +110,7 @@ class ReasoningParser:
             thought = self._buffer[: at if at >= 0 else len(self._buffer) - self._kept(last)]
             self._buffer = self._buffer[len(thought) :]
             thought = thought.rstrip() if at >= 0 else thought
-            deltas += self._told(thought.lstrip() if self._fresh else thought, reasoning=True)
+            deltas += self._delta(thought.lstrip() if self._fresh else thought, reasoning=True)
             if at < 0:
                 return deltas
             self._buffer = self._buffer[len(self._end) :]
@@ -119,7 +118,7 @@ class ReasoningParser:
         if self._fresh:
             self._buffer = self._buffer.lstrip()
         said, self._buffer = self._buffer, ""
-        return deltas + self._told(said, reasoning=False)
+        return deltas + self._delta(said, reasoning=False)
 
     def _kept(self, last: bool) -> int:
         """Characters at the end that may be the mark, or blanks before it."""
@@ -129,7 +128,7 @@ class ReasoningParser:
         rest = self._buffer[: len(self._buffer) - marked]
         return marked + len(rest) - len(rest.rstrip())
 
-    def _told(self, text: str, *, reasoning: bool) -> list[Delta]:
+    def _delta(self, text: str, *, reasoning: bool) -> list[Delta]:
         if not text:
             return []
         self._fresh = False

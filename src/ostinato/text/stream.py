@@ -42,7 +42,7 @@ class TextStream:
         """Take the next token; the text that is safe to show now, often empty."""
         piece = self._tokenizer.piece_bytes(id, start=self._start, special=id in self._show)
         # The first token with visible text ends the start of the text.
-        self._start = self._start and self._tokenizer.is_hidden(id)
+        self._start = self._start and id in self._tokenizer.hidden
         return self._release(self._characters.decode(piece), last=False)
 
     def finish(self) -> str:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for one model: `Tokenizer`, made from a GGUF file or a folder.
+"""Text to token ids and back, for one model: `Tokenizer`, made from a GGUF file here, or from a folder in `folder.py`.
 
 The `tokenizers` library splits and merges; BOS, EOS and decoding are here. No torch. docs/tokenizers.md lists the
 supported vocabularies.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadInput, Unsupported, listing
 from ostinato.text.byte_level import byte_level_encoder, byte_level_pieces
-from ostinato.text.folder import read_folder
 from ostinato.text.pretokenizers import find_pre_tokenizer
 from ostinato.text.sentencepiece import sentencepiece_encoder, sentencepiece_pieces
 from ostinato.text.specials import Encode
@@ -79,9 +78,9 @@ class Tokenizer:
         piece = self.shown[id]
         return piece[1:] if start and self.drops_first_space and piece.startswith(b" ") else piece
 
-    def is_hidden(self, id: int) -> bool:
-        """Whether `id` shows nothing in a text."""
-        return id in self.hidden
+    def control_ids(self, texts: Collection[str]) -> dict[str, int]:
+        """The ids of those of these texts that are control tokens."""
+        return {self.texts[id]: id for id in self.hidden if self.texts[id] in texts}
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """One string per id for people to read: control tokens by name, stray bytes as in `\\xf0`."""
@@ -155,24 +154,4 @@ def _assemble(
         hidden=vocabulary.hidden,
         prefix=tuple(bos),
         suffix=tuple(eos),
-    )
-
-
-def tokenizer_from_folder(folder: Path) -> Tokenizer:
-    """The tokenizer of a safetensors folder: its tokenizer.json, and the special ids that the files beside it name."""
-    facts = read_folder(folder)
-    return Tokenizer(
-        vocab_size=len(facts.texts),
-        bos_id=facts.bos_id,
-        eos_id=facts.eos_id,
-        eog_ids=facts.eog_ids,
-        add_bos=facts.bos_id is not None and facts.bos_id in facts.prefix,
-        add_eos=facts.eos_id is not None and facts.eos_id in facts.suffix,
-        encoder=facts.encoder,
-        texts=facts.texts,
-        shown=facts.shown,
-        hidden=facts.hidden,
-        drops_first_space=facts.drops_first_space,
-        prefix=facts.prefix,
-        suffix=facts.suffix,
     )

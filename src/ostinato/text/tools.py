@@ -124,7 +124,7 @@ class ToolFormat:
         source = "" if template is None else template.tool_source or template.source
         name = _format_of(source)
         markers = _MARKERS[name]
-        special = {tokenizer.texts[id]: id for id in tokenizer.hidden if tokenizer.texts[id] in markers}
+        special = tokenizer.control_ids(markers)
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
         return ToolFormat(name, markers, special, not no_system)
 
@@ -151,8 +151,8 @@ class ToolFormat:
         return asked
 
     def _in_words(self, messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
-        told = [_told_in_words(message) for message in messages]
-        return _with_preface(told, _preface(tools), system=self.system) if tools else told
+        plain = [_in_plain_text(message) for message in messages]
+        return _with_preface(plain, _preface(tools), system=self.system) if tools else plain
 
     # Out of the answer
 
@@ -300,7 +300,7 @@ def _shortened(id: str) -> str:
 
 
 def _for_phi(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
-    told = []
+    changed = []
     for message in messages:
         if message.get("tool_calls"):
             calls = json.dumps([_named(call, "arguments") for call in message["tool_calls"]], ensure_ascii=False)
@@ -310,16 +310,16 @@ def _for_phi(messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list
             }
         elif message.get("role") == "tool":
             message = {**message, "role": "tool_response"}
-        told.append(message)
+        changed.append(message)
     if not tools:
-        return told
-    if not told or told[0].get("role") != "system":
-        told.insert(0, {"role": "system", "content": ""})
+        return changed
+    if not changed or changed[0].get("role") != "system":
+        changed.insert(0, {"role": "system", "content": ""})
     functions = [tool.definition["function"] for tool in tools]
-    return [{**told[0], "tools": json.dumps(functions, ensure_ascii=False)}, *told[1:]]
+    return [{**changed[0], "tools": json.dumps(functions, ensure_ascii=False)}, *changed[1:]]
 
 
-def _told_in_words(message: TemplateMessage) -> TemplateMessage:
+def _in_plain_text(message: TemplateMessage) -> TemplateMessage:
     """A call, or its result, for a template that has no form for it."""
     calls = message.get("tool_calls")
     if calls:

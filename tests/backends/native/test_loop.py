@@ -310,12 +310,10 @@ def tiled_embedding(model: Model) -> Model:
 
 def test_blocks_that_it_lacks_are_named_each() -> None:
     model = random_model("kv")
-    norm, shape = model.norm, model.shape
-    assert norm is not None
+    shape, tensors = model.shape, tensors_in(model)
     assert blocks_of(model) is None
-    layered = replace(model, norm=replace(norm, bias=norm.weight))
-    assert blocks_of(layered) == "the native loop has no layer norm"
-    tensors = tensors_in(model)
+    layered = {**tensors, "output_norm.bias": replace(tensors["output_norm.weight"], name="output_norm.bias")}
+    assert why_not_blocks(shape, layered) == "the native loop has no layer norm"
     ungated = {name: tensor for name, tensor in tensors.items() if "ffn_gate" not in name}
     assert why_not_blocks(shape, ungated) == "the native loop has no feed-forward block without a gate"
     fused = {

@@ -17,6 +17,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
+from ostinato.backends.machine import cpu_line
 from ostinato.files import store
 
 LIMIT: Final = "ONEDNN_MAX_CPU_ISA"
@@ -54,15 +55,6 @@ def amx_works() -> bool:
         return subprocess.run([sys.executable, "-c", TRY], capture_output=True, timeout=60, check=False).returncode == 0
     except subprocess.TimeoutExpired:
         return False
-
-
-def cpu_line(name: str) -> str:
-    """What the system says of the first CPU; empty where it says nothing."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return ""
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), "")
 
 
 def _this_cpu() -> str:

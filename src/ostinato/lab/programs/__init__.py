@@ -1,4 +1,4 @@
-"""The sources of the laboratory, and the library of what its host does."""
+"""The sources of the laboratory, and the compiled library of the host's part."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def host_library() -> ctypes.CDLL:
     # Not -ffast-math: a library linked with it makes the whole process treat the smallest numbers as zero.
     library = ctypes.CDLL(str(shared_object(source("host.cpp"), "host.cpp", flags=(*CXX_FLAGS, "-O3"))))
     pointer, whole, number = ctypes.c_void_p, ctypes.c_longlong, ctypes.c_uint
-    library.play.argtypes = [pointer, pointer, whole, ctypes.c_int, pointer, whole, ctypes.c_int]
+    library.run_all.argtypes = [pointer, pointer, whole, ctypes.c_int, pointer, whole, ctypes.c_int]
     library.feed.argtypes = [pointer, pointer, ctypes.c_int, pointer, whole]
-    library.feed.restype = library.play.restype = None
+    library.feed.restype = library.run_all.restype = None
     library.launch_many.argtypes = [pointer, pointer, number, number, pointer, pointer, whole]
     library.replay_many.argtypes = [pointer, pointer, pointer, whole]
     library.update_and_replay.argtypes = [

@@ -1,4 +1,4 @@
-// One set of names for CUDA and HIP, options, and checks: what the stand-alone programs share.
+// Shared by the stand-alone programs: one set of names for CUDA and HIP, options, and checks.
 #pragma once
 
 #include <chrono>
@@ -78,7 +78,7 @@ struct Options {
     }
 };
 
-// Fresh data for one vector of hidden state per request, and what must come out of it, in float64.
+// Fresh data for one vector of hidden state per request, and the expected result in float64.
 struct Bench {
     const Options& o;
     int requests;
@@ -103,7 +103,7 @@ struct Bench {
     }
 
     void reset() {
-        CHECK(GPU(Memset)(dh, 0xff, start.size() * sizeof(float)));  // not a number, unless the copy arrives
+        CHECK(GPU(Memset)(dh, 0xff, start.size() * sizeof(float)));  // NaN, so that a missing copy shows
         CHECK(GPU(Memcpy)(dh, start.data(), start.size() * sizeof(float), GPU(MemcpyHostToDevice)));
         CHECK(GPU(DeviceSynchronize)());
     }

@@ -1,5 +1,5 @@
-// How much do execution graphs save? A loop of short kernels, launched one by one; the same as one graph; as a graph of one
-// step whose factor is set before each replay; and, on CUDA, as a WHILE graph that turns by itself.
+// Measures what execution graphs save. A loop of short kernels, launched one by one; the same as one graph; as a graph of
+// one step whose factor is set before each replay; and, on CUDA, as a WHILE graph, which repeats itself.
 //
 //   nvcc -O3 -std=c++17 -arch=sm_90 -lineinfo graphs_axpy.cu -o graphs_axpy
 //   hipcc -O3 -std=c++17 -x hip --offload-arch=gfx90a graphs_axpy.cu -o graphs_axpy

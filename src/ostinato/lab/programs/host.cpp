@@ -1,7 +1,7 @@
-// What the host does in the laboratory, native: launching in a loop, feeding a queue, and the CPU's own bodies.
+// The host's part of the laboratory: launching in a loop, feeding a queue, and the CPU's own bodies.
 //
-// A loop in Python would measure Python. The driver's functions come as pointers, so that nothing of CUDA is needed to
-// compile this; handles are opaque.
+// Native, because a loop in Python would measure Python. The driver's functions are given as pointers, so that this
+// compiles without CUDA; handles are opaque.
 #include <atomic>
 #include <cmath>
 
@@ -50,7 +50,7 @@ struct Entry {
     float a;
 };
 
-// Feeds a kernel that runs: each entry is written before it is counted.
+// Feeds a running kernel: each entry is written before it is counted.
 extern "C" void feed(Entry* queue, unsigned long long* fed, int requests, const float* factors, long long times) {
     for (long long i = 0; i < times; ++i) {
         queue[i].request = (int)(i % requests);
@@ -60,8 +60,8 @@ extern "C" void feed(Entry* queue, unsigned long long* fed, int requests, const 
     }
 }
 
-// The CPU's counterpart of a kernel that stays: all passes of all steps in one call.
-extern "C" void play(const float* x, float* h, long long n, int body, const float* factors, long long steps, int kernels) {
+// The CPU's counterpart of a persistent kernel: all passes of all steps in one call.
+extern "C" void run_all(const float* x, float* h, long long n, int body, const float* factors, long long steps, int kernels) {
     for (long long step = 0; step < steps; ++step)
         for (int kernel = 0; kernel < kernels; ++kernel) {
             const float a = factors[step];

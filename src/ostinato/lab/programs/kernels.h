@@ -1,4 +1,4 @@
-// What the laboratory runs on a GPU: two bodies, each as a short kernel and inside a kernel that stays.
+// The kernels of the laboratory on a GPU: two bodies, each as a short kernel and inside a persistent kernel.
 //
 // CUDA and HIP, compiled at run time or with the stand-alone programs. A body is one pass over a vector that stands for a
 // token's hidden state: AXPY (h += a x) or the tail of a decode step (h += a gelu(h + x): bias, GELU, residual). Every
@@ -27,7 +27,7 @@ __device__ inline float passed(int body, float h, float x, float a) {
     return fmaf(a, 0.5f * v * (1.0f + erff(v * 0.70710678118654752f)), h);
 }
 
-// What another block may have written, past this multiprocessor's own cache.
+// Loads a value that another block may have written: it bypasses this multiprocessor's own cache.
 __device__ inline float fresh(const float* at) {
 #if defined(__HIPCC__) || defined(__HIPCC_RTC__)
     return __hip_atomic_load(at, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
@@ -36,9 +36,9 @@ __device__ inline float fresh(const float* at) {
 #endif
 }
 
-// One pass over [0, n) by the whole grid. Slices move on by `turn` blocks: an element's next value is then made by another
-// block, so that a barrier that does not hold shows as a wrong result. Several elements are on their way
-// at once: one after the other, a pass would be as long as its loads are slow.
+// One pass over [0, n) by the whole grid. Slices move on by `turn` blocks: another block then computes an element's next
+// value, so that a barrier that does not hold gives a wrong result. Each thread has several loads in flight, because
+// a pass with one at a time would be bound by their latency.
 __device__ inline void pass_over(const float* x, float* h, long long n, float a, int body, unsigned turn) {
     const int AT_ONCE = 8;
     const long long width = (long long)gridDim.x * blockDim.x;
@@ -68,13 +68,13 @@ extern "C" __global__ void short_tail(const float* x, float* h, long long n, flo
     pass_over(x, h, n, a, BODY_TAIL, 0);
 }
 
-// Takes so many ticks and does nothing: a body of known length.
+// Waits for so many ticks: a body of known length.
 extern "C" __global__ void hold(unsigned long long length) {
     const unsigned long long end = ticks() + length;
     while (ticks() < end) {}
 }
 
-// --- the kernel that stays ---
+// --- the persistent kernel ---
 
 struct Entry {      // one token step of one request
     int request;    // whose state it is
@@ -86,11 +86,11 @@ struct Control {                     // zeroed before each launch; each word in 
     unsigned long long pad1[15];
     unsigned long long published;    // entries that blocks may take
     unsigned long long pad2[15];
-    unsigned long long fault;        // not 0: a wait passed its deadline, and everybody leaves
+    unsigned long long fault;        // not 0: a wait passed its deadline, and every block leaves
     unsigned long long pad3[15];
 };
 
-// A word that others write, on this device or (`hosts`) beyond it: what they wrote before it is seen after it.
+// Loads a word that other blocks or (`hosts`) the host write, with acquire order.
 __device__ inline unsigned long long acquired(const unsigned long long* word, bool hosts = false) {
 #if defined(__HIPCC__) || defined(__HIPCC_RTC__)
     return hosts ? __hip_atomic_load(word, __ATOMIC_ACQUIRE, __HIP_MEMORY_SCOPE_SYSTEM)
@@ -111,7 +111,7 @@ __device__ inline void release(unsigned long long* word, unsigned long long valu
 #endif
 }
 
-// Adds 1, after everything that was written before.
+// Adds 1, with release order.
 __device__ inline void count(unsigned long long* word) {
 #if defined(__HIPCC__) || defined(__HIPCC_RTC__)
     __hip_atomic_fetch_add(word, 1ull, __ATOMIC_RELEASE, __HIP_MEMORY_SCOPE_AGENT);
@@ -120,8 +120,8 @@ __device__ inline void count(unsigned long long* word) {
 #endif
 }
 
-// Until *word >= wanted; false when the deadline has passed, here or anywhere. Clock and fault are asked now and then:
-// asking takes longer than what is waited for.
+// Waits until *word >= wanted; false when the deadline has passed in any block. Clock and fault are read rarely, because
+// reading them takes longer than a usual wait.
 __device__ inline bool wait_for(
     const unsigned long long* word, unsigned long long wanted, Control* control, unsigned long long end, bool hosts = false
 ) {
@@ -136,7 +136,7 @@ __device__ inline bool wait_for(
     return true;
 }
 
-// All blocks of the grid, which must all be resident: a cooperative launch sees to that. One trip to say so, one to hear.
+// A barrier over all blocks of the grid. All must be resident, which a cooperative launch ensures.
 __device__ inline bool grid_barrier(Control* control, unsigned long long& round, unsigned long long end) {
     __shared__ bool held;
     __syncthreads();
@@ -149,8 +149,8 @@ __device__ inline bool grid_barrier(Control* control, unsigned long long& round,
     return held;
 }
 
-// The next entry of the queue, in every thread of every block; false past a deadline. Where the host feeds the queue,
-// block 0 brings over what has been published since it last looked: one block, not all, reads the host's memory.
+// The next entry of the queue, in every thread of every block; false past a deadline. If the host feeds the queue,
+// block 0 alone reads the host's memory and copies the entries that were published since its last look.
 __device__ inline bool next_entry(
     Entry& entry, Entry* queue, long long step, const Entry* fed_queue, const unsigned long long* fed,
     unsigned long long& known, Control* control, unsigned long long end
@@ -177,13 +177,13 @@ __device__ inline bool next_entry(
     return there;
 }
 
-#define PASSES 1    // what a kernel that stays does between entries: passes, barriers after them, or both
+#define PASSES 1    // the parts of the persistent kernel: passes, barriers after them, or both
 #define BARRIERS 2
-const int PASSES_A_TURN = 16;  // with the same slices, as long as data that a block keeps near it is worth something
+const int PASSES_A_TURN = 16;  // passes with the same slices, so that a block can use its cache
 
-// Plays `total` entries of the queue, each of `kernels` passes with a barrier after every one. `fed` is null where the
-// queue is full from the start; else it is a word that the host counts up while this runs, having written to `fed_queue`.
-// `does`: PASSES, BARRIERS or both; one alone shows what it costs.
+// Runs `total` entries of the queue, each of `kernels` passes with a barrier after every one. `fed` is null if the
+// queue is full from the start; else it counts the entries that the host has written to `fed_queue` so far.
+// `does`: PASSES, BARRIERS or both; one alone shows its cost.
 extern "C" __global__ void persistent(
     const float* x, float* h, long long n, Entry* queue, long long total, int kernels, int body,
     const Entry* fed_queue, const unsigned long long* fed, Control* control, unsigned long long deadline, int does
@@ -195,7 +195,7 @@ extern "C" __global__ void persistent(
         if (fed && !next_entry(entry, queue, step, fed_queue, fed, known, control, end)) return;
         float* state = h + (long long)entry.request * n;
         const float a = entry.a;
-        // On its way while this step is played.
+        // Loaded while this step runs.
         if (!fed && step + 1 < total) entry = queue[step + 1];
         for (int kernel = 0; kernel < kernels; ++kernel) {
             if (does & PASSES) pass_over(x, state, n, a, body, does & BARRIERS ? (unsigned)(round / PASSES_A_TURN) : 0);

@@ -1,5 +1,5 @@
-// What does a kernel that stays save? A loop of short kernels; one kernel that takes all its steps from a queue on the
-// device; and the same fed by the host while it runs, for several requests.
+// Measures what a persistent kernel saves. A loop of short kernels; one kernel that takes all its steps from a queue on
+// the device; and the same kernel, fed by the host while it runs, for several requests.
 //
 //   nvcc -O3 -std=c++17 -arch=sm_90 -lineinfo persistent_decode.cu -o persistent_decode
 //   hipcc -O3 -std=c++17 -x hip --offload-arch=gfx90a persistent_decode.cu -o persistent_decode
@@ -77,7 +77,7 @@ int main(int argc, char** argv) {
     right &= bench.tell("persistent", ms, baseline, bench.error(one));
 
     bench.reset();
-    CHECK(GPU(Memset)(kernel.queue, 0xff, entries.size() * sizeof(Entry)));  // what was there is not to be found again
+    CHECK(GPU(Memset)(kernel.queue, 0xff, entries.size() * sizeof(Entry)));  // so that entries of the run before cannot be used again
     *(volatile unsigned long long*)kernel.fed_here = 0;
     ms = bench.ms_of([&] {
         kernel.launch(kernel.fed_queue, kernel.fed);

@@ -1,4 +1,4 @@
-// The end of a WHILE graph's body: count, and say whether it runs again. CUDA only.
+// The last node of a WHILE graph's body: counts down, and sets whether the body runs again. CUDA only.
 #pragma once
 
 #if !defined(__CUDACC_RTC__)
