@@ -10,12 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import pack
+from ostinato.backends.cuda.packed import Packed, pack
 from ostinato.backends.tape import pack as pack_module
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
     SIX_OFFSET,
-    FileBlocks,
     Numbers,
     TapeSource,
     matrix_from,
@@ -43,7 +42,7 @@ from ostinato.backends.tape.partition import (
 )
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
-from ostinato.errors import BadFile, InternalError, Unsupported
+from ostinato.errors import InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 from tests.backends.tape.walk import walk
 
@@ -155,11 +154,15 @@ def blocks(type: str, n_rows: int, columns: int, seed: int) -> Tensor:
     return torch.from_numpy(raw.reshape(n_rows, -1))
 
 
-def weight(type: str, n_rows: int, columns: int, seed: int) -> Tensor | FileBlocks:
+def packed(type: str, raw: Tensor) -> Packed:
+    return pack(type, raw, len(raw), raw.shape[1] // BLOCKS[type].n_bytes * BLOCKS[type].elements)
+
+
+def weight(type: str, n_rows: int, columns: int, seed: int) -> Tensor | Packed:
     if type in FLOATS:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn((n_rows, columns), generator=generator).to(getattr(torch, type))
-    return FileBlocks(type, blocks(type, n_rows, columns, seed))
+    return packed(type, blocks(type, n_rows, columns, seed))
 
 
 def file_values(type: str, raw: Tensor) -> Tensor:
@@ -168,7 +171,7 @@ def file_values(type: str, raw: Tensor) -> Tensor:
 
 def kept_values(source: TapeSource, half: torch.dtype) -> Tensor:
     """What the weights of a source become on the tape, row by row, without any tape."""
-    each = [values_of(numbers_of(part, torch.arange(start, stop), half)) for part, start, stop in source.rows]
+    each = [values_of(numbers_of(part, torch.arange(part.shape[0]), half)) for part in source.parts]
     return torch.cat(each)
 
 
@@ -310,7 +313,7 @@ def half_step(halves: Tensor) -> Tensor:
 @settings(max_examples=8, deadline=None)
 def test_a_weight_is_the_files_own_to_within_its_bound(type: str, seed: int) -> None:
     raw = blocks(type, 5, 512, seed)
-    numbers = numbers_of(FileBlocks(type, raw), torch.arange(5), torch.bfloat16)
+    numbers = numbers_of(packed(type, raw), torch.arange(5), torch.bfloat16)
     distance = (values_of(numbers).double() - file_values(type, raw).double()).abs()
     bounds = bounds_of(numbers, type)
     assert (distance <= bounds).all()
@@ -326,7 +329,7 @@ def test_small_scales_are_rounded_to_steps_that_the_bound_knows(type: str) -> No
     raw = blocks(type, 4, 256, seed=1)
     for at in (208,) if type == "Q6_K" else (0, 2):
         raw[:, at : at + 2] = torch.tensor([3, 0], dtype=torch.uint8)  # float16 3 * 2^-24
-    numbers = numbers_of(FileBlocks(type, raw), torch.arange(4), torch.bfloat16)
+    numbers = numbers_of(packed(type, raw), torch.arange(4), torch.bfloat16)
     assert ((values_of(numbers) - file_values(type, raw)).abs() <= bounds_of(numbers, type)).all()
 
 
@@ -456,33 +459,11 @@ def test_between_runs_there_are_zeros() -> None:
 # --- the weights of a model as it has them ---
 
 
-@pytest.mark.parametrize("type", TYPES)
-def test_packed_weights_give_the_tape_of_their_file(type: str) -> None:
-    raw = blocks(type, 56, 512, seed=4)
-    as_file, as_packed = source_of(FileBlocks(type, raw)), source_of(pack(type, raw, 56, 512))
-    partition = make_partition([as_file.matrix], TapeGrid(2, 2))
-    assert as_packed.matrix == as_file.matrix
-    assert torch.equal(tape_of([as_packed], partition, CPU), tape_of([as_file], partition, CPU))
-
-
 def parts_as_loaded(types: Iterable[str], n_rows: Iterable[int], columns: int) -> tuple[list[Tensor], Weight]:
     """Matrices as a file has them, and as a model has them: stacked, neighbours of one type in one."""
     raws = [blocks(type, n, columns, seed) for seed, (type, n) in enumerate(zip(types, n_rows, strict=True))]
-    parts = tuple(pack(type, raw, len(raw), columns) for type, raw in zip(types, raws, strict=True))
+    parts = tuple(packed(type, raw) for type, raw in zip(types, raws, strict=True))
     return raws, parts[0] if len(parts) == 1 else Stack(parts)
-
-
-@pytest.mark.parametrize("types", [("Q4_K", "Q4_K", "Q6_K"), ("Q5_K", "Q4_K", "Q8_0"), ("Q4_K",) * 3])
-def test_q_k_and_v_are_taken_out_of_their_stack(types: tuple[str, str, str]) -> None:
-    sizes = (64, 32, 32)
-    raws, whole = parts_as_loaded(types, sizes, 256)
-    start = 0
-    for type, raw, size in zip(types, raws, sizes, strict=True):
-        source = source_of(whole, start, start + size)
-        assert source.matrix == TapeMatrix(WEIGHT_TYPES[type], size, 256)
-        alone = source_of(FileBlocks(type, raw))
-        assert torch.equal(kept_values(source, torch.bfloat16), kept_values(alone, torch.bfloat16))
-        start += size
 
 
 @pytest.mark.parametrize("types", [("Q4_K", "Q4_K"), ("Q4_0", "Q4_1"), ("Q5_K", "Q5_0")])
@@ -491,7 +472,7 @@ def test_gate_and_up_of_one_kind_share_tiles(types: tuple[str, str]) -> None:
     source = source_of(whole, paired=True)
     partition = make_partition([source.matrix], TapeGrid(2, 1))
     tape = tape_of([source], partition, CPU)
-    each = [kept_values(source_of(FileBlocks(t, raw)), torch.bfloat16) for t, raw in zip(types, raws, strict=True)]
+    each = [kept_values(source_of(packed(t, raw)), torch.bfloat16) for t, raw in zip(types, raws, strict=True)]
     assert torch.equal(matrix_from(tape, partition, 0), torch.cat(each))
     tile = next(piece for piece in walk(partition, 1) if piece.tile == 1)
     data = tape[tile.at : tile.at + tile.n_bytes].numpy().tobytes()
@@ -522,10 +503,10 @@ def test_scales_beyond_float16_are_refused() -> None:
     raw = blocks("Q4_0", 2, 32, 1)
     raw[1, :2] = torch.tensor([0, 120], dtype=torch.uint8)  # 32768: eight times that is no float16
     with pytest.raises(Unsupported, match="262144, and the tape keeps them in float16"):
-        numbers_of(FileBlocks("Q4_0", raw), torch.arange(2), torch.bfloat16)
+        numbers_of(packed("Q4_0", raw), torch.arange(2), torch.bfloat16)
     raw[1, :2] = torch.tensor([0, 126], dtype=torch.uint8)  # no number
     with pytest.raises(Unsupported, match="nan"):
-        numbers_of(FileBlocks("Q4_0", raw), torch.arange(2), torch.bfloat16)
+        numbers_of(packed("Q4_0", raw), torch.arange(2), torch.bfloat16)
 
 
 def test_weights_beyond_float16_are_refused_where_they_become_it() -> None:
@@ -536,12 +517,8 @@ def test_weights_beyond_float16_are_refused_where_they_become_it() -> None:
 
 
 def test_types_without_a_kind_are_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="IQ4_NL weights have no place"):
-        FileBlocks("IQ4_NL", torch.zeros((1, 18), dtype=torch.uint8))
     with pytest.raises(Unsupported, match="int64 weights"):
         weight_type_of(torch.ones((1, 1), dtype=torch.int64))
-    with pytest.raises(BadFile, match="no rows of whole Q4_0 blocks"):
-        FileBlocks("Q4_0", torch.zeros((1, 19), dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -570,20 +547,12 @@ def test_a_matrix_that_is_not_the_deals_is_refused() -> None:
         put_matrix(torch.zeros(partition.n_bytes, dtype=torch.uint8), partition, 0, source)
     with pytest.raises(InternalError, match="1 matrices was given 0"):
         tape_of([], partition, CPU)
-    with pytest.raises(InternalError, match="rows 0 to 40"):
-        source_of(torch.ones(32, 16), 0, 40)
 
 
 def test_a_source_that_lies_elsewhere_is_brought_to_the_tape() -> None:
-    raw = blocks("Q4_K", 32, 256, 0)
-    weights: tuple[Weight | FileBlocks, ...] = (
-        torch.zeros(32, 256),
-        pack("Q4_K", raw, 32, 256),
-        FileBlocks("Q4_K", raw),
-    )
-    for weight in weights:
+    for weight in (torch.zeros(32, 256), packed("Q4_K", blocks("Q4_K", 32, 256, 0))):
         source = source_of(weight)
         assert source.to(CPU) is source
         moved = source.to(torch.device("meta"))
-        assert (moved.device.type, moved.matrix) == ("meta", source.matrix)
-        assert [(start, stop) for _, start, stop in moved.rows] == [(0, 32)]
+        assert (moved.parts[0].device.type, moved.matrix) == ("meta", source.matrix)
+        assert [part.shape for part in moved.parts] == [(32, 256)]

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import accumulate, groupby
+from itertools import groupby
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -60,8 +60,7 @@ from ostinato.backends.tape.partition import (
 from ostinato.backends.torch.allocate import Allocate, zeros
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
-from ostinato.errors import BadFile, InternalError, Unsupported
-from ostinato.files.quants import BLOCKS
+from ostinato.errors import InternalError, Unsupported
 
 if TYPE_CHECKING:
     from ostinato.backends.tape.tape_weight import TapeWeight
@@ -78,53 +77,17 @@ _PIECE_WEIGHTS: Final = 1 << 24  # laid out at a time: temporaries are a few byt
 
 
 @dataclass(frozen=True, slots=True)
-class FileBlocks:
-    """Rows of a quantised type as the file has them: uint8 [rows, row_bytes]."""
-
-    type: str
-    raw: Tensor
-
-    def __post_init__(self) -> None:
-        if self.type not in WEIGHT_TYPES:
-            raise Unsupported(
-                f"{self.type} weights have no place on the tape; those that have are {', '.join(WEIGHT_TYPES)}"
-            )
-        if self.raw.dtype != torch.uint8 or self.raw.dim() != 2 or self.raw.shape[1] % BLOCKS[self.type].n_bytes:
-            raise BadFile(f"{list(self.raw.shape)} {self.raw.dtype} are no rows of whole {self.type} blocks")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.raw), self.raw.shape[1] // BLOCKS[self.type].n_bytes * BLOCKS[self.type].elements
-
-
-MatrixPart = Tensor | Packed | FileBlocks
-
-
-class PartRows(NamedTuple):
-    """Some rows of a part, from `start` up to `stop`."""
-
-    part: MatrixPart
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
 class TapeSource:
-    """Where a matrix of the tape comes from: rows of one part, or of several, one above the other."""
+    """Where a matrix of the tape comes from: one weight, or several, one above the other."""
 
     matrix: TapeMatrix
-    rows: tuple[PartRows, ...]
-
-    @property
-    def device(self) -> torch.device:
-        part = self.rows[0].part
-        return part.raw.device if isinstance(part, FileBlocks) else part.device
+    parts: tuple[Tensor | Packed, ...]
 
     def to(self, device: torch.device) -> TapeSource:
         """The same on another device; itself where it is there."""
-        if self.device == device:
+        if self.parts[0].device == device:
             return self
-        return replace(self, rows=tuple(rows._replace(part=_moved(rows.part, device)) for rows in self.rows))
+        return replace(self, parts=tuple(part.to(device) for part in self.parts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,43 +104,34 @@ class Numbers:
 # --- what a weight becomes ---
 
 
-def source_of(
-    weight: Weight | FileBlocks, start: int = 0, stop: int | None = None, *, paired: bool = False
-) -> TapeSource:
-    """Rows `start` to `stop` of a weight as one matrix of the tape; `paired`: they are gate over up.
+def source_of(weight: Weight, *, paired: bool = False) -> TapeSource:
+    """A weight as one matrix of the tape; `paired`: it is gate over up.
 
-    Raises Unsupported where those rows are of different kinds: a matrix of the tape has one. (q, k and v, which may
+    Raises Unsupported where its parts are of different types: a matrix of the tape has one. (q, k and v, which may
     differ, are three matrices.)
     """
-    parts = _parts_of(weight)
-    sizes = [_shape(part)[0] for part in parts]
-    stop = sum(sizes) if stop is None else stop
-    if not 0 <= start < stop <= sum(sizes):
-        raise InternalError(f"rows {start} to {stop} were asked of a weight that has {sum(sizes)}")
-    befores = accumulate(sizes, initial=0)
-    each = (PartRows(p, max(start - b, 0), min(stop - b, n)) for p, b, n in zip(parts, befores, sizes, strict=False))
-    found = tuple(rows for rows in each if rows.start < rows.stop)
-    weight_types = {weight_type_of(rows.part) for rows in found}
+    parts = tuple(map(for_a_gpu, weight.parts if isinstance(weight, Stack) else (weight,)))
+    weight_types = {weight_type_of(part) for part in parts}
     if len(weight_types) > 1:
-        names = " and ".join(type_of(rows.part) for rows in found)
+        names = " and ".join(map(type_of, parts))
         raise Unsupported(
             f"a matrix of {names} cannot be laid out on the tape: {'gate and up' if paired else 'its rows'} share "
             "their tiles, and a tile has one kind of weights; use another loop mode, or a file that keeps them in one "
             "type"
         )
-    return TapeSource(TapeMatrix(weight_types.pop(), stop - start, _shape(parts[0])[1], paired), found)
+    return TapeSource(TapeMatrix(weight_types.pop(), *shape_of(weight), paired), parts)
 
 
-def why_not_packed(weight: Weight | FileBlocks, half: torch.dtype, *, paired: bool = False) -> str | None:
+def why_not_packed(weight: Weight, half: torch.dtype, *, paired: bool = False) -> str | None:
     """Why a weight cannot be a matrix of the tape, in a sentence; None where it can.
 
-    Float weights must become `half` without loss: the values of other types are looked at, a piece at a time.
+    Float weights must become `half` without loss: weights of another dtype are compared, a piece at a time.
     """
     try:
         source = source_of(weight, paired=paired)
     except Unsupported as error:
         return str(error)
-    for part, _, _ in source.rows:
+    for part in source.parts:
         if not isinstance(part, Tensor) or part.dtype == half:
             continue
         step = max(_PIECE_WEIGHTS // part.shape[1], 1)
@@ -187,46 +141,28 @@ def why_not_packed(weight: Weight | FileBlocks, half: torch.dtype, *, paired: bo
     return None
 
 
-def _parts_of(weight: Weight | FileBlocks) -> list[MatrixPart]:
-    parts = weight.parts if isinstance(weight, Stack) else (weight,)
-    return [part if isinstance(part, FileBlocks) else for_a_gpu(part) for part in parts]
-
-
-def _moved(part: MatrixPart, device: torch.device) -> MatrixPart:
-    return replace(part, raw=part.raw.to(device)) if isinstance(part, FileBlocks) else part.to(device)
-
-
-def _shape(part: MatrixPart) -> tuple[int, int]:
-    return part.shape if isinstance(part, FileBlocks) else shape_of(part)
-
-
-def weight_type_of(part: MatrixPart) -> WeightType:
+def weight_type_of(part: Tensor | Packed) -> WeightType:
     """How the tape keeps the weights of a part. Raises Unsupported for a type that it cannot keep."""
-    if isinstance(part, Tensor):
-        if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-            raise Unsupported(f"{type_of(part)} weights have no place on the tape; float32, float16 and bfloat16 have")
-        return WeightType.HALF
-    if part.type not in WEIGHT_TYPES:
-        raise Unsupported(
-            f"{part.type} weights have no place on the tape; those that have are {', '.join(WEIGHT_TYPES)}"
-        )
-    return WEIGHT_TYPES[part.type]
+    if isinstance(part, Packed):
+        return WEIGHT_TYPES[part.type]
+    if part.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise Unsupported(f"{type_of(part)} weights have no place on the tape; float32, float16 and bfloat16 have")
+    return WeightType.HALF
 
 
-def type_of(part: MatrixPart) -> str:
+def type_of(part: Tensor | Packed) -> str:
     """How a part names its type."""
     return str(part.dtype).removeprefix("torch.") if isinstance(part, Tensor) else part.type
 
 
-def numbers_of(part: MatrixPart, ids: Tensor, half: torch.dtype) -> Numbers:
+def numbers_of(part: Tensor | Packed, ids: Tensor, half: torch.dtype) -> Numbers:
     """What the tape keeps of rows `ids`, int [n], of a part; `half` is the type of HALF weights."""
     if isinstance(part, Tensor):
         weights = part.index_select(0, ids)
         if half == torch.float16 and part.dtype != half:
             _check_fits(weights, "weights")
         return Numbers(WeightType.HALF, weights.to(half))
-    raw = raw_rows(part, ids) if isinstance(part, Packed) else part.raw.index_select(0, ids)
-    weight_type = WEIGHT_TYPES[part.type]
+    raw, weight_type = raw_rows(part, ids), WEIGHT_TYPES[part.type]
     quants, (scales, minima) = quants_of(raw, part.type), scales_of(raw, part.type)
     if minima is None and weight_type in (WeightType.FOUR, WeightType.FIVE):
         minima = scales * OFFSETS[part.type]
@@ -464,11 +400,8 @@ def put_matrix(
 ) -> None:
     """Write matrix `index` of the partition to where the blocks read it; the rest of the tape is unchanged. A source on
     another device is copied to the tape's device for the duration of the call."""
-    matrix, segment, n_compute_warps = (
-        partition.matrices[index],
-        partition.segments[index],
-        partition.grid.n_compute_warps,
-    )
+    matrix, segment = partition.matrices[index], partition.segments[index]
+    n_compute_warps = partition.grid.n_compute_warps
     if source.matrix != matrix:
         raise InternalError(f"matrix {index} of the tape is {matrix}, and was given {source.matrix}")
     source = source.to(tape.device)
@@ -490,11 +423,8 @@ def matrix_from(
 ) -> Tensor:
     """Matrix `index` of the partition, dequantised from a tape and rounded to dtype: [rows, columns] in the model's own
     order."""
-    matrix, segment, n_compute_warps = (
-        partition.matrices[index],
-        partition.segments[index],
-        partition.grid.n_compute_warps,
-    )
+    matrix, segment = partition.matrices[index], partition.segments[index]
+    n_compute_warps = partition.grid.n_compute_warps
     out = torch.empty((matrix.rows, matrix.columns), dtype=dtype, device=tape.device)
     for start, stop in _slabs(segment, partition.grid):
         slab = _empty_slab(segment, n_compute_warps, stop - start, tape.device)
@@ -562,14 +492,14 @@ def _rows_of_tiles(matrix: TapeMatrix, first: int, last: int) -> Tensor:
 
 def _padded(source: TapeSource, ids: Tensor, columns: int, half: torch.dtype) -> Numbers:
     """The numbers of some rows of a source (-1 for rows that are none), with zeros where there is padding."""
-    weight_type, device = source.matrix.weight_type, source.device
-    out = _zero_numbers(weight_type, len(ids), columns, half, device)
+    device = source.parts[0].device
+    out = _zero_numbers(source.matrix.weight_type, len(ids), columns, half, device)
     before = 0
-    for part, start, stop in source.rows:
-        n_rows = stop - start
+    for part in source.parts:
+        n_rows, _ = shape_of(part)
         here = ((ids >= before) & (ids < before + n_rows)).nonzero()[:, 0]
         if len(here):
-            numbers = numbers_of(part, (ids[here] - before + start).to(device), half)
+            numbers = numbers_of(part, (ids[here] - before).to(device), half)
             at = here.to(device)
             fields = ((out.quants, numbers.quants), (out.scales, numbers.scales), (out.minima, numbers.minima))
             for to, values in fields:

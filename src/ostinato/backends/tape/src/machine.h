@@ -35,6 +35,20 @@ struct Gate {
 
 #define EVERY_LANE 0xFFFFFFFFu
 
+// A function that is one instruction: of its arguments alone, or a load, which is made again whenever it is asked for.
+#define INSTRUCTION(Out, name, arguments, text, out, ...) \
+    DEVICE Out name arguments {                           \
+        Out made;                                         \
+        asm(text : out(made) : __VA_ARGS__);              \
+        return made;                                      \
+    }
+#define LOAD(Out, name, text, out)                                     \
+    DEVICE Out name(const Out* place) {                                \
+        Out value;                                                     \
+        asm volatile(text : out(value) : "l"(place) : "memory");       \
+        return value;                                                  \
+    }
+
 // --- who and where ---
 
 DEVICE int thread() { return (int)threadIdx.x; }
@@ -128,35 +142,21 @@ DEVICE void bulk_copy(void* shared_to, const void* from, int bytes, Gate* gate) 
 
 // --- products of a warp: c += a b, fragments as the tensor cores hold them ---
 
-DEVICE void multiply_bf16(float c[4], const uint4& a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)
-    );
-}
-DEVICE void multiply_f16(float c[4], const uint4& a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)
-    );
-}
-DEVICE void multiply_s8(int c[4], const uint4& a, u32 b0, u32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)
-    );
-}
+#define MULTIPLY(name, Sum, sum, shape)                                                                          \
+    DEVICE void name(Sum c[4], const uint4& a, u32 b0, u32 b1) {                                                 \
+        asm volatile(                                                                                            \
+            "mma.sync.aligned." shape " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                   \
+            : sum(c[0]), sum(c[1]), sum(c[2]), sum(c[3])                                                         \
+            : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1)                                           \
+        );                                                                                                       \
+    }
+MULTIPLY(multiply_bf16, float, "+f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+MULTIPLY(multiply_f16, float, "+f", "m16n8k16.row.col.f32.f16.f16.f32")
+MULTIPLY(multiply_s8, int, "+r", "m16n8k32.row.col.s32.s8.s8.s32")
 
 // --- words of bytes and bits ---
 
-DEVICE u32 permute_bytes(u32 a, u32 b, u32 selector) {
-    u32 made;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(made) : "r"(a), "r"(b), "r"(selector));
-    return made;
-}
+INSTRUCTION(u32, permute_bytes, (u32 a, u32 b, u32 selector), "prmt.b32 %0, %1, %2, %3;", "=r", "r"(a), "r"(b), "r"(selector))
 DEVICE int lowest_bit(u32 word) { return __ffs((int)word) - 1; }  // -1: none
 
 // --- between blocks; never through L1, which is not coherent ---
@@ -165,11 +165,7 @@ DEVICE int lowest_bit(u32 word) { return __ffs((int)word) - 1; }  // -1: none
 DEVICE void put(u64* place, u32 value, u32 tag) {
     asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" : : "l"(place), "l"((u64)tag << 32 | value) : "memory");
 }
-DEVICE u64 load_relaxed(const u64* place) {
-    u64 value;
-    asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
-    return value;
-}
+LOAD(u64, load_relaxed, "ld.relaxed.gpu.global.b64 %0, [%1];", "=l")
 // Two neighbours, 16-byte aligned; each is whole, the two need not be of one moment.
 DEVICE void load_two_relaxed(const u64* place, u64 out[2]) {
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(out[0]), "=l"(out[1]) : "l"(place) : "memory");
@@ -179,17 +175,9 @@ DEVICE void load_two_relaxed(const u64* place, u64 out[2]) {
 DEVICE void store_release(u64* place, u64 value) {
     asm volatile("st.release.gpu.global.b64 [%0], %1;" : : "l"(place), "l"(value) : "memory");
 }
-DEVICE u64 load_acquire(const u64* place) {
-    u64 value;
-    asm volatile("ld.acquire.gpu.global.b64 %0, [%1];" : "=l"(value) : "l"(place) : "memory");
-    return value;
-}
+LOAD(u64, load_acquire, "ld.acquire.gpu.global.b64 %0, [%1];", "=l")
 
-DEVICE u32 load_fresh(const u32* place) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(place) : "memory");
-    return value;
-}
+LOAD(u32, load_fresh, "ld.relaxed.gpu.global.b32 %0, [%1];", "=r")
 DEVICE int load_fresh(const int* place) { return (int)load_fresh((const u32*)place); }
 DEVICE float load_fresh(const float* place) { return __uint_as_float(load_fresh((const u32*)place)); }
 DEVICE u64 load_fresh(const u64* place) { return load_relaxed(place); }
@@ -213,47 +201,15 @@ DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 DEVICE int round_to_int(float value) { return __float2int_rn(value); }
 
-DEVICE u32 pair_bf16(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-DEVICE u32 pair_f16(float low, float high) {
-    u32 pair;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-DEVICE u32 multiply_pair_bf16(u32 a, u32 b) {
-    u32 pair;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
-    return pair;
-}
-DEVICE u16 to_bf16(float value) {
-    u16 bits;
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-DEVICE u16 to_f16(float value) {
-    u16 bits;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-    return bits;
-}
-DEVICE float from_f16(u16 bits) {
-    float value;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-    return value;
-}
+INSTRUCTION(u32, pair_bf16, (float low, float high), "cvt.rn.bf16x2.f32 %0, %1, %2;", "=r", "f"(high), "f"(low))
+INSTRUCTION(u32, pair_f16, (float low, float high), "cvt.rn.f16x2.f32 %0, %1, %2;", "=r", "f"(high), "f"(low))
+INSTRUCTION(u32, multiply_pair_bf16, (u32 a, u32 b), "mul.rn.bf16x2 %0, %1, %2;", "=r", "r"(a), "r"(b))
+INSTRUCTION(u16, to_bf16, (float value), "cvt.rn.bf16.f32 %0, %1;", "=h", "f"(value))
+INSTRUCTION(u16, to_f16, (float value), "cvt.rn.f16.f32 %0, %1;", "=h", "f"(value))
+INSTRUCTION(float, from_f16, (u16 bits), "cvt.f32.f16 %0, %1;", "=f", "h"(bits))
+INSTRUCTION(float, exp2_fast, (float value), "ex2.approx.ftz.f32 %0, %1;", "=f", "f"(value))
+INSTRUCTION(float, rsqrt_fast, (float value), "rsqrt.approx.ftz.f32 %0, %1;", "=f", "f"(value))
 
-DEVICE float exp2_fast(float value) {
-    float power;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(value));
-    return power;
-}
-DEVICE float rsqrt_fast(float value) {
-    float root;
-    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(value));
-    return root;
-}
 DEVICE double log_exact(double value) { return log(value); }
 DEVICE double exp_exact(double value) { return exp(value); }
 DEVICE void sincos_exact(float angle, float& sine, float& cosine) { sincosf(angle, &sine, &cosine); }

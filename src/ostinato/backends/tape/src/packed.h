@@ -52,7 +52,7 @@ struct Piece {
     uint2 scales[Packing<WEIGHT_TYPE, FEW>::N_SUMS];
 };
 
-template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+template <bool WHOLE, int WEIGHT_TYPE, bool FEW>
 DEVICE void take_piece(const Work& work, Place& place, int n, Piece<WEIGHT_TYPE, FEW>& out) {
     using P = Packing<WEIGHT_TYPE, FEW>;
     const Lane lane = lane_of(work);
@@ -86,7 +86,7 @@ DEVICE uint4 less_fragment() {
     return uint4{lower, upper, lower, upper};
 }
 
-template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+template <bool WHOLE, int WEIGHT_TYPE, bool FEW>
 DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivations<WEIGHT_TYPE, FEW>& out) {
     using P = Packing<WEIGHT_TYPE, FEW>;
     const Lane lane = lane_of(work);
@@ -126,10 +126,10 @@ DEVICE float own_sum(const float (&c)[2][4], int k, bool is_second) {
     return is_second ? c[1][k] : c[0][k];
 }
 
-template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+template <bool WHOLE, int WEIGHT_TYPE, bool FEW>
 DEVICE void multiply_piece(
     const Work& work, int n, const Piece<WEIGHT_TYPE, FEW>& piece, const WideActivations<WEIGHT_TYPE, FEW>& x,
-    float y[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4]
+    float (&y)[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4]
 ) {
     using P = Packing<WEIGHT_TYPE, FEW>;
     const bool is_second = lane_of(work).q >= 2;
@@ -170,7 +170,7 @@ struct NarrowActivations {
     float less[P::N_SUMS][2];   // what a minimum is multiplied by
 };
 
-template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+template <bool WHOLE, int WEIGHT_TYPE, bool FEW>
 DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActivations<WEIGHT_TYPE, FEW>& out) {
     using P = Packing<WEIGHT_TYPE, FEW>;
     const Lane lane = lane_of(work);
@@ -209,10 +209,10 @@ DEVICE void prepare_activations(const Work& work, int chunk, int n, NarrowActiva
     }
 }
 
-template <int WEIGHT_TYPE, bool FEW, bool WHOLE>
+template <bool WHOLE, int WEIGHT_TYPE, bool FEW>
 DEVICE void multiply_piece(
     const Work&, int n, const Piece<WEIGHT_TYPE, FEW>& piece, const NarrowActivations<WEIGHT_TYPE, FEW>& x,
-    float y[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4]
+    float (&y)[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4]
 ) {
     using P = Packing<WEIGHT_TYPE, FEW>;
     constexpr int PRODUCTS = (P::TILES_A_SUM + 1) / 2;  // of a sum: an instruction takes two tiles
@@ -248,9 +248,8 @@ DEVICE constexpr float unit_of(bool is_upper) {
     return !WIDE ? 1.0f : is_upper ? unit() / upper_rows(WEIGHT_TYPE) : unit();
 }
 
-// Where a lane's sums of the first tile are; those of the next are 16 rows on.
-template <bool FEW>
-DEVICE float* own_sums(const Work& work) {
+template <int WEIGHT_TYPE, bool FEW>
+DEVICE float* own_sums(const Work& work, Piece<WEIGHT_TYPE, FEW>&) {
     const Lane lane = lane_of(work);
     float* const sums = shared_here().sums + work.first_sum + work.warp * TILES_AT_ONCE * 16 * work.pitch;
     return sums + (FEW ? (lane.g + lane.q / 2 * 8) * 2 + lane.q % 2 : lane.g * work.pitch + lane.q * 2);
@@ -291,32 +290,43 @@ DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)
 
 // --- a group of tiles, piece by piece ---
 
+// What a weight type is multiplied with, the weights of a piece, and the partial sums of it that a lane has.
+template <int WEIGHT_TYPE, bool FEW>
+struct Operands {
 #if WIDE
-template <int WEIGHT_TYPE, bool FEW>
-using Activations = WideActivations<WEIGHT_TYPE, FEW>;
+    using Activations = WideActivations<WEIGHT_TYPE, FEW>;
 #else
-template <int WEIGHT_TYPE, bool FEW>
-using Activations = NarrowActivations<WEIGHT_TYPE, FEW>;
+    using Activations = NarrowActivations<WEIGHT_TYPE, FEW>;
 #endif
+    using Weights = Piece<WEIGHT_TYPE, FEW>;
+    using Sums = float[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4];
+};
+template <>
+struct Operands<WEIGHT_HALF, false> {
+    using Activations = HalfActivations;
+    using Weights = HalfPiece;
+    using Sums = float[2][4];
+};
 
 // Chunks [chunk, end), of n column tiles each. The next piece comes out of the ring while the sum of one is added.
 template <int WEIGHT_TYPE, int ROWS, bool WHOLE>
 DEVICE void multiply_pieces(const Work& work, Place& place, int chunk, int end, int n) {
-    constexpr bool FEW = ROWS <= FEW_ROWS;
+    constexpr bool FEW = WEIGHT_TYPE != WEIGHT_HALF && ROWS <= FEW_ROWS;
+    using Of = Operands<WEIGHT_TYPE, FEW>;
     int n_left = (end - chunk) * work.n_tiles;
     if (n_left <= 0) return;
-    Activations<WEIGHT_TYPE, FEW> x;
-    Piece<WEIGHT_TYPE, FEW> piece;
-    float* const sums = own_sums<FEW>(work);
-    take_piece<WEIGHT_TYPE, FEW, WHOLE>(work, place, n, piece);
+    typename Of::Activations x;
+    typename Of::Weights piece;
+    float* const sums = own_sums(work, piece);
+    take_piece<WHOLE>(work, place, n, piece);
     NOT_UNROLLED
     for (; chunk < end; chunk++) {
-        prepare_activations<WEIGHT_TYPE, FEW, WHOLE>(work, chunk, n, x);
+        prepare_activations<WHOLE>(work, chunk, n, x);
         NOT_UNROLLED
         for (int tile = 0; tile < work.n_tiles; tile++) {
-            float y[Packing<WEIGHT_TYPE, FEW>::N_SLOTS][4] = {};
-            multiply_piece<WEIGHT_TYPE, FEW, WHOLE>(work, n, piece, x, y);
-            if (--n_left > 0) take_piece<WEIGHT_TYPE, FEW, WHOLE>(work, place, n, piece);
+            typename Of::Sums y = {};
+            multiply_piece<WHOLE>(work, n, piece, x, y);
+            if (--n_left > 0) take_piece<WHOLE>(work, place, n, piece);
             add_sums<WEIGHT_TYPE, ROWS>(work, sums + tile * 16 * (FEW ? 2 : work.pitch), work.adds || chunk > work.chunk, y);
         }
     }
@@ -324,7 +334,7 @@ DEVICE void multiply_pieces(const Work& work, Place& place, int chunk, int end, 
 
 // ROWS: one, FEW_ROWS, or as many as there may be.
 template <int WEIGHT_TYPE, int ROWS>
-DEVICE Place packed_chunks(const Work& work) {
+DEVICE Place chunks_of(const Work& work) {
     constexpr int PER = tiles_a_chunk(WEIGHT_TYPE);
     Place place = work.place;
     const int end_whole = has_rest(WEIGHT_TYPE) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
@@ -338,8 +348,8 @@ DEVICE Place packed_chunks(const Work& work) {
 
 template <int WEIGHT_TYPE>
 DEVICE Place packed_chunks_of(const Work& work) {
-    if (MAX_ROWS == 1 || work.n_rows == 1) return packed_chunks<WEIGHT_TYPE, 1>(work);
-    if (MAX_ROWS <= FEW_ROWS || work.n_rows <= FEW_ROWS) return packed_chunks<WEIGHT_TYPE, FEW_ROWS>(work);
-    if constexpr (MAX_ROWS > FEW_ROWS) return packed_chunks<WEIGHT_TYPE, MAX_ROWS>(work);
+    if (MAX_ROWS == 1 || work.n_rows == 1) return chunks_of<WEIGHT_TYPE, 1>(work);
+    if (MAX_ROWS <= FEW_ROWS || work.n_rows <= FEW_ROWS) return chunks_of<WEIGHT_TYPE, FEW_ROWS>(work);
+    if constexpr (MAX_ROWS > FEW_ROWS) return chunks_of<WEIGHT_TYPE, MAX_ROWS>(work);
     else return work.place;
 }

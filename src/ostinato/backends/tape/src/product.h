@@ -13,7 +13,7 @@
 // Weight types that the model does not have are not compiled.
 DEVICE Place multiply_chunks(int weight_type, const Work& work) {
     if constexpr (HAS_WEIGHT_HALF) {
-        if (weight_type == WEIGHT_HALF) return half_chunks(work);
+        if (weight_type == WEIGHT_HALF) return chunks_of<WEIGHT_HALF, MAX_ROWS>(work);
     }
     if constexpr (HAS_WEIGHT_FOUR) {
         if (weight_type == WEIGHT_FOUR) return packed_chunks_of<WEIGHT_FOUR>(work);

@@ -50,7 +50,7 @@ struct HalfActivations {
 };
 
 template <bool WHOLE>
-DEVICE void prepare_half(const Work& work, int chunk, int n, HalfActivations& out) {
+DEVICE void prepare_activations(const Work& work, int chunk, int n, HalfActivations& out) {
     const int g = work.lane / 4, q = work.lane % 4, column = first_column(work, WEIGHT_HALF, chunk, n);
     const u16* const row = row_of(work, g);
     UNROLL
@@ -75,16 +75,21 @@ DEVICE void prepare_half(const Work& work, int chunk, int n, HalfActivations& ou
 struct HalfPiece {
     uint4 of[tiles_a_chunk(WEIGHT_HALF)];
 };
+
+// The next piece to registers; its stage may be filled again.
 template <bool WHOLE>
-DEVICE void read_half(const Work& work, const char* chunk, int n, HalfPiece& piece) {
-    const uint4* const quants = (const uint4*)(chunk + work.warp * quant_bytes(WEIGHT_HALF, n)) + work.lane;
+DEVICE void take_piece(const Work& work, Place& place, int n, HalfPiece& piece) {
+    await_chunk(shared_here(), work.state, place);
+    const uint4* const quants = (const uint4*)(stage_at(place) + work.warp * quant_bytes(WEIGHT_HALF, n)) + work.lane;
     UNROLL
     for (int t = 0; t < tiles_a_chunk(WEIGHT_HALF); t++) {
         piece.of[t] = WHOLE || t < n ? quants[t * 32] : uint4{0, 0, 0, 0};
     }
+    free_chunk(shared_here(), work.lane, place);
 }
 
-DEVICE void multiply_half(const HalfPiece& piece, const HalfActivations& x, float c[2][4]) {
+template <bool WHOLE>
+DEVICE void multiply_piece(const Work&, int, const HalfPiece& piece, const HalfActivations& x, float (&c)[2][4]) {
     UNROLL
     for (int t = 0; t < tiles_a_chunk(WEIGHT_HALF); t++) {
         if (WIDE) {
@@ -98,17 +103,16 @@ DEVICE void multiply_half(const HalfPiece& piece, const HalfActivations& x, floa
     }
 }
 
-// The next piece to registers; its stage may be filled again.
-template <bool WHOLE>
-DEVICE void take_half(const Work& work, Place& place, int n, HalfPiece& piece) {
-    await_chunk(shared_here(), work.state, place);
-    read_half<WHOLE>(work, stage_at(place), n, piece);
-    free_chunk(shared_here(), work.lane, place);
+// Where a lane's sums of the first tile are; those of the next are 16 rows on.
+DEVICE float* own_sums(const Work& work, HalfPiece&) {
+    const int r = work.warp * TILES_AT_ONCE * 16 + work.lane / 4;
+    return shared_here().sums + work.first_sum + r * work.pitch + work.lane % 4 * 2;
 }
 
 // To the sums of the chunks before: rows g (c[0], c[1]) and g + 8 (c[2], c[3]) of a tile, rows 2 q and 2 q + 1 of the
 // activations.
-DEVICE void add_half(const Work& work, float* sums, bool adds, const float c[2][4]) {
+template <int, int>
+DEVICE void add_sums(const Work& work, float* sums, bool adds, const float (&c)[2][4]) {
     if (work.lane % 4 * 2 >= work.pitch) return;
     UNROLL
     for (int h = 0; h < 2; h++) {
@@ -116,39 +120,4 @@ DEVICE void add_half(const Work& work, float* sums, bool adds, const float c[2][
         const float2 before = adds ? *two : float2{0.0f, 0.0f};
         *two = float2{before.x + (c[0][2 * h] + c[1][2 * h]), before.y + (c[0][2 * h + 1] + c[1][2 * h + 1])};
     }
-}
-
-// Chunks [chunk, end), of n column tiles each. The next piece comes out of the ring while the sum of one is added.
-template <bool WHOLE>
-DEVICE void half_pieces(const Work& work, Place& place, int chunk, int end, int n) {
-    int n_left = (end - chunk) * work.n_tiles;
-    if (n_left <= 0) return;
-    HalfActivations x;
-    HalfPiece piece;
-    const int r = work.warp * TILES_AT_ONCE * 16 + work.lane / 4;
-    float* const sums = shared_here().sums + work.first_sum + r * work.pitch + work.lane % 4 * 2;
-    take_half<WHOLE>(work, place, n, piece);
-    NOT_UNROLLED
-    for (; chunk < end; chunk++) {
-        prepare_half<WHOLE>(work, chunk, n, x);
-        NOT_UNROLLED
-        for (int tile = 0; tile < work.n_tiles; tile++) {
-            float c[2][4] = {};
-            multiply_half(piece, x, c);
-            if (--n_left > 0) take_half<WHOLE>(work, place, n, piece);
-            add_half(work, sums + tile * 16 * work.pitch, work.adds || chunk > work.chunk, c);
-        }
-    }
-}
-
-DEVICE Place half_chunks(const Work& work) {
-    constexpr int PER = tiles_a_chunk(WEIGHT_HALF);
-    Place place = work.place;
-    const int end_whole = has_rest(WEIGHT_HALF) ? min(work.end_chunk, work.of_matrix / PER) : work.end_chunk;
-    half_pieces<true>(work, place, work.chunk, end_whole, PER);
-    if constexpr (has_rest(WEIGHT_HALF)) {
-        const int first = end_whole > work.chunk ? end_whole : work.chunk;
-        half_pieces<false>(work, place, first, work.end_chunk, work.of_matrix % PER);
-    }
-    return place;
 }
