@@ -57,7 +57,7 @@ def test_memory_is_weights_and_keys_and_values(ostinato: RunCli, tiny: Path) -> 
     memory = found["memory"]
     assert memory["weights"] == {"float32": 4 * found["parameters"], "bfloat16": 2 * found["parameters"]}
     assert memory["context"] == tiny_model.CONTEXT
-    cells = -(-tiny_model.CONTEXT // 256) * 256  # memory comes in steps of 256 cells
+    cells = -(-tiny_model.CONTEXT // 16) * 16  # in whole pages
     assert memory["kv"]["f32"] == 2 * cells * 16 * 4
     assert memory["kv"]["bf16"] == memory["kv"]["f16"] == memory["kv"]["f32"] // 2
     assert "q8_0" not in memory["kv"]  # a head of 16 has no whole block of 32

@@ -59,16 +59,16 @@ def test_a_default_context_that_does_not_fit_is_lowered_and_said(
     with_free(monkeypatch, weights_and(long_model, 600))
     said: list[str] = []
     with LLM(long_model, device="cpu", talk=said.append) as llm:
-        assert llm.context == 512  # memory comes in steps of 256 cells
+        assert llm.context == 592  # in whole pages of 16
     assert "1024" in said[0]
-    assert "using 512" in said[0]
+    assert "using 592" in said[0]
 
 
 def test_a_context_asked_for_that_does_not_fit_is_refused_with_the_figures(
     long_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_free(monkeypatch, weights_and(long_model, 600))
-    with pytest.raises(ContextTooLarge, match=r"--context 600 needs .* at most 512 fit"):
+    with pytest.raises(ContextTooLarge, match=r"--context 600 needs .* at most 592 fit"):
         LLM(long_model, device="cpu", context=600)
 
 

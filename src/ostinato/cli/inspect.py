@@ -136,14 +136,16 @@ def _stated_sizes(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _memory(shape: Shape, n_parameters: int) -> dict[str, Any]:
-    from ostinato.decoder.sizes import context_bytes
+    from ostinato.backends.base import Settled
+    from ostinato.engine.choose import context_bytes
 
-    context = shape.default_context
+    context = shape.default_context if shape.causal else 0
+    on_cpu = Settled("cpu", "native", "loop", "float32", "f32", context)
     types = [kv_type for kv_type, kept in KV_FORMATS.items() if kept.fits(shape.head_width)]
     return {
         "weights": {dtype: n_parameters * size for dtype, size in _DTYPE_BYTES.items()},
-        "context": context,
-        "kv": {kv_type: context_bytes(shape, kv_type, context) for kv_type in types},
+        "context": shape.default_context,
+        "kv": {kv_type: context_bytes(shape, replace(on_cpu, kv_type=kv_type)) for kv_type in types},
     }
 
 

@@ -261,13 +261,10 @@ def _narrower(settled: Settled) -> str:
 
 def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int, talk: Talk) -> int:
     """The context asked for, or as much of the model's own as fits."""
-    from ostinato.decoder.sizes import context_bytes
-
     device, kv_type = settled.device, settled.kv_type
 
     def needed(context: int) -> int:
-        one = replace(settled, context=context, n_slots=1, n_pages=settled.pages_for(context))
-        return max(context_bytes(shape, kv_type, context), _kv_bytes(shape, one))
+        return context_bytes(shape, replace(settled, context=context))
 
     most = bisect_right(range(shape.context + 1), free, key=needed) - 1
     if wanted is not None:
@@ -297,6 +294,11 @@ def choose_pages(shape: Shape, settled: Settled, free: int) -> int:
         return _kv_bytes(shape, replace(settled, n_pages=n_pages))
 
     return max(one, bisect_right(range(n_slots * one + 1), free, key=needed) - 1)
+
+
+def context_bytes(shape: Shape, settled: Settled) -> int:
+    """Bytes of the pages of one sequence as long as the context."""
+    return _kv_bytes(shape, replace(settled, n_slots=1, n_pages=settled.max_pages))
 
 
 def _kv_bytes(shape: Shape, settled: Settled) -> int:

@@ -10,14 +10,11 @@ from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of, rope_torch
 from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.cache.state_run import Move, StateRun, StateSource
-from ostinato.decoder.cells.memories import memory_for
-from ostinato.decoder.cells.settings import settle
-from ostinato.decoder.sizes import context_bytes, memory_bytes
 from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
 from ostinato.models.shape import RecurrentShape, Shape
 from ostinato.options import KVType
-from tests.random_model import MemoryKind, attention_shape, random_model
+from tests.random_model import attention_shape
 
 CPU = torch.device("cpu")
 TYPES: Sequence[KVType] = ("f32", "bf16", "f16", "q8_0")
@@ -55,25 +52,6 @@ def test_bytes_are_counted_as_the_tensors_take_them(shape: Shape, kv_type: KVTyp
     store = store_of(shape, kv_type, streams=2, cells=8)
     taken = sum(part.nbytes for half in store.halves for part in half.parts)
     assert taken == 2 * 2 * 8 * cell_bytes(shape, kv_type)
-
-
-@pytest.mark.parametrize("kind", ["kv", "swa", "recurrent", "hybrid"])
-@pytest.mark.parametrize("unified", [True, False])
-def test_the_bytes_of_a_memory_are_known_before_it_is_made(kind: MemoryKind, unified: bool) -> None:
-    model = random_model(kind, hidden=128)
-    settings = settle(n_ctx=1024, n_ubatch=32, n_seq_max=3, unified=unified)
-    parts = memory_for(model, settings, "f16")
-    tensors = [t for kv in (parts.full, parts.windowed) if kv for half in kv[1].halves for t in half.parts]
-    if parts.recurrent is not None:
-        tensors += [state for states in parts.recurrent[1].layers.values() for state in states]
-    assert sum(t.nbytes for t in tensors) == memory_bytes(model.shape, settings, "f16")
-
-
-def test_a_windowed_layer_costs_no_more_for_a_longer_context() -> None:
-    shape = random_model("swa").shape  # one layer of two sees a window
-    plain = random_model("kv").shape
-    grown = context_bytes(shape, "f32", 64 * 1024) - context_bytes(shape, "f32", 32 * 1024)
-    assert grown * 2 == context_bytes(plain, "f32", 64 * 1024) - context_bytes(plain, "f32", 32 * 1024)
 
 
 def test_q8_0_refuses_heads_that_do_not_fill_its_blocks() -> None:

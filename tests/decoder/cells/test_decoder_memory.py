@@ -22,7 +22,6 @@ from ostinato.decoder.cells.decoder import Decoder
 from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
-from ostinato.decoder.sizes import memory_bytes
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch, NoSlot
 from tests.decoder.cells.oracle import Row
 from tests.decoder.cells.rig import KINDS, N_VOCAB, Kind, Rig, Strike, assert_close, flow_of, nth, small_decoder
@@ -69,7 +68,6 @@ def test_the_bytes_of_windowed_layers_do_not_grow_with_the_context() -> None:
         decoder = Decoder(model, n_ctx=n_ctx, n_ubatch=64)
         stores = [part[1] for part in (decoder.parts.full, decoder.parts.windowed) if part is not None]
         taken[n_ctx] = [sum(part.nbytes for half in store.halves for part in half.parts) for store in stores]
-        assert sum(taken[n_ctx]) == memory_bytes(model.shape, decoder.settings, "f32")
     assert taken[4096][0] == 4 * taken[1024][0]
     assert taken[4096][1] == taken[1024][1]
 
