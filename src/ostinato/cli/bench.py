@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import platform
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -178,10 +179,10 @@ def _least_of(options: LoadOptions) -> LoadOptions:
 
 def _file_type(checkpoint: Checkpoint) -> str:
     """The type of most of a file's bytes."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
-        sizes[tensor.type] = sizes.get(tensor.type, 0) + tensor.n_bytes
-    return max(sizes, key=lambda type: sizes[type])
+        sizes[tensor.type] += tensor.n_bytes
+    return sizes.most_common(1)[0][0]
 
 
 def _random(shape: str, type: str | None, options: LoadOptions) -> BenchModel:

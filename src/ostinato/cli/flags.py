@@ -1,6 +1,6 @@
 """The options that several verbs share, each written once: its name, its help, how a shell completes it.
 
-A verb takes the options of a record as one parameter (`load: flags.Loading`); `verb` spreads it into an option for
+A verb takes the options of a record as one parameter (`load: flags.ToGenerate`); `verb` spreads it into an option for
 each field, and makes the record, which checks its values, of what the user gave.
 """
 
@@ -50,19 +50,17 @@ class Flag:
         read: Callable[[Any], Any] | None = None,
         **more: Any,
     ) -> None:
-        self.name, self.type, self.read = name, type, read
-        self._words = {"help": help, "metavar": metavar, "rich_help_panel": panel, **more}
+        self.name, self.panel, self.type, self.read = name, panel, type, read
+        self._words = {"help": help, "metavar": metavar, **more}
 
     def under(self, panel: str) -> Flag:
         """The same under a heading of the help."""
-        words = {**self._words, "panel": panel}
-        del words["rich_help_panel"]
-        return Flag(**words, name=self.name, type=self.type, read=self.read)
+        return Flag(**self._words, name=self.name, panel=panel, type=self.type, read=self.read)
 
     def parameter(self, name: str, type: Any, default: Any) -> inspect.Parameter:
         """A parameter of that name as typer reads it."""
-        option = typer.Option(self.name or f"--{name.replace('_', '-')}", **self._words)
-        annotation = Annotated[type, option]
+        called = self.name or f"--{name.replace('_', '-')}"
+        annotation = Annotated[type, typer.Option(called, rich_help_panel=self.panel, **self._words)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -82,9 +80,11 @@ class RecordFlags:
 
     def record(self, words: dict[str, Any]) -> Any:
         """The record of its options, which are taken out of all options of a verb."""
-        given = {field: words.pop(field) for field in self._flags}
-        reads = {field: flag.read or (lambda value: value) for field, flag in self._flags.items()}
-        return self._kind(**{field: reads[field](value) for field, value in given.items() if value is not None})
+        given = {}
+        for field, flag in self._flags.items():
+            if (value := words.pop(field)) is not None:
+                given[field] = value if flag.read is None else flag.read(value)
+        return self._kind(**given)
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
