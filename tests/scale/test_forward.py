@@ -65,7 +65,7 @@ def passed(deployment: ModuleType, played: Played) -> list[dict[str, Any]]:
     async def send(message: dict[str, Any]) -> None:
         sent.append(message)
 
-    forward = deployment.Forward(None, played)
+    forward = deployment.Forwarder(None, played)
     asyncio.run(forward._pass(Call("POST", "/v1/completions", b"{}"), send, SimpleNamespace(outcome="", error=None)))
     return sent
 
