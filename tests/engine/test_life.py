@@ -15,6 +15,7 @@ import pytest
 from ostinato import LLM
 from ostinato.errors import BadInput, HardwareCannot, Unsupported
 from ostinato.loop.mode import DecodeMode
+from tests.cli import tiny_model
 from tests.counts import soak
 from tests.engine.opened import (
     DEADLINE_S,
@@ -193,15 +194,18 @@ def test_a_sequence_may_end_with_its_first_token() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_forgets_to_close_ends_all_the_same() -> None:
+def test_a_program_that_forgets_to_close_ends_all_the_same(tmp_path: Path) -> None:
+    """With the imports of a user: what is to be done at the end is done in the right order all the same."""
     code = """
-from tests.engine.opened import LONG, decoding, open_engine
-engine = open_engine(context=LONG)
-request = decoding(engine)
-print(engine.stats().live, flush=True)
+import sys
+from ostinato import LLM, Sampling
+llm = LLM(sys.argv[1], device="cpu", context=4096)
+answer = llm.stream("hello", Sampling(max_tokens=4000, ignore_eos=True))
+next(answer)
+print(llm.stats().live, flush=True)
 """
-    folder = Path(__file__).parents[2]
+    model = tiny_model.write(tmp_path / "tiny.gguf", context=4096)
     ran = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, timeout=60, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code, str(model)], timeout=60, capture_output=True, text=True, check=False
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "1\n", "")

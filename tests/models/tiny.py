@@ -6,7 +6,7 @@ file, `architecture` is None and only the folder exists.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -313,13 +313,21 @@ def reference_logits(name: str) -> Tensor:
     return forward(name, prompt(name))
 
 
-@cache
-def reference_greedy(name: str) -> tuple[int, ...]:
-    """The 64 ids after `prompt(name)`, each from a whole forward pass, so that no cache can be wrong."""
-    ids = prompt(name)
-    for _ in range(N_GREEDY):
-        ids.append(int(forward(name, ids)[-1].argmax()))
-    return tuple(ids[TINY[name].n_prompt :])
+_GREEDY: Final[dict[str, tuple[int, ...]]] = {}
+
+
+def reference_greedy(name: str, guess: Sequence[int] = ()) -> tuple[int, ...]:
+    """The 64 ids after `prompt(name)`, each as a whole forward pass chooses it, so that no cache can be wrong. One pass
+    judges a guess: what it chooses after every part of it. From the first wrong id on, there is a pass for each."""
+    if name not in _GREEDY:
+        ids = prompt(name)
+        chosen = forward(name, [*ids, *guess])[len(ids) - 1 :].argmax(-1).tolist()
+        n_right = next((n for n, id in enumerate(guess) if id != chosen[n]), len(guess))
+        ids += chosen[: n_right + 1]
+        while len(ids) < TINY[name].n_prompt + N_GREEDY:
+            ids.append(int(forward(name, ids)[-1].argmax()))
+        _GREEDY[name] = tuple(ids[TINY[name].n_prompt :][:N_GREEDY])
+    return _GREEDY[name]
 
 
 def clearest_margin(name: str) -> float:

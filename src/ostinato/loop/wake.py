@@ -35,8 +35,9 @@ class FileWakeEvent:
             os.set_blocking(self._poll, False)
             os.set_blocking(self.fd, False)
         for file in {self.fd, self._poll}:
-            # Closed only when this object is unreachable: the system may give a closed number to another file.
-            weakref.finalize(self, os.close, file)
+            # Closed only when this object is unreachable: the system may give a closed number to another file. Not at
+            # exit, where it would come before the end of threads that set it.
+            weakref.finalize(self, os.close, file).atexit = False
 
     def set(self) -> None:
         with suppress(BlockingIOError):  # full: it is set already
