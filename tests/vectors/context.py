@@ -16,6 +16,7 @@ from ostinato.errors import DecodeError, OstinatoError
 from tests.decoder.cells.samplers import GreedySampler, TopKSampler
 from tests.random_model import MemoryKind, random_model
 from tests.vectors.memory_steps import SEQUENCE_OPS, seq_pos, sequence_op
+from tests.vectors.output import raw_written
 from tests.vectors.sanitizer import batch_of
 
 SAMPLERS: dict[str, BackendSampler] = {"greedy": GreedySampler(), "topk": TopKSampler(5), "empty": TopKSampler(0)}
@@ -84,17 +85,18 @@ class Steps:
     def reserve(self, n: int) -> dict[str, Any]:
         outputs = self.decoder.outputs
         sampling = bool(self.decoder._flow.router.samplers)
+        held = outputs.capacity_bytes
         made = outputs.reserve(n, embeddings=self.embeddings, sampling=sampling)
         return {
-            "rows": made.sizes.rows,
-            "logits": made.sizes.logits,
-            "embd": made.sizes.embeddings,
-            "sampled": made.sizes.sampled_tokens,
-            "sampled_logits": made.sizes.sampled_logits,
-            "probs": made.sizes.probs,
-            "candidates": made.sizes.candidates,
-            "capacity_bytes": made.capacity_bytes,
-            "grew": made.grew,
+            "rows": made.rows,
+            "logits": made.logits,
+            "embd": made.embeddings,
+            "sampled": made.sampled_tokens,
+            "sampled_logits": made.sampled_logits,
+            "probs": made.probs,
+            "candidates": made.candidates,
+            "capacity_bytes": outputs.capacity_bytes,
+            "grew": outputs.capacity_bytes > held,
             "ids_reset": set(outputs.ids) == {None},
             "n_ids": len(outputs.ids),
         }
@@ -121,7 +123,7 @@ class Steps:
         """Which rows were written is kept beside them, so their contents need no reset."""
 
     def raw_rows(self, n: int) -> list[bool]:
-        return list(self.decoder.outputs.raw_written(n))
+        return raw_written(self.decoder.outputs, n)
 
     def sampled(self, index: int) -> Any:
         return -1 if self.decoder.outputs.sampled_token(index).value is None else "token"

@@ -24,6 +24,12 @@ def published(out_ids: list[int], n_batch: int) -> Outputs:
     return outputs
 
 
+def raw_written(outputs: Outputs, n: int) -> list[bool]:
+    """For each of the first n rows in batch order, whether the last decode extracted its raw logits (SR-7)."""
+    rows = outputs._in_order()
+    return [False] * n if rows is None else [bool(count) for count in rows["logits"].counts[:n]]
+
+
 def map_ids(given: dict[str, Any]) -> dict[str, Any]:
     outputs = published(given["out_ids"], given["n_batch"])
     return {"output_ids": numbers(outputs.ids), "swaps": outputs.swaps}

@@ -86,5 +86,5 @@ def run(given: dict[str, Any], op: Any) -> dict[str, Any]:
         "n_outputs": clean.n_outputs,
         "unique": clean.unique,
         "has_coupling": clean.has_coupling,
-        "seqs": {s: clean.seq_span(s) for s in clean.unique},
+        "seqs": clean.spans,
     }

@@ -6,6 +6,7 @@ from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.errors import InvalidBatch
 from tests.vectors.sanitizer import refused, sanitized
+from tests.vectors.ubatches import seq_lists
 
 
 def step(splitter: Splitter, given: dict[str, Any]) -> Ubatch | None:
@@ -22,9 +23,10 @@ def step(splitter: Splitter, given: dict[str, Any]) -> Ubatch | None:
 
 def told(ubatch: Ubatch) -> dict[str, Any]:
     """The fields of U-1."""
-    names = ("index", "n_tokens", "n_seqs", "n_seq_tokens", "equal_seqs", "seq_id_unq", "n_seqs_unq", "seq_idx")
+    names = ("index", "n_tokens", "n_seqs", "n_seq_tokens", "equal_seqs", "seq_id_unq", "n_seqs_unq")
     fields = {name: getattr(ubatch, name) for name in (*names, "token", "pos", "n_seq_id")}
-    return {**fields, "seq_id": ubatch.seq_lists, "output": ubatch.output.astype(int)}
+    fields["seq_idx"] = {s: place for place, s in enumerate(ubatch.seq_id_unq.tolist())}
+    return {**fields, "seq_id": seq_lists(ubatch), "output": ubatch.output.astype(int)}
 
 
 def run(given: dict[str, Any], op: Any) -> dict[str, Any]:

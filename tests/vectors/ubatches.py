@@ -34,6 +34,11 @@ def ubatch_of(
     )
 
 
+def seq_lists(ubatch: Ubatch) -> list[list[int]]:
+    """The sequence ids of every token, as listed."""
+    return [ubatch.ids_of(place) for place in range(ubatch.n_tokens)]
+
+
 def ubatches_of(given: dict[str, Any]) -> list[Ubatch]:
     """The ubatches of a vector."""
     return [ubatch_of(**fields) for fields in given["ubatches"]]

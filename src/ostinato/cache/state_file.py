@@ -7,7 +7,7 @@ save, and `state_bytes.py` is the format of the file.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,7 @@ from ostinato.cache.state_bytes import (
     pack,
     unpack,
 )
+from ostinato.cache.window import Window
 from ostinato.errors import BadFile
 
 
@@ -56,6 +57,17 @@ class StatePart(Protocol):
 
     def load(self, s: int | None, blocks: Sequence[StateBlock]) -> None:
         """Load checked blocks; what they replace has been removed."""
+
+
+def attention_layout(layers: Iterable[int], window: Window, form: Form) -> dict[str, Any]:
+    """The layout of a part with the keys and values of these layers."""
+    seen = {"window": f"{window.kind} {window.size}", "grid": form.grid}
+    return {"part": "attention", **seen, "layers": list(layers), "tensors": list(map(str, form.cells))}
+
+
+def recurrent_layout(layers: Iterable[int], form: Form) -> dict[str, Any]:
+    """The layout of a part with the states of these layers."""
+    return {"part": "recurrent", "layers": list(layers), "tensors": list(map(str, form.cells))}
 
 
 class AttentionPart(StatePart, Protocol):
@@ -104,27 +116,18 @@ class StateParts:
                 part.check_id(s)
 
 
-def save_all(parts: StateParts, *, note: Mapping[str, Any] | None = None) -> bytes:
-    """Save the whole memory, with the application's own note (JSON)."""
-    return _save(parts, "whole", None, partial=False, note=note)
+def save(
+    parts: StateParts, s: int | None = None, *, partial: bool = False, note: Mapping[str, Any] | None = None
+) -> bytes:
+    """Save the whole memory, or one sequence, with the application's own note (JSON).
 
-
-def save_sequence(parts: StateParts, s: int, *, partial: bool = False, note: Mapping[str, Any] | None = None) -> bytes:
-    """One sequence. `partial` leaves out full attention, for a load into a memory that still has it (ST-4, ST-12)."""
-    return _save(parts, "sequence", s, partial=partial, note=note)
-
-
-def load_all(parts: StateParts, data: bytes) -> None:
-    """Replace the contents of memory by a saved state (ST-7)."""
-    _load(parts, "whole", None, data)
-
-
-def load_sequence(parts: StateParts, s: int, data: bytes) -> None:
-    """Replace sequence s by a saved one of any id; the others stay. NoSlot when they leave no room (ST-5).
-
-    A partial state needs the rest of its sequence in memory; positions after its end are removed (ST-12).
+    `partial` leaves out full attention, for a load into a memory that still has it (ST-4, ST-12).
     """
-    _load(parts, "sequence", s, data)
+    parts.check(s)
+    chosen = [(part, part.choose(s)) for part in parts.kept(partial)]
+    sections = tuple(Section(part.layout, tuple(stream.counts for stream in streams)) for part, streams in chosen)
+    pieces = (piece for _, streams in chosen for stream in streams for piece in stream.pieces())
+    return pack(_kind(s), parts.architecture, StateHeader(sections, partial, note), pieces)
 
 
 def largest(parts: StateParts) -> int:
@@ -134,15 +137,13 @@ def largest(parts: StateParts) -> int:
     return n_bytes + MAX_OVERHEAD_BYTES
 
 
-def _save(parts: StateParts, kind: StateKind, s: int | None, *, partial: bool, note: Mapping[str, Any] | None) -> bytes:
-    parts.check(s)
-    chosen = [(part, part.choose(s)) for part in parts.kept(partial)]
-    sections = tuple(Section(part.layout, tuple(stream.counts for stream in streams)) for part, streams in chosen)
-    pieces = (piece for _, streams in chosen for stream in streams for piece in stream.pieces())
-    return pack(kind, parts.architecture, StateHeader(sections, partial, note), pieces)
+def load(parts: StateParts, s: int | None, data: bytes) -> None:
+    """Replace the whole memory (ST-7), or sequence s by a saved one of any id; the others stay.
 
-
-def _load(parts: StateParts, kind: StateKind, s: int | None, data: bytes) -> None:
+    NoSlot when they leave no room (ST-5). A partial state needs the rest of its sequence in memory; positions after its
+    end are removed (ST-12).
+    """
+    kind = _kind(s)
     parts.check(s)
     identity = identify(data)
     if identity.kind != kind:
@@ -165,6 +166,10 @@ def _load(parts: StateParts, kind: StateKind, s: int | None, data: bytes) -> Non
     except BaseException:  # any exception: a half-loaded state must not stay
         parts.empty(s)
         raise
+
+
+def _kind(s: int | None) -> StateKind:
+    return "whole" if s is None else "sequence"
 
 
 def _blocks(

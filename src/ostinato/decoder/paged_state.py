@@ -95,8 +95,7 @@ class PagedState:
         self._states = None
         if shape.recurrent is not None:
             form = Form(1, False, copy.state_cells())
-            layout = {"part": "recurrent", "layers": list(range(shape.n_layers)), "tensors": list(map(str, form.cells))}
-            self._states = HostPart(form, layout)
+            self._states = HostPart(form, state_file.recurrent_layout(range(shape.n_layers), form))
         self._parts = state_file.StateParts(shape.family, self._kv, self._states)
 
     @property
@@ -126,11 +125,11 @@ class PagedState:
 
     def save(self, note: Mapping[str, Any]) -> bytes:
         """The sequence that was read, as bytes, with a note."""
-        return state_file.save_sequence(self._parts, SEQUENCE, note=note)
+        return state_file.save(self._parts, SEQUENCE, note=note)
 
     def load(self, data: bytes, n: int) -> None:
         """Load the bytes of a sequence of n positions; BadFile where they are of another sequence, or damaged."""
-        state_file.load_sequence(self._parts, SEQUENCE, data)
+        state_file.load(self._parts, SEQUENCE, data)
         for part in (*self._kv, *(() if self._states is None else (self._states,))):
             if not n or not len(part.positions) or range(part.positions[0], part.positions[-1] + 1) != part.span(n):
                 raise BadFile(f"the saved state does not have the {n} positions of its note; save it again")
@@ -138,11 +137,4 @@ class PagedState:
 
     def _attention(self, layers: Sequence[int], window: Window, context: int) -> HostPart:
         form = Form(context, False, self._copy.kv_cells(layers))
-        layout = {
-            "part": "attention",
-            "window": f"{window.kind} {window.size}",
-            "grid": False,
-            "layers": list(layers),
-            "tensors": list(map(str, form.cells)),
-        }
-        return HostPart(form, layout, layers, window)
+        return HostPart(form, state_file.attention_layout(layers, window, form), layers, window)

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,23 +48,6 @@ def pooling(name: str, *, ranks: bool = True) -> Pooling:
     return Pooling(name)
 
 
-class Members(NamedTuple):
-    """The tokens of one sequence in one ubatch, ascending, and their positions."""
-
-    tokens: Ints
-    positions: Ints
-
-
-def members(ubatch: Ubatch) -> dict[int, Members]:
-    """The tokens of every sequence, looked up token by token: sets may shrink inside a ubatch (PL-8, PL-10)."""
-    token = np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)
-    found = {}
-    for sequence in ubatch.seq_id_unq.tolist():
-        tokens = token[ubatch.seq_id == sequence]
-        found[sequence] = Members(tokens, ubatch.first_pos[tokens])
-    return found
-
-
 class _Rule(Protocol):
     """Carries one sequence's rows to one float32 vector."""
 
@@ -91,40 +75,27 @@ class _Mean:
 
 
 class _Chosen:
-    """The row of one token, the best so far by position."""
+    """The row of the token with the lowest position, of equals the earliest (PL-5); or with the highest, of equals the
+    latest (PL-6)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, last: bool) -> None:
+        self._last = last
         self._position: int | None = None
         self._row: Floats = np.empty(0, np.float32)
 
-    def _keep(self, position: int, row: NDArray[Any]) -> None:
-        # A copy: the rows of a ubatch are overwritten by the next.
-        self._position, self._row = position, row.astype(np.float32)
+    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
+        at = len(positions) - 1 - int(positions[::-1].argmax()) if self._last else int(positions.argmin())
+        position, best = int(positions[at]), self._position
+        if best is None or (position >= best if self._last else position < best):
+            # A copy: the rows of a ubatch are overwritten by the next.
+            self._position, self._row = position, rows[at].astype(np.float32)
 
     def vector(self) -> Floats:
         return self._row
 
 
-class _FirstRow(_Chosen):
-    """The lowest position; of equals the earliest (PL-5)."""
-
-    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
-        at = int(positions.argmin())
-        if self._position is None or positions[at] < self._position:
-            self._keep(int(positions[at]), rows[at])
-
-
-class _LastRow(_Chosen):
-    """The highest position; of equals the latest (PL-6)."""
-
-    def add(self, positions: Ints, rows: NDArray[Any]) -> None:
-        at = len(positions) - 1 - int(positions[::-1].argmax())
-        if self._position is None or positions[at] >= self._position:
-            self._keep(int(positions[at]), rows[at])
-
-
 _RULES: Final[Mapping[Pooling, Callable[[], _Rule]]] = MappingProxyType(
-    {Pooling.MEAN: _Mean, Pooling.CLS: _FirstRow, Pooling.LAST: _LastRow}
+    {Pooling.MEAN: _Mean, Pooling.CLS: partial(_Chosen, last=False), Pooling.LAST: partial(_Chosen, last=True)}
 )
 
 
@@ -162,8 +133,11 @@ class Pooled:
             return
         if len(rows) != ubatch.n_tokens:
             raise InternalError(f"{len(rows)} rows to pool for {ubatch.n_tokens} tokens (PL-12)")
-        for sequence, found in members(ubatch).items():
-            self.add_rows(sequence, found.positions, rows[found.tokens])
+        # Looked up token by token: sets may shrink inside a ubatch (PL-8, PL-10).
+        token = np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)
+        for sequence in ubatch.seq_id_unq.tolist():
+            own = token[ubatch.seq_id == sequence]
+            self.add_rows(sequence, ubatch.first_pos[own], rows[own])
 
     def add_rows(self, sequence: int, positions: Ints, rows: NDArray[Any]) -> None:
         """Add rows [n, n_embd_out] of one sequence, at these positions [n]."""

@@ -78,11 +78,10 @@ def check_fields(ubatch: Ubatch, batch: CleanBatch, expected: Slice, mode: str) 
     assert ubatch.n_seq_tokens * ubatch.n_seqs == ubatch.n_tokens
     assert ubatch.equal_seqs == (mode != "simple")
     assert (ubatch.seq_id_unq.tolist(), ubatch.n_seqs_unq) == (unique, len(unique))
-    assert ubatch.seq_idx == {s: place for place, s in enumerate(unique)}
     assert ubatch.token is not None
     assert ubatch.token.tolist() == expected.index
     assert ubatch.pos.tolist() == [batch.pos[i] for i in expected.index]
-    assert ubatch.seq_lists == lists == [ubatch.ids_of(place) for place in range(ubatch.n_tokens)]
+    assert [ubatch.ids_of(place) for place in range(ubatch.n_tokens)] == lists
     assert ubatch.n_seq_id.tolist() == [len(ids) for ids in lists]
     assert ubatch.primary.tolist() == [ids[0] for ids in lists]
     assert ubatch.output.tolist() == [bool(batch.output[i]) for i in expected.index]

@@ -194,9 +194,3 @@ def test_a_wrong_number_of_rows_is_reported_and_not_written() -> None:  # UX-1
         )
     assert order == []
     assert memory.n_roll_backs == 1
-
-
-def test_results_of_different_lengths_are_a_failed_computation() -> None:  # UX-1
-    uneven = Computed(logits=torch.ones(2, N_VOCAB), embeddings=torch.ones(1, N_EMBD))
-    with pytest.raises(ComputeFailed, match="different lengths"):
-        extractor(2).extract(ubatch_of([[0], [0]]), uneven, first_row=0, expected=2)

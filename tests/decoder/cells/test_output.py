@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ostinato.decoder.cells.output import Absence, Counts, Lookup, Outputs, Sampled, resolve, row_swaps, zeros
 from ostinato.errors import AllocationFailed, InternalError
+from tests.vectors.output import raw_written
 
 N_VOCAB, N_EMBD, N_BATCH, N_SEQ = 8, 4, 16, 2
 
@@ -47,18 +48,18 @@ def naive_swaps(out_ids: list[int]) -> list[tuple[int, int]]:
 
 def test_there_is_always_a_row_for_every_sequence() -> None:  # OUT-2
     outputs = Outputs(n_vocab=N_VOCAB, n_embd_out=N_EMBD, n_batch=N_BATCH, n_seq_max=N_SEQ)
-    assert outputs.reserve(0, embeddings=False, sampling=False).sizes.rows == N_SEQ
-    assert outputs.reserve(5, embeddings=False, sampling=False).sizes.rows == 5
+    assert outputs.reserve(0, embeddings=False, sampling=False).rows == N_SEQ
+    assert outputs.reserve(5, embeddings=False, sampling=False).rows == 5
 
 
 def test_each_buffer_has_its_items_and_only_if_it_is_wanted() -> None:  # OUT-3
     outputs = outputs_with([])
-    everything = outputs.reserve(3, embeddings=True, sampling=True).sizes
+    everything = outputs.reserve(3, embeddings=True, sampling=True)
     assert (everything.logits, everything.embeddings, everything.sampled_tokens) == (24, 12, 3)
     assert (everything.sampled_logits, everything.probs, everything.candidates) == (24, 24, 24)
     assert everything.n_items == 4 * 24 + 12 + 3
-    bare = outputs.reserve(3, embeddings=False, sampling=False).sizes
-    assert bare.buffers == (24, 0, 0, 0, 0, 0)
+    bare = outputs.reserve(3, embeddings=False, sampling=False)
+    assert list(bare.buffers.values()) == [24, 0, 0, 0, 0, 0]
 
 
 def test_memory_grows_to_exactly_the_need_and_never_shrinks() -> None:  # OUT-4
@@ -69,8 +70,9 @@ def test_memory_grows_to_exactly_the_need_and_never_shrinks() -> None:  # OUT-4
         return zeros(n_items)
 
     outputs = outputs_with([0] * 4, allocate=counted)
-    assert not outputs.reserve(1, embeddings=False, sampling=False).grew
-    assert outputs.reserve(5, embeddings=False, sampling=False).grew
+    outputs.reserve(1, embeddings=False, sampling=False)
+    assert asked == [4 * N_VOCAB]
+    outputs.reserve(5, embeddings=False, sampling=False)
     assert asked == [4 * N_VOCAB, 5 * N_VOCAB]
     assert outputs.capacity_bytes == 5 * N_VOCAB * 4
 
@@ -92,7 +94,7 @@ def test_old_rows_are_garbage_that_nobody_can_read() -> None:  # OUT-4, OUT-17
     outputs.reserve(1, embeddings=False, sampling=False)
     outputs.publish([0], 1)
     assert outputs.logits(0) == Lookup(None, Absence.NO_LOGITS)
-    assert outputs.raw_written(1) == (False,)
+    assert raw_written(outputs, 1) == [False]
 
 
 def test_sampling_rows_start_without_token_and_counts() -> None:  # OUT-6
@@ -174,7 +176,7 @@ def test_marks_of_extracted_rows_move_with_their_rows() -> None:  # OUT-12, OUT-
     outputs = outputs_with([5, 1])
     outputs.write_logits(0, numbered([5], N_VOCAB))  # only the row of token 5
     outputs.publish([5, 1], 2)
-    assert outputs.raw_written(2) == (False, True)
+    assert raw_written(outputs, 2) == [False, True]
     assert outputs.logits(1) == Lookup(None, Absence.NO_LOGITS)
     assert outputs.logits(5).value is not None
     assert outputs.all_logits().reason is Absence.NO_LOGITS

@@ -9,11 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
+from ostinato.backends.base import (
+    CHUNK_ROWS,
+    ITEM_BYTES,
+    MemoryRow,
+    Settled,
+    WeightLayout,
+    dtype_of,
+    kv_type_of,
+    why_not_kept,
+)
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
-from ostinato.backends.torch.backend import TensorRunner, chunk_rows, loaded_with, model_of, prefill_bytes
+from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
 from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
 from ostinato.models.header import HeaderTensors
@@ -205,17 +214,15 @@ def why_driver_has_no_while(version: int | None) -> str | None:
 
 
 def rows_beside_weights(shape: Shape, settled: Settled) -> tuple[MemoryRow, ...]:
-    from ostinato.backends.cuda.chunks import BUCKETS
-
     # Rows are normed in float32 and multiplied in the model's type (outputs.py); recurrent models take torch's way.
     beside_logits = shape.hidden * (FLOAT_BYTES + ITEM_BYTES[settled.dtype])
     fused = shape.recurrent is None
     return (
         *shared_rows(shape, settled, spare_states=SPARE_STATES),
         MemoryRow("step buffers", _step_bytes(shape, settled)),
-        MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, BUCKETS[-1])),
+        MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, CHUNK_ROWS["cuda"])),
         MemoryRow("workspace (about)", _workspace_bytes(shape, settled)),
-        output_row(shape, BUCKETS[-1], beside_logits) if fused else output_row(shape, chunk_rows()),
+        output_row(shape, CHUNK_ROWS["cuda"], beside_logits) if fused else output_row(shape, CHUNK_ROWS["cpu"]),
     )
 
 

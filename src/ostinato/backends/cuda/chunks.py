@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows
+from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows
 from ostinato.backends.cuda.outputs import ChunkOutputs
 from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.scratch import Scratch
@@ -37,7 +37,7 @@ from ostinato.loop.layout import Tables
 from ostinato.models.blocks import Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import ExpertShape
 
-BUCKETS: Final = (64, 128, 256, 512)
+BUCKETS: Final = (64, 128, 256, CHUNK_ROWS["cuda"])
 
 
 class FusedChunks:

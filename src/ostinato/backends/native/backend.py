@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
+from ostinato.backends.base import CHUNK_ROWS, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
@@ -157,9 +157,7 @@ def _workspace_bytes(shape: Shape, settled: Settled) -> int:
 
 
 def _chunk_rows(settled: Settled) -> int:
-    from ostinato.backends.native.plan import CHUNK_ROWS
-
-    return min(CHUNK_ROWS, settled.max_pages * settled.page_tokens)
+    return min(CHUNK_ROWS["cpu"], settled.max_pages * settled.page_tokens)
 
 
 NATIVE: Final = NativeBackend()

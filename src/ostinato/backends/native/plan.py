@@ -15,6 +15,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from ostinato.backends.base import CHUNK_ROWS
 from ostinato.backends.native.library import cpu_library
 from ostinato.backends.native.pages import KV_TYPES, PAGE_TOKENS, LayerPages, NativePages
 from ostinato.backends.native.tiles import TileMatrix, TileMatrixStruct
@@ -27,7 +28,6 @@ from ostinato.models.rope import Rope
 from ostinato.models.shape import Shape
 from ostinato.options import Activations
 
-CHUNK_ROWS: Final = 256  # of a prompt at once: products are at full speed, and a running loop waits for no more
 LANES: Final = 16
 MOST_PARTS: Final = 3
 _ACTIVATIONS: Final = {"silu": 0, "gelu": 1, "gelu_tanh": 2}
@@ -109,7 +109,7 @@ class NativeStep:
         """`wake`: a file that is written to at every step boundary; -1 for none."""
         self._library, self._kept = _declared(cpu_library()), _Kept()
         self._plan = _Plan()
-        self.chunk_rows = min(CHUNK_ROWS, tables.layout.max_pages * PAGE_TOKENS)
+        self.chunk_rows = min(CHUNK_ROWS["cpu"], tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
         self.n_groups = tables.layout.n_groups
         self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)

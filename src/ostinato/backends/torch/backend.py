@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ostinato.backends.base import ITEM_BYTES, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
+from ostinato.backends.base import (
+    CHUNK_ROWS,
+    ITEM_BYTES,
+    MemoryRow,
+    Settled,
+    WeightLayout,
+    dtype_of,
+    kv_type_of,
+    why_not_kept,
+)
 from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
@@ -64,8 +73,8 @@ class TorchBackend:
             weights,
             *shared_rows(shape, settled),
             MemoryRow("step buffers", settled.n_slots * _step_bytes(shape, settled)),
-            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, chunk_rows())),
-            output_row(shape, chunk_rows()),
+            MemoryRow("prefill buffers (about)", prefill_bytes(shape, settled, CHUNK_ROWS["cpu"])),
+            output_row(shape, CHUNK_ROWS["cpu"]),
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
@@ -182,12 +191,6 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
     """Of one slot: the last row and its logits."""
     width = FLOAT_BYTES if shape.wide_residual else ITEM_BYTES[settled.dtype]
     return shape.hidden * width + shape.vocab * FLOAT_BYTES
-
-
-def chunk_rows() -> int:
-    from ostinato.backends.torch.chunks import MANY_ROWS
-
-    return MANY_ROWS
 
 
 TORCH: Final = TorchBackend()

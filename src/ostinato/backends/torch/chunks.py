@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
+from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
 from ostinato.backends.torch.kernels import StepKernels, twin_kernels
@@ -26,17 +26,14 @@ from ostinato.backends.torch.paged import ChunkMemory, PagedMemory
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
 
-# Rows of one forward on the CPU: few for a short prompt, whose answer begins sooner; for others as many as products
-# need to be at full speed. A running loop waits for no more than one of them.
-FEW_ROWS: Final = 64
-MANY_ROWS: Final = 256
+FEW_ROWS: Final = 64  # of a forward of a short prompt, whose answer begins sooner
 SHORT_PROMPT: Final = 128
 
 
 class TorchChunks:
     """Chunks by the model's own torch blocks; `kernels`, the twins unless told, choose the first token."""
 
-    rows = MANY_ROWS
+    rows = CHUNK_ROWS["cpu"]
     n_copies = 0
     failures: Mapping[int, str] = MappingProxyType({})  # nothing is captured
 
@@ -58,7 +55,7 @@ class TorchChunks:
         self._first.play()
 
     def rows_for(self, n_prompt: int) -> int:
-        return FEW_ROWS if n_prompt <= SHORT_PROMPT else MANY_ROWS
+        return FEW_ROWS if n_prompt <= SHORT_PROMPT else self.rows
 
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
         output_rows(parts, want, self.max_outputs, self._model.shape.vocab)

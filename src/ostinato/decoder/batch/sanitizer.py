@@ -90,21 +90,27 @@ def sanitize(
 
 def _fields(batch: Batch, n_vocab: int, n_seq_limit: int, n_pos_per_embd: int) -> _Fields:
     """S-2 to S-5, in that order."""
-    n_tokens = _count(batch)
+    n_tokens, flags, segment = _count(batch), batch.output, batch.segment
     if n_seq_limit > MAX_SEQ:
         raise InvalidBatch(f"a limit of {n_seq_limit} sequences is above {MAX_SEQ} (S-3)", reason="n_seq_max")
-    token = None if batch.token is None else _tokens(batch.token, n_vocab)
-    if token is not None and token.shape != (n_tokens,):
-        raise misshapen(f"token has the shape {token.shape}, not ({n_tokens},)")
+    token = None if batch.token is None else _of_tokens("token", _tokens(batch.token, n_vocab), n_tokens)
     return _Fields(
         n_tokens=n_tokens,
         token=token,
         embd=_rows(batch, n_tokens),
         ids=_ids(batch, n_tokens),
         pos=_positions(batch, n_tokens, 1 if token is not None else n_pos_per_embd),
-        output=_flags(batch, n_tokens),
-        segment=_segments(batch, n_tokens),
+        # Any non-zero value means output (S-11).
+        output=None if flags is None else _of_tokens("output", as_array("output", flags), n_tokens).astype(bool),
+        segment=None if segment is None else _of_tokens("segment", whole_numbers("segment", segment), n_tokens),
     )
+
+
+def _of_tokens(name: str, values: NDArray[Any], n_tokens: int) -> NDArray[Any]:
+    """S-5: one value for each token."""
+    if values.shape != (n_tokens,):
+        raise misshapen(f"{name} has the shape {values.shape}, not ({n_tokens},)")
+    return values
 
 
 def _count(batch: Batch) -> int:
@@ -159,24 +165,6 @@ def _positions(batch: Batch, n_tokens: int, n_dims: int) -> Ints | None:
     if pos.shape not in ((n_dims * n_tokens,), (n_dims, n_tokens)):
         raise misshapen(f"pos has the shape {pos.shape}, not ({n_dims * n_tokens},)")
     return pos.reshape(n_dims, n_tokens)
-
-
-def _flags(batch: Batch, n_tokens: int) -> NDArray[np.bool_] | None:
-    if batch.output is None:
-        return None
-    flags = as_array("output", batch.output)
-    if flags.shape != (n_tokens,):
-        raise misshapen(f"output has the shape {flags.shape}, not ({n_tokens},)")
-    return flags.astype(bool)  # any non-zero value means output (S-11)
-
-
-def _segments(batch: Batch, n_tokens: int) -> Ints | None:
-    if batch.segment is None:
-        return None
-    segment = whole_numbers("segment", batch.segment)
-    if segment.shape != (n_tokens,):
-        raise misshapen(f"segment has the shape {segment.shape}, not ({n_tokens},)")
-    return segment
 
 
 def _check_ids(ids: Ints, counts: Ints, limit: int) -> None:

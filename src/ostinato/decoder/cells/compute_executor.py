@@ -12,13 +12,12 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from ostinato.backends.torch.allocate import is_out_of_memory
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.graphs import PreparedGraph
+from ostinato.decoder.cells.graphs import PreparedGraph, classed
 from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.sample_router import SampleRouter
 from ostinato.decoder.pooling import Pooled
-from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch
+from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InvalidBatch
 
 Graph = TypeVar("Graph")
 Result = TypeVar("Result")
@@ -94,13 +93,7 @@ class ComputeExecutor:
 
 def _stage(name: str, failed: type[DecodeError], work: Callable[[], Result]) -> Result:
     """Run one stage; an exception that is no DecodeError gets the stage's class (CX-2)."""
-    try:
-        return work()
-    except (DecodeError, InternalError):
-        raise
-    except Exception as error:
-        kind = AllocationFailed if is_out_of_memory(error) else failed
-        raise kind(f"the stage {name} of a run failed: {error}", reason=name) from error
+    return classed(f"the stage {name} of a run failed", work, failed=failed, reason=name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +105,8 @@ class Computed:
 
     @property
     def n_rows(self) -> int:
-        """The number of rows of the results; ComputeFailed where they differ."""
-        lengths = {len(rows) for rows in (self.logits, self.embeddings) if rows is not None}
-        if len(lengths) > 1:
-            raise ComputeFailed(f"a run left results of different lengths: {sorted(lengths)}", reason="extract")
-        return lengths.pop() if lengths else 0
+        """The number of rows of the results."""
+        return next((len(rows) for rows in (self.logits, self.embeddings) if rows is not None), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +129,10 @@ class Extractor:
         if computed.logits is not None and self.router.wants_raw(ubatch):
             self.outputs.write_logits(first_row, computed.logits)
         if computed.embeddings is not None and self.pooled is not None:
-            self._embed(ubatch, computed.embeddings, first_row, self.pooled)
+            if self.pooled.per_token:
+                self.outputs.write_embeddings(first_row, computed.embeddings)
+            else:
+                self.pooled.add(ubatch, computed.embeddings.float().cpu().numpy())
         if computed.logits is not None:
             self.router.run(ubatch, computed.logits, self.outputs, first_row=first_row)
         return rows
-
-    def _embed(self, ubatch: Ubatch, embeddings: Tensor, first_row: int, pooled: Pooled) -> None:
-        if pooled.per_token:
-            self.outputs.write_embeddings(first_row, embeddings)
-        else:
-            pooled.add(ubatch, embeddings.float().cpu().numpy())

@@ -148,22 +148,22 @@ class Decoder:
     def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
         """The whole memory as bytes (ST-1)."""
         self._flow.update()
-        return state_file.save_all(self._saved_parts(), note=note)
+        return state_file.save(self._saved_parts(), note=note)
 
     def load_all(self, data: bytes) -> None:
         """Replace the whole memory; BadFile where the bytes are damaged or of another model."""
         self._flow.update()
-        state_file.load_all(self._saved_parts(), data)
+        state_file.load(self._saved_parts(), None, data)
 
     def save_sequence(self, sequence: int, note: Mapping[str, Any] | None = None) -> bytes:
         """One sequence as bytes."""
         self._flow.update()
-        return state_file.save_sequence(self._saved_parts(), sequence, note=note)
+        return state_file.save(self._saved_parts(), sequence, note=note)
 
     def load_sequence(self, sequence: int, data: bytes) -> None:
         """Replace one sequence by a saved one."""
         self._flow.update()
-        state_file.load_sequence(self._saved_parts(), sequence, data)
+        state_file.load(self._saved_parts(), sequence, data)
 
     def _saved_parts(self) -> SavedParts:
         parts = self.parts

@@ -17,6 +17,7 @@ from ostinato.decoder.batch.clean import CleanBatch
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.compute_executor import Abort, Computed, Extractor
 from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
 
@@ -41,20 +42,6 @@ class EagerGraph:
         return EagerGraph(numbers(key.n_tokens), numbers(key.n_tokens), numbers(key.n_outputs))
 
 
-@dataclass(frozen=True, slots=True)
-class UbatchJob:
-    """One ubatch to run: the output row it begins with, how many rows are due, and its view of memory.
-
-    `memory` and `memory_shape` are called after the ubatch has been applied.
-    """
-
-    ubatch: Ubatch
-    first_row: int
-    expected: int
-    memory: Callable[[], ForwardMemory | EncoderMemory]
-    memory_shape: Callable[[], tuple[int, ...]] = tuple
-
-
 def check_inputs(model: Model, batch: CleanBatch) -> None:
     """Refuse rows that are not as wide as the model's, and segment ids that it does not have."""
     width = model.shape.hidden
@@ -72,13 +59,16 @@ def check_inputs(model: Model, batch: CleanBatch) -> None:
 
 @dataclass(slots=True)
 class EagerStages:
-    """The stages for one ubatch; mutable, because it remembers the graph it ran until the commit."""
+    """The stages for the cursor's ubatch, whose output rows begin at `first_row`; mutable, because it remembers the
+    graph it ran until the commit. `memory` is called after the ubatch has been applied."""
 
     model: Model
     graphs: GraphScheduler[EagerGraph]
     extractor: Extractor
     setup: Setup
-    job: UbatchJob
+    cursor: PreparedBatch
+    memory: Callable[[], ForwardMemory | EncoderMemory]
+    first_row: int
     embeddings: bool
     logits: bool
     _ran: EagerGraph | None = None
@@ -87,7 +77,7 @@ class EagerStages:
         """Nothing to do: `check_inputs` has checked the batch, before memory was touched."""
 
     def prepare(self, ubatch: Ubatch) -> PreparedGraph[EagerGraph]:
-        key = self.graphs.key(ubatch, self.setup, n_outputs=self.job.expected, memory=self.job.memory_shape())
+        key = self.graphs.key(ubatch, self.setup, n_outputs=ubatch.n_outputs, memory=self.cursor.shape)
         return self.graphs.prepare(key)
 
     def allocate(self, graph: EagerGraph) -> None:
@@ -102,7 +92,7 @@ class EagerStages:
         graph.segments = None if ubatch.segment is None else torch.from_numpy(ubatch.segment).to(self.model.device)
         graph.positions.copy_(torch.from_numpy(ubatch.first_pos))
         graph.output_rows.copy_(torch.from_numpy(ubatch.output.nonzero()[0]))
-        graph.memory = self.job.memory()
+        graph.memory = self.memory()
         graph.computed = Computed()
 
     def run(self, graph: EagerGraph, *, n_threads: int, abort: Abort) -> None:
@@ -118,7 +108,7 @@ class EagerStages:
         graph.memory = memory
         rows_in = self.model.embed(graph.tokens) if graph.embd is None else graph.embd
         hidden = self.model.through(rows_in, graph.positions, memory, graph.segments)
-        if self.job.expected == 0:
+        if not len(graph.output_rows):
             return
         rows = hidden[graph.output_rows]
         logits = self.model.logits(rows) if self.logits else None
@@ -126,8 +116,7 @@ class EagerStages:
 
     def extract(self, graph: EagerGraph, ubatch: Ubatch) -> int:
         self._ran = graph
-        job = self.job
-        return self.extractor.extract(ubatch, graph.computed, first_row=job.first_row, expected=job.expected)
+        return self.extractor.extract(ubatch, graph.computed, first_row=self.first_row, expected=ubatch.n_outputs)
 
     def drop(self) -> None:
         self.graphs.invalidate()

@@ -17,9 +17,10 @@ from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
 from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.compute_executor import ComputeExecutor, Extractor, Threads
-from ostinato.decoder.cells.eager import EagerGraph, EagerStages, UbatchJob, check_inputs
-from ostinato.decoder.cells.graphs import GraphKey, GraphLimits, GraphScheduler, Setup, classed
+from ostinato.decoder.cells.eager import EagerGraph, EagerStages, check_inputs
+from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, Setup, classed
 from ostinato.decoder.cells.memories import MemoryParts
 from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
@@ -100,7 +101,7 @@ class DecodeFlow:
         if self.memory.prepare_update(optimise=False).status is Status.SUCCESS and abort():
             raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
         with torch.inference_mode():
-            if classed("bring memory up to date", lambda: flush(self.memory)):
+            if classed("could not bring memory up to date", lambda: flush(self.memory)):
                 self.graphs.request_reservation()
         self.graphs.ensure_reserved(self._worst())
 
@@ -162,25 +163,26 @@ class DecodeFlow:
         first_row = 0
         while True:
             ubatch = cursor.ubatch
-            job = UbatchJob(
-                ubatch,
-                first_row,
-                ubatch.n_outputs,
-                memory=lambda: self.parts.forward(cursor, self.model),
-                memory_shape=lambda: cursor.shape,
-            )
             stages = EagerStages(
-                self.model, self.graphs, self._extractor, self._setup(), job, self.embeddings, logits=self._makes_logits
+                self.model,
+                self.graphs,
+                self._extractor,
+                self._setup(),
+                cursor,
+                lambda: self.parts.forward(cursor, self.model),
+                first_row,
+                self.embeddings,
+                self._makes_logits,
             )
 
-            def compute(stages: EagerStages = stages) -> int:
-                rows = self._computing.execute(stages.job.ubatch, stages, abort).rows
-                if rows == stages.job.expected:
-                    classed("keep the states of a run", stages.commit)
+            def compute(ubatch: Ubatch = ubatch, stages: EagerStages = stages) -> int:
+                rows = self._computing.execute(ubatch, stages, abort).rows
+                if rows == ubatch.n_outputs:
+                    classed("could not keep the states of a run", stages.commit)
                 return rows
 
-            self.ubatches.execute(cursor, compute, expected=job.expected)
-            first_row += job.expected
+            self.ubatches.execute(cursor, compute, expected=ubatch.n_outputs)
+            first_row += ubatch.n_outputs
             if not cursor.advance():
                 return
 
@@ -208,9 +210,7 @@ class DecodeFlow:
         return Setup(settings=(self.settings.causal, self.embeddings, pooling), samplers=self.router.samplers)
 
     def _worst(self) -> GraphKey:
-        s = self.settings
-        limits = GraphLimits(n_ctx=s.n_ctx, n_ubatch=s.n_ubatch, n_seq_max=s.n_seq_max, n_outputs_max=s.n_outputs_max)
-        return self.graphs.worst_key(limits, self._setup(), memory=self.memory.prepare_full())
+        return self.graphs.worst_key(self.settings, self._setup(), memory=self.memory.prepare_full())
 
     def _build(self, key: GraphKey) -> EagerGraph:
         return EagerGraph.of(key, self.model.device)

@@ -11,7 +11,9 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
+from ostinato.backends.torch.allocate import is_out_of_memory
 from ostinato.decoder.batch.ubatch import Ubatch
+from ostinato.decoder.cells.settings import Settings
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError
 
 Graph = TypeVar("Graph")
@@ -54,16 +56,6 @@ class PreparedGraph(NamedTuple, Generic[Graph]):
     reused: bool
 
 
-@dataclass(frozen=True, slots=True)
-class GraphLimits:
-    """The sizes of the worst case (GS-1)."""
-
-    n_ctx: int
-    n_ubatch: int
-    n_seq_max: int
-    n_outputs_max: int
-
-
 class GraphScheduler(Generic[Graph]):
     """One stored graph, and the memory reserved for the largest one.
 
@@ -80,7 +72,7 @@ class GraphScheduler(Generic[Graph]):
         self.n_reused = 0
         self._build = build
         self._reserve = reserve
-        self._reservation_due = True
+        self.reservation_due = True  # whether the worst case must be reserved before the next run
         self._stored: tuple[GraphKey, Graph] | None = None
 
     def key(self, ubatch: Ubatch, setup: Setup, *, n_outputs: int, memory: Hashable) -> GraphKey:
@@ -102,7 +94,7 @@ class GraphScheduler(Generic[Graph]):
             memory=memory,
         )
 
-    def worst_key(self, limits: GraphLimits, setup: Setup, *, memory: Hashable) -> GraphKey:
+    def worst_key(self, limits: Settings, setup: Setup, *, memory: Hashable) -> GraphKey:
         """The key of the largest possible ubatch: all tokens, all sequences, all outputs (GS-1)."""
         n_tokens, n_seqs = min(limits.n_ctx, limits.n_ubatch), limits.n_seq_max
         return GraphKey(
@@ -122,14 +114,9 @@ class GraphScheduler(Generic[Graph]):
             memory=memory,
         )
 
-    @property
-    def reservation_due(self) -> bool:
-        """Whether the worst case must be reserved before the next run."""
-        return self._reservation_due
-
     def request_reservation(self) -> None:
         """Make a reservation due: samplers, causal setting or adapters changed, or memory was updated (GS-1, UP-8)."""
-        self._reservation_due = True
+        self.reservation_due = True
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -138,41 +125,36 @@ class GraphScheduler(Generic[Graph]):
 
     def ensure_reserved(self, worst: GraphKey) -> bool:
         """Reserve for the worst case if that is due; returns whether it was. After a failure it is still due."""
-        if not self._reservation_due:
+        if not self.reservation_due:
             return False
-        self._own(worst)
         self.invalidate()  # a new reservation moves the buffers
-        classed("reserve the worst-case graph", lambda: self._reserve(worst))
-        self._reservation_due = False
+        classed("could not reserve the worst-case graph", lambda: self._reserve(worst))
+        self.reservation_due = False
         self.n_reserved += 1
         return True
 
     def prepare(self, key: GraphKey) -> PreparedGraph[Graph]:
         """The stored graph if it was built for an equal key, else a new one."""
-        self._own(key)
-        if self._reservation_due:
+        if self.reservation_due:
             raise InternalError("a graph was asked for before the worst case was reserved (GS-1)")
         if self._stored is not None and self._stored[0] == key:
             self.n_reused += 1
             return PreparedGraph(self._stored[1], reused=True)
         self.invalidate()
-        graph = classed("build a graph", lambda: self._build(key))
+        graph = classed("could not build a graph", lambda: self._build(key))
         self._stored = (key, graph)
         self.n_built += 1
         return PreparedGraph(graph, reused=False)
 
-    def _own(self, key: GraphKey) -> None:
-        if key.graph_type != self.graph_type:
-            raise InternalError(f"a {key.graph_type} graph was asked of the {self.graph_type} scheduler (GS-5)")
 
-
-def classed(what: str, work: Callable[[], Result]) -> Result:
-    """Run `work`; any exception becomes a decode error (G-1), except an InternalError, which is a bug."""
+def classed(
+    what: str, work: Callable[[], Result], *, failed: type[DecodeError] = ComputeFailed, reason: str = "graph"
+) -> Result:
+    """Run `work`; any exception becomes a decode error (G-1, CX-2), except an InternalError, which is a bug."""
     try:
         return work()
     except (DecodeError, InternalError):
         raise
-    except MemoryError as error:
-        raise AllocationFailed(f"could not {what}: no memory", reason="graph") from error
     except Exception as error:
-        raise ComputeFailed(f"could not {what}: {error}", reason="graph") from error
+        kind = AllocationFailed if is_out_of_memory(error) else failed
+        raise kind(f"{what}: {str(error) or 'no memory'}", reason=reason) from error

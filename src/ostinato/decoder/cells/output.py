@@ -8,7 +8,6 @@ themselves are in `output_rows.py`, pooled vectors in `decoder/pooling.py`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -19,16 +18,15 @@ from torch import Tensor
 from ostinato.decoder.cells.output_rows import (
     ITEM_BYTES,
     Counts,
-    Filled,
-    OutputRows,
+    FilledRows,
     OutputSizes,
     Sampled,
-    SampledRows,
     Swap,
+    rows_over,
 )
 from ostinato.errors import AllocationFailed, InternalError
 
-__all__ = ["Absence", "Counts", "Lookup", "Outputs", "Reservation", "Sampled", "resolve", "row_swaps", "zeros"]
+__all__ = ["Absence", "Counts", "Lookup", "Outputs", "Sampled", "resolve", "row_swaps", "zeros"]
 
 Value = TypeVar("Value")
 
@@ -50,15 +48,6 @@ class Lookup(NamedTuple, Generic[Value]):
 
     value: Value | None
     reason: Absence | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """What was reserved, the bytes held for it, and whether the buffers had to grow (OUT-4)."""
-
-    sizes: OutputSizes
-    capacity_bytes: int
-    grew: bool
 
 
 def row_swaps(out_ids: Sequence[int]) -> tuple[Swap, ...]:
@@ -116,13 +105,13 @@ class Outputs:
         self._allocate = allocate
         self._synchronize = synchronize
         self._items: Tensor | None = None
-        self._rows: OutputRows | None = None
+        self._rows: dict[str, FilledRows] | None = None
         self._swaps: tuple[Swap, ...] = ()
         self.unpublish()
 
     # Before the run
 
-    def reserve(self, n_outputs: int, *, embeddings: bool, sampling: bool) -> Reservation:
+    def reserve(self, n_outputs: int, *, embeddings: bool, sampling: bool) -> OutputSizes:
         """Reserve rows for the next batch; the outputs of the last batch are dropped (OUT-1..7, OUT-13).
 
         AllocationFailed when there is no memory for them; nothing can be read then.
@@ -132,11 +121,10 @@ class Outputs:
         rows = max(n_outputs, self._n_seq_max)
         n_embd = self._n_embd_out if embeddings else 0
         sizes = OutputSizes.of(rows, n_vocab=self._n_vocab, n_embd=n_embd, sampling=sampling)
-        grew = self.capacity_bytes < sizes.n_items * ITEM_BYTES
         # The first reader reorders rows, perhaps outside inference mode, so the buffers must not be inference tensors.
         with torch.inference_mode(False):
-            self._rows = OutputRows(self._at_least(sizes.n_items), sizes)
-        return Reservation(sizes, self.capacity_bytes, grew)
+            self._rows = rows_over(self._at_least(sizes.n_items), sizes)
+        return sizes
 
     def _at_least(self, n_items: int) -> Tensor:
         """Memory for n_items: the present memory while it suffices, else as much as is needed (OUT-4)."""
@@ -157,23 +145,21 @@ class Outputs:
 
     def write_logits(self, first_row: int, rows: Tensor) -> None:
         """Copy raw logits [n, n_vocab], of any dtype and device, to the rows from `first_row` on."""
-        self._reserved().logits.write(first_row, rows)
+        self._reserved()["logits"].write(first_row, rows)
 
     def write_embeddings(self, first_row: int, rows: Tensor) -> None:
         """Copy embeddings [n, n_embd_out] to the rows from `first_row` on (PL-2)."""
-        embeddings = self._reserved().embeddings
-        if embeddings is None:
-            raise InternalError("embeddings were written, but not reserved (G-5)")
-        embeddings.write(first_row, rows)
+        self._reserved()["embeddings"].write(first_row, rows)
 
     def write_sampled(self, row: int, sampled: Sampled) -> None:
         """Copy a sampler's results for a row; results that it did not produce keep a count of 0 (SR-6)."""
-        rows = self._reserved().sampled
-        if rows is None:
-            raise InternalError("sampled data was written, but not reserved (G-5)")
-        rows.write(row, sampled)
+        token = None if sampled.token is None else torch.tensor([sampled.token])
+        results = {"sampled_tokens": token, "sampled_logits": sampled.logits}
+        for name, values in {**results, "probs": sampled.probs, "candidates": sampled.candidates}.items():
+            if values is not None:
+                self._reserved()[name].write(row, values[None], partly=True)
 
-    def _reserved(self) -> OutputRows:
+    def _reserved(self) -> dict[str, FilledRows]:
         if self._rows is None:
             raise InternalError("output rows were written, but none are reserved (G-5)")
         return self._rows
@@ -182,7 +168,7 @@ class Outputs:
 
     def publish(self, out_ids: Sequence[int], n_outputs: int) -> None:
         """Make the rows findable: row r was filled by batch index out_ids[r] (D-17, OUT-8..10)."""
-        n_rows = self._reserved().n_rows
+        n_rows = len(self._reserved()["logits"].counts)
         if len(out_ids) != n_outputs or n_outputs > n_rows:
             raise InternalError(f"{len(out_ids)} output ids for {n_outputs} outputs in {n_rows} rows (OUT-8)")
         batch_order = sorted(out_ids)
@@ -228,11 +214,6 @@ class Outputs:
         """The row of a batch index; a negative one counts from the last output in batch order (OUT-14, OUT-15)."""
         return resolve(index, self._ids, self._n_outputs)
 
-    def raw_written(self, n: int) -> tuple[bool, ...]:
-        """For each of the first n rows, whether the last decode extracted its raw logits (SR-7)."""
-        rows = self._in_order()
-        return (False,) * n if rows is None else tuple(rows.logits.written[:n].tolist())
-
     # Reading: rows
 
     def logits(self, index: int) -> Lookup[Tensor]:
@@ -240,87 +221,77 @@ class Outputs:
         sampled = self.sampled_logits(index)
         if sampled.reason is not Absence.NO_SAMPLE:
             return sampled
-        return self._found(index, lambda rows, row: rows.logits.row(row), Absence.NO_LOGITS)
+        return self._found(index, "logits", Absence.NO_LOGITS)
 
     def embedding(self, index: int) -> Lookup[Tensor]:
         """The embedding row [n_embd_out] of an output; absent with any pooling but none (OUT-18)."""
-
-        def of(rows: OutputRows, row: int) -> Tensor | None:
-            return None if rows.embeddings is None else rows.embeddings.row(row)
-
-        return self._found(index, of, Absence.NO_EMBEDDING)
+        return self._found(index, "embeddings", Absence.NO_EMBEDDING)
 
     def all_logits(self) -> Lookup[Tensor]:
         """Raw logits of every output in batch order [n_outputs, n_vocab]; absent unless all were extracted."""
-        rows = self._in_order()
-        return self._all(None if rows is None else rows.logits, Absence.NO_LOGITS)
+        return self._all("logits", Absence.NO_LOGITS)
 
     def all_embeddings(self) -> Lookup[Tensor]:
         """Embeddings of every output in batch order [n_outputs, n_embd_out], with pooling none."""
-        rows = self._in_order()
-        return self._all(None if rows is None else rows.embeddings, Absence.NO_EMBEDDING)
+        return self._all("embeddings", Absence.NO_EMBEDDING)
 
     # Reading: results of backend samplers (SR-9)
 
     def sampled_token(self, index: int) -> Lookup[int]:
         """The token a sampler chose."""
-        return self._sampled(index, SampledRows.token)
+        token, reason = self._found(index, "sampled_tokens", Absence.NO_SAMPLE)
+        return Lookup(None if token is None else int(token), reason)
 
     def sampled_tokens(self) -> tuple[int | None, ...]:
         """The sampled token of every output, in batch order."""
-        rows = self._in_order()
-        sampled = None if rows is None else rows.sampled
-        return tuple(None if sampled is None else sampled.token(row) for row in range(self._n_outputs))
+        return tuple(self.sampled_token(row - self._n_outputs).value for row in range(self._n_outputs))
 
     def sampled_logits(self, index: int) -> Lookup[Tensor]:
         """The logits a sampler kept, [count]."""
-        return self._sampled(index, lambda sampled, row: sampled.logits.row(row))
+        return self._found(index, "sampled_logits", Absence.NO_SAMPLE)
 
     def sampled_probs(self, index: int) -> Lookup[Tensor]:
         """The probabilities a sampler computed, [count]."""
-        return self._sampled(index, lambda sampled, row: sampled.probs.row(row))
+        return self._found(index, "probs", Absence.NO_SAMPLE)
 
     def candidates(self, index: int) -> Tensor:
         """The token ids that sampled logits or probabilities belong to, int32; all ids where none were kept."""
-        kept = self._sampled(index, lambda sampled, row: sampled.candidates.row(row)).value
+        kept = self._found(index, "candidates", Absence.NO_SAMPLE).value
         return torch.arange(self._n_vocab, dtype=torch.int32) if kept is None else kept
 
     def counts(self, index: int) -> Counts:
         """Lengths of the sampled data of an index; without sampling buffers logits count as `n_vocab`."""
-        if self._rows is None or self._rows.sampled is None:
+        rows, row = self._in_order(), self.row(index).value
+        if rows is None or not rows["sampled_tokens"].width:
             return Counts(self._n_vocab, 0, 0)
-        return self._sampled(index, SampledRows.counts).value or Counts(0, 0, 0)
+        names = ("sampled_logits", "probs", "candidates")
+        return Counts(*(0 if row is None else int(rows[name].counts[row]) for name in names))
 
     # Shared by all readers
 
-    def _found(self, index: int, get: Callable[[OutputRows, int], Value | None], absence: Absence) -> Lookup[Value]:
-        """The value that `get` finds in the row of an index, with the rows in batch order."""
+    def _found(self, index: int, name: str, absence: Absence) -> Lookup[Tensor]:
+        """The row of an index in this buffer, with the rows in batch order."""
         row = self.row(index)
         if row.value is None:
             return Lookup(None, row.reason)
         rows = self._in_order()
-        value = None if rows is None else get(rows, row.value)
+        value = None if rows is None else rows[name].row(row.value)
         return Lookup(value, absence if value is None else None)
 
-    def _sampled(self, index: int, get: Callable[[SampledRows, int], Value | None]) -> Lookup[Value]:
-        def of(rows: OutputRows, row: int) -> Value | None:
-            return None if rows.sampled is None else get(rows.sampled, row)
-
-        return self._found(index, of, Absence.NO_SAMPLE)
-
-    def _all(self, filled: Filled | None, absence: Absence) -> Lookup[Tensor]:
-        if filled is None or not filled.written[: self._n_outputs].all():
+    def _all(self, name: str, absence: Absence) -> Lookup[Tensor]:
+        rows = self._in_order()
+        if rows is None or not rows[name].width or not rows[name].counts[: self._n_outputs].all():
             return Lookup(None, absence)
-        return Lookup(filled.values[: self._n_outputs])
+        return Lookup(rows[name].values[: self._n_outputs])
 
     def reorder(self) -> None:
         """Make the recorded row swaps now, instead of at the first read (OUT-12)."""
         self._in_order()
 
-    def _in_order(self) -> OutputRows | None:
+    def _in_order(self) -> dict[str, FilledRows] | None:
         """The rows, after the recorded swaps were made in every buffer (OUT-12)."""
         self._synchronize()
-        if self._rows is not None and self._swaps:
-            self._rows.swap(self._swaps)
+        for rows in (self._rows or {}).values() if self._swaps else ():
+            rows.swap(self._swaps)
         self._swaps = ()
         return self._rows

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from ostinato.decoder.batch.ubatch import Ubatch
+from tests.vectors.ubatches import seq_lists
 
 Token = tuple[int, list[int]]  # position, ids
 
@@ -95,10 +96,10 @@ class Oracle:
         return None
 
     def groups(self, ubatch: Ubatch) -> list[tuple[int, list[Token]]]:
-        tokens: list[Token] = list(zip(ubatch.first_pos.tolist(), ubatch.seq_lists, strict=True))
+        tokens: list[Token] = list(zip(ubatch.first_pos.tolist(), seq_lists(ubatch), strict=True))
         if self.unified:
             return [(0, tokens)]
-        return [(s, [token for token in tokens if token[1] == [s]]) for s in sorted(set(chain(*ubatch.seq_lists)))]
+        return [(s, [token for token in tokens if token[1] == [s]]) for s in sorted(set(chain(*seq_lists(ubatch))))]
 
     def plan(self, ubatches: list[Ubatch]) -> list[list[tuple[int, list[int]]]] | None:
         """The slots of all ubatches, by trying on a copy (KV-8)."""

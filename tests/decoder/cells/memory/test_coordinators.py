@@ -20,6 +20,7 @@ from ostinato.errors import AllocationFailed, ComputeFailed, InternalError, Inva
 from tests.counts import soak
 from tests.decoder.cells.memory.makers import cache_of, digest, splitter_of
 from tests.vectors.kv_cells import told
+from tests.vectors.ubatches import seq_lists
 
 
 def kv(size: int = 16, unified: bool = True) -> Coordinator:
@@ -453,7 +454,7 @@ def test_splitting_by_sequence_takes_every_token_once_in_order_and_no_set_shrink
         mine = [i for i in taken if s in ids[i]]
         assert mine == sorted(mine)
     for ubatch in ubatches:
-        assert len({tuple(one) for one in ubatch.seq_lists}) == 1
+        assert len({tuple(one) for one in seq_lists(ubatch)}) == 1
 
 
 def test_a_batch_that_can_never_fit_is_still_only_without_room_mc_9() -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from ostinato.cache import state_bytes, state_file
 from ostinato.cache.state_bytes import describe
-from ostinato.cache.state_file import load_all, load_sequence, save_all, save_sequence
+from ostinato.cache.state_file import load, save
 from ostinato.decoder.cells.memory.saved import SavedParts
 from ostinato.errors import BadFile, BadInput, NoSlot, OstinatoError
 from ostinato.options import KVType
@@ -73,16 +73,9 @@ def check_invariants(parts: SavedParts) -> None:
             assert [cell for cell, ids in enumerate(state.ids) if s in ids] == ([] if tail is None else [tail])
 
 
-def load(target: SavedParts, data: bytes, whole: bool) -> None:
-    if whole:
-        load_all(target, data)
-    else:
-        load_sequence(target, 0, data)
-
-
 @pytest.mark.parametrize("whole", [True, False])
 def test_every_flipped_byte_is_refused(whole: bool) -> None:
-    data = save_all(small()) if whole else save_sequence(small(), 0)
+    data = save(small()) if whole else save(small(), 0)
     target, s = small(), None if whole else 0
     before, empty = content(target, s), content(fresh(target), s)
     for at in range(len(data)):
@@ -91,37 +84,37 @@ def test_every_flipped_byte_is_refused(whole: bool) -> None:
         with pytest.raises(BadFile):
             describe(bytes(damaged))
         with pytest.raises(BadFile):
-            load(target, bytes(damaged), whole)
+            load(target, None if whole else 0, bytes(damaged))
         after = content(target, s)
         assert after in (before, empty)
         if after == empty:
-            load(target, data, whole)
+            load(target, None if whole else 0, data)
             assert content(target, s) == before
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_state_cut_off_anywhere_is_refused(whole: bool) -> None:
-    data = save_all(small()) if whole else save_sequence(small(), 0)
+    data = save(small()) if whole else save(small(), 0)
     target = small()
     for n_bytes in range(len(data)):
         with pytest.raises(BadFile):
-            load(target, data[:n_bytes], whole)
+            load(target, None if whole else 0, data[:n_bytes])
         check_invariants(target)
     with pytest.raises(BadFile):
-        load(target, data + b"\0", whole)
+        load(target, None if whole else 0, data + b"\0")
 
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_flipped_byte_with_a_right_digest_is_refused_or_harmless(whole: bool) -> None:
     """Whoever makes a state up can sign it too: what is loaded must still be a memory."""
-    data = save_all(small(), note={"n": 1}) if whole else save_sequence(small(), 0, note={"n": 1})
+    data = save(small(), note={"n": 1}) if whole else save(small(), 0, note={"n": 1})
     target = small()
     for at in range(len(data) - 32):
         for bit in (0, 7):
             damaged = bytearray(data)
             damaged[at] ^= 1 << bit
             with contextlib.suppress(BadFile, NoSlot):
-                load(target, resigned(bytes(damaged)), whole)
+                load(target, None if whole else 0, resigned(bytes(damaged)))
             check_invariants(target)
 
 
@@ -162,25 +155,25 @@ def changed(path: Sequence[str | int], value: Any) -> Callable[[dict[str, Any]],
 )
 def test_a_hostile_header_is_refused(path: Sequence[str | int], value: Any) -> None:
     target = small()
-    data = with_header(save_all(small()), changed(path, value))
+    data = with_header(save(small()), changed(path, value))
     with pytest.raises(BadFile):
-        load_all(target, data)
+        load(target, None, data)
     assert content(target) == nothing(target)
 
 
 def test_headers_that_no_json_reader_takes_are_refused() -> None:
     target = small()
-    data = save_all(small())
+    data = save(small())
     magic, version, kind, n_name, n_header, n_payload = PREFIX.unpack(data[: PREFIX.size])
     start = PREFIX.size + n_name
     for text in (b"[" * 100_000, b"{", b"\xff\xfe", b'{"a": ' + b"9" * 5000 + b"}", b""):
         prefix = PREFIX.pack(magic, version, kind, n_name, len(text), n_payload)
         with pytest.raises(BadFile, match="is not JSON"):
-            load_all(target, resigned(prefix + data[PREFIX.size : start] + text + data[start + n_header :]))
+            load(target, None, resigned(prefix + data[PREFIX.size : start] + text + data[start + n_header :]))
     for sizes in ((1 << 63, n_payload), (n_header, 1 << 63), (n_header + n_payload, 0)):
         prefix = PREFIX.pack(magic, version, kind, n_name, *sizes)
         with pytest.raises(BadFile):
-            load_all(target, resigned(prefix + data[PREFIX.size :]))
+            load(target, None, resigned(prefix + data[PREFIX.size :]))
 
 
 @pytest.mark.parametrize(
@@ -200,12 +193,12 @@ def test_headers_that_no_json_reader_takes_are_refused() -> None:
 def test_cells_that_cannot_be_are_refused(ints: list[int], words: str) -> None:
     source = of(kv_part(4, layers=(0,)))
     fill(source.kv[0].cache.streams[0], {0: (0, [0]), 2: (1, [0, 1])})
-    data = save_all(source)
+    data = save(source)
     start = len(data) - 32 - 2 * 2 * 32 * 4 - 8 * len(ints)
     assert data[start : start + 8 * 7] == np.array([0, 1, 1, 2, 0, 0, 1]).tobytes()
     hostile = data[:start] + np.array(ints).tobytes() + data[start + 8 * len(ints) :]
     with pytest.raises(BadFile, match=words):
-        load_all(source, resigned(hostile))
+        load(source, None, resigned(hostile))
     assert content(source) == [[]]
 
 
@@ -213,7 +206,7 @@ def test_a_stream_takes_no_sequence_but_its_own() -> None:
     source = of(kv_part(n_seq_max=1))
     fill(source.kv[0].cache.streams[0], {0: (0, [1])})
     with pytest.raises(BadFile, match="another sequence in the stream of sequence 0"):
-        load_all(of(kv_part(n_seq_max=1, unified=False)), save_all(source))
+        load(of(kv_part(n_seq_max=1, unified=False)), None, save(source))
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "bf16", "f16", "q8_0"])
@@ -225,7 +218,7 @@ def test_keys_that_are_no_numbers_are_refused(kv_type: KVType, value: float) -> 
         fill(parts.kv[0].cache.streams[0], {3: (0, [0]), 5: (1, [0]), 6: (0, [1])})
     source.kv[0].store.values[1].parts[-1][0, 5, 0, -1] = value
     with pytest.raises(BadFile, match="no numbers"):
-        load_sequence(target, 0, save_sequence(source, 0))
+        load(target, 0, save(source, 0))
     assert content(target, 0) == [[]]
     assert content(target, 1) == content(source, 1)
 
@@ -237,17 +230,17 @@ def test_a_state_goes_to_a_file_and_back(tmp_path: Path) -> None:
     source, target = hybrid(), fresh(hybrid())
     path = tmp_path / "chat.state"
     for note in ({"turn": 1}, {"turn": 2}):
-        state_bytes.write(path, save_all(source, note=note))
+        state_bytes.write(path, save(source, note=note))
     data = state_bytes.read(path, limit=state_file.largest(target))
     assert describe(data).note == {"turn": 2}
-    load_all(target, data)
+    load(target, None, data)
     assert content(target) == content(source)
     assert [found.name for found in tmp_path.iterdir()] == ["chat.state"]
 
 
 def test_a_full_disk_leaves_the_older_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "chat.state"
-    state_bytes.write(path, save_all(one_cache()))
+    state_bytes.write(path, save(one_cache()))
     before = path.read_bytes()
 
     def full(_: int) -> None:
@@ -255,7 +248,7 @@ def test_a_full_disk_leaves_the_older_state(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(BadInput, match=r"chat.state: the state of \d+ bytes cannot be written: the disk is full"):
-        state_bytes.write(path, save_all(hybrid()))
+        state_bytes.write(path, save(hybrid()))
     assert path.read_bytes() == before
     assert [found.name for found in tmp_path.iterdir()] == ["chat.state"]
 
@@ -263,7 +256,7 @@ def test_a_full_disk_leaves_the_older_state(tmp_path: Path, monkeypatch: pytest.
 def test_a_link_stays_a_link_and_devices_are_not_written_over(tmp_path: Path) -> None:
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "real")
-    state_bytes.write(link, save_all(one_cache()))
+    state_bytes.write(link, save(one_cache()))
     assert link.is_symlink()
     assert state_bytes.read(tmp_path / "real") == state_bytes.read(link)
     for wrong in ("/dev/null", tmp_path, tmp_path / "no" / "folder", "a\0b", "x" * 5000):
@@ -273,7 +266,7 @@ def test_a_link_stays_a_link_and_devices_are_not_written_over(tmp_path: Path) ->
 
 def test_what_is_no_state_file_is_refused_with_its_path(tmp_path: Path) -> None:
     foreign, cut, big, pipe = (tmp_path / name for name in ("foreign", "cut", "big", "pipe"))
-    data = save_all(one_cache())
+    data = save(one_cache())
     foreign.write_text("To be, or not to be, that is the question")
     cut.write_bytes(data[:-1])
     big.write_bytes(data)
@@ -293,7 +286,7 @@ def test_what_is_no_state_file_is_refused_with_its_path(tmp_path: Path) -> None:
 
 
 def test_another_version_is_named() -> None:
-    data = bytearray(save_all(one_cache()))
+    data = bytearray(save(one_cache()))
     data[8] = 2
     with pytest.raises(BadFile, match=f"version 2, and only {state_bytes.VERSION} is read here"):
         describe(bytes(data))
@@ -302,7 +295,7 @@ def test_another_version_is_named() -> None:
 def test_a_state_larger_than_any_that_fits_is_not_read() -> None:
     for kind in KINDS:
         parts = kind()
-        assert len(save_all(parts)) <= state_file.largest(parts)
+        assert len(save(parts)) <= state_file.largest(parts)
 
 
 def test_every_refusal_is_one_of_ours() -> None:

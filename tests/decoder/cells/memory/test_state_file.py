@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ostinato.backends.torch.kv_store import StateStore
 from ostinato.cache import state_bytes
 from ostinato.cache.state_bytes import describe
-from ostinato.cache.state_file import load_all, load_sequence, save_all, save_sequence
+from ostinato.cache.state_file import load, save
 from ostinato.cache.window import Window
 from ostinato.decoder.cells.memory.saved import SavedParts
 from ostinato.errors import BadFile, BadInput, InternalError, InvalidBatch, NoSlot
@@ -47,7 +47,7 @@ def test_a_whole_memory_comes_back_as_it_was(kind: Callable[[], SavedParts]) -> 
     source = kind()
     target = fresh(source)
     before = content(source)
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert content(target) != nothing(source)
     assert content(source) == before  # saving changes nothing
     assert [stream.head for part in target.kv for stream in part.cache.streams] == [
@@ -60,7 +60,7 @@ def test_a_whole_memory_comes_back_as_it_was(kind: Callable[[], SavedParts]) -> 
 def test_a_loaded_memory_forgets_what_it_held(kind: Callable[[], SavedParts]) -> None:
     source, target = kind(), kind()
     expected = content(source)
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert content(target) == expected
 
 
@@ -70,10 +70,10 @@ def test_one_sequence_comes_back_under_any_id_and_the_others_stay(
     kind: Callable[[], SavedParts], target_id: int
 ) -> None:
     source, target = kind(), kind()
-    saved = save_sequence(source, 0)
+    saved = save(source, 0)
     others = [s for s in range(3) if s != target_id]
     before = [in_reach(target, s, 1) for s in others]
-    load_sequence(target, target_id, saved)
+    load(target, target_id, saved)
     assert in_reach(target, target_id, 0) == content_sorted(target, target_id) == in_reach(source, 0, 0)
     # What is out of reach of a sequence's next token may have been overwritten, as in any run (SW-3).
     assert [in_reach(target, s, 1) for s in others] == before
@@ -83,18 +83,18 @@ def test_one_sequence_comes_back_under_any_id_and_the_others_stay(
 def test_every_type_comes_back_to_the_bit(kv_type: KVType) -> None:
     source, target = of(kv_part(kv_type=kv_type)), of(kv_part(40, kv_type=kv_type, seed=5))
     fill(source.kv[0].cache.streams[0], {3: (0, [1]), 4: (1, [1]), 15: (2, [1, 3])})
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert content(target) == content(source)
-    load_sequence(target, 0, save_sequence(source, 1))
+    load(target, 0, save(source, 1))
     assert content(target, 0) == content(source, 1)
 
 
 def test_a_sequence_moves_between_one_stream_for_all_and_one_for_each() -> None:
     shared, own = one_cache(), of(kv_part(32, n_seq_max=3, unified=False, seed=4))
-    load_sequence(own, 2, save_sequence(shared, 0))
+    load(own, 2, save(shared, 0))
     assert content(own, 2) == content(shared, 0)
     back = of(kv_part(seed=7))
-    load_sequence(back, 200, save_sequence(own, 2))
+    load(back, 200, save(own, 2))
     assert content(back, 200) == content(shared, 0)
 
 
@@ -103,9 +103,9 @@ def test_positions_of_several_dimensions_come_back() -> None:
     table = source.kv[0].cache.streams[0].cells
     table.set_position([2, 5], [7, 7], np.array([[1, 2], [3, 4]]))
     table.add([2, 5], [0, 0])
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert [row[3] for row in kv_content(target.kv[0])] == [(1, 2), (3, 4)]
-    load_sequence(target, 1, save_sequence(source, 0))
+    load(target, 1, save(source, 0))
     assert content(target, 1) == content(source, 0)
 
 
@@ -121,20 +121,20 @@ def tables(draw: st.DrawFn) -> dict[int, Cell]:
 def test_any_table_of_cells_comes_back(table: dict[int, Cell], other: dict[int, Cell], size: int, s: int) -> None:
     source, target = of(kv_part(layers=(0,))), of(kv_part(size, layers=(0,), seed=3))
     fill(source.kv[0].cache.streams[0], table)
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert content(target) == content(source)
 
     crowded = of(kv_part(size, layers=(0,), seed=8))
     fill(crowded.kv[0].cache.streams[0], other)
-    saved = save_sequence(source, s)
+    saved = save(source, s)
     rest = [content(crowded, i) for i in (1, 2, 7, 254)]
     room = size - sum(1 for _, ids in other.values() if set(ids) != {1})
     if describe(saved).n_cells <= room:
-        load_sequence(crowded, 1, saved)
+        load(crowded, 1, saved)
         assert sorted(content(crowded, 1)[0]) == sorted(content(source, s)[0])
     else:
         with pytest.raises(NoSlot):
-            load_sequence(crowded, 1, saved)
+            load(crowded, 1, saved)
         assert content(crowded, 1) == [[]]
     assert [content(crowded, i) for i in (2, 7, 254)] == rest[1:]
 
@@ -151,7 +151,7 @@ def test_recurrent_states_survive_whatever_is_loaded_beside_them(steps: list[tup
     for name, a, b in steps:
         before = {s: state_of(parts.recurrent, s) for s in range(5) if s != a}
         if name == "load":
-            load_sequence(parts, a, save_sequence(other, b))
+            load(parts, a, save(other, b))
             assert state_of(parts.recurrent, a) == state_of(other.recurrent, b)
             memory.state.n_last[a] = 3
         elif name == "copy":
@@ -162,7 +162,7 @@ def test_recurrent_states_survive_whatever_is_loaded_beside_them(steps: list[tup
             memory.seq_rm(a)
         assert {s: state_of(parts.recurrent, s) for s in range(5) if s != a} == before
         target = of(None, state_part(5, seed=5))
-        load_all(target, save_all(parts))
+        load(target, None, save(parts))
         assert content(target) == content(parts)
 
 
@@ -172,21 +172,21 @@ def test_recurrent_states_survive_whatever_is_loaded_beside_them(steps: list[tup
 def test_ids_above_the_number_of_sequences_are_saved_where_they_can_be() -> None:
     source, target = of(kv_part(n_seq_max=2)), of(kv_part(n_seq_max=1, seed=1))
     fill(source.kv[0].cache.streams[0], {0: (0, [3, 255])})
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert content(target) == content(source)
     assert target.kv[0].cache.pos_max(255) == 0
 
 
 def test_all_streams_come_back_and_not_only_the_last() -> None:
     source, target = several_streams(), fresh(several_streams())
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert [target.kv[0].cache.pos_max(s) for s in range(3)] == [1, None, 9]
 
 
 def test_an_empty_sequence_empties_its_target() -> None:
     for parts in (one_cache(), two_caches(), hybrid(), recurrent()):
-        saved = save_sequence(fresh(parts), 3)
-        load_sequence(parts, 0, saved)
+        saved = save(fresh(parts), 3)
+        load(parts, 0, saved)
         assert all(rows in ([], [None]) for rows in content(parts, 0))
         assert content(parts, 1) != [[] for _ in parts.all]
 
@@ -194,10 +194,10 @@ def test_an_empty_sequence_empties_its_target() -> None:
 def test_without_room_the_target_stays_empty_in_every_part_and_the_others_stay() -> None:
     parts = hybrid()
     fill(parts.kv[0].cache.streams[0], {cell: (cell, [3]) for cell in range(4, 16)})
-    saved = save_sequence(parts, 3)
+    saved = save(parts, 3)
     before = content(parts, 0)
     with pytest.raises(NoSlot, match="sequence 1 was not loaded and is empty now: it needs 12 cells"):
-        load_sequence(parts, 1, saved)
+        load(parts, 1, saved)
     assert content(parts, 1) == [[], [None]]
     assert content(parts, 0) == before
     assert parts.recurrent is not None
@@ -207,10 +207,10 @@ def test_without_room_the_target_stays_empty_in_every_part_and_the_others_stay()
 def test_cells_out_of_the_window_are_left_out_of_a_sequence_and_kept_in_the_whole() -> None:
     parts = two_caches()
     target = fresh(parts)
-    load_sequence(target, 0, save_sequence(parts, 0))
+    load(target, 0, save(parts, 0))
     assert [row[0] for row in content(target, 0)[0]] == list(range(8))
     assert [row[0] for row in content(target, 0)[1]] == [4, 5, 6, 7]
-    load_all(target, save_all(parts))
+    load(target, None, save(parts))
     assert [row[0] for row in content(target, 0)[1]] == [2, 3, 4, 5, 6, 7]
 
 
@@ -222,8 +222,8 @@ def test_a_pending_roll_back_is_saved_as_the_state_it_selects() -> None:
     assert expected is not None
     assert expected[0] == 7
     whole, one = fresh(source), fresh(source)
-    load_all(whole, save_all(source))
-    load_sequence(one, 0, save_sequence(source, 3))
+    load(whole, None, save(source))
+    load(one, 0, save(source, 3))
     for parts, s in ((whole, 3), (one, 0)):
         assert parts.recurrent is not None
         assert state_of(parts.recurrent, s) == expected
@@ -234,7 +234,7 @@ def test_a_pending_roll_back_is_saved_as_the_state_it_selects() -> None:
 
 def test_sequences_that_share_a_state_share_it_again() -> None:
     source, target = recurrent(), fresh(recurrent())
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert target.recurrent is not None
     state = target.recurrent.memory.state
     assert state.tail[2] is not None
@@ -252,9 +252,9 @@ def test_a_state_loaded_over_a_row_that_another_reads_leaves_the_other_its_own()
     memory.seq_rm(0)
     before = state_of(parts.recurrent, 1)
     other = recurrent()
-    saved = save_sequence(other, 1)
-    load_sequence(parts, 0, saved)
-    load_sequence(parts, 2, saved)
+    saved = save(other, 1)
+    load(parts, 0, saved)
+    load(parts, 2, saved)
     assert state_of(parts.recurrent, 1) == before
     assert content(parts, 0) == content(parts, 2) == content(other, 1)
 
@@ -262,14 +262,14 @@ def test_a_state_loaded_over_a_row_that_another_reads_leaves_the_other_its_own()
 def test_a_partial_state_brings_back_the_window_where_the_rest_still_is() -> None:
     parts = two_caches()
     expected = content(parts, 0)
-    saved = save_sequence(parts, 0, partial=True)
+    saved = save(parts, 0, partial=True)
     assert describe(saved).partial
-    assert len(saved) < len(save_sequence(parts, 0))
+    assert len(saved) < len(save(parts, 0))
     full, windowed = (part.cache.streams[0] for part in parts.kv)
     windowed.cells.remove(np.flatnonzero(windowed.cells.member[0]), 0)
     for stream in (full, windowed):
         fill(stream, {13: (8, [0])})  # it went on
-    load_sequence(parts, 0, saved)
+    load(parts, 0, saved)
     assert content(parts, 0)[0] == expected[0]
     assert [row for row in expected[1] if row[0] >= 4] == sorted(content(parts, 0)[1])
 
@@ -278,60 +278,60 @@ def test_a_partial_state_without_the_rest_is_refused() -> None:
     parts = two_caches()
     target = fresh(parts)
     with pytest.raises(BadFile, match="ends at position 7, and of sequence 0 the part that it left out ends at None"):
-        load_sequence(target, 0, save_sequence(parts, 0, partial=True))
+        load(target, 0, save(parts, 0, partial=True))
     assert content(target) == [[], []]
 
 
 def test_a_partial_state_of_nothing_empties_all_parts() -> None:
     parts = hybrid()
-    load_sequence(parts, 0, save_sequence(fresh(parts), 0, partial=True))
+    load(parts, 0, save(fresh(parts), 0, partial=True))
     assert content(parts, 0) == [[], [None]]
 
 
 def test_a_partial_state_of_a_memory_with_one_part_is_a_full_one() -> None:
     source, target = one_cache(), fresh(one_cache())
-    load_sequence(target, 1, save_sequence(source, 0, partial=True))
+    load(target, 1, save(source, 0, partial=True))
     assert content(target, 1) == content(source, 0)
 
 
 def test_pending_work_must_have_been_done() -> None:
     shifted, copied = one_cache(), several_streams()
-    shifted_data, copied_data = save_all(shifted), save_all(copied)
+    shifted_data, copied_data = save(shifted), save(copied)
     shifted.kv[0].cache.streams[0].cells.has_shift = True
     copied.kv[0].cache.seq_cp(0, 1)
     for parts, data in ((shifted, shifted_data), (copied, copied_data)):
         before = content(parts)
         with pytest.raises(InternalError, match="ST-10"):
-            save_all(parts)
+            save(parts)
         with pytest.raises(InternalError, match="ST-10"):
-            load_all(parts, data)
+            load(parts, None, data)
         with pytest.raises(InternalError, match="ST-10"):
-            save_sequence(parts, 0)
+            save(parts, 0)
         assert content(parts) == before
 
 
 @pytest.mark.parametrize(("kind", "s"), [(one_cache, 256), (several_streams, 3), (recurrent, 4), (hybrid, 4)])
 def test_a_sequence_that_cannot_be_is_refused_and_nothing_changes(kind: Callable[[], SavedParts], s: int) -> None:
     parts = kind()
-    before, saved = content(parts), save_sequence(parts, 0)
+    before, saved = content(parts), save(parts, 0)
     with pytest.raises(InvalidBatch):
-        save_sequence(parts, s)
+        save(parts, s)
     with pytest.raises(InvalidBatch):
-        load_sequence(parts, s, saved)
+        load(parts, s, saved)
     assert content(parts) == before
 
 
 def test_the_note_comes_back_with_what_the_state_is() -> None:
     note = {"tokens": [1, 2, 3], "text": "λ\ud800", "nested": {"a": None}}
-    info = describe(save_sequence(hybrid(), 0, note=note))
+    info = describe(save(hybrid(), 0, note=note))
     assert info == state_bytes.StateInfo("sequence", "llama", 1, 3, False, note)
-    assert describe(save_all(one_cache())) == state_bytes.StateInfo("whole", "llama", 1, 4, False, None)
+    assert describe(save(one_cache())) == state_bytes.StateInfo("whole", "llama", 1, 4, False, None)
 
 
 @pytest.mark.parametrize("note", [{"a": float("nan")}, {"a": b"bytes"}, {"a": "x" * (1 << 25)}])
 def test_a_note_that_cannot_be_kept_is_refused(note: dict[str, Any]) -> None:
     with pytest.raises(BadInput, match="note"):
-        save_all(one_cache(), note=note)
+        save(one_cache(), note=note)
 
 
 # What does not fit
@@ -340,13 +340,13 @@ def test_a_note_that_cannot_be_kept_is_refused(note: dict[str, Any]) -> None:
 def test_a_state_of_another_kind_or_architecture_changes_nothing() -> None:
     parts = one_cache()
     before = content(parts)
-    for data in (save_sequence(parts, 0), save_all(replace(parts, architecture="qwen3")), b"", b"GGUF" * 20):
+    for data in (save(parts, 0), save(replace(parts, architecture="qwen3")), b"", b"GGUF" * 20):
         with pytest.raises(BadFile):
-            load_all(parts, data)
+            load(parts, None, data)
         assert content(parts) == before
-    for data in (save_all(parts), save_sequence(replace(parts, architecture="qwen3"), 0), b"\x8fOSTATE\n"):
+    for data in (save(parts), save(replace(parts, architecture="qwen3"), 0), b"\x8fOSTATE\n"):
         with pytest.raises(BadFile):
-            load_sequence(parts, 0, data)
+            load(parts, 0, data)
         assert content(parts) == before
 
 
@@ -368,27 +368,27 @@ NOT_FITTING = [
 def test_a_memory_of_another_make_is_left_empty(target: SavedParts, words: str) -> None:
     source = one_cache()
     with pytest.raises(BadFile, match=words):
-        load_sequence(target, 0, save_sequence(source, 0))
+        load(target, 0, save(source, 0))
     assert all(rows in ([], [None]) for rows in content(target, 0))
     with pytest.raises(BadFile, match=words):
-        load_all(target, save_all(source))
+        load(target, None, save(source))
     assert content(target) == nothing(target)
 
 
 def test_a_whole_memory_needs_as_many_streams_and_cells_as_it_was_saved_with() -> None:
     with pytest.raises(BadFile, match="has 1 streams and this memory takes 3"):
-        load_all(of(kv_part(n_seq_max=3, unified=False)), save_all(one_cache()))
+        load(of(kv_part(n_seq_max=3, unified=False)), None, save(one_cache()))
     with pytest.raises(BadFile, match="has 4 cells and this memory only 3: load it with a context as large"):
-        load_all(of(kv_part(3)), save_all(one_cache()))
+        load(of(kv_part(3)), None, save(one_cache()))
     with pytest.raises(BadFile, match="has 3 cells and this memory only 2"):
-        load_sequence(of(kv_part(2)), 0, save_sequence(one_cache(), 0))
+        load(of(kv_part(2)), 0, save(one_cache(), 0))
     with pytest.raises(BadFile, match="has sequence 3, and this memory only 0 to 2"):
-        load_all(of(None, state_part(3, n_snapshots=2)), save_all(recurrent()))
+        load(of(None, state_part(3, n_snapshots=2)), None, save(recurrent()))
 
 
 def test_the_number_of_snapshots_may_differ() -> None:
     source, target = recurrent(), of(None, state_part(6, seed=1))
-    load_all(target, save_all(source))
+    load(target, None, save(source))
     assert [content(target, s) for s in range(4)] == [content(source, s) for s in range(4)]
 
 
@@ -400,9 +400,9 @@ def test_a_failure_in_one_part_empties_all(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(StateStore, "commit", fail)
     with pytest.raises(KeyboardInterrupt):
-        load_sequence(target, 0, save_sequence(source, 0))
+        load(target, 0, save(source, 0))
     assert content(target, 0) == [[], [None]]
     assert content(target, 1) == content(source, 1)
     with pytest.raises(KeyboardInterrupt):
-        load_all(target, save_all(source))
+        load(target, None, save(source))
     assert content(target) == nothing(target)

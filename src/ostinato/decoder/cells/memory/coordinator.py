@@ -12,11 +12,10 @@ from functools import reduce
 
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory import sequence_ops as ops
 from ostinato.decoder.cells.memory.cursor import CursorStep, PreparedBatch, failed, kv_places, recurrent_places
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
-from ostinato.decoder.cells.memory.sequence_ops import PositionSpan
+from ostinato.decoder.cells.memory.sequence_ops import PositionChange, PositionSpan, SequenceMemory
 from ostinato.decoder.cells.memory.splits import refuse_coupling, split_equal, split_seq, split_simple
 from ostinato.decoder.cells.memory.status import Status, combine
 from ostinato.errors import AllocationFailed, ComputeFailed, InvalidBatch, NoSlot
@@ -30,8 +29,8 @@ class Update:
     apply: Callable[[], None]
 
 
-class Coordinator:
-    """Memory of any kind. Positions [p0, p1): None stands for the beginning, or for no end."""
+class Coordinator(SequenceMemory):
+    """Memory of any kind."""
 
     def __init__(
         self,
@@ -69,8 +68,8 @@ class Coordinator:
 
     def seq_rm(self, s: int | None, p0: int | None = None, p1: int | None = None) -> bool:
         """Recurrent states come first: if they cannot forget the positions, nothing changes (HY-4)."""
-        for part in reversed(self._parts):
-            part.check_rm(s)
+        if s is not None:
+            self._check_id(s)
         return all(part.seq_rm(s, p0, p1) for part in self._parts)
 
     def seq_cp(self, a: int, b: int, p0: int | None = None, p1: int | None = None) -> None:
@@ -80,26 +79,21 @@ class Coordinator:
             part.seq_cp(a, b, p0, p1)
 
     def seq_keep(self, s: int) -> None:
-        for part in reversed(self._parts):
-            part.check_keep(s)
+        self._check_id(s)
         for part in self._parts:
             part.seq_keep(s)
 
-    def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
-        if not ops.shifts_nothing(PositionSpan.of(p0, p1), distance):
-            self._check_equally_large()
+    def move(self, s: int, span: PositionSpan, change: PositionChange) -> None:
+        if change.changes(span) and not self._are_equally_large:
+            sizes = " and ".join(str(cache.size) for cache in self._caches)
+            raise InvalidBatch(
+                f"positions cannot be shifted or divided: the caches have {sizes} cells (HY-7)",
+                reason="shift_unsupported",
+            )
         for part in reversed(self._parts):
-            part.check_add(s, p0, p1, distance)
+            part.check_move(s, span, change)
         for part in self._parts:
-            part.seq_add(s, p0, p1, distance)
-
-    def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
-        if not ops.divides_nothing(PositionSpan.of(p0, p1), divisor):
-            self._check_equally_large()
-        for part in reversed(self._parts):
-            part.check_div(s, p0, p1, divisor)
-        for part in self._parts:
-            part.seq_div(s, p0, p1, divisor)
+            part.move(s, span, change)
 
     def clear(self, data: bool = False) -> None:
         for part in self._parts:
@@ -124,13 +118,9 @@ class Coordinator:
     def _are_equally_large(self) -> bool:
         return len({cache.size for cache in self._caches}) <= 1
 
-    def _check_equally_large(self) -> None:
-        if not self._are_equally_large:
-            sizes = " and ".join(str(cache.size) for cache in self._caches)
-            raise InvalidBatch(
-                f"positions cannot be shifted or divided: the caches have {sizes} cells (HY-7)",
-                reason="shift_unsupported",
-            )
+    def _check_id(self, s: int) -> None:
+        for part in reversed(self._parts):
+            part.check_id(s)
 
     def _apply_update(self) -> None:
         for cache in self._caches:

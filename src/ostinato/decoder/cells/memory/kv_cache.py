@@ -17,7 +17,7 @@ from ostinato.cache.window import CELL_STEP, Window, round_up
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.memory import sequence_ops as ops
 from ostinato.decoder.cells.memory.cells import Bools, Cells
-from ostinato.decoder.cells.memory.sequence_ops import PositionSpan
+from ostinato.decoder.cells.memory.sequence_ops import PositionChange, PositionSpan, SequenceMemory
 from ostinato.decoder.cells.memory.slots import Journal, Slot, Stream, StreamSlot, rows_of
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
@@ -36,7 +36,7 @@ class CellTensors(Protocol):
         """Forget all keys and values."""
 
 
-class KVCache:
+class KVCache(SequenceMemory):
     """`size` cells in one stream for all sequences (`unified`), or that many for each of `n_seq_max` sequences.
 
     `padding`: cell counts are multiples of it. `can_shift`: keys can be rotated to other positions.
@@ -138,10 +138,10 @@ class KVCache:
 
     def seq_rm(self, s: int | None, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove positions of a sequence, or of all (None). Always possible (SQ-2, SQ-3)."""
-        self.check_rm(s)
         if s is None:
             ops.remove_any(self.streams, PositionSpan.of(p0, p1))
         else:
+            self.check_id(s)
             ops.remove(self._stream_of(s), s, PositionSpan.of(p0, p1))
         return True
 
@@ -159,20 +159,13 @@ class KVCache:
 
     def seq_keep(self, s: int) -> None:
         """Remove every other sequence (SQ-10)."""
-        self.check_keep(s)
+        self.check_id(s)
         ops.keep(self.streams, s)
 
-    def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
-        """Shift positions; the keys follow at the next update (SQ-11)."""
-        self.check_add(s, p0, p1, distance)
-        if not ops.shifts_nothing(PositionSpan.of(p0, p1), distance):
-            ops.shift(self._stream_of(s), s, PositionSpan.of(p0, p1), distance)
-
-    def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
-        """Divide positions; the keys follow at the next update (SQ-14)."""
-        self.check_div(s, p0, p1, divisor)
-        if not ops.divides_nothing(PositionSpan.of(p0, p1), divisor):
-            ops.divide(self._stream_of(s), s, PositionSpan.of(p0, p1), divisor)
+    def move(self, s: int, span: PositionSpan, change: PositionChange) -> None:
+        self.check_move(s, span, change)
+        if change.changes(span):
+            ops.move(self._stream_of(s), s, span, change)
 
     def clear(self, data: bool = False) -> None:
         """Forget every sequence and all pending work; with `data` the keys and values too (KV-2)."""
@@ -185,23 +178,25 @@ class KVCache:
 
     def pos_min(self, s: int) -> int | None:
         """The lowest position of a sequence; None when it has none (SQ-15)."""
-        self._check_id(s)
+        self.check_id(s)
         return self._stream_of(s).cells.pos_min(s)
 
     def pos_max(self, s: int) -> int | None:
         """The highest position of a sequence; None when it has none (SQ-15)."""
-        self._check_id(s)
+        self.check_id(s)
         return self._stream_of(s).cells.pos_max(s)
 
     # Checks of the same calls, for memories that must check all parts before they change one (HY-5)
 
-    def check_rm(self, s: int | None) -> None:
-        if s is not None:
-            self._check_id(s)
+    def check_id(self, s: int) -> None:
+        if not 0 <= s < self._n_ids:
+            raise InvalidBatch(
+                f"sequence {s} does not exist; ids are 0 to {self._n_ids - 1} (SQ-1)", reason="seq_range"
+            )
 
     def check_cp(self, a: int, b: int, p0: int | None, p1: int | None) -> None:
-        self._check_id(a)
-        self._check_id(b)
+        self.check_id(a)
+        self.check_id(b)
         if self._stream_of(a) is self._stream_of(b):
             return
         span, last = PositionSpan.of(p0, p1), self.pos_max(a)
@@ -212,22 +207,16 @@ class KVCache:
                 reason="partial_copy",
             )
 
-    def check_keep(self, s: int) -> None:
-        self._check_id(s)
-
-    def check_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
-        self._check_id(s)
-        span = PositionSpan.of(p0, p1)
-        if not ops.shifts_nothing(span, distance):
-            ops.check_distance(distance)
-            self._check_movable(s, span)
-
-    def check_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
-        self._check_id(s)
-        span = PositionSpan.of(p0, p1)
-        if not ops.divides_nothing(span, divisor):
-            ops.check_divisor(divisor)
-            self._check_movable(s, span)
+    def check_move(self, s: int, span: PositionSpan, change: PositionChange) -> None:
+        self.check_id(s)
+        if not change.changes(span):
+            return
+        change.check()
+        if not self.can_shift:
+            raise InvalidBatch(
+                "positions cannot be shifted or divided in this cache (SQ-12)", reason="shift_unsupported"
+            )
+        ops.check_not_shared(self._stream_of(s), s, span)
 
     # Pending work
 
@@ -301,19 +290,6 @@ class KVCache:
 
     def _stream_of(self, s: int) -> Stream:
         return self.streams[0 if self.unified else s]
-
-    def _check_id(self, s: int) -> None:
-        if not 0 <= s < self._n_ids:
-            raise InvalidBatch(
-                f"sequence {s} does not exist; ids are 0 to {self._n_ids - 1} (SQ-1)", reason="seq_range"
-            )
-
-    def _check_movable(self, s: int, span: PositionSpan) -> None:
-        if not self.can_shift:
-            raise InvalidBatch(
-                "positions cannot be shifted or divided in this cache (SQ-12)", reason="shift_unsupported"
-            )
-        ops.check_not_shared(self._stream_of(s), s, span)
 
 
 def _seen(cells: Cells, ubatch: Ubatch, rows: slice, n_kv: int, window: Window, *, causal: bool) -> Bools:

@@ -12,9 +12,8 @@ from typing import Protocol
 
 from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory import sequence_ops as ops
 from ostinato.decoder.cells.memory.recurrent_state import NoCell, State, load, place
-from ostinato.decoder.cells.memory.sequence_ops import NO_END, PositionSpan
+from ostinato.decoder.cells.memory.sequence_ops import NO_END, PositionChange, PositionSpan, SequenceMemory
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.errors import InternalError, InvalidBatch
 
@@ -26,7 +25,7 @@ class StateTensors(Protocol):
         """Forget all states."""
 
 
-class RecurrentMemory:
+class RecurrentMemory(SequenceMemory):
     """A cell for each of `n_seq_max` sequences, with `n_snapshots` earlier states beside the newest one."""
 
     can_shift = True  # only a number changes (RM-18)
@@ -91,10 +90,10 @@ class RecurrentMemory:
 
     def seq_rm(self, s: int | None, p0: int | None = None, p1: int | None = None) -> bool:
         """Remove everything, or roll back the newest positions; False where the state cannot forget them (RM-9)."""
-        self.check_rm(s)
         span = PositionSpan.of(p0, p1)
         if s is None:
             return self._remove_all(span)
+        self.check_id(s)
         last = self.pos_max(s)
         if last is None or span.start >= span.stop or span.start > last:
             return True
@@ -114,28 +113,20 @@ class RecurrentMemory:
 
     def seq_keep(self, s: int) -> None:
         """Remove every other sequence (RM-15)."""
-        self.check_keep(s)
+        self.check_id(s)
         state = self._change()
         for other in range(self.size):
             if other != s:
                 state.leave(other)
         state.lower_head([cell for cell in range(self.size) if cell != state.tail[s]])
 
-    def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
-        """Shift the position of the state (RM-16)."""
-        self.check_add(s, p0, p1, distance)
-        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
-        if cell is not None:
+    def move(self, s: int, span: PositionSpan, change: PositionChange) -> None:
+        """Only the number changes (RM-16)."""
+        self.check_move(s, span, change)
+        cell = self._moved_cell(s, span)
+        if cell is not None and change.changes(span):
             state = self._change()
-            state.position[cell] = state.position_of(cell) + distance
-
-    def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
-        """Divide the position of the state (RM-16)."""
-        self.check_div(s, p0, p1, divisor)
-        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
-        if cell is not None and divisor != 1:
-            state = self._change()
-            state.position[cell] = state.position_of(cell) // divisor
+            state.position[cell] = change.of(state.position_of(cell))
 
     def clear(self, data: bool = False) -> None:
         """Forget every sequence; with `data` the states too."""
@@ -152,41 +143,37 @@ class RecurrentMemory:
 
     # Checks of the same calls, for memories that must check all parts before they change one (HY-5)
 
-    def check_rm(self, s: int | None) -> None:
-        if s is not None:
-            self._check_id(s)
-
-    def check_cp(self, a: int, b: int, p0: int | None, p1: int | None) -> None:
-        self._check_id(a)
-        self._check_id(b)
-
-    def check_keep(self, s: int) -> None:
-        self._check_id(s)
-
-    def check_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
-        self._check_id(s)
-        if ops.shifts_nothing(PositionSpan.of(p0, p1), distance):
-            return
-        ops.check_distance(distance)
-        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
-        if cell is None:
-            return
-        self._check_alone(cell, s)
-        if self._state.position_of(cell) + distance < 0:
+    def check_id(self, s: int) -> None:
+        if not 0 <= s < self.size:
             raise InvalidBatch(
-                f"the state of sequence {s} is at position {self._state.position_of(cell)} and cannot be shifted by "
-                f"{distance}, to below 0 (RM-16)",
-                reason="shift_range",
+                f"sequence {s} has no recurrent state; ids are 0 to {self.size - 1} (RM-11)", reason="seq_range"
             )
 
-    def check_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
-        self._check_id(s)
-        if ops.divides_nothing(PositionSpan.of(p0, p1), divisor):
+    def check_cp(self, a: int, b: int, p0: int | None, p1: int | None) -> None:
+        self.check_id(a)
+        self.check_id(b)
+
+    def check_move(self, s: int, span: PositionSpan, change: PositionChange) -> None:
+        self.check_id(s)
+        if not change.changes(span):
             return
-        ops.check_divisor(divisor)
-        cell = self._moved_cell(s, PositionSpan.of(p0, p1))
-        if cell is not None:
-            self._check_alone(cell, s)
+        change.check()
+        cell = self._moved_cell(s, span)
+        if cell is None:
+            return
+        if len(self._state.ids[cell]) > 1:
+            raise InvalidBatch(
+                f"the state of sequence {s} is shared by sequences {sorted(self._state.ids[cell])}, so its position "
+                "cannot move for one of them (RM-16)",
+                reason="shared_cell",
+            )
+        position = self._state.position_of(cell)
+        if change.of(position) < 0:
+            raise InvalidBatch(
+                f"the state of sequence {s} is at position {position} and cannot be shifted by {change.distance}, to "
+                "below 0 (RM-16)",
+                reason="shift_range",
+            )
 
     # Saved states
 
@@ -199,7 +186,7 @@ class RecurrentMemory:
     def load(self, ids: frozenset[int], position: int) -> StateRun:
         """Give sequences without a cell one of their own; the caller does the moves, then writes plane 0 (ST-11)."""
         for s in ids:
-            self._check_id(s)
+            self.check_id(s)
             if self._state.tail[s] is not None:
                 raise InternalError(f"sequence {s} has a state already; remove it before one is loaded (ST-5)")
         # There is a cell for each sequence, and these have none, so `empty_from` cannot fail (RM-7).
@@ -242,17 +229,3 @@ class RecurrentMemory:
         """The cell of a sequence, if its position is in the span."""
         cell = self._state.tail[s]
         return cell if cell is not None and span.holds(self._state.position_of(cell)) else None
-
-    def _check_alone(self, cell: int, s: int) -> None:
-        if len(self._state.ids[cell]) > 1:
-            raise InvalidBatch(
-                f"the state of sequence {s} is shared by sequences {sorted(self._state.ids[cell])}, so its position "
-                "cannot move for one of them (RM-16)",
-                reason="shared_cell",
-            )
-
-    def _check_id(self, s: int) -> None:
-        if not 0 <= s < self.size:
-            raise InvalidBatch(
-                f"sequence {s} has no recurrent state; ids are 0 to {self.size - 1} (RM-11)", reason="seq_range"
-            )

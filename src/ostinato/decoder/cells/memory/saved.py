@@ -17,7 +17,7 @@ from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.sequence_copy import cell_form
 from ostinato.cache.sequences import MAX_SEQ, Ints
 from ostinato.cache.state_block import DAMAGED, CellRows, Form, StateBlock, StateSelection, check_finite
-from ostinato.cache.state_file import StateParts
+from ostinato.cache.state_file import StateParts, attention_layout, recurrent_layout
 from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
@@ -43,14 +43,7 @@ class SavedKV:
 
     @property
     def layout(self) -> dict[str, Any]:
-        window, form = self.cache.window, self.form
-        return {
-            "part": "attention",
-            "window": f"{window.kind} {window.size}",
-            "grid": form.grid,
-            "layers": list(self.store.keys),
-            "tensors": list(map(str, form.cells)),
-        }
+        return attention_layout(self.store.keys, self.cache.window, self.form)
 
     @property
     def forgets_nothing(self) -> bool:
@@ -58,7 +51,7 @@ class SavedKV:
         return self.cache.window.reaches_all
 
     def check_id(self, s: int) -> None:
-        self.cache.check_rm(s)
+        self.cache.check_id(s)
 
     def check_flushed(self) -> None:
         if self.cache.pending_copies or self.cache.has_shift:
@@ -155,10 +148,10 @@ class SavedStates:
 
     @property
     def layout(self) -> dict[str, Any]:
-        return {"part": "recurrent", "layers": list(self.store.layers), "tensors": list(map(str, self.form.cells))}
+        return recurrent_layout(self.store.layers, self.form)
 
     def check_id(self, s: int) -> None:
-        self.memory.check_rm(s)
+        self.memory.check_id(s)
 
     def check_flushed(self) -> None:
         """Nothing is ever pending (RM-18)."""

@@ -1,11 +1,13 @@
 """What callers may do to a sequence in a KV cache: remove, copy, keep, shift, divide (SQ-2..16).
 
-Each works on streams and assumes that `kv_cache.py` has checked the call. Positions are given as a `PositionSpan`.
+The functions work on streams and assume that `kv_cache.py` has checked the call. Positions are a `PositionSpan`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -37,6 +39,45 @@ class PositionSpan(NamedTuple):
 
     def holds(self, position: int) -> bool:
         return self.start <= position < self.stop
+
+
+@dataclass(frozen=True, slots=True)
+class PositionChange:
+    """Positions move by a distance (SQ-11), or become their quotients (SQ-14)."""
+
+    distance: int = 0
+    divisor: int = 1
+
+    def changes(self, span: PositionSpan) -> bool:
+        """False where nothing would move; that is always allowed."""
+        return not span.nothing and (self.distance, self.divisor) != (0, 1)
+
+    def check(self) -> None:
+        if abs(self.distance) >= MAX_DISTANCE:
+            raise InvalidBatch(f"positions cannot be shifted by {self.distance}: it is too far", reason="shift_range")
+        if not 1 <= self.divisor < MAX_DISTANCE:
+            raise InvalidBatch(
+                f"positions cannot be divided by {self.divisor}: it must be at least 1 (SQ-14)", reason="divisor"
+            )
+
+    def of(self, position: int) -> int:
+        return (position + self.distance) // self.divisor
+
+
+class SequenceMemory(ABC):
+    """Memory whose sequences can move. Positions [p0, p1): None stands for the beginning, or for no end."""
+
+    @abstractmethod
+    def move(self, s: int, span: PositionSpan, change: PositionChange) -> None:
+        """Change the positions of a sequence; InvalidBatch, and no change, where that is not possible."""
+
+    def seq_add(self, s: int, p0: int | None, p1: int | None, distance: int) -> None:
+        """Shift positions (SQ-11, RM-16); keys follow at the next update."""
+        self.move(s, PositionSpan.of(p0, p1), PositionChange(distance=distance))
+
+    def seq_div(self, s: int, p0: int | None, p1: int | None, divisor: int) -> None:
+        """Divide positions (SQ-14, RM-16); keys follow at the next update."""
+        self.move(s, PositionSpan.of(p0, p1), PositionChange(divisor=divisor))
 
 
 def selected(stream: Stream, s: int, span: PositionSpan) -> Ints:
@@ -82,35 +123,13 @@ def keep(streams: Iterable[Stream], s: int) -> None:
         stream.lower_head(stream.cells.keep(used, s))
 
 
-def shift(stream: Stream, s: int, span: PositionSpan, distance: int) -> None:
-    """Positions move; what falls below zero is gone; the next search starts there, or at 0 (SQ-11)."""
-    freed = stream.cells.shift_by(selected(stream, s, span), distance)
-    stream.head = int(freed.min()) if len(freed) else 0
-
-
-def divide(stream: Stream, s: int, span: PositionSpan, divisor: int) -> None:
-    """Positions become their quotients (SQ-14)."""
-    stream.cells.divide_by(selected(stream, s, span), divisor)
-
-
-def shifts_nothing(span: PositionSpan, distance: int) -> bool:
-    """Whether a shift is no change and so always allowed (SQ-11)."""
-    return distance == 0 or span.nothing
-
-
-def divides_nothing(span: PositionSpan, divisor: int) -> bool:
-    """Whether a division is no change and so always allowed (SQ-14)."""
-    return divisor == 1 or span.nothing
-
-
-def check_distance(distance: int) -> None:
-    if abs(distance) >= MAX_DISTANCE:
-        raise InvalidBatch(f"positions cannot be shifted by {distance}: it is too far", reason="shift_range")
-
-
-def check_divisor(divisor: int) -> None:
-    if not 1 <= divisor < MAX_DISTANCE:
-        raise InvalidBatch(f"positions cannot be divided by {divisor}: it must be at least 1 (SQ-14)", reason="divisor")
+def move(stream: Stream, s: int, span: PositionSpan, change: PositionChange) -> None:
+    """Positions change; what falls below zero is gone. After a shift the next search starts there, or at 0 (SQ-11)."""
+    if change.distance:
+        freed = stream.cells.shift_by(selected(stream, s, span), change.distance)
+        stream.head = int(freed.min()) if len(freed) else 0
+    else:
+        stream.cells.divide_by(selected(stream, s, span), change.divisor)
 
 
 def check_not_shared(stream: Stream, s: int, span: PositionSpan) -> None:
