@@ -37,6 +37,18 @@ struct Heads {
     size_t page_items() const { return size_t(n_kv) * PAGE * width; }
 };
 
+constexpr size_t kept_bytes(int kept) { return kept == KEPT_F32 ? 4 : kept == KEPT_Q8_0 ? 1 : 2; }
+
+// The keys and values of one key head of one sequence.
+struct Past {
+    Heads heads;
+    Cache cache;
+    const int* pages;
+    int kv;
+
+    size_t item(int page) const { return page * heads.page_items() + size_t(kv) * PAGE * heads.width; }
+};
+
 // What one query (a head of a row) sees of one block, or of all blocks so far.
 struct SoftmaxState {
     float top, sum;
@@ -64,10 +76,10 @@ struct PageOfHead {
 };
 
 template <int KEPT>
-static inline PageOfHead page_of(const Heads& heads, const Cache& cache, int page, int kv) {
-    constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
-    const size_t item = page * heads.page_items() + size_t(kv) * PAGE * heads.width;
-    PageOfHead at{cache.keys + item * bytes, cache.values + item * bytes, nullptr, nullptr};
+static inline PageOfHead page_of(const Past& past, int page) {
+    const size_t item = past.item(page);
+    const Cache& cache = past.cache;
+    PageOfHead at{cache.keys + item * kept_bytes(KEPT), cache.values + item * kept_bytes(KEPT), nullptr, nullptr};
     if (KEPT == KEPT_Q8_0) {
         at.key_scales = cache.key_scales + item / Q8_BLOCK;
         at.value_scales = cache.value_scales + item / Q8_BLOCK;
@@ -79,11 +91,11 @@ static inline PageOfHead page_of(const Heads& heads, const Cache& cache, int pag
 static inline void soon(const void* at) { __builtin_prefetch(at); }
 
 // Prefetch the first keys that attention from this position on reads.
-static inline void soon_keys(const Heads& heads, const Cache& cache, const int* pages, int kv, int first, int last) {
-    const size_t bytes = heads.kept == KEPT_F32 ? 4 : heads.kept == KEPT_Q8_0 ? 1 : 2;
+static inline void soon_keys(const Past& past, int first, int last) {
+    const size_t bytes = kept_bytes(past.heads.kept);
     for (int p = first / PAGE; p * PAGE < last && p < first / PAGE + 2; p++) {
-        const size_t item = pages[p] * heads.page_items() + size_t(kv) * PAGE * heads.width;
-        for (size_t i = 0; i < PAGE * heads.width * bytes; i += 64) soon(cache.keys + item * bytes + i);
+        const unsigned char* keys = past.cache.keys + past.item(past.pages[p]) * bytes;
+        for (size_t i = 0; i < PAGE * past.heads.width * bytes; i += 64) soon(keys + i);
     }
 }
 
@@ -93,7 +105,6 @@ template <int KEPT, int Q, int P>
 static inline void score_pages(
     int width, const PageOfHead* pages, const Query* queries, float* scores, const unsigned char* const* next
 ) {
-    constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
     Lanes sums[P][Q];
     for (int p = 0; p < P; p++)
         for (int i = 0; i < Q; i++) sums[p][i] = lanes(0.0f);
@@ -101,7 +112,7 @@ static inline void score_pages(
         Lanes keys[P];
         for (int p = 0; p < P; p++) {
             keys[p] = kept_lanes<KEPT>(pages[p].keys, size_t(c) * PAGE);
-            soon(next[p] + c * PAGE * bytes);
+            soon(next[p] + c * PAGE * kept_bytes(KEPT));
             if (KEPT == KEPT_Q8_0) keys[p] = mul(keys[p], from_f16(pages[p].key_scales + c / Q8_BLOCK * PAGE));
         }
         for (int i = 0; i < Q; i++) {
@@ -136,19 +147,18 @@ static inline void to_weights(float* scores, int begin, int end, int first, int 
 
 template <int KEPT, int Q, int V>
 static inline void mix(
-    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, int column, SoftmaxState* partials
+    int width, const PageOfHead* pages, int begin, int end, const float* weights, int column, SoftmaxState* partials
 ) {
-    constexpr size_t bytes = KEPT == KEPT_F32 ? 4 : KEPT == KEPT_Q8_0 ? 1 : 2;
     Lanes sums[Q][V];
     for (int i = 0; i < Q; i++)
         for (int v = 0; v < V; v++) sums[i][v] = lanes(0.0f);
     for (int p = begin; p < end; p++) {
         const PageOfHead& page = pages[p / PAGE];
-        const size_t item = size_t(p % PAGE) * heads.width + column;
+        const size_t item = size_t(p % PAGE) * width + column;
         const PageOfHead& next = pages[p + PAGE < end ? p / PAGE + 1 : p / PAGE];
         Lanes values[V];
         for (int v = 0; v < V; v++) {
-            soon(next.values + (item + v * LANES) * bytes);
+            soon(next.values + (item + v * LANES) * kept_bytes(KEPT));
             values[v] = kept_lanes<KEPT>(page.values, item + v * LANES);
             if (KEPT == KEPT_Q8_0)
                 values[v] = mul(values[v], lanes(f16_to_float(page.value_scales[(item + v * LANES) / Q8_BLOCK])));
@@ -164,22 +174,22 @@ static inline void mix(
 
 template <int KEPT, int Q>
 static inline void mix_all(
-    const Heads& heads, const PageOfHead* pages, int begin, int end, const float* weights, SoftmaxState* partials
+    int width, const PageOfHead* pages, int begin, int end, const float* weights, SoftmaxState* partials
 ) {
     int column = 0;
-    for (; column + 4 * LANES <= heads.width; column += 4 * LANES)
-        mix<KEPT, Q, 4>(heads, pages, begin, end, weights, column, partials);
-    for (; column < heads.width; column += LANES) mix<KEPT, Q, 1>(heads, pages, begin, end, weights, column, partials);
+    for (; column + 4 * LANES <= width; column += 4 * LANES)
+        mix<KEPT, Q, 4>(width, pages, begin, end, weights, column, partials);
+    for (; column < width; column += LANES) mix<KEPT, Q, 1>(width, pages, begin, end, weights, column, partials);
 }
 
 // --- a block: Q queries, all of one key head, over what they see of positions [256 block, 256 block + 256) ---
 
 template <int KEPT, int Q>
 __attribute__((noinline)) static void attend_queries(
-    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, SoftmaxState* partials
+    const Past& past, int block, const Query* queries, SoftmaxState* partials
 ) {
     alignas(64) float scores[Q * BLOCK + PAGE];
-    const int base = block * BLOCK;
+    const int base = block * BLOCK, width = past.heads.width;
     int first = BLOCK, last = 0;
     for (int i = 0; i < Q; i++) {
         const int from = queries[i].first - base, to = queries[i].last - base;
@@ -189,7 +199,7 @@ __attribute__((noinline)) static void attend_queries(
     if (first >= last) return;  // other rows of the chunk attend to this block, these do not
     const int begin = first / PAGE, end = (last + PAGE - 1) / PAGE;
     PageOfHead at[BLOCK / PAGE + 1];
-    for (int p = begin; p < end; p++) at[p] = page_of<KEPT>(heads, cache, pages[base / PAGE + p], kv);
+    for (int p = begin; p < end; p++) at[p] = page_of<KEPT>(past, past.pages[base / PAGE + p]);
     constexpr int P = Q <= MOST_QUERIES / 2 ? 2 : 1;  // enough independent sums to hide an addition's latency
     // If the number of pages is odd, the last is scored twice: the copy's scores go where they are not read.
     at[end] = at[end - 1];
@@ -199,44 +209,37 @@ __attribute__((noinline)) static void attend_queries(
             const int page = p + P + i < end ? p + P + i : begin + i < end ? begin + i : begin;
             next[i] = p + P < end ? at[page].keys : at[page].values;
         }
-        score_pages<KEPT, Q, P>(heads.width, at + p, queries, scores + p * PAGE, next);
+        score_pages<KEPT, Q, P>(width, at + p, queries, scores + p * PAGE, next);
     }
     for (int i = 0; i < Q; i++) {
         int from = queries[i].first - base, to = queries[i].last - base;
         from = from < begin * PAGE ? begin * PAGE : from > end * PAGE ? end * PAGE : from;
         to = to < from ? from : to > end * PAGE ? end * PAGE : to;
-        to_weights(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, heads.softcap, partials[i]);
+        to_weights(scores + i * BLOCK, begin * PAGE, end * PAGE, from, to, past.heads.softcap, partials[i]);
     }
     constexpr int R = Q > 4 ? 4 : Q;  // rows of four registers
-    mix_all<KEPT, R>(heads, at, first, last, scores, partials);
-    if constexpr (Q > R) mix_all<KEPT, Q - R>(heads, at, first, last, scores + R * BLOCK, partials + R);
+    mix_all<KEPT, R>(width, at, first, last, scores, partials);
+    if constexpr (Q > R) mix_all<KEPT, Q - R>(width, at, first, last, scores + R * BLOCK, partials + R);
 }
 
 // Up to MOST_QUERIES queries: as many at once as there are bodies for.
 template <int KEPT>
-static void attend_any(
-    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, int n,
-    SoftmaxState* partials
-) {
+static void attend_any(const Past& past, int block, const Query* queries, int n, SoftmaxState* partials) {
 #if LANES_AVX512
-    if (n == 8) return attend_queries<KEPT, 8>(heads, cache, pages, kv, block, queries, partials);
+    if (n == 8) return attend_queries<KEPT, 8>(past, block, queries, partials);
 #endif
-    for (; n >= 4; n -= 4, queries += 4, partials += 4)
-        attend_queries<KEPT, 4>(heads, cache, pages, kv, block, queries, partials);
-    if (n == 3) attend_queries<KEPT, 3>(heads, cache, pages, kv, block, queries, partials);
-    if (n == 2) attend_queries<KEPT, 2>(heads, cache, pages, kv, block, queries, partials);
-    if (n == 1) attend_queries<KEPT, 1>(heads, cache, pages, kv, block, queries, partials);
+    for (; n >= 4; n -= 4, queries += 4, partials += 4) attend_queries<KEPT, 4>(past, block, queries, partials);
+    if (n == 3) attend_queries<KEPT, 3>(past, block, queries, partials);
+    if (n == 2) attend_queries<KEPT, 2>(past, block, queries, partials);
+    if (n == 1) attend_queries<KEPT, 1>(past, block, queries, partials);
 }
 
-static inline void attend_typed(
-    const Heads& heads, const Cache& cache, const int* pages, int kv, int block, const Query* queries, int n,
-    SoftmaxState* partials
-) {
-    switch (heads.kept) {
-        case KEPT_F32: return attend_any<KEPT_F32>(heads, cache, pages, kv, block, queries, n, partials);
-        case KEPT_F16: return attend_any<KEPT_F16>(heads, cache, pages, kv, block, queries, n, partials);
-        case KEPT_BF16: return attend_any<KEPT_BF16>(heads, cache, pages, kv, block, queries, n, partials);
-        default: return attend_any<KEPT_Q8_0>(heads, cache, pages, kv, block, queries, n, partials);
+static inline void attend_typed(const Past& past, int block, const Query* queries, int n, SoftmaxState* partials) {
+    switch (past.heads.kept) {
+        case KEPT_F32: return attend_any<KEPT_F32>(past, block, queries, n, partials);
+        case KEPT_F16: return attend_any<KEPT_F16>(past, block, queries, n, partials);
+        case KEPT_BF16: return attend_any<KEPT_BF16>(past, block, queries, n, partials);
+        default: return attend_any<KEPT_Q8_0>(past, block, queries, n, partials);
     }
 }
 
@@ -270,28 +273,26 @@ static inline void finish(const SoftmaxState& all, int width, float* out) {
 }
 
 // The whole past of up to MOST_QUERIES queries of one key head; `scratch` has 2 * MOST_QUERIES * width floats.
-static inline void attend(
-    const Heads& heads, const Cache& cache, const int* pages, int kv, const Query* queries, int n, float* const* out,
-    float* scratch
-) {
+static inline void attend(const Past& past, const Query* queries, int n, float* const* out, float* scratch) {
     SoftmaxState all[MOST_QUERIES], part[MOST_QUERIES];
+    const int width = past.heads.width;
     int begin = queries[0].first, end = queries[0].last;
     bool attended[MOST_QUERIES] = {};
     for (int i = 0; i < n; i++) {
-        all[i].mixed = scratch + i * heads.width;
-        part[i].mixed = scratch + (MOST_QUERIES + i) * heads.width;
+        all[i].mixed = scratch + i * width;
+        part[i].mixed = scratch + (MOST_QUERIES + i) * width;
         begin = queries[i].first < begin ? queries[i].first : begin;
         end = queries[i].last > end ? queries[i].last : end;
     }
     for (int block = begin / BLOCK; block * BLOCK < end; block++) {
-        attend_typed(heads, cache, pages, kv, block, queries, n, part);
+        attend_typed(past, block, queries, n, part);
         for (int i = 0; i < n; i++) {
             if (!sees(queries[i], block)) continue;
-            join(all[i], part[i], heads.width, !attended[i]);
+            join(all[i], part[i], width, !attended[i]);
             attended[i] = true;
         }
     }
-    for (int i = 0; i < n; i++) finish(all[i], heads.width, out[i]);
+    for (int i = 0; i < n; i++) finish(all[i], width, out[i]);
 }
 
 // --- a new position's keys and values into its page ---
@@ -308,13 +309,12 @@ static inline void append_q8_0(const float* x, signed char* quants, size_t strid
     }
 }
 
-static inline void append(
-    const Heads& heads, const Cache& cache, int page, int cell, int kv, const float* key, const float* value
-) {
-    const int width = heads.width;
-    const size_t item = page * heads.page_items() + size_t(kv) * PAGE * width;
+static inline void append(const Past& past, int position, const float* key, const float* value) {
+    const Cache& cache = past.cache;
+    const int width = past.heads.width, cell = position % PAGE;
+    const size_t item = past.item(past.pages[position / PAGE]);
     const size_t key_at = item + cell, value_at = item + size_t(cell) * width;
-    switch (heads.kept) {
+    switch (past.heads.kept) {
         case KEPT_F32: {
             float *keys = reinterpret_cast<float*>(cache.keys), *values = reinterpret_cast<float*>(cache.values);
             for (int c = 0; c < width; c++) keys[key_at + size_t(c) * PAGE] = key[c];
@@ -325,7 +325,7 @@ static inline void append(
         case KEPT_BF16: {
             auto* keys = reinterpret_cast<unsigned short*>(cache.keys);
             auto* values = reinterpret_cast<unsigned short*>(cache.values);
-            void (*narrow)(void*, Lanes) = heads.kept == KEPT_F16 ? to_f16 : to_bf16;
+            void (*narrow)(void*, Lanes) = past.heads.kept == KEPT_F16 ? to_f16 : to_bf16;
             for (int c = 0; c < width; c += LANES) {
                 unsigned short halves[LANES];
                 narrow(halves, load(key + c));

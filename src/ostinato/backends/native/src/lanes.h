@@ -344,49 +344,40 @@ static inline void to_bf16(void* p, Lanes x) {
 // --- over lanes: lane i with i + 8, then i + 4, i + 2, i + 1 ---
 
 #if LANES_PLAIN
-static inline float sum(Lanes x) {
+template <class V, class F>
+static inline auto over_lanes(V x, F join) {
     for (int w = LANES / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) x.v[i] = x.v[i] + x.v[i + w];
+        for (int i = 0; i < w; i++) x.v[i] = join(x.v[i], x.v[i + w]);
     return x.v[0];
 }
-static inline float largest(Lanes x) {
-    for (int w = LANES / 2; w > 0; w /= 2)
-        for (int i = 0; i < w; i++) x.v[i] = x.v[i] > x.v[i + w] ? x.v[i] : x.v[i + w];
-    return x.v[0];
-}
-static inline int sum(Ints x) {
-    uint32_t total = 0;
-    for (int i = 0; i < LANES; i++) total += uint32_t(x.v[i]);
-    return int(total);
-}
-static inline int largest(Ints x) {
-    for (int i = 1; i < LANES; i++) x.v[0] = x.v[0] > x.v[i] ? x.v[0] : x.v[i];
-    return x.v[0];
-}
+static inline float sum(Lanes x) { return over_lanes(x, [](float a, float b) { return a + b; }); }
+static inline float largest(Lanes x) { return over_lanes(x, [](float a, float b) { return a > b ? a : b; }); }
+static inline int sum(Ints x) { return over_lanes(x, [](int a, int b) { return int(uint32_t(a) + uint32_t(b)); }); }
+static inline int largest(Ints x) { return over_lanes(x, [](int a, int b) { return a > b ? a : b; }); }
 #else
+template <class F>
+static inline float over_lanes(__m256 y, F join) {
+    __m128 z = join(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = join(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(join(z, _mm_movehdup_ps(z)));
+}
+template <class F>
+static inline int over_lanes(__m256i y, F join) {
+    __m128i z = join(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
+    z = join(z, _mm_shuffle_epi32(z, 0x4e));
+    return _mm_cvtsi128_si32(join(z, _mm_shuffle_epi32(z, 0xb1)));
+}
 static inline float sum(Lanes x) {
-    __m256 y = added_halves(x);
-    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
-    return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+    return over_lanes(added_halves(x), [](__m128 a, __m128 b) { return _mm_add_ps(a, b); });
 }
 static inline float largest(Lanes x) {
-    __m256 y = larger_halves(x);
-    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
-    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
-    return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+    return over_lanes(larger_halves(x), [](__m128 a, __m128 b) { return _mm_max_ps(a, b); });
 }
 static inline int sum(Ints x) {
-    __m256i y = added_halves(x);
-    __m128i z = _mm_add_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    z = _mm_add_epi32(z, _mm_shuffle_epi32(z, 0x4e));
-    return _mm_cvtsi128_si32(_mm_add_epi32(z, _mm_shuffle_epi32(z, 0xb1)));
+    return over_lanes(added_halves(x), [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
 }
 static inline int largest(Ints x) {
-    __m256i y = larger_halves(x);
-    __m128i z = _mm_max_epi32(_mm256_castsi256_si128(y), _mm256_extracti128_si256(y, 1));
-    z = _mm_max_epi32(z, _mm_shuffle_epi32(z, 0x4e));
-    return _mm_cvtsi128_si32(_mm_max_epi32(z, _mm_shuffle_epi32(z, 0xb1)));
+    return over_lanes(larger_halves(x), [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); });
 }
 #endif
 

@@ -222,14 +222,18 @@ struct ForwardPass {
         return (few() ? own[m.me].x : x) + size_t(row) * hidden_stride;
     }
 
-    // Prepare what `row_of_input` makes of each row as the input of a product: by every member for itself where rows
-    // are few, else each by one member, with a barrier.
+    // work(row) for each row: by every member for itself where rows are few, else each by one member.
+    template <class F>
+    void each_row(const team::Member& m, F work) const {
+        if (!few()) return m.each(n_rows, work);
+        for (int row = 0; row < n_rows; row++) work(row);
+    }
+
+    // Prepare what `row_of_input` makes of each row as the input of a product, with a barrier where rows are many.
     template <class F>
     Inputs prepared(team::Member& m, int cols, F row_of_input) {
         const Inputs in = inputs_over(few() ? own[m.me].inputs : inputs, cols, n_rows, plan.wide != 0);
-        int first = 0, last = n_rows;
-        if (!few()) m.share(n_rows, first, last);
-        for (int row = first; row < last; row++) prepare(in, row_of_input(row), 0, row, row + 1);
+        each_row(m, [&](int row) { prepare(in, row_of_input(row), 0, row, row + 1); });
         if (!few()) m.barrier();
         return in;
     }
@@ -308,20 +312,18 @@ struct ForwardPass {
     // --- the way through ---
 
     void embed(team::Member& m) {
-        int first = 0, last = n_rows;
-        if (!few()) m.share(n_rows, first, last);
-        for (int row = first; row < last; row++) {
+        each_row(m, [&](int row) {
             float* at = residual(m, row);
             row_of(plan.embedding, token_of(row), at);
             if (plan.embedding_scale != 0) block::scale_by(at, plan.embedding_scale, plan.hidden);
-        }
-        m.share(n_rows, first, last);
-        for (int row = first; row < last; row++)
+        });
+        m.each(n_rows, [&](int row) {
             for (int i = 0; i < plan.n_ropes; i++) {
                 const Rope& rope = plan.ropes[i];
                 float* to = const_cast<float*>(cos_sin_of(row, i));
                 block::cos_sin_of(position_of(row), rope.frequencies, rope.half, rope.amplitude, to);
             }
+        });
         m.barrier();
     }
 
@@ -361,16 +363,13 @@ struct ForwardPass {
     // After the last layer: a step's rows stay with the member that holds them; the last row of a part is written to
     // `last`, where `first` reads it.
     void finish_rows(team::Member& m, const float* after) {
-        int first = 0, last = n_rows;
-        if (!few()) m.share(n_rows, first, last);
-        for (int row = first; row < last; row++)
+        each_row(m, [&](int row) {
             gain(residual(m, row), out + size_t(row) * hidden_stride, after, normed_row(m, row));
-        if (!is_chunk || (few() && m.me != 0)) return;
-        for (int row = first; row < last; row++) {
+            if (!is_chunk || (few() && m.me != 0)) return;
             const int slot = parts[part_of[row]].slot;
-            if (slot < 0 || (row + 1 < n_rows && part_of[row + 1] == part_of[row])) continue;
+            if (slot < 0 || (row + 1 < n_rows && part_of[row + 1] == part_of[row])) return;
             memcpy(plan.last + size_t(slot) * plan.hidden, residual(m, row), plan.hidden * sizeof(float));
-        }
+        });
     }
 
     void head(team::Member& m, float* logits) {
@@ -436,9 +435,10 @@ struct ForwardPass {
         return layer.window > 0 && position + 1 > layer.window ? position + 1 - layer.window : 0;
     }
 
-    attention::Heads heads() const {
+    attention::Past past_of(const Layer& layer, int row, int kv) const {
         const int group = plan.n_heads / plan.n_kv_heads;
-        return {plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
+        const attention::Heads heads{plan.kept, plan.n_kv_heads, group, plan.head_width, plan.attention_softcap};
+        return {heads, layer.cache, pages_of(layer, row), kv};
     }
 
     // A query head of a row, after QK norm, RoPE and scaling.
@@ -457,15 +457,12 @@ struct ForwardPass {
     }
 
     // A row's key and value of one head into its page.
-    void keep(const Layer& layer, int row, int kv) const {
-        const int width = plan.head_width, position = position_of(row);
-        float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + kv) * width;
+    void keep(const Layer& layer, int row, const attention::Past& past) const {
+        const int width = plan.head_width;
+        float* key = qkv + size_t(row) * qkv_stride + size_t(plan.n_heads + past.kv) * width;
         if (layer.k_norm) block::rms_norm(key, layer.k_norm, width, plan.eps, key);
         rotate(layer, row, key);
-        const int page = pages_of(layer, row)[position / attention::PAGE];
-        attention::append(
-            heads(), layer.cache, page, position % attention::PAGE, kv, key, key + size_t(plan.n_kv_heads) * width
-        );
+        attention::append(past, position_of(row), key, key + size_t(plan.n_kv_heads) * width);
     }
 
     // Rows of different sequences. The member that has the last block of a row and key head first stores the row's own
@@ -488,33 +485,21 @@ struct ForwardPass {
     bool shared_by_block() const { return n_rows * plan.n_kv_heads <= most_units; }
 
     void attend_row(team::Member& m, const Layer& layer, int row, int kv, int first, int last) {
-        const attention::Heads of = heads();
-        ThreadScratch& mine = own[m.me];
-        attention::soon_keys(of, layer.cache, pages_of(layer, row), kv, first, last);
-        keep(layer, row, kv);
-        for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
-            attention::Query queries[attention::MOST_QUERIES];
-            float* to[attention::MOST_QUERIES];
-            const int n = of.group - begin < attention::MOST_QUERIES ? of.group - begin : attention::MOST_QUERIES;
-            for (int i = 0; i < n; i++) {
-                const int head = kv * of.group + begin + i;
-                float* q = mine.queries + size_t(i) * of.width;
-                query_of(layer, row, head, q);
-                queries[i] = {q, first, last};
-                to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
-            }
-            attention::attend(of, layer.cache, pages_of(layer, row), kv, queries, n, to, mine.partial);
-        }
+        const attention::Past past = past_of(layer, row, kv);
+        attention::soon_keys(past, first, last);
+        keep(layer, row, past);
+        attend_run(m, layer, row, row + 1, past);
     }
 
     size_t block_place(int row, int head, int at) const { return (size_t(row) * plan.n_heads + head) * n_blocks + at; }
 
     void attend_block(team::Member& m, const Layer& layer, int row, int kv, int at, int first, int last) {
-        const attention::Heads of = heads();
+        const attention::Past past = past_of(layer, row, kv);
+        const attention::Heads& of = past.heads;
         ThreadScratch& mine = own[m.me];
         const int begin_of_block = at * attention::BLOCK;
-        attention::soon_keys(of, layer.cache, pages_of(layer, row), kv, first > begin_of_block ? first : begin_of_block, last);
-        if ((last - 1) / attention::BLOCK == at) keep(layer, row, kv);
+        attention::soon_keys(past, first > begin_of_block ? first : begin_of_block, last);
+        if ((last - 1) / attention::BLOCK == at) keep(layer, row, past);
         for (int begin = 0; begin < of.group; begin += attention::MOST_QUERIES) {
             attention::Query queries[attention::MOST_QUERIES];
             attention::SoftmaxState partials[attention::MOST_QUERIES];
@@ -526,7 +511,7 @@ struct ForwardPass {
                 queries[i] = {q, first, last};
                 partials[i].mixed = block_mixed + block_place(row, head, at) * of.width;
             }
-            attention::attend_typed(of, layer.cache, pages_of(layer, row), kv, at, queries, n, partials);
+            attention::attend_typed(past, at, queries, n, partials);
             for (int i = 0; i < n; i++) {
                 float* to = block_partials + 2 * block_place(row, kv * of.group + begin + i, at);
                 to[0] = partials[i].top;
@@ -568,19 +553,20 @@ struct ForwardPass {
 
     // All keys and values first, then rows of one sequence together, key head by key head.
     void attend_chunk(team::Member& m, const Layer& layer) {
-        int first, last;
-        m.share(n_rows, first, last);
-        for (int row = first; row < last; row++)
-            for (int kv = 0; kv < plan.n_kv_heads; kv++) keep(layer, row, kv);
+        m.each(n_rows, [&](int row) {
+            for (int kv = 0; kv < plan.n_kv_heads; kv++) keep(layer, row, past_of(layer, row, kv));
+        });
         m.barrier();
         for (int unit = m.me; unit < n_runs * plan.n_kv_heads; unit += m.n) {
             const int run = unit / plan.n_kv_heads;
-            attend_run(m, layer, run_begins[run], run_begins[run + 1], unit % plan.n_kv_heads);
+            const attention::Past past = past_of(layer, run_begins[run], unit % plan.n_kv_heads);
+            attend_run(m, layer, run_begins[run], run_begins[run + 1], past);
         }
     }
 
-    void attend_run(team::Member& m, const Layer& layer, int begin, int end, int kv) {
-        const attention::Heads of = heads();
+    // The heads of `past` of rows [begin, end), which are of one sequence.
+    void attend_run(team::Member& m, const Layer& layer, int begin, int end, const attention::Past& past) {
+        const attention::Heads& of = past.heads;
         ThreadScratch& mine = own[m.me];
         const int total = (end - begin) * of.group;
         for (int done = 0; done < total; done += attention::MOST_QUERIES) {
@@ -588,13 +574,13 @@ struct ForwardPass {
             float* to[attention::MOST_QUERIES];
             const int n = total - done < attention::MOST_QUERIES ? total - done : attention::MOST_QUERIES;
             for (int i = 0; i < n; i++) {
-                const int row = begin + (done + i) / of.group, head = kv * of.group + (done + i) % of.group;
+                const int row = begin + (done + i) / of.group, head = past.kv * of.group + (done + i) % of.group;
                 float* q = mine.queries + size_t(i) * of.width;
                 query_of(layer, row, head, q);
                 queries[i] = {q, first_visible(layer, position_of(row)), position_of(row) + 1};
                 to[i] = attended + size_t(row) * attended_stride + size_t(head) * of.width;
             }
-            attention::attend(of, layer.cache, pages_of(layer, begin), kv, queries, n, to, mine.partial);
+            attention::attend(past, queries, n, to, mine.partial);
         }
     }
 
@@ -607,13 +593,12 @@ struct ForwardPass {
 
     void mlp_experts(team::Member& m, const Layer& layer, const Inputs& in) {
         const int n_takers = n_rows * plan.n_used, scores_stride = padded(plan.n_experts);
-        int first, last;
         product(m, layer.router, in, scores, scores_stride);
         m.barrier();
-        m.share(n_rows, first, last);
-        for (int row = first; row < last; row++)
+        m.each(n_rows, [&](int row) {
             block::route(scores + size_t(row) * scores_stride, plan.n_experts, plan.n_used, plan.renormalise != 0,
                          chosen + row * plan.n_used, shares + row * plan.n_used);
+        });
         m.barrier();
         if (m.me == 0) sort_by_expert();
         m.barrier();
@@ -631,8 +616,7 @@ struct ForwardPass {
             tiles_of(layer.experts[2 * expert + 1], inner, n, place_of, hidden_stride, from, to);
         });
         m.barrier();
-        m.share(n_rows, first, last);
-        for (int row = first; row < last; row++) sum_experts(row);
+        m.each(n_rows, [&](int row) { sum_experts(row); });
         m.barrier();
     }
 
@@ -653,12 +637,10 @@ struct ForwardPass {
     // Prepare each routed row's input in the place of its expert.
     template <class F>
     void by_taker(team::Member& m, int n_takers, int cols, F row_of_input) {
-        int first, last;
-        m.share(n_takers, first, last);
-        for (int i = first; i < last; i++) {
+        m.each(n_takers, [&](int i) {
             const int expert = chosen[taker[i]], row = i - first_of[expert];
             prepare(inputs_of_expert(expert, cols), row_of_input(i), 0, row, row + 1);
-        }
+        });
         m.barrier();
     }
 
@@ -725,9 +707,10 @@ struct Loop : ForwardPass {
         if (outputs->n > 0) give_outputs(m);
     }
 
-    static void step_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->step(m); }
-    static void chunk_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->chunk(m); }
-    static void first_job(void* loop, team::Member& m) { static_cast<Loop*>(loop)->first(m); }
+    template <void (Loop::*JOB)(team::Member&)>
+    void run() {
+        team.run([](void* loop, team::Member& m) { (static_cast<Loop*>(loop)->*JOB)(m); }, this);
+    }
 
     // A step boundary, then steps while the boundary returns true. A thread that waits for the team gets it between two
     // steps.
@@ -753,7 +736,7 @@ struct Loop : ForwardPass {
         is_chunk = true;
         parts = of, tokens = ids, outputs = asked;
         place_rows(n_parts);
-        team.run(chunk_job, this);
+        run<&Loop::chunk>();
         team.release();
     }
 
@@ -762,14 +745,14 @@ struct Loop : ForwardPass {
         team.acquire();
         is_chunk = true;
         n_rows = 1, first_slot = slot;
-        team.run(first_job, this);
+        run<&Loop::first>();
         team.release();
     }
 
     void run_step() {
         n_rows = *TABLE_n_rows(plan.view);
         is_chunk = false;
-        if (n_rows > 0) team.run(step_job, this);
+        if (n_rows > 0) run<&Loop::step>();
     }
 
     bool pass_boundary() {

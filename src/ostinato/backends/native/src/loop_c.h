@@ -19,7 +19,7 @@ unsigned long long ostinato_scratch_bytes(const loop::Plan* plan) { return loop:
 
 // A loop over a plan, with its team asleep; null where the system has no memory or no threads for it. The plan's memory
 // must outlive it; the struct itself is copied.
-void* ostinato_open(const loop::Plan* plan) {
+loop::Loop* ostinato_open(const loop::Plan* plan) {
     try {
         return new loop::Loop(*plan);
     } catch (const std::bad_alloc&) {
@@ -28,23 +28,25 @@ void* ostinato_open(const loop::Plan* plan) {
     return nullptr;
 }
 
-void ostinato_close(void* opened) { delete static_cast<loop::Loop*>(opened); }
+void ostinato_close(loop::Loop* opened) { delete opened; }
 
 // What the step boundary compares with the table's own at every step.
-void ostinato_built(void* opened, unsigned long long hash, unsigned long long epoch) {
-    static_cast<loop::Loop*>(opened)->plan.hash = hash;
-    static_cast<loop::Loop*>(opened)->plan.epoch = epoch;
+void ostinato_built(loop::Loop* opened, unsigned long long hash, unsigned long long epoch) {
+    opened->plan.hash = hash;
+    opened->plan.epoch = epoch;
 }
 
-void ostinato_run(void* opened) { static_cast<loop::Loop*>(opened)->run_loop(); }
-void ostinato_step(void* opened) { static_cast<loop::Loop*>(opened)->run_one_step(); }
-void ostinato_chunk(void* opened, const loop::Part* parts, int n_parts, const int* ids, const loop::Outputs* outputs) {
-    static_cast<loop::Loop*>(opened)->run_chunk(parts, n_parts, ids, outputs);
+void ostinato_run(loop::Loop* opened) { opened->run_loop(); }
+void ostinato_step(loop::Loop* opened) { opened->run_one_step(); }
+void ostinato_chunk(
+    loop::Loop* opened, const loop::Part* parts, int n_parts, const int* ids, const loop::Outputs* outputs
+) {
+    opened->run_chunk(parts, n_parts, ids, outputs);
 }
-void ostinato_first(void* opened, int slot) { static_cast<loop::Loop*>(opened)->run_first(slot); }
+void ostinato_first(loop::Loop* opened, int slot) { opened->run_first(slot); }
 
 // Ownership of the team, for a caller that runs several jobs between two steps of the loop.
-void ostinato_acquire(void* opened) { static_cast<loop::Loop*>(opened)->team.acquire(); }
-void ostinato_release(void* opened) { static_cast<loop::Loop*>(opened)->team.release(); }
+void ostinato_acquire(loop::Loop* opened) { opened->team.acquire(); }
+void ostinato_release(loop::Loop* opened) { opened->team.release(); }
 
 }

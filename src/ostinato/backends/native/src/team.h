@@ -86,6 +86,12 @@ struct Member {  // a job's argument: its number, and the number of members
         first = int(n_parts * me / n);
         last = int(n_parts * (me + 1) / n);
     }
+    template <class F>
+    void each(int n_parts, F work) const {  // work(part) for each of this member's
+        int first, last;
+        share(n_parts, first, last);
+        for (int part = first; part < last; part++) work(part);
+    }
 };
 
 using Job = void (*)(void* what, Member& member);
