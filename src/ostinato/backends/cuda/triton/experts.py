@@ -1,11 +1,5 @@
 """Routed experts of a decode step; twins in `backends/torch/ops/matmul.py`.
 
-    bind_route(scores, experts, weights, n_rows, *, n_used, renormalise, pdl=False) -> TritonLaunch
-    bind_experts_gate_up(x, weight, out, experts, n_rows, *, norm=None, activation, tile=None, pdl=False)
-        -> TritonLaunch | Launches
-    bind_experts_down(x, weight, out, experts, weights, n_rows, *, epilogue="add", stats=None, prepared=None,
-                      tile=None, pdl=False) -> TritonLaunch
-
 The experts' matrices stand on top of each other, dense or packed: for each expert its gate, then its up; gate and up of
 two types are a `Stack` of both, each of all experts. x, out and n_rows are as in `matmul.py`. A row stands alone in its
 programs and its experts are added in order of their ids, so its bits depend on the row alone. Bound by reading the
@@ -34,8 +28,6 @@ from ostinato.backends.cuda.triton.matmul import (
     activate,
     check_out,
     constants_of,
-    gdc_launch_dependents,
-    gdc_wait,
     load_stats,
     norm_kind,
     norm_tensors,
@@ -56,12 +48,9 @@ from ostinato.models.shape import Activation
 @triton.jit
 def route_kernel(
     score_ptr, expert_ptr, share_ptr, n_rows_ptr, N_EXPERTS: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr,
-    RENORMALISE: tl.constexpr, PDL: tl.constexpr,
+    RENORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the N_USED experts of the highest scores, the lower id first among equals, in order of id."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     if row >= tl.load(n_rows_ptr):
         return
@@ -89,15 +78,12 @@ def experts_gate_up_kernel(
     stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
     NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
-    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N values of one row's j-th expert. Grid: rows times N_USED, output tiles. A row stands alone
     in its tile, whatever its neighbours chose. GATED: gate and up at once; ACT and MULTIPLY: one after the other."""
     place, n_tile = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = place // N_USED
     if row >= tl.load(n_rows_ptr):
         return
@@ -140,13 +126,10 @@ def experts_down_kernel(
     stats_ptr, prepared_ptr, prepared_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
     TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of one row, over its experts in order. Grid: rows, output tiles."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, n_tile = tl.program_id(0), tl.program_id(1)
     if row >= tl.load(n_rows_ptr):
         return
@@ -178,7 +161,6 @@ def bind_route(
     *,
     n_used: int,
     renormalise: bool,
-    pdl: bool = False,
 ) -> TritonLaunch:
     """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
     device, (n_slots, n_experts) = scores.device, scores.shape
@@ -202,8 +184,7 @@ def bind_route(
             "WIDE": triton.next_power_of_2(n_experts),
             "N_USED": n_used,
             "RENORMALISE": renormalise,
-            "PDL": pdl,
-            **options_of(Tile(0, 0), pdl),
+            **options_of(Tile(0, 0)),
         },
     )
 
@@ -218,7 +199,6 @@ def bind_experts_gate_up(
     norm: InputNorm | None = None,
     activation: Activation,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> TritonLaunch | Launches:
     """Gate, up and activation of each row's experts, as one call; what it computes is `experts_gate_up_torch`.
 
@@ -231,7 +211,7 @@ def bind_experts_gate_up(
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
 
     def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"]) -> TritonLaunch:
-        return _gate_up(x, part, out, experts, n_rows, epilogue, norm, activation, tile, pdl)
+        return _gate_up(x, part, out, experts, n_rows, epilogue, norm, activation, tile)
 
     if not isinstance(weight, Stack):
         return bound(for_a_gpu(weight), "gated")
@@ -251,7 +231,6 @@ def _gate_up(
     norm: InputNorm | None,
     activation: Activation,
     tile: Tile | None,
-    pdl: bool,
 ) -> TritonLaunch:
     device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
     n_outputs, k = shape_of(weight)
@@ -278,9 +257,8 @@ def _gate_up(
             "NORM": norm_kind(norm),
             "EPILOGUE": EPILOGUES[epilogue],
             "ACTIVATION": ACTIVATIONS[activation],
-            "PDL": pdl,
             **(constants_of(weight, cut, k) | {"ROWS": 8}),
-            **options_of(cut, pdl),
+            **options_of(cut),
         },
     )
 
@@ -297,7 +275,6 @@ def bind_experts_down(
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> TritonLaunch:
     """The weighted sum over each row's experts, as one call; what it computes is `experts_down_torch`."""
     device, (n_slots, n_used, k) = x.device, x.shape
@@ -334,9 +311,8 @@ def bind_experts_down(
             "N_USED": n_used,
             "N_STATS": n_stats(n),
             "EPILOGUE": EPILOGUES[epilogue],
-            "PDL": pdl,
             **constants,
-            **options_of(cut, pdl),
+            **options_of(cut),
         },
     )
 

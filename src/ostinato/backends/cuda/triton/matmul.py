@@ -1,8 +1,5 @@
 """The products of a decode step: y = epilogue(norm(x) W^T) for rows 0 to n_rows - 1; twins in `torch/ops`.
 
-    bind_matmul(x, weight, out, n_rows, *, epilogue="store", norm=None, bias=None, scale=None, softcap=None,
-                activation=None, stats=None, prepared=None, tile=None, pdl=False) -> TritonLaunch | Launches
-
 x float32 or bfloat16 [n_slots, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out float32 or
 bfloat16 [n_slots, out] ([n_slots, out / 2] for "gated"); n_rows int32 [1] on the device; sums in float32. Written in
 place: out, stats and prepared.out, rows below n_rows only. Bound by reading the weight once for each 16 rows.
@@ -37,7 +34,6 @@ from ostinato.backends.cuda.triton.unpack import (
     operand,
     places_of_rows,
     q6_unit,
-    rows_in_plane,
     scaled_unit,
 )
 from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput, n_stats
@@ -55,12 +51,6 @@ EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "
 NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
 SILU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh"))}
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
-    from triton.language.extra.cuda import gdc_wait as gdc_wait
-except ImportError:  # a Triton without them: `pdl` is refused when a product is bound
-    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit
@@ -95,36 +85,6 @@ def load_stats(
     block = tl.arange(0, WIDE)
     ok = (block < N_STATS)[:, None] & row_ok[None, :]
     return tl.load(stats_ptr + (rows[None, :] * N_STATS + block[:, None]) * 2 + WHICH, mask=ok, other=0.0)
-
-
-@triton.jit
-def prefetch(at):
-    """Prefetch the cache lines of these addresses into L2, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@triton.jit
-def wait_for_others(
-    w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
-    W: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """Let the next kernel start, prefetch the first weights, which no kernel writes, and wait for the kernel before."""
-    gdc_launch_dependents()
-    if TYPE == DENSE:
-        LINE: tl.constexpr = 64  # elements to a line of the cache, or two
-        ahead = tl.arange(0, 2 * BLOCK_K // LINE if 2 * BLOCK_K <= K else 1)[None, :] * LINE
-        prefetch(w_ptr + n[:, None].to(tl.int64) * K + ahead)
-        if TWO:
-            prefetch(w_ptr + n_second[:, None].to(tl.int64) * K + ahead)
-    else:
-        UNITS: tl.constexpr = K // W if TYPE == Q8_0 else K // (2 * W)
-        ahead = tl.arange(0, 8 if UNITS >= 8 else 1)[None, :] * (RUN * W)
-        prefetch(rows_in_plane(w_ptr, n, UNITS, W, RUN)[:, None] + ahead)
-        if TWO:
-            prefetch(rows_in_plane(w_ptr, n_second, UNITS, W, RUN)[:, None] + ahead)
-    gdc_wait()
 
 
 @triton.jit
@@ -418,7 +378,7 @@ def matmul_kernel(
     K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
@@ -431,8 +391,6 @@ def matmul_kernel(
     # Outputs past the end read the last one's weights and are never stored.
     inside = FIRST + tl.minimum(n, N - 1)
     TWO: tl.constexpr = EPILOGUE == GATED
-    if PDL:
-        wait_for_others(w_ptr, inside, inside + N, K, TWO, BLOCK_K, TYPE, W, RUN)
     n_rows = tl.load(n_rows_ptr)
     if row_tile > 0:  # noqa: SIM102 -- not one condition: the first tile asks for weights before it knows n_rows
         if row_tile * ROWS >= n_rows:
@@ -491,7 +449,6 @@ def bind_matmul(
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> TritonLaunch | Launches:
     """The product as one call without arguments; what it computes is `matmul_torch`. Every argument stays where it is.
 
@@ -499,7 +456,7 @@ def bind_matmul(
     into what the first wrote. Not given a tile, the one of the weight's type and shape is taken.
     """
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=x.device)
-    rest: dict[str, Any] = {"norm": norm, "softcap": softcap, "activation": activation, "tile": tile, "pdl": pdl}
+    rest: dict[str, Any] = {"norm": norm, "softcap": softcap, "activation": activation, "tile": tile}
     # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
     apart = isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None
     if not isinstance(weight, Stack) and not apart:
@@ -555,7 +512,6 @@ def _bound(
     stats: Tensor | None,
     prepared: PreparedInput | None,
     tile: Tile | None,
-    pdl: bool,
     rows: tuple[int, int] | None = None,
 ) -> TritonLaunch:
     """One launch; `rows`: which row of the weight is the first, and how many there are, where it is not all of them."""
@@ -610,13 +566,12 @@ def _bound(
             "EPILOGUE": EPILOGUES[epilogue],
             "ACTIVATION": ACTIVATIONS[activation or "silu"],
             "FEW": cut.few and packed and norm_kind(norm) != 3,
-            "PDL": pdl,
             # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
             "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
             "SPLIT_K": cut.split_k,
             "APART": cut.apart,
             **constants_of(weight, cut, k),
-            **options_of(cut, pdl),
+            **options_of(cut),
         },
     )
 
@@ -699,10 +654,6 @@ def constants_of(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object
     }
 
 
-def options_of(cut: Tile, pdl: bool) -> dict[str, object]:
-    if pdl and gdc_wait is None:
-        raise InternalError("this Triton has no programmatic dependent launch; bind without pdl")
+def options_of(cut: Tile) -> dict[str, object]:
     options: dict[str, object] = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-    if cut.max_registers is not None:
-        options["maxnreg"] = cut.max_registers
-    return options | ({"launch_pdl": True} if pdl else {})
+    return options if cut.max_registers is None else options | {"maxnreg": cut.max_registers}
