@@ -710,7 +710,7 @@ def judge_phases(setting: Setting, ended: Sequence[Ended]) -> list[Outcome]:
 def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, runs: int) -> Iterator[Record]:
     """The pace of a loop with every fusion, and with each of them switched off."""
     from ostinato.backends.cuda.kernels import triton_kernels
-    from ostinato.backends.cuda.plan import Fusions, fused_plan
+    from ostinato.backends.cuda.plan import FusedPlan, Fusions
     from ostinato.backends.torch.kernels import twin_kernels
 
     model = model_on(name, type, device)
@@ -719,7 +719,7 @@ def fusions(device: str, *, name: str, type: str, depth: int, n_tokens: int, run
         chosen = Fusions() if off is None else replace(Fusions(), **{off: False})
         with closing(_by_hand(model, type, mode="loop", context=depth + n_tokens + 64, n_slots=1)) as driver:
             runner = driver.runner
-            plan = fused_plan(model, runner.memory, runner.tables, runner.n_tokens, kernels, chosen)
+            plan = FusedPlan(model, runner.memory, runner.tables, runner.n_tokens, kernels, chosen).plan()
             kind: Any = runner.start.__class__
             start = kind(plan, runner.tables, runner.guard, runner.changed.set)
             runner.decode_mode.replace(plan, start)

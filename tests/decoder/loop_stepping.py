@@ -17,8 +17,8 @@ from torch import Tensor
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.plan import fused_plan
-from ostinato.backends.cuda.static_plan import static_plan
+from ostinato.backends.cuda.plan import FusedPlan
+from ostinato.backends.cuda.static_plan import StaticStep
 from ostinato.backends.native.pages import NativePages
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TWIN
@@ -79,7 +79,7 @@ def fused(kind: MemoryKind) -> Runner:
     runner = opened(model_of(kind), TWIN)
     inside = runner.model, runner.memory, runner.tables, N_VOCAB
     runner.chunks = FusedChunks(*inside, twin_kernels(), twin_prompts())
-    return replanned(runner, fused_plan(*inside, twin_kernels()))
+    return replanned(runner, FusedPlan(*inside, twin_kernels()).plan())
 
 
 def static(kind: MemoryKind) -> Runner:
@@ -89,7 +89,7 @@ def static(kind: MemoryKind) -> Runner:
     runner.memory = PagedMemory.of(runner.model, runner.groups, n_slots=n_slots, kv_type="f32", page_tokens=PAGE)
     inside = runner.model, runner.memory, runner.tables, N_VOCAB
     runner.chunks = TorchChunks(*inside, twin_kernels())
-    return replanned(runner, static_plan(*inside, twin_kernels()))
+    return replanned(runner, StaticStep(*inside, twin_kernels()).plan())
 
 
 def replanned(runner: Runner, plan: Plan) -> Runner:

@@ -121,9 +121,8 @@ def test_torch_counts_the_most_rows_of_logits_that_it_gives_at_once(kind: Memory
 def test_a_gpu_counts_the_fused_steps_buffers_and_keeps_rings_in_the_hosts_memory() -> None:
     model = random_model("kv")
     plan = plan_of(model.shape, on_gpu(3, 100))
-    step = StepBuffers.of(model, 3)
-    buffers = [getattr(step, name) for name in StepBuffers.__dataclass_fields__]
-    allocated = sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    step = StepBuffers.of(model.shape, 3, model.device)
+    allocated = sum(buffer.numel() * buffer.element_size() for buffer in step.named.values())
     assert sizes(plan)["step buffers"] == allocated
     assert [row.name for row in plan.rows if row.on_host] == ["admissions", "rings"]
     assert plan.device_bytes + plan.host_bytes == sum(row.n_bytes for row in plan.rows)

@@ -11,7 +11,7 @@ import torch
 
 from ostinato.backends.base import Settled
 from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.plan import fused_plan
+from ostinato.backends.cuda.plan import FusedPlan
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.compare import RouteJudge, checksums, compare_weights, first_difference
 from ostinato.backends.torch.forward import through_mlp
@@ -255,7 +255,7 @@ def opens_fused(kernels: StepKernels) -> Callable[[Model, Settled], Runner]:
     def open(model: Model, settled: Settled) -> Runner:
         runner = open_runner(model, settled)
         runner.start.close()
-        runner.plan = fused_plan(model, runner.memory, runner.tables, runner.n_tokens, kernels)
+        runner.plan = FusedPlan(model, runner.memory, runner.tables, runner.n_tokens, kernels).plan()
         runner.start = CpuEager(runner.plan, runner.tables, runner.guard, runner.changed.set)
         runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
         runner.chunks = FusedChunks(

@@ -7,7 +7,7 @@ import torch
 
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
-from ostinato.backends.cuda.plan import ALL_FUSIONS, Fusions, fused_plan
+from ostinato.backends.cuda.plan import ALL_FUSIONS, FusedPlan, Fusions
 from ostinato.backends.torch.kernels import StepKernels, twin_kernels, twin_prompts
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
@@ -32,7 +32,7 @@ def fused_driver(
     driver = open_loop(model=model, mode="twin", n_slots=n_slots, kv_type=kv_type)  # type: ignore[arg-type]
     runner = driver.runner
     runner.start.close()
-    runner.plan = fused_plan(model, runner.memory, runner.tables, model.shape.vocab, kernels, fusions)
+    runner.plan = FusedPlan(model, runner.memory, runner.tables, model.shape.vocab, kernels, fusions).plan()
     runner.start = CpuLoop(runner.plan, runner.tables, runner.guard)
     runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
     return driver

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.backends.cuda.backend import SPARE_STATES
-from ostinato.backends.cuda.static_plan import static_plan
+from ostinato.backends.cuda.static_plan import StaticStep
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.kernels import StepKernels, twin_kernels
@@ -57,7 +57,7 @@ def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: 
         page_tokens=runner.page_tokens,
     )
     runner.chunks = TorchChunks(model, runner.memory, runner.tables, model.shape.vocab, kernels)
-    runner.plan = static_plan(model, runner.memory, runner.tables, model.shape.vocab, kernels)
+    runner.plan = StaticStep(model, runner.memory, runner.tables, model.shape.vocab, kernels).plan()
     runner.start = CpuLoop(runner.plan, runner.tables, runner.guard, runner.changed.set)
     runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
     return driver
@@ -404,5 +404,5 @@ def test_states_without_spare_rows_are_refused() -> None:
     model = random_model("recurrent")
     driver = open_loop(model=model)
     with pytest.raises(InternalError, match="a static step of 4 slots needs 2 more"):
-        static_plan(model, driver.runner.memory, driver.runner.tables, 128, twin_kernels())
+        StaticStep(model, driver.runner.memory, driver.runner.tables, 128, twin_kernels())
     driver.runner.close()

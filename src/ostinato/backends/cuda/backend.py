@@ -135,9 +135,9 @@ class FusedRunner(CudaRunner):
 
     def _step(self) -> tuple[Plan, CudaStart]:
         from ostinato.backends.cuda.kernels import triton_kernels
-        from ostinato.backends.cuda.plan import fused_plan
+        from ostinato.backends.cuda.plan import FusedPlan
 
-        plan = fused_plan(self.model, self.memory, self.tables, self.n_tokens, triton_kernels())
+        plan = FusedPlan(self.model, self.memory, self.tables, self.n_tokens, triton_kernels()).plan()
         return plan, self._start(plan)
 
 
@@ -146,11 +146,11 @@ class StaticRunner(CudaRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.kernels import triton_kernels
-        from ostinato.backends.cuda.static_plan import static_plan
+        from ostinato.backends.cuda.static_plan import StaticStep
         from ostinato.backends.torch.chunks import TorchChunks
 
         kernels = triton_kernels()
-        plan = static_plan(self.model, self.memory, self.tables, self.n_tokens, kernels)
+        plan = StaticStep(self.model, self.memory, self.tables, self.n_tokens, kernels).plan()
         chunks = TorchChunks(self.model, self.memory, self.tables, self.n_tokens, kernels)
         chunks.warm()
         return plan, self._start(plan), chunks
@@ -231,25 +231,9 @@ def _step_bytes(shape: Shape, settled: Settled) -> int:
     import torch
 
     from ostinato.backends.cuda.plan import StepBuffers
-    from ostinato.backends.torch.model import Model
-    from ostinato.backends.torch.table import TWINS
 
-    dtype = getattr(torch, settled.dtype)
-    embedding = torch.empty((shape.vocab, shape.hidden), dtype=dtype, device="meta")
-    model = Model(
-        shape=shape,
-        embedding=embedding,
-        position_embedding=None,
-        layers=(),
-        norm=None,
-        head=None,
-        ops=TWINS,
-        dtype=dtype,
-        device=embedding.device,
-    )
-    step = StepBuffers.of(model, settled.n_slots)
-    buffers = [getattr(step, name) for name in StepBuffers.__dataclass_fields__]
-    return sum(buffer.numel() * buffer.element_size() for buffer in buffers)
+    step = StepBuffers.of(shape, settled.n_slots, torch.device("meta"))
+    return sum(buffer.nbytes for buffer in step.named.values())
 
 
 def _workspace_bytes(shape: Shape, settled: Settled) -> int:

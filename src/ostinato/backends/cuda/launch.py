@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ostinato.errors import BadPointer
+
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+EITHER: Final = (torch.float32, torch.bfloat16)  # of rows that products take and leave
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,13 @@ class TritonLaunch:
     grid: tuple[int, ...]
     args: tuple[Any, ...]
     constants: Mapping[str, Any]  # by name: what it is compiled for, and options such as num_warps
+
+    @staticmethod
+    def of(kernel: Any, grid: tuple[int, ...], given: Mapping[str, Any], **options: Any) -> TritonLaunch:
+        """The kernel over what it takes of `given`, by the names of its parameters; constants are upper case."""
+        args = tuple(given[name] for name in kernel.arg_names if not name.isupper())
+        constants = {name: given[name] for name in kernel.arg_names if name.isupper()}
+        return TritonLaunch(kernel, grid, args, constants | options)
 
     def __call__(self) -> None:
         self.kernel[self.grid](*self.args, **self.constants)

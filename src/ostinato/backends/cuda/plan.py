@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launches
-from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import StepKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import tensors_of
+from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables, sampled
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
+from ostinato.models.shape import Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +68,7 @@ class StepBuffers:
     logits: Tensor
 
     @staticmethod
-    def of(model: Model, n_slots: int) -> StepBuffers:
-        s, device = model.shape, model.device
-
+    def of(s: Shape, n_slots: int, device: torch.device) -> StepBuffers:
         def rows(*width: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return zeros((n_slots, *width), dtype, device)
 
@@ -94,9 +92,13 @@ class StepBuffers:
             logits=rows(s.vocab),
         )
 
+    @property
+    def named(self) -> dict[str, Tensor]:
+        return {name: getattr(self, name) for name in StepBuffers.__dataclass_fields__}
+
 
 class FusedPlan:
-    """Collects the nodes of one model's step."""
+    """Collects the nodes of one model's step. `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
 
     def __init__(
         self,
@@ -107,26 +109,26 @@ class FusedPlan:
         kernels: StepKernels,
         fusions: Fusions = ALL_FUSIONS,
     ) -> None:
-        assert memory.kv is not None
         self._fusions = fusions
-        self._model, self._memory, self._kv, self._kernels = model, memory, memory.kv, kernels
+        self._model, self._memory, self._kernels = model, memory, kernels
+        self._kept = dict(memory_tensors(memory))
         self._table, self._tables, self._n_tokens = tables.table, tables, n_tokens
         self._n_slots = tables.layout.n_slots
-        self.step = StepBuffers.of(model, self._n_slots)
+        self.step = StepBuffers.of(model.shape, self._n_slots, model.device)
         self._n_rows = self._table["n_rows"]
         self._rows = StepRows.of(self._table)
         self._buffers: dict[str, Tensor] = {
             "table": tables.table.memory,
             "admissions": tables.admissions.memory,
             "rings": tables.rings.memory,
-            **{name: getattr(self.step, name) for name in StepBuffers.__dataclass_fields__},
+            **self.step.named,
         }
         self._nodes: list[Node] = []
         workspace = kernels.attend_workspace(self._n_slots, heads_of(model, 0), model.device)
         self._workspace = workspace
         self._sample_workspace = kernels.sample_workspace(self._n_slots, model.shape.vocab, model.device)
         for owner, made in (("attend", workspace), ("sample", self._sample_workspace)):
-            for number, tensor in enumerate(_tensors(made)):
+            for number, (_, tensor) in enumerate(tensors_of(made, "")):
                 self._buffers[f"{owner}.workspace.{number}"] = tensor
 
     def plan(self) -> Plan:
@@ -162,10 +164,10 @@ class FusedPlan:
         n_bytes = 0
         names = []
         for label, weight in (weights or {}).items():
-            for number, tensor in enumerate(_tensors(weight)):
+            for number, (_, tensor) in enumerate(tensors_of(weight, "")):
                 self._buffers.setdefault(f"{label}.{number}", tensor)
                 names.append(f"{label}.{number}")
-                n_bytes += tensor.numel() * tensor.element_size()
+                n_bytes += tensor.nbytes
         n_launches = len(run.parts) if isinstance(run, Launches) else 1
         self._nodes.append(Node(name, kind, run, (*reads, "table", *names), writes, int(n_bytes * share), n_launches))
 
@@ -195,10 +197,7 @@ class FusedPlan:
 
     def _attend(self, name: str, attention: Attention, number: int) -> None:
         s = self.step
-        keys, values = self._kv.keys[number], self._kv.values[number]
-        names = {f"memory.{number}.keys": keys.values, f"memory.{number}.values": values.values}
-        if keys.scales is not None and values.scales is not None:
-            names |= {f"memory.{number}.keys.scales": keys.scales, f"memory.{number}.values.scales": values.scales}
+        names = {name: kept for name, kept in self._kept.items() if name.startswith(f"memory.{number}.")}
         self._buffers |= names
         kv = paged_kv_of(self._memory, number)
         rows = StepRows.of(self._table, self._memory.group_of[number])
@@ -374,18 +373,6 @@ def paged_kv_of(memory: PagedMemory, number: int) -> PagedKV:
     return PagedKV(keys.values[0], values.values[0], memory.page_tokens, *scales)
 
 
-def fused_plan(
-    model: Model,
-    memory: PagedMemory,
-    tables: Tables,
-    n_tokens: int,
-    kernels: StepKernels,
-    fusions: Fusions = ALL_FUSIONS,
-) -> Plan:
-    """The plan of a step over these tables; `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
-    return FusedPlan(model, memory, tables, n_tokens, kernels, fusions).plan()
-
-
 def _apart(linear: Linear, *, halved: bool) -> list[Linear]:
     """A product for each part of a stack, with its share of bias and scale; with `halved`, of a dense one too."""
     weight = linear.weight
@@ -409,20 +396,3 @@ def flat(weight: Weight | tuple[Weight, ...]) -> Weight:
     if isinstance(weight, tuple):
         raise InternalError("a GPU's kernels were given one matrix for each expert, as the CPU has them")
     return weight.flatten(0, 1) if isinstance(weight, Tensor) else weight
-
-
-def _tensors(part: Any) -> list[Tensor]:
-    """The tensors of a weight, a linear or a workspace."""
-    if isinstance(part, Tensor):
-        return [part]
-    if isinstance(part, Packed):
-        return list(part.planes)
-    if isinstance(part, Stack):
-        return [tensor for one in part.parts for tensor in _tensors(one)]
-    if isinstance(part, Linear):
-        return [tensor for one in (part.weight, part.bias, part.scale) for tensor in _tensors(one)]
-    if isinstance(part, Mapping):
-        return [tensor for one in part.values() for tensor in _tensors(one)]
-    if hasattr(part, "__dataclass_fields__"):
-        return [tensor for name in part.__dataclass_fields__ for tensor in _tensors(getattr(part, name))]
-    return []

@@ -10,9 +10,8 @@ of `backends/cuda/kernels.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,11 +23,10 @@ from ostinato.backends.torch.kernels import Launch, StepKernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, StepRows
 from ostinato.backends.torch.paged import PagedMemory
-from ostinato.backends.torch.plan import memory_tensors, tensors_of
+from ostinato.backends.torch.plan import BlockStep, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Arena, Tables, sampled
-from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
 
 
@@ -97,16 +95,14 @@ class StepMemory:
             kept[:, 0].index_copy_(0, self.to_row, new[:, 0])
 
 
-class StaticStep:
-    """The nodes' code and the buffers between them, by row."""
+class StaticStep(BlockStep):
+    """All rows at once. `memory` keeps SPARE_STATES more rows of states than there are slots."""
 
-    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, kernels: StepKernels) -> None:
-        self._model, self._table = model, tables.table
-        shape, device = model.shape, model.device
-        self._n_slots = n_slots = tables.layout.n_slots
-        wide = torch.float32 if shape.wide_residual else model.dtype
-        self.x = zeros((n_slots, shape.hidden), wide, device)
-        self.logits = zeros((n_slots, shape.vocab), torch.float32, device)
+    kind = ", static"
+
+    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> None:
+        super().__init__(model, memory, tables, n_tokens)
+        shape, device, n_slots, self._kernels = model.shape, model.device, self._n_slots, kernels
         self.from_row, self.to_row = (zeros((n_slots,), torch.int64, device) for _ in range(2))
         self.cos_sin = {
             rope: (zeros((n_slots, len(f)), torch.float32, device), zeros((n_slots, len(f)), torch.float32, device))
@@ -118,6 +114,10 @@ class StaticStep:
         self._scale = None if scale is None else torch.tensor(scale, dtype=model.dtype, device=device)
         attention = None if memory.kv is None else StepAttention.of(model, memory, tables.table, kernels)
         self.memory = StepMemory(n_slots, self.from_row, self.to_row, _states_of(memory, n_slots), attention)
+        self._workspace = kernels.sample_workspace(n_slots, shape.vocab, device)
+        self.placed |= {"from_row": self.from_row, "to_row": self.to_row, **_named("turns", [*self.cos_sin.values()])}
+        self.attending |= {} if attention is None else attention.buffers
+        self.sampling |= _named("sample.workspace", self._workspace)
 
     @torch.inference_mode()
     def embed(self) -> None:
@@ -142,35 +142,9 @@ class StaticStep:
     def head(self) -> None:
         self.logits.copy_(self._model.logits(self._model.final_norm(self.x)))
 
-
-def static_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> Plan:
-    """The plan of a step over these tables; `n_tokens`: what the tokenizer knows, ids beyond it are never chosen.
-
-    `memory` keeps SPARE_STATES more rows of states than there are slots.
-    """
-    step = StaticStep(model, memory, tables, kernels)
-    workspace = kernels.sample_workspace(tables.layout.n_slots, model.shape.vocab, model.device)
-    arenas = {"table": tables.table.memory, "admissions": tables.admissions.memory, "rings": tables.rings.memory}
-    rows = {"from_row": step.from_row, "to_row": step.to_row, **_named("turns", [*step.cos_sin.values()])}
-    attending = {} if step.memory.attention is None else step.memory.attention.buffers
-    sampling = _named("sample.workspace", workspace)
-    kept = dict(memory_tensors(memory))
-    buffers = {**arenas, "x": step.x, "logits": step.logits, **rows, **attending, **sampling, **kept}
-    weights = without_repeats([Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")])
-
-    nodes = [Node("embed", "embed", step.embed, ("table",), ("x", *rows))]
-    for number, layer in enumerate(model.layers):
-        own = [name for name in kept if name.startswith(f"memory.{number}.")]
-        changed = ("x", *attending, *own)
-        reads = ("table", *rows, *changed)
-        nodes.append(Node(f"layer.{number}", "layer", partial(step.layer, layer), reads, changed, _bytes(layer)))
-    nodes.append(Node("head", "head", step.head, ("x",), ("logits",), _bytes(model.head)))
-    told = {"n_tokens": n_tokens, "workspace": workspace, **sampled(tables.table)}
-    for name, run in kernels.sample(step.logits, tables.table, **told):
-        nodes.append(Node(f"sample.{name}", "sample", run, ("logits", "table", *sampling), ("table", *sampling)))
-    held = [Buffer.of(name, tensor) for name, tensor in buffers.items()]
-    constants = f"{model.shape}, {n_tokens} tokens, static"
-    return Plan(str(model.device), (*held, *weights), tuple(nodes), memory.page_tokens, constants)
+    def samples(self) -> Sequence[tuple[str, Launch]]:
+        told = {"n_tokens": self._n_tokens, "workspace": self._workspace, **sampled(self._table)}
+        return [(f"sample.{name}", run) for name, run in self._kernels.sample(self.logits, self._table, **told)]
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:
@@ -189,7 +163,3 @@ def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, 
 def _named(name: str, part: object) -> dict[str, Tensor]:
     """Every tensor inside, by its path."""
     return dict(tensors_of(part, name))
-
-
-def _bytes(part: object) -> int:
-    return sum(tensor.numel() * tensor.element_size() for _, tensor in tensors_of(part, ""))

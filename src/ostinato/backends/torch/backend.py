@@ -129,10 +129,10 @@ class TorchRunner(TensorRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.torch.chunks import TorchChunks
-        from ostinato.backends.torch.plan import torch_plan
+        from ostinato.backends.torch.plan import TorchStep
         from ostinato.backends.torch.start import CpuEager, CpuLoop
 
-        plan = torch_plan(self.model, self.memory, self.tables, self.n_tokens)
+        plan = TorchStep(self.model, self.memory, self.tables, self.n_tokens).plan()
         kind = CpuLoop if self.settled.mode == TWIN else CpuEager
         start = kind(plan, self.tables, self.guard, self.changed.set)
         return plan, start, TorchChunks(self.model, self.memory, self.tables, self.n_tokens)

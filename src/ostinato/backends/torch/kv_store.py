@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,6 +56,13 @@ class Half:
         if self.scales is None:
             return values.to(dtype)
         return dequantize_q8_0_torch(values, self.scales[stream, cells], dtype)
+
+
+def as_slice(cells: Ints) -> slice | None:
+    """The cells as a slice, if they are contiguous: then they can be read without a copy."""
+    first, last = int(cells[0]), int(cells[-1])
+    whole = last - first + 1 == len(cells) and bool((np.diff(cells) == 1).all())
+    return slice(first, last + 1) if whole else None
 
 
 class KVStore:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.kv_store import KVStore, StateStore
+from ostinato.backends.torch.kv_store import Half, KVStore, StateStore, as_slice
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.blocked_attention import blocked_attention_torch
 from ostinato.cache.groups import PageGroup, group_of_layer
@@ -60,54 +60,9 @@ class PagedMemory:
         return np.asarray(pages)[positions // self.page_tokens] * self.page_tokens + positions % self.page_tokens
 
 
-@dataclass(slots=True)
-class RowMemory:
-    """What one row of a step sees: its sequence up to and with itself. Mutable: it remembers which cells it found."""
-
-    memory: PagedMemory
-    model: Model
-    slot: int
-    position: int
-    pages: Sequence[Ints]  # a page table for each group of layers
-    n_seqs: int = 1
-    n_planes: int = 1
-    _seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
-        kv = self.memory.kv
-        assert kv is not None
-        keys, values = kv.keys[layer], kv.values[layer]
-        group = self.memory.group_of[layer]
-        cell = torch.from_numpy(self.memory.cells(self.pages[group], self.position, self.position + 1))
-        keys.write(0, cell, k)
-        values.write(0, cell, v)
-        seen = self._cells_of(group, self.model.shape.windows[layer])
-        all_keys, all_values = keys.read(0, seen, q.dtype), values.read(0, seen, q.dtype)
-        return self.model.ops.attention(q, all_keys, all_values, None, scale=scale, softcap=softcap)
-
-    def states(self, layer: int) -> tuple[Tensor, ...]:
-        assert self.memory.states is not None
-        return tuple(state[self.slot, :1] for state in self.memory.states.layers[layer])
-
-    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        assert self.memory.states is not None
-        for kept, new in zip(self.memory.states.layers[layer], states, strict=True):
-            kept[self.slot, 0] = new[0, 0]
-
-    def _cells_of(self, group: int, window: int | None) -> slice | Tensor:
-        if (group, window) not in self._seen:
-            first = 0 if window is None else max(0, self.position + 1 - window)
-            cells = self.memory.cells(self.pages[group], first, self.position + 1)
-            whole = int(cells[-1]) - int(cells[0]) == len(cells) - 1 and bool((np.diff(cells) == 1).all())
-            # One piece of memory is read where it lies.
-            seen = slice(int(cells[0]), int(cells[-1]) + 1) if whole else torch.from_numpy(cells)
-            self._seen[group, window] = seen
-        return self._seen[group, window]
-
-
 @dataclass(frozen=True, slots=True)
-class ChunkMemory:
-    """What a chunk of one prompt sees: positions [start, start + n), in the first n rows of what the model is given."""
+class SequenceMemory:
+    """What rows of one sequence see, at positions [start, start + n): the first n rows of what the model is given."""
 
     memory: PagedMemory
     model: Model
@@ -122,25 +77,10 @@ class ChunkMemory:
         kv = self.memory.kv
         assert kv is not None
         keys, values = kv.keys[layer], kv.values[layer]
-        pages = self.pages[self.memory.group_of[layer]]
-        cells = torch.from_numpy(self.memory.cells(pages, self.start, self.start + self.n)).to(q.device)
+        cells = torch.from_numpy(self._cells(layer, self.start)).to(q.device)
         keys.write(0, cells, k[: self.n])
         values.write(0, cells, v[: self.n])
-        seen = torch.from_numpy(self.memory.cells(pages, 0, self.start + self.n)).to(q.device)
-
-        def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
-            return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)
-
-        return blocked_attention_torch(
-            q,
-            past,
-            len(seen),
-            k.shape[1],
-            start=self.start,
-            scale=scale,
-            softcap=softcap,
-            window=self.model.shape.windows[layer],
-        )
+        return self._attended(layer, q, keys, values, scale=scale, softcap=softcap)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         assert self.memory.states is not None
@@ -151,3 +91,48 @@ class ChunkMemory:
         assert self.memory.states is not None
         for kept, new in zip(self.memory.states.layers[layer], states, strict=True):
             kept[self.slot, 0] = new[0, 0]
+
+    def _cells(self, layer: int, first: int) -> Ints:
+        """Where the positions from `first` to the last row's are kept in a layer."""
+        return self.memory.cells(self.pages[self.memory.group_of[layer]], first, self.start + self.n)
+
+    def _attended(
+        self, layer: int, q: Tensor, keys: Half, values: Half, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True)
+class RowMemory(SequenceMemory):
+    """Of one row of a step, which remembers which cells it found."""
+
+    seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
+
+    def _attended(
+        self, layer: int, q: Tensor, keys: Half, values: Half, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        window = self.model.shape.windows[layer]
+        place = self.memory.group_of[layer], window
+        if place not in self.seen:
+            cells = self._cells(layer, 0 if window is None else max(0, self.start + 1 - window))
+            self.seen[place] = as_slice(cells) or torch.from_numpy(cells)
+        past = (half.read(0, self.seen[place], q.dtype) for half in (keys, values))
+        return self.model.ops.attention(q, *past, None, scale=scale, softcap=softcap)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkMemory(SequenceMemory):
+    """Of a chunk of a prompt."""
+
+    def _attended(
+        self, layer: int, q: Tensor, keys: Half, values: Half, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        seen = torch.from_numpy(self._cells(layer, 0)).to(q.device)
+
+        def past(first: int, stop: int) -> tuple[Tensor, Tensor]:
+            return keys.read(0, seen[first:stop], q.dtype), values.read(0, seen[first:stop], q.dtype)
+
+        window, kv_heads = self.model.shape.windows[layer], self.model.shape.n_kv_heads
+        return blocked_attention_torch(
+            q, past, len(seen), kv_heads, start=self.start, scale=scale, softcap=softcap, window=window
+        )

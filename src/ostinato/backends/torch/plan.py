@@ -1,18 +1,20 @@
-"""The step of any model as torch runs it: the model's own blocks, one row at a time.
+"""The step of any model by its own blocks, and as torch runs it on the CPU: one row at a time.
 
-What `eager` decodes with on the CPU, and the twin of the native loop (`native/plan.py`). One row at a time, so that a
-row's bits do not depend on the other rows of the step; a slot that is not live costs nothing.
+`TorchStep` is what `eager` decodes with there, and the twin of the native loop (`native/plan.py`). One row at a time,
+so that a row's bits do not depend on the other rows of the step; a slot that is not live costs nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
+from ostinato.backends.torch.kernels import Launch
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
@@ -22,27 +24,67 @@ from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
 
 
-class TorchStep:
-    """The nodes' code and what they share: rows' memories and angles, made when a step begins."""
+class BlockStep:
+    """A step by the model's own blocks: the buffers between its nodes, by row, and the plan of them. What a device
+    runs derives from it. `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
+
+    kind = ""  # of step, as the plan's text ends with it
 
     def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int) -> None:
-        self._model, self._memory, self._table = model, memory, tables.table
-        self._n_tokens = n_tokens
-        n_slots, device = tables.layout.n_slots, model.device
+        self._model, self._memory, self._tables, self._table = model, memory, tables, tables.table
+        self._n_tokens, self._n_slots = n_tokens, tables.layout.n_slots
         wide = torch.float32 if model.shape.wide_residual else model.dtype
-        self.x = zeros((n_slots, model.shape.hidden), wide, device)
-        self.logits = zeros((n_slots, model.shape.vocab), torch.float32, device)
-        self._rows: list[RowMemory] = []
+        self.x = zeros((self._n_slots, model.shape.hidden), wide, model.device)
+        self.logits = zeros((self._n_slots, model.shape.vocab), torch.float32, model.device)
+        self.placed: dict[str, Tensor] = {}  # what `embed` writes beside x, for every layer
+        self.attending: dict[str, Tensor] = {}  # what the attention of every layer uses, and none keeps
+        self.sampling: dict[str, Tensor] = {}  # what the sampler uses
+
+    def embed(self) -> None:
+        raise NotImplementedError
+
+    def layer(self, layer: AnyLayer) -> None:
+        raise NotImplementedError
+
+    def head(self) -> None:
+        raise NotImplementedError
+
+    def samples(self) -> Sequence[tuple[str, Launch]]:
+        """The launches of the sampler, by name."""
+        raise NotImplementedError
+
+    def plan(self) -> Plan:
+        """All nodes of the step, in order."""
+        model, tables, kept = self._model, self._tables, dict(memory_tensors(self._memory))
+        named = {"table": tables.table.memory, "admissions": tables.admissions.memory, "rings": tables.rings.memory}
+        named |= {"x": self.x, "logits": self.logits, **self.placed, **self.attending, **self.sampling, **kept}
+        buffers = [Buffer.of(name, tensor) for name, tensor in named.items()]
+        weights = [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")]
+        nodes = [Node("embed", "embed", self.embed, ("table",), ("x", *self.placed))]
+        for number, layer in enumerate(model.layers):
+            changed = ("x", *self.attending, *(name for name in kept if name.startswith(f"memory.{number}.")))
+            reads, run = ("table", *self.placed, *changed), partial(self.layer, layer)
+            nodes.append(Node(f"layer.{number}", "layer", run, reads, changed, bytes_in(layer)))
+        nodes.append(Node("head", "head", self.head, ("x",), ("logits",), bytes_in(model.head)))
+        for name, launch in self.samples():
+            nodes.append(Node(name, "sample", launch, ("logits", "table", *self.sampling), ("table", *self.sampling)))
+        constants = f"{model.shape}, {self._n_tokens} tokens{self.kind}"
+        held = (*buffers, *without_repeats(weights))
+        return Plan(str(model.device), held, tuple(nodes), self._memory.page_tokens, constants)
+
+
+class TorchStep(BlockStep):
+    """One row at a time. Rows' memories and angles are made when a step begins."""
 
     def embed(self) -> None:
         table, model = self._table, self._model
         n_rows = int(table["n_rows"])
         slots = table["row_slot"][:n_rows].tolist()
         positions, pages = table["position"].tolist(), table["pages"].cpu().numpy()
-        self._rows = [RowMemory(self._memory, model, slot, positions[slot], pages[slot]) for slot in slots]
+        self._rows = [RowMemory(self._memory, model, slot, positions[slot], 1, pages[slot]) for slot in slots]
         self._angles = []
         for row, memory in enumerate(self._rows):
-            position = torch.tensor([memory.position], device=model.device)
+            position = torch.tensor([memory.start], device=model.device)
             token = table["token"][memory.slot : memory.slot + 1].long()
             self.x[row] = model.embed_inputs(model.embed(token), position)[0]
             self._angles.append(model.angles(position))
@@ -55,42 +97,14 @@ class TorchStep:
         for row in range(len(self._rows)):
             self.logits[row] = self._model.logits(self._model.final_norm(self.x[row : row + 1]))[0]
 
-    def sample(self) -> None:
-        sample_step_torch(self.logits, self._table, n_tokens=self._n_tokens, **sampled(self._table))
+    def samples(self) -> Sequence[tuple[str, Launch]]:
+        table, told = self._table, sampled(self._table)
+        return [("sample", partial(sample_step_torch, self.logits, table, n_tokens=self._n_tokens, **told))]
 
 
-def torch_plan(model: Model, memory: PagedMemory, tables: Tables, n_tokens: int) -> Plan:
-    """The plan of a step over these tables; `n_tokens`: what the tokenizer knows, ids beyond it are never chosen."""
-    step = TorchStep(model, memory, tables, n_tokens)
-    weights = [Buffer.of(name, tensor) for name, tensor in tensors_of(model, "model")]
-    kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
-    buffers = [
-        Buffer.of("table", tables.table.memory),
-        Buffer.of("admissions", tables.admissions.memory),
-        Buffer.of("rings", tables.rings.memory),
-        Buffer.of("x", step.x),
-        Buffer.of("logits", step.logits),
-        *kept,
-        *without_repeats(weights),
-    ]
-    kept_names = tuple(buffer.name for buffer in kept)
-    nodes = [Node("embed", "embed", step.embed, ("table",), ("x",))]
-    for number, layer in enumerate(model.layers):
-        own = tuple(name for name in kept_names if name.startswith(f"memory.{number}."))
-        n_bytes = sum(t.numel() * t.element_size() for _, t in tensors_of(layer, ""))
-        run = _bound(step, layer)
-        nodes.append(Node(f"layer.{number}", "layer", run, ("x", "table", *own), ("x", *own), n_bytes))
-    head_bytes = sum(t.numel() * t.element_size() for _, t in tensors_of(model.head, ""))
-    nodes += [
-        Node("head", "head", step.head, ("x",), ("logits",), head_bytes),
-        Node("sample", "sample", step.sample, ("logits", "table"), ("table",)),
-    ]
-    constants = f"{model.shape}, {n_tokens} tokens"
-    return Plan(str(model.device), tuple(buffers), tuple(nodes), memory.page_tokens, constants)
-
-
-def _bound(step: TorchStep, layer: AnyLayer) -> Any:
-    return lambda: step.layer(layer)
+def bytes_in(part: Any) -> int:
+    """Of every tensor inside."""
+    return sum(tensor.nbytes for _, tensor in tensors_of(part, ""))
 
 
 def tensors_of(part: Any, name: str) -> Iterator[tuple[str, Tensor]]:

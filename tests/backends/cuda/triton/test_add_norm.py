@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.triton import add_norm
 from ostinato.backends.cuda.triton.add_norm import bind_add_norm
 from ostinato.backends.torch.ops.add_norm import add_norm_torch
 from ostinato.backends.torch.ops.attend import StepRows
@@ -62,6 +60,4 @@ def test_a_rows_bits_do_not_depend_on_its_number_or_the_others() -> None:
 
 def compile_all() -> None:
     x, y, y_stats, weight, stats = made(8, 2304)
-    compile_launch(
-        add_norm, "add_norm_kernel", partial(bind_add_norm, x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8))
-    )
+    compile_launch(bind_add_norm(x, y, y_stats, weight, 1e-6, stats, rows_of(1, 8)))

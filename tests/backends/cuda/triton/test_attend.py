@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ostinato.backends.cuda.launch import TritonLaunch
 from ostinato.backends.cuda.triton import attend
 from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bind_attend
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
@@ -338,29 +337,12 @@ def test_what_a_kernel_cannot_read_is_refused_by_name() -> None:
 # Compiling without a card
 
 
-class Recorder:
-    """Stands in for a kernel: keeps what it would have been launched with."""
-
-    def __init__(self) -> None:
-        self.given: tuple[Any, ...] = ()
-        self.constants: dict[str, Any] = {}
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Recorder:
-        return self
-
-    def __call__(self, *given: Any, **constants: Any) -> None:
-        self.given, self.constants = given, constants
-
-
-def compile_launch(module: Any, kernel_name: str, bind: Any, *, amd: bool = True) -> None:
-    """Compile what `bind()()` would launch, for Hopper and for AMD; needs the compiler, not the interpreter."""
+def compile_launch(launch: TritonLaunch, *, amd: bool = True) -> None:
+    """Compile what would be launched, for Hopper and for AMD; needs the compiler, not the interpreter."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, recorder = getattr(module, kernel_name), Recorder()
-    setattr(module, kernel_name, recorder)
-    bind()()
-    setattr(module, kernel_name, kernel)
+    kernel, constants = launch.kernel, dict(launch.constants)
     names = {
         torch.float32: "*fp32",
         torch.bfloat16: "*bf16",
@@ -370,12 +352,12 @@ def compile_launch(module: Any, kernel_name: str, bind: Any, *, amd: bool = True
         torch.uint8: "*u8",
         torch.int16: "*i16",
     }
-    options = {name: recorder.constants.pop(name) for name in ("num_warps", "num_stages") if name in recorder.constants}
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
     kinds = [
-        names[g.dtype] if isinstance(g, Tensor) else "fp32" if isinstance(g, float) else "i32" for g in recorder.given
+        names[g.dtype] if isinstance(g, Tensor) else "fp32" if isinstance(g, float) else "i32" for g in launch.args
     ]
-    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | {name: "constexpr" for name in recorder.constants}
-    values = {(kernel.arg_names.index(name),): value for name, value in recorder.constants.items()}
+    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | {name: "constexpr" for name in constants}
+    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind.startswith("*")}
     targets = [GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)]
     for target in targets[: 1 + amd]:
@@ -396,4 +378,4 @@ def compile_all() -> None:
     ):
         step = made(case)
         args = (step.qkv, step.seen, step.kv, step.rows, step.heads, step.workspace, 132)
-        compile_launch(attend, "attend_kernel", partial(bind_attend, *args), amd=amd)
+        compile_launch(bind_attend(*args), amd=amd)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ostinato.backends.cuda.triton import chunk_attention
 from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
 from ostinato.backends.torch.ops.attend import Heads, PagedKV
 from ostinato.backends.torch.ops.chunk_attention import (
@@ -260,7 +258,5 @@ def compile_all() -> None:
         chunk = chunk_of(0, 1, pages, 64)
         qkv = torch.zeros(64, heads.n_columns, dtype=dtype)
         q, seen = torch.zeros(64, n_heads, width, dtype=dtype), torch.zeros(64, n_heads * width, dtype=dtype)
-        append = partial(bind_append_chunk, qkv, q, kv, chunk, heads)
-        compile_launch(chunk_attention, "append_chunk_kernel", append, amd=amd)
-        attend = partial(bind_chunk_attention, q, seen, kv, chunk, heads)
-        compile_launch(chunk_attention, "chunk_attention_kernel", attend, amd=amd)
+        compile_launch(bind_append_chunk(qkv, q, kv, chunk, heads), amd=amd)
+        compile_launch(bind_chunk_attention(q, seen, kv, chunk, heads), amd=amd)

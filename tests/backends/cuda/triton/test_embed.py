@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
-from ostinato.backends.cuda.triton import embed
 from ostinato.backends.cuda.triton.embed import bind_embed
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.embed import embed_torch
@@ -131,10 +129,7 @@ def compile_all() -> None:
     x, stats = room(4)
     for dtype, scale in ((torch.bfloat16, 2.0), (torch.float32, None)):
         table = table_of(dtype)
-        bind = partial(bind_embed, table, x, stats, rows, tokens, scale=scale, positions=table)
-        compile_launch(embed, "embed_kernel", bind)
+        compile_launch(bind_embed(table, x, stats, rows, tokens, scale=scale, positions=table))
     for type in ("Q4_K", "Q6_K"):
         x, stats = room(4, 512)
-        compile_launch(
-            embed, "embed_kernel", partial(bind_embed, packed_of(type, 512), x, stats, rows, tokens), amd=False
-        )
+        compile_launch(bind_embed(packed_of(type, 512), x, stats, rows, tokens), amd=False)

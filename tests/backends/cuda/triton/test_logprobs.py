@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.triton import logprobs
 from ostinato.backends.cuda.triton.logprobs import bind_logprobs
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
 from tests.backends.cuda.triton.test_attend import compile_launch
@@ -49,5 +46,4 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
 
 def compile_all() -> None:
     logits, targets, *out = given(2, 128, 2)
-    launch = partial(bind_logprobs, logits, targets, *out, n_tokens=100)
-    compile_launch(logprobs, "logprobs_kernel", launch, amd=True)
+    compile_launch(bind_logprobs(logits, targets, *out, n_tokens=100))

@@ -1,8 +1,5 @@
 """Activation functions over a prompt's rows: out = act(x), or act(gate) * up; twins in `torch/ops`.
 
-    bind_activate(x, out, activation) -> TritonLaunch        x, out [rows, width]
-    bind_gated(gate_up, out, activation) -> TritonLaunch     gate_up [rows, 2 * width], out [rows, width]
-
 float32 or bfloat16 in and out, computed in float32, `out` written. In a step the product before does this on its way
 out (`matmul.py`). Bound by reading its input.
 """
@@ -11,12 +8,11 @@ from __future__ import annotations
 
 from typing import Final
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import TritonLaunch, checked
+from ostinato.backends.cuda.launch import EITHER, TritonLaunch, checked
 from ostinato.backends.cuda.triton.matmul import ACTIVATIONS, activate
 from ostinato.backends.cuda.triton.unpack import narrowed
 from ostinato.models.shape import Activation
@@ -25,19 +21,19 @@ BLOCK: Final = 1024  # columns of a program
 
 
 def bind_activate(x: Tensor, out: Tensor, activation: Activation) -> TritonLaunch:
-    """The activation as one call without arguments; what it computes is `activate_rows_torch`."""
+    """act(x) of x [rows, width] into out, as `activate_rows_torch` has it."""
     return _bound(x, out, activation, gated=False)
 
 
 def bind_gated(gate_up: Tensor, out: Tensor, activation: Activation) -> TritonLaunch:
-    """The gated activation as one call without arguments; what it computes is `gated_rows_torch`."""
+    """act(gate) * up of gate_up [rows, 2 * width] into out [rows, width], as `gated_rows_torch` has it."""
     return _bound(gate_up, out, activation, gated=True)
 
 
 def _bound(x: Tensor, out: Tensor, activation: Activation, *, gated: bool) -> TritonLaunch:
-    (rows, width), either = out.shape, (torch.float32, torch.bfloat16)
-    checked("out", out, dtype=either, shape=(rows, width), device=x.device)
-    checked("x", x, dtype=either, shape=(rows, 2 * width if gated else width), device=x.device)
+    rows, width = out.shape
+    checked("out", out, dtype=EITHER, shape=(rows, width), device=x.device)
+    checked("x", x, dtype=EITHER, shape=(rows, 2 * width if gated else width), device=x.device)
     constants = {"WIDTH": width, "GATED": gated, "ACTIVATION": ACTIVATIONS[activation], "BLOCK": BLOCK, "num_warps": 4}
     return TritonLaunch(activation_kernel, (rows, triton.cdiv(width, BLOCK)), (x, out), constants)
 

@@ -1,7 +1,5 @@
 """The norm after a block, and the sum it goes into: x += y / rms(y) * weight.
 
-    launch = bind_add_norm(x, y, y_stats, weight, eps, stats, rows, prepared=None)
-
 x, y float32 [n_slots, hidden], y_stats and stats float32 [n_slots, n_stats, 2], weight [hidden]. x, stats and
 `prepared.out` are written in place for live rows. Sums are float32: the partial ones of y in one fixed tree, those of x
 over 16 columns each. A few kilobytes a row: bound by latency.
@@ -9,20 +7,15 @@ over 16 columns each. A few kilobytes a row: bound by latency.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import checked
-from ostinato.backends.cuda.triton.attend import FLOATS
-from ostinato.backends.cuda.triton.embed import check_written, write_x
+from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
+from ostinato.backends.cuda.triton.embed import grid_of, write_x, written_arguments
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
-
-_BLOCKS = 32  # of 16 columns, that one program writes
 
 
 def bind_add_norm(
@@ -35,27 +28,16 @@ def bind_add_norm(
     rows: StepRows,
     *,
     prepared: PreparedInput | None = None,
-) -> Callable[[], None]:
+) -> TritonLaunch:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
-    check_written(x, stats, rows, prepared)
-    checked("y", y, dtype=torch.float32, shape=(n_slots, hidden), device=device)
-    checked("y_stats", y_stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device)
-    checked("weight", weight, dtype=FLOATS, shape=(hidden,), device=device)
-    ready, next_weight = (x, weight) if prepared is None else (prepared.out, prepared.weight)
-    tensors = (x, y, y_stats, weight, stats, ready, next_weight, rows.n_rows)
-    grid = (n_slots, triton.cdiv(n_stats(hidden), _BLOCKS))
-    constants = {
-        "HIDDEN": hidden,
-        "BLOCKS": _BLOCKS,
-        "STATS": triton.next_power_of_2(n_stats(hidden)),
-        "PREPARED": prepared is not None,
+    given = written_arguments(x, stats, rows, prepared) | {
+        "y": checked("y", y, dtype=torch.float32, shape=(n_slots, hidden), device=device),
+        "y_stats": checked("y_stats", y_stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device),
+        "weight": checked("weight", weight, dtype=FLOATS, shape=(hidden,), device=device),
+        **{"eps": eps, "STATS": triton.next_power_of_2(n_stats(hidden))},
     }
-
-    def launch() -> None:
-        add_norm_kernel[grid](*tensors, eps, **constants, num_warps=4)
-
-    return launch
+    return TritonLaunch.of(add_norm_kernel, grid_of(n_slots, hidden), given, num_warps=4)
 
 
 @triton.jit

@@ -18,7 +18,6 @@ in order. So a row's bits depend on its own position and contents alone, not on 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -28,12 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda import gpu
-from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
 
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 SPLIT: Final = 64  # positions; the least that is worth an item
 MAX_SPLITS: Final = 64  # of one row; longer rows have longer splits
 _MERGED: Final = 8192  # elements of partial sums that a merge holds at once
@@ -69,37 +67,35 @@ def bind_attend(
     workspace: Workspace,
     programs: int | None = None,
     stages: int | None = None,
-) -> Callable[[], None]:
+) -> TritonLaunch:
     """Check everything once and return the launch. `programs` and `stages` change its speed and no bit."""
-    device, n_slots = qkv.device, rows.n_slots
-    checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device)
-    checked("attended", attended, dtype=torch.float32, shape=(n_slots, heads.n_heads * heads.head_width), device=device)
-    check_kv(kv, heads, device)
-    checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device)
-    checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device)
-    checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device)
-    checked("pages", rows.pages, dtype=torch.int32, shape=(n_slots, None), device=device, columns=True)
-    check_heads(heads, device)
-    lead = (n_slots, heads.n_kv_heads, MAX_SPLITS)
-    checked("sums", workspace.sums, dtype=torch.float32, shape=(*lead, heads.group, heads.head_width), device=device)
-    checked("norms", workspace.norms, dtype=torch.float32, shape=(*lead, 2, heads.group), device=device)
-    checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device)
+    device, n_slots, few = qkv.device, rows.n_slots, triton.next_power_of_2(heads.group)
+    lead, n_attended = (n_slots, heads.n_kv_heads, MAX_SPLITS), heads.n_heads * heads.head_width
+    sums = (*lead, heads.group, heads.head_width)
     if programs is None:
         programs = gpu.chip_of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
-    tensors = (
-        *(qkv, attended, kv.keys, kv.values, _or(kv.key_scales, qkv), _or(kv.value_scales, qkv)),
-        *(rows.n_rows, rows.row_slot, rows.position, rows.pages),
-        *(_or(heads.q_norm, qkv), _or(heads.k_norm, qkv), _or(heads.frequencies, qkv)),
-        *(workspace.sums, workspace.norms, workspace.arrivals),
-    )
-    numbers = (heads.scale, heads.softcap or 1.0, heads.norm_eps, heads.amplitude, rows.pages.stride(0))
-    constants = attend_constants(heads, kv.keys.dtype, kv.page_tokens, n_slots)
-    grid, stages = (programs,), stages or stages_for(heads, kv)
-
-    def launch() -> None:
-        attend_kernel[grid](*tensors, *numbers, **constants, num_warps=4, num_stages=stages)
-
-    return launch
+    given = layer_arguments(kv, heads, qkv)
+    given |= {
+        "qkv": checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device),
+        "attended": checked("attended", attended, dtype=torch.float32, shape=(n_slots, n_attended), device=device),
+        "n_rows": checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device),
+        "row_slot": checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device),
+        "position": checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device),
+        "pages": checked("pages", rows.pages, dtype=torch.int32, shape=(n_slots, None), device=device, columns=True),
+        "table_stride": rows.pages.stride(0),
+        "sums": checked("sums", workspace.sums, dtype=torch.float32, shape=sums, device=device),
+        "norms": checked("norms", workspace.norms, dtype=torch.float32, shape=(*lead, 2, heads.group), device=device),
+        "arrivals": checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device),
+        "GROUP": heads.group,
+        "FEW": few,
+        "MANY": max(16, few),  # the least that a tensor core multiplies
+        "BLOCK": 64 if given["D"] <= 128 else 32,
+        "SLOTS": triton.next_power_of_2(n_slots),
+        "LEAST": SPLIT,
+        "MOST": MAX_SPLITS,
+        "MERGE": max(1, min(16, _MERGED // (few * given["D"]))),
+    }
+    return TritonLaunch.of(attend_kernel, (programs,), given, num_warps=4, num_stages=stages or stages_for(heads, kv))
 
 
 def stages_for(heads: Heads, kv: PagedKV) -> int:
@@ -109,62 +105,38 @@ def stages_for(heads: Heads, kv: PagedKV) -> int:
     return 3 if heads.head_width * kv.keys.element_size() <= 128 else 2
 
 
-def check_kv(kv: PagedKV, heads: Heads, device: torch.device) -> None:
-    """Refuse a store that the kernels cannot read."""
-    lead = (kv.keys.shape[0], heads.n_kv_heads)
-    stores = (("keys", kv.keys, kv.key_scales), ("values", kv.values, kv.value_scales))
-    for name, store, scales in stores:
-        checked(name, store, dtype=kv.keys.dtype, shape=(*lead, heads.head_width), device=device)
+def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, Any]:
+    """What kernels take of a layer's store and heads, by the names of their parameters; what they cannot read is
+    refused. `stand_in` takes the place of what is not read: a pointer is wanted all the same."""
+    device, width, lead = stand_in.device, heads.head_width, (kv.keys.shape[0], heads.n_kv_heads)
+    for name, store, scales in (("keys", kv.keys, kv.key_scales), ("values", kv.values, kv.value_scales)):
+        checked(name, store, dtype=kv.keys.dtype, shape=(*lead, width), device=device)
         if scales is not None:
-            shape = (*lead, heads.head_width // Q8_BLOCK)
+            shape = (*lead, width // Q8_BLOCK)
             checked(f"scales of {name}", scales, dtype=torch.float16, shape=shape, device=device)
-
-
-def check_heads(heads: Heads, device: torch.device) -> None:
-    """Refuse weights and frequencies that the kernels cannot read."""
     for name, weight in (("q_norm", heads.q_norm), ("k_norm", heads.k_norm)):
         if weight is not None:
-            checked(name, weight, dtype=FLOATS, shape=(heads.head_width,), device=device)
+            checked(name, weight, dtype=FLOATS, shape=(width,), device=device)
     if heads.frequencies is not None:
         checked("frequencies", heads.frequencies, dtype=torch.float32, shape=heads.frequencies.shape, device=device)
-
-
-def head_constants(heads: Heads) -> dict[str, Any]:
-    """What every kernel here is compiled for, of how a layer attends."""
+    optional = {"key_scales": kv.key_scales, "value_scales": kv.value_scales, "frequencies": heads.frequencies}
+    optional |= {"q_weight": heads.q_norm, "k_weight": heads.k_norm}
     return {
+        **{name: stand_in if tensor is None else tensor for name, tensor in optional.items()},
+        **{"keys": kv.keys, "values": kv.values, "scale": heads.scale, "softcap": heads.softcap or 1.0},
+        **{"eps": heads.norm_eps, "amplitude": heads.amplitude},
         "HEADS": heads.n_heads,
         "KV_HEADS": heads.n_kv_heads,
-        "WIDTH": heads.head_width,
-        "D": max(16, triton.next_power_of_2(heads.head_width)),
+        "WIDTH": width,
+        "D": max(16, triton.next_power_of_2(width)),
         "N_ROTARY": 0 if heads.frequencies is None else 2 * heads.frequencies.shape[0],
         "NEIGHBOURS": heads.pairing == "neighbours",
         "NORMED": heads.q_norm is not None,
-    }
-
-
-def attend_constants(heads: Heads, kv_dtype: torch.dtype, page_tokens: int, n_slots: int) -> dict[str, Any]:
-    """What the kernel is compiled for."""
-    constants = head_constants(heads)
-    few = triton.next_power_of_2(heads.group)
-    return constants | {
-        "GROUP": heads.group,
-        "FEW": few,
-        "MANY": max(16, few),  # the least that a tensor core multiplies
-        "BLOCK": 64 if constants["D"] <= 128 else 32,
-        "PAGE": page_tokens,
         "WINDOW": heads.window or 0,
         "CAPPED": heads.softcap is not None,
-        "SLOTS": triton.next_power_of_2(n_slots),
-        "LEAST": SPLIT,
-        "MOST": MAX_SPLITS,
-        "MERGE": max(1, min(16, _MERGED // (few * constants["D"]))),
-        "Q8": kv_dtype == torch.int8,
+        "PAGE": kv.page_tokens,
+        "Q8": kv.keys.dtype == torch.int8,
     }
-
-
-def _or(tensor: Tensor | None, stand_in: Tensor) -> Tensor:
-    """A pointer is wanted even where nothing is read."""
-    return stand_in if tensor is None else tensor
 
 
 @triton.jit

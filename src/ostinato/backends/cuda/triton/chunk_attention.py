@@ -16,7 +16,6 @@ and contents, not on where the prompt was cut, on M or on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -24,13 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.triton.attend import (
-    FLOATS,
     cells_at,
-    check_heads,
-    check_kv,
-    head_constants,
+    layer_arguments,
     load_cells,
     narrowed,
     page_at,
@@ -49,76 +45,39 @@ _APPENDED: Final = 16  # rows that a program appends
 _PROGRAMS: Final = 2  # for each tile that the rows of one sequence have
 
 
-def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
+def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> TritonLaunch:
     """Check everything once and return the launch that applies QK norm and RoPE, and appends."""
     m, device = qkv.shape[0], qkv.device
-    checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device)
-    checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
-    _check_chunk(chunk, m, device)
-    check_kv(kv, heads, device)
-    check_heads(heads, device)
-    optional = (kv.key_scales, kv.value_scales, heads.q_norm, heads.k_norm, heads.frequencies)
-    tensors = (
-        qkv,
-        q,
-        kv.keys,
-        kv.values,
-        chunk.n,
-        chunk.positions,
-        chunk.parts,
-        chunk.pages,
-        *(qkv if t is None else t for t in optional),
-    )
-    constants = head_constants(heads) | {
-        "PAGE": kv.page_tokens,
+    given = {
+        "qkv": checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device),
+        "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device),
+        **_chunk_arguments(chunk, m, device),
+        **layer_arguments(kv, heads, qkv),
         "ROWS": _APPENDED,
-        "Q8": kv.keys.dtype == torch.int8,
     }
     grid = (triton.cdiv(m, _APPENDED), heads.n_heads + 2 * heads.n_kv_heads)
-
-    numbers = (chunk.pages.stride(0), heads.norm_eps, heads.amplitude)
-
-    def launch() -> None:
-        append_chunk_kernel[grid](*tensors, *numbers, **constants, num_warps=4)
-
-    return launch
+    return TritonLaunch.of(append_chunk_kernel, grid, given, num_warps=4)
 
 
-def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> Callable[[], None]:
+def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk, heads: Heads) -> TritonLaunch:
     """Check everything once and return the launch that attends."""
-    m, device = q.shape[0], q.device
-    checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device)
-    checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * heads.head_width), device=device)
-    _check_chunk(chunk, m, device)
-    check_kv(kv, heads, device)
-    scales = (q if t is None else t for t in (kv.key_scales, kv.value_scales))
-    tensors = (q, attended, kv.keys, kv.values, *scales, chunk.n_tiles, chunk.tiles, chunk.pages)
-    constants: dict[str, Any] = {
-        "HEADS": heads.n_heads,
-        "KV_HEADS": heads.n_kv_heads,
-        "WIDTH": heads.head_width,
-        "D": max(16, triton.next_power_of_2(heads.head_width)),
-        "PAGE": kv.page_tokens,
-        "ROWS": TILE_ROWS,
-        "BLOCK": _BLOCK,
-        "WINDOW": heads.window or 0,
-        "CAPPED": heads.softcap is not None,
-        "Q8": kv.keys.dtype == torch.int8,
+    m, device, width = q.shape[0], q.device, heads.head_width
+    given = {
+        "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, width), device=device),
+        "attended": checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * width), device=device),
+        **_chunk_arguments(chunk, m, device),
+        **layer_arguments(kv, heads, q),
+        **{"ROWS": TILE_ROWS, "BLOCK": _BLOCK},
     }
-    numbers = (chunk.pages.stride(0), heads.scale, heads.softcap or 1.0)
     grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
     exact = kv.keys.dtype == torch.float32
-    warps = 8 if exact or heads.head_width > 128 else 4
+    warps = 8 if exact or width > 128 else 4
     # Float32 blocks of wide heads fill the shared memory by themselves.
-    stages = 1 if exact and heads.head_width > 64 else stages_for(heads, kv)
-
-    def launch() -> None:
-        chunk_attention_kernel[grid](*tensors, *numbers, **constants, num_warps=warps, num_stages=stages)
-
-    return launch
+    stages = 1 if exact and width > 64 else stages_for(heads, kv)
+    return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
 
 
-def _check_chunk(chunk: Chunk, m: int, device: torch.device) -> None:
+def _chunk_arguments(chunk: Chunk, m: int, device: torch.device) -> dict[str, Any]:
     shapes: dict[str, tuple[int | None, ...]] = {
         "n": (1,),
         "n_tiles": (1,),
@@ -127,8 +86,11 @@ def _check_chunk(chunk: Chunk, m: int, device: torch.device) -> None:
         "parts": (m,),
         "pages": (1, None),
     }
+    given: dict[str, Any] = {"table_stride": chunk.pages.stride(0)}
     for name, shape in shapes.items():
-        checked(name, getattr(chunk, name), dtype=torch.int32, shape=shape, device=device, columns=name == "pages")
+        tensor, columns = getattr(chunk, name), name == "pages"
+        given[name] = checked(name, tensor, dtype=torch.int32, shape=shape, device=device, columns=columns)
+    return given
 
 
 @triton.jit

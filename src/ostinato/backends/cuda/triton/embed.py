@@ -1,7 +1,5 @@
 """What a step takes in: x[row] = table[token of its slot] * scale (+ positions[position of its slot]).
 
-    launch = bind_embed(table, x, stats, rows, tokens, scale=None, positions=None, prepared=None)
-
 table [vocab, hidden] float32, float16, bfloat16 or packed (`packed.py`); x float32 [n_slots, hidden], stats
 float32 [n_slots, n_stats, 2] and `prepared.out` are written for live rows, dead ones are left alone. Sums are float32,
 each over 16 columns. The product with the scale is rounded to the table's type; packed values are float32. Bound by the
@@ -10,7 +8,6 @@ latency of three loads that follow from each other, so packed blocks are taken a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
 from ostinato.backends.cuda.packed import PLANES, Packed
-from ostinato.backends.cuda.triton.attend import FLOATS, narrowed
+from ostinato.backends.cuda.triton.attend import narrowed
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 from ostinato.errors import BadPointer
 
-_BLOCKS = 32  # of 16 columns, that one program writes
+BLOCKS = 32  # of 16 columns, that one program writes
 
 
 def bind_embed(
@@ -38,67 +35,64 @@ def bind_embed(
     scale: float | None = None,
     positions: Tensor | None = None,
     prepared: PreparedInput | None = None,
-) -> Callable[[], None]:
+) -> TritonLaunch:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
-    checked("tokens", tokens, dtype=torch.int32, shape=(n_slots,), device=device)
-    check_written(x, stats, rows, prepared)
-    if positions is not None:
-        checked("positions", positions, dtype=FLOATS, shape=(None, hidden), device=device)
-    planes, constants = _packed(table, x) if isinstance(table, Packed) else _dense(table, x)
     # Rounded to the table's type first, as the models of this kind were trained.
     rounded = torch.float32 if isinstance(table, Packed) else table.dtype
-    factor = 1.0 if scale is None else float(torch.tensor(scale, dtype=rounded))
-    constants |= {
-        "HIDDEN": hidden,
-        "BLOCKS": _BLOCKS,
-        "SCALED": scale is not None,
-        "PLACED": positions is not None,
-        "PREPARED": prepared is not None,
+    given = written_arguments(x, stats, rows, prepared) | {
+        "tokens": checked("tokens", tokens, dtype=torch.int32, shape=(n_slots,), device=device),
+        "scale": 1.0 if scale is None else float(torch.tensor(scale, dtype=rounded)),
+        "positions": x,
+        **(_packed(table, x) if isinstance(table, Packed) else _dense(table, x)),
+        **{"SCALED": scale is not None, "PLACED": positions is not None},
     }
-    at = x if positions is None else positions
-    ready, weight = (x, x) if prepared is None else (prepared.out, prepared.weight)
-    tensors = (*planes, at, x, stats, ready, weight, rows.n_rows, rows.row_slot, rows.position, tokens)
-    grid = (n_slots, triton.cdiv(n_stats(hidden), _BLOCKS))
-
-    def launch() -> None:
-        embed_kernel[grid](*tensors, factor, **constants, num_warps=4)
-
-    return launch
+    if positions is not None:
+        given["positions"] = checked("positions", positions, dtype=FLOATS, shape=(None, hidden), device=device)
+    return TritonLaunch.of(embed_kernel, grid_of(n_slots, hidden), given, num_warps=4)
 
 
-def _dense(table: Tensor, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _dense(table: Tensor, x: Tensor) -> dict[str, Any]:
     checked("table", table, dtype=FLOATS, shape=(None, x.shape[1]), device=x.device)
-    return (table,) * 4, {"TYPE": "dense", "UNIT": 1, "RUN": 1, "HALF_BYTES": 1}
+    planes = dict.fromkeys(("table", "high", "scales", "block_scales"), table)
+    return planes | {"TYPE": "dense", "UNIT": 1, "RUN": 1, "HALF_BYTES": 1}
 
 
-def _packed(table: Packed, x: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
+def _packed(table: Packed, x: Tensor) -> dict[str, Any]:
     """Quants, high bits, scales and block scales, with something in place of what the type lacks; and their order."""
     if table.cols != x.shape[1]:
         raise BadPointer(f"table (packed [{table.rows}, {table.cols}]) must have the {x.shape[1]} columns of x")
-    named = {name: table.plane(name) for name in PLANES}
-    for name, plane in named.items():
-        if plane is not None:
-            checked(f"table's {name}", plane, dtype=torch.uint8, shape=(None,), device=x.device)
-    planes = tuple(table.planes[0] if plane is None else plane for plane in named.values())
+    given: dict[str, Any] = {}
+    for pointer, name in zip(("table", "high", "scales", "block_scales"), PLANES, strict=True):
+        plane = table.plane(name)
+        given[pointer] = table.planes[0] if plane is None else plane
+        checked(f"table's {name}", given[pointer], dtype=torch.uint8, shape=(None,), device=x.device)
     # Scales of single blocks stand in words of two, unless the blocks of a row are odd in number.
-    single = table.type in ("Q4_0", "Q5_0", "Q8_0")
-    odd = single and table.cols // 32 % 2
-    order = {"UNIT": table.unit_bytes, "RUN": table.run, "HALF_BYTES": 2 if odd else 4}
-    return planes, {"TYPE": table.type, **order}
+    odd = table.type in ("Q4_0", "Q5_0", "Q8_0") and table.cols // 32 % 2
+    return given | {"TYPE": table.type, "UNIT": table.unit_bytes, "RUN": table.run, "HALF_BYTES": 2 if odd else 4}
 
 
-def check_written(x: Tensor, stats: Tensor, rows: StepRows, prepared: PreparedInput | None) -> None:
-    """Refuse what a writer of x cannot write."""
+def grid_of(n_slots: int, hidden: int) -> tuple[int, int]:
+    """Programs of a writer of x."""
+    return n_slots, triton.cdiv(n_stats(hidden), BLOCKS)
+
+
+def written_arguments(x: Tensor, stats: Tensor, rows: StepRows, prepared: PreparedInput | None) -> dict[str, Any]:
+    """What a writer of x takes, by the names of its parameters; what it cannot write is refused."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
-    checked("x", x, dtype=torch.float32, shape=(n_slots, hidden), device=device)
-    checked("stats", stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device)
-    checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device)
-    checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device)
-    checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device)
     if prepared is not None:
         checked("prepared.out", prepared.out, dtype=torch.bfloat16, shape=(n_slots, hidden), device=device)
         checked("prepared.weight", prepared.weight, dtype=FLOATS, shape=(hidden,), device=device)
+    ready, weight = (x, x) if prepared is None else (prepared.out, prepared.weight)
+    return {
+        "x": checked("x", x, dtype=torch.float32, shape=(n_slots, hidden), device=device),
+        "stats": checked("stats", stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device),
+        "n_rows": checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device),
+        "row_slot": checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device),
+        "position": checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device),
+        **{"prepared": ready, "next_weight": weight, "PREPARED": prepared is not None},
+        **{"HIDDEN": hidden, "BLOCKS": BLOCKS},
+    }
 
 
 @triton.jit
@@ -111,7 +105,7 @@ def embed_kernel(
     x,
     stats,
     prepared,
-    weight,
+    next_weight,
     n_rows,
     row_slot,
     position,
@@ -146,7 +140,7 @@ def embed_kernel(
         if PLACED:
             place = tl.load(position + slot).to(tl.int64)
             taken += tl.load(positions + place * HIDDEN + column, mask=there, other=0.0).to(tl.float32)
-        write_x(taken, row, block, column, there, x, stats, prepared, weight, HIDDEN, PREPARED)
+        write_x(taken, row, block, column, there, x, stats, prepared, next_weight, HIDDEN, PREPARED)
 
 
 @triton.jit

@@ -1,11 +1,5 @@
 """Routed experts of a decode step; twins in `backends/torch/ops/matmul.py`.
 
-    bind_route(scores, experts, weights, n_rows, *, n_used, renormalise, pdl=False) -> TritonLaunch
-    bind_experts_gate_up(x, weight, out, experts, n_rows, *, norm=None, activation, tile=None, pdl=False)
-        -> TritonLaunch | Launches
-    bind_experts_down(x, weight, out, experts, weights, n_rows, *, epilogue="add", stats=None, prepared=None,
-                      tile=None, pdl=False) -> TritonLaunch
-
 The experts' matrices stand on top of each other, dense or packed: for each expert its gate, then its up; gate and up of
 two types are a `Stack` of both, each of all experts. x, out and n_rows are as in `matmul.py`. A row stands alone in its
 programs and its experts are added in order of their ids, so its bits depend on the row alone. Bound by reading the
@@ -15,14 +9,14 @@ chosen experts once for each row.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
+from ostinato.backends.cuda.launch import EITHER, Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import Packed, for_a_gpu
 from ostinato.backends.cuda.triton.matmul import (
     ACT,
@@ -32,21 +26,17 @@ from ostinato.backends.cuda.triton.matmul import (
     LAYER,
     NO_NORM,
     activate,
-    check_out,
-    constants_of,
-    gdc_launch_dependents,
-    gdc_wait,
+    cut_arguments,
     load_stats,
-    norm_kind,
-    norm_tensors,
+    norm_arguments,
     options_of,
-    pairs_of,
-    planes_of,
+    out_arguments,
     product,
     put,
+    weight_arguments,
 )
 from ostinato.backends.cuda.triton.tiles import Tile, tile_for
-from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
+from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
@@ -56,12 +46,9 @@ from ostinato.models.shape import Activation
 @triton.jit
 def route_kernel(
     score_ptr, expert_ptr, share_ptr, n_rows_ptr, N_EXPERTS: tl.constexpr, WIDE: tl.constexpr, N_USED: tl.constexpr,
-    RENORMALISE: tl.constexpr, PDL: tl.constexpr,
+    RENORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One program a row: the N_USED experts of the highest scores, the lower id first among equals, in order of id."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = tl.program_id(0)
     if row >= tl.load(n_rows_ptr):
         return
@@ -89,15 +76,12 @@ def experts_gate_up_kernel(
     stats_in_ptr, norm_weight_ptr, norm_bias_ptr, eps,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr,
     NORM: tl.constexpr, EPILOGUE: tl.constexpr, ACTIVATION: tl.constexpr, TYPE: tl.constexpr, W: tl.constexpr,
-    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N values of one row's j-th expert. Grid: rows times N_USED, output tiles. A row stands alone
     in its tile, whatever its neighbours chose. GATED: gate and up at once; ACT and MULTIPLY: one after the other."""
     place, n_tile = tl.program_id(0), tl.program_id(1)
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row = place // N_USED
     if row >= tl.load(n_rows_ptr):
         return
@@ -140,13 +124,10 @@ def experts_down_kernel(
     stats_ptr, prepared_ptr, prepared_weight_ptr,
     N: tl.constexpr, K: tl.constexpr, N_USED: tl.constexpr, N_STATS: tl.constexpr, EPILOGUE: tl.constexpr,
     TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, NARROW: tl.constexpr,
-    PRECISION: tl.constexpr, PDL: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr,
     STAGES: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N outputs of one row, over its experts in order. Grid: rows, output tiles."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
     row, n_tile = tl.program_id(0), tl.program_id(1)
     if row >= tl.load(n_rows_ptr):
         return
@@ -171,41 +152,18 @@ def experts_down_kernel(
 
 
 def bind_route(
-    scores: Tensor,
-    experts: Tensor,
-    weights: Tensor,
-    n_rows: Tensor,
-    *,
-    n_used: int,
-    renormalise: bool,
-    pdl: bool = False,
+    scores: Tensor, experts: Tensor, weights: Tensor, n_rows: Tensor, *, n_used: int, renormalise: bool
 ) -> TritonLaunch:
     """Which experts each row goes to, as one call without arguments; what it computes is `route_rows_torch`."""
     device, (n_slots, n_experts) = scores.device, scores.shape
     checked("scores", scores, dtype=torch.float32, shape=(1, n_experts), device=device)
-    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
-    checked("weights", weights, dtype=torch.float32, shape=(n_slots, n_used), device=device)
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
     if not 1 <= n_used <= n_experts:
         raise InternalError(f"{n_used} of {n_experts} experts cannot be chosen")
-    return TritonLaunch(
-        route_kernel,
-        (n_slots,),
-        (
-            scores,
-            experts,
-            weights,
-            n_rows,
-        ),
-        {
-            "N_EXPERTS": n_experts,
-            "WIDE": triton.next_power_of_2(n_experts),
-            "N_USED": n_used,
-            "RENORMALISE": renormalise,
-            "PDL": pdl,
-            **options_of(Tile(0, 0), pdl),
-        },
-    )
+    given = _chosen(experts, weights, n_rows, n_slots, n_used, device) | {
+        **{"score_ptr": scores, "N_EXPERTS": n_experts, "WIDE": triton.next_power_of_2(n_experts)},
+        "RENORMALISE": renormalise,
+    }
+    return TritonLaunch.of(route_kernel, (n_slots,), given, **options_of(Tile(0, 0)))
 
 
 def bind_experts_gate_up(
@@ -218,20 +176,29 @@ def bind_experts_gate_up(
     norm: InputNorm | None = None,
     activation: Activation,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> TritonLaunch | Launches:
     """Gate, up and activation of each row's experts, as one call; what it computes is `experts_gate_up_torch`.
 
     A `Stack` (gate, up) is two launches, the second multiplied into what the first wrote.
     """
-    device, n_slots, (_, n_used, _) = x.device, len(x), out.shape
-    either = (torch.float32, torch.bfloat16)
-    checked("out", out, dtype=either, shape=(n_slots, n_used, out.shape[2]), device=device)
-    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+    device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
+    checked("out", out, dtype=EITHER, shape=(n_slots, n_used, n), device=device)
+    shared = _chosen(experts, None, n_rows, n_slots, n_used, device) | {"ACTIVATION": ACTIVATIONS[activation]}
 
     def bound(part: Tensor | Packed, epilogue: Literal["gated", "act", "multiply"]) -> TritonLaunch:
-        return _gate_up(x, part, out, experts, n_rows, epilogue, norm, activation, tile, pdl)
+        n_outputs, k = shape_of(part)
+        if n_outputs % (2 * n if epilogue == "gated" else n):
+            raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
+        cut = _alone(tile_for(part, epilogue) if tile is None else tile)
+        given = shared | {
+            "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
+            **norm_arguments(norm, n_slots, k, device),
+            **weight_arguments(part, device),
+            **cut_arguments(part, cut, device),
+            **{"out_ptr": out, "N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue]},
+        }
+        grid = (n_slots * n_used, triton.cdiv(n, cut.block_n))
+        return TritonLaunch.of(experts_gate_up_kernel, grid, given, **options_of(cut))
 
     if not isinstance(weight, Stack):
         return bound(for_a_gpu(weight), "gated")
@@ -239,50 +206,6 @@ def bind_experts_gate_up(
         raise InternalError(f"a stack of experts is (gate, up), not {len(weight.parts)} parts")
     gate, up = map(for_a_gpu, weight.parts)
     return Launches((bound(gate, "act"), bound(up, "multiply")))
-
-
-def _gate_up(
-    x: Tensor,
-    weight: Tensor | Packed,
-    out: Tensor,
-    experts: Tensor,
-    n_rows: Tensor,
-    epilogue: Literal["gated", "act", "multiply"],
-    norm: InputNorm | None,
-    activation: Activation,
-    tile: Tile | None,
-    pdl: bool,
-) -> TritonLaunch:
-    device, n_slots, (_, n_used, n) = x.device, len(x), out.shape
-    n_outputs, k = shape_of(weight)
-    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, k), device=device)
-    if n_outputs % (2 * n if epilogue == "gated" else n):
-        raise InternalError(f"{n_outputs} rows of experts are not whole {epilogue} matrices of {n} outputs")
-    cut = _alone(tile_for(weight, epilogue) if tile is None else tile)
-    return TritonLaunch(
-        experts_gate_up_kernel,
-        (n_slots * n_used, triton.cdiv(n, cut.block_n)),
-        (
-            x,
-            *planes_of(weight, device),
-            pairs_of(weight, device),
-            out,
-            experts,
-            n_rows,
-            *norm_tensors(norm, n_slots, k, device),
-        ),
-        {
-            "N": n,
-            "K": k,
-            "N_USED": n_used,
-            "NORM": norm_kind(norm),
-            "EPILOGUE": EPILOGUES[epilogue],
-            "ACTIVATION": ACTIVATIONS[activation],
-            "PDL": pdl,
-            **(constants_of(weight, cut, k) | {"ROWS": 8}),
-            **options_of(cut, pdl),
-        },
-    )
 
 
 def bind_experts_down(
@@ -297,48 +220,32 @@ def bind_experts_down(
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> TritonLaunch:
     """The weighted sum over each row's experts, as one call; what it computes is `experts_down_torch`."""
-    device, (n_slots, n_used, k) = x.device, x.shape
-    n = out.shape[1]
+    device, (n_slots, n_used, k), n = x.device, x.shape, out.shape[1]
     n_outputs, columns = shape_of(weight)
-    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, n_used, columns), device=device)
-    check_out(out, stats, prepared, n_slots, n, device)
-    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
-    checked("weights", weights, dtype=torch.float32, shape=(n_slots, n_used), device=device)
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
     if n_outputs % n:
         raise InternalError(f"{n_outputs} rows of experts are not whole matrices of {n}")
     cut = _alone(tile_for(weight) if tile is None else tile)
-    constants = constants_of(weight, cut, k) | {"ROWS": 8}
-    del constants["K_STATS"], constants["STATS_WIDE"]
-    return TritonLaunch(
-        experts_down_kernel,
-        (n_slots, triton.cdiv(n, cut.block_n)),
-        (
-            x,
-            *planes_of(weight, device),
-            pairs_of(weight, device),
-            out,
-            experts,
-            weights,
-            n_rows,
-            stats,
-            None if prepared is None else prepared.out,
-            None if prepared is None else prepared.weight,
-        ),
-        {
-            "N": n,
-            "K": k,
-            "N_USED": n_used,
-            "N_STATS": n_stats(n),
-            "EPILOGUE": EPILOGUES[epilogue],
-            "PDL": pdl,
-            **constants,
-            **options_of(cut, pdl),
-        },
-    )
+    given = _chosen(experts, weights, n_rows, n_slots, n_used, device) | {
+        "x_ptr": checked("x", x, dtype=EITHER, shape=(1, n_used, columns), device=device),
+        **weight_arguments(weight, device),
+        **cut_arguments(weight, cut, device),
+        **out_arguments(out, stats, prepared, n_slots, n, device),
+        **{"N": n, "K": k, "EPILOGUE": EPILOGUES[epilogue]},
+    }
+    return TritonLaunch.of(experts_down_kernel, (n_slots, triton.cdiv(n, cut.block_n)), given, **options_of(cut))
+
+
+def _chosen(
+    experts: Tensor, shares: Tensor | None, n_rows: Tensor, n_slots: int, n_used: int, device: torch.device
+) -> dict[str, Any]:
+    """Which experts each row goes to and how much of each it takes; a row stands alone in a tile of eight."""
+    checked("experts", experts, dtype=torch.int32, shape=(n_slots, n_used), device=device)
+    if shares is not None:
+        checked("weights", shares, dtype=torch.float32, shape=(n_slots, n_used), device=device)
+    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+    return {"expert_ptr": experts, "n_rows_ptr": n_rows, "share_ptr": shares, "N_USED": n_used, "ROWS": 8}
 
 
 def _alone(tile: Tile) -> Tile:

@@ -1,7 +1,5 @@
 """The products of a prompt's chunk: y = (x W^T + b) * scale; the twin is `backends/torch/ops/gemm.py`.
 
-    bind_gemm(x, weight, out, *, bias=None, scale=None, tile=None) -> TritonLaunch | Launches
-
 x bfloat16 or float32 [rows, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out bfloat16 or
 float32 [rows, out], written in place; sums in float32. bfloat16 and packed weights meet x rounded to bfloat16, packed
 ones as bfloat16 tiles made in the kernel; float16 weights meet x in tf32, which holds them exactly, float32 weights in
@@ -21,15 +19,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
+from ostinato.backends.cuda.launch import EITHER, Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import Packed, for_a_gpu
-from ostinato.backends.cuda.triton.matmul import FLOATS, planes_of
+from ostinato.backends.cuda.triton.matmul import scale_arguments, weight_arguments
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
     INTERPRETED,
     Q6_K,
     Q8_0,
-    WEIGHT_TYPES,
     byte_of,
     bytes_at,
     halves_of,
@@ -199,16 +196,15 @@ def bind_gemm(
     tile: GemmTile | None = None,
 ) -> TritonLaunch | Launches:
     """The product as one call without arguments; arguments stay where they are. A `Stack` is a launch for each part."""
-    if not isinstance(weight, Stack):
-        return _bound(x, for_a_gpu(weight), out, bias, scale, tile)
+    parts = weight.parts if isinstance(weight, Stack) else (weight,)
     launches, start = [], 0
-    for part in weight.parts:
+    for part in map(for_a_gpu, parts):
         own = slice(start, start + shape_of(part)[0])
         own_bias = None if bias is None else bias[own]
         own_scale = scale[own] if isinstance(scale, Tensor) else scale
-        launches.append(_bound(x, for_a_gpu(part), out[:, own], own_bias, own_scale, tile))
+        launches.append(_bound(x, part, out if len(parts) == 1 else out[:, own], own_bias, own_scale, tile))
         start = own.stop
-    return Launches(tuple(launches))
+    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
 
 
 def _bound(
@@ -219,46 +215,20 @@ def _bound(
     scale: Tensor | float | None,
     tile: GemmTile | None,
 ) -> TritonLaunch:
-    device, m_rows = x.device, len(x)
-    n, k = shape_of(weight)
-    either = (torch.bfloat16, torch.float32)
-    checked("x", x, dtype=either, shape=(1, k), device=device)
-    checked("out", out, dtype=either, shape=(m_rows, n), device=device, columns=True)
-    if bias is not None:
-        checked("bias", bias, dtype=FLOATS, shape=(n,), device=device)
-    if isinstance(scale, Tensor):
-        checked("scale", scale, dtype=FLOATS, shape=(n,), device=device)
+    device, m_rows, (n, k) = x.device, len(x), shape_of(weight)
     kind, precision = "packed", "ieee"
     if isinstance(weight, Tensor):
         kind = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[weight.dtype]
         plain = INTERPRETED.value or torch.version.hip is not None
         precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
     cut = GEMM_TILES[kind] if tile is None else tile
-    return TritonLaunch(
-        gemm_kernel,
-        (triton.cdiv(m_rows, cut.block_m), triton.cdiv(n, cut.block_n)),
-        (
-            x,
-            *planes_of(weight, device),
-            out,
-            bias,
-            scale if isinstance(scale, Tensor) else None,
-            float(scale) if isinstance(scale, float | int) else None,
-            m_rows,
-        ),
-        {
-            "N": n,
-            "K": k,
-            "OUT_STRIDE": out.stride(0),
-            "TYPE": WEIGHT_TYPES[weight.type] if isinstance(weight, Packed) else 0,
-            "W": weight.unit_bytes if isinstance(weight, Packed) else 0,
-            "RUN": weight.run if isinstance(weight, Packed) else 1,
-            "NARROW": kind in ("bf16", "packed"),
-            "PRECISION": precision,
-            "BLOCK_M": cut.block_m,
-            "BLOCK_N": cut.block_n,
-            "BLOCK_K": cut.block_k,
-            "num_warps": cut.num_warps,
-            "num_stages": cut.num_stages,
-        },
-    )
+    given = {
+        "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
+        "out_ptr": checked("out", out, dtype=EITHER, shape=(m_rows, n), device=device, columns=True),
+        **scale_arguments(bias, scale, n, device),
+        **weight_arguments(weight, device),
+        **{"m_rows": m_rows, "N": n, "K": k, "OUT_STRIDE": out.stride(0), "PRECISION": precision},
+        **{"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k},
+    }
+    grid = (triton.cdiv(m_rows, cut.block_m), triton.cdiv(n, cut.block_n))
+    return TritonLaunch.of(gemm_kernel, grid, given, num_warps=cut.num_warps, num_stages=cut.num_stages)

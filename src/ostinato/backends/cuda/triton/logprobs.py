@@ -1,15 +1,12 @@
 """Log-probabilities of rows of logits: of each row's target, and the most likely tokens beside it.
 
-    bind_logprobs(logits, targets, logprobs, top_ids, top_logprobs, n_tokens=n)  # shapes are the twin's (`torch/ops/`)
-
-A program has a row. It reads the row once for the sum, and once more for each of the most likely: those that follow
-the last one found, by value and then by id. A row's bits do not depend on the others. Bound by its reads, which come
-from the cache behind the product that made the logits.
+Shapes are the twin's (`torch/ops/`). A program has a row. It reads the row once for the sum, and once more for each of
+the most likely: those that follow the last one found, by value and then by id. A row's bits do not depend on the
+others. Bound by its reads, which come from the cache behind the product that made the logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -17,14 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.launch import TritonLaunch, checked
 
 _BLOCK: Final = 4096  # logits that a program reads at once
 
 
 def bind_logprobs(
     logits: Tensor, targets: Tensor, logprobs: Tensor, top_ids: Tensor, top_logprobs: Tensor, *, n_tokens: int
-) -> Callable[[], None]:
+) -> TritonLaunch:
     """Check everything once and return the launch over all rows."""
     (rows, vocab), device, top = logits.shape, logits.device, top_ids.shape[1]
     checked("logits", logits, dtype=torch.float32, shape=(rows, vocab), device=device)
@@ -33,12 +30,9 @@ def bind_logprobs(
     if top:
         checked("top_ids", top_ids, dtype=torch.int32, shape=(rows, top), device=device)
         checked("top_logprobs", top_logprobs, dtype=torch.float32, shape=(rows, top), device=device)
-    tensors = (logits, targets, logprobs, *((top_ids, top_logprobs) if top else (targets, logprobs)))
-
-    def launch() -> None:
-        logprobs_kernel[(rows,)](*tensors, vocab, n_tokens, top, BLOCK=_BLOCK, num_warps=8)
-
-    return launch
+    tops = (top_ids, top_logprobs) if top else (targets, logprobs)
+    args = (logits, targets, logprobs, *tops, vocab, n_tokens, top)
+    return TritonLaunch(logprobs_kernel, (rows,), args, {"BLOCK": _BLOCK, "num_warps": 8})
 
 
 @triton.jit(do_not_specialize=["n_tokens", "n_top"])

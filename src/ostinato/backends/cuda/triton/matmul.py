@@ -1,8 +1,5 @@
 """The products of a decode step: y = epilogue(norm(x) W^T) for rows 0 to n_rows - 1; twins in `torch/ops`.
 
-    bind_matmul(x, weight, out, n_rows, *, epilogue="store", norm=None, bias=None, scale=None, softcap=None,
-                activation=None, stats=None, prepared=None, tile=None, pdl=False) -> TritonLaunch | Launches
-
 x float32 or bfloat16 [n_slots, in]; weight float32, float16, bfloat16 [out, in], `Packed` or `Stack`; out float32 or
 bfloat16 [n_slots, out] ([n_slots, out / 2] for "gated"); n_rows int32 [1] on the device; sums in float32. Written in
 place: out, stats and prepared.out, rows below n_rows only. Bound by reading the weight once for each 16 rows.
@@ -20,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import Launches, TritonLaunch, checked
+from ostinato.backends.cuda.launch import EITHER, FLOATS, Launches, TritonLaunch, checked
 from ostinato.backends.cuda.packed import PLANES, Packed, entries_of, for_a_gpu
 from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
 from ostinato.backends.cuda.triton.unpack import (
@@ -37,7 +34,6 @@ from ostinato.backends.cuda.triton.unpack import (
     operand,
     places_of_rows,
     q6_unit,
-    rows_in_plane,
     scaled_unit,
 )
 from ostinato.backends.torch.ops.matmul import Epilogue, InputNorm, PreparedInput, n_stats
@@ -47,7 +43,6 @@ from ostinato.errors import InternalError
 from ostinato.models.shape import Activation
 
 ROWS: Final = 16  # of a tile: what one tensor-core instruction takes at once
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
 
 STORE, ADD, GATED, ACT, MULTIPLY = (tl.constexpr(i) for i in range(5))
 EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "act", "multiply"))}
@@ -55,12 +50,6 @@ EPILOGUES: Final = {name: i for i, name in enumerate(("store", "add", "gated", "
 NO_NORM, ROOT, RMS, LAYER = (tl.constexpr(i) for i in range(4))
 SILU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(3))
 ACTIVATIONS: Final = {name: i for i, name in enumerate(("silu", "gelu", "gelu_tanh"))}
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents as gdc_launch_dependents
-    from triton.language.extra.cuda import gdc_wait as gdc_wait
-except ImportError:  # a Triton without them: `pdl` is refused when a product is bound
-    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit
@@ -95,36 +84,6 @@ def load_stats(
     block = tl.arange(0, WIDE)
     ok = (block < N_STATS)[:, None] & row_ok[None, :]
     return tl.load(stats_ptr + (rows[None, :] * N_STATS + block[:, None]) * 2 + WHICH, mask=ok, other=0.0)
-
-
-@triton.jit
-def prefetch(at):
-    """Prefetch the cache lines of these addresses into L2, without waiting for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )  # fmt: skip
-
-
-@triton.jit
-def wait_for_others(
-    w_ptr, n, n_second, K: tl.constexpr, TWO: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
-    W: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    """Let the next kernel start, prefetch the first weights, which no kernel writes, and wait for the kernel before."""
-    gdc_launch_dependents()
-    if TYPE == DENSE:
-        LINE: tl.constexpr = 64  # elements to a line of the cache, or two
-        ahead = tl.arange(0, 2 * BLOCK_K // LINE if 2 * BLOCK_K <= K else 1)[None, :] * LINE
-        prefetch(w_ptr + n[:, None].to(tl.int64) * K + ahead)
-        if TWO:
-            prefetch(w_ptr + n_second[:, None].to(tl.int64) * K + ahead)
-    else:
-        UNITS: tl.constexpr = K // W if TYPE == Q8_0 else K // (2 * W)
-        ahead = tl.arange(0, 8 if UNITS >= 8 else 1)[None, :] * (RUN * W)
-        prefetch(rows_in_plane(w_ptr, n, UNITS, W, RUN)[:, None] + ahead)
-        if TWO:
-            prefetch(rows_in_plane(w_ptr, n_second, UNITS, W, RUN)[:, None] + ahead)
-    gdc_wait()
 
 
 @triton.jit
@@ -418,7 +377,7 @@ def matmul_kernel(
     K_STATS: tl.constexpr, STATS_WIDE: tl.constexpr, NORM: tl.constexpr, EPILOGUE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TYPE: tl.constexpr, W: tl.constexpr, RUN: tl.constexpr, ASM: tl.constexpr, FEW: tl.constexpr,
-    NARROW: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    NARROW: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SLICES: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
     ROWS: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
@@ -431,8 +390,6 @@ def matmul_kernel(
     # Outputs past the end read the last one's weights and are never stored.
     inside = FIRST + tl.minimum(n, N - 1)
     TWO: tl.constexpr = EPILOGUE == GATED
-    if PDL:
-        wait_for_others(w_ptr, inside, inside + N, K, TWO, BLOCK_K, TYPE, W, RUN)
     n_rows = tl.load(n_rows_ptr)
     if row_tile > 0:  # noqa: SIM102 -- not one condition: the first tile asks for weights before it knows n_rows
         if row_tile * ROWS >= n_rows:
@@ -491,7 +448,6 @@ def bind_matmul(
     stats: Tensor | None = None,
     prepared: PreparedInput | None = None,
     tile: Tile | None = None,
-    pdl: bool = False,
 ) -> TritonLaunch | Launches:
     """The product as one call without arguments; what it computes is `matmul_torch`. Every argument stays where it is.
 
@@ -499,45 +455,40 @@ def bind_matmul(
     into what the first wrote. Not given a tile, the one of the weight's type and shape is taken.
     """
     checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=x.device)
-    rest: dict[str, Any] = {"norm": norm, "softcap": softcap, "activation": activation, "tile": tile, "pdl": pdl}
-    # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
-    apart = isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None
-    if not isinstance(weight, Stack) and not apart:
-        whole = for_a_gpu(weight)
-        return _bound(
-            x, whole, out, n_rows, epilogue=epilogue, bias=bias, scale=scale, stats=stats, prepared=prepared, **rest
-        )
+    height = shape_of(weight)[0]
+    pieces: list[tuple[Weight, int, int]] = [(weight, 0, height)]
     if isinstance(weight, Stack):
         if stats is not None or prepared is not None:
             raise InternalError("a stack of weights leaves no stats: give its rows one type")
         pieces = [(part, 0, shape_of(part)[0]) for part in weight.parts]
         if epilogue == "gated" and (len(pieces) != 2 or pieces[0][2] != pieces[1][2]):
             raise InternalError(f"a gated stack is (gate, up) of equal height, not {[n for _, _, n in pieces]}")
-    else:
-        assert isinstance(weight, Packed)  # or it would not be taken apart
-        half = shape_of(weight)[0] // 2
-        pieces = [(weight, 0, half), (weight, half, half)]
+    elif isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None:
+        # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
+        pieces = [(weight, first, height // 2) for first in (0, height // 2)]
+    in_turn, whole = epilogue == "gated" and len(pieces) > 1, epilogue == "gated" or len(pieces) == 1
     launches, start = [], 0
     for place, (part, first, n) in enumerate(pieces):
-        own = slice(start, start + n)
-        joined: Epilogue = epilogue if epilogue != "gated" else "act" if place == 0 else "multiply"
-        last = place == len(pieces) - 1
+        own, last = slice(start, start + n), place == len(pieces) - 1
         one = _bound(
             x,
             for_a_gpu(part),
-            out if epilogue == "gated" else out[:, own],
+            out if whole else out[:, own],
             n_rows,
-            epilogue=joined,
+            (first, n),
+            epilogue=("act", "multiply")[place] if in_turn else epilogue,
+            norm=norm,
             bias=None if bias is None else bias[own],
             scale=scale[own] if isinstance(scale, Tensor) else scale,
+            softcap=softcap,
+            activation=activation,
             stats=stats if last else None,
             prepared=prepared if last else None,
-            rows=(first, n),
-            **rest,
+            tile=tile,
         )
         launches.append(one)
         start += n
-    return Launches(tuple(launches))
+    return launches[0] if len(launches) == 1 else Launches(tuple(launches))
 
 
 def _bound(
@@ -545,6 +496,7 @@ def _bound(
     weight: Tensor | Packed,
     out: Tensor,
     n_rows: Tensor,
+    rows: tuple[int, int],
     *,
     epilogue: Epilogue,
     norm: InputNorm | None,
@@ -555,81 +507,63 @@ def _bound(
     stats: Tensor | None,
     prepared: PreparedInput | None,
     tile: Tile | None,
-    pdl: bool,
-    rows: tuple[int, int] | None = None,
 ) -> TritonLaunch:
-    """One launch; `rows`: which row of the weight is the first, and how many there are, where it is not all of them."""
-    device, n_slots = x.device, len(x)
-    n_outputs, k = shape_of(weight)
-    first, n_outputs = (0, n_outputs) if rows is None else rows
+    """One launch; `rows`: which row of the weight is the first, and how many there are."""
+    device, n_slots, k = x.device, len(x), shape_of(weight)[1]
+    first, n_outputs = rows
     n = n_outputs // 2 if epilogue == "gated" else n_outputs
-    checked("x", x, dtype=(torch.float32, torch.bfloat16), shape=(1, k), device=device)
-    if isinstance(scale, Tensor):
-        checked("scale", scale, dtype=FLOATS, shape=(n_outputs,), device=device)
-    if bias is not None:
-        checked("bias", bias, dtype=FLOATS, shape=(n_outputs,), device=device)
     if epilogue in ("gated", "act") and activation is None:
         raise InternalError(f"the epilogue {epilogue!r} needs an activation")
-    check_out(out, stats, prepared, n_slots, n, device)
     packed = isinstance(weight, Packed)
     cut = tile_for(weight, epilogue) if tile is None else tile
     grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
-    partials = counters = None
+    given = {
+        "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
+        **norm_arguments(norm, n_slots, k, device),
+        **weight_arguments(weight, device),
+        **cut_arguments(weight, cut, device),
+        **scale_arguments(bias, scale, n_outputs, device),
+        **out_arguments(out, stats, prepared, n_slots, n, device),
+        **{"n_rows_ptr": n_rows, "softcap": softcap, "partial_ptr": None, "counter_ptr": None},
+        **{"N": n, "K": k, "FIRST": first, "OUT_STRIDE": out.stride(0), "ROWS": ROWS},
+        **{"EPILOGUE": EPILOGUES[epilogue], "ACTIVATION": ACTIVATIONS[activation or "silu"]},
+        **{"SPLIT_K": cut.split_k, "APART": cut.apart, "FEW": cut.few and packed and norm_kind(norm) != 3},
+        # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
+        "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
+    }
     if cut.split_k > 1:
-        lanes = 2 if epilogue == "gated" else 1
-        size = (grid[0] * grid[1], cut.split_k, lanes, cut.block_n, ROWS)
-        partials = torch.empty(size, dtype=torch.float32, device=device)
-        counters = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
-    return TritonLaunch(
-        matmul_kernel,
-        grid,
-        (
-            x,
-            *planes_of(weight, device),
-            pairs_of(weight, device),
-            out,
-            n_rows,
-            *norm_tensors(norm, n_slots, k, device),
-            bias,
-            scale if isinstance(scale, Tensor) else None,
-            float(scale) if isinstance(scale, float | int) else None,
-            softcap,
-            stats,
-            None if prepared is None else prepared.out,
-            None if prepared is None else prepared.weight,
-            partials,
-            counters,
-        ),
-        {
-            "N": n,
-            "K": k,
-            "FIRST": first,
-            "OUT_STRIDE": out.stride(0),
-            "N_STATS": n_stats(n),
-            "NORM": norm_kind(norm),
-            "EPILOGUE": EPILOGUES[epilogue],
-            "ACTIVATION": ACTIVATIONS[activation or "silu"],
-            "FEW": cut.few and packed and norm_kind(norm) != 3,
-            "PDL": pdl,
-            # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
-            "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
-            "SPLIT_K": cut.split_k,
-            "APART": cut.apart,
-            **constants_of(weight, cut, k),
-            **options_of(cut, pdl),
-        },
-    )
+        size = (grid[0] * grid[1], cut.split_k, 2 if epilogue == "gated" else 1, cut.block_n, ROWS)
+        given["partial_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
+        given["counter_ptr"] = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
+    return TritonLaunch.of(matmul_kernel, grid, given, **options_of(cut))
 
 
-def check_out(
+# What kernels of products take, by the names of their parameters
+
+
+def out_arguments(
     out: Tensor, stats: Tensor | None, prepared: PreparedInput | None, n_slots: int, n: int, device: torch.device
-) -> None:
-    checked("out", out, dtype=(torch.float32, torch.bfloat16), shape=(n_slots, n), device=device, columns=True)
+) -> dict[str, Any]:
+    """Where n outputs of each row go, and what is left beside them."""
+    checked("out", out, dtype=EITHER, shape=(n_slots, n), device=device, columns=True)
+    given = {"out_ptr": out, "stats_ptr": stats, "prepared_ptr": None, "prepared_weight_ptr": None}
     if stats is not None:
         checked("stats", stats, dtype=torch.float32, shape=(n_slots, n_stats(n), 2), device=device)
     if prepared is not None:
         checked("prepared.out", prepared.out, dtype=torch.bfloat16, shape=(n_slots, n), device=device)
         checked("prepared.weight", prepared.weight, dtype=FLOATS, shape=(n,), device=device)
+        given |= {"prepared_ptr": prepared.out, "prepared_weight_ptr": prepared.weight}
+    return given | {"N_STATS": n_stats(n)}
+
+
+def scale_arguments(bias: Tensor | None, scale: Tensor | float | None, n: int, device: torch.device) -> dict[str, Any]:
+    """What n outputs are added to, and what they are multiplied by: each its own, or all by one number."""
+    each = scale if isinstance(scale, Tensor) else None
+    for name, tensor in (("scale", each), ("bias", bias)):
+        if tensor is not None:
+            checked(name, tensor, dtype=FLOATS, shape=(n,), device=device)
+    one = float(scale) if isinstance(scale, float | int) else None
+    return {"bias_ptr": bias, "scale_ptr": each, "scale": one}
 
 
 def norm_kind(norm: InputNorm | None) -> int:
@@ -638,71 +572,48 @@ def norm_kind(norm: InputNorm | None) -> int:
     return 3 if norm.bias is not None else 1 if norm.weight is None else 2
 
 
-def norm_tensors(norm: InputNorm | None, n_slots: int, k: int, device: torch.device) -> tuple[object, ...]:
-    """stats, weight, bias and eps of a norm, as the kernels take them."""
-    if norm is None:
-        return None, None, None, None
-    checked("norm.stats", norm.stats, dtype=torch.float32, shape=(n_slots, n_stats(k), 2), device=device)
-    if norm.weight is not None:
-        checked("norm.weight", norm.weight, dtype=FLOATS, shape=(k,), device=device)
-    if norm.bias is not None:
-        checked("norm.bias", norm.bias, dtype=FLOATS, shape=(k,), device=device)
-    return norm.stats, norm.weight, norm.bias, norm.eps
+def norm_arguments(norm: InputNorm | None, n_slots: int, k: int, device: torch.device) -> dict[str, Any]:
+    """The norm of k inputs."""
+    names = ("stats_in_ptr", "norm_weight_ptr", "norm_bias_ptr", "eps")
+    found = (None,) * 4 if norm is None else (norm.stats, norm.weight, norm.bias, norm.eps)
+    if norm is not None:
+        checked("norm.stats", norm.stats, dtype=torch.float32, shape=(n_slots, n_stats(k), 2), device=device)
+        for name, tensor in (("norm.weight", norm.weight), ("norm.bias", norm.bias)):
+            if tensor is not None:
+                checked(name, tensor, dtype=FLOATS, shape=(k,), device=device)
+    sizes = {"NORM": norm_kind(norm), "K_STATS": n_stats(k), "STATS_WIDE": triton.next_power_of_2(n_stats(k))}
+    return dict(zip(names, found, strict=True)) | sizes
 
 
-def planes_of(weight: Tensor | Packed, device: torch.device) -> tuple[Tensor | None, ...]:
-    """The four pointers a kernel takes for a weight: quants (or the dense weight), high, scales, blocks."""
+def weight_arguments(weight: Tensor | Packed, device: torch.device) -> dict[str, Any]:
+    """A weight's planes, of which a dense one has the first alone, and how they are read."""
+    names = ("w_ptr", "high_ptr", "w_scale_ptr", "block_ptr")
+    given: dict[str, Any] = dict.fromkeys(names)
     if isinstance(weight, Tensor):
-        return checked("weight", weight, dtype=FLOATS, shape=(1, None), device=device), None, None, None
-    shapes = entries_of(weight)
-    found: list[Tensor | None] = []
-    for name in PLANES:
+        given["w_ptr"] = checked("weight", weight, dtype=FLOATS, shape=(1, None), device=device)
+        return given | {"TYPE": 0, "W": 0, "RUN": 1, "NARROW": weight.dtype == torch.bfloat16}
+    for pointer, name in zip(names, PLANES, strict=True):
         plane = weight.plane(name)
         if plane is not None:
-            width, n_bytes = shapes[name]
+            width, n_bytes = entries_of(weight)[name]
             checked(f"weight.{name}", plane, dtype=torch.uint8, shape=(n_bytes,), device=device)
-            plane = plane.view({1: torch.uint8, 2: torch.float16, 4: torch.int32}[width])
-        found.append(plane)
-    return tuple(found)
+            given[pointer] = plane.view({1: torch.uint8, 2: torch.float16, 4: torch.int32}[width])
+    return given | {"TYPE": WEIGHT_TYPES[weight.type], "W": weight.unit_bytes, "RUN": weight.run, "NARROW": True}
 
 
-def pairs_of(weight: Tensor | Packed, device: torch.device) -> Tensor | None:
-    """What `nibble_dots` needs for weights of more than four bits."""
-    if isinstance(weight, Tensor) or weight.plane("high") is None:
-        return None
-    return torch.arange(32, dtype=torch.int32, device=device) // 4 * 2
-
-
-def constants_of(weight: Tensor | Packed, cut: Tile, k: int) -> dict[str, object]:
-    """What the kernels of one weight are compiled for."""
+def cut_arguments(weight: Tensor | Packed, cut: Tile, device: torch.device) -> dict[str, Any]:
+    """How the product of a step with a weight is cut, and how its parts are multiplied."""
+    pairs, precision, asm = None, "ieee", False
     if isinstance(weight, Packed):
-        hip = torch.version.hip is not None
-        own = {
-            "TYPE": WEIGHT_TYPES[weight.type],
-            "W": weight.unit_bytes,
-            "RUN": weight.run,
-            "NARROW": True,
-            "PRECISION": "ieee",
-        }
-        own |= {"ASM": not hip and not INTERPRETED.value}
-    else:
-        own = {"TYPE": 0, "W": 0, "RUN": 1, "NARROW": weight.dtype == torch.bfloat16, "ASM": False}
-        own |= {"PRECISION": "tf32" if weight.dtype == torch.float16 else "ieee"}
-    return own | {
-        "K_STATS": n_stats(k),
-        "STATS_WIDE": triton.next_power_of_2(n_stats(k)),
-        "BLOCK_N": cut.block_n,
-        "BLOCK_K": step_columns(weight, cut),
-        "SLICES": cut.slices,
-        "STAGES": cut.num_stages,
-        "ROWS": ROWS,
-    }
+        asm = torch.version.hip is None and not INTERPRETED.value
+        if weight.plane("high") is not None:  # what `nibble_dots` needs for weights of more than four bits
+            pairs = torch.arange(32, dtype=torch.int32, device=device) // 4 * 2
+    elif weight.dtype == torch.float16:
+        precision = "tf32"
+    sizes = {"BLOCK_N": cut.block_n, "BLOCK_K": step_columns(weight, cut), "SLICES": cut.slices}
+    return sizes | {"STAGES": cut.num_stages, "pairs_ptr": pairs, "PRECISION": precision, "ASM": asm}
 
 
-def options_of(cut: Tile, pdl: bool) -> dict[str, object]:
-    if pdl and gdc_wait is None:
-        raise InternalError("this Triton has no programmatic dependent launch; bind without pdl")
+def options_of(cut: Tile) -> dict[str, object]:
     options: dict[str, object] = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
-    if cut.max_registers is not None:
-        options["maxnreg"] = cut.max_registers
-    return options | ({"launch_pdl": True} if pdl else {})
+    return options if cut.max_registers is None else options | {"maxnreg": cut.max_registers}

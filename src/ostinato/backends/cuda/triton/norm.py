@@ -7,34 +7,28 @@ are made of the `stats` that every writer of x leaves. Bound by reading x.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import checked
+from ostinato.backends.cuda.launch import TritonLaunch, checked
 
 
-def bind_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Callable[[], None]:
+def bind_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> TritonLaunch:
     """Check everything once and return the launch over all rows of x."""
-    rows, width = x.shape
-    checked("x", x, dtype=torch.float32, shape=(rows, width), device=x.device)
-    checked("y", y, dtype=y.dtype, shape=(rows, width), device=x.device)
-    checked("weight", weight, dtype=torch.float32, shape=(width,), device=x.device)
-    if bias is not None:
-        checked("bias", bias, dtype=torch.float32, shape=(width,), device=x.device)
-    shift = weight if bias is None else bias
+    (rows, width), device = x.shape, x.device
     block = triton.next_power_of_2(width)
-    warps = 8 if block >= 4096 else 4
-
-    constants = {"WIDTH": width, "BLOCK": block, "LAYER": bias is not None}
-
-    def launch() -> None:
-        norm_kernel[(rows,)](x, y, weight, shift, eps, **constants, num_warps=warps)
-
-    return launch
+    checked("weight", weight, dtype=torch.float32, shape=(width,), device=device)
+    if bias is not None:
+        checked("bias", bias, dtype=torch.float32, shape=(width,), device=device)
+    given = {
+        "x": checked("x", x, dtype=torch.float32, shape=(rows, width), device=device),
+        "y": checked("y", y, dtype=y.dtype, shape=(rows, width), device=device),
+        **{"weight": weight, "bias": weight if bias is None else bias, "eps": eps},
+        **{"WIDTH": width, "BLOCK": block, "LAYER": bias is not None},
+    }
+    return TritonLaunch.of(norm_kernel, (rows,), given, num_warps=8 if block >= 4096 else 4)
 
 
 @triton.jit

@@ -23,7 +23,7 @@ has a fixed order. Candidates are packed in the order in which blocks finish; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -92,24 +92,6 @@ _FIELDS: Final = {
 }
 
 
-# What each kernel takes, in its order; the rest is given by name.
-_SHAPED: Final = (
-    "logits", "n_rows", "row_slot", "temperature", "top_k", "repetition", "presence", "frequency", "penalised",
-    "prompt_bits", "counts", "n_bias", "bias_ids", "bias_values", "min_tokens", "made", "n_stop", "stop_ids",
-    "constrained", "mask_bits", "n_logprobs", "scaled", "best", "best_id", "scaled_sum", "scaled_subs", "raw_largest",
-    "raw_sum", "raw_subs", "found",
-)  # fmt: skip
-_GATHERED: Final = (
-    "logits", "n_rows", "row_slot", "temperature", "top_k", "top_p", "min_p", "n_logprobs", "scaled", "scaled_subs",
-    "raw_subs", "candidates", "found", "floor",
-)  # fmt: skip
-_CHOSEN: Final = (
-    "logits", "n_rows", "row_slot", "temperature", "top_k", "top_p", "min_p", "seed", "position", "n_logprobs",
-    "scaled", "best", "best_id", "scaled_sum", "raw_largest", "raw_sum", "candidates", "found", "floor", "chosen",
-    "chosen_logprob", "top_ids", "top_logprobs",
-)  # fmt: skip
-
-
 def bind_sample(
     logits: Tensor,
     table: SlotFields,
@@ -143,22 +125,24 @@ def bind_sample(
 
     n_blocks, n_subs = tiles.n_blocks(vocab), tiles.n_subs(vocab)
     row_lanes = min(rows, tiles.row_lanes)
-    # Fused multiply-adds would round penalties unlike the twin, and a tie could fall the other way.
-    shared = {"VOCAB": vocab, "N_TOKENS": n_tokens, "N_BLOCKS": n_blocks, "N_SUBS": n_subs, "enable_fp_fusion": False}
-    lists = {"WORDS": triton.cdiv(vocab, 32), "STOPS": t["stop_ids"].shape[1], "BIASES": t["bias_ids"].shape[1]}
-    blocks = {"ROW_LANES": row_lanes, "BLOCK": tiles.block, "num_warps": 4}
-    wanted = {"WANTED": tiles.wanted, "CAPACITY": tiles.capacity, "LANES": triton.next_power_of_2(n_subs)}
-    row = {"MAX_TOP": top_ids.shape[1], "BLOCK": tiles.block, "CAPACITY": tiles.capacity, "SMALL": tiles.small}
-    row |= {"CHUNK": tiles.chunk, "LANES": triton.next_power_of_2(n_blocks), "num_warps": 8}
+    shared = {
+        **{"VOCAB": vocab, "N_TOKENS": n_tokens, "N_BLOCKS": n_blocks, "N_SUBS": n_subs, "FIRST": first},
+        **{"WORDS": triton.cdiv(vocab, 32), "STOPS": t["stop_ids"].shape[1], "BIASES": t["bias_ids"].shape[1]},
+        **{"BLOCK": tiles.block, "SUB": tiles.sub, "ROW_LANES": row_lanes, "WANTED": tiles.wanted},
+        **{"SMALL": tiles.small, "CAPACITY": tiles.capacity, "CHUNK": tiles.chunk, "MAX_TOP": top_ids.shape[1]},
+        "offset": offset,
+    }
 
-    def launch(kernel: Any, grid: tuple[int, ...], names: Sequence[str], *more: int, **constants: Any) -> TritonLaunch:
-        return TritonLaunch(kernel, grid, (*(t[name] for name in names), *more), constants | shared)
+    def launch(kernel: Any, grid: tuple[int, ...], n_lanes: int, num_warps: int) -> TritonLaunch:
+        given = t | shared | {"LANES": triton.next_power_of_2(n_lanes)}
+        # Fused multiply-adds would round penalties unlike the twin, and a tie could fall the other way.
+        return TritonLaunch.of(kernel, grid, given, num_warps=num_warps, enable_fp_fusion=False)
 
     grid = (n_blocks, row_lanes)
     return [
-        ("shape", launch(shape_kernel, grid, _SHAPED, **lists, FIRST=first, SUB=tiles.sub, **blocks)),
-        ("gather", launch(gather_kernel, grid, _GATHERED, **wanted, **blocks)),
-        ("choose", launch(choose_kernel, (rows,), _CHOSEN, offset, **row)),
+        ("shape", launch(shape_kernel, grid, n_subs, 4)),
+        ("gather", launch(gather_kernel, grid, n_subs, 4)),
+        ("choose", launch(choose_kernel, (rows,), n_blocks, 8)),
     ]
 
 

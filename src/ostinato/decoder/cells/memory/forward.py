@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.backends.torch.kv_store import KVStore, StateStore
+from ostinato.backends.torch.kv_store import KVStore, StateStore, as_slice
 from ostinato.backends.torch.table import Ops
 from ostinato.cache.sequences import MAX_SEQ, Ints
 from ostinato.cache.state_run import StateRun
@@ -54,7 +54,7 @@ class KVPart:
                     part.stream,
                     part.rows,
                     torch.from_numpy(part.cells).to(device),
-                    _as_slice(seen) or torch.from_numpy(seen).to(device),
+                    as_slice(seen) or torch.from_numpy(seen).to(device),
                     None if looked.all() else torch.from_numpy(looked).to(device),
                 )
             )
@@ -83,13 +83,6 @@ def in_order(cells: Cells, chosen: Ints) -> Ints:
     if (np.diff(positions[order]) == 0).any():
         order = np.lexsort((cells.member[:, chosen].argmax(0), positions))
     return chosen[order]
-
-
-def _as_slice(cells: Ints) -> slice | None:
-    """The cells as a slice, if they are contiguous: then they can be read without a copy."""
-    first, last = int(cells[0]), int(cells[-1])
-    whole = last - first + 1 == len(cells) and bool((np.diff(cells) == 1).all())
-    return slice(first, last + 1) if whole else None
 
 
 @dataclass(frozen=True, slots=True)
