@@ -61,7 +61,7 @@ class PagedMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class SequenceMemory:
+class PagedRows:
     """What rows of one sequence see, at positions [start, start + n): the first n rows of what the model is given."""
 
     memory: PagedMemory
@@ -103,7 +103,7 @@ class SequenceMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class RowMemory(SequenceMemory):
+class RowMemory(PagedRows):
     """Of one row of a step, which remembers which cells it found."""
 
     seen: dict[tuple[int, int | None], slice | Tensor] = field(default_factory=dict)
@@ -121,7 +121,7 @@ class RowMemory(SequenceMemory):
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkMemory(SequenceMemory):
+class ChunkMemory(PagedRows):
     """Of a chunk of a prompt."""
 
     def _attended(
