@@ -294,10 +294,9 @@ def _import_kernels() -> None:
     """What an engine on CUDA imports when it is opened, by name, so that its share is known."""
     import cuda.core  # noqa: F401
 
-    from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
+    from ostinato.backends.cuda.kernels import triton_kernels
 
     triton_kernels()
-    triton_prompts()
 
 
 # Memory of graphs

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ostinato.backends.torch.load import constant
 from ostinato.backends.torch.model import Model
-from ostinato.backends.torch.table import TWINS
 from ostinato.models.bert import BERT
 from ostinato.models.blocks import with_leaves
 from ostinato.models.falcon_h1 import FALCON_H1
@@ -66,7 +65,7 @@ class RandomWeights:
         """A model of that family and shape."""
         with torch.inference_mode(False):
             blocks = with_leaves(family.blocks(shape, self), cache(self.leaf))
-            return Model.of(blocks, dtype=self.dtype, device=CPU, context=context, ops=TWINS)
+            return Model.of(blocks, dtype=self.dtype, device=CPU, context=context)
 
 
 def attention_shape(family: str, n_vocab: int, hidden: int, context: int) -> Shape:

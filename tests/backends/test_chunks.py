@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, OutputKind, output_rows
 from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
+from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.native.pages import NativePages
-from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import memory_tensors
 from ostinato.decoder.batch.batch import Batch
@@ -152,8 +152,8 @@ def test_rows_beside_others_have_the_bits_they_have_alone_by_torch(family: str) 
 def fused(driver: Driver, *, triton: bool, buckets: Sequence[int] = (16, ROWS)) -> None:
     """Chunks as a GPU has them, by Triton's interpreter or by the twins."""
     runner = driver.runner
-    kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    given = (runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, prompts)
+    kernels = triton_kernels() if triton else twin_kernels()
+    given = (runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels)
     runner.chunks = FusedChunks(*given, buckets=buckets)
 
 

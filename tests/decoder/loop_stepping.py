@@ -23,7 +23,7 @@ from ostinato.backends.native.pages import NativePages
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.chunks import TorchChunks
-from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.start import CpuLoop
@@ -78,7 +78,7 @@ def fused(kind: MemoryKind) -> Runner:
     """The CUDA plan of models with attention, steps and prompts by its references."""
     runner = opened(model_of(kind), TWIN)
     inside = runner.model, runner.memory, runner.tables, N_VOCAB
-    runner.chunks = FusedChunks(*inside, twin_kernels(), twin_prompts())
+    runner.chunks = FusedChunks(*inside, twin_kernels())
     return replanned(runner, FusedPlan(*inside, twin_kernels()).plan())
 
 

@@ -41,7 +41,7 @@ from ostinato.backends.cuda.start import CudaEager
 from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.torch.allocate import BumpAllocator
-from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.matmul import matmul_torch, n_stats
 from ostinato.backends.torch.plan import tensors_of
@@ -227,7 +227,7 @@ def stand_in_start(kind: Any, cuda: StandIn, monkeypatch: pytest.MonkeyPatch, n_
         words[Word.GO, 0] = left[0] > 0
         left[0] -= 1
 
-    monkeypatch.setattr("ostinato.backends.cuda.start.boundary_kernels", lambda layout, plan: (None, None))
+    monkeypatch.setattr("ostinato.backends.cuda.start.loaded", lambda *_: SimpleNamespace(get_kernel=str))
     monkeypatch.setattr(start, "_run_boundary", step_boundary)
     return start
 
@@ -405,7 +405,7 @@ class Clock:
         )
         monkeypatch.setitem(sys.modules, "cuda.core", cuda)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=1))
-        monkeypatch.setattr("ostinato.backends.cuda.stamps._kernel", lambda device: "stamp")
+        monkeypatch.setattr("ostinato.backends.cuda.stamps.loaded", lambda *_: SimpleNamespace(get_kernel=str))
 
     def _launch(self, stream: int, config: SimpleNamespace, kernel: str, *addresses: int) -> None:
         assert (stream, config.grid, config.block, kernel) == (1, 1, 1, "stamp")
@@ -444,7 +444,7 @@ def test_a_mark_compiles_for_a_card() -> None:
 
 def fused_prefill(driver: Driver, model: Model, buckets: Sequence[int]) -> FusedChunks:
     runner = driver.runner
-    words = (model, runner.memory, runner.tables, model.shape.vocab, twin_kernels(), twin_prompts())
+    words = (model, runner.memory, runner.tables, model.shape.vocab, twin_kernels())
     runner.chunks = FusedChunks(*words, buckets=buckets)
     return runner.chunks
 

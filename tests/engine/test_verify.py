@@ -15,7 +15,7 @@ from ostinato.backends.cuda.plan import FusedPlan
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.compare import RouteJudge, checksums, compare_weights, first_difference
 from ostinato.backends.torch.forward import through_mlp
-from ostinato.backends.torch.kernels import StepKernels, twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuEager, CpuLoop
@@ -249,7 +249,7 @@ def test_arithmetic_of_its_own_is_compared_by_greedy_tokens_and_a_tolerance(monk
     assert (broken.difference.node, broken.difference.buffer) == ("sample", "token")
 
 
-def opens_fused(kernels: StepKernels) -> Callable[[Model, Settled], Runner]:
+def opens_fused(kernels: Kernels) -> Callable[[Model, Settled], Runner]:
     """Opens loops as on a GPU: prompts and steps by kernels, which say whom they chose."""
 
     def open(model: Model, settled: Settled) -> Runner:
@@ -258,15 +258,13 @@ def opens_fused(kernels: StepKernels) -> Callable[[Model, Settled], Runner]:
         runner.plan = FusedPlan(model, runner.memory, runner.tables, runner.n_tokens, kernels).plan()
         runner.start = CpuEager(runner.plan, runner.tables, runner.guard, runner.changed.set)
         runner.decode_mode = DecodeMode(runner.plan, runner.start, runner.tables, runner.guard)
-        runner.chunks = FusedChunks(
-            model, runner.memory, runner.tables, runner.n_tokens, kernels, twin_prompts(), buckets=(32,)
-        )
+        runner.chunks = FusedChunks(model, runner.memory, runner.tables, runner.n_tokens, kernels, buckets=(32,))
         return runner
 
     return open
 
 
-def route_then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> StepKernels:
+def route_then(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]) -> Kernels:
     """The twins, with something done to (scores, experts, shares) behind every route."""
     right = twin_kernels()
 
@@ -296,7 +294,7 @@ def take(
         shares[row] = scores[row, chosen].softmax(-1)
 
 
-def mixtral_beside_twins(kernels: StepKernels) -> Found:
+def mixtral_beside_twins(kernels: Kernels) -> Found:
     """A model of which two experts score nearly alike for every row, by these kernels beside the twins."""
     model = named_model("tiny-mixtral", torch.bfloat16, seed=3)
     for layer in model.layers:

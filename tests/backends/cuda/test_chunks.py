@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from ostinato.backends.base import ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
-from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
+from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.packed import pack
 from ostinato.backends.memory_rows import OUTPUT_ROWS
-from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.weights import Stack
@@ -53,9 +53,9 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
 def prefill_of(driver: Driver, *, triton: bool, buckets: tuple[int, ...] = (16, 64)) -> FusedChunks:
     runner = driver.runner
-    kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
+    kernels = triton_kernels() if triton else twin_kernels()
     runner.chunks = FusedChunks(
-        runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, prompts, buckets=buckets
+        runner.model, runner.memory, runner.tables, runner.model.shape.vocab, kernels, buckets=buckets
     )
     return runner.chunks
 

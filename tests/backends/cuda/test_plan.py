@@ -8,7 +8,7 @@ import torch
 from ostinato.backends.cuda.chunks import FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.plan import ALL_FUSIONS, FusedPlan, Fusions
-from ostinato.backends.torch.kernels import StepKernels, twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.start import CpuLoop
@@ -22,7 +22,7 @@ PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)))
 
 def fused_driver(
     model: Model,
-    kernels: StepKernels,
+    kernels: Kernels,
     *,
     n_slots: int = 3,
     kv_type: str = "f32",
@@ -78,7 +78,7 @@ def test_a_fused_prompt_of_twins_fills_memory_as_the_models_own_blocks_do(family
     plain, fused = open_loop(model=model, mode="twin", n_slots=3), open_loop(model=model, mode="twin", n_slots=3)
     runner = fused.runner
     runner.chunks = FusedChunks(
-        model, runner.memory, runner.tables, model.shape.vocab, twin_kernels(), twin_prompts(), buckets=(16, 32)
+        model, runner.memory, runner.tables, model.shape.vocab, twin_kernels(), buckets=(16, 32)
     )
     assert first_tokens(fused) == first_tokens(plain)
     assert plain.runner.memory.kv is not None

@@ -16,7 +16,7 @@ from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.static_plan import StaticStep
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.chunks import TorchChunks
-from ostinato.backends.torch.kernels import StepKernels, twin_kernels
+from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.start import CpuLoop
@@ -43,7 +43,7 @@ PROMPTS = ([5, 9, 2, 77, 31], list(range(1, 40)), [100], [64, 3] * 35, [8, 8, 8]
 Logits = dict[tuple[int, int], Tensor]  # by generation and position
 
 
-def static_driver(model: Model, kernels: StepKernels | None = None, *, kv_type: str = "f32") -> Driver:
+def static_driver(model: Model, kernels: Kernels | None = None, *, kv_type: str = "f32") -> Driver:
     """A driver whose step is the static plan; prompts go through the model's blocks as ever."""
     kernels = kernels or twin_kernels()
     driver = open_loop(model=model, mode="twin", n_slots=N_SLOTS, n_pages=96, kv_type=kv_type)  # type: ignore[arg-type]
@@ -180,7 +180,7 @@ def test_narrow_keys_and_values_are_stored_as_row_by_row(kv_type: str) -> None:
         torch.testing.assert_close(found[1][where], logits, rtol=3e-2, atol=3e-2)
 
 
-def interpreted() -> StepKernels:
+def interpreted() -> Kernels:
     """Triton's attention and sampler, which are all that a static step takes of it."""
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
     from ostinato.backends.cuda.triton.sample import bind_sample

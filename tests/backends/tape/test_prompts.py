@@ -16,14 +16,14 @@ from torch import Tensor
 from ostinato import LLM, Sampling
 from ostinato.backends.base import ChunkPart, Chunks, ChunkWant, PromptWeights, Settled
 from ostinato.backends.cuda.chunks import FusedChunks
-from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
+from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.tape.backend import TapeRunner
 from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.tape.unpack import bind_unpack
 from ostinato.backends.torch.backend import TWIN
-from ostinato.backends.torch.kernels import twin_kernels, twin_prompts
+from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.plan import tensors_of
 from ostinato.backends.torch.weight import dense_of
@@ -61,10 +61,8 @@ def lies_on_tape(model: Model) -> bool:
 
 def prefill_of(driver: Driver, model: Model, *, triton: bool = False, buckets: tuple[int, ...] = (16, 32)) -> None:
     runner = driver.runner
-    kernels, prompts = (triton_kernels(), triton_prompts()) if triton else (twin_kernels(), twin_prompts())
-    runner.chunks = FusedChunks(
-        model, runner.memory, runner.tables, model.shape.vocab, kernels, prompts, buckets=buckets
-    )
+    kernels = triton_kernels() if triton else twin_kernels()
+    runner.chunks = FusedChunks(model, runner.memory, runner.tables, model.shape.vocab, kernels, buckets=buckets)
 
 
 def prompted(model: Model, *, triton: bool = False) -> tuple[list[int], list[Tensor]]:
@@ -191,7 +189,7 @@ class Emulated(EmulatedLoop):
     def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start, _ = super()._made()
         self.model = self.step.on_tape(self._on_card) if self.settled.prompts == "tape" else self._on_card
-        words = (self.memory, self.tables, self.n_tokens, twin_kernels(), twin_prompts())
+        words = (self.memory, self.tables, self.n_tokens, twin_kernels())
         return plan, start, FusedChunks(self.model, *words, buckets=(16, 64))
 
 
@@ -247,7 +245,7 @@ class CardLoop(TapeRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start = self._step()
-        words = (self.memory, self.tables, self.n_tokens, twin_kernels(), twin_prompts())
+        words = (self.memory, self.tables, self.n_tokens, twin_kernels())
         return plan, start, FusedChunks(self.model, *words, buckets=(16,))
 
 

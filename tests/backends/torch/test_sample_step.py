@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.torch.ops.sample import SampleRows, sample_torch
+from ostinato.backends.torch.ops.sample import SampleRows
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.loop.layout import Arena, Layout, sampled
 from tests.backends.admissions import Setting, write_admission
+from tests.backends.torch.choice import sample_torch
 
 
 def row_of(setting: Setting, vocab: int, n_tokens: int) -> SampleRows:

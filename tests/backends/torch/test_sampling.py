@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.backends.torch.ops.philox import philox_torch, uniform_torch
-from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch, sample_torch
+from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch
+from tests.backends.torch.choice import sample_torch
 
 PHILOX = [
     ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),

@@ -121,12 +121,11 @@ class FusedRunner(CudaRunner):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         from ostinato.backends.cuda.chunks import FusedChunks
-        from ostinato.backends.cuda.kernels import triton_kernels, triton_prompts
+        from ostinato.backends.cuda.kernels import triton_kernels
 
         plan, start = self._step()
         try:
-            kernels = triton_kernels()
-            chunks = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, kernels, triton_prompts())
+            chunks = FusedChunks(self.model, self.memory, self.tables, self.n_tokens, triton_kernels())
             chunks.capture(start.side)
         except BaseException:
             start.close()  # which may hold the card

@@ -25,7 +25,7 @@ from ostinato.backends.cuda.plan import flat, heads_of, paged_kv_of
 from ostinato.backends.cuda.scratch import Scratch
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
-from ostinato.backends.torch.kernels import Launch, PromptKernels, StepKernels, play
+from ostinato.backends.torch.kernels import Kernels, Launch, play
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.chunk_attention import Chunk, chunk_tables
@@ -49,13 +49,11 @@ class FusedChunks:
         memory: PagedMemory,
         tables: Tables,
         n_tokens: int,
-        kernels: StepKernels,
-        prompts: PromptKernels,
+        kernels: Kernels,
         buckets: Sequence[int] = BUCKETS,
     ) -> None:
         self._model, self._memory, self._tables = model, memory, tables
-        self._kernels, self._prompts = kernels, prompts
-        self._buckets = tuple(buckets)
+        self._kernels, self._buckets = kernels, tuple(buckets)
         self.rows = most = self._buckets[-1]
         shape, device = model.shape, model.device
         max_pages, n_groups = tables.layout.max_pages, tables.layout.n_groups
@@ -97,7 +95,7 @@ class FusedChunks:
         self._graphs: dict[int, Any] = {}
         self.failures: Mapping[int, str] = {}  # buckets that could not be captured: they go node by node (E-57, E-58)
         self._first = self._first_token(n_tokens)
-        self._outputs = ChunkOutputs(model, prompts, most, self._scratch)
+        self._outputs = ChunkOutputs(model, kernels, most, self._scratch)
         self.max_outputs = self._outputs.max_outputs
         self._n_copies = 0
 
@@ -150,7 +148,7 @@ class FusedChunks:
         for part, stop in zip(parts, accumulate(counts), strict=True):
             if part.slot is not None:
                 self._last[part.slot].copy_(self._x[stop - 1])
-        return ChunkOutput() if want is None else self._outputs.give(self._x, asked, want)
+        return ChunkOutput() if want is None else self._outputs.of_rows(self._x, asked, want)
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
@@ -167,7 +165,7 @@ class FusedChunks:
         def product(weight: Weight, out: Tensor) -> Launch:
             return self._kernels.matmul(normed, weight, out, one, **words)
 
-        norming = self._prompts.norm(row, normed, norm.weight, norm.bias, norm.eps)
+        norming = self._kernels.norm(row, normed, norm.weight, norm.bias, norm.eps)
         launches = (norming, self._scratch.product(head.weight, logits, product))
         return FirstToken(row, logits, launches, self._tables, n_tokens, self._kernels)
 
@@ -197,15 +195,15 @@ class FusedChunks:
         return torch.full((1,), rows, dtype=torch.int32, device=self._model.device)
 
     def _layer(self, number: int, layer: Layer, rows: int) -> list[Launch]:
-        prompts, attention = self._prompts, layer.attention
+        kernels, attention = self._kernels, layer.attention
         heads, kv = heads_of(self._model, number), paged_kv_of(self._memory, number)
         qkv, q, attended = self._qkv[:rows], self._q[:rows], self._attended[:rows]
         chunk = self._chunks[self._memory.group_of[number]]
         return [
             self._norm(layer.attention_norm, rows),
             self._product(self._h[:rows], attention.qkv, qkv),
-            prompts.append(qkv, q, kv, chunk, heads),
-            prompts.attend(q, attended, kv, chunk, heads),
+            kernels.append_chunk(qkv, q, kv, chunk, heads),
+            kernels.attend_chunk(q, attended, kv, chunk, heads),
             *self._into_residual(attended, attention.out, layer.after_attention, rows),
             *self._mlp(number, layer, rows),
         ]
@@ -219,7 +217,7 @@ class FusedChunks:
                 return [
                     norm,
                     self._product(h, mlp.gate_up, inner),
-                    self._prompts.gated(inner, act, mlp.activation),
+                    self._kernels.gated(inner, act, mlp.activation),
                     *self._into_residual(act, mlp.down, layer.after_mlp, rows),
                 ]
             case PlainMLP():
@@ -227,7 +225,7 @@ class FusedChunks:
                 return [
                     norm,
                     self._product(h, mlp.up, half),
-                    self._prompts.activate(half, act, mlp.activation),
+                    self._kernels.activate(half, act, mlp.activation),
                     *self._into_residual(act, mlp.down, layer.after_mlp, rows),
                 ]
             case Experts():
@@ -251,18 +249,18 @@ class FusedChunks:
         ]
 
     def _norm(self, norm: Norm, rows: int) -> Launch:
-        return self._prompts.norm(self._x[:rows], self._h[:rows], norm.weight, norm.bias, norm.eps)
+        return self._kernels.norm(self._x[:rows], self._h[:rows], norm.weight, norm.bias, norm.eps)
 
     def _into_residual(self, given: Tensor, linear: Linear, after: Norm | None, rows: int) -> list[Launch]:
         x, y = self._x[:rows], self._y[:rows]
         launches = [self._product(given, linear, y)]
         if after is not None:
-            launches.append(self._prompts.norm(y, y, after.weight, after.bias, after.eps))
+            launches.append(self._kernels.norm(y, y, after.weight, after.bias, after.eps))
         return [*launches, lambda: x.add_(y)]
 
     def _product(self, given: Tensor, linear: Linear, out: Tensor) -> Launch:
         def bind(weight: Weight, out: Tensor) -> Launch:
-            return self._prompts.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
+            return self._kernels.gemm(given, weight, out, bias=linear.bias, scale=linear.scale)
 
         return self._scratch.product(linear.weight, out, bind)
 

@@ -1,4 +1,4 @@
-"""The tables of kernels for a fused step and a prompt's chunk, with Triton's as their entries."""
+"""The table of kernels for a fused step and a prompt's chunk, with Triton's as its entries."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
-from ostinato.backends.torch.kernels import PromptKernels, StepKernels
+from ostinato.backends.torch.kernels import Kernels
 
 
-def triton_kernels() -> StepKernels:
-    """Of a step."""
+def triton_kernels() -> Kernels:
+    """Imported only where they run."""
+    from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
     from ostinato.backends.cuda.triton.add_norm import bind_add_norm
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
+    from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
     from ostinato.backends.cuda.triton.embed import bind_embed
     from ostinato.backends.cuda.triton.experts import bind_experts_down, bind_experts_gate_up, bind_route
+    from ostinato.backends.cuda.triton.gemm import bind_gemm
+    from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.matmul import bind_matmul
+    from ostinato.backends.cuda.triton.norm import bind_norm
     from ostinato.backends.cuda.triton.sample import bind_sample
     from ostinato.backends.cuda.triton.sample import sample_workspace as sizes
 
     def sample_workspace(n_slots: int, vocab: int, device: torch.device) -> dict[str, Tensor]:
         return {name: zeros(size, dtype, device) for name, (size, dtype) in sizes(n_slots, vocab).items()}
 
-    return StepKernels(
+    return Kernels(
         embed=bind_embed,
         matmul=bind_matmul,
         attend=bind_attend,
@@ -33,22 +38,10 @@ def triton_kernels() -> StepKernels:
         sample=bind_sample,
         attend_workspace=attend_workspace,
         sample_workspace=sample_workspace,
-    )
-
-
-def triton_prompts() -> PromptKernels:
-    """Of a prompt's chunk."""
-    from ostinato.backends.cuda.triton.activation import bind_activate, bind_gated
-    from ostinato.backends.cuda.triton.chunk_attention import bind_append_chunk, bind_chunk_attention
-    from ostinato.backends.cuda.triton.gemm import bind_gemm
-    from ostinato.backends.cuda.triton.logprobs import bind_logprobs
-    from ostinato.backends.cuda.triton.norm import bind_norm
-
-    return PromptKernels(
         norm=bind_norm,
         gemm=bind_gemm,
-        append=bind_append_chunk,
-        attend=bind_chunk_attention,
+        append_chunk=bind_append_chunk,
+        attend_chunk=bind_chunk_attention,
         activate=bind_activate,
         gated=bind_gated,
         logprobs=bind_logprobs,

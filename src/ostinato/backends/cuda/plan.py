@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launches
 from ostinato.backends.torch.allocate import zeros
-from ostinato.backends.torch.kernels import StepKernels
+from ostinato.backends.torch.kernels import Kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.matmul import InputNorm, PreparedInput, n_stats
@@ -106,7 +106,7 @@ class FusedPlan:
         memory: PagedMemory,
         tables: Tables,
         n_tokens: int,
-        kernels: StepKernels,
+        kernels: Kernels,
         fusions: Fusions = ALL_FUSIONS,
     ) -> None:
         self._fusions = fusions

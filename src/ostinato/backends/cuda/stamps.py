@@ -8,13 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Final
 
 import torch
 
-from ostinato.backends.cuda import gpu
-from ostinato.backends.cuda.start import source
-from ostinato.build import cubin
+from ostinato.backends.cuda.start import loaded
 from ostinato.loop.plan import Node
 
 BETWEEN, NOTHING, FIRST = 0, 1, 2  # places: before a step's first node, of a mark alone, and of the nodes
@@ -25,7 +22,7 @@ class Stamps:
 
     def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
         self._device = device
-        self._kernel = _kernel(device)
+        self._kernel = loaded("stamp.cu", device).get_kernel("stamp")
         self._last = torch.zeros(1, dtype=torch.int64, device=device)
         self._spent = torch.zeros(FIRST + len(nodes), dtype=torch.int64, device=device)
         self._places = {node.name: FIRST + number for number, node in enumerate(nodes)}
@@ -70,17 +67,3 @@ class Stamps:
         stream = Stream.from_handle(torch.cuda.current_stream(self._device).cuda_stream)
         addresses = self._last.data_ptr(), self._spent[place:].data_ptr()
         launch(stream, LaunchConfig(grid=1, block=1), self._kernel, *addresses)
-
-
-_KERNELS: Final[dict[str, Any]] = {}
-
-
-def _kernel(device: torch.device) -> Any:
-    """Loaded once for the process, as the step boundary is (E-8)."""
-    from cuda.core import Device, ObjectCode
-
-    Device(device.index or 0).set_current()
-    if str(device) not in _KERNELS:
-        binary = cubin(source("stamp.cu"), "stamp.cu", arch=gpu.chip_of(device).arch)
-        _KERNELS[str(device)] = ObjectCode.from_cubin(binary).get_kernel("stamp")
-    return _KERNELS[str(device)]

@@ -8,9 +8,10 @@ host-paced start, call in here.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -23,7 +24,7 @@ from ostinato.build import cubin
 from ostinato.errors import EngineDead, HardwareCannot
 from ostinato.loop.cpu_device import CpuDevice
 from ostinato.loop.guard import Guard
-from ostinato.loop.layout import Layout, Tables, Word
+from ostinato.loop.layout import Tables, Word
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import STEP_DEADLINE_S, Launched, next_executable
 from ostinato.loop.step_boundary import native_headers
@@ -66,23 +67,18 @@ class EventWork:
         return self.event is None
 
 
-_BOUNDARIES: Final[dict[tuple[str, str], tuple[Any, Any]]] = {}
+_MODULES: Final[dict[tuple[str, ...], Any]] = {}
 
 
-def boundary_kernels(layout: Layout, plan: Plan) -> tuple[Any, Any]:
-    """The step boundary alone, and the one that also sets a WHILE graph's condition; loaded once for the process
-    (E-8)."""
+def loaded(name: str, device: torch.device, headers: Mapping[str, str] = MappingProxyType({})) -> Any:
+    """A CUDA source of this backend, by its file name, compiled for a device and loaded once for the process (E-8)."""
     from cuda.core import Device, ObjectCode
 
-    device = torch.device(plan.device)
     Device(device.index or 0).set_current()
-    headers = native_headers(layout, page_tokens=plan.page_tokens)
-    key = (plan.device, headers["layout.h"])
-    if key not in _BOUNDARIES:
-        binary = cubin(source("step_boundary.cu"), "step_boundary.cu", headers=headers, arch=gpu.chip_of(device).arch)
-        module = ObjectCode.from_cubin(binary)
-        _BOUNDARIES[key] = module.get_kernel("step_boundary"), module.get_kernel("boundary_loop")
-    return _BOUNDARIES[key]
+    key = (str(device), name, *headers.values())
+    if key not in _MODULES:
+        _MODULES[key] = ObjectCode.from_cubin(cubin(source(name), name, headers=headers, arch=gpu.chip_of(device).arch))
+    return _MODULES[key]
 
 
 class CudaStart(Launched):
@@ -126,7 +122,10 @@ class CudaStart(Launched):
     def build(self) -> None:
         self._guard.allow("I-1", "building the step again")
         self.executable = next_executable()
-        self._boundary, self._boundary_in_loop = boundary_kernels(self._tables.layout, self._plan)
+        headers = native_headers(self._tables.layout, page_tokens=self._plan.page_tokens)
+        module = loaded("step_boundary.cu", self.device, headers)
+        self._boundary = module.get_kernel("step_boundary")
+        self._boundary_in_loop = module.get_kernel("boundary_loop")  # which sets a WHILE graph's condition as well
         self._warm()
         self._make()
 

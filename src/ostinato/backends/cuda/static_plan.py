@@ -19,7 +19,7 @@ from torch import Tensor
 from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.plan import paged_kv_of
 from ostinato.backends.torch.allocate import zeros
-from ostinato.backends.torch.kernels import Launch, StepKernels
+from ostinato.backends.torch.kernels import Kernels, Launch
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.attend import Heads, StepRows
 from ostinato.backends.torch.paged import PagedMemory
@@ -41,7 +41,7 @@ class StepAttention:
     workspace: object
 
     @staticmethod
-    def of(model: Model, memory: PagedMemory, table: Arena, kernels: StepKernels) -> StepAttention:
+    def of(model: Model, memory: PagedMemory, table: Arena, kernels: Kernels) -> StepAttention:
         s, device = model.shape, model.device
         heads = {
             layer: Heads(s.n_heads, s.n_kv_heads, s.head_width, s.query_scale, s.attention_softcap, s.windows[layer])
@@ -100,7 +100,7 @@ class StaticStep(BlockStep):
 
     kind = ", static"
 
-    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels) -> None:
+    def __init__(self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: Kernels) -> None:
         super().__init__(model, memory, tables, n_tokens)
         shape, device, n_slots, self._kernels = model.shape, model.device, self._n_slots, kernels
         self.from_row, self.to_row = (zeros((n_slots,), torch.int64, device) for _ in range(2))

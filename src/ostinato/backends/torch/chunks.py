@@ -8,20 +8,21 @@ computed in slices of a fixed number of rows, for the same reason as the padding
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.backends.base import CHUNK_ROWS, ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.first_token import FirstToken
-from ostinato.backends.torch.kernels import StepKernels, twin_kernels
+from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.logprobs import logprobs_torch
+from ostinato.backends.torch.outputs import RowOutputs
 from ostinato.backends.torch.paged import ChunkMemory, PagedMemory
 from ostinato.errors import InternalError
 from ostinato.loop.layout import Tables
@@ -38,7 +39,7 @@ class TorchChunks:
     failures: Mapping[int, str] = MappingProxyType({})  # nothing is captured
 
     def __init__(
-        self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: StepKernels | None = None
+        self, model: Model, memory: PagedMemory, tables: Tables, n_tokens: int, kernels: Kernels | None = None
     ) -> None:
         self._model, self._memory = model, memory
         self._last = zeros((tables.layout.n_slots, model.shape.hidden), model.dtype, model.device)
@@ -49,6 +50,7 @@ class TorchChunks:
         self._first = FirstToken(row, logits, head, tables, n_tokens, kernels or twin_kernels())
         self.max_outputs = rows_of_logits(model.shape.vocab, self.rows)
         self._slice = min(FEW_ROWS, self.max_outputs)
+        self._outputs = RowOutputs(model.shape, model.device, partial(partial, logprobs_torch))
 
     def warm(self) -> None:
         """Sample one unused token, so that the first prompt does not wait for a compilation (E-9)."""
@@ -60,7 +62,11 @@ class TorchChunks:
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
         output_rows(parts, want, self.max_outputs, self._model.shape.vocab)
         asked = [self._part(part, rows)[list(part.outputs)] for part in parts]
-        return ChunkOutput() if want is None else self._output(torch.cat(asked), want)
+        if want is None:
+            return ChunkOutput()
+        hidden = torch.cat(asked)
+        plain, logits = (lambda own: hidden[own].float()), (lambda own: self._logits(hidden[own]))
+        return self._outputs.give(want, len(hidden), self._slice, plain, logits)
 
     def first(self, slot: int) -> None:
         self._first.choose(slot, self._last[slot : slot + 1])
@@ -82,39 +88,8 @@ class TorchChunks:
             self._last[slot] = hidden[n - 1]
         return hidden
 
-    def _output(self, hidden: Tensor, want: ChunkWant) -> ChunkOutput:
-        if want.kind == "hidden":
-            return ChunkOutput(hidden=host_array(hidden.float()))
-        n, vocab, device = len(hidden), self._model.shape.vocab, hidden.device
-        if want.kind == "logits":
-            logits = torch.empty((n, vocab), device=device)
-            for own in self._slices(n):
-                logits[own] = self._logits(hidden[own])
-            return ChunkOutput(logits=host_array(logits))
-        targets = torch.tensor(want.targets, dtype=torch.int32).to(device)
-        logprobs, top_logprobs = torch.empty(n, device=device), torch.empty((n, want.top), device=device)
-        top_ids = torch.empty((n, want.top), dtype=torch.int32, device=device)
-        for own in self._slices(n):
-            given = self._logits(hidden[own]), targets[own], logprobs[own], top_ids[own], top_logprobs[own]
-            logprobs_torch(*given, n_tokens=want.n_tokens or vocab)
-        return ChunkOutput(
-            logprobs=host_array(logprobs), top_ids=host_array(top_ids), top_logprobs=host_array(top_logprobs)
-        )
-
-    def _slices(self, n: int) -> list[slice]:
-        return [slice(begin, min(begin + self._slice, n)) for begin in range(0, n, self._slice)]
-
     def _logits(self, hidden: Tensor) -> Tensor:
         """Logits of up to a slice of rows, computed as of a whole one."""
         padded = torch.zeros((self._slice, hidden.shape[1]), dtype=hidden.dtype, device=hidden.device)
         padded[: len(hidden)] = hidden
         return self._model.logits(padded)[: len(hidden)]
-
-
-def host_array(tensor: Tensor) -> NDArray[Any]:
-    """A tensor as an array of the host's own; from a GPU it is filled when the current stream has come so far."""
-    if tensor.device.type == "cpu":
-        return tensor.contiguous().numpy()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    pinned.copy_(tensor, non_blocking=True)
-    return pinned.numpy()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
-from ostinato.backends.torch.kernels import Launch, StepKernels, play
+from ostinato.backends.torch.kernels import Kernels, Launch, play
 from ostinato.loop.layout import MAX_TOP, Tables
 
 
@@ -22,7 +22,7 @@ class FirstToken:
         head: Sequence[Launch],
         tables: Tables,
         n_tokens: int,
-        kernels: StepKernels,
+        kernels: Kernels,
     ) -> None:
         device = row.device
         self._row, self._table = row, tables.table

@@ -1,7 +1,7 @@
-"""The kernels that a fused step and a prompt's chunk are made of, as tables; here with the twins as their entries.
+"""The kernels that a fused step and a prompt's chunk are made of, as a table; here with the twins as its entries.
 
 Each entry takes the buffers of one launch, checks them once, and gives back the launch. Another backend fills the
-same tables with kernels of its own.
+same table with kernels of its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def play(launches: Sequence[Launch]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class StepKernels:
+class Kernels:
     """Binders: arguments in, a launch without arguments out."""
 
     embed: Bind
@@ -46,22 +46,17 @@ class StepKernels:
     sample: Callable[..., Sequence[tuple[str, Launch]]]  # several launches, by name
     attend_workspace: Callable[..., Any]
     sample_workspace: Callable[..., Any]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptKernels:
-    """Binders of what a prompt's chunk needs beyond the step's."""
-
+    # Of a prompt's chunk
     norm: Bind
     gemm: Bind
-    append: Bind
-    attend: Bind
+    append_chunk: Bind
+    attend_chunk: Bind
     activate: Bind
     gated: Bind
     logprobs: Bind
 
 
-def twin_kernels() -> StepKernels:
+def twin_kernels() -> Kernels:
     """The definitions: what every kernel is tested against, bound the same way."""
 
     def attend(qkv: Any, seen: Any, kv: Any, rows: Any, heads: Any, workspace: Any) -> Launch:
@@ -73,7 +68,7 @@ def twin_kernels() -> StepKernels:
     def nothing(*_: Any) -> None:
         return None
 
-    return StepKernels(
+    return Kernels(
         embed=partial(partial, embed_torch),
         matmul=partial(partial, matmul_torch),
         attend=attend,
@@ -84,16 +79,10 @@ def twin_kernels() -> StepKernels:
         sample=sample,
         attend_workspace=nothing,
         sample_workspace=nothing,
-    )
-
-
-def twin_prompts() -> PromptKernels:
-    """The definitions for a prompt's chunk."""
-    return PromptKernels(
         norm=partial(partial, norm_rows_torch),
         gemm=partial(partial, gemm_torch),
-        append=partial(partial, append_chunk_torch),
-        attend=partial(partial, chunk_attention_torch),
+        append_chunk=partial(partial, append_chunk_torch),
+        attend_chunk=partial(partial, chunk_attention_torch),
         activate=partial(partial, activate_rows_torch),
         gated=partial(partial, gated_rows_torch),
         logprobs=partial(partial, logprobs_torch),

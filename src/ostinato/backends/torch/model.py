@@ -11,7 +11,7 @@ from torch import Tensor
 from ostinato.backends.torch.arrays import tensor_of
 from ostinato.backends.torch.forward import Angles, Forward, ForwardState, normed, ranked, through_linear
 from ostinato.backends.torch.ops.rope import cos_sin, frequencies_of
-from ostinato.backends.torch.table import Ops, ops_for
+from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import Unsupported
 from ostinato.models.blocks import AnyLayer, ModelBlocks, with_leaves
@@ -21,20 +21,18 @@ from ostinato.models.blocks import AnyLayer, ModelBlocks, with_leaves
 class Model(ModelBlocks):
     """Blocks whose leaves are weights: tensors, or matrices in the layout of a backend (`backends/weights.py`)."""
 
-    ops: Ops
+    ops: Ops = TWINS
     dtype: torch.dtype  # what rows between layers are, unless the residual is wide
     device: torch.device
 
     @staticmethod
-    def of(
-        blocks: ModelBlocks, *, dtype: torch.dtype, device: torch.device, context: int, ops: Ops | None = None
-    ) -> Model:
+    def of(blocks: ModelBlocks, *, dtype: torch.dtype, device: torch.device, context: int) -> Model:
         """The model of loaded blocks, for an engine of that context; their arrays become tensors over that memory."""
         blocks = with_leaves(blocks, lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf)
         ropes = [rope for rope in dict.fromkeys(blocks.shape.ropes) if rope is not None]
         blocks = replace(blocks, frequencies={rope: frequencies_of(rope, context).to(device) for rope in ropes})
         given = {field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)}
-        return Model(**given, ops=ops or ops_for(device), dtype=dtype, device=device)
+        return Model(**given, dtype=dtype, device=device)
 
     def hidden(self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
         """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.

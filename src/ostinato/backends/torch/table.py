@@ -1,15 +1,11 @@
-"""The one table of ops: which function serves which device.
-
-Models are built with an `Ops` and call nothing else, so that a device gains a faster kernel by one line here, and
-what runs can be seen by printing the table. The CPU's column is the twins.
-"""
+"""The one table of ops: which function computes each. Models call nothing else; the twins serve every device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
-import torch
 from torch import Tensor
 
 from ostinato.backends.torch.ops.activation import activate_torch, gated_torch
@@ -45,9 +41,4 @@ class Ops:
     gated_norm: Callable[[Tensor, Tensor, Tensor, float, bool], Tensor] = gated_norm_torch
 
 
-TWINS = Ops()
-
-
-def ops_for(device: torch.device) -> Ops:
-    """The ops that serve a device. CUDA runs the twins too, until a kernel of its own is entered here."""
-    return TWINS
+TWINS: Final = Ops()

@@ -29,6 +29,7 @@ from ostinato.backends.cuda.triton.unpack import (
     Q8_0,
     byte_of,
     bytes_at,
+    five_or_six,
     halves_of,
     k_words,
     narrowed,
@@ -59,15 +60,6 @@ GEMM_TILES: Final = {
     "f32": GemmTile(64, 64, 32, num_warps=4, num_stages=3),
     "packed": GemmTile(128, 128, 64, num_warps=8, num_stages=3),
 }
-
-
-@triton.jit
-def five_or_six(low, top, high, higher, W: tl.constexpr, BITS: tl.constexpr):
-    """Nibbles [n, W] with their further bits out of words [n]."""
-    place = (tl.arange(0, W) // 2 * (BITS - 4) + tl.arange(0, W) % 2 * 16)[None, :]
-    MASK: tl.constexpr = (1 << (BITS - 4)) - 1
-    low = low | (((high[:, None] >> place) & MASK) << 4).to(tl.int32)
-    return low, top | (((higher[:, None] >> place) & MASK) << 4).to(tl.int32)
 
 
 @triton.jit

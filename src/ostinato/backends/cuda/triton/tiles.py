@@ -37,69 +37,38 @@ class Tile:
 
 
 # By class of weight type, of outputs (a program of a gated product has block_n of gate and as many of up) and of
-# columns: the one table that is tuned by measurement (`bench/kernels.py`). Never by rows: the cut decides the bits.
-TILES: Final[Mapping[tuple[str, str, str], Tile]] = MappingProxyType(
+# columns, or by the first of these alone where the others make no difference: the longest key decides. The one table
+# that is tuned by measurement (`bench/kernels.py`). Never by rows: the cut decides the bits.
+TILES: Final[Mapping[tuple[str, ...], Tile]] = MappingProxyType(
     {
+        ("bf16",): Tile(64, 128),
         ("bf16", "narrow", "short"): Tile(32, 256, slices=4),
         ("bf16", "narrow", "long"): Tile(64, 128, split_k=4),
-        ("bf16", "middle", "short"): Tile(64, 128),
-        ("bf16", "middle", "long"): Tile(64, 128),
-        ("bf16", "wide", "short"): Tile(64, 128),
-        ("bf16", "wide", "long"): Tile(64, 128),
-        ("f16", "narrow", "short"): Tile(16, 256, slices=4, num_stages=4),
-        ("f16", "narrow", "long"): Tile(16, 256, slices=4, num_stages=4),
-        ("f16", "middle", "short"): Tile(32, 256, slices=4, num_stages=3),
-        ("f16", "middle", "long"): Tile(32, 256, slices=4, num_stages=3),
-        ("f16", "wide", "short"): Tile(32, 256, slices=4, num_stages=3),
-        ("f16", "wide", "long"): Tile(32, 256, slices=4, num_stages=3),
-        ("f32", "narrow", "short"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "narrow", "long"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "middle", "short"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "middle", "long"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "wide", "short"): Tile(32, 128, slices=4, num_stages=3),
-        ("f32", "wide", "long"): Tile(32, 128, slices=4, num_stages=3),
-        ("q4", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q4", "narrow", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q4", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q4", "middle", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q4", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q4", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q5", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q5", "narrow", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q5", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
-        ("q5", "middle", "long"): Tile(32, 512, slices=4, num_stages=4),
-        ("q5", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q5", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("q8", "narrow", "short"): Tile(16, 512, slices=4, num_stages=4),
-        ("q8", "narrow", "long"): Tile(16, 512, slices=4, num_stages=4),
-        ("q8", "middle", "short"): Tile(32, 256, slices=4, num_stages=4),
-        ("q8", "middle", "long"): Tile(32, 256, slices=4, num_stages=4),
-        ("q8", "wide", "short"): Tile(32, 256, slices=4, num_stages=4),
-        ("q8", "wide", "long"): Tile(32, 256, slices=4, num_stages=4),
-        ("k4", "narrow", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("f16",): Tile(32, 256, slices=4, num_stages=3),
+        ("f16", "narrow"): Tile(16, 256, slices=4),
+        ("f32",): Tile(32, 128, slices=4, num_stages=3),
+        ("q4 q5", "narrow", "short"): Tile(32, 512, slices=4, num_stages=3),
+        ("q4 q5", "narrow", "long"): Tile(32, 512, slices=4),
+        ("q4 q5", "middle", "short"): Tile(32, 512, slices=4, num_stages=3),
+        ("q4 q5", "middle", "long"): Tile(32, 512, slices=4),
+        ("q4 q5", "wide"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("q8",): Tile(32, 256, slices=4),
+        ("q8", "narrow"): Tile(16, 512, slices=4),
+        ("k4",): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
         ("k4", "narrow", "long"): Tile(32, 512, slices=2, split_k=2, num_warps=2, num_stages=3),
-        ("k4", "middle", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k4", "middle", "long"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k4", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("k4", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("k5", "narrow", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
+        ("k4", "wide"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("k5",): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
         ("k5", "narrow", "long"): Tile(32, 1024, slices=4, num_stages=3),
-        ("k5", "middle", "short"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k5", "middle", "long"): Tile(32, 512, slices=2, num_warps=2, num_stages=3),
-        ("k5", "wide", "short"): Tile(64, 256, num_warps=2, num_stages=3),
-        ("k5", "wide", "long"): Tile(64, 256, num_warps=2, num_stages=3),
+        ("k5", "wide"): Tile(64, 256, num_warps=2, num_stages=3),
         # Units of 16 bytes: the compiler keeps them out of shared memory only with 64 outputs to a warp.
-        ("k6", "narrow", "short"): Tile(64, 128, split_k=8, num_warps=1, num_stages=4),
-        ("k6", "narrow", "long"): Tile(64, 128, split_k=8, num_warps=1, num_stages=4),
-        ("k6", "middle", "short"): Tile(64, 128, split_k=2, num_warps=1, num_stages=4),
-        ("k6", "middle", "long"): Tile(64, 128, split_k=2, num_warps=1, num_stages=4),
-        ("k6", "wide", "short"): Tile(64, 128, num_warps=1, num_stages=4),
-        ("k6", "wide", "long"): Tile(64, 128, num_warps=1, num_stages=4),
+        ("k6", "narrow"): Tile(64, 128, split_k=8, num_warps=1),
+        ("k6", "middle"): Tile(64, 128, split_k=2, num_warps=1),
+        ("k6", "wide"): Tile(64, 128, num_warps=1),
     }
 )
 _CLASSES: Final = {
-    "Q4_0": "q4", "Q4_1": "q4", "Q5_0": "q5", "Q5_1": "q5", "Q8_0": "q8", "Q4_K": "k4", "Q5_K": "k5", "Q6_K": "k6",
-    torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32",
+    "Q4_0": "q4 q5", "Q4_1": "q4 q5", "Q5_0": "q4 q5", "Q5_1": "q4 q5", "Q8_0": "q8", "Q4_K": "k4", "Q5_K": "k5",
+    "Q6_K": "k6", torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32",
 }  # fmt: skip
 NARROW_OUTPUTS: Final = 6144  # up to so many a matrix is narrow
 WIDE_OUTPUTS: Final = 12288  # from so many on it is wide
@@ -107,7 +76,7 @@ LONG_COLUMNS: Final = 6144
 
 
 def class_of(weight: Tensor | Packed, epilogue: Epilogue = "store") -> tuple[str, str, str]:
-    """The key of a product in TILES."""
+    """The longest key that a product can have in TILES."""
     n, k = shape_of(weight)
     n = n // 2 if epilogue == "gated" else n
     outputs = "narrow" if n <= NARROW_OUTPUTS else "wide" if n >= WIDE_OUTPUTS else "middle"
@@ -117,15 +86,14 @@ def class_of(weight: Tensor | Packed, epilogue: Epilogue = "store") -> tuple[str
 
 def tile_for(weight: Tensor | Packed, epilogue: Epilogue = "store") -> Tile:
     """The cut of a product: what TILES says, made to fit a matrix that it does not divide."""
-    tile = TILES[class_of(weight, epilogue)]
+    key = class_of(weight, epilogue)
+    tile = next(TILES[key[:n]] for n in (3, 2, 1) if key[:n] in TILES)
     if not isinstance(weight, Packed):
         return tile
     if INTERPRETED.value:  # there a product's bits may depend on how many columns it has; on a GPU they do not
         tile = replace(tile, few=False)
-    if epilogue == "gated" and weight.type not in (
-        "Q4_K",
-        "Q6_K",
-    ):  # two matrices at once: half the outputs, or registers run out
+    # Two matrices at once: half the outputs, or registers run out.
+    if epilogue == "gated" and weight.type not in ("Q4_K", "Q6_K"):
         tile = replace(tile, block_n=tile.block_n // 2)
     unit = 256 if weight.type in ("Q4_K", "Q5_K") else 64 if weight.cols % 64 == 0 else 32
     slices = tile.slices

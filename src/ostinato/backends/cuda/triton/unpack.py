@@ -114,6 +114,15 @@ def signed_byte_of(word, PLACE: tl.constexpr):
 
 
 @triton.jit
+def five_or_six(low, top, high, higher, W: tl.constexpr, BITS: tl.constexpr):
+    """Nibbles [n, W] with their further bits out of words [n]."""
+    place = tl.arange(0, W) // 2 * (BITS - 4) + tl.arange(0, W) % 2 * 16
+    MASK: tl.constexpr = (1 << (BITS - 4)) - 1
+    low = low | (((tl.expand_dims(high, -1) >> place) & MASK) << 4).to(tl.int32)
+    return low, top | (((tl.expand_dims(higher, -1) >> place) & MASK) << 4).to(tl.int32)
+
+
+@triton.jit
 def nibble_dots(
     q, high, higher, pairs, x0, x1, BITS: tl.constexpr, ZERO: tl.constexpr, SUMS: tl.constexpr, ASM: tl.constexpr
 ):  # fmt: skip
@@ -143,10 +152,7 @@ def nibble_dots(
     else:
         low, top = (q & 15).to(tl.int32), (q >> 4).to(tl.int32)
         if BITS > 4:
-            place = tl.arange(0, W) // 2 * (BITS - 4) + tl.arange(0, W) % 2 * 16
-            MASK: tl.constexpr = (1 << (BITS - 4)) - 1
-            low = low | (((tl.expand_dims(high, -1) >> place) & MASK) << 4).to(tl.int32)
-            top = top | (((tl.expand_dims(higher, -1) >> place) & MASK) << 4).to(tl.int32)
+            low, top = five_or_six(low, top, high, higher, W, BITS)
         low, top = narrowed((low - ZERO).to(tl.float32)), narrowed((top - ZERO).to(tl.float32))
         dot0, dot1 = tl.dot(low, x0), tl.dot(top, x1)
         if SUMS:

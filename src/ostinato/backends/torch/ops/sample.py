@@ -7,7 +7,6 @@ Log-probabilities are the model's own: taken before any of it.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,24 +30,6 @@ class SampleRows:
     in_prompt: Tensor  # bool [rows, vocab]
     made: Tensor  # int32 [rows, vocab], how often each token was generated
     bias: Tensor  # float32 [rows, vocab]; -inf bans
-
-
-class SampledTokens(NamedTuple):
-    """The token of each row, int64 [rows], and its float32 log-probability under the model."""
-
-    token: Tensor
-    logprob: Tensor
-
-
-def sample_torch(logits: Tensor, rows: SampleRows) -> SampledTokens:
-    """Choose one token per row of logits [rows, vocab]."""
-    logits = logits.float()
-    shaped = penalise_torch(logits, rows)
-    token = shaped.argmax(-1)
-    if bool((rows.temperature > 0).any()):
-        token = torch.where(rows.temperature > 0, sample_filtered_torch(shaped, rows), token)
-    logprob = logits.log_softmax(-1).gather(-1, token.unsqueeze(-1)).squeeze(-1)
-    return SampledTokens(token, logprob)
 
 
 def penalise_torch(logits: Tensor, rows: SampleRows) -> Tensor:
