@@ -56,11 +56,11 @@ class EmulatedTape(Launched):
 
     def launch(self) -> None:
         self.n_launches += 1
-        self._launched = self._card.submit(lambda: self._play(single=False))
+        self._launched = self._card.submit(lambda: self._run(single=False))
 
     def step(self) -> None:
         self._guard.allow("I-2", "submitting a single step from the host")
-        self._card.submit(lambda: self._play(single=True)).result(STEP_DEADLINE_S)
+        self._card.submit(lambda: self._run(single=True)).result(STEP_DEADLINE_S)
 
     def beside(self, job: Callable[[], None]) -> Future[None]:
         return self._card.submit(job)
@@ -72,7 +72,7 @@ class EmulatedTape(Launched):
         self._guard.allow("I-3", "destroying the executable")
         self._card.close()
 
-    def _play(self, *, single: bool) -> None:
+    def _run(self, *, single: bool) -> None:
         argument = Argument.from_buffer_copy(self._step.argument)
         argument.single = single
         self._seed += 1

@@ -58,7 +58,7 @@ def is_x86() -> bool:
 
 
 def features(cpuinfo: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """What this CPU can do, as Linux tells; nothing where it does not."""
+    """The features of this CPU as Linux reports them; empty on other systems."""
     try:
         for line in cpuinfo.read_text("utf-8", "replace").splitlines():
             if line.startswith("flags"):

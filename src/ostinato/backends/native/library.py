@@ -37,7 +37,7 @@ _failed: Final[dict[tuple[str, str], str]] = {}
 
 @dataclass(frozen=True, slots=True)
 class NativeStatus:
-    """What `doctor` tells: which level this CPU runs, where its object comes from, and why there is none."""
+    """What `doctor` reports: which level this CPU runs, where its object comes from, and why there is none."""
 
     level: str
     words: str  # the level for people
@@ -167,11 +167,11 @@ def _open(level: Level, extra: tuple[str, ...], talk: Talk | None) -> tuple[ctyp
 
 
 def _compiled(level: Level, extra: tuple[str, ...], talk: Talk | None) -> Path:
-    def tell() -> None:
+    def report() -> None:
         if talk is not None:
             talk(f"compiling the CPU loop, once: about {COMPILE_S} s")
 
-    return compile_sources(FOLDERS, (*level.flags, *extra), tell)
+    return compile_sources(FOLDERS, (*level.flags, *extra), report)
 
 
 def compile_sources(folders: Sequence[Path], flags: Sequence[str], before: Callable[[], None] = lambda: None) -> Path:

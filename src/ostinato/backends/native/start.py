@@ -50,7 +50,7 @@ class NativeLoop(Launched):
 
     def wait(self, seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while self._loop_device.alive:  # looked at again and again: it may be killed meanwhile, and would never tell
+        while self._loop_device.alive:  # checked repeatedly: a thread that is killed reports nothing
             left = end - time.monotonic()
             if super().wait(max(0.0, min(left, LOOK_AGAIN_S))):
                 return True

@@ -139,7 +139,7 @@ class TapeRunner(FusedRunner):
         from ostinato.backends.tape.start import TapeLoop
 
         reason = why_not_values(self.model)
-        if reason is not None:  # which a header does not tell
+        if reason is not None:  # a header does not state these
             raise HardwareCannot(reason)
         step = TapeStep(
             self.model,
@@ -189,7 +189,7 @@ def why_not_rows(n_slots: int, dtype: str) -> str | None:
 
 
 def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> str | None:
-    """Why it cannot lay out a model's tensors; None where it can, as far as their types tell."""
+    """Why it cannot lay out a model's tensors; None where it can, as far as their types are known."""
     if has_norm_after_block(tensors):
         return "the tape has no norms after a block"
     if has_layer_norm(tensors) or has_learned_positions(tensors) or has_plain_mlp(shape, tensors):
@@ -230,7 +230,7 @@ def why_too_large(
     return None
 
 
-# Its matrices, as the header tells them
+# Its matrices, by the header
 
 PLAIN: Final = "plain"  # a half of the model's own type
 MIXED: Final = (

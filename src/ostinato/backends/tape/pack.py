@@ -1,31 +1,29 @@
-"""Weights as the tape has them: in the register order of the tensor cores, chunk by chunk, block by block.
+"""The layout of weights on the tape: in the register order of the tensor cores, chunk by chunk, block by block.
 
-A lane of a compute warp's warp is (g, q) = (lane / 4, lane % 4). Of a column tile (16 rows, 16 columns) it holds four
+A lane of a compute warp is (g, q) = (lane / 4, lane % 4). Of a column tile (16 rows, 16 columns) it holds four
 registers r of two values h: rows g + 8 (r % 2), columns 2 q + h + 8 (r / 2). A *group* is two column tiles t, 32
-columns. In a chunk with n column tiles for each compute warp (n / 2 groups; kinds but HALF have even n):
+columns. In a chunk with n column tiles for each compute warp (n / 2 groups; n is even for all types but HALF):
 
-    HALF   quants  [compute warp][n][lane][16 B]        registers 0 to 3, each two float16 or bfloat16, low value first
-    FOUR   quants  [compute warp][n/2][lane][8 B]       a word for each column tile: value h of register r at bit 4 r +
-    16 h
-                   [compute warp][n/4][lane][16 B]      in whole chunks: the words of four column tiles together
-           scales  [compute warp][n/2][16 rows][4 B]    float16 scale, float16 minimum
-                   [compute warp][4][8][n/8][8 B]       in whole chunks: two rows of every fourth group together
-    FIVE   quants, scales as FOUR                 four of five bits: of even registers the lower, of odd the upper
-           high    [compute warp][(n+3)/4][lane][4 B]   the fifth: 4 j + 2 t + 1 - r % 2 + 8 (r / 2) + 16 h, groups 2 i
-           + j
-                   [compute warp][lane][n/4][4 B]       in whole chunks
-    SIX    quants  as FOUR                        four of six bits, in the same way
-           high    [compute warp][n/2][lane][4 B]       the other two, at 4 t + 2 (1 - r % 2) + 8 (r / 2) + 16 h
-                   [compute warp][lane][n/2][4 B]       in whole chunks
-           scales  [compute warp][n][16 rows][2 B]      float16, of each 16 columns
-                   [compute warp][4][8][n/4][4 B]       in whole chunks: two rows of every fourth group together
-    EIGHT  quants  [compute warp][n/2][lane][16 B]      word 2 t + r % 2, byte r / 2 + 2 h: a signed byte
-           scales  [compute warp][n/2][16 rows][2 B]
+    HALF   quants  [warp][n][lane][16 B]        registers 0 to 3, each two float16 or bfloat16, low value first
+    FOUR   quants  [warp][n/2][lane][8 B]       a word for each column tile: value h of register r at bit 4 r + 16 h
+                   [warp][n/4][lane][16 B]      in whole chunks: the words of four column tiles together
+           scales  [warp][n/2][16 rows][4 B]    float16 scale, float16 minimum
+                   [warp][4][8][n/8][8 B]       in whole chunks: two rows of every fourth group together
+    FIVE   quants, scales as FOUR               four of five bits: of even registers the lower, of odd the upper
+           high    [warp][(n+3)/4][lane][4 B]   the fifth: 4 j + 2 t + 1 - r % 2 + 8 (r / 2) + 16 h, groups 2 i + j
+                   [warp][lane][n/4][4 B]       in whole chunks
+    SIX    quants  as FOUR                      four of six bits, in the same way
+           high    [warp][n/2][lane][4 B]       the other two, at 4 t + 2 (1 - r % 2) + 8 (r / 2) + 16 h
+                   [warp][lane][n/2][4 B]       in whole chunks
+           scales  [warp][n][16 rows][2 B]      float16, of each 16 columns
+                   [warp][4][8][n/4][4 B]       in whole chunks: two rows of every fourth group together
+    EIGHT  quants  [warp][n/2][lane][16 B]      word 2 t + r % 2, byte r / 2 + 2 h: a signed byte
+           scales  [warp][n/2][16 rows][2 B]
 
-The rows of scales come as 0, 8, 1, 9, ... 15: those of a lane together. Byte r / 2 + 2 h of a word is always value h
-of register r. So a word under one mask has four values of rows 0 to 7 in the lower bits of its bytes, under another
-four of rows 8 to 15 in the upper bits, and one shift of `high` brings what is missing next to either.
-All is little-endian. What lies beyond a matrix (rows, columns, an odd group's neighbour) is zero and stands for zero.
+The rows of scales are in the order 0, 8, 1, 9, ... 15: those of a lane together. Byte r / 2 + 2 h of a word is value h
+of register r. So one mask selects four values of rows 0 to 7 in the lower bits of a word's bytes, another four values
+of rows 8 to 15 in the upper bits, and one shift of `high` aligns the missing bits with either.
+All is little-endian. Padding (rows and columns beyond a matrix, the neighbour of an odd group) is zero.
 
 A weight is scale * q - minimum (FOUR, FIVE), scale * (q - 32) (SIX), scale * q (EIGHT), or itself (HALF).
 """
@@ -92,8 +90,8 @@ class TapeSource:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """What the tape keeps of some rows: quants [rows, columns] (HALF: the weights; EIGHT: int8; else uint8), and
-    float16 scales and minima [rows, groups] where the kind has them."""
+    """Some rows as the tape stores them: quants [rows, columns] (HALF: the weights; EIGHT: int8; else uint8), and
+    float16 scales and minima [rows, groups] where the weight type has them."""
 
     weight_type: WeightType
     quants: Tensor
@@ -101,7 +99,7 @@ class Numbers:
     minima: Tensor | None = None
 
 
-# --- what a weight becomes ---
+# --- from weights to numbers ---
 
 
 def source_of(weight: Weight, *, paired: bool = False) -> TapeSource:
@@ -156,7 +154,7 @@ def type_of(part: Tensor | Packed) -> str:
 
 
 def numbers_of(part: Tensor | Packed, ids: Tensor, half: torch.dtype) -> Numbers:
-    """What the tape keeps of rows `ids`, int [n], of a part; `half` is the type of HALF weights."""
+    """Rows `ids`, int [n], of a part as the tape stores them; `half` is the type of HALF weights."""
     if isinstance(part, Tensor):
         weights = part.index_select(0, ids)
         if half == torch.float16 and part.dtype != half:
@@ -170,7 +168,7 @@ def numbers_of(part: Tensor | Packed, ids: Tensor, half: torch.dtype) -> Numbers
 
 
 def values_of(numbers: Numbers) -> Tensor:
-    """The weights that such numbers stand for, float32 [rows, columns], the difference rounded once."""
+    """The weights of these numbers, float32 [rows, columns], the difference rounded once."""
     if numbers.scales is None:
         return numbers.quants.float()
     q = numbers.quants.float()
@@ -186,18 +184,18 @@ def _to_half(wide: Tensor) -> Tensor:
 
 def _check_fits(wide: Tensor, what: str) -> None:
     largest = float(wide.abs().amax()) if wide.numel() else 0.0
-    if not largest < 65520.0:  # what is rounded to infinity, or is no number
+    if not largest < 65520.0:  # rounded to infinity, or NaN
         raise Unsupported(
             f"a matrix has {what} as large as {largest:g}, and the tape keeps them in float16, which ends at 65504; "
             "use another loop mode"
         )
 
 
-# --- how numbers lie in a tile ---
+# --- the layout of a tile ---
 
 
 class _Section(NamedTuple):
-    """Chunks of one size, one after the other: of a tile, which bytes and which columns they are."""
+    """Consecutive chunks of one size: their first byte and their first column in a tile."""
 
     n_chunks: int
     n: int
@@ -207,7 +205,7 @@ class _Section(NamedTuple):
 
 
 def _sections(weight_type: WeightType, columns: int, n_compute_warps: int) -> Iterator[_Section]:
-    """All chunks that are whole, then the rest."""
+    """The whole chunks, then the rest."""
     at = 0
     for n, run in groupby(chunks_of(weight_type, columns, n_compute_warps), key=lambda chunk: chunk.n):
         chunks = list(run)
@@ -233,7 +231,7 @@ def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
 def numbers_from(
     tiles: Tensor, weight_type: WeightType, columns: int, n_compute_warps: int, half: torch.dtype
 ) -> Numbers:
-    """What `tiles_from` was given: tiles are uint8 [tiles, tile_bytes], columns those with padding."""
+    """The inverse of `tiles_from`: tiles are uint8 [tiles, tile_bytes], columns those with padding."""
     found = []
     for section in _sections(weight_type, columns, n_compute_warps):
         parts = torch.split(
@@ -304,7 +302,7 @@ def _numbers(
     high: Tensor,
     scales: Tensor,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What `_parts` was given, of one section: quants, scales and minima [rows, ...]."""
+    """The inverse of `_parts`, for one section: quants, scales and minima [rows, ...]."""
     n_tiles, n = len(quants), section.n
     rows, before, lanes = n_tiles * TILE_ROWS, (n_tiles, section.n_chunks, n_compute_warps), (8, 4)
     if weight_type == WeightType.HALF:
@@ -338,17 +336,17 @@ def _numbers(
 
 
 def _is_whole(weight_type: WeightType, n: int) -> bool:
-    """Whether a chunk of n column tiles for each compute warp is: there a lane has together what it reads."""
+    """Whether a chunk of n column tiles for each compute warp is whole: a lane's words are then contiguous."""
     return n == PER_COMPUTE_WARP[weight_type]
 
 
 def _tiles_a_lane(weight_type: WeightType, n: int) -> int:
-    """Column tiles whose words stand together."""
+    """Column tiles whose words are contiguous."""
     return 4 if _is_whole(weight_type, n) else 2
 
 
 def _groups_a_slot(weight_type: WeightType, n: int) -> int:
-    """Groups whose scales stand together: every fourth."""
+    """Groups whose scales are contiguous: every fourth."""
     return n * TILE_COLUMNS // GROUP_COLUMNS[weight_type] // 4 if _is_whole(weight_type, n) else 1
 
 
@@ -363,13 +361,13 @@ def _by(n: int, values: Tensor, dim: int) -> Tensor:
 
 
 def _joined(values: Tensor, shift: int) -> Tensor:
-    """Two and two of dimension 4 (column tiles, or groups) in one byte, the second above `shift` bits."""
+    """Pairs of dimension 4 (column tiles, or groups) in one byte, the second shifted left by `shift` bits."""
     low, high = _by(2, pad(values, (0, 0) * 3 + (0, values.shape[4] % 2)), 4).unbind(5)
     return low | high << shift
 
 
 def _parted(values: Tensor, shift: int) -> Tensor:
-    """What `_joined` was given, with what is above its bits."""
+    """The inverse of `_joined`; the higher bits of each value are undefined."""
     return torch.stack((values, values >> shift), 5).flatten(4, 5)
 
 

@@ -60,7 +60,7 @@ LEAST_STAGES: Final = 3
 SLAB_COLUMNS: Final = 256  # of each compute warp: the least that a product takes of rows at once
 GATES_BYTES: Final = 16  # of a stage: when it is full, and when it is empty
 ROW_PADDING: Final = 8  # elements between two rows of activations
-SUMMARY_WORDS: Final = 8  # that a block says of a row's logits
+SUMMARY_WORDS: Final = 8  # of a block's summary of a row's logits
 ITEM_BYTES: Final = 32  # of what attention notes of a split
 ITEMS_AT_ONCE: Final = 8  # splits that a block has noted, at most
 LINES_BYTES: Final = 32 << 10  # for the queries, keys and values of those splits
@@ -94,7 +94,7 @@ class Argument(Structure):
 
 
 def why_not_values(model: Model) -> str | None:
-    """Why a loaded model's weights lose something on the tape, which no header tells; None where they do not."""
+    """Why a loaded model's weights lose something on the tape, which no header states; None where they do not."""
     for name, linear in _linears(model):
         for part in _parts(name, linear.weight):
             reason = why_not_packed(part, model.dtype, paired=name.endswith("gate_up"))
@@ -158,8 +158,8 @@ class TapeSizes:
         )
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_compute_warps) + ROW_PADDING)
         kept = KV_FORMATS[kv_type].item_bytes
-        looking = attention_bytes(shape, grid, n_slots, kept)
-        activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, looking), 128)
+        attending = attention_bytes(shape, grid, n_slots, kept)
+        activations = _whole(max(LEAST_ACTIVATION_BYTES, 2 * all_rows, 2 * one_row, attending), 128)
         stage = _whole(largest_chunk(segments, n_compute_warps), 128)
         least = TapeSizes(
             grid,
@@ -442,7 +442,7 @@ class TapeStep:
         argument = Argument(_TapeView(*tables.addresses))
         for name, tensor in self.buffers.items():
             setattr(argument, name, tensor.data_ptr())
-        argument.clock = None  # marks cost a little: they are left where they were asked for
+        argument.clock = None  # marks cost a little: `note_times` turns them on
         return argument
 
 

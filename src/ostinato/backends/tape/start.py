@@ -76,12 +76,12 @@ class TapeLoop(DevicePaced):
 
     def launch(self) -> None:
         self.n_launches += 1
-        self._play(single=False)
+        self._run(single=False)
         self._passed.record(self.stream)
 
     def step(self) -> None:
         self._guard.allow("I-2", "submitting a single step from the host")
-        self._play(single=True)
+        self._run(single=True)
         self._await_device()
 
     def beside(self, job: Callable[[], None]) -> EventWork:
@@ -115,8 +115,8 @@ class TapeLoop(DevicePaced):
             driver.cuKernelSetAttribute(most_shared, sizes.shared_bytes, kernel, device.device_id), "give it its memory"
         )
         function = _ok(driver.cuKernelGetFunction(kernel), "load it")
-        asked = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, sizes.n_threads, sizes.shared_bytes)
-        fit = _ok(asked, "ask how many blocks fit") * chip.n_multiprocessors
+        answer = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, sizes.n_threads, sizes.shared_bytes)
+        fit = _ok(answer, "ask how many blocks fit") * chip.n_multiprocessors
         if fit < sizes.grid.n_blocks:
             raise HardwareCannot(
                 f"the persistent kernel has {sizes.grid.n_blocks} blocks that wait for each other, and {fit} fit on "
@@ -124,7 +124,7 @@ class TapeLoop(DevicePaced):
             )
         return function
 
-    def _play(self, *, single: bool) -> None:
+    def _run(self, *, single: bool) -> None:
         from cuda.bindings import driver
         from cuda.core import Device
 

@@ -99,7 +99,7 @@ static inline void soon_keys(const Past& past, int first, int last) {
     }
 }
 
-// --- scores: Q queries against P pages, [q][16 p]; what is read behind them is asked for meanwhile ---
+// --- scores: Q queries against P pages, [q][16 p]; what is read next is prefetched meanwhile ---
 
 template <int KEPT, int Q, int P>
 static inline void score_pages(

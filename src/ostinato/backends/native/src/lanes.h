@@ -1,6 +1,6 @@
 // Sixteen floats side by side, and sixteen ints: what all arithmetic of the CPU loop is written over.
 //
-// One type with three bodies, chosen by what the compiler was told: AVX-512 (one register), AVX2 (two) and plain C++
+// One type with three bodies, chosen by the compiler's target: AVX-512 (one register), AVX2 (two) and plain C++
 // (an array). Each operation is the same IEEE operation lane by lane in all three, multiplications and additions are
 // joined only where `fma` says so (compile with -ffp-contract=off), sums over lanes go through one tree, and exp, tanh
 // and erf are polynomials over these operations. So the three bodies give the same bits.

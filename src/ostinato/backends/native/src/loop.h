@@ -76,8 +76,8 @@ struct Part {
     int table_pages;
 };
 
-// What is asked for of some rows of a chunk; null where it is not. They are taken in slices, so that the logits behind
-// log-probabilities need little room.
+// The requested outputs of some rows of a chunk; null where one is not requested. Rows are computed in slices, so that
+// the logits behind log-probabilities need little memory.
 struct Outputs {
     const int* rows;      // [n], of the chunk
     float* hidden;        // [n][hidden], behind the last norm
@@ -730,11 +730,11 @@ struct Loop : ForwardPass {
         team.release();
     }
 
-    // Rows of these parts into their pages, and what is asked for of them.
-    void run_chunk(const Part* of, int n_parts, const int* ids, const Outputs* asked) {
+    // Write the rows of these parts to their pages and compute the requested outputs.
+    void run_chunk(const Part* of, int n_parts, const int* ids, const Outputs* wanted) {
         team.acquire();
         is_chunk = true;
-        parts = of, tokens = ids, outputs = asked;
+        parts = of, tokens = ids, outputs = wanted;
         place_rows(n_parts);
         run<&Loop::chunk>();
         team.release();

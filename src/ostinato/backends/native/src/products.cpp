@@ -4,10 +4,10 @@
 
 // --- the machine: what a register holds of a tile, and integer products ---
 //
-// A part is what one register has of the 16 rows: all of them, or with AVX2 half. `dots<TOP, N, G>` adds to each of G
-// sums, for every row, the products of 4 N columns: v[0..N) of u8 up to TOP, and one of G runs of int8 within +-127.
-// Columns of TOP 255 have 128 added, and CORRECTED says whether the caller has to take it off; SHORT_SUMS, whether long
-// sums wait; TWO_ROWS, whether there is a body for two rows at once.
+// A part is what one register holds of the 16 rows: all of them, or half with AVX2. `dots<TOP, N, G>` adds to each of G
+// sums, for every row, the products of 4 N columns: v[0..N) of u8 up to TOP, times one of G runs of int8 within +-127.
+// Quants of TOP 255 have 128 added; CORRECTED: the caller subtracts it again. SHORT_SUMS: long chains of additions are
+// latency-bound here. TWO_ROWS: there is a body for two rows at once.
 
 #if LANES_AVX512
 
@@ -226,8 +226,8 @@ static inline void unpack(PartBytes v[8], const unsigned char* quants, const uns
     }
 }
 
-// Integer products of N registers of columns with G rows of activations, what was added to the quants taken off.
-// `minus` is where a row has minus the sum of n over these columns.
+// Integer products of N registers of columns with G rows of activations, without the offset that the quants have.
+// `minus`: of each row, minus the sum of n over these columns.
 template <int TYPE, bool WIDE, int N, int G>
 static inline void products(PartInts* out, const PartBytes* v, const signed char* x, long stride, const int* minus,
                             long minus_stride) {
@@ -246,7 +246,7 @@ static inline void products(PartInts* out, const PartBytes* v, const signed char
         else
             out[g] = part_ints(0);
     }
-    if constexpr (SHORT_SUMS && G <= 2 && N == 8) {  // few rows: sums of half as many columns each, or each would wait
+    if constexpr (SHORT_SUMS && G <= 2 && N == 8) {  // few rows: two shorter chains of additions for each sum
         PartInts more[G], fine[2][G];
 #pragma GCC unroll 2
         for (int g = 0; g < G; g++) more[g] = fine[0][g] = fine[1][g] = part_ints(0);
@@ -281,10 +281,11 @@ static inline void products(PartInts* out, const PartBytes* v, const signed char
     }
 }
 
-constexpr int TILES_AHEAD = 8192;  // bytes of a stream that are asked for before they are needed
+constexpr int TILES_AHEAD = 8192;  // bytes of a stream between a prefetch and its use
 
 // N parts of a tile, from part `part` on, times M rows of a quantised matrix's activations, from row `row` on. The body
-// of Q4_1 serves Q4_K, and that of Q5_1 serves Q5_K: their blocks are alike, and only scales and minima come otherwise.
+// of Q4_1 serves Q4_K, and that of Q5_1 serves Q5_K: their blocks are alike, and only scales and minima are stored
+// differently.
 template <int TYPE, bool WIDE, int M, int N>
 ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile, int part, int row, float* out,
                                     long stride) {
@@ -316,7 +317,7 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
                 Part all = part_f16(here, part + p);
                 scale = mul(all, part_int8(here + 32 + 32 * k, part + p));
                 second = mul(all, part_int8(here + 32 + 32 * k + 16, part + p));
-            } else if (has_minimum(TYPE) && of_k) {  // the file takes its minima off
+            } else if (has_minimum(TYPE) && of_k) {  // the file's minima are subtracted
                 const unsigned char* here = scales + b / SUPER * scale_bytes(TILE_Q4_K);
                 Part all = part_f16(here, part + p), minimum = mul(part_f16(here + 32, part + p), part_of(-1.0f));
                 scale = mul(all, part_uint8(here + 64 + 16 * k, part + p));
@@ -355,7 +356,7 @@ ONE_BODY static void quantised_tile(const Matrix& w, const Inputs& in, int tile,
         for (int p = 0; p < N; p++) store_part(out + t * stride, total[p][t], part + p, w.rows - tile * LANES);
 }
 
-// The same of a float matrix: four sums, of every fourth column each, so that no addition waits for the one before.
+// The same for a float matrix: four sums, of every fourth column each, since one would be bound by latency.
 template <int TYPE, int M, int N>
 ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int part, int row, float* out,
                                 long stride) {
@@ -389,8 +390,8 @@ ONE_BODY static void float_tile(const Matrix& w, const Inputs& in, int tile, int
         }
 }
 
-// M rows of a tile. One row takes both parts in one sweep over the weights, which come from memory; more rows hold a
-// part's columns in registers for all of them.
+// M rows of a tile. For one row both parts go in one sweep over the weights, which come from memory; for more rows a
+// part's columns stay in registers for all of them.
 template <int TYPE, bool WIDE, int M>
 static inline void whole_tile(const Matrix& w, const Inputs& in, int tile, int row, float* out, long stride) {
     float* to = out + row * stride + long(tile) * LANES;

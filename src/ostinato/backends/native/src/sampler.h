@@ -354,9 +354,9 @@ static inline int sample_few(const SamplerWorkspace& workspace, int n, float mos
     if (!filters.top_k) total = exact ? exact_sum_of_exp(workspace.values, n, most) : sum_of_exp(workspace.values, n, most);
     for (const float reach : REACHES) {
         const float least = most - reach;
-        const bool everybody = !(least >= -FLT_MAX), no_more = everybody || filters.top_k;
-        int found = within(workspace.values, n, everybody ? -FLT_MAX : least, workspace.ranked);
-        if (found < filters.top_k && !everybody) continue;
+        const bool is_all = !(least >= -FLT_MAX), no_more = is_all || filters.top_k;
+        int found = within(workspace.values, n, is_all ? -FLT_MAX : least, workspace.ranked);
+        if (found < filters.top_k && !is_all) continue;
         if (found > A_FEW) return UNDECIDED;
         if (!no_more) {  // before they are ranked: could they decide?
             to_weights(workspace.ranked, found, most, workspace.weights);

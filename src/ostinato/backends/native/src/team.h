@@ -99,15 +99,15 @@ using Job = void (*)(void* what, Member& member);
 class Team {
  public:
     explicit Team(int n_members) : n_(n_members < 1 ? 1 : n_members), active_(n_), calls_(new Call[n_]) {
-        pthread_mutexattr_t kind;
-        pthread_mutexattr_init(&kind);
+        pthread_mutexattr_t attributes;
+        pthread_mutexattr_init(&attributes);
 #if defined(__linux__)
-        pthread_mutexattr_setrobust(&kind, PTHREAD_MUTEX_ROBUST);
+        pthread_mutexattr_setrobust(&attributes, PTHREAD_MUTEX_ROBUST);
 #endif
-        pthread_mutex_init(&owner_, &kind);
-        pthread_mutexattr_destroy(&kind);
+        pthread_mutex_init(&owner_, &attributes);
+        pthread_mutexattr_destroy(&attributes);
         try {
-            for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { live(me); });
+            for (int me = 1; me < n_; me++) threads_.emplace_back([this, me] { run_thread(me); });
         } catch (...) {  // the system refused a thread: end those already started first
             dismiss();
             throw;
@@ -127,8 +127,8 @@ class Team {
         if (!is_ours(found)) {
             n_asking_.fetch_add(1);
             while (!is_ours(found = passing_.load() == PASSED ? wait_until_back() : lock_soon())) {
-                int nobody = 0;  // the request was dropped because this thread was not scheduled in time: ask again
-                n_asking_.compare_exchange_strong(nobody, 1);
+                int no_request = 0;  // the request was dropped because this thread was not scheduled in time: ask again
+                n_asking_.compare_exchange_strong(no_request, 1);
             }
             one_asks_less();
         }
@@ -235,7 +235,7 @@ class Team {
         if (mine.asleep.load()) wake_all(mine.number);
     }
 
-    void live(int me) {
+    void run_thread(int me) {
         Call& mine = calls_[me];
         for (uint32_t seen = 0;;) {
             for (int spin = 0; spin < SPINS && mine.number.load(std::memory_order_acquire) == seen; spin++) relax();

@@ -1,7 +1,7 @@
 // Weight matrices packed into tiles of 16 rows, and their products with rows of activations.
 //
-// One layout serves a single row, a batch and a prompt, and every kind of CPU. Within a tile, columns go in blocks of
-// 32, and what a block needs of its 16 rows is contiguous. R is the row within the tile:
+// One layout serves a single row, a batch and a prompt, on every CPU. Within a tile, columns form blocks of 32, and the
+// 16 rows of a block are contiguous. R is the row within the tile:
 //
 //   quants  4, 5 and 6 bits: [tile][block][4][16 R][4]   byte k of word j: column 4 j + k low, column 16 + 4 j + k high
 //           8 bits:          [tile][block][8][16 R][4]   byte k of word j: column 4 j + k, plus 128
@@ -11,17 +11,17 @@
 //   scales  Q4_0 Q5_0 Q8_0:  [tile][block][16 R] float16
 //           Q4_1 Q5_1:       [tile][block][2][16 R] float16, scale and minimum
 //           Q4_K Q5_K:       [tile][256 columns]: float16 [2][16 R], scale and minimum of all; uint8 [2][8][16 R],
-//                            those of each block, which the file has in six bits: here is 1.03 times its size
+//                            those of each block, six bits in the file: a matrix has 1.03 times the file's size
 //           Q6_K:            [tile][256 columns]: float16 [16 R], then int8 [16][16 R], one for each 16 columns
 //
-// So one AND and one shift give columns in the order in which `vpdpbusd` takes them, four of each row, with four
-// activations broadcast against them.
+// So one AND and one shift give the columns in the order of `vpdpbusd`: four of each row, multiplied with four
+// broadcast activations.
 //
 // Activations of quantised matrices are integers n with one step for each 32 columns: 8 bits, |n| <= 127, or `wide`,
 // |n| <= 16256 = 127 * 128, written as 128 coarse + fine, two planes of int8 (|fine| <= 64). A block's products are
 // summed in integers, which is exact in any order; then blocks are added in float32, from first to last, each by
 //     sum += (products * scale) * step;    sum += minimum * (step * sum of n)
-// with those two roundings, whatever the batch, the thread or the CPU: a row's bits depend on nothing but the row.
+// with those two roundings, in every batch, thread and CPU: a row's bits depend on the row alone.
 //
 // No integer sum can leave 32 bits: 32 columns of u8 times |n| <= 16256 are below 32 * 255 * 16256 = 1.33e8, twice that
 // with the correction for what was added to the bytes; 4, 5 and 6 bits stay below 2^24 (6 bits are summed over 16
@@ -34,7 +34,7 @@
 
 #include "lanes.h"
 
-// Long functions that are called from many places: one body each, for the compiler's sake.
+// Long functions that are called from many places: not inlined, which keeps the time of compilation short.
 #if defined(__clang__)
 #define ONE_BODY __attribute__((noinline, unused))
 #else
@@ -79,7 +79,7 @@ constexpr int n_bits(int type) {
            : type == TILE_Q5_0 || type == TILE_Q5_1 || type == TILE_Q5_K ? 5
                                                                           : 4;
 }
-// What was added to a quant so that it is none below zero, as a power of two; has_minimum types have nothing added.
+// The offset that makes quants unsigned, as a power of two; types with a minimum have none.
 constexpr int offset_bits(int type) { return n_bits(type) - 1; }
 constexpr int quant_bytes(int type) { return n_bits(type) == 8 ? 512 : 256; }  // of a block of a tile
 constexpr int more_bytes(int type) { return n_bits(type) == 5 ? 64 : n_bits(type) == 6 ? 128 : 0; }
@@ -103,7 +103,7 @@ static inline void tile_bytes(int type, int cols, size_t out[3]) {
 // --- activations ---
 
 static inline size_t lines(size_t bytes) { return (bytes + 63) / 64 * 64; }
-// Rows are an odd number of cache lines apart, or rows of 4096 columns would all want the same few places of the cache.
+// Rows are an odd number of cache lines apart: rows of 4096 columns would otherwise share a few sets of the cache.
 static inline size_t odd_lines(size_t bytes) { return lines(bytes) / 64 % 2 ? lines(bytes) : lines(bytes) + 64; }
 
 static inline size_t inputs_bytes(int cols, int n_rows) {
@@ -184,11 +184,11 @@ ONE_BODY static void prepare(const Inputs& in, const float* x, long stride, int 
 // --- products (products.cpp) ---
 
 // Tiles [tile_first, tile_last) of w times the first n_rows inputs: out[row * out_stride + 16 * tile + lane], for rows
-// w has.
+// that w has.
 __attribute__((visibility("hidden"))) void multiply(const Matrix& w, const Inputs& in, int n_rows, float* out,
                                                     long out_stride, int tile_first, int tile_last);
 
-// --- one row as it was ---
+// --- one row dequantised ---
 
 static inline uint16_t half_in(const unsigned char* p) {
     uint16_t half;

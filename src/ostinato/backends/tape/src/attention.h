@@ -254,7 +254,7 @@ struct Line {
     int i, part;         // item; below GROUP: a query; then the key, the value
     const u64* from;     // null: not needed
     u64 words[PAIRS_EACH][2];
-    float2 parity[PAIRS_EACH];
+    float2 cos_sin[PAIRS_EACH];
     float norm[PAIRS_EACH][2];
 };
 
@@ -275,8 +275,8 @@ DEVICE void prepare_line(const AttentionArgs& p, const AttentionPlan& plan, int 
     for (int k = 0; k < PAIRS_EACH; k++) {
         const int pair = lane() + 32 * k;
         line.words[k][0] = line.words[k][1] = 0;
-        line.parity[k] = float2{1.0f, 0.0f};
-        if (!is_value && pair < ROPE_HALF) line.parity[k] = plan.cos_sin[item.row][pair];
+        line.cos_sin[k] = float2{1.0f, 0.0f};
+        if (!is_value && pair < ROPE_HALF) line.cos_sin[k] = plan.cos_sin[item.row][pair];
         if (!HAS_QK_NORM || !is_there(k)) continue;
         const float* const weights = p.norms + (is_query ? 0 : HEAD_WIDTH);
         line.norm[k][0] = weights[low_column(pair)];
@@ -347,10 +347,10 @@ DEVICE void lay_line(const AttentionArgs& p, const AttentionPlan& plan, const Li
             values[k][0] *= norm * line.norm[k][0];
             values[k][1] *= norm * line.norm[k][1];
         }
-        const float2 parity = line.parity[k];
+        const float2 cos_sin = line.cos_sin[k];
         const float size = is_query ? QUERY_SCALE : 1.0f;
-        const float low = (values[k][0] * parity.x - values[k][1] * parity.y) * size;
-        const float high = (values[k][1] * parity.x + values[k][0] * parity.y) * size;
+        const float low = (values[k][0] * cos_sin.x - values[k][1] * cos_sin.y) * size;
+        const float high = (values[k][1] * cos_sin.x + values[k][0] * cos_sin.y) * size;
         const int pair = lane() + 32 * k;
         keep(to, is_query ? query_column(low_column(pair)) : low_column(pair), low);
         keep(to, is_query ? query_column(high_column(pair)) : high_column(pair), high);
@@ -715,18 +715,18 @@ APART void merge_heads(AttentionArgs p, int n_rows) {
     }
 }
 
-// From tape.qkv to tape.seen, for all rows of the step. No compute warp may be reading activations; after it all may
+// From tape.qkv to tape.attended, for all rows of the step. No compute warp may be reading activations; after it all may
 // write.
 DEVICE void attention(ComputeThread& p, const Tape& tape, int layer, int n_rows) {
     const AttentionPlan& plan = attention_plan_here();
-    const AttentionArgs looking = attention_args(p, tape, layer);
+    const AttentionArgs args = attention_args(p, tape, layer);
     bool is_old = layer == 0 || layer == plan.until;
     NOT_UNROLLED
     for (int first = block(); n_rows > 0 && (is_old || first < plan.n_all); first += ITEMS_AT_ONCE * N_BLOCKS) {
         if (is_old) make_attention_plan(p, tape, layer, n_rows, first);
-        if (plan.n_items > 0) attend_items(looking);
+        if (plan.n_items > 0) attend_items(args);
         is_old = first + ITEMS_AT_ONCE * N_BLOCKS < plan.n_all;
     }
-    merge_heads(looking, n_rows);
+    merge_heads(args, n_rows);
     sync_compute_warps();
 }

@@ -1,14 +1,14 @@
-// Weights out of a chunk, as the tensor cores take them; the bytes are those of backends/tape/pack.py.
+// The weights of a chunk in the tensor cores' register layout; their bytes are defined in backends/tape/pack.py.
 //
 // A lane is (g, q) = (lane / 4, lane % 4). Of a column tile it holds four registers r of two weights each: rows
-// g + 8 (r % 2), columns 2 q, 2 q + 1 (+ 8 for r / 2). Packed weights are multiplied as the integers that they are,
-// where they lie. That is possible because an integer up to 255 in the low byte of a bfloat16 is that integer times
-// 2^-133 (of a float16: 2^-24): below 128 it is a subnormal number, above it the smallest exponent, and the two
-// scales are one. So there is no conversion and no offset, only masks, and a word has two rows in its bytes: the even
-// registers' in the lower bits, the odd ones' in the upper, which are so many times larger (`upper_rows`).
+// g + 8 (r % 2), columns 2 q, 2 q + 1 (+ 8 for r / 2). Packed weights are multiplied as integers, at the bits where
+// they are stored: an integer up to 255 in the low byte of a bfloat16 is that integer times 2^-133 (of a float16:
+// 2^-24). Below 128 it is a subnormal number, above it has the smallest exponent, and both have the same scale. So
+// unpacking needs only masks, no conversion and no offset. A word has two rows in its bytes: the even registers'
+// weights in the lower bits, the odd registers' in the upper bits, which are larger by a power of two (`upper_rows`).
 //
-// Every product of such an integer is exact, and its sum is brought back by powers of two at the end. Activations of
-// bfloat16 are lifted by 2^96 before, so that no sum comes near the smallest numbers.
+// Every product of such an integer is exact, and powers of two rescale the sum at the end. Activations of bfloat16 are
+// multiplied by 2^96 before ("lifted"), so that no sum comes near the subnormal numbers.
 #pragma once
 #include "ring.h"
 
@@ -19,8 +19,8 @@
 #endif
 #define LIFT_BF16 0x6F806F80u  // two of 2^96
 #define ONE_BF16 0x3F803F80u
-#define LESS_BF16 0xAD00u      // less 2^-37: a lifted one, 2^96 / 2^133
-#define UNIT_BF16 0x1p37f      // what a product of a one and a lifted one must be multiplied by: 2^133 / 2^96
+#define LESS_BF16 0xAD00u      // -2^-37: minus a lifted one, 2^96 / 2^133
+#define UNIT_BF16 0x1p37f      // the factor of a product of a one and a lifted one: 2^133 / 2^96
 #define UNIT_F16 0x1p24f
 
 DEVICE constexpr float unit() { return ACTIVATION_BF16 ? UNIT_BF16 : UNIT_F16; }
@@ -30,7 +30,7 @@ DEVICE constexpr int upper_rows(int weight_type) {
     return weight_type == WEIGHT_FOUR ? 16 : weight_type == WEIGHT_FIVE ? 8 : weight_type == WEIGHT_SIX ? 4 : 1;
 }
 
-// Column tiles that share a scale; what a quant is less; whether a group has a minimum.
+// Column tiles that share a scale; the offset of a quant; whether a group has a minimum.
 DEVICE constexpr int tiles_a_group(int weight_type) { return weight_type == WEIGHT_SIX ? 1 : 2; }
 DEVICE constexpr int offset_of(int weight_type) { return weight_type == WEIGHT_SIX ? 32 : weight_type == WEIGHT_EIGHT ? 128 : 0; }
 DEVICE constexpr bool has_minimum(int weight_type) { return weight_type == WEIGHT_FOUR || weight_type == WEIGHT_FIVE; }
@@ -55,7 +55,7 @@ DEVICE uint4 weights_as_taken(const uint4& a) {
     };
 }
 
-// Two of less a power of two, as weights of activations that are not lifted.
+// Two of minus a power of two, as weights of activations that are not lifted.
 DEVICE constexpr u32 less_pair(u32 power) {
     u32 bits = ACTIVATION_BF16 ? LESS_BF16 : 0x8000u | power;
     for (u32 rest = power; ACTIVATION_BF16 && rest > 1; rest /= 2) bits += 128;  // the exponent's lowest bit
@@ -122,7 +122,7 @@ struct Scales {
     float scale[2], minimum[2];
 };
 
-// As they lie in the chunk, of all groups of a slot; zero for those that the chunk has not.
+// The words of all groups of a slot as they lie in the chunk; zero for groups that the chunk lacks.
 template <int WEIGHT_TYPE, bool WHOLE>
 DEVICE void read_scales(const char* chunk, int warp, int g, int n, int slot, uint2 out[groups_a_slot(WEIGHT_TYPE)]) {
     constexpr int N = groups_a_slot(WEIGHT_TYPE);

@@ -1,20 +1,20 @@
-// What a warp multiplies where weights are packed.
+// Products of packed weights, by one warp.
 //
-// They have a scale for each group of 32 (or 16) columns, by which every sum of a group must be multiplied: with eight
-// rows of activations that is as much work as the rest. With one or two rows (`FEW`), three quarters of the tensor
-// core's columns are free: there the groups of a *unit* of four lie side by side, each with its own activations and
-// zeros for the others', and one multiplication serves four groups.
+// Each group of 32 (or 16) columns has its own scale, so the sum of each group is scaled separately: with eight rows of
+// activations that takes as many instructions as the rest. With one or two rows (`FEW`), three quarters of the tensor
+// core's columns are free: the groups of a *unit* of four then lie side by side, each with its own activations and
+// zeros for those of the others, and one multiplication serves four groups.
 //
-// A *piece* is a chunk of one tile. Its sum is made of four partial sums, of every fourth group each, and is added to
-// those of the chunks before it, in shared memory. So bits follow from the shape alone: adding zeros changes nothing,
-// and it does not matter how many chunks one call multiplies. Bound by the instructions that unpack, where the bits are
-// few; so the code of a piece is there once, and short.
+// A *piece* is a chunk of one tile. Its sum consists of four partial sums, of every fourth group each, and is added to
+// the sums of the chunks before it, in shared memory. So a row's bits follow from the shape alone: adding zeros changes
+// nothing, nor does the number of chunks of one call. With few bits a weight, bound by the instructions that unpack; so
+// the code of a piece exists once, and is short.
 #pragma once
 #include "tiles.h"
 
 #define FEW_ROWS 2
 
-// --- what all of them share ---
+// --- the layout of a warp's work ---
 
 // Groups of a whole chunk, in units of four. FEW: lane (g, q) has activations of group g / 2 of every unit, row g % 2,
 // and sums of group q. Else it has activations of row g, and sums of every group.
@@ -75,7 +75,7 @@ template <int WEIGHT_TYPE, bool FEW>
 struct WideActivations {
     using P = Packing<WEIGHT_TYPE, FEW>;
     u32 b[P::PER][2];
-    float start[P::N_SUMS][4];  // what the offset takes away; of kinds with a minimum: what that is multiplied by
+    float start[P::N_SUMS][4];  // what the offset subtracts; of types with a minimum: its factor
 };
 
 // Less the offset for all 16 rows and all columns of a tile; or less one.
@@ -115,14 +115,14 @@ DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivati
     }
 }
 
-// What a lane's own group comes to. Of two chains the other has nothing of it but what it started from.
+// The sum of a lane's own group. Of two chains the other holds only its start value.
 template <int WEIGHT_TYPE>
 DEVICE float own_sum(const float (&c)[1][4], int k, bool) {
     return c[0][k];
 }
 template <int WEIGHT_TYPE>
 DEVICE float own_sum(const float (&c)[2][4], int k, bool is_second) {
-    if (has_minimum(WEIGHT_TYPE)) return c[0][k] + c[1][k];  // which is zero, and an addition is cheaper than a choice
+    if (has_minimum(WEIGHT_TYPE)) return c[0][k] + c[1][k];  // the other is zero, and an addition is cheaper than a selection
     return is_second ? c[1][k] : c[0][k];
 }
 
@@ -165,9 +165,9 @@ template <int WEIGHT_TYPE, bool FEW>
 struct NarrowActivations {
     using P = Packing<WEIGHT_TYPE, FEW>;
     u32 b[P::PER];              // four bytes of a column tile, in the order of the weights' bytes
-    int start[P::N_SUMS][4];    // SIX: what the offset takes away
-    float step[P::N_SUMS][2];   // what a step is worth, for the rows of c[0] and c[1]
-    float less[P::N_SUMS][2];   // what a minimum is multiplied by
+    int start[P::N_SUMS][4];    // SIX: what the offset subtracts
+    float step[P::N_SUMS][2];   // the step of the activations, for the rows of c[0] and c[1]
+    float less[P::N_SUMS][2];   // the factor of the minimum
 };
 
 template <bool WHOLE, int WEIGHT_TYPE, bool FEW>
@@ -225,7 +225,7 @@ DEVICE void multiply_piece(
         for (int i = 0; i < P::AT_ONCE * PRODUCTS; i++) {
             const int sum = i % P::AT_ONCE, own = (first + sum) * P::TILES_A_SUM + i / P::AT_ONCE * 2, t = own / 2 * 2;
             if (!WHOLE && t >= n) continue;
-            const bool both = P::TILES_A_SUM > 1;  // else one of the two is another sum's, and counts for nothing
+            const bool both = P::TILES_A_SUM > 1;  // else one of the two tiles is another sum's: zero
             const u32 b0 = both || t == own ? x.b[t] : 0, b1 = both || t < own ? x.b[t + 1] : 0;
             multiply_s8(c[sum], narrow_fragment(piece.quants, t), b0, b1);
         }
@@ -242,7 +242,7 @@ DEVICE void multiply_piece(
 
 // --- the sum of a piece, to those of the chunks before it ---
 
-// What sums must be multiplied by: powers of two, so nothing is rounded.
+// The factor of a sum: a power of two, so nothing is rounded.
 template <int WEIGHT_TYPE>
 DEVICE constexpr float unit_of(bool is_upper) {
     return !WIDE ? 1.0f : is_upper ? unit() / upper_rows(WEIGHT_TYPE) : unit();
@@ -255,8 +255,8 @@ DEVICE float* own_sums(const Work& work, Piece<WEIGHT_TYPE, FEW>&) {
     return sums + (FEW ? (lane.g + lane.q / 2 * 8) * 2 + lane.q % 2 : lane.g * work.pitch + lane.q * 2);
 }
 
-// Every lane has a quarter of four sums: rows g and g + 8 of the tile, rows 0 and 1 of the activations. Of these it
-// gets one whole. For one row, what only row 1 would need is not computed.
+// Every lane has a quarter of four sums: rows g and g + 8 of the tile, rows 0 and 1 of the activations. It completes one
+// of them. With one row, the values of row 1 are not computed.
 template <int WEIGHT_TYPE, int ROWS>
 DEVICE void add_sums(const Work& work, float* place, bool adds, const float (&y)[1][4]) {
     const int q = lane_of(work).q;

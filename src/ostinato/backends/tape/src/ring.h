@@ -95,11 +95,11 @@ struct Loader {
     Shared& shared;
     const State* state;
     char* ring;
-    Place next, oldest;  // to be asked for; asked for, and not known to have arrived
-    int n_asked, polls;
+    Place next, oldest;  // to be requested; requested, and not known to have arrived
+    int n_requested, polls;
 
     MEMBER Loader(Shared& given, const State* leaving, char* stages)
-        : shared(given), state(leaving), ring(stages), next{0, 0}, oldest{0, 0}, n_asked(0), polls(0) {}
+        : shared(given), state(leaving), ring(stages), next{0, 0}, oldest{0, 0}, n_requested(0), polls(0) {}
 
     // The loader's waits have no deadline: one of them may span many waits of the compute warps, which have deadlines.
     MEMBER bool is_over() {
@@ -109,10 +109,10 @@ struct Loader {
     // Waits until the next stage may be filled; false: the loop is over and no stage is needed any more.
     MEMBER bool find_room(int in_flight) {
         if (atomic_add_shared(&shared.over, 0u)) return false;
-        while (n_asked >= in_flight) {
+        while (n_requested >= in_flight) {
             if (gate_passed(&shared.full[oldest.stage], oldest.phase)) {
                 oldest.go_on();
-                n_asked--;
+                n_requested--;
             } else if (is_over()) return false;
             else relax();
         }
@@ -122,15 +122,15 @@ struct Loader {
         }
         return true;
     }
-    MEMBER void ask(const char* from, int bytes) {
+    MEMBER void request(const char* from, int bytes) {
         Gate* const gate = &shared.full[next.stage];
         gate_expect(gate, bytes);
         bulk_copy(ring + next.stage * STAGE_BYTES, from, bytes, gate);
         next.go_on();
-        n_asked++;
+        n_requested++;
     }
     MEMBER void drain() {
-        for (; n_asked > 0; n_asked--, oldest.go_on()) {
+        for (; n_requested > 0; n_requested--, oldest.go_on()) {
             while (!gate_passed(&shared.full[oldest.stage], oldest.phase)) relax();
         }
     }
@@ -141,7 +141,7 @@ DEVICE int in_flight_of(const Segment& segment) {
     return n_chunks >= LONG_CHUNKS ? IN_FLIGHT_LONG : IN_FLIGHT;
 }
 
-// The block's tiles of one segment, from `from` on, which goes on; false: told to stop.
+// The block's tiles of one segment, from `from` on, which is advanced; false: the loop is over.
 DEVICE bool load_segment(Loader& loader, const Segment& segment, int in_flight, const char*& from) {
     const int n_here = tiles_here(segment), of_matrix = column_tiles(segment), per = tiles_a_chunk(segment.weight_type);
     for (int first = 0; first < n_here; first += TILES_AT_ONCE) {
@@ -150,7 +150,7 @@ DEVICE bool load_segment(Loader& loader, const Segment& segment, int in_flight, 
             const int bytes = chunk_bytes(segment.weight_type, min(per, of_matrix - before));
             for (int tile = 0; tile < n_tiles; tile++) {
                 if (!loader.find_room(in_flight)) return false;
-                loader.ask(from, bytes);
+                loader.request(from, bytes);
                 from += bytes;
             }
         }

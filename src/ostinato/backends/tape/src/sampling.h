@@ -30,7 +30,7 @@
 constexpr int WEIGHT_BITS = VOCAB(any) <= 1 << 17 ? 45 : 42;  // the whole vocabulary weighs less than 2^63
 static_assert(LISTED >= MAX_TOP, "the most likely are listed");
 static_assert(VOCAB(any) <= 1 << 20, "the weights of so many ids may not fit 64 bits");
-static_assert(MAX_ROWS <= 32 && N_COMPUTE_WARPS <= 32, "rows are told by the bits of a word, compute warps by the lanes of a warp");
+static_assert(MAX_ROWS <= 32 && N_COMPUTE_WARPS <= 32, "a row is a bit of a word, a compute warp a lane of a warp");
 
 // --- ranks: a value and its id as one number, the larger before the smaller ---
 
@@ -575,15 +575,15 @@ DEVICE int make_list(const ComputeThread& p, SamplingScratch& c, const float* va
 }
 
 // The n-th largest of the blocks' largest values, by order: at least n ids reach it. 0: there are fewer than n blocks.
-DEVICE u32 floor_of(const ComputeThread& p, SamplingScratch& c, const u32* said, int n) {
+DEVICE u32 floor_of(const ComputeThread& p, SamplingScratch& c, const u32* largest, int n) {
     sync_compute_warps();
     if (p.thread == 0) c.floor = 0;
     sync_compute_warps();
     NOT_UNROLLED
     for (int i = p.thread; i < N_BLOCKS; i += N_COMPUTE_THREADS) {
-        const u32 own = said[i];
+        const u32 own = largest[i];
         int n_before = 0;
-        for (int k = 0; k < N_BLOCKS; ++k) n_before += said[k] > own || (said[k] == own && k < i);
+        for (int k = 0; k < N_BLOCKS; ++k) n_before += largest[k] > own || (largest[k] == own && k < i);
         if (n_before == n - 1) c.floor = own;
     }
     sync_compute_warps();
@@ -853,7 +853,7 @@ DEVICE void write_likely(const ComputeThread& p, const Tape& tape, SamplingScrat
 // --- the whole, by the row's block ---
 
 DEVICE void write_chosen(const Tape& tape, int row, int token, float logprob) {
-    TABLE_chosen(tape.view)[row] = token < 0 ? 0 : token < N_TOKENS ? token : N_TOKENS - 1;  // whatever was heard
+    TABLE_chosen(tape.view)[row] = token < 0 ? 0 : token < N_TOKENS ? token : N_TOKENS - 1;  // after a timeout it may be any number
     TABLE_chosen_logprob(tape.view)[row] = logprob;
 }
 

@@ -27,7 +27,7 @@
 #include "attention.h"
 #include "sampling.h"
 
-// --- when each block began what, in its last step: for the timeline (lab/tape.py), where it is asked for ---
+// --- when each block began what, in its last step: for the timeline (lab/tape.py), if `clock` is set ---
 
 enum { CLOCK_QKV, CLOCK_ATTENTION, CLOCK_OUT, CLOCK_GATE_UP, CLOCK_DOWN, CLOCKED_A_LAYER };
 enum { CLOCK_HEAD = CLOCKED_A_LAYER * N_LAYERS, CLOCK_SAMPLING, CLOCK_BOUNDARY };
@@ -133,8 +133,8 @@ DEVICE void prepare(ComputeThread& p, const Tape& tape, const SegmentRef& ref, i
 
 DEVICE Source source_of(const Tape& tape, const SegmentRef& ref) {
     const int parity = ref.layer & 1;
-    constexpr int SEEN = QUERY_COLUMNS / 2, INSIDE = FF / 2;
-    if (ref.segment == SEGMENT_OUT) return {tape.attended + (u64)parity * MAX_ROWS * SEEN, SEEN};
+    constexpr int ATTENDED = QUERY_COLUMNS / 2, INSIDE = FF / 2;
+    if (ref.segment == SEGMENT_OUT) return {tape.attended + (u64)parity * MAX_ROWS * ATTENDED, ATTENDED};
     if (ref.segment == SEGMENT_DOWN) return {tape.inside + (u64)parity * MAX_ROWS * INSIDE, INSIDE};
     return {nullptr, 0};
 }

@@ -1,10 +1,10 @@
-// What a warp multiplies: its columns of some tiles, chunk by chunk, as they come through the ring.
+// Products of one warp: its columns of some tiles, chunk by chunk, as they arrive in the ring.
 //
-// Tiles are multiplied TILES_AT_ONCE together: of a chunk's columns a compute warp keeps the activations in registers
-// while the same columns of each of those tiles pass, a *piece* each. Sums are kept in shared memory, piece by piece:
-// in registers they would make the loop long, and leave few registers for the rest. Here are the parts that all weight
-// types share, and HALF, 16-bit weights; packed ones are in packed.h. Twin: linear_torch over the weights that pack.py
-// defines.
+// TILES_AT_ONCE tiles are multiplied together: a compute warp keeps the activations of a chunk's columns in registers
+// while it multiplies the same columns of each of those tiles, a *piece* each. The sums of pieces are added in shared
+// memory: in registers they would lengthen the loop and leave few registers for the rest. Here are the parts that all
+// weight types share, and HALF, 16-bit weights; packed weights are in packed.h. Twin: linear_torch over the weights
+// that pack.py defines.
 #pragma once
 #include "fragments.h"
 #include "handoff.h"
@@ -46,7 +46,7 @@ DEVICE constexpr bool has_rest(int weight_type) {
 
 struct HalfActivations {
     u32 b[tiles_a_chunk(WEIGHT_HALF)][2];
-    float step[tiles_a_chunk(WEIGHT_HALF)][2];  // int8: what a step is worth, for the rows of c[0] and c[1]
+    float step[tiles_a_chunk(WEIGHT_HALF)][2];  // int8: the step of the activations, for the rows of c[0] and c[1]
 };
 
 template <bool WHOLE>
