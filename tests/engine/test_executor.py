@@ -37,7 +37,7 @@ from ostinato.backends.cuda.kernels import triton_kernels
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
 from ostinato.backends.cuda.plan import Fusions
 from ostinato.backends.cuda.stamps import Stamps
-from ostinato.backends.cuda.start import CudaEager
+from ostinato.backends.cuda.start import CudaStart
 from ostinato.backends.cuda.start import source as cuda_source
 from ostinato.backends.cuda.while_graph import WhileGraph
 from ostinato.backends.torch.allocate import BumpAllocator
@@ -235,7 +235,7 @@ def stand_in_start(kind: Any, cuda: StandIn, monkeypatch: pytest.MonkeyPatch, n_
 def test_a_step_has_one_stream_a_prompt_another_and_nobody_waits_in_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     """E-5, E-6, E-9: every node ran once before anything is built of them; after that no call waits for the device."""
     cuda = StandIn(monkeypatch)
-    start = stand_in_start(CudaEager, cuda, monkeypatch)
+    start = stand_in_start(CudaStart, cuda, monkeypatch)
     monkeypatch.setattr(start, "_make", lambda: cuda.note("make"))
     start.build()
     warm = [what for what, _ in cuda.noted if what != "synchronize"]
@@ -261,9 +261,9 @@ def test_a_thousand_engines_share_a_few_streams_and_events_and_a_sick_one_is_not
     start: Any = None
     for number in range(1000):
         if number % 100:
-            start = CudaEager(start._plan, start._tables, Guard())
+            start = CudaStart(start._plan, start._tables, Guard())
         else:  # opened, used and closed twice
-            start = stand_in_start(CudaEager, cuda, monkeypatch)
+            start = stand_in_start(CudaStart, cuda, monkeypatch)
             start.build()
             start.launch()
             assert start.wait(DEADLINE_S)
@@ -273,13 +273,13 @@ def test_a_thousand_engines_share_a_few_streams_and_events_and_a_sick_one_is_not
         start.close()
     assert cuda.n_streams == 2
     assert cuda.n_events == 4  # of a step, and of three jobs at once
-    two = [stand_in_start(CudaEager, cuda, monkeypatch) for _ in range(2)]
+    two = [stand_in_start(CudaStart, cuda, monkeypatch) for _ in range(2)]
     assert two[0].stream is not two[1].stream
     cuda.sick = True
     for start in two:
         start.close()
     cuda.sick, before = False, cuda.n_streams
-    stand_in_start(CudaEager, cuda, monkeypatch).close()
+    stand_in_start(CudaStart, cuda, monkeypatch).close()
     assert cuda.n_streams == before + 2
 
 

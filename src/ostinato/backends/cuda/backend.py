@@ -109,10 +109,10 @@ class CudaRunner(TensorRunner):
 
     def _start(self, plan: Plan) -> CudaStart:
         from ostinato.backends.cuda.graph import CudaGraph
-        from ostinato.backends.cuda.start import CudaEager
+        from ostinato.backends.cuda.start import CudaStart
         from ostinato.backends.cuda.while_graph import WhileGraph
 
-        kinds: dict[str, type[CudaStart]] = {"eager": CudaEager, "graph": CudaGraph, "loop": WhileGraph}
+        kinds: dict[str, type[CudaStart]] = {"eager": CudaStart, "graph": CudaGraph, "loop": WhileGraph}
         return kinds[self.settled.mode](plan, self.tables, self.guard, self.changed.set)
 
 

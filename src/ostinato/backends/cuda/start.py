@@ -82,7 +82,7 @@ def loaded(name: str, device: torch.device, headers: Mapping[str, str] = Mapping
 
 
 class CudaStart(Launched):
-    """The base of the CUDA starts."""
+    """`eager`, where the host launches every node of every step, and the base of the other CUDA starts."""
 
     name = "eager"
     device_paced = False
@@ -228,10 +228,6 @@ class CudaStart(Launched):
             self._pool.take_back(self.stream, LOOP_PRIORITY)
             self._pool.take_back(self.side, SIDE_PRIORITY)
             self._pool.take_back_event(self._passed)
-
-
-class CudaEager(CudaStart):
-    """`eager`: the host launches every node of every step."""
 
 
 class DevicePaced(CudaStart):

@@ -63,11 +63,6 @@ class StepAttention:
         """What every layer's launch uses and none keeps."""
         return {"qkv": self.qkv, "attended": self.attended, **_named("attend.workspace", self.workspace)}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.qkv.copy_(torch.cat((q, k, v), 1).flatten(1))
-        self.launches[layer]()
-        return self.attended.view(q.shape).to(q.dtype)
-
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
@@ -81,10 +76,13 @@ class StepMemory:
     n_planes: int = 1
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
-        assert self.attention is not None
-        heads = self.attention.heads[layer]
+        attention = self.attention
+        assert attention is not None
+        heads = attention.heads[layer]
         assert (scale, softcap) == (heads.scale, heads.softcap), "the kernel was bound to others"
-        return self.attention(layer, q, k, v)
+        attention.qkv.copy_(torch.cat((q, k, v), 1).flatten(1))
+        attention.launches[layer]()
+        return attention.attended.view(q.shape).to(q.dtype)
 
     def states(self, layer: int) -> tuple[Tensor, ...]:
         return tuple(state[:, 0].index_select(0, self.from_row) for state in self.kept[layer])

@@ -158,19 +158,9 @@ class Forward:
         gate, u, dt = torch.split(runs, [s.inner, s.conv_width, s.n_heads], -1)
         u, conv_planes = self._conv(mixer.conv, u, conv_state)
         u, b, c = torch.split(u, [s.inner, s.n_groups * s.state, s.n_groups * s.state], -1)
-        n, t = len(u), u.shape[1]
-        y, scan_planes = ops.ssd_scan(
-            u.view(n, t, s.n_heads, -1),
-            dt,
-            b.view(n, t, s.n_groups, -1),
-            c.view(n, t, s.n_groups, -1),
-            a=decay.a,
-            d=decay.d,
-            dt_bias=decay.dt_bias,
-            dt_limit=s.dt_limit,
-            state=scan_state,
-            n_planes=memory.n_planes,
-        )
+        u, b, c = (part.view(*u.shape[:2], n, -1) for part, n in ((u, s.n_heads), (b, s.n_groups), (c, s.n_groups)))
+        scan = {"a": decay.a, "d": decay.d, "dt_bias": decay.dt_bias, "state": scan_state, "n_planes": memory.n_planes}
+        y, scan_planes = ops.ssd_scan(u, dt, b, c, dt_limit=s.dt_limit, **scan)
         memory.keep(mixer.layer, (conv_planes, scan_planes))
         y = y.flatten(-2)
         if mixer.norm is None:

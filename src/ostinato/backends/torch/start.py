@@ -37,8 +37,8 @@ def torch_device(name: str = "ostinato-cpu") -> CpuDevice:
     return CpuDevice(name, around)
 
 
-class CpuStart(Launched):
-    """What the two have in common: the thread, the plan, and what was launched last."""
+class CpuLoop(Launched):
+    """The twin of `loop`: one call runs until no slot is live."""
 
     name = "loop"
     device_paced = True
@@ -108,11 +108,7 @@ class CpuStart(Launched):
         self._pass_boundary()
 
 
-class CpuLoop(CpuStart):
-    """The twin of `loop`: one call runs until no slot is live."""
-
-
-class CpuEager(CpuStart):
+class CpuEager(CpuLoop):
     """`eager`: the host asks for every step, and waits for it."""
 
     name = "eager"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.ops.attend import StepRows
-from ostinato.backends.torch.ops.matmul import PreparedInput, stats_torch
+from ostinato.backends.torch.ops.matmul import PreparedInput, leave_torch
 
 
 def add_norm_torch(
@@ -28,6 +28,4 @@ def add_norm_torch(
     for row in range(int(rows.n_rows)):
         root = torch.rsqrt(y_stats[row, :, 1].sum() / x.shape[1] + eps)
         x[row] += y[row] * root * weight.float()
-        stats[row] = stats_torch(x[row : row + 1])[0]
-        if prepared is not None:
-            prepared.out[row] = (x[row] * prepared.weight.float()).to(prepared.out.dtype)
+        leave_torch(x[row : row + 1], slice(row, row + 1), stats, prepared)

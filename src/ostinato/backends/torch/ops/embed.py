@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.torch.ops.attend import StepRows
-from ostinato.backends.torch.ops.matmul import PreparedInput, stats_torch
+from ostinato.backends.torch.ops.matmul import PreparedInput, leave_torch
 from ostinato.backends.torch.weight import DeviceMatrix
 
 
@@ -39,6 +39,4 @@ def embed_torch(
         x[row] = taken.float()
         if positions is not None:
             x[row] += positions[int(rows.position[slot])].float()
-        stats[row] = stats_torch(x[row : row + 1])[0]
-        if prepared is not None:
-            prepared.out[row] = (x[row] * prepared.weight.float()).to(prepared.out.dtype)
+        leave_torch(x[row : row + 1], slice(row, row + 1), stats, prepared)

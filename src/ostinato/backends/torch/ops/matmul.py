@@ -8,7 +8,7 @@ are not rounded. Rows from n_rows on are neither read nor written. Bound by read
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import torch
@@ -63,6 +63,14 @@ def stats_torch(x: Tensor) -> Tensor:
     return torch.stack((blocks.sum(-1), blocks.square().sum(-1)), -1)
 
 
+def leave_torch(v: Tensor, rows: slice, stats: Tensor | None, prepared: PreparedInput | None) -> None:
+    """What a writer of these rows of x, float32 [rows, width], leaves beside them for the products that follow."""
+    if stats is not None:
+        stats[rows] = stats_torch(v)
+    if prepared is not None:
+        prepared.out[rows] = (v * prepared.weight.float()).to(prepared.out.dtype)
+
+
 def matmul_torch(
     x: Tensor,
     weight: Weight,
@@ -84,7 +92,7 @@ def matmul_torch(
     stats [n_slots, n_stats, 2] gains the partial sums of what out holds then, `prepared` that times a norm's weight.
     """
     rows = int(n_rows)
-    v = product_torch(x[:rows], weight, None if norm is None else _first(norm, rows))
+    v = product_torch(x[:rows], weight, None if norm is None else replace(norm, stats=norm.stats[:rows]))
     v = v if bias is None else v + bias.float()
     v = v if scale is None else v * scale
     v = v if softcap is None else torch.tanh(v / softcap) * softcap
@@ -97,10 +105,7 @@ def matmul_torch(
     elif epilogue == "multiply":
         v = out[:rows].float() * v
     out[:rows] = v.to(out.dtype)
-    if stats is not None:
-        stats[:rows] = stats_torch(v)
-    if prepared is not None:
-        prepared.out[:rows] = (v * prepared.weight.float()).bfloat16()
+    leave_torch(v, slice(rows), stats, prepared)
 
 
 def product_torch(x: Tensor, weight: Weight, norm: InputNorm | None) -> Tensor:
@@ -115,10 +120,6 @@ def _product(x: Tensor, weight: Weight, wide: Tensor, norm: InputNorm | None) ->
     inside, after = _normed(x, norm)
     inside = inside.bfloat16().float() if narrow else inside
     return (inside @ wide.T) * after
-
-
-def _first(norm: InputNorm, rows: int) -> InputNorm:
-    return InputNorm(norm.stats[:rows], norm.weight, norm.bias, norm.eps)
 
 
 def _normed(x: Tensor, norm: InputNorm | None) -> tuple[Tensor, Tensor | float]:
@@ -168,7 +169,7 @@ def experts_gate_up_torch(
     """
     width = 2 * out.shape[-1]
     for row in range(int(n_rows)):
-        own = None if norm is None else InputNorm(norm.stats[row : row + 1], norm.weight, norm.bias, norm.eps)
+        own = None if norm is None else replace(norm, stats=norm.stats[row : row + 1])
         for place, expert in enumerate(experts[row].tolist()):
             gate, up = _of_expert(x[row : row + 1], weight, expert, width, own).chunk(2, 1)
             out[row, place] = (activate_torch(gate, activation) * up)[0].to(out.dtype)
@@ -205,7 +206,4 @@ def experts_down_torch(
             total += y * weights[row, place]
         v = out[row].float() + total if epilogue == "add" else total
         out[row] = v.to(out.dtype)
-        if stats is not None:
-            stats[row] = stats_torch(v[None])[0]
-        if prepared is not None:
-            prepared.out[row] = (v * prepared.weight.float()).bfloat16()
+        leave_torch(v[None], slice(row, row + 1), stats, prepared)
