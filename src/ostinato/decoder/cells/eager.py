@@ -18,7 +18,7 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.compute_executor import Abort, Computed, Extractor
 from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
-from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory
+from ostinato.decoder.cells.memory.forward import ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
 
 
@@ -31,7 +31,7 @@ class EagerGraph:
     output_rows: Tensor  # int64 [n_outputs] which rows are outputs
     embd: Tensor | None = None
     segments: Tensor | None = None  # which of two texts each row belongs to
-    memory: ForwardMemory | EncoderMemory | None = None
+    memory: ForwardMemory | None = None
     computed: Computed = field(default_factory=Computed)
 
     @staticmethod
@@ -67,7 +67,7 @@ class EagerStages:
     extractor: Extractor
     setup: Setup
     cursor: PreparedBatch
-    memory: Callable[[], ForwardMemory | EncoderMemory]
+    memory: Callable[[], ForwardMemory]
     first_row: int
     embeddings: bool
     logits: bool
