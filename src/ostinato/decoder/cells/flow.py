@@ -101,7 +101,7 @@ class DecodeFlow:
 
     def update(self, abort: Callable[[], bool] = never) -> None:
         """Carry out pending shifts and copies (D-11); this invalidates graphs built before (UP-8)."""
-        if self.memory.prepare_update(optimise=False).status is Status.SUCCESS and abort():
+        if self.memory.prepare_update(optimise=False) is Status.SUCCESS and abort():
             raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
         with torch.inference_mode():
             if classed("could not bring memory up to date", lambda: flush(self.memory)):
