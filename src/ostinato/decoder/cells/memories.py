@@ -37,12 +37,12 @@ class MemoryParts:
         ubatch, device = cursor.ubatch, model.device
         if not model.shape.causal:
             return ForwardMemory(model.ops, 1, [EncoderPart.of(ubatch, device)], [0] * model.shape.n_layers)
-        caches = [
-            (place, part[1])
-            for place, part in ((cursor.attention, self.full), (cursor.windowed, self.windowed))
+        caches = ((cursor.attention, self.full), (cursor.windowed, self.windowed))
+        parts = [
+            KVPart.of(*part, ubatch, place.at, device=device)
+            for place, part in caches
             if place is not None and part is not None
         ]
-        parts = [KVPart.of(place.cache, store, ubatch, place.slot, device=device) for place, store in caches]
         part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
         states = None if self.recurrent is None else self.recurrent[1]
         return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.recurrent)

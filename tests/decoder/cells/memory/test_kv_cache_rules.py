@@ -84,14 +84,11 @@ class Both:
         for k, slot in enumerate(slots):
             place = cursor.attention
             assert place is not None
-            assert [(part.stream, part.cells.tolist()) for part in place.slot.streams] == slot
+            assert [(part.stream, part.cells.tolist()) for part in place.at.streams] == slot
             cursor.apply()
             self.oracle.apply(cursor.ubatch, slot)
             self.see(
-                place.cache.visible(
-                    place.ubatch,
-                    place.slot,
-                ),
+                self.cache.visible(place.ubatch, place.at),
                 cursor.ubatch,
                 slot,
             )

@@ -11,7 +11,7 @@ from functools import reduce
 
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory.cursor import CursorStep, PreparedBatch, failed, kv_places, recurrent_places
+from ostinato.decoder.cells.memory.cursor import CursorStep, PreparedBatch, failed, places
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.sequence_ops import PositionChange, PositionSpan, SequenceMemory
@@ -140,11 +140,11 @@ class Coordinator(SequenceMemory):
         """A place in every part, or in none: preparing changes nothing (HY-2, HY-3)."""
         if ubatches is None:
             return failed()
-        if (states := recurrent_places(self.recurrent, ubatches)) is None:
+        if (states := places(self.recurrent, ubatches)) is None:
             return failed()
-        if (full := kv_places(self.full, ubatches)) is None:
+        if (full := places(self.full, ubatches)) is None:
             return failed()
-        if (windowed := kv_places(self.windowed, ubatches)) is None:
+        if (windowed := places(self.windowed, ubatches)) is None:
             return failed()
         return PreparedBatch([CursorStep(*step) for step in zip(ubatches, full, windowed, states, strict=True)])
 
