@@ -180,8 +180,8 @@ def _places(ubatch: Ubatch) -> list[Place]:
 def _cache(cursor: PreparedBatch, part: KVPart) -> KVCache:
     """The cache whose tensors a part has."""
     for place in (cursor.attention, cursor.windowed):
-        if place is not None and place.cache._tensors is part.store:
-            return place.cache
+        if place is not None and isinstance(place.part, KVCache) and place.part._tensors is part.store:
+            return place.part
     raise AssertionError("keys and values of no cache")
 
 

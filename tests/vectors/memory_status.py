@@ -5,7 +5,7 @@ from typing import Any
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.cells.memory.coordinator import Coordinator, Update, prepare_with_retry
+from ostinato.decoder.cells.memory.coordinator import Coordinator, prepare_with_retry
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.status import Status, combine
@@ -27,9 +27,9 @@ class Scripted(Coordinator):
         self.prepare_calls += 1
         return PreparedBatch((), Status(next(self._answers)))
 
-    def prepare_update(self, optimise: bool) -> Update:
+    def prepare_update(self, optimise: bool) -> Status:
         self.optimise_calls += optimise
-        return Update(self._optimise, lambda: None)
+        return self._optimise
 
 
 def classify(prepare: list[str], optimise: str) -> dict[str, Any]:

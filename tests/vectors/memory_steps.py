@@ -40,8 +40,8 @@ def sequence_op(memory: Coordinator, name: str, *arguments: Any) -> Any:
 def update(memory: Coordinator) -> str:
     """Carry out what is pending; the status word."""
     pending = memory.prepare_update(optimise=False)
-    pending.apply()
-    return pending.status.value
+    memory.apply_update()
+    return pending.value
 
 
 def seq_pos(memory: Coordinator, limit: int) -> dict[int, list[int | None]]:

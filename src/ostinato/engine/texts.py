@@ -6,12 +6,13 @@ A chunk holds as many texts as it has rows for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ostinato.backends.base import ChunkOutput
 from ostinato.decoder.pooling import Pooled
 from ostinato.decoder.pooling import pooling as pooling_named
 from ostinato.engine.engine import Engine
@@ -39,19 +40,12 @@ def logprobs_of(
 ) -> list[TextLogprobs]:
     """Log-probabilities of the tokens of texts, and the `top` most likely among the first `n_tokens` ids."""
     asked = [WorkText(ids[:-1], range(len(ids) - 1), ids[1:]) for ids in texts]
-    found: list[list[TextLogprobs]] = [[] for _ in texts]
+    found: list[list[ChunkOutput]] = [[] for _ in texts]
     for number, output in engine.work(WorkSpec(asked, "logprobs", top, n_tokens)):
-        assert output.logprobs is not None
-        assert output.top_ids is not None
-        assert output.top_logprobs is not None
-        found[number].append(TextLogprobs(output.logprobs, output.top_ids, output.top_logprobs))
+        found[number].append(output)
+    names = [field.name for field in fields(TextLogprobs)]
     return [
-        TextLogprobs(
-            np.concatenate([part.logprobs for part in parts]),
-            np.concatenate([part.top_ids for part in parts]),
-            np.concatenate([part.top_logprobs for part in parts]),
-        )
-        for parts in found
+        TextLogprobs(*(np.concatenate([getattr(part, name) for part in parts]) for name in names)) for parts in found
     ]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Final, Literal
 
@@ -88,7 +88,11 @@ class _Found:
 
     n_compared: int
     difference: Difference | None = None
-    figures: Mapping[str, float] | None = None
+    figures: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self, name: str, against: str, comparison: Comparison, started: float) -> Check:
+        seconds = time.perf_counter() - started
+        return Check(name, against, comparison, self.n_compared, seconds, self.difference, self.figures)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +199,11 @@ class Verifier:
         """Compare a mode with `eager` over these weights: step by step where the host paces, else at the end."""
         started = time.perf_counter()
         with self._both(mode) as (base, other):
-            comparison = comparison_of(other.runner)
+            comparison = other.runner.start.comparison
             found = _survived(lambda: self._beside(base, other, comparison))
         if comparison == "bits" and found.n_compared and found.difference is not None and found.difference.step is None:
             found = self._earliest(mode, found)
-        seconds = time.perf_counter() - started
-        figures = found.figures or {}
-        return Check(mode, BASE, comparison, found.n_compared, seconds, found.difference, figures)
+        return found.check(mode, BASE, comparison, started)
 
     def _beside(self, base: LoopDriver, other: LoopDriver, comparison: Comparison) -> _Found:
         if comparison == "tolerance":
@@ -288,7 +290,7 @@ class Verifier:
 
         A slot in the middle stays free, so that row numbers differ from slot numbers.
         """
-        page, limit = self._page, self.model.shape.context
+        page, limit = PAGE_TOKENS[self.model.device.type], self.model.shape.context
         warm = replace(GREEDY, temperature=0.8, top_k=40, top_p=0.95, seed=7)
         strict = replace(warm, repetition_penalty=1.2, presence_penalty=0.1, frequency_penalty=0.1, logprobs=3, seed=8)
         wanted = [
@@ -305,14 +307,11 @@ class Verifier:
             cases.append(Case(slot, prompt, most, sampling))
         return cases
 
-    @property
-    def _page(self) -> int:
-        return PAGE_TOKENS[self.model.device.type]
-
     def _opened(self, mode: str) -> LoopDriver:
         cases = self.cases()
         longest = max(len(case.prompt) + case.most for case in cases)
-        n_pages = sum(-(-(len(case.prompt) + case.most) // self._page) for case in cases)
+        page = PAGE_TOKENS[self.model.device.type]
+        n_pages = sum(-(-(len(case.prompt) + case.most) // page) for case in cases)
         settled = settle_model(
             self.model,
             mode,
@@ -361,12 +360,6 @@ def _tied(one: OutEntry, two: OutEntry, tolerance: float) -> bool:
     if one.position != two.position or two.token not in told:
         return False
     return max(told.values()) - told[two.token] <= 10 * tolerance  # log-probabilities are of the order of 10
-
-
-def comparison_of(runner: Runner) -> Comparison:
-    """How a loop is compared with `eager`: to the bit, unless its start has arithmetic of its own."""
-    comparison: Comparison = getattr(runner.start, "comparison", "bits")
-    return comparison
 
 
 def same_checksums(model: Model, before: Mapping[str, int]) -> _Found:
@@ -426,10 +419,10 @@ def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
 def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Difference | None:
     """Compare outbox entries, except for their times."""
     for number, (one, two) in enumerate(zip(expected, found, strict=False)):
-        for field in OutEntry._fields:
-            if field != "time_ns" and getattr(one, field) != getattr(two, field):
+        for name in OutEntry._fields:
+            if name != "time_ns" and getattr(one, name) != getattr(two, name):
                 return Difference(
-                    "step boundary", f"outbox.{field}", (number,), str(getattr(one, field)), str(getattr(two, field))
+                    "step boundary", f"outbox.{name}", (number,), str(getattr(one, name)), str(getattr(two, name))
                 )
     if len(expected) != len(found):
         return Difference("step boundary", "outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
@@ -485,9 +478,7 @@ def _too_far(figures: Mapping[str, float], tolerance: float, node: str) -> Diffe
 
 def _timed(name: str, against: str, comparison: Comparison, run: Callable[[], _Found]) -> Check:
     started = time.perf_counter()
-    found = _survived(run)
-    seconds = time.perf_counter() - started
-    return Check(name, against, comparison, found.n_compared, seconds, found.difference, found.figures or {})
+    return _survived(run).check(name, against, comparison, started)
 
 
 def _survived(run: Callable[[], _Found]) -> _Found:

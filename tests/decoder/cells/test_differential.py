@@ -142,7 +142,7 @@ class Operations(RuleBasedStateMachine):
             if fault is None or not isinstance(error, CLASSES[fault]):
                 raise
             self._commit(drawn, failed=True)
-            if self.memory.prepare_update(optimise=False).status is Status.SUCCESS:
+            if self.memory.prepare_update(optimise=False) is Status.SUCCESS:
                 self._check_published()  # it was the pending update that was stopped: the batch had not begun (UP-5)
             else:
                 self._check_nothing_published()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.memory.coordinator import Coordinator, Update
+from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.cursor import PreparedBatch, failed
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.status import Status
@@ -270,12 +270,12 @@ class Cramped(Coordinator):
             return failed()
         return super().prepare_batch(splitter, n_ubatch, all_outputs)
 
-    def prepare_update(self, optimise: bool) -> Update:
-        if optimise and self.can_compact:
-            self.asked.append("optimise")
-            return Update(Status.SUCCESS, lambda: self.asked.append("compact"))
+    def prepare_update(self, optimise: bool) -> Status:
         self.asked += ["optimise"] if optimise else []
-        return super().prepare_update(optimise)
+        return Status.SUCCESS if optimise and self.can_compact else super().prepare_update(optimise)
+
+    def apply_update(self) -> None:
+        self.asked.append("compact")
 
 
 def cramped(n_failures: int, can_compact: bool) -> tuple[Decoder, Cramped]:

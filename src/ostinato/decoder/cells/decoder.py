@@ -72,14 +72,8 @@ class Decoder:
             has_encoder=not causal,
         )
         self.model = model
-        embeddings = embeddings or not causal
-        self._flow = DecodeFlow(
-            model,
-            self.settings,
-            memory_for(model, self.settings, kv_type),
-            embeddings=embeddings,
-            pooled=_pooled(model, pooling) if embeddings else None,
-        )
+        pooled = _pooled(model, pooling) if embeddings or not causal else None
+        self._flow = DecodeFlow(model, self.settings, memory_for(model, self.settings, kv_type), pooled)
 
     # Decoding
 

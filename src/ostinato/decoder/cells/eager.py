@@ -18,21 +18,19 @@ from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.compute_executor import Abort, Computed, Extractor
 from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
-from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory
+from ostinato.decoder.cells.memory.forward import ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
 
 
 @dataclass(slots=True)
 class EagerGraph:
-    """Input buffers for ubatches of one shape, at fixed addresses; mutable, because a run stores its results here."""
+    """Input buffers for ubatches of one shape, at fixed addresses; mutable, because not every input has a buffer."""
 
     tokens: Tensor  # int64 [n_tokens]
     positions: Tensor  # int64 [n_tokens]
     output_rows: Tensor  # int64 [n_outputs] which rows are outputs
     embd: Tensor | None = None
     segments: Tensor | None = None  # which of two texts each row belongs to
-    memory: ForwardMemory | EncoderMemory | None = None
-    computed: Computed = field(default_factory=Computed)
 
     @staticmethod
     def of(key: GraphKey, device: torch.device) -> EagerGraph:
@@ -59,19 +57,20 @@ def check_inputs(model: Model, batch: CleanBatch) -> None:
 
 @dataclass(slots=True)
 class EagerStages:
-    """The stages for the cursor's ubatch, whose output rows begin at `first_row`; mutable, because it remembers the
-    graph it ran until the commit. `memory` is called after the ubatch has been applied."""
+    """The stages for the cursor's ubatch, whose output rows begin at `first_row`; mutable, because it holds
+    the run's results until the commit. `forward` makes its memory, after the ubatch has been applied."""
 
     model: Model
     graphs: GraphScheduler[EagerGraph]
     extractor: Extractor
     setup: Setup
     cursor: PreparedBatch
-    memory: Callable[[], ForwardMemory | EncoderMemory]
+    forward: Callable[[], ForwardMemory]
     first_row: int
     embeddings: bool
     logits: bool
-    _ran: EagerGraph | None = None
+    _memory: ForwardMemory | None = None
+    _computed: Computed = field(default_factory=Computed)
 
     def validate(self, ubatch: Ubatch) -> None:
         """Nothing to do: `check_inputs` has checked the batch, before memory was touched."""
@@ -92,38 +91,33 @@ class EagerStages:
         graph.segments = None if ubatch.segment is None else torch.from_numpy(ubatch.segment).to(self.model.device)
         graph.positions.copy_(torch.from_numpy(ubatch.first_pos))
         graph.output_rows.copy_(torch.from_numpy(ubatch.output.nonzero()[0]))
-        graph.memory = self.memory()
-        graph.computed = Computed()
+        self._memory = self.forward()
 
     def run(self, graph: EagerGraph, *, n_threads: int, abort: Abort) -> None:
         def check() -> None:
             if abort():
                 raise Aborted("the caller's signal stopped the run; what was decoded before it stays", reason="abort")
 
-        assert graph.memory is not None  # bound
+        assert self._memory is not None  # bound
         check()
         if n_threads != torch.get_num_threads():
             torch.set_num_threads(n_threads)
-        memory = replace(graph.memory, before_layer=check)
-        graph.memory = memory
+        self._memory = replace(self._memory, before_layer=check)
         rows_in = self.model.embed(graph.tokens) if graph.embd is None else graph.embd
-        hidden = self.model.through(rows_in, graph.positions, memory, graph.segments)
+        hidden = self.model.through(rows_in, graph.positions, self._memory, graph.segments)
         if not len(graph.output_rows):
             return
         rows = hidden[graph.output_rows]
         logits = self.model.logits(rows) if self.logits else None
-        graph.computed = Computed(logits, rows if self.embeddings else None)
+        self._computed = Computed(logits, rows if self.embeddings else None)
 
     def extract(self, graph: EagerGraph, ubatch: Ubatch) -> int:
-        self._ran = graph
-        return self.extractor.extract(ubatch, graph.computed, first_row=self.first_row, expected=ubatch.n_outputs)
+        return self.extractor.extract(ubatch, self._computed, first_row=self.first_row, expected=ubatch.n_outputs)
 
     def drop(self) -> None:
         self.graphs.invalidate()
 
     def commit(self) -> None:
         """The ubatch has succeeded: write its states to memory."""
-        assert self._ran is not None
-        assert self._ran.memory is not None
-        self._ran.memory.commit()
-        self._ran.memory = None
+        assert self._memory is not None
+        self._memory.commit()

@@ -29,7 +29,7 @@ from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.sample_router import SampleRouter
 from ostinato.decoder.cells.settings import Settings
 from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
-from ostinato.decoder.pooling import Pooled, Pooling
+from ostinato.decoder.pooling import Pooled
 from ostinato.errors import Aborted, InternalError, InvalidBatch
 
 
@@ -57,22 +57,25 @@ class DecodeFlow:
         model: Model,
         settings: Settings,
         parts: MemoryParts,
-        *,
-        embeddings: bool = False,
         pooled: Pooled | None = None,
     ) -> None:
-        self.model, self.settings, self.parts = model, settings, parts
-        self.embeddings = embeddings
-        self.pooled = pooled or (Pooled(Pooling.NONE) if embeddings else None)
+        """`pooled`: where hidden rows are asked for, what becomes of them."""
+        self.model, self.settings, self.parts, self.pooled = model, settings, parts, pooled
+        self.embeddings = pooled is not None
         self.outputs = Outputs(
             n_vocab=0 if model.head is None else model.shape.vocab,
             n_embd_out=model.shape.hidden,
             n_batch=settings.n_batch,
             n_seq_max=settings.n_seq_max,
         )
-        self.outputs.reserve(settings.n_seq_max, embeddings=embeddings, sampling=False)
+        self.outputs.reserve(settings.n_seq_max, embeddings=self.embeddings, sampling=False)
         graph_type = "decoder" if settings.causal else "encoder"
-        self.graphs: GraphScheduler[EagerGraph] = GraphScheduler(graph_type, self._build, self._reserve)
+
+        def build(key: GraphKey) -> EagerGraph:
+            return EagerGraph.of(key, model.device)
+
+        # Input buffers are small: to reserve them, it is enough that they could be allocated.
+        self.graphs: GraphScheduler[EagerGraph] = GraphScheduler(graph_type, build, build)
         self.router = SampleRouter(n_seq_limit=settings.n_seq_limit, on_change=self.graphs.request_reservation)
         self._extractor = Extractor(self.outputs, self.router, self.pooled)
         n_threads = torch.get_num_threads()
@@ -98,7 +101,7 @@ class DecodeFlow:
 
     def update(self, abort: Callable[[], bool] = never) -> None:
         """Carry out pending shifts and copies (D-11); this invalidates graphs built before (UP-8)."""
-        if self.memory.prepare_update(optimise=False).status is Status.SUCCESS and abort():
+        if self.memory.prepare_update(optimise=False) is Status.SUCCESS and abort():
             raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
         with torch.inference_mode():
             if classed("could not bring memory up to date", lambda: flush(self.memory)):
@@ -198,7 +201,7 @@ class DecodeFlow:
     @property
     def _keeps_rows(self) -> bool:
         """Whether embeddings are rows beside the logits, and not pooled."""
-        return self.embeddings and (self.pooled is None or self.pooled.per_token)
+        return self.pooled is not None and self.pooled.per_token
 
     @property
     def _makes_logits(self) -> bool:
@@ -211,9 +214,3 @@ class DecodeFlow:
 
     def _worst(self) -> GraphKey:
         return self.graphs.worst_key(self.settings, self._setup(), memory=self.memory.prepare_full())
-
-    def _build(self, key: GraphKey) -> EagerGraph:
-        return EagerGraph.of(key, self.model.device)
-
-    def _reserve(self, worst: GraphKey) -> None:
-        EagerGraph.of(worst, self.model.device)  # input buffers are small: it is enough that they could be allocated

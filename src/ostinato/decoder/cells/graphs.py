@@ -64,7 +64,7 @@ class GraphScheduler(Generic[Graph]):
     """
 
     def __init__(
-        self, graph_type: str, build: Callable[[GraphKey], Graph], reserve: Callable[[GraphKey], None]
+        self, graph_type: str, build: Callable[[GraphKey], Graph], reserve: Callable[[GraphKey], object]
     ) -> None:
         self.graph_type = graph_type
         self.n_reserved = 0

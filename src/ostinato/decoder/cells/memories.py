@@ -14,7 +14,7 @@ from ostinato.cache.sequences import MAX_SEQ
 from ostinato.cache.window import Window
 from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
-from ostinato.decoder.cells.memory.forward import EncoderMemory, ForwardMemory, KVPart
+from ostinato.decoder.cells.memory.forward import EncoderPart, ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.settings import Settings
@@ -32,18 +32,16 @@ class MemoryParts:
     windowed: tuple[KVCache, KVStore] | None = None
     recurrent: tuple[RecurrentMemory, StateStore] | None = None
 
-    def forward(self, cursor: PreparedBatch, model: Model) -> ForwardMemory | EncoderMemory:
+    def forward(self, cursor: PreparedBatch, model: Model) -> ForwardMemory:
         """The memory that the forward of the cursor's current, applied ubatch reads and writes."""
-        ubatch, causal, device = cursor.ubatch, model.shape.causal, model.device
-        if not causal:
-            return EncoderMemory.of(model.ops, ubatch, device)
-        caches = [
-            (place, part[1])
-            for place, part in ((cursor.attention, self.full), (cursor.windowed, self.windowed))
-            if place is not None and part is not None
-        ]
+        ubatch, device = cursor.ubatch, model.device
+        if not model.shape.causal:
+            return ForwardMemory(model.ops, 1, [EncoderPart.of(ubatch, device)], [0] * model.shape.n_layers)
+        caches = ((cursor.attention, self.full), (cursor.windowed, self.windowed))
         parts = [
-            KVPart.of(place.cache, store, ubatch, place.slot, causal=causal, device=device) for place, store in caches
+            KVPart.of(*part, ubatch, place.at, device=device)
+            for place, part in caches
+            if place is not None and part is not None
         ]
         part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
         states = None if self.recurrent is None else self.recurrent[1]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.decoder.cells.memory.coordinator import Coordinator, Update, flush, prepare_with_retry
+from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
@@ -474,8 +474,8 @@ class Scripted(Coordinator):
     def apply_update(self) -> None:
         self.applied += 1
 
-    def prepare_update(self, optimise: bool) -> Update:
-        return Update(self.update, self.apply_update)
+    def prepare_update(self, optimise: bool) -> Status:
+        return self.update
 
     def prepare_batch(self, splitter: Any, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
         return PreparedBatch((), self.batches.pop(0))

@@ -60,8 +60,8 @@ class Both:
     def decode(self) -> None:
         """A batch of single tokens, perhaps rolled back at one ubatch; or only prepared."""
         update = self.memory.prepare_update(optimise=False)
-        assert update.status.value == self.oracle.update()
-        update.apply()
+        assert update.value == self.oracle.update()
+        self.memory.apply_update()
         shared = self.cache.unified and self.data.draw(st.integers(0, 3)) == 0
         ids = self.data.draw(st.lists(st.integers(0, N_SEQ - 1), min_size=1, max_size=7))
         try:
@@ -84,14 +84,11 @@ class Both:
         for k, slot in enumerate(slots):
             place = cursor.attention
             assert place is not None
-            assert [(part.stream, part.cells.tolist()) for part in place.slot.streams] == slot
+            assert [(part.stream, part.cells.tolist()) for part in place.at.streams] == slot
             cursor.apply()
             self.oracle.apply(cursor.ubatch, slot)
             self.see(
-                place.cache.visible(
-                    place.ubatch,
-                    place.slot,
-                ),
+                self.cache.visible(place.ubatch, place.at),
                 cursor.ubatch,
                 slot,
             )
@@ -425,7 +422,7 @@ def test_a_failed_key_shift_stays_pending_up_5() -> None:
 def test_optimising_finds_nothing_to_do_up_7() -> None:
     cache = cache_of()
     decode(cache, [[0]])
-    assert Coordinator(cache).prepare_update(optimise=True).status.value == "no_update"
+    assert Coordinator(cache).prepare_update(optimise=True).value == "no_update"
 
 
 def test_clearing_the_data_too_zeroes_it_kv_2() -> None:

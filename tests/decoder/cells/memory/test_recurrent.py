@@ -365,7 +365,7 @@ def test_shifts_out_of_range_of_the_state_or_of_nothing_do_nothing_rm_16() -> No
 def test_updates_are_never_needed_and_shifting_is_always_possible_rm_18() -> None:
     memory = decoded([[0]])
     memory.seq_add(0, None, None, 5)
-    assert memory.prepare_update(optimise=True).status.value == "no_update"
+    assert memory.prepare_update(optimise=True).value == "no_update"
     assert memory.can_shift
 
 

@@ -112,8 +112,7 @@ class Cells:
 
     def set_position(self, cells: ArrayLike, positions: ArrayLike, grid: Ints | None = None) -> None:
         """Set the positions of empty cells; `add` then sets their sequences (KC-5)."""
-        at, where = indices(cells), np.asarray(positions, np.int64)
-        self._require_distinct(at)
+        at, where = self._distinct(cells), np.asarray(positions, np.int64)
         self._require(self.position[at] < 0, at, "is in use and cannot be set")
         self._require(np.broadcast_to(where, at.shape) >= 0, at, "cannot hold a negative position")
         self.position[at] = where
@@ -137,8 +136,7 @@ class Cells:
 
     def remove(self, cells: ArrayLike, s: int) -> Ints:
         """The cells lose sequence s; those left without any become empty and are returned (KC-7)."""
-        at = indices(cells)
-        self._require_distinct(at)
+        at = self._distinct(cells)
         self._require(self.member[s, at], at, f"does not have sequence {s}")
         self._drop(at, np.full(len(at), s))
         freed: Ints = at[self.n_owners[at] == 0]
@@ -147,16 +145,14 @@ class Cells:
 
     def empty(self, cells: ArrayLike) -> None:
         """Used cells lose all their sequences (KC-8)."""
-        at = indices(cells)
-        self._require_distinct(at)
+        at = self._distinct(cells)
         self._require(self.position[at] >= 0, at, "is empty already")
         self._drop(*self._pairs(at))
         self._vacate(at)
 
     def keep(self, cells: ArrayLike, s: int) -> Ints:
         """The cells lose every sequence but s; those that become empty are returned (KC-9)."""
-        at = indices(cells)
-        self._require_distinct(at)
+        at = self._distinct(cells)
         of_s = self.member[s, at]
         shared = at[of_s & (self.n_owners[at] > 1)]
         pair_cells, pair_ids = self._pairs(shared)
@@ -168,8 +164,7 @@ class Cells:
 
     def shift_by(self, cells: ArrayLike, distance: int) -> Ints:
         """Positions and shifts of used cells grow; those that fall below zero become empty and are returned (KC-10)."""
-        at = indices(cells)
-        self._require_distinct(at)
+        at = self._distinct(cells)
         self._require(self.position[at] >= 0, at, "is empty and cannot be shifted")
         self._move(at, self.position[at] + distance)
         freed: Ints = at[self.position[at] < 0]
@@ -179,8 +174,7 @@ class Cells:
 
     def divide_by(self, cells: ArrayLike, divisor: int) -> None:
         """Positions of used cells become the quotient; shifts grow by new minus old (KC-11)."""
-        at = indices(cells)
-        self._require_distinct(at)
+        at = self._distinct(cells)
         self._require(self.position[at] >= 0, at, "is empty and cannot be divided")
         self._move(at, self.position[at] // divisor)
 
@@ -207,8 +201,7 @@ class Cells:
 
     def save(self, cells: ArrayLike) -> Saved:
         """What these cells hold, for `restore`; allowed only while none of them has a pending shift (KC-14)."""
-        at = indices(cells)
-        self._require_distinct(at)
+        at = self._distinct(cells)
         self._require(self.shift[at] == 0, at, "awaits a shift, so it cannot be saved: apply the pending update first")
         grid = None if self.grid is None else self.grid[at]
         return Saved(at, self.position[at], grid, *self._pairs(at))
@@ -284,6 +277,11 @@ class Cells:
     def _require(self, holds: Bools, cells: Ints, what: str) -> None:
         if not holds.all():
             raise InternalError(f"cell {cells[~holds][0]} of {self.size} {what} (KC-12)")
+
+    def _distinct(self, cells: ArrayLike) -> Ints:
+        at = indices(cells)
+        self._require_distinct(at)
+        return at
 
     def _require_distinct(self, keys: Ints) -> None:
         ascending = bool((keys[1:] > keys[:-1]).all())  # nearly always true, and cheaper than sorting

@@ -7,26 +7,17 @@ states, or nothing if it is an encoder. All parts see the same ubatches, and a s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import reduce
 
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory.cursor import CursorStep, PreparedBatch, failed, kv_places, recurrent_places
+from ostinato.decoder.cells.memory.cursor import CursorStep, PreparedBatch, failed, places
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.sequence_ops import PositionChange, PositionSpan, SequenceMemory
 from ostinato.decoder.cells.memory.splits import refuse_coupling, split_equal, split_seq, split_simple
 from ostinato.decoder.cells.memory.status import Status, combine
 from ostinato.errors import AllocationFailed, ComputeFailed, InvalidBatch, NoSlot
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """Pending work, if there is any; `apply` carries it out and raises where it fails."""
-
-    status: Status
-    apply: Callable[[], None]
 
 
 class Coordinator(SequenceMemory):
@@ -50,9 +41,14 @@ class Coordinator(SequenceMemory):
 
     # Updates and batches
 
-    def prepare_update(self, optimise: bool) -> Update:
-        statuses = (part.prepare_update(optimise) for part in self._parts)
-        return Update(reduce(combine, statuses, Status.NO_UPDATE), self._apply_update)
+    def prepare_update(self, optimise: bool) -> Status:
+        """Whether work is pending, which `apply_update` would carry out."""
+        return reduce(combine, (part.prepare_update(optimise) for part in self._parts), Status.NO_UPDATE)
+
+    def apply_update(self) -> None:
+        """Carry out pending work; raises where it fails."""
+        for cache in self._caches:
+            cache.apply_update()
 
     def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
         """Split the batch and find room for all of it; InvalidBatch where it can never fit (MC-6)."""
@@ -122,10 +118,6 @@ class Coordinator(SequenceMemory):
         for part in reversed(self._parts):
             part.check_id(s)
 
-    def _apply_update(self) -> None:
-        for cache in self._caches:
-            cache.apply_update()
-
     def _splits(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> Iterator[list[Ubatch] | None]:
         """The splits that all parts can take, in the order in which they are tried (SP-15)."""
         has_streams = self.full is not None and not self.full.unified
@@ -148,11 +140,11 @@ class Coordinator(SequenceMemory):
         """A place in every part, or in none: preparing changes nothing (HY-2, HY-3)."""
         if ubatches is None:
             return failed()
-        if (states := recurrent_places(self.recurrent, ubatches)) is None:
+        if (states := places(self.recurrent, ubatches)) is None:
             return failed()
-        if (full := kv_places(self.full, ubatches)) is None:
+        if (full := places(self.full, ubatches)) is None:
             return failed()
-        if (windowed := kv_places(self.windowed, ubatches)) is None:
+        if (windowed := places(self.windowed, ubatches)) is None:
             return failed()
         return PreparedBatch([CursorStep(*step) for step in zip(ubatches, full, windowed, states, strict=True)])
 
@@ -164,14 +156,14 @@ def _extreme(choose: Callable[[list[int]], int], found: list[int | None]) -> int
 
 def flush(memory: Coordinator) -> bool:
     """Carry out pending work; returns whether there was any, which invalidates graphs (D-11, MC-5, UP-8)."""
-    update = memory.prepare_update(optimise=False)
-    if update.status is Status.FAILED_PREPARE:
+    status = memory.prepare_update(optimise=False)
+    if status is Status.FAILED_PREPARE:
         raise AllocationFailed("memory cannot prepare its pending update (MC-5)", reason="update")
-    if update.status is Status.FAILED_COMPUTE:
+    if status is Status.FAILED_COMPUTE:
         raise ComputeFailed("memory cannot compute its pending update (MC-5)", reason="update")
-    if update.status is Status.SUCCESS:
-        update.apply()
-    return update.status is Status.SUCCESS
+    if status is Status.SUCCESS:
+        memory.apply_update()
+    return status is Status.SUCCESS
 
 
 def prepare_with_retry(
@@ -190,7 +182,8 @@ def prepare_with_retry(
     fit. No sequence has changed either way.
     """
     cursor = memory.prepare_batch(splitter, n_ubatch, all_outputs)
-    if cursor.status is Status.FAILED_PREPARE and _optimise(memory):
+    if cursor.status is Status.FAILED_PREPARE and memory.prepare_update(optimise=True) is Status.SUCCESS:
+        memory.apply_update()
         on_compaction()
         cursor = memory.prepare_batch(splitter, n_ubatch, all_outputs)
     if cursor.status is Status.FAILED_PREPARE:
@@ -201,12 +194,3 @@ def prepare_with_retry(
     if cursor.status is not Status.SUCCESS:
         raise AllocationFailed(f"memory answered {cursor.status.value!r} to a batch (MC-5)", reason="status")
     return cursor
-
-
-def _optimise(memory: Coordinator) -> bool:
-    """Ask memory to compact itself; whether it did anything."""
-    update = memory.prepare_update(optimise=True)
-    if update.status is not Status.SUCCESS:
-        return False
-    update.apply()
-    return True

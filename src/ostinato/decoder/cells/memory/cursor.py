@@ -6,48 +6,43 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 from ostinato.cache.state_run import StateRun
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory.kv_cache import KVCache
-from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.slots import Slot
 from ostinato.decoder.cells.memory.status import Status
 from ostinato.errors import InternalError
 
+At = TypeVar("At")  # cells of a cache, or a run of recurrent states
+
+
+class MemoryPart(Protocol[At]):
+    """A part of memory: it says where ubatches go in it, and takes them."""
+
+    def prepare(self, ubatches: Sequence[Ubatch], /) -> list[At] | None: ...
+    def apply(self, ubatch: Ubatch, at: At, /) -> None: ...
+    def roll_back(self, ubatch: Ubatch, at: At, /) -> None: ...
+    def shape(self, at: At, /) -> tuple[int, ...]: ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KVPlace:
-    """Where one ubatch goes in one cache. `n_kv` is valid once the ubatch is applied."""
+class Place(Generic[At]):
+    """Where one ubatch goes in one part of memory. `shape` is valid once the ubatch is applied."""
 
-    cache: KVCache
+    part: MemoryPart[At]
     ubatch: Ubatch
-    slot: Slot
+    at: At
 
     @property
-    def n_kv(self) -> int:
-        return self.cache.n_kv(self.slot)
+    def shape(self) -> tuple[int, ...]:
+        return self.part.shape(self.at)
 
     def apply(self) -> None:
-        self.cache.apply(self.ubatch, self.slot)
+        self.part.apply(self.ubatch, self.at)
 
     def roll_back(self) -> None:
-        self.cache.roll_back(self.ubatch, self.slot)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RecurrentPlace:
-    """Where one ubatch goes in recurrent memory."""
-
-    memory: RecurrentMemory
-    ubatch: Ubatch
-    run: StateRun
-
-    def apply(self) -> None:
-        self.memory.apply(self.ubatch, self.run)
-
-    def roll_back(self) -> None:
-        self.memory.roll_back(self.ubatch, self.run)
+        self.part.roll_back(self.ubatch, self.at)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,41 +50,26 @@ class CursorStep:
     """One ubatch and its place in each part that the memory has."""
 
     ubatch: Ubatch
-    attention: KVPlace | None = None
-    windowed: KVPlace | None = None
-    recurrent: RecurrentPlace | None = None
+    attention: Place[Slot] | None = None
+    windowed: Place[Slot] | None = None
+    recurrent: Place[StateRun] | None = None
 
     @property
-    def parts(self) -> list[KVPlace | RecurrentPlace]:
+    def parts(self) -> list[Place[Slot] | Place[StateRun]]:
         """In the order in which they are applied (HY-3)."""
         return [part for part in (self.attention, self.windowed, self.recurrent) if part is not None]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        shape: list[int] = []
-        for place in (self.attention, self.windowed):
-            shape += [] if place is None else [place.n_kv, len(place.slot.streams)]
-        if self.recurrent is not None:
-            shape += [self.recurrent.run.head, self.recurrent.run.count]
-        return tuple(shape)
+        return tuple(size for part in self.parts for size in part.shape)
 
 
-def kv_places(cache: KVCache | None, ubatches: Sequence[Ubatch]) -> Sequence[KVPlace | None] | None:
-    """The places of ubatches in a cache, where there is one; None when it has no room for them."""
-    if cache is None:
+def places(part: MemoryPart[At] | None, ubatches: Sequence[Ubatch]) -> Sequence[Place[At] | None] | None:
+    """The places of ubatches in a part of memory, where there is one; None when it has no room for them."""
+    if part is None:
         return [None] * len(ubatches)
-    slots = cache.prepare(ubatches)
-    return None if slots is None else [KVPlace(cache, *pair) for pair in zip(ubatches, slots, strict=True)]
-
-
-def recurrent_places(
-    memory: RecurrentMemory | None, ubatches: Sequence[Ubatch]
-) -> Sequence[RecurrentPlace | None] | None:
-    """The same in recurrent memory."""
-    if memory is None:
-        return [None] * len(ubatches)
-    runs = memory.prepare(ubatches)
-    return None if runs is None else [RecurrentPlace(memory, *pair) for pair in zip(ubatches, runs, strict=True)]
+    found = part.prepare(ubatches)
+    return None if found is None else [Place(part, *pair) for pair in zip(ubatches, found, strict=True)]
 
 
 class PreparedBatch:
@@ -99,7 +79,9 @@ class PreparedBatch:
         self.status = status
         self._steps = tuple(steps)
         self._at = 0
-        self._applied: list[KVPlace | RecurrentPlace] | None = None  # parts of the current ubatch; None: not applied
+        self._applied: list[Place[Slot] | Place[StateRun]] | None = (
+            None  # parts of the current ubatch; None: not applied
+        )
 
     @property
     def ubatches(self) -> tuple[Ubatch, ...]:
@@ -112,12 +94,12 @@ class PreparedBatch:
         return self._step.ubatch
 
     @property
-    def attention(self) -> KVPlace | None:
+    def attention(self) -> Place[Slot] | None:
         """Where the current ubatch goes in the cache of the full attention layers, where there is one."""
         return self._step.attention
 
     @property
-    def windowed(self) -> KVPlace | None:
+    def windowed(self) -> Place[Slot] | None:
         """Where the current ubatch goes in the cache of the windowed layers, where they have one of their own."""
         return self._step.windowed
 
@@ -125,13 +107,13 @@ class PreparedBatch:
     def recurrent(self) -> StateRun | None:
         """What the current ubatch's run does to recurrent states, where there are any."""
         place = self._step.recurrent
-        return None if place is None else place.run
+        return None if place is None else place.at
 
     @property
     def n_kv(self) -> int:
         """Cells that full attention reads, once the current ubatch is applied; 0 without attention (KV-13)."""
         place = self._step.attention
-        return 0 if place is None else place.n_kv
+        return 0 if place is None else place.shape[0]
 
     @property
     def shape(self) -> tuple[int, ...]:

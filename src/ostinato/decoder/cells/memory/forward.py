@@ -1,7 +1,7 @@
 """One forward's view of memory: the cells that each row of its ubatch writes and may read, and the states.
 
-A `ForwardMemory` is a `models.blocks.Memory` for one applied ubatch; an `EncoderMemory` keeps nothing. Both
-only join the integers of the caches with the tensors of the stores.
+A `ForwardMemory` is a `models.blocks.Memory` for one applied ubatch: it joins the integers of the caches with the
+tensors of the stores.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class KVPart:
     views: tuple[StreamView, ...]
 
     @staticmethod
-    def of(cache: KVCache, store: KVStore, ubatch: Ubatch, slot: Slot, *, causal: bool, device: torch.device) -> KVPart:
+    def of(cache: KVCache, store: KVStore, ubatch: Ubatch, slot: Slot, *, device: torch.device) -> KVPart:
         """For a slot that has been applied."""
         views = []
-        masks = cache.visible(ubatch, slot, causal=causal)
+        masks = cache.visible(ubatch, slot)
         for part, mask in zip(slot.streams, masks, strict=True):
             seen = in_order(cache.streams[part.stream].cells, np.flatnonzero(mask.any(0)))
             looked = mask[:, seen]
@@ -86,12 +86,31 @@ def in_order(cells: Cells, chosen: Ints) -> Ints:
 
 
 @dataclass(frozen=True, slots=True)
+class EncoderPart:
+    """For encoders, which keep nothing: every row sees the rows of this forward that share its sequence."""
+
+    mask: Tensor | None  # [rows, rows]
+
+    @staticmethod
+    def of(ubatch: Ubatch, device: torch.device) -> EncoderPart:
+        member = np.zeros((MAX_SEQ, ubatch.n_tokens), np.bool_)
+        member[ubatch.seq_id, np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)] = True
+        seen = member[ubatch.primary]
+        return EncoderPart(None if seen.all() else torch.from_numpy(seen).to(device))
+
+    def attend(
+        self, ops: Ops, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None
+    ) -> Tensor:
+        return ops.attention(q, k, v, self.mask, scale=scale, softcap=softcap)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardMemory:
     """Memory for one forward. `commit` writes the states passed to `keep`, when the run has succeeded."""
 
     ops: Ops
     n_seqs: int
-    parts: Sequence[KVPart]
+    parts: Sequence[KVPart | EncoderPart]
     part_of: Sequence[int]  # per layer, which of the parts holds its keys and values
     states_store: StateStore | None = None
     run: StateRun | None = None
@@ -120,34 +139,3 @@ class ForwardMemory:
         """The run has succeeded: write its states to memory."""
         if self.states_store is not None and self.run is not None:
             self.states_store.commit(self.run, self.kept)
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderMemory:
-    """For encoders: every row sees the rows of this forward that share its sequence, and nothing is kept."""
-
-    ops: Ops
-    mask: Tensor | None  # [rows, rows]
-    before_layer: Callable[[], None] = lambda: None
-    n_seqs: int = 1
-    n_planes: int = 1
-
-    @staticmethod
-    def of(ops: Ops, ubatch: Ubatch, device: torch.device) -> EncoderMemory:
-        member = np.zeros((MAX_SEQ, ubatch.n_tokens), np.bool_)
-        member[ubatch.seq_id, np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)] = True
-        seen = member[ubatch.primary]
-        return EncoderMemory(ops, None if seen.all() else torch.from_numpy(seen).to(device))
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float, softcap: float | None) -> Tensor:
-        self.before_layer()
-        return self.ops.attention(q, k, v, self.mask, scale=scale, softcap=softcap)
-
-    def commit(self) -> None:
-        """Nothing to write."""
-
-    def states(self, layer: int) -> tuple[Tensor, ...]:
-        raise AssertionError("an encoder has no recurrent layers")
-
-    def keep(self, layer: int, states: tuple[Tensor, ...]) -> None:
-        raise AssertionError("an encoder remembers nothing")

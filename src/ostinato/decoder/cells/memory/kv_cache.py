@@ -126,6 +126,10 @@ class KVCache(SequenceMemory):
         used = max(self.streams[number].cells.used_stop for number in parts)
         return min(self.size, max(self._pad, round_up(used, self._pad)))
 
+    def shape(self, slot: Slot) -> tuple[int, int]:
+        """Of an applied slot: the cells that attention reads, and the streams."""
+        return self.n_kv(slot), len(slot.streams)
+
     def visible(self, ubatch: Ubatch, slot: Slot, *, causal: bool = True) -> list[Bools]:
         """For each stream of an applied slot, where a row sees a cell, bool [rows, n_kv] (KV-16)."""
         n_kv = self.n_kv(slot)

@@ -86,6 +86,10 @@ class RecurrentMemory(SequenceMemory):
             raise InternalError("there is no applied ubatch to roll back in recurrent memory (RM-19)")
         self._state, self._before = self._before, None
 
+    def shape(self, run: StateRun) -> tuple[int, int]:
+        """The cells that a run spans: the first, and how many."""
+        return run.head, run.count
+
     # Sequence operations: p0 and p1 bound positions [p0, p1); None: the beginning, or no end
 
     def seq_rm(self, s: int | None, p0: int | None = None, p1: int | None = None) -> bool:
