@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ostinato.backends.native.tile_weights import tile_type
+from ostinato.backends.native.tiles import nearest_type
 from ostinato.engine import machine
 from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
@@ -150,7 +150,7 @@ def test_what_becomes_of_a_type_on_the_cpu_is_said(ostinato: RunCli, tiny_files:
     ("type", "words"), [("IQ2_XS", "; kept as Q8_0 on the CPU"), ("Q4_K", "; stay packed on the CPU")]
 )
 def test_a_type_that_tiles_lack_is_said_to_be_kept_as_another(type: str, words: str) -> None:
-    entry = {"matrices": 3, "in_tiles": tile_type(type)}
+    entry = {"matrices": 3, "in_tiles": nearest_type(type)}
     assert inspect._on_the_cpu(type, entry, {"why_not": None}) == words
     assert inspect._on_the_cpu(type, entry, {"why_not": "of its own"}) == "; float32 on the CPU"
     assert inspect._on_the_cpu(type, {**entry, "matrices": 0}, {"why_not": None}) == ""

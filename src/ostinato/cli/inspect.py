@@ -113,11 +113,12 @@ def _tensor_types(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
     """Per type: the number of tensors and their bytes, how many of them a GPU multiplies in the file's type, how many
     are matrices, and the type of those in the tiles of the CPU's native loop."""
     from ostinato.backends.cuda.load import stays_packed
-    from ostinato.backends.native.tile_weights import is_matrix, tile_type
+    from ostinato.backends.native.tile_weights import is_matrix
+    from ostinato.backends.native.tiles import nearest_type
 
     types: dict[str, dict[str, Any]] = {}
     for tensor in checkpoint.tensors.values():
-        new = {"count": 0, "packed": 0, "matrices": 0, "in_tiles": tile_type(tensor.type), "bytes": 0}
+        new = {"count": 0, "packed": 0, "matrices": 0, "in_tiles": nearest_type(tensor.type), "bytes": 0}
         entry = types.setdefault(tensor.type, new)
         entry["count"] += 1
         entry["matrices"] += is_matrix(tensor)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from ostinato.backends.loading import read_all
 from ostinato.backends.native import tile_weights
-from ostinato.backends.native.tile_weights import PIECE_BYTES, TileLoader, q8_0_blocks, tile_type, tiled_bytes
-from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles
+from ostinato.backends.native.tile_weights import PIECE_BYTES, TileLoader, q8_0_blocks, tiled_bytes
+from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles, nearest_type
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.weight import dense_of, dtype_of, rows_of
 from ostinato.backends.weights import Stack
@@ -123,7 +123,7 @@ def test_a_type_that_tiles_lack_is_kept_as_eight_bits(type: str) -> None:
     values = dequantize(raw, type)
     fine = np.isfinite(values).all(1) & (np.abs(values).max(1) < 1e4)  # scales are random bytes too
     kept = loaded(Bytes(m=(type, raw[fine])), ["m"], [(int(fine.sum()), cols)])
-    assert kept.type == tile_type(type) == "Q8_0"
+    assert kept.type == nearest_type(type) == "Q8_0"
     groups, ours = (part.reshape(-1, 32) for part in (values[fine], dense_of(kept, torch.float32).numpy()))
     largest = np.abs(groups).max(1)
     sane = largest > 0.01  # of the size of weights: the scale is a float16

@@ -17,7 +17,6 @@ from ostinato.backends.tape.partition import (
     TapeGrid,
     TapeMatrix,
     WeightType,
-    bytes_by_block,
     chunk_bytes,
     chunks_of,
     largest_chunk,
@@ -67,6 +66,16 @@ def model(name: str, *, quantised: bool) -> tuple[TapeMatrix, ...]:
             TapeMatrix(finer, hidden, ff),
         ]
     return (*matrices, TapeMatrix(WeightType.SIX if quantised else WeightType.HALF, vocab, hidden))
+
+
+def bytes_by_block(partition: Partition) -> tuple[int, ...]:
+    """Bytes that each block reads in a step."""
+    read = [0] * partition.grid.n_blocks
+    for segment in partition.segments:
+        each = tile_bytes(segment.weight_type, segment.columns, partition.grid.n_compute_warps)
+        for block in range(len(read)):
+            read[block] += len(own_tiles(segment, block, partition.grid)) * each
+    return tuple(read)
 
 
 def balance(partition: Partition) -> float:

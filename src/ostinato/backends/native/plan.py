@@ -108,15 +108,12 @@ class NativeStep:
     ) -> None:
         """`wake`: a file that is written to at every step boundary; -1 for none."""
         self._library, self._kept = _declared(cpu_library()), _Kept()
-        self._plan = _Plan()
         self.chunk_rows = min(CHUNK_ROWS["cpu"], tables.layout.max_pages * PAGE_TOKENS)
         self.threads, self.vocab, self.hidden = threads, model.shape.vocab, model.shape.hidden
         self.n_groups = tables.layout.n_groups
         self.logits = host_zeros((tables.layout.n_slots, model.shape.vocab), np.float32)
         self.last = host_zeros((tables.layout.n_slots, model.shape.hidden), np.float32)
-        self._set_sizes(model.shape, memory, tables, n_tokens, activations)
-        self._set_model(model, memory)
-        self._plan.wake = wake
+        self._plan = self._made(model, memory, tables, n_tokens, activations, wake)
         n_bytes = self._library.ostinato_scratch_bytes(pointer(self._plan))
         self.scratch = host_zeros((n_bytes,), np.uint8)
         self._plan.scratch = address_of(self.scratch)
@@ -159,54 +156,56 @@ class NativeStep:
 
     # From blocks to structs
 
-    def _set_sizes(
-        self, shape: Shape, memory: NativePages, tables: Tables, n_tokens: int, activations: Activations
-    ) -> None:
-        words = self._kept.array(tables.layout.words(PAGE_TOKENS))
-        self._plan.view = _NativeView(*tables.addresses, words)
-        experts = shape.experts
-        sizes = {
-            "n_layers": shape.n_layers,
-            "hidden": shape.hidden,
-            "n_heads": shape.n_heads,
-            "n_kv_heads": shape.n_kv_heads,
-            "head_width": shape.head_width,
-            "widest_ff": max(shape.ff_width, 0 if experts is None else experts.ff_width),
-            "n_experts": 0 if experts is None else experts.n_experts,
-            "n_used": 0 if experts is None else experts.n_used,
-            "renormalise": 0 if experts is None else experts.renormalise,
-            "activation": _ACTIVATIONS[shape.activation],
-            "kept": KV_TYPES[memory.kv_type].number,
-            "wide": activations == "wide",
-            "n_threads": self.threads,
-            "n_slots": tables.layout.n_slots,
-            "max_pages": tables.layout.max_pages,
-            "most_rows": self.chunk_rows,
-            "n_tokens": n_tokens,
-            "eps": shape.norm_eps,
-            "query_scale": shape.query_scale,
-            "attention_softcap": shape.attention_softcap or 0.0,
-            "logit_softcap": shape.logit_softcap or 0.0,
-            "embedding_scale": shape.embedding_scale or 0.0,
-        }
-        for name, value in sizes.items():
-            setattr(self._plan, name, value)
-
-    def _set_model(self, model: ModelBlocks, memory: NativePages) -> None:
-        kept, plan, shape = self._kept, self._plan, model.shape
+    def _made(
+        self,
+        model: ModelBlocks,
+        memory: NativePages,
+        tables: Tables,
+        n_tokens: int,
+        activations: Activations,
+        wake: int,
+    ) -> _Plan:
+        kept, shape, experts, wide = self._kept, model.shape, model.shape.experts, activations == "wide"
         assert isinstance(model.embedding, TileMatrix)
-        if model.embedding.wide != bool(plan.wide):
+        if model.embedding.wide != wide:
             raise InternalError("the model was packed for other activations than the loop is opened with")
         assert model.norm is not None
         assert model.head is not None
         ropes = list(model.frequencies)
-        plan.ropes = kept.structs(_Rope, [self._rope(rope, model.frequencies[rope]) for rope in ropes])
-        plan.n_ropes = len(ropes)
-        plan.layers = kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers])
-        plan.norm = self._norm(model.norm)
-        plan.embedding = model.embedding.matrix
-        plan.head = self._product(model.head)
-        plan.logits, plan.last = address_of(self.logits), address_of(self.last)
+        return _Plan(
+            view=_NativeView(*tables.addresses, kept.array(tables.layout.words(PAGE_TOKENS))),
+            layers=kept.structs(_Layer, [self._layer(layer, shape, memory, ropes) for layer in model.layers]),
+            ropes=kept.structs(_Rope, [self._rope(rope, model.frequencies[rope]) for rope in ropes]),
+            norm=self._norm(model.norm),
+            embedding=model.embedding.matrix,
+            head=self._product(model.head),
+            logits=address_of(self.logits),
+            last=address_of(self.last),
+            n_layers=shape.n_layers,
+            n_ropes=len(ropes),
+            hidden=shape.hidden,
+            n_heads=shape.n_heads,
+            n_kv_heads=shape.n_kv_heads,
+            head_width=shape.head_width,
+            widest_ff=max(shape.ff_width, 0 if experts is None else experts.ff_width),
+            n_experts=0 if experts is None else experts.n_experts,
+            n_used=0 if experts is None else experts.n_used,
+            renormalise=0 if experts is None else experts.renormalise,
+            activation=_ACTIVATIONS[shape.activation],
+            kept=KV_TYPES[memory.kv_type].number,
+            wide=wide,
+            n_threads=self.threads,
+            n_slots=tables.layout.n_slots,
+            max_pages=tables.layout.max_pages,
+            most_rows=self.chunk_rows,
+            n_tokens=n_tokens,
+            wake=wake,
+            eps=shape.norm_eps,
+            query_scale=shape.query_scale,
+            attention_softcap=shape.attention_softcap or 0.0,
+            logit_softcap=shape.logit_softcap or 0.0,
+            embedding_scale=shape.embedding_scale or 0.0,
+        )
 
     def _rope(self, rope: Rope, frequencies: Any) -> _Rope:
         neighbours = rope.pairing == "neighbours"
@@ -216,23 +215,22 @@ class NativeStep:
         if not isinstance(layer, Layer) or not isinstance(layer.attention, Attention):
             raise InternalError(f"the native loop was given a layer of {shape.family} that it does not know")
         attention, number = layer.attention, layer.attention.layer
-        out = _Layer()
-        norms = {
-            "attention": layer.attention_norm,
-            "after_attention": layer.after_attention,
-            "mlp": layer.mlp_norm,
-            "after_mlp": layer.after_mlp,
-            "q": attention.q_norm,
-            "k": attention.k_norm,
-        }
-        for name, norm in norms.items():
-            setattr(out, f"{name}_norm", None if norm is None else self._norm(norm))
-        out.qkv, out.out = self._product(attention.qkv), self._product(attention.out)
-        self._set_mlp(out, layer.mlp, shape)
-        out.cache = _cache(memory.layers[number])
         rope = shape.ropes[number]
-        out.window, out.rope = shape.windows[number] or 0, -1 if rope is None else ropes.index(rope)
-        out.group = memory.group_of[number]
+        out = _Layer(
+            attention_norm=self._norm(layer.attention_norm),
+            after_attention_norm=self._norm(layer.after_attention),
+            mlp_norm=self._norm(layer.mlp_norm),
+            after_mlp_norm=self._norm(layer.after_mlp),
+            q_norm=self._norm(attention.q_norm),
+            k_norm=self._norm(attention.k_norm),
+            qkv=self._product(attention.qkv),
+            out=self._product(attention.out),
+            cache=_cache(memory.layers[number]),
+            window=shape.windows[number] or 0,
+            rope=-1 if rope is None else ropes.index(rope),
+            group=memory.group_of[number],
+        )
+        self._set_mlp(out, layer.mlp, shape)
         return out
 
     def _set_mlp(self, out: _Layer, mlp: MLP, shape: Shape) -> None:
@@ -250,7 +248,9 @@ class NativeStep:
                 f"the native loop was given a feed-forward block of {shape.family} that it does not know"
             )
 
-    def _norm(self, norm: Norm) -> int:
+    def _norm(self, norm: Norm | None) -> int | None:
+        if norm is None:
+            return None
         if norm.bias is not None:
             raise InternalError("the native loop has no layer norm")
         return self._kept.floats(norm.weight)
@@ -290,7 +290,6 @@ class _Kept:
 
     def __init__(self) -> None:
         self._things: list[Any] = []
-        self._floats: dict[int, int] = {}
 
     def floats(self, values: Any) -> int:
         """The address of an array, or of a tensor of the host, as float32 in one piece; it stays there."""

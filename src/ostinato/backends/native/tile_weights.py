@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.loading import Progress, WeightPiece, read_all
-from ostinato.backends.native.tiles import TILE_TYPES, TileMatrix, empty_tiles, fill_tiles, nearest_type, tile_bytes
+from ostinato.backends.native.tiles import TileMatrix, empty_tiles, fill_tiles, nearest_type, tile_bytes
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError
 from ostinato.files.quants import BLOCKS, check_readable, dequantize
@@ -119,7 +119,7 @@ class TileLoader:
 
     def _rows(self, name: str, rows: int, cols: int, first: int) -> TileMatrix:
         """Rows [first, first + rows) of a tensor."""
-        tiles = empty_tiles(tile_type(self._table.info(name).type), rows, cols, wide=self._wide)
+        tiles = empty_tiles(nearest_type(self._table.info(name).type), rows, cols, wide=self._wide)
         self._matrices.append((name, first, tiles))
         return tiles
 
@@ -137,11 +137,6 @@ class TileLoader:
         fill_tiles(tiles, ours.view(np.uint8), 0)
 
 
-def tile_type(stored: str) -> str:
-    """What a matrix of a file's type is in tiles: the same, or the nearest that they hold."""
-    return stored if stored in TILE_TYPES else nearest_type(stored)
-
-
 def is_matrix(tensor: TensorInfo) -> bool:
     """Whether a tensor is multiplied with, alone or as one of the experts: what goes into tiles."""
     return len(tensor.shape) >= 2
@@ -152,7 +147,7 @@ def tiled_bytes(tensor: TensorInfo) -> int:
     if not is_matrix(tensor):
         return tensor.n_elements * _FLOAT32.itemsize
     *outer, rows, cols = tensor.shape
-    return int(np.prod(outer, dtype=np.int64)) * tile_bytes(tile_type(tensor.type), rows, cols)
+    return int(np.prod(outer, dtype=np.int64)) * tile_bytes(nearest_type(tensor.type), rows, cols)
 
 
 def requantised(raw: NDArray[np.uint8], stored: str, kept: str) -> NDArray[np.uint8]:

@@ -226,13 +226,3 @@ def largest_chunk(segments: Iterable[Segment], n_compute_warps: int) -> int:
         for segment in segments
         for chunk in chunks_of(segment.weight_type, segment.columns, n_compute_warps)
     )
-
-
-def bytes_by_block(partition: Partition) -> tuple[int, ...]:
-    """How much each block reads in a step."""
-    read = [0] * partition.grid.n_blocks
-    for segment in partition.segments:
-        each = tile_bytes(segment.weight_type, segment.columns, partition.grid.n_compute_warps)
-        for block in range(len(read)):
-            read[block] += len(own_tiles(segment, block, partition.grid)) * each
-    return tuple(read)

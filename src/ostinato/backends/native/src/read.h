@@ -6,8 +6,9 @@
 
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <vector>
+
+#include "tiles_c.h"
 
 namespace read_loop {
 
@@ -32,7 +33,7 @@ inline uint64_t sum(const unsigned char* at, int64_t n_bytes) {
 
 inline uint64_t share(const Plane* planes, int n_planes, int member, int n_members, int n_passes) {
     uint64_t total = 0;
-    for (int rotate = 0; rotate < n_passes; rotate++) {
+    for (int pass = 0; pass < n_passes; pass++) {
         for (int p = 0; p < n_planes; p++) {
             int64_t first = planes[p].n_bytes * member / n_members, last = planes[p].n_bytes * (member + 1) / n_members;
             total += sum(planes[p].bytes + first, last - first);
@@ -46,13 +47,10 @@ inline uint64_t share(const Plane* planes, int n_planes, int member, int n_membe
 // A number that depends on every byte, so that no compiler leaves the reading out.
 extern "C" uint64_t ostinato_read(const read_loop::Plane* planes, int n_planes, int n_threads, int n_passes) {
     std::vector<uint64_t> totals(n_threads);
-    std::vector<std::thread> others;
-    for (int member = 1; member < n_threads; member++)
-        others.emplace_back([&totals, planes, n_planes, member, n_threads, n_passes] {
+    share_out(n_threads, n_threads, [&](int first, int last) {
+        for (int member = first; member < last; member++)
             totals[member] = read_loop::share(planes, n_planes, member, n_threads, n_passes);
-        });
-    totals[0] = read_loop::share(planes, n_planes, 0, n_threads, n_passes);
-    for (auto& other : others) other.join();
+    });
     uint64_t total = 0;
     for (uint64_t one : totals) total += one;
     return total;
