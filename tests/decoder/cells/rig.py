@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal, get_args
 from unittest.mock import patch
@@ -70,9 +70,9 @@ class Faults:
 def model_of(kind: Kind) -> tuple[Model, Faults]:
     """A tiny model for the kind of memory, and the faults of its ops."""
     faults = Faults()
-    with patch("tests.random_model.WINDOW", WINDOW), patch("tests.random_model.TWINS", faults.ops()):
+    with patch("tests.random_model.WINDOW", WINDOW):
         model = random_model(MODEL_KINDS[kind.removesuffix("-streams")], n_vocab=N_VOCAB, hidden=HIDDEN, seed=7)
-    return model, faults
+    return replace(model, ops=faults.ops()), faults
 
 
 @contextmanager
