@@ -52,8 +52,8 @@ DEVICE void tell(const Everything& all, u32 word) {
 DEVICE void count(const Everything& all, u32 word) {
     const u32 low = permute_bytes(word, ~word, 0x5140);
     float a, b, c, d, sine, cosine;
-    split_bf16(multiply_pair_bf16(pair_bf16(float_of(low), float_of(word)), low), a, b);
-    split_f16(pair_f16(a, b), c, d);
+    split_as<true>(multiply_pair_bf16(pair_bf16(float_of(low), float_of(word)), low), a, b);
+    split_as<false>(pair_f16(a, b), c, d);
     sincos_exact(a, sine, cosine);
     const float narrow = (float)to_bf16(c) + from_f16(to_f16(d)) + sine + cosine;
     const float fast = exp2_fast(a) + rsqrt_fast(b);

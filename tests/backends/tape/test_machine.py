@@ -274,9 +274,9 @@ KERNEL(numbers, Words, all, 32) {
         float low, high, sine, cosine;
         out[0] = pair_bf16(a, b);
         out[1] = pair_f16(a, b);
-        split_bf16(z, low, high);
+        split_as<true>(z, low, high);
         out[2] = (u64)bits_of(high) << 32 | bits_of(low);
-        split_f16(z, low, high);
+        split_as<false>(z, low, high);
         out[3] = (u64)bits_of(high) << 32 | bits_of(low);
         out[4] = (u64)to_bf16(a) << 16 | to_f16(b);
         out[5] = bits_of(from_f16((u16)z));

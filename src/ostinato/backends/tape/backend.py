@@ -31,7 +31,7 @@ from ostinato.backends.cuda.backend import (
 )
 from ostinato.backends.machine import Chip, DeviceKind, Machine
 from ostinato.backends.memory_rows import without_empty
-from ostinato.backends.tape.partition import WEIGHT_TYPES, TapeMatrix, WeightType, matrix_bytes
+from ostinato.backends.tape.partition import WEIGHT_TYPES, TapeMatrix, WeightType, matrix_bytes, why_mixed
 from ostinato.backends.torch.backend import loaded_with, model_of
 from ostinato.errors import HardwareCannot
 from ostinato.models.header import (
@@ -200,7 +200,7 @@ def why_not_tensors(shape: Shape, tensors: HeaderTensors, *, packed: bool) -> st
     for name, parts in linears_of(shape, tensors):
         types = [kept_as(tensor, packed=packed) for tensor in parts]
         if name.endswith("gate_up") and len({WEIGHT_TYPES.get(type, WeightType.HALF) for type in types}) > 1:
-            return f"{name}: a matrix of {' and '.join(types)} cannot be laid out on the tape: {MIXED}"
+            return f"{name}: {why_mixed(types)}"
     return None
 
 
@@ -233,10 +233,6 @@ def why_too_large(
 # Its matrices, by the header
 
 PLAIN: Final = "plain"  # a half of the model's own type
-MIXED: Final = (
-    "gate and up share their tiles, and a tile has one kind of weights; use another loop mode, or a file that keeps "
-    "them in one type"
-)
 
 
 def kept_as(tensor: TensorInfo, *, packed: bool) -> str:

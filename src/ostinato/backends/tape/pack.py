@@ -54,6 +54,7 @@ from ostinato.backends.tape.partition import (
     chunks_of,
     part_bytes,
     tile_bytes,
+    why_mixed,
 )
 from ostinato.backends.torch.allocate import Allocate, zeros
 from ostinato.backends.torch.weight import Weight
@@ -105,18 +106,13 @@ class Numbers:
 def source_of(weight: Weight, *, paired: bool = False) -> TapeSource:
     """A weight as one matrix of the tape; `paired`: it is gate over up.
 
-    Raises Unsupported where its parts are of different types: a matrix of the tape has one. (q, k and v, which may
+    Raises Unsupported where gate and up are of different types: a matrix of the tape has one. (q, k and v, which may
     differ, are three matrices.)
     """
     parts = tuple(map(for_a_gpu, weight.parts if isinstance(weight, Stack) else (weight,)))
     weight_types = {weight_type_of(part) for part in parts}
     if len(weight_types) > 1:
-        names = " and ".join(map(type_of, parts))
-        raise Unsupported(
-            f"a matrix of {names} cannot be laid out on the tape: {'gate and up' if paired else 'its rows'} share "
-            "their tiles, and a tile has one kind of weights; use another loop mode, or a file that keeps them in one "
-            "type"
-        )
+        raise Unsupported(why_mixed(map(type_of, parts)))
     return TapeSource(TapeMatrix(weight_types.pop(), *shape_of(weight), paired), parts)
 
 

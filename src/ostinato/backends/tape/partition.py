@@ -51,6 +51,14 @@ PER_COMPUTE_WARP: Final[Mapping[WeightType, int]] = MappingProxyType(
 )
 
 
+def why_mixed(types: Iterable[str]) -> str:
+    """Why gate and up of different types cannot be one matrix."""
+    return (
+        f"a matrix of {' and '.join(types)} cannot be laid out on the tape: gate and up share their tiles, and a tile "
+        "has one kind of weights; use another loop mode, or a file that keeps them in one type"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TapeGrid:
     """How the work is divided: blocks, a block's compute warps, and how many tiles of a block are multiplied at

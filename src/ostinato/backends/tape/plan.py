@@ -95,11 +95,10 @@ class Argument(Structure):
 
 def why_not_values(model: Model) -> str | None:
     """Why a loaded model's weights lose something on the tape, which no header states; None where they do not."""
-    for name, linear in _linears(model):
-        for part in _parts(name, linear.weight):
-            reason = why_not_packed(part, model.dtype, paired=name.endswith("gate_up"))
-            if reason is not None:
-                return f"{name}: {reason}"
+    for name, weight in _weights(model):
+        reason = why_not_packed(weight, model.dtype, paired=name.endswith("gate_up"))
+        if reason is not None:
+            return f"{name}: {reason}"
     return None
 
 
@@ -150,12 +149,10 @@ class TapeSizes:
         n_blocks = min(chip.n_multiprocessors, shape.ff_width // 8, -(-shape.vocab // 16))
         grid = TapeGrid(n_blocks, n_compute_warps)
         segments = segments_of(matrices, grid)
-        hidden = padded_columns(
-            WeightType.FOUR, shape.hidden, n_compute_warps
-        )  # normed rows lie so for every kind of weights
-        one_row = (
-            max(padded_columns(WeightType.FOUR, matrix.columns, n_compute_warps) for matrix in matrices) + ROW_PADDING
-        )
+        # Normed rows have the same padding for every weight type.
+        hidden = padded_columns(WeightType.FOUR, shape.hidden, n_compute_warps)
+        widest = padded_columns(WeightType.FOUR, max(matrix.columns for matrix in matrices), n_compute_warps)
+        one_row = widest + ROW_PADDING
         all_rows = n_slots * (max(hidden, SLAB_COLUMNS * n_compute_warps) + ROW_PADDING)
         kept = KV_FORMATS[kv_type].item_bytes
         attending = attention_bytes(shape, grid, n_slots, kept)
@@ -224,8 +221,8 @@ def attention_plan_bytes(
     items = _items(shape, grid, n_slots, kept_bytes)
     longest_split = _whole(max_pages * page_tokens, LEAST_SPLIT * SPLITS) // SPLITS
     pages = items * (longest_split // page_tokens + 2)
-    turns = n_slots * max(1, rope.width // 2)
-    return _whole(16 * shape.n_layers + 8 * turns + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
+    rotations = n_slots * max(1, rope.width // 2)
+    return _whole(16 * shape.n_layers + 8 * rotations + ITEM_BYTES * items + 4 * (pages + n_slots + 3), 8)
 
 
 def _items(shape: Shape, grid: TapeGrid, n_slots: int, kept_bytes: int) -> int:
@@ -477,8 +474,11 @@ def _run_whole() -> None:
 
 def sources_of(model: Model) -> list[tuple[str, TapeSource]]:
     """Every matrix of the tape in its order, with the name of the linear that it belongs to."""
-    named = [(name, part) for name, linear in _linears(model) for part in _parts(name, linear.weight)]
-    return [(name, source_of(part, paired=name.endswith("gate_up"))) for name, part in named]
+    return [(name, source_of(weight, paired=name.endswith("gate_up"))) for name, weight in _weights(model)]
+
+
+def _weights(model: Model) -> Iterator[tuple[str, Weight]]:
+    return ((name, part) for name, linear in _linears(model) for part in _parts(name, linear.weight))
 
 
 def _parts(name: str, weight: Weight) -> list[Weight]:

@@ -394,24 +394,18 @@ DEVICE void begin_softmax(SoftmaxState& softmax) {
     }
 }
 
-DEVICE void multiply_kept(float c[4], const uint4& a, u32 b0, u32 b1) {
-    if (KEPT == TYPE_F16) multiply_f16(c, a, b0, b1);
-    else multiply_bf16(c, a, b0, b1);
-}
-// Two numbers as a product takes them, and what that leaves of them: together twice the bits.
+// Whether products take bfloat16: float32 is split into two parts of it.
+#define KEPT_BF16 (KEPT != TYPE_F16)
+DEVICE void multiply_kept(float c[4], const uint4& a, u32 b0, u32 b1) { multiply_as<KEPT_BF16>(c, a, b0, b1); }
+// Two numbers rounded to that type, and the remainders: together twice the bits.
 struct Split {
     u32 coarse, fine;
 };
 DEVICE Split split_of(float low, float high) {
     float x, y;
-    if (KEPT == TYPE_F16) {
-        const u32 coarse = pair_f16(low, high);
-        split_f16(coarse, x, y);
-        return {coarse, pair_f16(low - x, high - y)};
-    }
-    const u32 coarse = pair_bf16(low, high);
-    split_bf16(coarse, x, y);
-    return {coarse, pair_bf16(low - x, high - y)};
+    const u32 coarse = pair_as<KEPT_BF16>(low, high);
+    split_as<KEPT_BF16>(coarse, x, y);
+    return {coarse, pair_as<KEPT_BF16>(low - x, high - y)};
 }
 
 // Queries of one chunk times keys of it. The product has more rows than there are queries. Of 16-bit numbers the other
@@ -529,10 +523,7 @@ DEVICE void mix(
             uint4& value = held.values[u][HOLDS ? j : 0];
             if (!HOLDS) value = load_fresh(place_of(store, line, value_position(u), chunk));
             if (value_position(u) >= own) value = own_value[chunk];
-            words[u][0] = value.x;
-            words[u][1] = value.y;
-            words[u][2] = value.z;
-            words[u][3] = value.w;
+            words_of(value, words[u]);
         }
         multiply_values(softmax.sums + j * (IN_CHUNK / 2), words, early, late);
     }

@@ -37,11 +37,6 @@ DEVICE constexpr bool has_minimum(int weight_type) { return weight_type == WEIGH
 // Groups of a *slot* in a whole chunk: every fourth. Each slot has a partial sum.
 DEVICE constexpr int groups_a_slot(int weight_type) { return tiles_a_chunk(weight_type) / tiles_a_group(weight_type) / 4; }
 
-DEVICE void multiply_wide(float c[4], const uint4& a, u32 b0, u32 b1) {
-    if (ACTIVATION_BF16) multiply_bf16(c, a, b0, b1);
-    else multiply_f16(c, a, b0, b1);
-}
-
 // Two activations, ready to be multiplied by such weights; zeros unless they are the lane's `own`.
 DEVICE u32 lifted(u32 pair, bool own) {
     if (ACTIVATION_BF16) return multiply_pair_bf16(pair, own ? (LIFT_WEIGHTS ? ONE_BF16 : LIFT_BF16) : 0);
@@ -81,11 +76,7 @@ DEVICE void read_quants(const char* chunk, int warp, int lane, int n, Quants<WEI
         for (int t = 0; t < PER; t += tiles) {
             if (!WHOLE && t >= n) continue;
             const uint4 four = *(const uint4*)(quants + t / tiles * 512 + lane * 16);
-            u32* const to = out.words + t * 4 / tiles;
-            to[0] = four.x;
-            to[1] = four.y;
-            to[2] = four.z;
-            to[3] = four.w;
+            words_of(four, out.words + t * 4 / tiles);
         }
     } else {
         UNROLL
@@ -109,11 +100,7 @@ DEVICE void read_quants(const char* chunk, int warp, int lane, int n, Quants<WEI
         out.high[0] = two.x;
         out.high[1] = two.y;
     } else {
-        const uint4 four = *(const uint4*)(high + lane * 16);
-        out.high[0] = four.x;
-        out.high[1] = four.y;
-        out.high[2] = four.z;
-        out.high[3] = four.w;
+        words_of(*(const uint4*)(high + lane * 16), out.high);
     }
 }
 
@@ -150,10 +137,10 @@ template <int WEIGHT_TYPE>
 DEVICE Scales scales_from(const uint2& words) {
     Scales out;
     if (has_minimum(WEIGHT_TYPE)) {
-        split_f16(words.x, out.scale[0], out.minimum[0]);
-        split_f16(words.y, out.scale[1], out.minimum[1]);
+        split_as<false>(words.x, out.scale[0], out.minimum[0]);
+        split_as<false>(words.y, out.scale[1], out.minimum[1]);
     } else {
-        split_f16(words.x, out.scale[0], out.scale[1]);
+        split_as<false>(words.x, out.scale[0], out.scale[1]);
         out.minimum[0] = out.minimum[1] = 0.0f;
     }
     return out;

@@ -27,14 +27,7 @@ static_assert(MAX_ROWS * 2 * (NORMED_COLUMNS + ROW_PADDING) <= ACTIVATION_BYTES,
 // float16 overflows where bfloat16 does not: there a row is normed before it is rounded, not after.
 #define NORM_FIRST (WIDE && !ACTIVATION_BF16)
 
-// --- pairs in the type of the activations ---
-
-DEVICE u32 pair_of(float low, float high) { return ACTIVATION_BF16 ? pair_bf16(low, high) : pair_f16(low, high); }
-
-DEVICE void split_pair(u32 pair, float& low, float& high) {
-    if (ACTIVATION_BF16) split_bf16(pair, low, high);
-    else split_f16(pair, low, high);
-}
+DEVICE u32 pair_of(float low, float high) { return pair_as<ACTIVATION_BF16>(low, high); }
 
 DEVICE constexpr int at_most(int n, int most) { return n < most ? n : most; }
 
@@ -107,9 +100,7 @@ DEVICE void await_words(
 DEVICE u32* wide_row(const ComputeThread& p, int row, int columns) {
     return (u32*)(p.activations + row * (columns + ROW_PADDING));
 }
-DEVICE u8* narrow_row(const ComputeThread& p, int row, int columns) {
-    return (u8*)(p.activations + row * (columns + ROW_PADDING));
-}
+DEVICE u8* narrow_row(const ComputeThread& p, int row, int columns) { return (u8*)wide_row(p, row, columns); }
 
 DEVICE float larger(float a, float b) { return a > b ? a : b; }
 DEVICE float size_of(float value) { return value < 0.0f ? -value : value; }
@@ -167,8 +158,7 @@ DEVICE void fetch_embedded(const ComputeThread& p, const Tape& tape, int row, in
                 pair[1] = float_of(bits.y);
             } else {
                 const u32 bits = ((const u32*)tape.embedding)[begin[r] + i];
-                if (EMBEDDING_TYPE == TYPE_BF16) split_bf16(bits, pair[0], pair[1]);
-                else split_f16(bits, pair[0], pair[1]);
+                split_as<EMBEDDING_TYPE == TYPE_BF16>(bits, pair[0], pair[1]);
             }
         }
     }
@@ -311,8 +301,8 @@ DEVICE void lay_two_pairs(const ComputeThread& p, int row, int at, int columns, 
         return;
     }
     float values[4];
-    split_pair(first, values[0], values[1]);
-    split_pair(second, values[2], values[3]);
+    split_as<ACTIVATION_BF16>(first, values[0], values[1]);
+    split_as<ACTIVATION_BF16>(second, values[2], values[3]);
     float largest = 0.0f;
     UNROLL
     for (int i = 0; i < 4; i++) largest = larger(largest, size_of(values[i]));

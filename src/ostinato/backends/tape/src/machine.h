@@ -239,13 +239,27 @@ DEVICE void relax() {}
 #include "machine_cpu.h"
 #endif
 
-DEVICE void split_bf16(u32 pair, float& low, float& high) {
-    low = float_of(pair << 16);
-    high = float_of(pair & 0xFFFF0000u);
+DEVICE void words_of(const uint4& four, u32 words[4]) {
+    words[0] = four.x;
+    words[1] = four.y;
+    words[2] = four.z;
+    words[3] = four.w;
 }
-DEVICE void split_f16(u32 pair, float& low, float& high) {
-    low = from_f16((u16)pair);
-    high = from_f16((u16)(pair >> 16));
+
+// A pair of 16-bit numbers and products of them: bfloat16, or float16.
+template <bool BF16>
+DEVICE u32 pair_as(float low, float high) {
+    return BF16 ? pair_bf16(low, high) : pair_f16(low, high);
+}
+template <bool BF16>
+DEVICE void split_as(u32 pair, float& low, float& high) {
+    low = BF16 ? float_of(pair << 16) : from_f16((u16)pair);
+    high = BF16 ? float_of(pair & 0xFFFF0000u) : from_f16((u16)(pair >> 16));
+}
+template <bool BF16>
+DEVICE void multiply_as(float c[4], const uint4& a, u32 b0, u32 b1) {
+    if (BF16) multiply_bf16(c, a, b0, b1);
+    else multiply_f16(c, a, b0, b1);
 }
 
 // A wait with a deadline: for (BoundedWait w(tape.state); !arrived && w.keep_waiting();) { load again; }

@@ -110,7 +110,7 @@ DEVICE void prepare_activations(const Work& work, int chunk, int n, WideActivati
                     out.b[(i * (FEW ? 4 : 1) + slot) * P::TILES + t][h] = lifted(pairs[h], !FEW || slot == own);
                 }
             }
-            multiply_wide(out.start[i], less, pairs[0], pairs[1]);  // all slots at once
+            multiply_as<ACTIVATION_BF16>(out.start[i], less, pairs[0], pairs[1]);  // all slots at once
         }
     }
 }
@@ -146,7 +146,7 @@ DEVICE void multiply_piece(
             const int chain = i % P::N_CHAINS, sum = i / P::N_CHAINS % P::AT_ONCE, at = i / P::N_CHAINS / P::AT_ONCE;
             const int t = (first + sum) * P::TILES_A_SUM + chain * P::CHAIN + at;
             if (!WHOLE && t >= n) continue;
-            multiply_wide(c[sum][chain], weights_as_taken(wide_fragment(piece.quants, t)), x.b[t][0], x.b[t][1]);
+            multiply_as<ACTIVATION_BF16>(c[sum][chain], weights_as_taken(wide_fragment(piece.quants, t)), x.b[t][0], x.b[t][1]);
         }
         UNROLL
         for (int i = 0; i < P::AT_ONCE * 4; i++) {

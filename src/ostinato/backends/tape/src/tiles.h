@@ -93,11 +93,11 @@ DEVICE void multiply_piece(const Work&, int, const HalfPiece& piece, const HalfA
     UNROLL
     for (int t = 0; t < tiles_a_chunk(WEIGHT_HALF); t++) {
         if (WIDE) {
-            multiply_wide(c[t % 2], piece.of[t], x.b[t][0], x.b[t][1]);
+            multiply_as<ACTIVATION_BF16>(c[t % 2], piece.of[t], x.b[t][0], x.b[t][1]);
             continue;
         }
         float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply_wide(sum, piece.of[t], x.b[t][0], x.b[t][1]);
+        multiply_as<ACTIVATION_BF16>(sum, piece.of[t], x.b[t][0], x.b[t][1]);
         UNROLL
         for (int k = 0; k < 4; k++) c[t % 2][k] = fmaf(sum[k], x.step[t][k % 2], c[t % 2][k]);
     }
