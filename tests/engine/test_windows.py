@@ -86,14 +86,18 @@ def test_a_sequence_that_has_left_its_window_far_behind_is_saved_and_loaded(kind
         assert bits(other.submit([*held, 3], wanted, resume=True)) == expected
 
 
-def test_an_answer_of_many_windows_is_made_by_one_trigger_without_more_grants() -> None:
+def test_an_answer_of_many_windows_is_made_by_one_trigger_without_more_grants(request: pytest.FixtureRequest) -> None:
     """The page table is complete at admission, so that the loop never waits for the host to move its window."""
+    asked, n = prompt(1, 20), 400 * WINDOW
+    wanted = sampling(max_tokens=n, temperature=0.8, seed=1, logprobs=1)
     with open_engine("all swa", context=LONG, n_slots=1) as engine:
-        n = 400 * WINDOW
         grants = []
         engine.runner.host.grant = lambda *entry: grants.append(entry)  # type: ignore[method-assign, assignment]
-        tokens = bits(engine.submit(prompt(1, 20), sampling(max_tokens=n)))
+        tokens = bits(engine.submit(asked, wanted))
         assert (len(tokens), engine.runner.decode_mode.n_triggers, grants) == (n, 1, [])
+    request.getfixturevalue("_every_position")
+    with open_engine("all swa", context=LONG, n_slots=1) as engine:
+        assert tokens == bits(engine.submit(asked, wanted))
 
 
 @pytest.mark.parametrize("kind", KINDS)
