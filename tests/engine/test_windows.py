@@ -14,7 +14,7 @@ from ostinato.cache.groups import lease_pages, one_group
 from ostinato.engine.choose import choose_context, choose_pages, settle_model
 from ostinato.engine.saved import load_sequence, save_sequence
 from tests.engine.opened import LONG, PAGE, bits, model_of, open_engine, prompt, sampling, until
-from tests.random_model import WINDOW, MemoryKind
+from tests.random_model import WIDE_WINDOW, WINDOW, MemoryKind
 
 KINDS: tuple[MemoryKind, ...] = ("swa", "all swa")
 WAYS = [(kind, mode) for kind in KINDS for mode in ("loop", "eager")]
@@ -88,7 +88,7 @@ def test_a_sequence_that_has_left_its_window_far_behind_is_saved_and_loaded(kind
 
 def test_an_answer_of_many_windows_is_made_by_one_trigger_without_more_grants(request: pytest.FixtureRequest) -> None:
     """The page table is complete at admission, so that the loop never waits for the host to move its window."""
-    asked, n = prompt(1, 20), 400 * WINDOW
+    asked, n = prompt(1, 20), 160 * WIDE_WINDOW
     wanted = sampling(max_tokens=n, temperature=0.8, seed=1, logprobs=1)
     with open_engine("all swa", context=LONG, n_slots=1) as engine:
         grants = []
@@ -105,7 +105,8 @@ def test_memory_follows_the_window_and_not_the_context(kind: MemoryKind) -> None
     shape = replace(model_of(kind).shape, context=1 << 17)
     settled = settle_model(model_of(kind), context=1 << 17, n_slots=2)
     pages = [group.n_pages for group in settled.groups(shape)]
-    windowed = 4 * lease_pages(WINDOW, PAGE, base.CHUNK_ROWS["cpu"])
+    window = WIDE_WINDOW if kind == "all swa" else WINDOW
+    windowed = 4 * lease_pages(window, PAGE, base.CHUNK_ROWS["cpu"])
     whole = 2 * (1 << 17) // PAGE
     assert pages == ([windowed] if kind == "all swa" else [whole, windowed])
     page = shared_rows(shape, replace(settled, context=WINDOW, n_pages=1, n_slots=1))[0].n_bytes // 2  # in one layer
