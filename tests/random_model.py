@@ -26,6 +26,7 @@ from ostinato.models.tensors import Constant, ExpertMatrices, Sizes
 
 MemoryKind = Literal["kv", "swa", "all swa", "recurrent", "hybrid", "encoder"]
 WINDOW = 16
+WIDE_WINDOW = 40  # two pages and a half, of 16 positions
 CPU = torch.device("cpu")
 
 
@@ -99,7 +100,7 @@ def shape_of(kind: MemoryKind, n_vocab: int, hidden: int, context: int) -> tuple
         case "swa":
             return LLAMA, replace(plain, windows=(WINDOW, None))
         case "all swa":
-            return LLAMA, replace(plain, windows=(WINDOW, WINDOW))
+            return LLAMA, replace(plain, windows=(WIDE_WINDOW, WIDE_WINDOW))
         case "hybrid":
             return FALCON_H1, replace(plain, family="falcon-h1", recurrent=mamba2_shape(hidden))
         case "encoder":

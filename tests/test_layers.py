@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import ostinato
@@ -44,9 +45,14 @@ WITH_TORCH = (
 OVER_TORCH = ("engine/verify.py", "lab/tape.py", "scale/deployment.py", "scale/router.py")
 
 
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def imports(path: Path) -> Iterator[str]:
     """Every module a file imports, at the top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -125,7 +131,7 @@ def test_nothing_imports_the_command_line() -> None:
 
 def type_names(path: Path) -> Iterator[str]:
     """The classes and type aliases that a file defines; flags of commands and type variables are neither."""
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     yield from (node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:

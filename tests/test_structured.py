@@ -126,6 +126,7 @@ def test_options_that_say_nothing_are_refused_by_name(words: dict[str, Any], why
         Sampling(**words)
 
 
+@pytest.mark.slow
 @pytest.mark.model
 def test_the_default_model_fills_in_a_schema(default_model: str) -> None:
     with LLM(default_model, context=512) as llm:

@@ -138,6 +138,7 @@ GROUPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=60, derandomize=True, deadline=None)

@@ -65,7 +65,7 @@ def test_tokenize_does_without_torch(tiny: Path, home: Path) -> None:
 
 
 def test_help_answers_in_under_0_4_seconds() -> None:
-    """Processor time, the best of a few: other work on the machine does not count."""
+    """Processor time, in one of a few trials: other work on the machine does not count."""
 
     def seconds() -> float:
         before = os.times()
@@ -74,7 +74,7 @@ def test_help_answers_in_under_0_4_seconds() -> None:
         children = (after.children_user - before.children_user, after.children_system - before.children_system)
         return sum(children)
 
-    assert min(seconds() for _ in range(8)) < 0.4
+    assert any(seconds() < 0.4 for _ in range(8))
 
 
 def test_the_version_is_the_packages(ostinato: RunCli) -> None:

@@ -14,6 +14,7 @@ RECURRENT: Final = [name for name in tiny.TINY if "mamba" in name or "falcon" in
 ALONE: Final = [*RECURRENT, "llama", "gemma3", "gpt2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), [case for case in tiny.CASES if case[0] in ALONE], ids=lambda part: part)
 def test_logits_of_the_model_alone_equal_those_of_transformers(name: str, form: str, tiny_files: Path) -> None:
     model = plain_memory.load(tiny.written(name, form, tiny_files), context=tiny.TINY[name].context)

@@ -12,6 +12,7 @@ from tests.models import tiny
 from tests.models.tiny_folder import Style
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", get_args(Style))
 @pytest.mark.parametrize("name", tiny.TINY)
 def test_transformers_reads_the_folder_as_the_model_that_was_saved(name: str, style: Style, tiny_files: Path) -> None:

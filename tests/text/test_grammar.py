@@ -419,6 +419,7 @@ def walks(name: str, folder: Path) -> Iterator[str]:
         yield known.decode(ids, at_start=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-spm", "phi-3", "gpt-2", "deepseek-llm"])
 def test_masks_hold_for_every_kind_of_vocabulary(name: str, vocab_data: Path) -> None:
     for text in walks(name, vocab_data):

@@ -264,6 +264,7 @@ junk = st.recursive(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(
@@ -276,6 +277,7 @@ def test_only_our_errors_come_out_of_junk(kind: Any, changes: Metadata) -> None:
         tokenizer.decode(tokenizer.encode("hello <s> the\n"))
 
 
+@pytest.mark.slow
 @pytest.mark.soak
 @settings(max_examples=soak(3_000), derandomize=True, database=None, deadline=None)
 @given(tokens=st.lists(st.text(max_size=4), min_size=1), data=st.data())

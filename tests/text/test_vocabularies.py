@@ -23,6 +23,7 @@ def test_every_vocabulary_of_the_data_folder_is_in_the_list(vocab_data: Path) ->
     assert sorted(file.stem for file in vocab_data.glob("*.gguf")) == NAMES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_ids_are_those_of_the_other_implementation(vocab_data: Path, name: str) -> None:
     tokenizer = load(vocab_data / f"{name}.gguf")
@@ -34,6 +35,7 @@ def test_ids_are_those_of_the_other_implementation(vocab_data: Path, name: str) 
         assert tokenizer.encode(text, bos=False) == ids, repr(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "bert-bge"])
 def test_texts_come_back_as_they_were(vocab_data: Path, name: str) -> None:
     tokenizer = load(vocab_data / f"{name}.gguf")

@@ -181,6 +181,7 @@ def test_a_prompt_of_kernels_goes_through_packed_experts_as_one_of_twins_does(fa
     torch.testing.assert_close(left[1], left[0], rtol=3e-2, atol=3e-2 * float(left[0].abs().max()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mix", ["q4_k_m", "q6_k", "q5_k", "q8_0"])
 @pytest.mark.parametrize("name", ["tiny-mixtral", "tiny-qwen3moe"])
 def test_a_fused_step_of_twins_gives_nearly_the_logits_of_the_models_own_blocks(name: str, mix: str) -> None:

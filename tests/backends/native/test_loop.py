@@ -196,6 +196,7 @@ def bits_of(
         return driver.tokens(generation), torch.stack(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
 @pytest.mark.parametrize("kv_type", ["f32", "q8_0"])
 def test_bits_do_not_depend_on_threads_neighbours_or_cuts(family: str, kv_type: KVType) -> None:

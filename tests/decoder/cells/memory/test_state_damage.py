@@ -73,6 +73,7 @@ def check_invariants(parts: SavedParts) -> None:
             assert [cell for cell, ids in enumerate(state.ids) if s in ids] == ([] if tail is None else [tail])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_every_flipped_byte_is_refused(whole: bool) -> None:
     data = save(small()) if whole else save(small(), 0)
@@ -104,6 +105,7 @@ def test_a_state_cut_off_anywhere_is_refused(whole: bool) -> None:
         load(target, None if whole else 0, data + b"\0")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_a_flipped_byte_with_a_right_digest_is_refused_or_harmless(whole: bool) -> None:
     """Whoever makes a state up can sign it too: what is loaded must still be a memory."""
