@@ -48,6 +48,10 @@ _NUMBERS: Final[Mapping[str, np.dtype[Any]]] = {
 }
 # What a type becomes where rows are no whole blocks of 256, as in files that llama.cpp makes.
 _SMALLER_BLOCKS: Final = MappingProxyType({"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"})
+# At most so many blocks or numbers of a tensor are drawn; a larger one repeats them. They are primes, so that the rows
+# of a matrix begin at different places of them and no two rows are equal.
+_BLOCKS_MADE: Final = 131_071
+_NUMBERS_MADE: Final = 8_388_593
 _KEPT: Final = 8  # tensors whose bytes are held for further reads: a loader reads one piece by piece
 
 
@@ -121,20 +125,22 @@ def random_bytes(n: int, random: np.random.Generator) -> Bytes:
 def random_blocks(type: str, rows: int, cols: int, random: np.random.Generator) -> Bytes:
     """A matrix of that type as a file has it, uint8 [rows, row_bytes], its values of deviation 1 / sqrt(cols)."""
     block, recipe = BLOCKS[type], _RECIPES[type]
-    blocks = random_bytes(rows * cols // block.elements * block.n_bytes, random).reshape(-1, block.n_bytes)
+    n = rows * cols // block.elements
+    blocks = random_bytes(min(n, _BLOCKS_MADE) * block.n_bytes, random).reshape(-1, block.n_bytes)
     offset, values = recipe.fixed
     blocks[:, offset : offset + len(values)] = values
     d = cols**-0.5 / (recipe.spread * recipe.scale)
     for at, value in ((recipe.d_at, d), (recipe.m_at, d * recipe.m)):
         if at is not None:
             blocks[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
-    return blocks.reshape(rows, -1)
+    return np.resize(blocks, (n, block.n_bytes)).reshape(rows, -1)
 
 
 def random_numbers(type: str, n: int, middle: float, spread: float, random: np.random.Generator) -> Bytes:
     """Normally distributed numbers as a file has them: each is one of 65,536 that are equally likely."""
     values = rounded((middle + spread * _quantiles()).astype(np.float32), _NUMBERS[type])
-    return values.take(random_bytes(2 * n, random).view(np.uint16), mode="clip").view(np.uint8)
+    made = values.take(random_bytes(2 * min(n, _NUMBERS_MADE), random).view(np.uint16), mode="clip")
+    return np.resize(made, n).view(np.uint8)
 
 
 @cache
