@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -84,10 +85,10 @@ def _hosted(model: Model) -> Model:
 
     def there(weight: Any) -> Any:
         if weight is model.embedding or (isinstance(weight, Tensor) and weight.dim() == 1):
-            return weight
+            return weight.clone()  # all weights lie in one piece of memory, which is then freed
         return Stack(tuple(map(there, weight.parts))) if isinstance(weight, Stack) else weight.to("cpu")
 
-    return with_leaves(model, there)
+    return with_leaves(model, cache(there))
 
 
 def _bytes(part: Any) -> int:
