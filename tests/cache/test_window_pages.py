@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ostinato.cache.groups import PageGroup, lease_pages, page_groups, ring_pages
+from ostinato.cache.groups import PageGroup, cycle_pages, lease_pages, page_groups
 from ostinato.cache.reserve import Reserve
 from ostinato.decoder.paged import PagedSequence, PagedSequences, SequencePart
 from tests.random_model import random_model
@@ -162,7 +162,7 @@ def test_the_simulation_reuses_prefixes_and_continues_kept_sequences(groups: tup
 
 
 def test_a_page_that_is_used_again_too_early_is_found_by_the_simulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ostinato.cache.window_pages.ring_pages", lambda window, page: ring_pages(window, page) - 2)
+    monkeypatch.setattr("ostinato.cache.window_pages.cycle_pages", lambda window, page: cycle_pages(window, page) - 2)
     with pytest.raises(AssertionError, match="group 1, position"):
         Simulation(GROUPS["a window beside everything"], 1).run(3000)
 

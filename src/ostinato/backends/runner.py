@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """The running half of an engine. `changed` is set whenever the loop may have published something. `model` is the
+    """The running half of an engine. `changed` is set when the scheduler should look again. `model` is the
     one that was given, or the same on the tape alone: a caller that uses this one can free the other."""
 
     def __init__(self, model: ModelBlocks, settled: Settled, *, outbox_entries: int | None = None) -> None:

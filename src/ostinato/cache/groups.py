@@ -56,11 +56,16 @@ def group_of_layer(groups: Sequence[PageGroup]) -> tuple[int, ...]:
     return tuple(found[layer] for layer in range(len(found)))
 
 
-def ring_pages(window: int, page_tokens: int) -> int:
-    """Pages that a window moves over while its sequence decodes: a page is written again when no position in it is
-    seen any more, neither by the next query nor by the last one.
+def first_page(window: int | None, n_positions: int, page_tokens: int) -> int:
+    """The index of the first page that a sequence of n_positions needs, to continue or to be saved."""
+    return 0 if window is None else max(0, n_positions - window) // page_tokens
 
-    >>> ring_pages(1, 16), ring_pages(16, 16), ring_pages(17, 16)
+
+def cycle_pages(window: int, page_tokens: int) -> int:
+    """Pages that a window moves over while its sequence decodes: a page is written again when its positions are seen by
+    neither the next query nor the one before it.
+
+    >>> cycle_pages(1, 16), cycle_pages(16, 16), cycle_pages(17, 16)
     (2, 2, 3)
     """
     return -(-window // page_tokens) + 1
@@ -72,4 +77,4 @@ def lease_pages(window: int, page_tokens: int, chunk_rows: int) -> int:
     >>> lease_pages(512, 64, 512)
     26
     """
-    return -(-(window + chunk_rows - 1) // page_tokens) + 1 + ring_pages(window, page_tokens)
+    return -(-(window + chunk_rows - 1) // page_tokens) + 1 + cycle_pages(window, page_tokens)

@@ -12,6 +12,7 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ostinato.cache.groups import first_page
 from ostinato.cache.pages import Pages
 from ostinato.cache.window_pages import PageRun
 
@@ -120,8 +121,7 @@ class PrefixCache:
 
     def _first(self, group: int, n: int) -> int:
         """The first page of n that the group needs to go on after them."""
-        window = self._groups[group].window
-        return 0 if window is None else max(0, n * self._page_tokens - window) // self._page_tokens
+        return first_page(self._groups[group].window, n * self._page_tokens, self._page_tokens)
 
     def _n_complete(self, path: Sequence[_Node]) -> int:
         """The most pages of a path after which every group has what it needs to go on."""

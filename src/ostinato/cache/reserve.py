@@ -1,6 +1,7 @@
 """Pages of each sequence, whether it may get more, and pages kept of earlier prompts.
 
-A sequence begins with all the pages it may ever need where they fit, else with a part, and gets more later. A
+A sequence begins with all the pages it may ever need where they fit and no other waits, else with a part, and gets more
+later. A
 page is granted only if, afterwards, there is still an order in which every sequence can get its worst case and
 finish (the banker's rule, for one resource), so no sequence waits for ever. Pages of layers that see a window are
 promised as a whole when a sequence begins (`window_pages.py`). Integers only; the backends hold the bytes.
@@ -176,10 +177,10 @@ class Reserve:
         for windows, own in self._each_window(lease):
             windows.cover(own, n_held, n_positions)
 
-    def turn(self, lease: Lease, n_prompt: int, n_positions: int) -> None:
+    def begin_cycle(self, lease: Lease, n_prompt: int, n_positions: int) -> None:
         """Take the windowed pages that the decode loop needs from position n_prompt on."""
         for windows, own in self._each_window(lease):
-            windows.turn(own, n_prompt, n_positions)
+            windows.begin_cycle(own, n_prompt, n_positions)
 
     def tables(self, lease: Lease) -> list[list[int]]:
         """The page table of each group."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ostinato.cache.groups import PageGroup, lease_pages, ring_pages
+from ostinato.cache.groups import PageGroup, cycle_pages, first_page, lease_pages
 from ostinato.cache.pages import Pages
 from ostinato.errors import InternalError
 
@@ -23,7 +23,7 @@ class WindowLease:
     promised: int
     first: int = 0
     pages: list[int] = field(default_factory=list)
-    ring: int | None = None  # the index from which the decode loop uses its pages again and again
+    cycle_first: int | None = None  # the index from which the decode loop uses its pages again and again
 
     @property
     def stop(self) -> int:
@@ -52,7 +52,7 @@ class WindowPages:
         self.pages = Pages(group.n_pages, page_tokens)
         self._page_tokens, self._make_room = page_tokens, make_room
         self._most = lease_pages(group.window, page_tokens, chunk_rows)
-        self._ring = ring_pages(group.window, page_tokens)
+        self._n_cycle = cycle_pages(group.window, page_tokens)
         self._promised = 0
 
     @property
@@ -76,7 +76,7 @@ class WindowPages:
 
     def first_seen(self, n_held: int) -> int:
         """The index of the first page that a sequence with n_held positions needs, to go on or to be saved."""
-        return max(0, n_held - self.window) // self._page_tokens
+        return first_page(self.window, n_held, self._page_tokens)
 
     def begin_with(self, lease: WindowLease, run: PageRun) -> None:
         """Hold these pages, which hold its last positions, in place of its own."""
@@ -97,26 +97,27 @@ class WindowPages:
             lease.first = self.first_seen(n_held)
         self._take(lease, -(-n_positions // self._page_tokens) - lease.stop)
 
-    def turn(self, lease: WindowLease, n_prompt: int, n_positions: int) -> None:
+    def begin_cycle(self, lease: WindowLease, n_prompt: int, n_positions: int) -> None:
         """Hold the pages that the decode loop needs from position n_prompt on: fewer than it has positions, because it
         uses each of them again when its window has left it."""
-        lease.ring = n_prompt // self._page_tokens
-        self.cover(lease, n_prompt, min(n_positions, (lease.ring + self._ring) * self._page_tokens))
+        lease.cycle_first = n_prompt // self._page_tokens
+        self.cover(lease, n_prompt, min(n_positions, (lease.cycle_first + self._n_cycle) * self._page_tokens))
 
     def table(self, lease: WindowLease, n_pages: int) -> list[int]:
-        """Its page table, of n_pages entries: 0 where no position is read any more."""
+        """Its page table up to its last page, and once the loop decodes, of n_pages entries; 0 where no position is
+        read any more."""
         table = [0] * lease.first + lease.pages
-        if lease.ring is not None:
-            ring = lease.pages[lease.ring - lease.first :]
-            table += [ring[(index - lease.ring) % len(ring)] for index in range(lease.stop, n_pages)]
+        if lease.cycle_first is not None:
+            cycle = lease.pages[lease.cycle_first - lease.first :]
+            table += [cycle[(index - lease.cycle_first) % len(cycle)] for index in range(lease.stop, n_pages)]
         return table
 
     def last_pages(self, lease: WindowLease, n_held: int, n_written: int) -> PageRun | None:
         """The pages of the last positions of a sequence with n_held, if the loop wrote up to n_written; None where it
         has written over them."""
         first, stop = self.first_seen(n_held), -(-n_held // self._page_tokens)
-        oldest = max(0, n_written - 1) // self._page_tokens - self._ring + 1  # of the indices from the ring's on
-        if first < lease.first or (lease.ring is not None and oldest > max(first, lease.ring)):
+        oldest = max(0, n_written - 1) // self._page_tokens - self._n_cycle + 1  # of the indices in the cycle
+        if first < lease.first or (lease.cycle_first is not None and oldest > max(first, lease.cycle_first)):
             return None
         table = self.table(lease, stop)
         return PageRun(first, table[first:stop])

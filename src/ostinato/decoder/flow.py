@@ -1,8 +1,8 @@
 """Runs parts of sequences through the backend that decodes, over the paged memory kind.
 
 A chunk of a prompt, a text to score or embed, a sequence to save: `begin` starts it as a job beside the loop, and
-`finish` takes its results when the job is done, so the caller never waits for a device. A failed chunk leaves memory as
-it was. Batches that need cells use `cells/flow.py`, which has the full order of the specification.
+`finish` takes its results when the job is done, so the caller never waits for a device. A failed chunk records
+no positions. Batches that need cells use `cells/flow.py`, which has the full order of the specification.
 """
 
 from __future__ import annotations

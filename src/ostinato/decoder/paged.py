@@ -1,9 +1,9 @@
 """The paged memory kind: sequences in whole pages of the loop's own store, their positions in order from 0.
 
 It serves the batches that a backend's chunk can express: consecutive positions of single sequences; the cell kinds
-serve any batch. As there, `plan` changes nothing, and `apply` records what was computed (MC-7). One sequence that has
-ended is kept until its pages are needed, so that another can continue or save it. Integers only: the backend holds
-keys and values.
+serve any batch. `plan` takes the windowed pages that a part writes, and `apply` records what was computed (MC-7). The
+last sequence that was to be kept stays until its pages are needed, so that another can continue or save it. Integers
+only: the backend holds keys and values.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class PagedSequences:
     def stage(self, sequence: PagedSequence, n_positions: int) -> list[list[int]]:
         """The page tables with which the decode loop goes on behind its tokens, to n_positions at most."""
         self.reserve.cover(sequence.lease, sequence.n_held, len(sequence.tokens))
-        self.reserve.turn(sequence.lease, len(sequence.tokens), n_positions)
+        self.reserve.begin_cycle(sequence.lease, len(sequence.tokens), n_positions)
         return self.reserve.tables(sequence.lease)
 
     def fill(self, sequence: PagedSequence) -> None:

@@ -221,7 +221,7 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
     plan = case.plan(settled)
     free, tape, weights = plan.free_bytes, plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
     if weights > free:
-        how = "packed" if settled.weights == "tiles" else f"as {settled.dtype}"
+        how = f"as {settled.dtype}" if settled.weights == "dense" else "packed"
         if tape:
             how += f", {gib(tape)} of it {'once more ' if settled.prompts == 'plain' else ''}for the persistent kernel,"
         advice = "try --prompts tape, or " if tape and settled.prompts == "plain" else _narrower(settled)

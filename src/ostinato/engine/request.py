@@ -77,7 +77,7 @@ class RequestSpec:
 
     @property
     def n_positions(self) -> int:
-        """Positions that need cells: no step reads the last token of an answer, so it has none."""
+        """Positions that need pages: no step reads the last token of an answer, so it has none."""
         return len(self.prompt) + self.most - 1
 
 

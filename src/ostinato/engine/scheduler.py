@@ -259,14 +259,14 @@ class Scheduler:
             elif one is not None and not self._assign_slot(one):
                 self._first_does_not_fit = self._queue_is_next = True
 
-    def _free_slot(self, wish: int | None = None) -> int | None:
-        """A free slot: `wish` if it is free, else the first free one; None where there is none."""
+    def _free_slot(self, preferred: int | None = None) -> int | None:
+        """A free slot: `preferred` if it is free, else the first free one; None where there is none."""
         free = [slot for slot, taken in enumerate(self._slots) if taken is None and slot not in self._work_slots]
-        return wish if wish in free else free[0] if free else None
+        return preferred if preferred in free else free[0] if free else None
 
     def _assign_slot(self, request: Request) -> bool:
         """Give a request a free slot and pages; False where too few pages are free."""
-        spec, all_now = request.spec, len(self._queue) == 1
+        spec, all_now = request.spec, len(self._queue) == 1  # it is still in the queue, and alone there
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
         assert slot is not None
         opened = self._memory.resume if spec.resume else self._memory.open

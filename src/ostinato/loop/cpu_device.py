@@ -39,9 +39,9 @@ class CpuDevice:
         self._changed = threading.Condition()
         self._main: deque[tuple[Job, Future[None]]] = deque()
         self._beside: deque[tuple[Job, Future[None]]] = deque()
-        self._playing: tuple[Iterator[None], Future[None]] | None = None
+        self._loop_job: tuple[Iterator[None], Future[None]] | None = None
         self._at_boundary = False  # whether a job beside the loop may run next
-        self._baton = threading.Lock()  # held by the thread that runs a turn
+        self._turn_lock = threading.Lock()  # held by the thread that runs a turn
         self._lent_until = 0.0
         self._closed = False
         self._around = around
@@ -71,14 +71,14 @@ class CpuDevice:
         if threading.current_thread() is not threading.main_thread():
             return False
         self.lend()
-        if not self._baton.acquire(blocking=False):
+        if not self._turn_lock.acquire(blocking=False):
             return False
         self.lend(math.inf)  # for as long as the turn takes
         try:
             with self._around(), interrupts_later():
                 return self._turn()
         finally:
-            self._baton.release()
+            self._turn_lock.release()
             self.lend()
 
     def close(self) -> bool:
@@ -94,16 +94,16 @@ class CpuDevice:
             self._thread.join(LOOK_AGAIN_S)
         return True
 
-    def _put(self, line: deque[tuple[Job, Future[None]]], job: Job) -> Future[None]:
+    def _put(self, queue: deque[tuple[Job, Future[None]]], job: Job) -> Future[None]:
         future: Future[None] = Future()
         with self._changed:
-            line.append((job, future))
+            queue.append((job, future))
             self._changed.notify()
         return future
 
     @property
     def _has_work(self) -> bool:
-        return bool(self._playing or self._main or self._beside)
+        return bool(self._loop_job or self._main or self._beside)
 
     def _serve(self) -> None:
         with self._around():
@@ -116,32 +116,32 @@ class CpuDevice:
                     if lent_s > 0:
                         self._changed.wait(min(lent_s, LENT_S))
                         continue
-                with self._baton:
+                with self._turn_lock:
                     self._turn()
 
     def _turn(self) -> bool:
         """Run a waiting job or one step of the running loop, alternately; False where there is neither."""
         with self._changed:
             taken = None
-            if self._beside and (self._playing is None or self._at_boundary):
+            if self._beside and (self._loop_job is None or self._at_boundary):
                 taken = self._beside.popleft()
-            elif self._playing is None and self._main:
+            elif self._loop_job is None and self._main:
                 taken = self._main.popleft()
         if taken is not None:
             self._at_boundary = False
             self._begin(*taken)
             return True
-        if self._playing is None:
+        if self._loop_job is None:
             return False
         self._at_boundary = True
-        steps, future = self._playing
+        steps, future = self._loop_job
         try:
             next(steps)
         except StopIteration:
-            self._playing = None
+            self._loop_job = None
             future.set_result(None)
         except BaseException as error:  # raised to the caller that waits for the future
-            self._playing = None
+            self._loop_job = None
             future.set_exception(error)
         return True
 
@@ -152,7 +152,7 @@ class CpuDevice:
             future.set_exception(error)
             return
         if isinstance(steps, Iterator):
-            self._playing = steps, future
+            self._loop_job = steps, future
         else:
             future.set_result(None)
 

@@ -66,7 +66,8 @@ class Admission:
 
 
 class HostSide:
-    """The host's operations on the rings. Only one thread calls them: each ring has one writer and one reader."""
+    """The host's operations on the rings. Only the engine's thread publishes and drains, because each ring has one
+    writer and one reader."""
 
     def __init__(self, tables: Tables) -> None:
         self._layout = tables.layout

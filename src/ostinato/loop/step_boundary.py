@@ -238,7 +238,7 @@ class StepBoundary:
                     head += 1
                 elif kind == InboxKind.GRANT:
                     self._grant(slot, entry[InboxWord.FIRST], entry[InboxWord.COUNT], entry[InboxWord.PAGES :])
-                else:
+                elif kind == InboxKind.MASK:
                     self._mask_bits[slot] = self._admission_mask_bits[slot]
                     self._mask_ready[slot] = 1
             tail += 1

@@ -49,7 +49,7 @@ class FileWakeEvent:
                 pass
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Whether it rang within this time, in steps of a millisecond."""
+        """Whether it was set within this time, in steps of a millisecond."""
         poll = select.poll()
         poll.register(self._poll, select.POLLIN)
         return bool(poll.poll(None if timeout is None else math.ceil(timeout * 1000)))

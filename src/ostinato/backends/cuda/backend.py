@@ -23,10 +23,9 @@ from ostinato.backends.machine import DeviceKind, Machine
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
-from ostinato.backends.torch.kv_types import KV_DTYPES
 from ostinato.errors import Unsupported
 from ostinato.models.header import HeaderTensors
-from ostinato.options import Activations, LoadOptions
+from ostinato.options import Activations, KVType, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.backends.base import Chunks
@@ -60,7 +59,7 @@ class CudaBackend:
     device: DeviceKind = "cuda"
     modes: tuple[str, ...] = ("loop", "graph", "eager")
     activations: tuple[Activations, ...] = ("wide",)
-    kv_types = tuple(KV_DTYPES)
+    kv_types: tuple[KVType, ...] = ("f32", "f16", "bf16", "q8_0")
     alone = False
 
     def why_not_here(self, mode: str, machine: Machine) -> str | None:

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ostinato.backends.base import ChunkOutput, ChunkPart, ChunkWant, output_rows, rows_of_logits
-from ostinato.backends.native.plan import LANES, NativeStep, OutputsStruct, PartStruct
+from ostinato.backends.native.pages import PAGE_TOKENS
+from ostinato.backends.native.plan import NativeStep, OutputsStruct, PartStruct
 from ostinato.errors import InternalError
 from ostinato.files.unpack import Floats
 
@@ -55,10 +56,11 @@ class NativeChunks:
             if len(part.pages) != self._native.n_groups:
                 raise InternalError(f"{len(part.pages)} page tables; the layers have {self._native.n_groups}")
             n, n_pages = len(part.tokens), min(map(len, part.pages))
-            if part.start + n > n_pages * LANES:
+            if part.start + n > n_pages * PAGE_TOKENS:
                 raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
-        if ids.min() < 0 or ids.max() >= self._native.vocab:
-            raise InternalError(f"a chunk has the id {ids.max()}, and this model has {self._native.vocab}")
+        wrong = ids[(ids < 0) | (ids >= self._native.vocab)]
+        if len(wrong):
+            raise InternalError(f"a chunk has the id {wrong[0]}, and this model has {self._native.vocab}")
 
     def _room(self, n: int, want: ChunkWant | None) -> ChunkOutput:
         """The arrays that the chunk fills."""
