@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import gpu_tape, gpu_yield
+from bench import gpu_check, gpu_tape, gpu_yield
 from bench.gpu_frame import Ended, Job, Outcome, Record, Setting
 from bench.gpu_text import apart, digest, divergences, heard, own_text, perplexity
 from ostinato.backends.machine import Machine
@@ -29,8 +28,6 @@ from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import open_loop
 from tests.models.plain_memory import logits as forward
 from tests.random_model import random_model
-
-ROOT = Path(__file__).parents[1]
 
 
 def setting(device: str = "cuda", model: str | None = None) -> Setting:
@@ -47,11 +44,14 @@ def verdicts(outcomes: Sequence[Outcome]) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--only", "tape-int8"]])
-def test_the_script_runs_without_a_gpu_and_says_what_it_skips(more: list[str]) -> None:
-    words = [sys.executable, "-m", "bench.gpu_check", "--device", "cpu", "--part", "tape", *more]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=90, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "SKIP tape-int8" in done.stdout
+def test_the_script_runs_without_a_gpu_and_says_what_it_skips(
+    more: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_check", "--device", "cpu", "--part", "tape", *more])
+    with pytest.raises(SystemExit) as ended:
+        gpu_check.main()
+    assert ended.value.code == 0
+    assert "SKIP tape-int8" in capsys.readouterr().out
 
 
 # Texts

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.counts import soak
 from tests.serve.running import Running, serving
 
-N_CASES = 1000
+N_CASES = soak(1000, part=4)
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance"
 
 
 @pytest.mark.slow
-def test_a_thousand_cases_bring_no_fault_and_no_hang(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.soak
+def test_many_cases_bring_no_fault_and_no_hang(tiny: Path, tmp_path: Path) -> None:
     with serving(tiny, llm={"context": 64, "slots": 8}) as running:
         ran = subprocess.run(
             [
