@@ -65,7 +65,7 @@ class CpuLoop(Launched):
 
     def launch(self) -> None:
         self.n_launches += 1
-        self._launched = self._device.submit(self._play)
+        self._launched = self._device.submit(self._steps)
 
     @property
     def helper(self) -> Helper:
@@ -85,7 +85,7 @@ class CpuLoop(Launched):
         self._guard.allow("I-3", "destroying the executable")
         self._device.close()
 
-    def _play(self) -> Iterator[None]:
+    def _steps(self) -> Iterator[None]:
         """The loop: a step boundary, then steps as long as it says go."""
         try:
             self._pass_boundary()
