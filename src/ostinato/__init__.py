@@ -3,12 +3,10 @@
 The public names are here and load on first use, so that `import ostinato` costs nothing.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # nothing is imported here, not even typing: `python -m ostinato` is safe only from __main__ on
 if TYPE_CHECKING:
+    from typing import Any
+
     from ostinato.decoder.batch.batch import Batch as Batch
     from ostinato.decoder.cells.decoder import Decoder as Decoder
     from ostinato.errors import OstinatoError as OstinatoError
@@ -41,7 +39,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
+    from importlib import import_module
+
     if name in _HOMES:
         if name == "LLM":
             import_module("ostinato.backends.torch.amx").limit_early()  # must come before torch is loaded

@@ -1,6 +1,7 @@
 """The command `ostinato`, and `python -m ostinato`.
 
-Nothing is imported before `main` runs, so that Ctrl-C while the verbs load ends the program without a traceback.
+Nothing is imported before `main` runs, so that Ctrl-C while the verbs load ends the program without a traceback, and
+so that `python -m ostinato` can take the current folder off the path first (see `python.py`).
 """
 
 import sys
@@ -16,4 +17,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]
     main()

@@ -22,6 +22,7 @@ import httpx2
 import openai
 
 from ostinato import LLM
+from tests.traps import Traps, loaded_by_m
 
 DEADLINE_S = 240.0  # of whatever a loaded machine may take long for
 
@@ -34,6 +35,7 @@ class Replicas:
     llm: LLM
     process: subprocess.Popen[str]
     said: list[str]
+    traps: Traps
 
     def openai(self, key: str = "none", **words: Any) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=DEADLINE_S, **words)
@@ -68,10 +70,12 @@ def until(true: Callable[[], bool], every_s: float = 0.05) -> None:
 
 
 @contextmanager
-def program(command: list[Any], environment: Mapping[str, str], seen: str) -> Iterator[tuple[Any, list[str], str]]:
+def program(
+    command: list[Any], environment: Mapping[str, str], seen: str, folder: Path | None = None
+) -> Iterator[tuple[Any, list[str], str]]:
     """A program, once it has said something; with all it says, and what was seen. Stopped at the end of the block."""
     process = subprocess.Popen(
-        [*map(str, command)], stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment
+        [*map(str, command)], stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True, env=environment, cwd=folder
     )
     heard = process.stdout
     assert heard is not None
@@ -110,15 +114,19 @@ def replicas(
     mode: str = "auto",
     environment: Mapping[str, str] = os.environ,
 ) -> Iterator[Replicas]:
-    """The program, ready; stopped at the end of the block."""
-    command = [sys.executable, "-m", "ostinato", "serve", model, "--replicas", n, "--port", 0, "--device", "cpu"]
+    """The program, ready; started in a folder full of traps, and stopped at the end of the block."""
+    command = [sys.executable, "-m", "ostinato", "serve", model.name, "--replicas", n, "--port", 0, "--device", "cpu"]
     command += ["--context", context, "--slots", slots, "--mode", mode, *words]
     quiet = {"RAY_COLOR_PREFIX": "0", "RAY_DEDUP_LOGS": "0", "OMP_NUM_THREADS": "1"}
-    with (
-        program(command, {**environment, **quiet}, r"ready: .* at (http://\S+)") as (process, said, url),
-        LLM(model, device="cpu", context=context, mode=mode) as llm,
-    ):
-        yield Replicas(url, llm, process, said)
+    with tempfile.TemporaryDirectory(prefix="traps") as name:
+        folder = Path(name)
+        traps = Traps(folder, spared=loaded_by_m() | {"ostinato"})
+        (folder / model.name).symlink_to(model)
+        with (
+            program(command, {**environment, **quiet}, r"ready: .* at (http://\S+)", folder) as (process, said, url),
+            LLM(model, device="cpu", context=context, mode=mode) as llm,
+        ):
+            yield Replicas(url, llm, process, said, traps)
 
 
 @dataclass(frozen=True, slots=True)

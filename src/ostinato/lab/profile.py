@@ -6,7 +6,6 @@ import csv
 import io
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ import torch
 from ostinato.errors import BadInput, HardwareCannot
 from ostinato.lab.model import Workload
 from ostinato.lab.work import LabMachine
+from ostinato.python import python_command
 
 COUNTERS: Final = ("sm__throughput.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum")
 NCU_S: Final = 120.0
@@ -107,11 +107,11 @@ def counters(text: str) -> dict[str, float]:
     }
 
 
-def python_command(start: str, work: Workload) -> list[str]:
+def profiled_command(start: str, work: Workload) -> list[str]:
     """This laboratory again, one start, for a profiler to look at."""
     sizes = ("n", "steps", "kernels", "blocks", "threads")
     options = [word for size in sizes for word in (f"--{size}", str(getattr(work, size)))]
-    return [sys.executable, "-m", "ostinato", "lab", "one", "--start", start, "--body", work.body, *options]
+    return python_command("-m", "ostinato", "lab", "one", "--start", start, "--body", work.body, *options)
 
 
 def architecture(machine: LabMachine) -> str:

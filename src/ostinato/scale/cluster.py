@@ -10,14 +10,17 @@ import os
 import re
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, cast
 
 from ostinato import errors
 from ostinato.errors import BadInput, EngineDead, FetchFailed, HardwareCannot, OstinatoError
+from ostinato.python import python_command
 from ostinato.scale.settings import Routing, ScaleOptions
 from ostinato.serve.settings import ServeOptions
 
@@ -57,7 +60,7 @@ def check_address(address: str) -> None:
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
         raise BadInput(f"--ray-address {address}: no answer ({reason}); is the cluster's head up?") from error
-    command = [sys.executable, "-m", "ray.scripts.scripts", "health-check", "--address", address]
+    command = python_command("-m", "ray.scripts.scripts", "health-check", "--address", address)
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=JOIN_S, check=False)
     except subprocess.TimeoutExpired as error:
@@ -72,9 +75,18 @@ def check_address(address: str) -> None:
         raise BadInput(f"--ray-address {address}: what answers there is no Ray cluster of this version: {reason}")
 
 
+def with_whole_path(options: ServeOptions) -> ServeOptions:
+    """The options for a process with another current folder: a model that is a path here is named by its whole path."""
+    path = Path(options.model)
+    return replace(options, model=str(path.absolute())) if path.exists() else options
+
+
 @contextmanager
 def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
-    """Ray, started on this machine or joined; stopped or left at the end of the block."""
+    """Ray, started on this machine or joined; stopped or left at the end of the block.
+
+    Ray has its processes import from the folder in which it was started: they get an empty one.
+    """
     check_ray()
     if address is not None:
         check_address(address)
@@ -88,14 +100,16 @@ def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
         words |= {"num_cpus": os.cpu_count() or 1}
     else:
         words["address"] = address
-    try:
-        ray.init(**words)
-    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
-        raise HardwareCannot(f"Ray cannot be {'joined' if address else 'started'} here: {error}") from error
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+    with TemporaryDirectory(prefix="ostinato-") as empty:
+        try:
+            with chdir(empty):
+                ray.init(**words)
+        except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+            raise HardwareCannot(f"Ray cannot be {'joined' if address else 'started'} here: {error}") from error
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
 
 
 def free_nodes(ray: Any) -> list[NodeResources]:

@@ -17,7 +17,7 @@ from ostinato.llm import LLM
 from ostinato.options import Talk
 from ostinato.scale.batch import OnProgress, Tally, asked, at_once
 from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
-from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, placed
+from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, placed, with_whole_path
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
 
@@ -47,6 +47,7 @@ def run_on_ray(
             lines.append(one)
     if not lines:
         return tally
+    options = with_whole_path(options)
     with joined(address, quiet=True) as ray:
         scaling = placed(free_nodes(ray), options, replicas)
         by_number = {one.line.number: one for one in lines}

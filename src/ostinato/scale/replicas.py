@@ -16,7 +16,16 @@ from typing import Any, Final, NamedTuple, Self
 from ostinato.errors import BadInput, HardwareCannot
 from ostinato.files.store import resolve
 from ostinato.options import Talk
-from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, last_line, placed
+from ostinato.scale.cluster import (
+    START_S,
+    check_ray,
+    error_elsewhere,
+    free_nodes,
+    joined,
+    last_line,
+    placed,
+    with_whole_path,
+)
 from ostinato.scale.settings import Routing, ScaleOptions
 from ostinato.serve.settings import ServeOptions
 from ostinato.serve.supervisor import listen
@@ -43,6 +52,7 @@ def run_replicas(
     if address is None:  # before anything starts: an unknown name, a download, or a port in use
         resolve(options.model, talk=talk)
         free_port(options)
+    options = with_whole_path(options)
     with joined(address) as ray, Signals() as signals:
         place = place_of(options, ray)
         scaling = placed(free_nodes(ray), options, replicas, most, routing)

@@ -13,7 +13,6 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -22,9 +21,10 @@ from typing import Any, Final
 
 from ostinato.errors import BadInput
 from ostinato.options import Talk
+from ostinato.python import python_command
 from ostinato.serve.settings import ServeOptions
 
-WORKER: Final = (sys.executable, "-m", "ostinato.serve.worker")
+WORKER: Final = tuple(python_command("-m", "ostinato.serve.worker"))
 BACKLOG: Final = 1024
 YOUNG_S: Final = 20.0  # a death within this time after the start is an early one
 MOST_YOUNG_DEATHS: Final = 5

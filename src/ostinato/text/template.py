@@ -11,7 +11,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 from ostinato.errors import BadFile, BadInput, BadTemplate, InternalError
 from ostinato.files.json_file import read_json_if_there, read_text
+from ostinato.python import python_command
 from ostinato.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 5.0
@@ -142,7 +142,7 @@ class _Child:
     def __init__(self, owner: object, settings: Mapping[str, Any]) -> None:
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(_RENDERER)],
+                python_command(str(_RENDERER)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from typing import Final
 
 from ostinato.backends.machine import cpu_line
 from ostinato.files import store
+from ostinato.python import python_command
 
 LIMIT: Final = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX: Final = "AVX512_CORE_BF16"
@@ -52,7 +53,7 @@ def make_bfloat16_safe(talk: Callable[[str], None]) -> None:
 def amx_works() -> bool:
     """Whether a child process lives through a bfloat16 product."""
     try:
-        return subprocess.run([sys.executable, "-c", TRY], capture_output=True, timeout=60, check=False).returncode == 0
+        return not subprocess.run(python_command("-c", TRY), capture_output=True, timeout=60, check=False).returncode
     except subprocess.TimeoutExpired:
         return False
 
