@@ -11,7 +11,7 @@ import pytest
 import ostinato
 from ostinato.files.fetch import WheelSource, pip_command
 from ostinato.files.store import TABLE
-from ostinato.python import python_command
+from ostinato.processes import python_command
 from tests.cli import tiny_model
 from tests.traps import Traps, loaded_by_m
 
@@ -39,7 +39,7 @@ def test_pip_and_other_python_processes_do_not(tmp_path: Path) -> None:
 def test_no_module_starts_python_in_another_way() -> None:
     sources = Path(ostinato.__file__).parent.rglob("*.py")
     starts = [path.name for path in sources if re.search(r"[\[(]\s*sys\.executable", path.read_text())]
-    assert starts == ["python.py"]
+    assert starts == ["processes.py"]
 
 
 @pytest.mark.slow

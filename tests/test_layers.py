@@ -13,7 +13,7 @@ import ostinato
 PACKAGE = Path(ostinato.__file__).parent
 PACKAGES = (
     "errors",
-    "python",
+    "processes",
     "options",
     "files",
     "build",

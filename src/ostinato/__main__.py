@@ -1,7 +1,7 @@
 """The command `ostinato`, and `python -m ostinato`.
 
 Nothing is imported before `main` runs, so that Ctrl-C while the verbs load ends the program without a traceback, and
-so that `python -m ostinato` can take the current folder off the path first (see `python.py`).
+so that `python -m ostinato` can take the current folder off the path first (see `processes.py`).
 """
 
 import sys

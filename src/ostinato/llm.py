@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from queue import SimpleQueue
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, overload
 
@@ -31,7 +30,7 @@ from ostinato.engine.choose import choose
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
-from ostinato.engine.request import CLOSED, Request, RequestMessage, RequestSpec, Token, check_prompt, waited_for
+from ostinato.engine.request import CLOSED, MessageQueue, Request, RequestMessage, RequestSpec, Token, check_prompt
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
@@ -41,6 +40,7 @@ from ostinato.files.checkpoint import open_checkpoint
 from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
 from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
+from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
 
@@ -83,6 +83,7 @@ class LLM:
         **options: Any,
     ) -> None:
         say = talk or (lambda _: None)
+        self._opened = OpenedHere()
         if load is not None and options:
             raise BadOption(f"load and {next(iter(options))} are both given; give all options in one of the two ways")
         wanted = load or from_words(LoadOptions, options)
@@ -407,6 +408,7 @@ class LLM:
         """
         from ostinato.decoder.cells.decoder import Decoder
 
+        self._opened.check()
         known = inspect.signature(Decoder).parameters.keys() - {"model"}
         for word in settings:
             if word not in known:
@@ -467,6 +469,7 @@ class LLM:
 
     @property
     def _engine(self) -> Engine:
+        self._opened.check()
         if self._loop_engine is None:
             raise Unsupported(f"{self.shape.family} is an encoder: it embeds text and generates none")
         return self._loop_engine
@@ -508,7 +511,7 @@ class LLM:
     ) -> Iterator[tuple[int, Piece]]:
         """Pieces of answers that run together, each with the number of its request. Requests are submitted as the queue
         allows; if it is full while none of these runs: `wait` for room, or QueueFull."""
-        heard: SimpleQueue[tuple[Request, RequestMessage]] = SimpleQueue()
+        heard: MessageQueue[tuple[Request, RequestMessage]] = MessageQueue(self._engine.helper)
         running: dict[int, tuple[int, Answer]] = {}  # by the request's id
         n_put = 0
         try:
@@ -523,7 +526,7 @@ class LLM:
                         break
                     running[request.id] = n_put, Answer(self._origin, spec.prompt, sampling, request, fresh=fresh)
                     n_put += 1
-                request, message = waited_for(heard, self._engine.helper)
+                request, message = heard.get()
                 if request.id not in running:
                     continue  # it has met its stop string
                 if isinstance(message, Exception):

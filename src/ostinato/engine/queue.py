@@ -13,6 +13,7 @@ from collections.abc import Callable
 from ostinato.engine.request import Request
 from ostinato.engine.work import Work
 from ostinato.errors import OstinatoError, QueueFull
+from ostinato.processes import OpenedHere
 
 
 class RequestQueue:
@@ -21,6 +22,7 @@ class RequestQueue:
     def __init__(self, bound: int, n_slots: int, wake: Callable[[], None]) -> None:
         """`bound`: how many requests may wait, in addition to one per free slot. Work may always wait."""
         self._bound, self._n_free_slots, self._wake = bound, n_slots, wake
+        self._opened = OpenedHere()
         self._room = threading.Condition()
         self._waiting: deque[Request | Work] = deque()
         self._n_requests = 0  # of those that wait
@@ -33,6 +35,7 @@ class RequestQueue:
 
     def put(self, one: Request | Work, *, wait: bool = False) -> None:
         """Append a request or work. When the queue is full, for a request: `wait` for room, or QueueFull."""
+        self._opened.check()
         n = int(isinstance(one, Request))
         with self._room:
             while n and self._closed_error is None and self._n_requests >= self._bound + self._n_free_slots:
@@ -50,13 +53,17 @@ class RequestQueue:
         self._wake()
 
     def cancel(self, request: Request | Work) -> None:
-        """Ask for a cancellation."""
+        """Ask for a cancellation; no effect in a forked child."""
+        if not self._opened:
+            return
         with self._room:
             self._cancelled.append(request)
         self._wake()
 
     def close(self) -> None:
-        """Ask the engine's thread to end."""
+        """Ask the engine's thread to end; no effect in a forked child."""
+        if not self._opened:
+            return
         with self._room:
             self._closing = True
         self._wake()

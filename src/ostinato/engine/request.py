@@ -11,12 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Final, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Final, Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 from ostinato.engine.constraint import Constraint
 from ostinato.errors import BadInput, PromptTooLong
 from ostinato.loop.start import Helper
 from ostinato.options import Sampling
+from ostinato.processes import OpenedHere
 
 PAUSE_S: Final = 0.001  # wait for a message when there was no work to help with
 CLOSED: Final = "this LLM is closed; open it again to ask more"
@@ -42,14 +43,26 @@ class Token(NamedTuple):
 T = TypeVar("T")
 
 
-def waited_for(messages: SimpleQueue[T], helper: Helper | None) -> T:
-    """The next message of a queue. A caller on the main thread helps `helper` with the device's work while it waits."""
-    while helper is not None and threading.current_thread() is threading.main_thread():
-        try:
-            return messages.get_nowait() if helper.help() else messages.get(timeout=PAUSE_S)
-        except Empty:
-            continue
-    return messages.get()
+class MessageQueue(Generic[T]):
+    """MessageQueue of the engine's thread to one reader."""
+
+    def __init__(self, helper: Helper | None) -> None:
+        """`helper`: the device's work, with which a reader on the main thread helps while it waits."""
+        self._queue: SimpleQueue[T] = SimpleQueue()
+        self._helper, self._opened = helper, OpenedHere()
+
+    def put(self, message: T) -> None:
+        self._queue.put(message)
+
+    def get(self) -> T:
+        """The next message, waited for."""
+        self._opened.check()
+        while self._helper is not None and threading.current_thread() is threading.main_thread():
+            try:
+                return self._queue.get_nowait() if self._helper.help() else self._queue.get(timeout=PAUSE_S)
+            except Empty:
+                continue
+        return self._queue.get()
 
 
 class Cancelled(NamedTuple):
@@ -124,8 +137,7 @@ class Request:
         self.finish_reason: EndReason | None = None
         self.error: Exception | None = None
         self._cancel = cancel
-        self._helper = helper
-        self._messages: SimpleQueue[RequestMessage] = SimpleQueue()
+        self._messages: MessageQueue[RequestMessage] = MessageQueue(helper)
         self._sink = sink
         self._is_read = False
 
@@ -160,7 +172,7 @@ class Request:
     def __next__(self) -> Token:
         if self._is_read:
             raise StopIteration
-        message = waited_for(self._messages, self._helper)
+        message = self._messages.get()
         if not isinstance(message, Token):
             self._is_read = True
             if isinstance(message, Exception):

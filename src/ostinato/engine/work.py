@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from queue import SimpleQueue
 from typing import NamedTuple
 
 from ostinato.backends.base import ChunkOutput, OutputKind
-from ostinato.engine.request import CLOSED, waited_for
+from ostinato.engine.request import CLOSED, MessageQueue
 from ostinato.errors import BadInput
 from ostinato.loop.start import Helper
 
@@ -59,8 +58,8 @@ class Work:
     def __init__(self, spec: WorkSpec, cancel: Callable[[Work], None], helper: Helper | None) -> None:
         self.spec = spec
         self.ended = False
-        self._cancel, self._helper = cancel, helper
-        self._messages: SimpleQueue[WorkRows | Exception | None] = SimpleQueue()  # None: all rows have come
+        self._cancel = cancel
+        self._messages: MessageQueue[WorkRows | Exception | None] = MessageQueue(helper)  # None: all rows have come
 
     def cancel(self) -> None:
         """End it as soon as possible; no effect after its end. From any thread."""
@@ -69,7 +68,7 @@ class Work:
 
     def __iter__(self) -> Iterator[WorkRows]:
         try:
-            while (message := waited_for(self._messages, self._helper)) is not None:
+            while (message := self._messages.get()) is not None:
                 if isinstance(message, Exception):
                     raise message
                 yield message

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Final
 
 from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
 from ostinato.options import Talk
-from ostinato.python import python_command
+from ostinato.processes import python_command
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling

@@ -15,7 +15,7 @@ import torch
 from ostinato.errors import BadInput, HardwareCannot
 from ostinato.lab.model import Workload
 from ostinato.lab.work import LabMachine
-from ostinato.python import python_command
+from ostinato.processes import python_command
 
 COUNTERS: Final = ("sm__throughput.avg.pct_of_peak_sustained_active", "gpu__time_duration.sum")
 NCU_S: Final = 120.0

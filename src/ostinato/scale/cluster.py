@@ -20,7 +20,7 @@ from typing import Any, Final, cast
 
 from ostinato import errors
 from ostinato.errors import BadInput, EngineDead, FetchFailed, HardwareCannot, OstinatoError
-from ostinato.python import python_command
+from ostinato.processes import python_command
 from ostinato.scale.settings import Routing, ScaleOptions
 from ostinato.serve.settings import ServeOptions
 

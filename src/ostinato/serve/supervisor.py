@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from ostinato.errors import BadInput
 from ostinato.options import Talk
-from ostinato.python import python_command
+from ostinato.processes import python_command
 from ostinato.serve.settings import ServeOptions
 
 WORKER: Final = tuple(python_command("-m", "ostinato.serve.worker"))

@@ -8,7 +8,6 @@ replaces it when it fails. Nothing here knows about token ids.
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import threading
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ostinato.errors import BadFile, BadInput, BadTemplate, InternalError
 from ostinato.files.json_file import read_json_if_there, read_text
-from ostinato.python import python_command
+from ostinato.processes import OpenedHere, python_command
 from ostinato.text.tokenizer import Tokenizer
 
 RENDER_SECONDS = 5.0
@@ -150,9 +149,9 @@ class _Child:
             )
         except OSError as error:
             raise InternalError(f"the template renderer could not be started: {error}") from error
-        self._made_by = os.getpid()
+        self._opened = OpenedHere()
         self.expired = False
-        self.end = weakref.finalize(owner, _end_process, self._process)
+        self.end = weakref.finalize(owner, _end_process, self._process, self._opened)
         if self.ask(json.dumps(settings).encode(), START_SECONDS) is None:
             self.end()
             code = self._process.returncode
@@ -160,7 +159,7 @@ class _Child:
 
     def usable(self) -> bool:
         """Whether it still runs, and is ours: a forked process must not share the parent's."""
-        return self._made_by == os.getpid() and self._process.poll() is None
+        return bool(self._opened) and self._process.poll() is None
 
     def exit_code(self) -> int:
         """How the process ended; it is ended when it has not by itself."""
@@ -193,7 +192,9 @@ class _Child:
         self._process.kill()
 
 
-def _end_process(process: subprocess.Popen[bytes]) -> None:
+def _end_process(process: subprocess.Popen[bytes], opened: OpenedHere) -> None:
+    if not opened:
+        return  # a forked child ends, and its parent still needs the process
     process.kill()
     process.wait()
     for pipe in (process.stdin, process.stdout):

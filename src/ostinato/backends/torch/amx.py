@@ -19,7 +19,7 @@ from typing import Final
 
 from ostinato.backends.machine import cpu_line
 from ostinato.files import store
-from ostinato.python import python_command
+from ostinato.processes import python_command
 
 LIMIT: Final = "ONEDNN_MAX_CPU_ISA"
 WITHOUT_AMX: Final = "AVX512_CORE_BF16"

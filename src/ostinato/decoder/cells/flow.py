@@ -31,6 +31,7 @@ from ostinato.decoder.cells.settings import Settings
 from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
 from ostinato.decoder.pooling import Pooled
 from ostinato.errors import Aborted, InternalError, InvalidBatch
+from ostinato.processes import OpenedHere
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +83,7 @@ class DecodeFlow:
         self._computing = ComputeExecutor(Threads(batch=n_threads, single=n_threads))
         self.ubatches = UbatchExecutor()
         self._running = False
+        self._opened = OpenedHere()
         self.graphs.ensure_reserved(self._worst())
 
     @property
@@ -90,6 +92,7 @@ class DecodeFlow:
 
     def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
         """Decode a batch; raises one of the decode errors, each with `.code`, `.reason` and `.index`."""
+        self._opened.check()
         if self._running:
             raise InternalError("a decode was started inside another one of the same decoder (D-20)")
         self._running = True
@@ -101,6 +104,7 @@ class DecodeFlow:
 
     def update(self, abort: Callable[[], bool] = never) -> None:
         """Carry out pending shifts and copies (D-11); this invalidates graphs built before (UP-8)."""
+        self._opened.check()
         if self.memory.prepare_update(optimise=False) is Status.SUCCESS and abort():
             raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
         with torch.inference_mode():

@@ -14,6 +14,7 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import BadInput, InternalError
 from ostinato.files.unpack import Floats
+from ostinato.processes import OpenedHere
 
 # Tokens of one batch, unless a text has more: attention multiplies each row with all rows of the batch.
 BATCH_TOKENS: Final = 512
@@ -25,6 +26,7 @@ class TextEncoder:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._made: tuple[str, Decoder] | None = None
+        self._opened = OpenedHere()
         self._lock = threading.Lock()
         self._closed = False
 
@@ -39,6 +41,7 @@ class TextEncoder:
 
         `segments`: which of two texts each token belongs to, for models that have segment embeddings.
         """
+        self._opened.check()
         found: list[Floats] = []
         with self._lock:
             if self._closed:
