@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from bench import rival
 from bench.note import Series, as_json, versions
