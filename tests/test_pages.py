@@ -1,4 +1,4 @@
-"""The pages under docs/: each can be found, its links lead somewhere, its lines are short, and the code it names exists."""
+"""The pages under docs/: each can be found, its links lead somewhere, its lines are short, its code names exist."""
 
 import re
 from collections.abc import Iterator
