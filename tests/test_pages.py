@@ -89,7 +89,7 @@ def test_a_page_says_first_what_it_answers_and_for_whom(page: Path) -> None:
     title, empty, first = lines_of(page)[:3]
     assert title.startswith("# ")
     assert empty == ""
-    assert re.match(r"For (users|operators|contributors)\b", first), first
+    assert re.match(r"For (users|operators|contributors|readers)\b", first), first
 
 
 @pytest.mark.parametrize("page", PROSE, ids=name_of)
