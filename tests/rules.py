@@ -67,7 +67,7 @@ def read(path: Path = TABLE) -> tuple[Group, ...]:
     """The groups of the table, in its order."""
     groups = tomllib.loads(path.read_text(encoding="utf-8"))["group"]
     return tuple(
-        Group(group["title"], tuple(_rule(*item) for item in group["rules"].items()), group.get("about", ""))
+        Group(group["title"], tuple(_rule(*item) for item in group.get("rules", {}).items()), group.get("about", ""))
         for group in groups
     )
 
@@ -111,38 +111,53 @@ def citations(*places: str) -> Iterator[Citation]:
 
 # The page
 
+WIDTH = 110  # of prose
 HEAD = """\
 # Rules
 
-Code, tests and docs cite rules by code. The table is `tests/data/rules.toml`; `python -m tests.rules --write` writes
-this page from it, and `tests/test_rules.py` fails if a cited code has no rule, if neither code nor a test cites a rule,
-or if this page differs from the table. `python -m tests.rules KV-12` prints a rule and every line that cites it.
+For contributors: what the rules say that code, tests and docs cite by code (`KV-12`), and how the CUDA
+executor works that the lessons (E) are about.
 
-Invariants (I) are those of [decode mode](decode-mode.md), rules G to EN those of [the decoder](decoder.md), and lessons
-(E) those of the CUDA backends. `tests/data/decoder_vectors.json` holds executable examples of the decoder's rules; the
-number of a vector has three digits (`S-031`), the number of a rule one or two.
+The table is `tests/data/rules.toml`, and `python -m tests.rules --write` writes this page from it. The
+command `python -m tests.rules KV-12` prints a rule and every line that cites it. `tests/test_rules.py` fails
+if a cited code has no rule, if neither code nor a test cites a rule, or if this page differs from the table.
+
+| codes | rules of |
+|---|---|
+| I | [decode mode](decode-mode.md) |
+| G to EN | [the decoder](decoder.md), with executable examples in `tests/data/decoder_vectors.json` |
+| E | [the CUDA executor](#the-executor): lessons, each with its status |
+
+The number of a vector has three digits (`S-031`), the number of a rule one or two.
 """
 
 
 def page(groups: Sequence[Group]) -> str:
     """docs/rules.md: a table for each group, then the lessons that are open."""
     opened = [rule.code for group in groups for rule in group.rules if rule.status == "open"]
-    parts = [HEAD, *map(_section, groups), "## Open lessons\n\n" + textwrap.fill(", ".join(opened), 120) + "\n"]
+    parts = [HEAD, *map(_section, groups), "## Open lessons\n\n" + _filled(", ".join(opened)) + "\n"]
     return "\n".join(parts)
 
 
 def _section(group: Group) -> str:
     lines = [f"## {group.title}", ""]
-    if group.about:
-        lines += [textwrap.fill(group.about, 120, break_on_hyphens=False), ""]
+    for paragraph in group.about.split("\n\n") if group.about else ():
+        lines += [_filled(paragraph), ""]
+    if not group.rules:
+        return "\n".join(lines)
     if group.rules[0].status is None:
         lines += ["| rule | what must hold |", "|---|---|"]
         lines += [f"| {rule.code} | {rule.holds} |" for rule in group.rules]
     else:
         lines += ["| lesson | what must hold | status | GPU check |", "|---|---|---|---|"]
         lines += [f"| {rule.code} | {rule.holds} | {rule.state} | {', '.join(rule.gpu)} |" for rule in group.rules]
-    reasons = [f"- Neither code nor a test cites {rule.code}: {rule.uncited}." for rule in group.rules if rule.uncited]
-    return "\n".join([*lines, *([""] if reasons else []), *reasons, ""])
+    reasons = [f"Neither code nor a test cites {rule.code}: {rule.uncited}." for rule in group.rules if rule.uncited]
+    return "\n".join([*lines, *([""] if reasons else []), *(_filled(reason, "- ") for reason in reasons), ""])
+
+
+def _filled(text: str, item: str = "") -> str:
+    after = " " * len(item)
+    return textwrap.fill(text, WIDTH, initial_indent=item, subsequent_indent=after, break_on_hyphens=False)
 
 
 # The command

@@ -47,10 +47,6 @@ def test_rules_are_plain_sentences_that_fit_a_line() -> None:
             assert not re.search(r"\w\.(py|cu|cpp|h)\b", text), f"source files move; a rule names none: {rule}"
 
 
-def test_lines_of_prose_fit_120_characters() -> None:
-    assert [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line[:1] != "|" and len(line) > 120] == []
-
-
 def test_a_lesson_is_met_and_names_what_shows_it_or_says_what_is_missing() -> None:
     """E-86."""
     modules = (gpu_exact, gpu_executor, gpu_prompts, gpu_speed, gpu_stress, gpu_tape)
