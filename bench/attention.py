@@ -12,7 +12,6 @@ fails. Needs torch, triton and numpy; a minute.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bench.note import versions
+from bench.note import as_json, command, versions
 from bench.replay import replayed_us
 from ostinato.backends.cuda.triton.add_norm import bind_add_norm
 from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
@@ -311,17 +310,9 @@ def main() -> None:
     torch.cuda.empty_cache()
     lines += time_steps(SIZES[1], "q8_0", device, options)
     lines += [line for size in SIZES for line in time_prompts(size, device)]
-    note = {
-        "question": "how fast is attention?",
-        "device": torch.cuda.get_device_name(),
-        "faults": faults,
-        "lines": lines,
-    }
-    print(
-        json.dumps(
-            note | {"versions": versions("torch", "triton"), "programs": options.programs, "stages": options.stages}
-        )
-    )
+    facts = {"programs": options.programs, "stages": options.stages, "faults": faults, "lines": lines}
+    versions_here, device_name = versions("torch", "triton"), torch.cuda.get_device_name()
+    print(as_json("how fast is attention?", command("bench.attention"), versions_here, device_name, **facts))
     print(f"{'':34} {'rows':>5} {'context':>8} {'us':>9} {'GB/s':>7}")
     for line in lines:
         print(f"{line['what']:34} {line['rows']:>5} {line['context']:>8} {line['us']:>9.2f} {line['gb_s']:>7.0f}")

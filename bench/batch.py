@@ -157,7 +157,7 @@ def main() -> None:
         series += taken
     question = f"does the sanitizer take less than {LIMIT_MS} ms for {max(TOKENS)} tokens, and what do the splits cost?"
     command = f"python -m bench.batch --rounds {asked.rounds}"
-    print(as_json(question, command, series, cores=1, versions=versions("numpy")))
+    print(as_json(question, command, versions("numpy"), cores=1, series=series))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from bench import rival
-from bench.note import Series, as_json, versions
+from bench.note import Series, as_json, command, versions
 from bench.random_gguf import random_gguf
 from ostinato.processes import python_command
 
@@ -48,12 +48,13 @@ def ours(shape: str, type: str, *, cuda: bool, modes: str) -> Mapping[str, float
     return found
 
 
-def theirs(programs: Path, model: Path, *, cuda: bool) -> Mapping[str, float]:
-    """llama.cpp's tokens per second, with its flash attention, all layers on the card or none."""
+def theirs(programs: Path, model: Path, *, cuda: bool) -> tuple[Mapping[str, float], dict[str, str]]:
+    """llama.cpp's tokens per second, with its flash attention, all layers on the card or none; and what it found."""
     layers = ("--n-gpu-layers", "999" if cuda else "0", "--flash-attn", "1", "--repetitions", "2")
     prompt = rival.bench(programs, model, "--n-prompt", str(PROMPT), "--n-gen", "0", *layers)
     new = rival.bench(programs, model, "--n-prompt", "0", "--n-gen", str(NEW), "--n-depth", str(DEPTH), *layers)
-    return {"prefill": prompt[0]["avg_ts"], "decode of 1": new[0]["avg_ts"]}
+    facts = {name: str(new[0][name]) for name in ("build_commit", "backends", "cpu_info", "gpu_info")}
+    return {"prefill": prompt[0]["avg_ts"], "decode of 1": new[0]["avg_ts"]}, facts
 
 
 def main() -> None:
@@ -67,13 +68,15 @@ def main() -> None:
     modes = asked.modes or ("loop,persistent" if asked.cuda else "loop")
     programs = rival.built(cuda=asked.cuda, source=asked.source)
     found: dict[tuple[str, str], list[float]] = {}
+    facts: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         for model in asked.models.split(","):
             shape, _, type = model.partition(":")
             file = random_gguf(shape, type, Path(folder))
             for _ in range(asked.rounds):
+                measured, facts = theirs(programs, file, cuda=asked.cuda)
                 for engine, figures in (
-                    ("llama.cpp", theirs(programs, file, cuda=asked.cuda)),
+                    ("llama.cpp", measured),
                     ("ostinato", ours(shape, type, cuda=asked.cuda, modes=modes)),
                 ):
                     for task, value in figures.items():
@@ -82,9 +85,10 @@ def main() -> None:
     series = [Series(engine, task, "tok/s", tuple(runs)) for (engine, task), runs in found.items()]
     for one in series:
         print(f"{one.engine:12}{one.task:44}{one.median:12.1f}   {' '.join(f'{run:.1f}' for run in one.runs)}")
-    command = f"python -m bench.beside --models {asked.models} --rounds {asked.rounds}{' --cuda' if asked.cuda else ''}"
-    facts = {"versions": {**versions("torch"), "llama.cpp": f"xllamacpp {rival.VERSION}"}}
-    print(as_json("how fast do we decode beside llama.cpp, built here?", command, series, **facts))
+    about = {**versions("torch", "triton"), "llama.cpp": f"xllamacpp {rival.VERSION}"}
+    device = facts["gpu_info"] if asked.cuda else facts["cpu_info"]
+    question = "how fast do we decode beside llama.cpp, built here?"
+    print(as_json(question, command("bench.beside"), about, device, llama_cpp=facts, series=series))
 
 
 if __name__ == "__main__":

@@ -283,8 +283,8 @@ def main() -> None:
     show(series, compile_s)
     question = "how fast is the CPU's native loop beside llama.cpp on the default model?"
     command = f"python -m bench.cpu --rounds {asked.rounds} --threads {asked.threads}"
-    facts = {"threads": asked.threads, "model": path.name, "versions": versions("torch", "transformers", "xllamacpp")}
-    print(as_json(question, command, series, compile_s=compile_s, **facts))
+    facts = {"threads": asked.threads, "model": path.name, "compile_s": compile_s, "series": series}
+    print(as_json(question, command, versions("torch", "transformers", "xllamacpp"), **facts))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import json
 import os
 import platform
 import subprocess
@@ -28,12 +27,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any, Final
 
 from bench.gpu_frame import ROOT, Check, Outcome, Setting, run_checks, serve_child
-from bench.note import commit, cpu_name, versions
+from bench.note import as_json, commit, cpu_name, versions
 
 PARTS: Final = ("exact", "speed", "stress", "tape")
 SECONDS: Final = 290.0
@@ -65,7 +63,7 @@ def main() -> None:
         outcomes.append(outcome)
         print(f"{time.monotonic() - started:6.1f} s  {outcome.line}", flush=True)
     seconds = time.monotonic() - started
-    text = json.dumps(_note(asked, outcomes, seconds))
+    text = _note(asked, outcomes, seconds)
     if asked.out is not None:
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / f"gpu_check-{asked.part}.json").write_text(text + "\n")
@@ -132,30 +130,20 @@ def _chosen(checks: Sequence[Check], part: str, only: Sequence[str] | None) -> l
 # What came of it
 
 
-def _note(asked: argparse.Namespace, outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+def _note(asked: argparse.Namespace, outcomes: Sequence[Outcome], seconds: float) -> str:
     words = [f"--part {asked.part}", *(f"--only {name}" for name in asked.only or ())]
     words += ["--device cpu"] if asked.device == "cpu" else []
     words += [] if asked.model is None else [f"--model {Path(asked.model).name}"]
-    return {
-        "date": date.today().isoformat(),
-        "question": QUESTIONS[asked.part],
-        "command": " ".join(["python -m bench.gpu_check", *words]),
-        "commit": _commit(asked.device),
-        "device": _gpu_name() if asked.device == "cuda" else cpu_name(),
-        "host": f"{cpu_name()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
-        "versions": versions("torch", "triton", "numpy", "tokenizers", "cuda-core", "cuda-bindings", "transformers"),
-        "seconds": round(seconds, 1),
-        "outcomes": [asdict(outcome) for outcome in outcomes],
-    }
-
-
-def _commit(device: str) -> str:
-    if device == "cpu":
-        return "a dry run"
-    try:
-        return commit()
-    except OSError:
-        return "unknown"
+    return as_json(
+        QUESTIONS[asked.part],
+        " ".join(["python -m bench.gpu_check", *words]),
+        versions("torch", "triton", "numpy", "tokenizers", "cuda-core", "cuda-bindings", "transformers"),
+        _gpu_name() if asked.device == "cuda" else cpu_name(),
+        commit=commit() if asked.device == "cuda" else "a dry run",
+        host=f"{cpu_name()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}",
+        seconds=round(seconds, 1),
+        outcomes=[asdict(outcome) for outcome in outcomes],
+    )
 
 
 def _gpu_name() -> str:

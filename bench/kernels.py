@@ -12,7 +12,6 @@ A section stops after --seconds and says what it left out. Needs torch, triton a
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import sys
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.note import versions
+from bench.note import as_json, command, versions
 from bench.replay import replayed_us
 from ostinato.backends.cuda.launch import Launches, TritonLaunch
 from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
@@ -476,8 +475,8 @@ def main() -> None:
     for name, table in tables.items():
         print(f"\n{name}")
         show(table)
-    note = {"question": "how fast are the step's products, by tile?", "device": torch.cuda.get_device_name()}
-    print(json.dumps(note | {"versions": versions("torch", "triton"), "sections": tables}))
+    question, device = "how fast are the step's products, by tile?", torch.cuda.get_device_name()
+    print(as_json(question, command("bench.kernels"), versions("torch", "triton"), device, sections=tables))
     bad = [row for table in tables.values() for row in table if row.get("ok") is False or row.get("same_bits") is False]
     sys.exit(1 if bad else 0)
 

@@ -2,7 +2,7 @@
 
     python -m bench.kv_planner
 
-Holes lie anywhere, as after many requests of different lengths. The last line is the note for docs/lab-log.md.
+Holes lie anywhere, as after many requests of different lengths. The last line is the note for docs/lab.
 """
 
 from __future__ import annotations
@@ -98,10 +98,10 @@ def main() -> None:
         as_json(
             "does planning slow down when the KV cache is nearly full?",
             "python -m bench.kv_planner",
-            series,
+            versions("numpy"),
             includes="split and prepare, without applying; one thread",
             fills=FILLS,
-            versions=versions("numpy"),
+            series=series,
         )
     )
 

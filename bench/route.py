@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 from pathlib import Path
 from typing import Any, Final
 
+from bench.note import as_json, command, versions
 from ostinato.serve.load import Lengths, Load, LoadReport, report, run
 
 _PROCESSES: Final = {"proxy": "ray::ProxyActor", "ingress": "ostinato:Ingress", "replica": "ostinato:Engine"}
@@ -83,7 +83,9 @@ def main() -> None:
         kind: (seconds - per_request[kind] * 1e-6 * way["answered"]) / way["tokens"] * 1e6
         for kind, seconds in way["cpu_s"].items()
     }
-    print(json.dumps({"told": told, "cpu_us_per_request": per_request, "cpu_us_per_token": per_token}))
+    question = "what does a route over Ray cost beside the single server?"
+    facts: dict[str, Any] = {"told": told, "cpu_us_per_request": per_request, "cpu_us_per_token": per_token}
+    print(as_json(question, command("bench.route"), versions("torch", "ray"), **facts))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ torch, triton and numpy.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import sys
@@ -21,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from bench.note import versions
+from bench.note import as_json, command, versions
 from bench.replay import replays_us
 from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
@@ -244,8 +243,9 @@ def main() -> None:
         row["goal"] = (
             "" if goal is None else f"{goal:.0f} us: " + ("met" if float(str(row["8 rows"])) <= goal else "missed")
         )
-    note = {"question": "how long does a step's sampler take?", "device": torch.cuda.get_device_name(), "vocab": VOCAB}
-    print(json.dumps(note | {"versions": versions("torch", "triton"), "unit": "us", "rows": rows, "wrong": wrong}))
+    question, device = "how long does a step's sampler take?", torch.cuda.get_device_name()
+    facts = {"vocab": VOCAB, "unit": "us", "rows": rows, "wrong": wrong}
+    print(as_json(question, command("bench.sampling"), versions("torch", "triton"), device, **facts))
     heads = list(rows[0])
     print("microseconds a step, of 32 slots; shape, choose and gather alone at 8 rows")
     print(f"{heads[0]:28}" + "".join(f"{head:>10}" for head in heads[1:]))

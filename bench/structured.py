@@ -88,9 +88,9 @@ def main() -> None:
             as_json(
                 "do other slots keep their pace beside an answer that follows a schema?",
                 f"python -m bench.structured --model {given.model} --rounds {given.rounds} --tokens {given.tokens}",
-                [*series, *more],
+                versions("torch", "llguidance"),
                 mode=llm.mode,
-                versions=versions("torch", "llguidance"),
+                series=[*series, *more],
             )
         )
 

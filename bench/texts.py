@@ -10,7 +10,6 @@ figure is the time from asking for the score of one text until it is there, whil
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -18,7 +17,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
-from bench.note import commit, cpu_name, versions
+import torch
+
+from bench.note import as_json, command, cpu_name, versions
 from ostinato import LLM
 from ostinato.engine.engine import Engine
 from ostinato.engine.texts import logprobs_of, vectors_of
@@ -96,8 +97,10 @@ def main() -> None:
         share = f", {ratios[name]:.2f} of the prompts" if name in ratios else ""
         print(f"{name}: {median:,.0f} tok/s ({min(runs[name]):,.0f} - {max(runs[name]):,.0f}){share}")
     print(f"a score beside a decoding request ({mode}): {statistics.median(waits):.1f} ms (longest {max(waits):.1f})")
-    note = {"asked": vars(asked), "mode": mode, "runs": runs, "ratios": ratios, "waits_ms": waits}
-    print(json.dumps({**note, "commit": commit(), "cpu": cpu_name(), "versions": versions()}))
+    question = "how fast are texts embedded and scored, and how long does a score wait for a decode?"
+    facts = {"asked": vars(asked), "mode": mode, "runs": runs, "ratios": ratios, "waits_ms": waits}
+    device = cpu_name() if asked.device == "cpu" else torch.cuda.get_device_name()
+    print(as_json(question, command("bench.texts"), versions("torch", "triton"), device, **facts))
 
 
 def _waits(engine: Engine, text: Callable[[int], list[int]]) -> list[float]:

@@ -16,7 +16,7 @@ INDEX = DOCS / "index.md"
 OUTSIDE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
 PAGES = sorted(DOCS.rglob("*.md"))
 # Notes of measurements have a form of their own.
-PROSE = [page for page in PAGES if page != DOCS / "lab-log.md" and DOCS / "lab" not in page.parents]
+PROSE = [page for page in PAGES if DOCS / "lab" not in page.parents]
 DRAWN = {"walk": "walk", "ring": "ring", "decode-mode": "decode-mode", "tape": "tape", "decoder": "decoder"}
 DRAWN |= {"rules": "executor"}
 WIDTH = 110

@@ -49,7 +49,7 @@ from ostinato.options import Activations, KVType
 
 SPLITS: Final = 16  # of what a row sees, at most
 LEAST_SPLIT: Final = 128  # positions: as many as the warps of a block take at once
-IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loads wait behind the stream (lab log)
+IN_FLIGHT_BYTES: Final = 32 << 10  # of a block's requests: with more, small loads wait behind the stream (docs/lab)
 LEAST_ACTIVATION_BYTES: Final = 32 << 10  # the choice of tokens works there too
 STATIC_BYTES: Final = 2 << 10  # of a block's shared memory: what the step boundary keeps
 DEADLINE_NS: Final = 2_000_000_000  # for any wait on the device
