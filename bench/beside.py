@@ -64,24 +64,23 @@ def main() -> None:
     parser.add_argument("--modes", help="of ours, by comma")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--source", type=Path, help="the source distribution of xllamacpp")
+    parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="for the files of llama.cpp")
     asked = parser.parse_args()
     modes = asked.modes or ("loop,persistent" if asked.cuda else "loop")
     programs = rival.built(cuda=asked.cuda, source=asked.source)
     found: dict[tuple[str, str], list[float]] = {}
     facts: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for model in asked.models.split(","):
-            shape, _, type = model.partition(":")
-            file = random_gguf(shape, type, Path(folder))
-            for _ in range(asked.rounds):
-                measured, facts = theirs(programs, file, cuda=asked.cuda)
-                for engine, figures in (
-                    ("llama.cpp", measured),
-                    ("ostinato", ours(shape, type, cuda=asked.cuda, modes=modes)),
-                ):
-                    for task, value in figures.items():
-                        found.setdefault((engine, f"{model}, {task}"), []).append(value)
-            file.unlink()
+    for model in asked.models.split(","):
+        shape, _, type = model.partition(":")
+        file = random_gguf(shape, type, asked.folder)
+        for _ in range(asked.rounds):
+            measured, facts = theirs(programs, file, cuda=asked.cuda)
+            for engine, figures in (
+                ("llama.cpp", measured),
+                ("ostinato", ours(shape, type, cuda=asked.cuda, modes=modes)),
+            ):
+                for task, value in figures.items():
+                    found.setdefault((engine, f"{model}, {task}"), []).append(value)
     series = [Series(engine, task, "tok/s", tuple(runs)) for (engine, task), runs in found.items()]
     for one in series:
         print(f"{one.engine:12}{one.task:44}{one.median:12.1f}   {' '.join(f'{run:.1f}' for run in one.runs)}")

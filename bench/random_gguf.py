@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from ostinato.lab.random_weights import RandomFile
 from ostinato.models.named_shapes import named_shape
@@ -36,8 +39,8 @@ def random_gguf(shape_name: str, type: str, folder: Path) -> Path:
     writer.add_tokenizer_model("none")
     for info in file.tensors.values():
         stored = gguf.GGMLQuantizationType[info.type]
-        data = file.raw(info.name).view("uint8").reshape(*info.shape[:-1], -1)
-        writer.add_tensor_info(info.name, data.shape, data.dtype, data.nbytes, raw_dtype=stored)
+        row_bytes = info.n_bytes // prod(info.shape[:-1])
+        writer.add_tensor_info(info.name, (*info.shape[:-1], row_bytes), np.dtype("uint8"), info.n_bytes, stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
