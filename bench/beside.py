@@ -50,7 +50,7 @@ def ours(shape: str, type: str, *, cuda: bool, modes: str) -> Mapping[str, float
 
 def theirs(programs: Path, model: Path, *, cuda: bool) -> tuple[Mapping[str, float], dict[str, str]]:
     """llama.cpp's tokens per second, with its flash attention, all layers on the card or none; and what it found."""
-    layers = ("--n-gpu-layers", "999" if cuda else "0", "--flash-attn", "1", "--repetitions", "2")
+    layers = ("--n-gpu-layers", "999" if cuda else "0", "--flash-attn", "on", "--repetitions", "2")
     prompt = rival.bench(programs, model, "--n-prompt", str(PROMPT), "--n-gen", "0", *layers)
     new = rival.bench(programs, model, "--n-prompt", "0", "--n-gen", str(NEW), "--n-depth", str(DEPTH), *layers)
     facts = {name: str(new[0][name]) for name in ("build_commit", "backends", "cpu_info", "gpu_info")}
