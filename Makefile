@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: run serve test tests quick check bench soak sanitize test-gpu wheel clean
+.PHONY: run serve test tests quick check bench soak docs sanitize test-gpu wheel clean
 
 run: .venv/installed
 	@$(BIN)/ostinato run "$$PROMPT"
@@ -37,6 +37,9 @@ bench: .venv/installed-dev
 
 soak: .venv/installed-dev
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
+
+docs: .venv/installed-dev  # the reference of the Python API, as HTML
+	@$(BIN)/python -m tests.reference build/docs
 
 test-gpu: .venv/installed-dev
 	for part in exact speed stress tape; do $(BIN)/python -m bench.gpu_check --part $$part || exit 1; done

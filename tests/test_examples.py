@@ -8,6 +8,7 @@ only parsed: `<!-- example: needs gpu -->`. `<!-- example: with NAME=VALUE -->` 
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import shlex
@@ -19,6 +20,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from doctest import DocTestParser
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ import pytest
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from ostinato import cli
+from ostinato import LLM, Sampling, cli
 from ostinato.engine.machine import why_no_cuda
 from ostinato.serve.settings import DEFAULT_PORT
 from tests.serve.running import Running, serving
@@ -166,6 +168,18 @@ def test_the_python_of_a_page_runs(page: Path, request: pytest.FixtureRequest) -
             if ADDRESS in text:
                 text = text.replace(ADDRESS, request.getfixturevalue("server").url)
             exec(compile("\n" * block.line + text, str(page), "exec"), names)
+
+
+@pytest.mark.slow
+@pytest.mark.model
+@pytest.mark.usefixtures("folder")
+def test_the_examples_of_an_llm_run(default_model: Path) -> None:
+    with LLM("smollm2", context=256, slots=1) as llm:
+        llm.generate("Once", Sampling(max_tokens=4))  # the answer whose state is saved
+        names: dict[str, Any] = {"llm": llm, "LLM": LLM, "Sampling": Sampling}
+        for method in (name for name in vars(LLM) if name[0] != "_" and name != "rank"):
+            for example in DocTestParser().get_examples(inspect.getdoc(getattr(LLM, method)) or ""):
+                exec(compile(example.source, f"LLM.{method}", "single"), names)
 
 
 @pytest.fixture

@@ -34,7 +34,19 @@ from typing import ClassVar
 
 
 class OstinatoError(Exception):
-    """The root: every exception that this package raises on purpose is one of these."""
+    """The root: every exception that this package raises on purpose is one of these.
+
+    >>> from ostinato import OstinatoError, Sampling
+    >>> try:
+    ...     Sampling(temperature=-1)
+    ... except OstinatoError as error:
+    ...     print(type(error).__name__, error.exit_code, error.http_status)
+    BadOption 2 400
+
+    Attributes:
+        exit_code: how the command line ends with this error.
+        http_status: how the server answers with it.
+    """
 
     exit_code: ClassVar[int] = 3
     http_status: ClassVar[int] = 500
@@ -78,7 +90,13 @@ class UnknownName(BadInput):
 
 
 class DecodeError(OstinatoError):
-    """A batch that the decoder refused: `reason` names the check, `index` the token where there is one."""
+    """A batch that the decoder refused.
+
+    Attributes:
+        code: the number of the kind of refusal.
+        reason: names the check.
+        index: the token that failed it, where there is one.
+    """
 
     code: ClassVar[int]
 

@@ -53,7 +53,13 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 
 class Score(NamedTuple):
-    """How well a model predicts a text: tokens predicted, their summed negative log-likelihood, exp of its mean."""
+    """How well a model predicts a text.
+
+    Attributes:
+        n_tokens: tokens that were predicted: all but the first.
+        nll: the sum of their negative log-likelihoods, in nats.
+        perplexity: e to the power of `nll / n_tokens`.
+    """
 
     n_tokens: int
     nll: float
@@ -66,11 +72,33 @@ class LLM:
     >>> with LLM("smollm2", context=4096) as llm:                                      # doctest: +SKIP
     ...     print(llm.generate("Once upon a time", Sampling(max_tokens=64)).text)
 
-    `model` is a path (a GGUF file or a safetensors folder) or a name that the store knows. Options are those of
-    `LoadOptions`, one by one or as the record `load`; an unknown one is refused. `progress` is called with (bytes
-    read, total bytes) while weights load, `talk` with a sentence for each default that had to be changed. Any number
-    of threads may call, and any number of streams may be open: `slots` requests are decoded at once, the others wait
-    in the queue.
+    Any number of threads may call, and any number of streams may be open: `slots` requests are decoded at once, the
+    others wait in the queue. Close it, or use it in a `with` block, to release memory and threads.
+
+    Args:
+        model: a GGUF file, a safetensors folder, or a name: `smollm2`, `hf:owner/repo/file.gguf`, `hf:owner/repo`.
+            A named model that is not in the store is fetched first.
+        load: all options of loading in one record.
+        progress: called with the bytes read and the bytes in all while weights load.
+        talk: called with a sentence for each default that had to be changed, such as a smaller context.
+        options: the fields of `LoadOptions` one by one, in place of `load`.
+
+    Attributes:
+        name: the model as it was given.
+        path: its file or folder.
+        load_s: the seconds that loading took.
+        tokenizer: turns text into token ids and back.
+        template: its chat template; None if it has none.
+        defaults: the sampling options that its files state.
+        shape: its family, layers and sizes.
+
+    Raises:
+        BadOption: an option is unknown or has a value out of range.
+        BadFile: the file is damaged, or is no model.
+        UnknownName: there is no such model, or its architecture is not known.
+        FetchFailed: a named model could not be fetched.
+        ContextTooLarge: the `context` asked for does not fit the memory or the model.
+        HardwareCannot: the device, the mode or the memory is not there.
     """
 
     def __init__(
@@ -148,7 +176,10 @@ class LLM:
         return () if self._loop_engine is None else self._loop_engine.why_not
 
     def stats(self) -> Stats:
-        """The engine's counts: steps, tokens, gaps between them, pages, and requests in slots and in the queue."""
+        """The engine's counts: steps, tokens, gaps between them, pages, and requests in slots and in the queue.
+
+        >>> llm.stats().tokens                                                         # doctest: +SKIP
+        """
         return self._engine.stats()
 
     @property
@@ -193,11 +224,21 @@ class LLM:
     @overload
     def generate(self, prompt: list[str] | list[list[int]], sampling: Sampling | None = None) -> list[Completion]: ...
     def generate(self, prompt: Any, sampling: Sampling | None = None, **words: Any) -> Any:
-        """The answer to a prompt (text, or token ids as they are); a list of prompts gives a list, in order.
-
-        Prompts of a list run together, as many at a time as there are slots.
+        """Continue a prompt; no chat template is applied.
 
         >>> llm.generate(["one", "two"], Sampling(max_tokens=8))                       # doctest: +SKIP
+
+        Args:
+            prompt: a text, its token ids, or a list of either. Prompts of a list run together, as many at a time as
+                there are slots.
+            sampling: how tokens are sampled; the default is the model's own.
+
+        Returns:
+            A `Completion`, or a list of them in the order of the prompts.
+
+        Raises:
+            PromptTooLong: a prompt does not fit the context. All prompts are checked before the first runs.
+            BadInput: a prompt is empty or holds what is no token id.
         """
         _check_call(sampling, words)
         if _is_one_prompt(prompt):
@@ -205,11 +246,22 @@ class LLM:
         return self._complete([self._prompt_ids(one) for one in prompt], sampling, fresh=False)
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False) -> Iterator[Piece]:
-        """The answer piece by piece; pieces join to the whole text, and the last holds the `Completion`.
+        """Continue a prompt, piece by piece.
 
-        With `reuse`, a prefix of the prompt that is in memory (`load_state`) is not computed again.
+        >>> for piece in llm.stream("The sea", Sampling(max_tokens=8)): print(piece.text, end="")  # doctest: +SKIP
 
-        >>> for piece in llm.stream("Once upon a time"): print(piece.text, end="")     # doctest: +SKIP
+        Args:
+            prompt: a text or its token ids. It is checked by this call, not at the first piece.
+            sampling: how tokens are sampled; the default is the model's own.
+            reuse: do not compute again a prefix of the prompt that `load_state` has loaded.
+
+        Returns:
+            Pieces whose texts join to the whole text; the last one holds the `Completion`. Closing the iterator
+            cancels the request.
+
+        Raises:
+            PromptTooLong: the prompt does not fit the context.
+            QueueFull: `slots` and `queue` are full with other requests.
         """
         _check_call(sampling, {})
         ids = self._prompt_ids(prompt)
@@ -222,9 +274,23 @@ class LLM:
         self, messages: Sequence[Messages], sampling: Sampling | None = None, **template_options: Any
     ) -> list[Completion]: ...
     def chat(self, messages: Any, sampling: Sampling | None = None, **template_options: Any) -> Any:
-        """The answer to a conversation through the model's chat template; a list of conversations gives a list.
+        """Answer a conversation, rendered by the model's chat template.
 
-        >>> llm.chat([{"role": "user", "content": "hi"}])                              # doctest: +SKIP
+        >>> llm.chat([{"role": "user", "content": "hi"}], Sampling(max_tokens=8)).text  # doctest: +SKIP
+
+        Args:
+            messages: a conversation, or a list of conversations, which run together. A message is a mapping with
+                `role` and `content`.
+            sampling: how tokens are sampled; the default is the model's own.
+            template_options: variables of the template, such as `tools` or `enable_thinking`.
+
+        Returns:
+            A `Completion`, or a list of them in the order of the conversations.
+
+        Raises:
+            Unsupported: the model has no chat template.
+            BadTemplate: the template refuses the conversation, or takes too long.
+            PromptTooLong: the rendered conversation does not fit the context.
         """
         _check_call(sampling, {})
         if messages and isinstance(messages[0], (list, tuple)):
@@ -234,13 +300,37 @@ class LLM:
     def stream_chat(
         self, messages: Messages, sampling: Sampling | None = None, *, reuse: bool = False, **template_options: Any
     ) -> Iterator[Piece]:
-        """Like `stream`, for a conversation. Further words (`tools`, `enable_thinking`) go to the template."""
+        """Answer a conversation, piece by piece.
+
+        >>> pieces = llm.stream_chat([{"role": "user", "content": "hi"}], Sampling(max_tokens=8))  # doctest: +SKIP
+        >>> print("".join(piece.text for piece in pieces))                             # doctest: +SKIP
+
+        Args:
+            messages: the conversation, as for `chat`.
+            sampling: how tokens are sampled; the default is the model's own.
+            reuse: do not compute again a prefix that `load_state` has loaded.
+            template_options: variables of the template, such as `tools` or `enable_thinking`.
+
+        Returns:
+            Pieces, as from `stream`; it raises what `chat` and `stream` raise.
+        """
         _check_call(sampling, {})
         ids = self.chat_ids(messages, **template_options)
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
 
     def chat_text(self, messages: Messages, **template_options: Any) -> str:
-        """A conversation as text, rendered by the model's chat template."""
+        """A conversation as text, rendered by the model's chat template.
+
+        >>> llm.chat_text([{"role": "user", "content": "hi"}])                         # doctest: +SKIP
+
+        Args:
+            messages: the conversation, as for `chat`.
+            template_options: variables of the template.
+
+        Raises:
+            Unsupported: the model has no chat template.
+            BadTemplate: the template refuses the conversation, or takes too long.
+        """
         if self.template is None:
             raise Unsupported(
                 f"{self.name} has no chat template, so it has no notion of a conversation; "
@@ -251,7 +341,17 @@ class LLM:
         return self.template.render(messages, **template_options)
 
     def chat_ids(self, messages: Messages | str, **template_options: Any) -> list[int]:
-        """The prompt ids of a conversation, or of its `chat_text`."""
+        """The token ids that `chat` gives to the model.
+
+        >>> llm.chat_ids([{"role": "user", "content": "hi"}])                          # doctest: +SKIP
+
+        Args:
+            messages: the conversation, or its `chat_text`.
+            template_options: variables of the template.
+
+        Returns:
+            Token ids, with BOS once if the model has it.
+        """
         text = messages if isinstance(messages, str) else self.chat_text(messages, **template_options)
         ids = self.tokenizer.encode(text, bos=False, special=True)
         bos = self.tokenizer.bos_id
@@ -267,11 +367,20 @@ class LLM:
         show: Collection[str] = (),
         sink: Callable[[Request, RequestMessage], None],
     ) -> Answer:
-        """Submit a request without waiting for its answer, for servers; QueueFull if too many requests wait.
+        """Submit a request without waiting for its answer, for servers.
 
-        The engine's thread calls `sink` with every message; the caller pushes its tokens into the returned `Answer`, on
-        any one thread. `fresh`: the answer is a text of its own, as in a conversation; it does not continue the prompt.
-        `show`: control tokens that its text shows, such as those that mark a tool call.
+        Args:
+            prompt: token ids.
+            sampling: how tokens are sampled; the default is the model's own.
+            fresh: the answer is a text of its own, as in a conversation; it does not continue the prompt.
+            show: control tokens that its text shows, such as those that mark a tool call.
+            sink: called by the engine's thread with the request and each of its messages.
+
+        Returns:
+            An answer, into which the caller pushes the request's tokens, on any one thread.
+
+        Raises:
+            QueueFull: too many requests wait already.
         """
         ids, complete = list(prompt), self._with_defaults(sampling)
         request = self._engine.submit(ids, complete, sink=sink)
@@ -288,19 +397,42 @@ class LLM:
     # Text and tokens
 
     def tokenize(self, text: str, *, bos: bool = True, special: bool = False) -> list[int]:
-        """Token ids of a text; `bos` adds BOS and EOS as the file says, `special` parses special tokens in it."""
+        """The token ids of a text.
+
+        >>> llm.tokenize("Once upon a time")                                           # doctest: +SKIP
+
+        Args:
+            text: the text.
+            bos: add BOS and EOS as the model's files say.
+            special: parse the names of special tokens in the text as these tokens.
+        """
         if not isinstance(text, str):
             raise BadInput(f"a text is needed to tokenize, not {type(text).__name__}")
         return self.tokenizer.encode(text, bos=bos, special=special)
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens hidden."""
+        """The text of token ids, control tokens hidden.
+
+        >>> llm.detokenize(llm.tokenize("Once upon a time"))                           # doctest: +SKIP
+
+        Args:
+            ids: token ids.
+        """
         return self.tokenizer.decode(ids)
 
     # What the model computes
 
     def logits(self, ids: Sequence[int]) -> Floats:
-        """Teacher-forced logits, float32 [n, vocab]: row i is the model's prediction after ids[: i + 1]."""
+        """Teacher-forced logits of a text.
+
+        >>> llm.logits(llm.tokenize("Once upon a time")).shape                         # doctest: +SKIP
+
+        Args:
+            ids: token ids, at most as many as the context holds.
+
+        Returns:
+            float32 [n, vocab]: row i is the model's prediction after ids[: i + 1].
+        """
         return logits_of(self._engine, ids)
 
     @overload
@@ -308,9 +440,19 @@ class LLM:
     @overload
     def score(self, text: list[str]) -> list[Score]: ...
     def score(self, text: str | list[str]) -> Score | list[Score]:
-        """How well the model predicts a text, every token but the first from those before it; a list gives a list.
+        """How well the model predicts a text, every token but the first from those before it.
 
-        A text longer than the context is scored in parts of the context's length that share one token.
+        >>> llm.score("The sea is blue.").perplexity                                   # doctest: +SKIP
+
+        Args:
+            text: a text, or a list of texts. One that is longer than the context is scored in parts of the context's
+                length that share one token.
+
+        Returns:
+            A `Score`, or a list of them.
+
+        Raises:
+            BadInput: a text has fewer than two tokens.
         """
         texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else text)]
         if any(len(ids) < 2 for ids in texts):
@@ -334,10 +476,16 @@ class LLM:
     @overload
     def token_logprobs(self, ids: list[list[int]], top: int = 0) -> list[tuple[TokenLogprob, ...]]: ...
     def token_logprobs(self, ids: Any, top: int = 0) -> Any:
-        """The log-probability of each token but the first, given those before it, and the `top` most likely ones there;
-        a list of texts gives a list.
+        """The log-probability of each token but the first, given those before it.
 
         >>> sum(one.logprob for one in llm.token_logprobs(llm.tokenize("some text")))  # doctest: +SKIP
+
+        Args:
+            ids: the token ids of a text, or a list of such lists.
+            top: how many of the most likely tokens to return beside each, at most 20.
+
+        Returns:
+            A tuple with an entry for each token but the first, or a list of tuples.
         """
         if not 0 <= top <= MAX_LOGPROBS:
             raise BadOption(f"top is {top}; it must be a whole number from 0 to {MAX_LOGPROBS}")
@@ -358,10 +506,21 @@ class LLM:
         *,
         normalize: bool | None = None,
     ) -> Floats:
-        """One vector per text (or its token ids), float32 [texts, hidden], from the last hidden rows.
+        """One vector per text, from the last hidden rows.
 
-        `pooling` is the model's own, else mean; with `rank` a ranking model gives its scores [texts, classes].
-        `normalize` scales to unit length; the default is an encoder's own setting, and true for a decoder.
+        >>> llm.embed(["one text", "another"]).shape                                   # doctest: +SKIP
+
+        Args:
+            texts: a text, a list of texts, or a list of lists of token ids.
+            pooling: `mean`, `cls`, `last` or `rank`; the default is the model's own, else `mean`. With `rank`, a
+                ranking model gives its scores [texts, classes].
+            normalize: scale to unit length; the default is an encoder's own setting, and true for a decoder.
+
+        Returns:
+            float32 [texts, hidden], also for one text.
+
+        Raises:
+            PromptTooLong: a text does not fit the context.
         """
         if pooling == "none":
             raise BadOption(
@@ -385,9 +544,16 @@ class LLM:
         return vectors
 
     def rank(self, query: str, texts: Sequence[str]) -> Floats:
-        """How well each text answers the query, by a ranking model: float32 [texts, classes], usually one class.
+        """How well each text answers the query, by a ranking model.
 
         >>> llm.rank("what is a lighthouse?", ["a tower with a lamp", "a kind of fish"])  # doctest: +SKIP
+
+        Args:
+            query: the question.
+            texts: the texts to compare.
+
+        Returns:
+            float32 [texts, classes], usually one class.
         """
         if not texts:
             return np.empty((0, self.shape.n_classes or 1), np.float32)
@@ -405,6 +571,9 @@ class LLM:
         """A new decoder over this model, for callers that manage batches and memory themselves.
 
         >>> decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)                       # doctest: +SKIP
+
+        Args:
+            settings: the parameters of `Decoder`; `n_ctx` and `kv_type` are this model's unless given.
         """
         from ostinato.decoder.cells.decoder import Decoder
 
@@ -417,9 +586,16 @@ class LLM:
         return Decoder(self._model, **wanted)
 
     def save_state(self, path: str | Path, note: Mapping[str, Any] | None = None) -> None:
-        """Write the last answer, its prompt and its memory to a file, with a note of the caller's own (JSON).
+        """Write the last answer, its prompt and its memory to a file, so that another process can continue.
 
-        The part that is still in memory is not computed again.
+        >>> llm.save_state("story.state", {"title": "a story"})                        # doctest: +SKIP
+
+        Args:
+            path: the file; an older one stays until the new one is complete.
+            note: what the caller wants to find again in `load_state`, as JSON.
+
+        Raises:
+            BadInput: there is no answer yet, or the file cannot be written.
         """
         if not self._recent:
             raise BadInput("there is no answer yet whose state could be saved")
@@ -431,7 +607,19 @@ class LLM:
         state_bytes.write(path, save_sequence(self._engine, self._recent, content))
 
     def load_state(self, path: str | Path) -> Mapping[str, Any]:
-        """Load a saved sequence into memory and return its note; the next call with `reuse` continues from it."""
+        """Load a saved sequence into memory; the next call with `reuse=True` continues from it.
+
+        >>> llm.load_state("story.state")                                              # doctest: +SKIP
+
+        Args:
+            path: a file that `save_state` wrote.
+
+        Returns:
+            The note that was saved.
+
+        Raises:
+            BadFile: the file is no state, is damaged, or was saved by another model or with other activations.
+        """
         data = state_bytes.read(path, limit=largest_state_bytes(self._engine))
         try:
             content = state_bytes.describe(data).note or {}

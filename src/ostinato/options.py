@@ -121,12 +121,27 @@ def _schema_text(schema: Any) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """How a model is loaded and where it runs. `slots` requests are decoded at once; `queue` more may wait.
+    """How a model is loaded and where it runs.
 
-    `activations` is the type that the CPU's native loop and the persistent kernel multiply weights with: `wide` gives
-    float32's tokens (on a GPU bfloat16's), `int8` is faster on a CPU. If neither runs, `int8` is refused. `prompts`
-    says what prompts read under `persistent`: a plain copy of the weights, or the tape, which takes about half the
-    memory; `auto` is plain if that fits. Other modes have no tape and refuse `tape`.
+    >>> LoadOptions(device="cpu", context=4096).slots
+    8
+
+    Attributes:
+        device: `auto` (a GPU if one can be used), `cpu`, `cuda` or `cuda:N`.
+        mode: how the decode loop is paced: `auto` (the highest that can run), `eager`, `graph`, `loop`, `persistent`.
+        dtype: of activations; `auto` is float32 on a CPU and bfloat16 on a GPU.
+        kv_type: how keys and values are stored: `f32`, `bf16`, `f16`, `q8_0`; None follows `dtype`.
+        context: tokens of prompt and answer together; None is the model's own, or what fits the memory.
+        threads: on a CPU; None is one for each physical core.
+        slots: requests that are decoded at once, at most 64.
+        queue: requests that may wait for a slot.
+        activations: what the CPU's native loop and the persistent kernel multiply weights with. `wide` gives float32's
+            tokens (on a GPU bfloat16's), `int8` is faster on a CPU. If neither runs, `int8` is refused.
+        prompts: what prompts read under `persistent`: a `plain` copy of the weights, or the `tape`, which takes about
+            half the memory; `auto` is plain if that fits. Other modes have no tape and refuse `tape`.
+
+    Raises:
+        BadOption: a value is out of range. A field is checked when the record is made.
     """
 
     device: str = "auto"
@@ -223,13 +238,35 @@ SAMPLING_NUMBERS = (
 class Sampling:
     """How tokens are sampled. An option that is left out takes the model's own default if its files state one.
 
-    At most one of `schema` (a JSON schema: a mapping, its text, or a pydantic model), `json_mode` (any JSON object),
-    `regex`, `choice` (one of these texts) and `grammar` (Lark, or GBNF) constrains the answer.
-
     >>> Sampling(max_tokens=64, temperature=0).temperature
     0
     >>> Sampling(schema={"type": "integer"}).rule
     Rule(kind='schema', text='{"type":"integer"}')
+
+    Attributes:
+        max_tokens: at most so many tokens; None continues until the model ends or the context is full.
+        min_tokens: the model's end is not sampled before so many tokens.
+        temperature: 0 is greedy: always the most likely token.
+        top_k: sample among the k most likely tokens; 0 is off.
+        top_p: sample among the most likely tokens that together have this probability; 1 is off.
+        min_p: sample among tokens at least this times as likely as the most likely one; 0 is off.
+        repetition_penalty: divides the logits of tokens that were there before, the prompt's included; 1 is off.
+        presence_penalty: is subtracted from the logits of tokens that the answer has; 0 is off.
+        frequency_penalty: is subtracted as often as the answer has the token; 0 is off.
+        logit_bias: is added to the logits of these token ids, from -100 to 100.
+        seed: the same seed gives the same tokens; None is a random one, which the completion states.
+        stop: strings before which the answer ends, up to 16; they are not part of its text.
+        stop_ids: token ids that end the answer.
+        ignore_eos: continue after the model's end token.
+        logprobs: the log-probability of each token, and so many of the most likely ones beside it, at most 20.
+        schema: the answer is JSON that follows this JSON schema: a mapping, its text, or a pydantic model.
+        json_mode: the answer is any JSON object.
+        regex: the answer matches all of it.
+        choice: the answer is one of these texts.
+        grammar: the answer follows this grammar, in Lark or GBNF. At most one of the last five may be set.
+
+    Raises:
+        BadOption: an option is unknown, has a value out of range, or contradicts another.
     """
 
     max_tokens: int | None = None

@@ -21,10 +21,16 @@ from ostinato.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds: loading the model, the prompt, from asking to the first token, all further tokens; and their pace.
+    """How long an answer took, in seconds. Decoding is timed by the device's own clock.
 
-    Decoding is timed by the device's own clock. `mask_s` is the part of it spent waiting for the host: with a schema or
-    a grammar, the host computes after each token which tokens may come next.
+    Attributes:
+        load_s: loading the model, once.
+        prefill_s: computing the prompt.
+        first_token_s: from the request to its first token, the wait in the queue included.
+        decode_s: all tokens after the first.
+        decode_tok_s: their pace in tokens per second; None for an answer of one token.
+        mask_s: the part of `decode_s` spent waiting for the host, which computes after each token which tokens a schema
+            or a grammar allows next.
     """
 
     load_s: float
@@ -37,7 +43,13 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token's log-probability under the model, and the most likely tokens beside it."""
+    """A token's log-probability under the model.
+
+    Attributes:
+        token_id: the token.
+        logprob: its log-probability.
+        top: the most likely tokens there with their log-probabilities, the likeliest first.
+    """
 
     token_id: int
     logprob: float
@@ -46,9 +58,17 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """An answer: its text, its tokens (including the one that ended it), and how it was made.
+    """An answer, and how it was made.
 
-    `cached_tokens` of the prompt were in memory already and not computed again.
+    Attributes:
+        text: the answer, without stop strings and control tokens.
+        token_ids: its tokens, including the one that ended it.
+        prompt_ids: the prompt's tokens.
+        finish_reason: `stop` (the model's end, or a stop string or id) or `length` (`max_tokens`, or the context).
+        logprobs: of each token; None unless `Sampling.logprobs` asked for them.
+        timings: how long it took.
+        seed: the seed that was used, also if none was given.
+        cached_tokens: tokens of the prompt that were in memory already and not computed again.
     """
 
     text: str
@@ -69,7 +89,14 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer as it comes: text that can be shown and its token; the last piece has the completion."""
+    """A part of an answer as it comes.
+
+    Attributes:
+        text: the text that can be shown now; it may be empty while a character or a stop string is incomplete.
+        token_id: the token that it came with.
+        finish_reason: why the answer ended; None before the last piece.
+        completion: the whole answer; None before the last piece.
+    """
 
     text: str
     token_id: int | None

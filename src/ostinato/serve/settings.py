@@ -41,7 +41,26 @@ class ServeLimits:
 
 @dataclass(frozen=True, slots=True)
 class ServeOptions:
-    """The operator's settings."""
+    """The operator's settings, as `ostinato serve` takes them.
+
+    >>> ServeOptions("smollm2", port=0).host
+    '127.0.0.1'
+
+    Attributes:
+        model: a file, a folder or a name, as for `LLM`.
+        load: how it is loaded.
+        host: the address to listen at; one that other machines can reach needs a key, or `no_key`.
+        port: 0 takes a free one.
+        alias: what clients call the model; None is `model`.
+        keys: API keys of at least 8 visible ASCII characters; any of them opens the server.
+        no_key: serve without a key on any address.
+        cors: origins whose pages may use the server; `*` is every origin.
+        log_prompts: write prompts and answers to the log.
+        limits: on what one client may request.
+
+    Raises:
+        BadOption: a value is out of range, or the server would be open by accident.
+    """
 
     model: str
     load: LoadOptions = field(default_factory=LoadOptions)

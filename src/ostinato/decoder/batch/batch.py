@@ -31,10 +31,17 @@ class SeqMasks:
 class Batch:
     """Tokens of any sequences; None stands for a field that is absent and will be generated.
 
-    `token` ids [n] or `embd` rows [n, width], or both. `pos` [n], or [dimensions, n] (flat or not) for embedding
-    batches of models with several position dimensions. `seq_id` is one of: a list of ids per token; flat ids with
-    their counts in `n_seq_id`; bit masks. `output` flags [n]. `segment` [n] says, for encoders, which of two texts a
-    token belongs to. `n_tokens` only where it is not the length of the input.
+    >>> batch = Batch(token=[1, 2, 3], seq_id=[[0], [0], [1]], output=[0, 1, 1])
+
+    Attributes:
+        token: ids [n]; `token` or `embd` is needed, or both.
+        embd: rows [n, width] in place of embeddings of tokens.
+        pos: [n], or [dimensions, n] (flat or not) for embedding batches of models with several position dimensions.
+        seq_id: a list of ids per token, flat ids with their counts in `n_seq_id`, or bit masks.
+        n_seq_id: how many ids of a flat `seq_id` each token has.
+        output: flags [n]: which tokens have an output.
+        segment: [n], for encoders: which of two texts a token belongs to.
+        n_tokens: only where it is not the length of the input.
     """
 
     token: ArrayLike | None = None

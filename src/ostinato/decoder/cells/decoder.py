@@ -36,8 +36,24 @@ from ostinato.options import KVType
 class Decoder:
     """Decodes batches, or encodes them where the model is an encoder and has no memory (D-2).
 
-    `n_outputs_max`: rows that one call may ask for; 0 is as many as a batch has tokens. `embeddings` asks for hidden
-    rows instead of flagged outputs only, and `pooling` for one vector per sequence. Other sizes: `settings.py`.
+    `LLM.decoder` makes one.
+
+    Args:
+        model: the loaded weights.
+        n_ctx: positions of memory; with `unified`, shared by all sequences.
+        n_batch: tokens that one call may have.
+        n_ubatch: tokens of one forward.
+        n_seq_max: sequences.
+        unified: all sequences share one memory; else each has an equal part.
+        n_outputs_max: rows that one call may ask for; 0 is as many as a batch has tokens.
+        n_outputs_max_per_seq: the same for one sequence; 0 is no limit of its own.
+        n_rs_seq: snapshots kept of each recurrent state, to roll back.
+        kv_type: how keys and values are stored.
+        embeddings: publish hidden rows too, not flagged outputs alone.
+        pooling: one vector per sequence: `none`, `mean`, `cls`, `last` or `rank`.
+
+    Raises:
+        BadOption: a setting is out of range.
     """
 
     def __init__(
