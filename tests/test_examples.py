@@ -1,9 +1,9 @@
 """Every example in README, SECURITY and docs: Python and commands run, and what a page quotes is what is printed.
 
 An example is a fenced block. Blocks of Python run page by page, one after the other, as a reader would paste them. In
-other blocks, lines that begin with `ostinato`, `make`, `curl` or `pip` are commands; after `$ ` the output follows,
-in which `...` stands for anything. An HTML comment before a block says why it cannot run here, and its options are then
-only parsed: `<!-- example: needs gpu -->`. `<!-- example: with NAME=VALUE -->` runs it with these variables.
+other blocks, lines that begin with a program of `PROGRAMS` are commands; after `$ ` their output follows, in which
+`...` stands for anything. An HTML comment before a block says why it cannot run here, and its options are then only
+parsed: `<!-- example: needs gpu -->`. `<!-- example: with NAME=VALUE -->` runs it with these variables.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from doctest import DocTestParser
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 NEEDS = ("gpu", "network", "ray", "a large model", "another server", "minutes")
 HERE = ("no gpu", "a used port")  # needs that a test can meet
-PROGRAMS = ("ostinato", "make", "curl", "pip")
+PROGRAMS = ("ostinato", "make", "curl", "pip", "python")
 ADDRESS = f"http://127.0.0.1:{DEFAULT_PORT}"  # where a server of the examples listens
 BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 MARK = re.compile(r"<!-- example: (needs|with) (.+?) -->\s*$")
@@ -103,8 +104,8 @@ def test_there_are_examples() -> None:
 
 
 def test_a_mark_says_a_known_need() -> None:
-    marked = [match[0] for page in PAGES for match in re.finditer(r"<!-- example.*", page.read_text("utf-8"))]
-    assert [mark for mark in marked if not MARK.fullmatch(mark)] == []
+    marked = [match[0] for page in PAGES for match in re.finditer(r"(?m)^ *<!-- example.*", page.read_text("utf-8"))]
+    assert [mark for mark in marked if not MARK.fullmatch(mark.strip())] == []
     assert {block.needs for block in BLOCKS if block.needs} <= {*NEEDS, *HERE}
     assert len(marked) == sum(bool(block.needs or block.variables) for block in BLOCKS)
 
@@ -120,6 +121,8 @@ def test_the_options_of_a_command_are_known(block: Block) -> None:
                 parse(words)
             case "make", *words:
                 subprocess.run(["make", "--dry-run", *words], cwd=ROOT, check=True, capture_output=True)
+            case "python", "-m", module, *_:
+                assert find_spec(module) is not None
             case "pip", "install", *words:
                 extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
                 named = re.findall(r"ostinato\[(.*?)\]", " ".join(words))

@@ -1,5 +1,6 @@
 """Every figure of README.md is read from a note of docs/lab/data, as docs/lab/data/readme.toml says."""
 
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from tests.figures import README, TABLE, drawn_text, figures, problems, shown
 
+DOCS = Path(__file__).parents[1] / "docs"
 LINE = '{"rows": [{"name": "a", "value": "1234 tok/s"}, {"name": "b", "runs": [0.5, 0.262, 0.1]}]}\n'
 A, B = "x.jsonl:1/rows/a/value ~ ([\\d,]+) tok/s", "x.jsonl:1/rows/b/runs"
 
@@ -97,3 +99,14 @@ def test_every_number_in_the_text_of_a_drawing_is_a_figure_but_for_ticks(folder:
     texts = {README: "", "docs/chart.svg": drawn_text(svg)}
     assert problems(texts, figure("1B {:,.0f}", A, **{"in": "docs/chart.svg"}), folder) == []
     assert problems(texts, {}, folder) == ["docs/chart.svg:1: 1,234 has no source in docs/lab/data/readme.toml"]
+
+
+def test_the_figures_of_the_comparison_are_in_the_notes_that_it_links_to() -> None:
+    text = (DOCS / "compare.md").read_text(encoding="utf-8")
+    rows = [line for line in text.splitlines() if line.startswith("|") and "](lab/" in line]
+    assert len(rows) > 3
+    for row in rows:
+        notes = "".join((DOCS / note).read_text("utf-8") for note in re.findall(r"\]\((lab/\S+?)\)", row))
+        _, _, ours, theirs, *_ = row.split("|")
+        for figure in re.findall(r"\d[\d,]*\d", re.sub(r"`.*?`", "", ours + theirs)):
+            assert re.search(rf"(?<![\d,]){figure}(?![\d,])", notes), f"{figure} of {row}"
