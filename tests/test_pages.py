@@ -13,7 +13,7 @@ from tests.test_layers import PACKAGES
 
 DOCS = ROOT / "docs"
 INDEX = DOCS / "index.md"
-OUTSIDE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md")
+OUTSIDE = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md")
 PAGES = sorted(DOCS.rglob("*.md"))
 # Notes of measurements have a form of their own.
 PROSE = [page for page in PAGES if DOCS / "lab" not in page.parents]
