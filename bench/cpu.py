@@ -5,9 +5,10 @@
 Every round runs each engine once, one after the other, in a process of its own, so that both sides of a ratio saw the
 same minute; ratios are taken round by round. Measured: loading, a prompt of 512 tokens, 128 greedy tokens after a short
 prompt, 64 after 2,048 positions; of ours also four sequences at once, and a plain loop that reads the same packed
-weights and does nothing else. llama.cpp (xllamacpp) runs the same file, and that model in Q4_0, for which it has its
-best kernels; it rounds activations to 8 bits, as our `int8` does, and keeps keys and values in 16 bits, where ours are
-float32. Then, once a round: the time from `ostinato run` to its first character, and what importing torch takes of it.
+weights and does nothing else. llama.cpp, compiled on this machine (`bench/rival.py`), runs the same file, and that
+model in Q4_0, for which it has its best kernels; it rounds activations to 8 bits, as our `int8` does, and keeps keys
+and values in 16 bits, where ours are float32. Then, once a round: the time from `ostinato run` to its first character,
+and what importing torch takes of it.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from bench import rival
 from bench.note import Series, as_json, ratio, versions
 from bench.requantise import requantised
 
@@ -83,26 +85,16 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
 
 
 def llama_cpp(path: Path, threads: int) -> Figures:
-    import xllamacpp
+    programs, words = rival.built(), ("--threads", str(threads), "--repetitions", "1")
 
-    params = xllamacpp.CommonParams()
-    params.model.path = str(path)
-    params.warmup, params.n_parallel, params.n_ctx, params.verbosity = False, 1, DEEP + 2 * NEW_TOKENS, 0
-    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-    started = time.perf_counter()
-    server = xllamacpp.Server(params)
-    load_s = time.perf_counter() - started
+    def measured(*task: str) -> float:
+        return float(rival.bench(programs, path, *task, *words)[0]["avg_ts"])
 
-    def timed(prompt: list[int], n_new: int) -> Any:
-        asked = {"temperature": 0, "cache_prompt": False, "ignore_eos": True, "prompt": prompt, "n_predict": n_new}
-        return server.handle_completions(asked)["timings"]
-
-    timed(ids(SHORT, 0), NEW_TOKENS)
     return {
-        "load_s": load_s,
-        "decode_tok_s": timed(ids(SHORT, 1), NEW_TOKENS)["predicted_per_second"],
-        "prefill_tok_s": timed(ids(PROMPT_TOKENS, 2), 1)["prompt_per_second"],
-        "decode_2048_tok_s": timed(ids(DEEP, 3), NEW_TOKENS_DEEP)["predicted_per_second"],
+        "decode_tok_s": measured("--n-prompt", "0", "--n-gen", str(NEW_TOKENS), "--n-depth", str(SHORT)),
+        "prefill_tok_s": measured("--n-prompt", str(PROMPT_TOKENS), "--n-gen", "0"),
+        "decode_2048_tok_s": measured("--n-prompt", "0", "--n-gen", str(NEW_TOKENS_DEEP), "--n-depth", str(DEEP)),
+        "four_slots_tok_s": rival.batched(programs, path, SLOTS, SHORT, NEW_TOKENS, threads),
     }
 
 
@@ -185,6 +177,8 @@ def compile_seconds() -> float:
 
 def measure(path: Path, rounds: int, threads: int, engines: Sequence[str]) -> list[Series]:
     figures: dict[str, list[Figures]] = {engine: [] for engine in engines}
+    if any(engine.startswith("llama.cpp") for engine in engines):
+        rival.built()
     if "llama.cpp Q4_0" in engines:
         requantised(path, Path(tempfile.gettempdir()))  # takes seconds, and none of them are measured
     for n in range(rounds):
@@ -284,7 +278,11 @@ def main() -> None:
     question = "how fast is the CPU's native loop beside llama.cpp on the default model?"
     command = f"python -m bench.cpu --rounds {asked.rounds} --threads {asked.threads}"
     facts = {"threads": asked.threads, "model": path.name, "compile_s": compile_s, "series": series}
-    print(as_json(question, command, versions("torch", "transformers", "xllamacpp"), **facts))
+    print(
+        as_json(
+            question, command, {**versions("torch", "transformers"), "llama.cpp": f"xllamacpp {rival.VERSION}"}, **facts
+        )
+    )
 
 
 if __name__ == "__main__":

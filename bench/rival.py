@@ -90,6 +90,18 @@ def bench(programs: Path, model: Path, *words: str, timeout_s: float = 600) -> l
     return records
 
 
+def batched(programs: Path, model: Path, n: int, n_prompt: int, n_new: int, threads: int) -> float:
+    """Tokens per second of n sequences that llama.cpp decodes together."""
+    sizes = {"-npp": n_prompt, "-ntg": n_new, "-npl": n, "-c": n * (n_prompt + n_new), "-t": threads}
+    words = [str(word) for pair in sizes.items() for word in pair]
+    command = [str(programs / "llama-batched-bench"), "-m", str(model), "--output-format", "jsonl", *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not rows:
+        sys.exit(f"llama-batched-bench failed:\n{done.stderr[-2000:]}")
+    return float(json.loads(rows[-1])["speed_tg"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cuda", action="store_true", help="for the card in this machine")
