@@ -17,7 +17,8 @@ from typing import Final
 from bench.note import value
 
 OUT: Final = Path(__file__).parents[1] / "docs" / "speed.svg"
-LEFT, WIDTH, BAR, GAP = 230, 560, 17, 14  # of the bars, in pixels
+LEFT, WIDTH, BAR, GAP = 284, 520, 17, 14  # of the bars, in pixels
+LABEL = 90  # a bar that leaves less than this has its label inside
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,8 @@ PANELS: Final = (
 )
 
 BELOW: Final = (
-    "The limit is the memory's: its measured read speed over the bytes that a step reads. llama.cpp was compiled on the "
-    "same machine and ran in the same minutes."
+    "The limit is the memory's: its measured read speed over the bytes that a step reads.",
+    "llama.cpp was compiled on the same machine and ran in the same minutes. Random weights on the GPU.",
 )
 STYLE: Final = """
   svg { --paper: #ffffff; --ink: #1d2430; --soft: #4a5260; --line: #b6bec9; --ours: #2f6fde; --light: #9dbcf2;
@@ -98,6 +99,7 @@ STYLE: Final = """
   .small { font-size: 11.5px; fill: var(--soft) }
   .head { font-weight: 600 }
   .end { text-anchor: end }
+  .inside { fill: var(--paper) }
   .ours { fill: var(--ours) } .light { fill: var(--light) } .rival { fill: var(--rival) }
   .limit { stroke: var(--soft); stroke-dasharray: 4 3 }
 """
@@ -120,13 +122,17 @@ def drawn() -> Iterator[str]:
                 fill = f'class="{bar.colour}"' if bar.quoted is None else 'fill="url(#quoted)"'
                 yield f'<rect x="{LEFT}" y="{y - 8}" width="{length:.1f}" height="{BAR}" rx="2" {fill}/>'
                 label = f"{found:,.0f} tok/s" + (f" (quoted, {bar.quoted})" if bar.quoted else "")
-                yield f'<text x="{LEFT + length + 6:.1f}" y="{y + 5}" class="small">{label}</text>'
+                inside = length > WIDTH - LABEL
+                place = f'x="{LEFT + length + (-6 if inside else 6):.1f}" y="{y + 5}"'
+                yield f'<text {place} class="small{" end inside" if inside else ""}">{label}</text>'
                 y += BAR + 3
             end = LEFT + WIDTH
             yield f'<line x1="{end}" x2="{end}" y1="{top - 2}" y2="{y - 8}" class="limit"/>'
             yield f'<text x="{end + 6}" y="{top + 12}" class="small">limit {limit:,.0f} tok/s</text>'
             y += GAP
-    yield f'<text x="20" y="{y + 6}" class="small">{escape(BELOW)}</text>'
+    for sentence in BELOW:
+        yield f'<text x="20" y="{y + 6}" class="small">{escape(sentence)}</text>'
+        y += 17
 
 
 def picture() -> str:
