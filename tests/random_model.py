@@ -89,7 +89,7 @@ def attention_shape(family: str, n_vocab: int, hidden: int, context: int) -> Sha
 
 
 def mamba2_shape(hidden: int) -> Mamba2Shape:
-    return Mamba2Shape.of(inner=hidden, state=8, kernel=4, n_heads=4, n_groups=1)
+    return Mamba2Shape(inner=hidden, state=8, kernel=4, n_heads=4, n_groups=1)
 
 
 def shape_of(kind: MemoryKind, n_vocab: int, hidden: int, context: int) -> tuple[Family, Shape]:

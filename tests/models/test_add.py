@@ -70,7 +70,7 @@ def toy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     family = example("add-a-family.md")["TOY"]
     path = tmp_path / "toy.gguf"
     write_toy(path, {})  # a first one, to read the shape from
-    monkeypatch.setattr(registry, "BY_GGUF", MappingProxyType({**registry.BY_GGUF, family.gguf: family}))
+    monkeypatch.setattr(registry, "BY_GGUF", MappingProxyType({**registry.BY_GGUF, family.name: family}))
     shape = read_shape(open_checkpoint(path))
     wanted = [one for leaf in leaves_of(family.blocks(shape, AnyName())) for one in leaf.wanted]
     chance = np.random.default_rng(3)

@@ -6,6 +6,7 @@ folder's `1_Pooling/config.json` (`pooling.py`); mean where neither does, and ra
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +19,7 @@ from ostinato.models.family import BUFFERS, Family
 from ostinato.models.fields import Description
 from ostinato.models.pooling import pooling_of_folder, pooling_of_gguf
 from ostinato.models.rope import Rope
-from ostinato.models.shape import Shape, activation_from_config, common_from_gguf, everywhere, limited
+from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, everywhere, limited
 
 NOMIC_BASE = 1000.0
 
@@ -49,7 +50,7 @@ def bert_from_gguf(f: Description) -> Shape:
 
 
 def encoder_from_config(c: Description, rope: Rope | None, sizes: dict[str, Any]) -> Shape:
-    n_layers, head_width = limited(sizes["n_layers"], c), max(1, sizes["hidden"] // sizes["n_heads"])
+    limited(sizes["n_layers"], c)
     head = c.tensors.get("classifier.weight")
     ranks = c.checkpoint.architecture.endswith("ForSequenceClassification")
     if ranks and head is None:
@@ -57,14 +58,10 @@ def encoder_from_config(c: Description, rope: Rope | None, sizes: dict[str, Any]
             f"{c.path}: {c.checkpoint.architecture} without a tensor classifier.weight; the file is incomplete"
         )
     pooling, normalise = pooling_of_folder(c.path)
-    return Shape(
-        family=c.family,
-        n_kv_heads=sizes["n_heads"],
-        head_width=head_width,
+    return alike(
+        c.family,
+        rope,
         vocab=c.integer("vocab_size"),
-        ropes=everywhere(rope, n_layers),
-        windows=everywhere(None, n_layers),
-        query_scale=head_width**-0.5,
         causal=False,
         pooling="rank" if ranks else pooling,
         normalise=normalise,
@@ -77,16 +74,19 @@ def bert_from_config(c: Description) -> Shape:
     kind = c.word("position_embedding_type", "absolute")
     if kind != "absolute" or c.flag("is_decoder", False):
         raise Unsupported(f"{c.path}: a bert with {kind} positions or as a decoder is not supported")
-    sizes = {
+    sizes = {**usual_sizes(c), "activation": activation_from_config(c) if c.has("hidden_act") else "gelu"}
+    return replace(encoder_from_config(c, None, sizes), attention_bias=True, mlp_bias=True)
+
+
+def usual_sizes(c: Description) -> dict[str, Any]:
+    return {
         "n_layers": c.integer("num_hidden_layers"),
         "hidden": c.integer("hidden_size"),
         "n_heads": c.integer("num_attention_heads"),
         "ff_width": c.integer("intermediate_size"),
         "context": c.integer("max_position_embeddings"),
         "norm_eps": c.positive("layer_norm_eps", 1e-12),
-        "activation": activation_from_config(c) if c.has("hidden_act") else "gelu",
     }
-    return replace(encoder_from_config(c, None, sizes), attention_bias=True, mlp_bias=True)
 
 
 def nomic_from_config(c: Description) -> Shape:
@@ -113,38 +113,22 @@ def nomic_from_config(c: Description) -> Shape:
 
 
 def nomic_as_transformers_writes_it(c: Description) -> Shape:
-    hidden, n_heads = c.integer("hidden_size"), c.integer("num_attention_heads")
+    sizes = usual_sizes(c)
+    hidden, n_heads = sizes["hidden"], sizes["n_heads"]
     if c.integer("head_dim", hidden // n_heads) * n_heads != hidden:
         raise Unsupported(f"{c.path}: a nomic-bert whose heads are not as wide as its rows is not supported")
-    sizes = {
-        "n_layers": c.integer("num_hidden_layers"),
-        "hidden": hidden,
-        "n_heads": n_heads,
-        "ff_width": c.integer("intermediate_size"),
-        "context": c.integer("max_position_embeddings"),
-        "norm_eps": c.positive("layer_norm_eps", 1e-12),
-        "activation": activation_from_config(c),
-    }
     rope = ropes.from_config(c, max(1, hidden // n_heads), default_base=NOMIC_BASE)
-    return encoder_from_config(c, rope, sizes)
+    return encoder_from_config(c, rope, {**sizes, "activation": activation_from_config(c)})
 
 
 # Blocks
 
 
-def bert_layer(b: Builder, i: int) -> PostNormLayer:
-    return post_norm(b, i, b.plain_mlp(i))
-
-
-def nomic_layer(b: Builder, i: int) -> PostNormLayer:
-    return post_norm(b, i, b.gated_mlp(i))
-
-
-def post_norm(b: Builder, i: int, mlp: MLP) -> PostNormLayer:
+def layer(b: Builder, i: int, mlp: Callable[[Builder, int], MLP]) -> PostNormLayer:
     return PostNormLayer(
         attention=b.attention(i, fused=b.names.has(f"blk.{i}.attn_qkv.weight")),
         attention_norm=b.norm(f"blk.{i}.attn_output_norm", bias=True),
-        mlp=mlp,
+        mlp=mlp(b, i),
         mlp_norm=b.norm(f"blk.{i}.layer_output_norm", bias=True),
     )
 
@@ -189,8 +173,7 @@ OTHER_HEADS = re.compile(BUFFERS.pattern + r"|cls\.(predictions|seq_relationship
 
 BERT = Family(
     "bert",
-    bert_layer,
-    gguf="bert",
+    partial(layer, mlp=Builder.plain_mlp),
     hf=("BertModel", "BertForMaskedLM", "BertForSequenceClassification"),
     shape_from_gguf=bert_from_gguf,
     shape_from_config=bert_from_config,
@@ -201,8 +184,7 @@ BERT = Family(
 
 NOMIC_BERT = Family(
     "nomic-bert",
-    nomic_layer,
-    gguf="nomic-bert",
+    partial(layer, mlp=Builder.gated_mlp),
     hf=("NomicBertModel", "NomicBertForMaskedLM", "NomicBertForSequenceClassification"),
     shape_from_gguf=encoder_from_gguf,
     shape_from_config=nomic_from_config,

@@ -4,7 +4,7 @@ A family says `b.attention(layer)`, `b.gated_mlp(layer)`, `b.mamba(layer)`; name
 once. Nothing is read: blocks are made over references (`tensors.py`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from ostinato.models.blocks import (
@@ -84,20 +84,21 @@ class Builder:
     def layer(
         self,
         layer: int,
-        attention: Attention | None = None,
-        mlp: MLP | None = None,
         *,
+        mlp: "Callable[[Builder, int], MLP] | None" = None,
         norm_bias: bool = False,
         sandwich: bool = False,
+        **attention: bool,
     ) -> Layer:
-        """Attention and feed-forward, each behind a norm; llama's unless said. `sandwich`: a norm after each, too."""
+        """Attention and feed-forward, each behind a norm; llama's unless said. `sandwich`: a norm after each, too;
+        further words are those of `attention`."""
         at = f"blk.{layer}."
         return Layer(
             attention_norm=self.norm(at + "attn_norm", bias=norm_bias),
-            attention=attention or self.attention(layer),
+            attention=self.attention(layer, **attention),
             after_attention=self.norm(at + "post_attention_norm") if sandwich else None,
             mlp_norm=self.norm(at + "ffn_norm", bias=norm_bias),
-            mlp=mlp or self.mlp(layer),
+            mlp=(mlp or Builder.mlp)(self, layer),
             after_mlp=self.norm(at + "post_ffw_norm") if sandwich else None,
         )
 

@@ -46,7 +46,7 @@ def mamba2_from_config(c: Fields, hidden: int) -> Mamba2Shape:
     n_heads = c.integer("mamba_n_heads", 128)
     if c.raw("mamba_d_head") not in (None, "auto") and c.integer("mamba_d_head") * n_heads != inner:
         raise BadFile(f"{c.path}: {n_heads} heads of mamba_d_head {c.raw('mamba_d_head')} are not {inner} channels")
-    shape = Mamba2Shape.of(
+    shape = Mamba2Shape(
         inner=inner,
         state=c.integer("mamba_d_state", 256),
         kernel=c.integer("mamba_d_conv", 4),
@@ -92,7 +92,6 @@ def layer(b: Builder, i: int) -> HybridLayer:
 FALCON_H1 = Family(
     "falcon-h1",
     layer,
-    gguf="falcon-h1",
     hf=("FalconH1ForCausalLM",),
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,

@@ -39,8 +39,8 @@ class Family:
 
     name: str
     layer: Callable[[Builder, int], AnyLayer] = Builder.layer
-    gguf: str | None = None  # general.architecture
     hf: tuple[str, ...] = ()  # config.json's architectures[0]
+    in_gguf: bool = True  # under this name, as general.architecture
     shape_from_gguf: Callable[[Description], Shape] = common_from_gguf
     shape_from_config: Callable[[Description], Shape] = common_from_config
     names: Mapping[str, str] = field(default_factory=lambda: COMMON_NAMES)

@@ -4,9 +4,9 @@ another RoPE base for its window layers. Safetensors keep a norm's weight as its
 """
 
 from dataclasses import replace
+from functools import partial
 
 from ostinato.models import rope as ropes
-from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
@@ -90,14 +90,6 @@ def gemma3_from_config(c: Description) -> Shape:
     return two_ropes(shape, whole, local)
 
 
-def gemma2_layer(b: Builder, i: int) -> Layer:
-    return b.layer(i, sandwich=True)
-
-
-def gemma3_layer(b: Builder, i: int) -> Layer:
-    return b.layer(i, b.attention(i, qk_norm=True), sandwich=True)
-
-
 NAMES = {
     **COMMON_NAMES,
     "model.layers.*.post_attention_layernorm": "blk.*.post_attention_norm",
@@ -113,8 +105,7 @@ NORMS = {
 
 GEMMA2 = Family(
     "gemma2",
-    gemma2_layer,
-    gguf="gemma2",
+    partial(Builder.layer, sandwich=True),
     hf=("Gemma2ForCausalLM",),
     shape_from_gguf=gemma2_from_gguf,
     shape_from_config=gemma2_from_config,
@@ -124,8 +115,7 @@ GEMMA2 = Family(
 
 GEMMA3 = Family(
     "gemma3",
-    gemma3_layer,
-    gguf="gemma3",
+    partial(Builder.layer, qk_norm=True, sandwich=True),
     hf=("Gemma3ForCausalLM",),
     shape_from_gguf=gemma3_from_gguf,
     shape_from_config=gemma3_from_config,

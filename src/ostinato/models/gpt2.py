@@ -6,11 +6,10 @@ Safetensors keep its matrices as [in, out], GGUF as [out, in].
 from dataclasses import replace
 from functools import partial
 
-from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
-from ostinato.models.shape import Shape, activation_from_config, common_from_gguf, everywhere, limited
+from ostinato.models.shape import Shape, activation_from_config, alike, common_from_gguf, everywhere, limited
 from ostinato.models.tensors import TRANSPOSED
 
 
@@ -21,31 +20,22 @@ def shape_from_gguf(f: Description) -> Shape:
 
 
 def shape_from_config(c: Description) -> Shape:
-    hidden, n_heads, n_layers = c.integer("n_embd"), c.integer("n_head"), limited(c.integer("n_layer"), c)
-    head_width = max(1, hidden // n_heads)
-    return Shape(
-        family=c.family,
-        n_layers=n_layers,
+    hidden, n_heads = c.integer("n_embd"), c.integer("n_head")
+    return alike(
+        c.family,
+        rope=None,
+        n_layers=limited(c.integer("n_layer"), c),
         hidden=hidden,
         n_heads=n_heads,
-        n_kv_heads=n_heads,
-        head_width=head_width,
         ff_width=c.integer("n_inner", 4 * hidden),
         vocab=c.integer("vocab_size"),
         context=c.integer("n_positions", 1024),
         norm_eps=c.positive("layer_norm_epsilon", 1e-5),
-        ropes=everywhere(None, n_layers),
-        windows=everywhere(None, n_layers),
-        query_scale=head_width**-0.5,
         activation=activation_from_config(c) if c.has("activation_function") else "gelu_tanh",
         attention_bias=True,
         mlp_bias=True,
         tied_head=c.flag("tie_word_embeddings", True),
     )
-
-
-def layer(b: Builder, i: int) -> Layer:
-    return b.layer(i, b.attention(i, fused=True), b.plain_mlp(i), norm_bias=True)
 
 
 STEMS = {
@@ -62,8 +52,7 @@ STEMS = {
 
 GPT2 = Family(
     "gpt2",
-    layer,
-    gguf="gpt2",
+    partial(Builder.layer, fused=True, mlp=Builder.plain_mlp, norm_bias=True),
     hf=("GPT2LMHeadModel",),
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,

@@ -19,4 +19,4 @@ def shape_from_gguf(f: Description) -> Shape:
     return replace(shape, experts=ExpertShape(f.integer("expert_count"), used, shape.ff_width, renormalise=True))
 
 
-LLAMA = Family("llama", gguf="llama", hf=("LlamaForCausalLM", "MistralForCausalLM"), shape_from_gguf=shape_from_gguf)
+LLAMA = Family("llama", hf=("LlamaForCausalLM", "MistralForCausalLM"), shape_from_gguf=shape_from_gguf)

@@ -5,10 +5,12 @@ are; both keep mamba2's last norm by groups, each of which is normed alone.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from ostinato.errors import BadFile, Unsupported
-from ostinato.models.blocks import RecurrentLayer
+from ostinato.models.blocks import Mixer, RecurrentLayer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description, Fields
@@ -77,7 +79,7 @@ def only_silu(c: Fields) -> None:
 
 def mamba_from_gguf(f: Description) -> Shape:
     normed = f.flag("ssm.dt_b_c_rms", False)
-    mamba = MambaShape.of(
+    mamba = MambaShape(
         inner=f.integer("ssm.inner_size"),
         state=f.integer("ssm.state_size"),
         kernel=f.integer("ssm.conv_kernel"),
@@ -93,7 +95,7 @@ def mamba_from_config(c: Description) -> Shape:
     hidden = c.integer("hidden_size")
     rank = c.raw("time_step_rank")
     normed = c.checkpoint.architecture == "FalconMambaForCausalLM"
-    mamba = MambaShape.of(
+    mamba = MambaShape(
         inner=c.integer("intermediate_size", int(c.positive("expand", 2) * hidden)),
         state=c.integer("state_size", 16),
         kernel=c.integer("conv_kernel", 4),
@@ -108,7 +110,7 @@ def mamba_from_config(c: Description) -> Shape:
 def mamba2_block_from_gguf(f: Description) -> Mamba2Shape:
     """What GGUF files state of mamba2 blocks; biases and the last norm are there or not."""
     has = {name: f"blk.0.{name}" in f.tensors for name in ("ssm_in.bias", "ssm_out.bias", "ssm_conv1d.bias")}
-    shape = Mamba2Shape.of(
+    shape = Mamba2Shape(
         inner=f.integer("ssm.inner_size"),
         state=f.integer("ssm.state_size"),
         kernel=f.integer("ssm.conv_kernel"),
@@ -150,7 +152,7 @@ def mamba2_from_gguf(f: Description) -> Shape:
 def mamba2_from_config(c: Description) -> Shape:
     n_heads, width = c.integer("num_heads", 128), c.integer("head_dim", 64)
     bias = c.flag("use_bias", False)
-    shape = Mamba2Shape.of(
+    shape = Mamba2Shape(
         inner=n_heads * width,
         state=c.integer("state_size", 128),
         kernel=c.integer("conv_kernel", 4),
@@ -164,12 +166,8 @@ def mamba2_from_config(c: Description) -> Shape:
     return recurrent_from_config(c, divided(shape, c), tied=False)
 
 
-def mamba_layer(b: Builder, i: int) -> RecurrentLayer:
-    return RecurrentLayer(b.norm(f"blk.{i}.attn_norm"), b.mamba(i))
-
-
-def mamba2_layer(b: Builder, i: int) -> RecurrentLayer:
-    return RecurrentLayer(b.norm(f"blk.{i}.attn_norm"), b.mamba2(i))
+def layer(b: Builder, i: int, mixer: Callable[[Builder, int], Mixer]) -> RecurrentLayer:
+    return RecurrentLayer(b.norm(f"blk.{i}.attn_norm"), mixer(b, i))
 
 
 def mixer_names(at: str) -> dict[str, str]:
@@ -205,8 +203,7 @@ GGUF_TRANSFORMS = {"ssm_a": COLUMN, "ssm_d": COLUMN}
 
 MAMBA = Family(
     "mamba",
-    mamba_layer,
-    gguf="mamba",
+    partial(layer, mixer=Builder.mamba),
     hf=("MambaForCausalLM", "FalconMambaForCausalLM"),
     shape_from_gguf=mamba_from_gguf,
     shape_from_config=mamba_from_config,
@@ -216,8 +213,7 @@ MAMBA = Family(
 
 MAMBA2 = Family(
     "mamba2",
-    mamba2_layer,
-    gguf="mamba2",
+    partial(layer, mixer=Builder.mamba2),
     hf=("Mamba2ForCausalLM",),
     shape_from_gguf=mamba2_from_gguf,
     shape_from_config=mamba2_from_config,

@@ -16,6 +16,7 @@ def shape_from_config(c: Description) -> Shape:
 MIXTRAL = Family(
     "mixtral",
     hf=("MixtralForCausalLM",),
+    in_gguf=False,
     shape_from_config=shape_from_config,
     names={
         **COMMON_NAMES,

@@ -9,39 +9,15 @@ from typing import Final
 
 from ostinato.errors import UnknownName, listing
 from ostinato.models.rope import Rope
-from ostinato.models.shape import ExpertShape, Shape, everywhere
+from ostinato.models.shape import ExpertShape, Shape, alike
+
+_SIZES: Final = ("hidden", "n_layers", "n_heads", "n_kv_heads", "head_width", "ff_width", "vocab", "context")
 
 
-def _llama(
-    hidden: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    head_width: int,
-    ff_width: int,
-    vocab: int,
-    context: int,
-    rope_base: float,
-    *,
-    tied_head: bool = False,
-    norm_eps: float = 1e-5,
-) -> Shape:
-    return Shape(
-        family="llama",
-        n_layers=n_layers,
-        hidden=hidden,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        head_width=head_width,
-        ff_width=ff_width,
-        vocab=vocab,
-        context=context,
-        norm_eps=norm_eps,
-        ropes=everywhere(Rope(rope_base, head_width, "halves"), n_layers),
-        windows=everywhere(None, n_layers),
-        query_scale=head_width**-0.5,
-        tied_head=tied_head,
-    )
+def _llama(*sizes: int, rope_base: float, tied_head: bool = False, norm_eps: float = 1e-5) -> Shape:
+    named = dict(zip(_SIZES, sizes, strict=True))
+    rope = Rope(rope_base, named["head_width"], "halves")
+    return alike("llama", rope, tied_head=tied_head, norm_eps=norm_eps, **named)
 
 
 def _routed(shape: Shape, family: str, n_experts: int, n_used: int, ff_width: int, *, renormalise: bool) -> Shape:
@@ -49,14 +25,14 @@ def _routed(shape: Shape, family: str, n_experts: int, n_used: int, ff_width: in
 
 
 # Small enough to answer at once, wide enough for whole blocks of 256 weights.
-_TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, 10_000.0, tied_head=True)
-_MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, 1_000_000.0)
-_QWEN3: Final = _llama(2048, 48, 32, 4, 128, 6144, 151_936, 40_960, 1_000_000.0, norm_eps=1e-6)
+_TINY: Final = _llama(256, 2, 4, 2, 64, 512, 1024, 2048, rope_base=10_000.0, tied_head=True)
+_MIXTRAL: Final = _llama(4096, 32, 32, 8, 128, 14_336, 32_000, 32_768, rope_base=1_000_000.0)
+_QWEN3: Final = _llama(2048, 48, 32, 4, 128, 6144, 151_936, 40_960, rope_base=1_000_000.0, norm_eps=1e-6)
 SHAPES: Final[Mapping[str, Shape]] = MappingProxyType(
     {
-        "llama-1b": _llama(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, 500_000.0, tied_head=True),
-        "llama-8b": _llama(4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, 500_000.0),
-        "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, 100_000.0, tied_head=True),
+        "llama-1b": _llama(2048, 16, 32, 8, 64, 8192, 128_256, 131_072, rope_base=500_000.0, tied_head=True),
+        "llama-8b": _llama(4096, 32, 32, 8, 128, 14_336, 128_256, 131_072, rope_base=500_000.0),
+        "smollm2-135m": _llama(576, 30, 9, 3, 64, 1536, 49_152, 8192, rope_base=100_000.0, tied_head=True),
         "mixtral-8x7b": _routed(_MIXTRAL, "mixtral", 8, 2, 14_336, renormalise=True),
         "qwen3-30b-a3b": _routed(_QWEN3, "qwen3moe", 128, 8, 768, renormalise=True),
         "tiny": _TINY,

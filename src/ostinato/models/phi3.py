@@ -1,18 +1,13 @@
 """phi3: llama's blocks with query, key and value kept as one tensor, gate and up as another, and longrope factors."""
 
-from ostinato.models.blocks import Layer
+from functools import partial
+
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 
-
-def layer(b: Builder, i: int) -> Layer:
-    return b.layer(i, b.attention(i, fused=True), b.gated_mlp(i, fused=True))
-
-
 PHI3 = Family(
     "phi3",
-    layer,
-    gguf="phi3",
+    partial(Builder.layer, fused=True, mlp=partial(Builder.gated_mlp, fused=True)),
     hf=("Phi3ForCausalLM",),
     names={
         **COMMON_NAMES,

@@ -1,8 +1,8 @@
 """qwen2: llama's blocks with biases on query, key and value, and rotary pairs as halves in both formats."""
 
 from dataclasses import replace
+from functools import partial
 
-from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import Family
 from ostinato.models.fields import Description
@@ -25,14 +25,9 @@ def without_unused_window(c: Description) -> Shape:
     return replace(shape, windows=everywhere(None, shape.n_layers))
 
 
-def layer(b: Builder, i: int) -> Layer:
-    return b.layer(i, b.attention(i, out_bias=False))
-
-
 QWEN2 = Family(
     "qwen2",
-    layer,
-    gguf="qwen2",
+    partial(Builder.layer, out_bias=False),
     hf=("Qwen2ForCausalLM",),
     shape_from_gguf=shape_from_gguf,
     shape_from_config=shape_from_config,

@@ -1,9 +1,9 @@
 """qwen3 and qwen3moe: llama's blocks with an RMS norm on every query and key head, dense or with routed experts."""
 
 from dataclasses import replace
+from functools import partial
 
 from ostinato.errors import BadFile
-from ostinato.models.blocks import Layer
 from ostinato.models.builder import Builder
 from ostinato.models.family import COMMON_NAMES, Family
 from ostinato.models.fields import Description
@@ -39,16 +39,13 @@ def moe_from_config(c: Description) -> Shape:
     return replace(shape, experts=experts)
 
 
-def layer(b: Builder, i: int) -> Layer:
-    return b.layer(i, b.attention(i, qk_norm=True))
+LAYER = partial(Builder.layer, qk_norm=True)
 
-
-QWEN3 = Family("qwen3", layer, gguf="qwen3", hf=("Qwen3ForCausalLM",), shape_from_config=without_unused_window)
+QWEN3 = Family("qwen3", LAYER, hf=("Qwen3ForCausalLM",), shape_from_config=without_unused_window)
 
 QWEN3_MOE = Family(
     "qwen3moe",
-    layer,
-    gguf="qwen3moe",
+    LAYER,
     hf=("Qwen3MoeForCausalLM",),
     shape_from_gguf=moe_from_gguf,
     shape_from_config=moe_from_config,

@@ -27,7 +27,7 @@ FAMILIES: Final = (
     LLAMA, QWEN2, QWEN3, QWEN3_MOE, GEMMA2, GEMMA3, PHI3, GPT2, MIXTRAL, MAMBA, MAMBA2, FALCON_H1, BERT, NOMIC_BERT,
 )  # fmt: skip
 
-BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.gguf: f for f in FAMILIES if f.gguf is not None})
+BY_GGUF: Final[Mapping[str, Family]] = MappingProxyType({f.name: f for f in FAMILIES if f.in_gguf})
 BY_CONFIG: Final[Mapping[str, Family]] = MappingProxyType({name: f for f in FAMILIES for name in f.hf})
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from ostinato.models.fields import Description, Fields
 from ostinato.models.rope import Pairing, Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+States = tuple[tuple[int, ...], ...]  # what a recurrent layer remembers of a sequence: float32 of each of these sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +33,8 @@ class ExpertShape:
     dense_layers: frozenset[int] = frozenset()  # layers with a plain feed-forward block in their place
 
 
-@dataclass(frozen=True, slots=True)
-class RecurrentShape:
-    """What a recurrent layer remembers of a sequence: one tensor of each of these sizes, float32."""
-
-    states: tuple[tuple[int, ...], ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MambaShape(RecurrentShape):
+class MambaShape:
     """A mamba block: `inner` channels, each with `state` numbers of its own."""
 
     inner: int
@@ -51,15 +45,13 @@ class MambaShape(RecurrentShape):
     conv_bias: bool = True
     norm_eps: float | None = None  # with it, step, b and c are normed (falcon-mamba)
 
-    @staticmethod
-    def of(**sizes: Any) -> MambaShape:
-        """The shape with the states that follow from it."""
-        made = MambaShape((), **sizes)
-        return replace(made, states=((made.inner, made.kernel - 1), (made.inner, made.state)))
+    @property
+    def states(self) -> States:
+        return (self.inner, self.kernel - 1), (self.inner, self.state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Shape(RecurrentShape):
+class Mamba2Shape:
     """A mamba2 block: `n_heads` heads of the `inner` channels, in groups that share b and c."""
 
     inner: int
@@ -79,12 +71,12 @@ class Mamba2Shape(RecurrentShape):
         """Channels of the convolution: what is scanned, b and c."""
         return self.inner + 2 * self.n_groups * self.state
 
-    @staticmethod
-    def of(**sizes: Any) -> Mamba2Shape:
-        """The shape with the states that follow from it."""
-        made = Mamba2Shape((), **sizes)
-        scan = (made.n_heads, made.inner // made.n_heads, made.state)
-        return replace(made, states=((made.conv_width, made.kernel - 1), scan))
+    @property
+    def states(self) -> States:
+        return (self.conv_width, self.kernel - 1), (self.n_heads, self.inner // self.n_heads, self.state)
+
+
+RecurrentShape: TypeAlias = MambaShape | Mamba2Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +133,15 @@ class Shape:
         """As trained; with longrope the range in which its short factors, made for it, hold."""
         originals = [r.original_context for r in self.ropes if r is not None and r.original_context]
         return min([self.context, *originals])
+
+
+def alike(family: str, rope: Rope | None, **sizes: Any) -> Shape:
+    """A shape whose layers are alike: they see everything before them, and each head has keys and values of its own;
+    unless said."""
+    n_layers, n_heads, width = sizes["n_layers"], sizes["n_heads"], max(1, sizes["hidden"] // sizes["n_heads"])
+    width = sizes.setdefault("head_width", width)
+    plain = {"n_kv_heads": n_heads, "windows": everywhere(None, n_layers), "query_scale": width**-0.5}
+    return Shape(family=family, ropes=everywhere(rope, n_layers), **{**plain, **sizes})
 
 
 def everywhere(value: Any, n_layers: int) -> tuple[Any, ...]:
