@@ -11,7 +11,7 @@ import pytest
 
 from ostinato.errors import BadFile
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.text.of_checkpoint import has_template, open_tokenizer, template_of, tokenizer_of
+from ostinato.text.of_checkpoint import open_tokenizer, template_of, template_sources, tokenizer_of
 from tests.cli import tiny_model
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -30,7 +30,7 @@ def test_both_kinds_of_files_give_a_tokenizer_and_a_template(model: Path) -> Non
     assert template is not None
     assert template.render(HELLO) == tiny_model.prompt_of("hello")
     template.close()
-    assert has_template(checkpoint)
+    assert template_sources(checkpoint) is not None
     checkpoint.close()
 
 
@@ -42,13 +42,13 @@ def test_a_template_by_another_name_counts_as_one(tmp_path: Path, key: str) -> N
     checkpoint = open_checkpoint(tiny_model.write(tmp_path / "named.gguf", change=rename))
     template = template_of(checkpoint, tokenizer_of(checkpoint))
     assert template is not None
-    assert has_template(checkpoint)
+    assert template_sources(checkpoint) is not None
 
 
 def test_a_model_without_a_template_has_none(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tiny_model.write(tmp_path / "base.gguf", change=tiny_model.without_template))
     assert template_of(checkpoint, tokenizer_of(checkpoint)) is None
-    assert not has_template(checkpoint)
+    assert template_sources(checkpoint) is None
 
 
 def test_a_folder_needs_no_weights_for_its_tokenizer(tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_a_template_file_of_any_size_is_not_read(tmp_path: Path) -> None:
     with (folder / "chat_template.jinja").open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(BadFile, match=r"chat_template\.jinja: has 1099511627776 bytes"):
-        has_template(open_checkpoint(folder))
+        template_sources(open_checkpoint(folder))
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": 5}))
     with pytest.raises(BadFile, match="'default' is int"):
-        has_template(open_checkpoint(folder))
+        template_sources(open_checkpoint(folder))

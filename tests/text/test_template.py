@@ -13,7 +13,7 @@ import pytest
 
 from ostinato.errors import BadFile, BadInput, BadTemplate
 from ostinato.files.checkpoint import open_checkpoint
-from ostinato.text.template import ChatTemplate, template_from_folder, template_from_gguf
+from ostinato.text.template import ChatTemplate, sources_in_folder, sources_in_gguf, template_from
 from ostinato.text.tokenizer import tokenizer_from_gguf
 from tests.text.templates import CHATML, GENERATION, HEADERS, ONLY_PARTS, PARTS, TOOLS, TURNS
 from tests.text.vocabularies import NOWHERE, byte_level, tokenizer_of
@@ -189,7 +189,7 @@ def test_many_threads_share_one_template() -> None:
 def test_a_gguf_files_template_knows_its_tokens() -> None:
     tokenizer = tokenizer_of(byte_level())
     metadata = {"tokenizer.chat_template": "{{ bos_token }}|{{ eos_token }}", "tokenizer.chat_template.tool_use": "T"}
-    made = template_from_gguf(metadata, tokenizer, NOWHERE)
+    made = template_from(sources_in_gguf(metadata, NOWHERE), tokenizer, NOWHERE)
     assert made is not None
     assert made.render([USER]) == "<|im_start|>|<|im_end|>"
     assert made.render([USER], tools=[WEATHER]) == "T"
@@ -197,22 +197,16 @@ def test_a_gguf_files_template_knows_its_tokens() -> None:
 
 
 def test_named_templates_of_a_gguf_file_count_too() -> None:
-    tokenizer = tokenizer_of(byte_level())
     for name in ("default", "tool_use"):
-        made = template_from_gguf({f"tokenizer.chat_template.{name}": name}, tokenizer, NOWHERE)
-        assert made is not None
-        assert made.source == name
-    assert template_from_gguf({}, tokenizer, NOWHERE) is None
+        assert sources_in_gguf({f"tokenizer.chat_template.{name}": name}, NOWHERE) == (name, None)
+    assert sources_in_gguf({}, NOWHERE) is None
     with pytest.raises(BadFile, match="'default' is int, not text"):
-        template_from_gguf({"tokenizer.chat_template": 5}, tokenizer, NOWHERE)
+        sources_in_gguf({"tokenizer.chat_template": 5}, NOWHERE)
 
 
 def test_a_folder_may_keep_its_template_in_many_places(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of(byte_level())
-
     def sources() -> tuple[str, str | None] | None:
-        made = template_from_folder(tmp_path, tokenizer)
-        return None if made is None else (made.source, made.tool_source)
+        return sources_in_folder(tmp_path)
 
     assert sources() is None
     config = tmp_path / "tokenizer_config.json"
@@ -240,7 +234,9 @@ def test_a_folder_may_keep_its_template_in_many_places(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_the_default_models_own_template(default_model: Path) -> None:
     metadata = open_checkpoint(default_model).metadata
-    made = template_from_gguf(metadata, tokenizer_from_gguf(metadata, default_model), default_model)
+    made = template_from(
+        sources_in_gguf(metadata, default_model), tokenizer_from_gguf(metadata, default_model), default_model
+    )
     assert made is not None
     assert made.render([USER]).endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
     assert "trained by Hugging Face" in made.render([USER])

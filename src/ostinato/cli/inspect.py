@@ -70,7 +70,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     from ostinato.backends.native.backend import why_not_blocks
     from ostinato.models.header import tensors_of
     from ostinato.models.registry import read_shape
-    from ostinato.text.of_checkpoint import has_template, tokenizer_of
+    from ostinato.text.of_checkpoint import template_sources, tokenizer_of
 
     missing: list[str] = []
 
@@ -99,7 +99,7 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     facts["sizes"] = of_shape or _stated_sizes(checkpoint)
     tokenizer = attempt(lambda: tokenizer_of(checkpoint))
     facts["tokenizer"] = _tokenizer_facts(checkpoint, tokenizer)
-    facts["chat_template"] = bool(attempt(lambda: has_template(checkpoint)))
+    facts["chat_template"] = attempt(lambda: template_sources(checkpoint)) is not None
     facts["memory"] = _memory(shape, n_parameters) if shape else None
     # Of the model alone; `doctor` says whether this machine has a native loop.
     facts["native_loop"] = {"why_not": why_not_blocks(shape, tensors_of(checkpoint))} if shape else None

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal
 
 from ostinato.text.answer import CallDelta, Delta
+from ostinato.text.stream import open_end
 
 NewId = Callable[[], str]
 
@@ -369,19 +370,6 @@ def _value(text: str, schema: Any) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def open_end(text: str, markers: Sequence[str]) -> int:
-    """How many characters at the end of a text may still become a marker.
-
-    >>> open_end("so <tool", ["<tool_call>"])
-    5
-    """
-    longest = max((len(marker) for marker in markers), default=1) - 1
-    for n in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[len(text) - n :]) for marker in markers):
-            return n
-    return 0
 
 
 def _content(text: str) -> list[Delta]:

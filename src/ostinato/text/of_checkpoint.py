@@ -9,13 +9,7 @@ from pathlib import Path
 
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
 from ostinato.text.folder import tokenizer_from_folder
-from ostinato.text.template import (
-    ChatTemplate,
-    sources_in_folder,
-    sources_in_gguf,
-    template_from_folder,
-    template_from_gguf,
-)
+from ostinato.text.template import ChatTemplate, Sources, sources_in_folder, sources_in_gguf, template_from
 from ostinato.text.tokenizer import Tokenizer, tokenizer_from_gguf
 
 
@@ -28,16 +22,14 @@ def tokenizer_of(checkpoint: Checkpoint) -> Tokenizer:
 
 def template_of(checkpoint: Checkpoint, tokenizer: Tokenizer) -> ChatTemplate | None:
     """The chat template of a model; None for a model without. Its process starts with the first rendering."""
-    if checkpoint.format == "gguf":
-        return template_from_gguf(checkpoint.metadata, tokenizer, checkpoint.path)
-    return template_from_folder(checkpoint.path, tokenizer)
+    return template_from(template_sources(checkpoint), tokenizer, checkpoint.path)
 
 
-def has_template(checkpoint: Checkpoint) -> bool:
-    """Whether `template_of` would give one, also where the tokenizer cannot be read."""
+def template_sources(checkpoint: Checkpoint) -> Sources | None:
+    """What `template_of` makes it from, also where the tokenizer cannot be read; None for a model without."""
     if checkpoint.format == "gguf":
-        return sources_in_gguf(checkpoint.metadata, checkpoint.path) is not None
-    return sources_in_folder(checkpoint.path) is not None
+        return sources_in_gguf(checkpoint.metadata, checkpoint.path)
+    return sources_in_folder(checkpoint.path)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:

@@ -12,8 +12,8 @@ from typing import Final
 
 from ostinato.options import Rule, Sampling
 from ostinato.text.answer import Delta
-from ostinato.text.call_parser import open_end
 from ostinato.text.grammar import as_lark, compact, literal
+from ostinato.text.stream import open_end
 from ostinato.text.template import ChatTemplate
 from ostinato.text.tokenizer import Tokenizer
 

@@ -132,23 +132,12 @@ def other_form(content: str | list[Any]) -> str | list[Any]:
     return "\n".join(part["text"] for part in content)
 
 
-def limit_memory(n_bytes: int) -> None:
-    """Bound this process's address space, where the platform can."""
+def limit(kind: str, most: int, hard: int | None = None) -> None:
+    """Bound a resource of this process, where the platform can; without `hard` the bound may be raised again."""
     try:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_AS, (n_bytes, n_bytes))
-    except (ImportError, ValueError, OSError):
-        return
-
-
-def limit_time(seconds: float) -> None:
-    """Bound the processor time of the next render, so that a loop ends even if its caller has stopped waiting."""
-    try:
-        import resource
-
-        used = math.ceil(time.process_time() + seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (used, resource.RLIM_INFINITY))
+        resource.setrlimit(getattr(resource, kind), (most, resource.RLIM_INFINITY if hard is None else hard))
     except (ImportError, ValueError, OSError):
         return
 
@@ -185,7 +174,7 @@ def main() -> None:
     """Read the settings, report ready, then answer one request per line until the parent closes the pipe."""
     lines, replies = sys.stdin.buffer, sys.stdout.buffer
     settings = json.loads(lines.readline())
-    limit_memory(settings["memory_bytes"])
+    limit("RLIMIT_AS", settings["memory_bytes"], hard=settings["memory_bytes"])
     templates: dict[str, Template] = {}
 
     def render(line: bytes) -> str:
@@ -201,7 +190,8 @@ def main() -> None:
 
     send({"ready": True})
     while line := lines.readline():
-        limit_time(settings["seconds"])
+        # The processor time of this render, so that a loop ends even if its caller has stopped waiting.
+        limit("RLIMIT_CPU", math.ceil(time.process_time() + settings["seconds"]) + 1)
         reply = answer(partial(render, line))
         try:
             send(reply)

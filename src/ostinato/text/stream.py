@@ -19,7 +19,7 @@ class TextStream:
     the text. Control tokens show nothing, but for those named by `show`: what marks a tool call, say.
     """
 
-    __slots__ = ("_characters", "_held", "_longest", "_show", "_start", "_stop", "_stopped", "_tokenizer")
+    __slots__ = ("_characters", "_held", "_show", "_start", "_stop", "_stopped", "_tokenizer")
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, at_start: bool = True, show: Collection[str] = ()
@@ -27,7 +27,6 @@ class TextStream:
         self._tokenizer = tokenizer
         self._show = frozenset(id for id in tokenizer.hidden if tokenizer.texts[id] in show) if show else frozenset()
         self._stop = tuple(s for s in stop if s)
-        self._longest = max((len(s) for s in self._stop), default=0)
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._start = at_start
         self._held = ""
@@ -54,7 +53,7 @@ class TextStream:
             return ""
         held = self._held + text
         met = min((at for at in map(held.find, self._stop) if at >= 0), default=None)
-        maybe = len(held) if last else self._open_end(held)
+        maybe = len(held) if last else len(held) - open_end(held, self._stop)
         if met is not None and met <= maybe:
             self._stopped = True
             self._held = ""
@@ -62,9 +61,15 @@ class TextStream:
         self._held = held[maybe:]
         return held[:maybe]
 
-    def _open_end(self, text: str) -> int:
-        """Where the earliest stop string that `text` may still be inside of begins; its length where there is none."""
-        for at in range(max(0, len(text) - self._longest + 1), len(text)):
-            if any(stop.startswith(text[at:]) for stop in self._stop):
-                return at
-        return len(text)
+
+def open_end(text: str, markers: Sequence[str]) -> int:
+    """How many characters at the end of a text may still become a marker.
+
+    >>> open_end("so <tool", ["<tool_call>"])
+    5
+    """
+    longest = max((len(marker) for marker in markers), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(marker.startswith(text[len(text) - n :]) for marker in markers):
+            return n
+    return 0

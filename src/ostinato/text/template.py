@@ -246,30 +246,13 @@ class Sources(NamedTuple):
     tools: str | None
 
 
-def template_from_gguf(metadata: Mapping[str, Any], tokenizer: Tokenizer, path: Path) -> ChatTemplate | None:
-    """The chat template of a GGUF file, with its tool-using variant where it has one; None for a model without."""
-    return _made(sources_in_gguf(metadata, path), tokenizer, path)
-
-
-def template_from_folder(folder: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """The chat template of a model folder; None for a model without."""
-    return _made(sources_in_folder(folder), tokenizer, folder)
-
-
-def _made(sources: Sources | None, tokenizer: Tokenizer, path: Path) -> ChatTemplate | None:
+def template_from(sources: Sources | None, tokenizer: Tokenizer, path: Path) -> ChatTemplate | None:
+    """The chat template of the model at `path`, with its tool-using variant where it has one."""
     if sources is None:
         return None
-    return ChatTemplate(
-        sources.default,
-        bos_token=_text_of(tokenizer, tokenizer.bos_id),
-        eos_token=_text_of(tokenizer, tokenizer.eos_id),
-        tool_source=sources.tools,
-        name=f"the chat template of {path}",
-    )
-
-
-def _text_of(tokenizer: Tokenizer, id: int | None) -> str:
-    return "" if id is None else tokenizer.token_text(id)
+    bos, eos = ("" if id is None else tokenizer.token_text(id) for id in (tokenizer.bos_id, tokenizer.eos_id))
+    name = f"the chat template of {path}"
+    return ChatTemplate(sources.default, bos_token=bos, eos_token=eos, tool_source=sources.tools, name=name)
 
 
 def sources_in_gguf(metadata: Mapping[str, Any], path: Path) -> Sources | None:

@@ -123,7 +123,7 @@ class ToolFormat:
         """The format of a template; if it has none, our own, which the system message describes to the model."""
         source = "" if template is None else template.tool_source or template.source
         name = _format_of(source)
-        markers = _MARKERS[name]
+        markers = _SHAPES[name].markers
         special = tokenizer.control_ids(markers)
         no_system = bool(re.search(r"[Ss]ystem role not supported", source))
         return ToolFormat(name, markers, special, not no_system)
@@ -212,8 +212,10 @@ class ToolFormat:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """The text around the arguments of a call, and around and between calls; None: one call at a time."""
+    """The markers of a format, the text around the arguments of a call, and around and between calls; None: one call
+    at a time."""
 
+    markers: tuple[str, ...]
     begin: str
     end: str
     first: str = ""
@@ -221,25 +223,19 @@ class _Shape:
     last: str = ""
 
 
-_BARE: Final = _Shape('{"name": "NAME", "parameters": ', "}")
+_TAGS: Final = ("<tool_call>", "</tool_call>")
+_HERMES: Final = _Shape(_TAGS, '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n")
+_NAMED: Final = ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")
+_PHI: Final = ("<|tool_call|>", "<|/tool_call|>")
 _SHAPES: Final[Mapping[FormatName, _Shape]] = {
-    "hermes": _Shape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"),
+    "hermes": _HERMES,
     # Values between tags are no JSON: an answer that must be a call is written the other way, and read all the same.
-    "tags": _Shape('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", between="\n"),
-    "llama": _BARE,
-    "plain": _BARE,
-    "mistral": _Shape('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
-    "mistral-named": _Shape("[TOOL_CALLS]NAME[ARGS]", "", between=""),
-    "phi": _Shape('{"name": "NAME", "arguments": ', "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
-}
-_MARKERS: Final[Mapping[FormatName, tuple[str, ...]]] = {
-    "hermes": ("<tool_call>", "</tool_call>"),
-    "tags": ("<tool_call>", "</tool_call>"),
-    "llama": ("<|python_tag|>",),
-    "mistral": ("[TOOL_CALLS]",),
-    "mistral-named": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
-    "phi": ("<|tool_call|>", "<|/tool_call|>"),
-    "plain": (),
+    "tags": _HERMES,
+    "llama": _Shape(("<|python_tag|>",), '{"name": "NAME", "parameters": ', "}"),
+    "plain": _Shape((), '{"name": "NAME", "parameters": ', "}"),
+    "mistral": _Shape(_NAMED[:1], '{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
+    "mistral-named": _Shape(_NAMED, "[TOOL_CALLS]NAME[ARGS]", "", between=""),
+    "phi": _Shape(_PHI, '{"name": "NAME", "arguments": ', "}", "<|tool_call|>[", ", ", "]<|/tool_call|>"),
 }
 
 
