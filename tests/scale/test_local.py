@@ -24,10 +24,10 @@ def with_server(tiny: Path, work: Callable[[LocalServer], Awaitable[Any]]) -> An
         log: list[Any] = []
         server = LocalServer(options, write=log.append)
         try:
-            server.open(LLM(tiny, **LOADING))
+            server.service.open(LLM(tiny, **LOADING))
             return await work(server)
         finally:
-            server.close()
+            server.service.close()
 
     return asyncio.run(main())
 

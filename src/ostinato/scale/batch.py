@@ -117,10 +117,10 @@ async def run_here(
     server = LocalServer(options, write=lambda _: None)
     loop = asyncio.get_running_loop()
     try:
-        server.open(await loop.run_in_executor(None, load))
+        server.service.open(await loop.run_in_executor(None, load))
         return await answer_all(requests, results, server, at_once=at_once(options), on_progress=on_progress)
     finally:
-        await loop.run_in_executor(None, server.close)
+        await loop.run_in_executor(None, server.service.close)
 
 
 def at_once(options: ServeOptions) -> int:

@@ -99,7 +99,7 @@ class Answering:
 
     async def _opened(self, options: ServeOptions) -> LocalServer:
         server = LocalServer(options, write=lambda _: None)
-        server.open(LLM(options.model, load=options.load))
+        server.service.open(LLM(options.model, load=options.load))
         return server
 
     def __call__(self, block: dict[str, Any]) -> dict[str, Any]:

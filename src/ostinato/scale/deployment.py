@@ -37,7 +37,7 @@ from ostinato.serve.log import Record, write_line
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.service import IN_PREPARATION, Service
 from ostinato.serve.settings import ServeOptions
-from ostinato.serve.stream import encode, while_connected
+from ostinato.serve.stream import json_response, while_connected
 
 ENGINE: Final = "Engine"
 INGRESS: Final = "Ingress"
@@ -109,7 +109,7 @@ class EngineReplica:
                 given.model, load=given.load, talk=lambda text: write_line({"replica": self._name, "note": text})
             )
 
-        self._server.open(await asyncio.get_running_loop().run_in_executor(None, load))
+        self._server.service.open(await asyncio.get_running_loop().run_in_executor(None, load))
 
     async def answer(self, call: Call) -> AsyncGenerator[Any, None]:
         """The status, the headers and this replica's name, then the parts of the body."""
@@ -250,17 +250,17 @@ class Forwarder:
         front = self._front
         match path:
             case "/live":
-                return Response(encode({"live": True}), media_type="application/json")
+                return json_response({"live": True})
             case "/metrics":
                 texts = {one["replica"]: one["page"] for one in await self._reports("metrics")}
                 texts["ingress"] = front.metrics.page().decode()
                 return Response(pages.merged_metrics(texts), media_type=CONTENT_TYPE)
             case "/slots":
-                return Response(encode(pages.merged_slots(await self._reports("slots"))), media_type="application/json")
+                return json_response(pages.merged_slots(await self._reports("slots")))
             case "/health" | "/ready":
                 facts = pages.merged_health(await self._reports("health"), draining=front.state == "draining")
                 content = facts if path == "/health" else {"ready": facts["ready"]}
-                return Response(encode(content), 200 if facts["ready"] else 503, media_type="application/json")
+                return json_response(content, 200 if facts["ready"] else 503)
         return None
 
     async def _reports(self, page: str) -> list[dict[str, Any]]:

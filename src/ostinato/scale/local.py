@@ -53,12 +53,6 @@ class LocalServer:
         self.service = Service(inside, write=write, make_id=lambda: _given_id.get() or new_id())
         self._app = create_app(self.service)
 
-    def open(self, llm: LLM) -> None:
-        self.service.open(llm)
-
-    def close(self) -> None:
-        self.service.close()
-
     async def messages(self, call: Call, gather_s: float = 0.0) -> AsyncGenerator[Message, None]:
         """The parts that the application sends; if the caller stops reading, the request is cancelled.
 

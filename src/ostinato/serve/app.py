@@ -32,7 +32,7 @@ from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import ChatBody, CompletionBody, DetokenizeBody, EmbeddingBody, TemplateBody, TokenizeBody
-from ostinato.serve.stream import encode
+from ostinato.serve.stream import json_response
 
 _HERE: Final = Path(__file__).parent
 _ICON: Final = (
@@ -115,10 +115,6 @@ def guarded(app: ASGIApp, service: Service) -> ASGIApp:
     return front
 
 
-def _json(content: Any, status: int = 200) -> Response:
-    return Response(encode(content), status, media_type="application/json")
-
-
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", tags=["answers"], summary="Answer a conversation", responses=_STREAMED)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -143,17 +139,17 @@ def _add_texts(app: FastAPI, service: Service) -> None:
             pieces = {"pieces": llm.tokenizer.pieces(ids)} if body.with_pieces else {}
             return {"tokens": ids, "count": len(ids), "max_model_len": llm.context, **pieces}
 
-        return _json(await service.in_thread(tokens))
+        return json_response(await service.in_thread(tokens))
 
     @app.post("/detokenize", tags=["text"], summary="The text of token ids", responses=_POST)
     async def detokenize(body: DetokenizeBody) -> Response:
         llm = service.llm(body.model)
-        return _json({"content": await service.in_thread(llm.detokenize, body.tokens)})
+        return json_response({"content": await service.in_thread(llm.detokenize, body.tokens)})
 
     @app.post("/apply-template", tags=["text"], summary="The prompt of a conversation", responses=_POST)
     async def apply_template(body: TemplateBody) -> Response:
         llm = service.llm(body.model)
-        return _json({"prompt": await service.in_template_thread(template_text, service, llm, body)})
+        return json_response({"prompt": await service.in_template_thread(template_text, service, llm, body)})
 
 
 def _add_status(app: FastAPI, service: Service) -> None:
@@ -164,36 +160,34 @@ def _add_status(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", tags=["status"], summary="What is served", responses=_GET)
     async def models() -> Response:
-        return _json({"object": "list", "data": [model_card(service.model_id)]})
+        return json_response({"object": "list", "data": [model_card(service.model_id)]})
 
     @app.get("/v1/models/{id:path}", tags=["status"], summary="One model", responses=_responses(404))
     async def model(id: str) -> Response:
-        if id not in service.model_ids:
-            message = f"the model {id!r} is not served here; {service.model_id!r} is"
-            raise Refusal(404, message, param="model", code="model_not_found")
-        return _json(model_card(id))
+        service.check_name(id)
+        return json_response(model_card(id))
 
     not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "Loading, draining or restarting."}}
 
     @app.get("/health", tags=["status"], summary="What runs, and whether it is ready", responses={**_GET, **not_ready})
     async def health() -> Response:
         facts = service.health()
-        return _json(facts, 200 if facts["ready"] else 503)
+        return json_response(facts, 200 if facts["ready"] else 503)
 
     @app.get("/ready", tags=["status"], summary="Whether requests are taken", responses={**_GET, **not_ready})
     async def ready() -> Response:
-        return _json({"ready": service.state == "ready"}, 200 if service.state == "ready" else 503)
+        return json_response({"ready": service.state == "ready"}, 200 if service.state == "ready" else 503)
 
     @app.get("/live", tags=["status"], summary="Whether the process answers", responses=_GET)
     async def live() -> Response:
-        return _json({"live": True})
+        return json_response({"live": True})
 
     @app.get("/slots", tags=["status"], summary="The request in each slot, and the gaps between tokens", responses=_GET)
     async def slots() -> Response:
         stats, llm = service.stats(), service.model
         if stats is None or llm is None:
-            return _json({"slots": [], "waiting": 0, "gaps": None})
-        return _json(
+            return json_response({"slots": [], "waiting": 0, "gaps": None})
+        return json_response(
             {
                 "slots": llm.slots(),
                 "waiting": stats.waiting,
@@ -257,38 +251,33 @@ def policy_for(page: str) -> str:
 
 def _add_errors(app: FastAPI) -> None:
     async def refused(request: Request, error: Exception) -> Response:
-        refusal = refusal_of(error)
-        if refusal.status >= 500 and not isinstance(error, Refusal):
+        refusal = _refusal(request, error)
+        if refusal.status >= 500 and isinstance(error, OstinatoError):
             raise error  # the front answers and logs it
-        _note(request, error)
-        return error_response(refusal)
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        refusal = invalid_body(error)
-        _note(request, refusal)
-        return error_response(refusal)
-
-    async def plain(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        words = {
-            400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # FastAPI raises 400 for this reason only
-            404: f"there is no {request.url.path} here",
-            405: f"{request.method} is not for {request.url.path}",
-        }
-        refusal = Refusal(error.status_code, words.get(error.status_code, str(error.detail)))
-        _note(request, refusal)
-        return error_response(refusal, error.headers)
+        record: Record = request.state.record
+        record.error = str(refusal)[:500]
+        return error_response(refusal, getattr(error, "headers", None))
 
     async def ours(request: Request, error: Exception) -> Response:
         """Starlette sends this and raises the error again: the front logs it."""
         return error_response(refusal_of(error))
 
     app.add_exception_handler(Exception, ours)
-    app.add_exception_handler(Refusal, refused)
-    app.add_exception_handler(OstinatoError, refused)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, plain)
+    for kind in (Refusal, OstinatoError, RequestValidationError, HTTPException):
+        app.add_exception_handler(kind, refused)
+
+
+def _refusal(request: Request, error: Exception) -> Refusal:
+    if isinstance(error, RequestValidationError):
+        return invalid_body(error)
+    if not isinstance(error, HTTPException):
+        return refusal_of(error)
+    words = {
+        400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # FastAPI raises 400 for this reason only
+        404: f"there is no {request.url.path} here",
+        405: f"{request.method} is not for {request.url.path}",
+    }
+    return Refusal(error.status_code, words.get(error.status_code, str(error.detail)))
 
 
 def _why_unread(cause: BaseException | None) -> str:
@@ -300,11 +289,6 @@ def _why_unread(cause: BaseException | None) -> str:
         case ValueError():
             return "a number in it is too long"
     return "it is no JSON"
-
-
-def _note(request: Request, error: Exception) -> None:
-    record: Record = request.state.record
-    record.error = str(error)[:500]
 
 
 _BRANCH: Final = re.compile(r"[a-z_]+[0-9]*")

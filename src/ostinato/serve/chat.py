@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -15,7 +15,7 @@ from ostinato.serve import logprobs
 from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeated
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
-from ostinato.serve.reply import Head, reply
+from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import ChatBody, Message, TemplateBody
 from ostinato.text.answer import AnswerReader, CallDelta, Delta
@@ -28,53 +28,35 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     record: Record = request.state.record
     llm = service.llm(body.model)
     asked = await service.in_template_thread(rendered, service, llm, body)
-    prepared = await service.in_thread(prepare, service, llm, body, asked)
+    ask, reader = await service.in_thread(prepare, service, llm, body, *asked)
     n = body.n_choices
-    answers = Answers(service, llm, repeated([prepared.ask], n), n, record, "messages")
+    answers = Answers(service, llm, repeated([ask], n), n, record, "messages")
     await answers.start()
-    choices = [ChatChoice(index, llm.tokenizer, prepared.reader(), bool(body.logprobs)) for index in range(n)]
+    choices = [ChatChoice(index, llm.tokenizer, reader(), bool(body.logprobs)) for index in range(n)]
     kinds = ("chat.completion", "chat.completion.chunk")
-    head = Head(f"chatcmpl-{record.id}", *kinds, int(service.clock()), service.model_id)
-    return await reply(request, body, answers, choices, head, service.limits.write_s)
+    return await reply(service, request, body, answers, choices, f"chatcmpl-{record.id}", kinds)
 
 
 # Before
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedChat:
-    """A conversation, ready to submit; `reader` makes the parser of one answer's text."""
-
-    ask: GenerationInput
-    reader: Callable[[], AnswerReader]
-
-
-@dataclass(frozen=True, slots=True)
-class Rendered:
-    """A conversation as its model reads it, with the tools that the model may call."""
-
-    text: str
-    tools: tuple[Tool, ...]
-    choice: ToolChoice
-
-
-def rendered(service: Service, llm: LLM, body: ChatBody) -> Rendered:
-    """Check the conversation and render it."""
+def rendered(service: Service, llm: LLM, body: ChatBody) -> tuple[str, tuple[Tool, ...], ToolChoice]:
+    """Check the conversation and render it: as its model reads it, with the tools that the model may call."""
     tools = read_tools(body.tools)
     choice = read_choice(body.tool_choice, tools)
     callable_now = tools if choice != "none" else ()
-    text = _text(service, llm, body.messages, callable_now, body.chat_template_kwargs)
-    return Rendered(text, callable_now, choice)
+    return _text(service, llm, body.messages, callable_now, body.chat_template_kwargs), callable_now, choice
 
 
-def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> PreparedChat:
-    """The engine's request, and the parser of its answer."""
-    text, tools, speaks = asked.text, asked.tools, service.tool_format
+def prepare(
+    service: Service, llm: LLM, body: ChatBody, text: str, tools: tuple[Tool, ...], choice: ToolChoice
+) -> tuple[GenerationInput, Callable[[], AnswerReader]]:
+    """The engine's request, and what makes the parser of one answer's text."""
     service.check_length(text, "messages")
-    sampling = body.sampling()
+    speaks, sampling = service.tool_format, body.sampling()
     parallel = body.parallel_tool_calls is not False
     if tools:
-        sampling = _calling(speaks, tools, asked.choice, sampling, parallel=parallel)
+        sampling = _calling(speaks, tools, choice, sampling, parallel=parallel)
     thinking = service.reasoning
     if thinking is not None:
         sampling = thinking.before(sampling, text)
@@ -87,7 +69,7 @@ def prepare(service: Service, llm: LLM, body: ChatBody, asked: Rendered) -> Prep
             most_calls=None if parallel else 1,  # an optional call has no grammar that could limit it to one
         )
 
-    return PreparedChat(GenerationInput(llm.chat_ids(text), sampling, True, show), reader)
+    return GenerationInput(llm.chat_ids(text), sampling, True, show), reader
 
 
 def _calling(

@@ -14,7 +14,7 @@ from ostinato.serve.answers import Answers, GenerationInput, TokenUpdate, repeat
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.logprobs import CompletionLogprobs, Entry, PendingTokens, joined
-from ostinato.serve.reply import Head, reply
+from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import CompletionBody
 from ostinato.serve.stream import client_gone, while_connected
@@ -33,9 +33,8 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
         return client_gone(record)
     await answers.start(generate=body.max_tokens != 0)
     choices = [CompletionChoice(index, llm.tokenizer, echoes[index // n], body) for index in range(len(asks))]
-    kind = "text_completion"
-    head = Head(f"cmpl-{record.id}", kind, kind, int(service.clock()), service.model_id)
-    return await reply(request, body, answers, choices, head, service.limits.write_s)
+    kinds = ("text_completion", "text_completion")
+    return await reply(service, request, body, answers, choices, f"cmpl-{record.id}", kinds)
 
 
 # Before

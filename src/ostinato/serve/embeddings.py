@@ -16,7 +16,7 @@ from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 from ostinato.serve.shapes import EmbeddingBody
-from ostinato.serve.stream import client_gone, encode, while_connected
+from ostinato.serve.stream import client_gone, json_response, while_connected
 
 
 async def embed(service: Service, body: EmbeddingBody, request: Request) -> Response:
@@ -31,14 +31,14 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
         raise Refusal(400, message, param="dimensions")
     ids = await service.in_thread(_ids, llm, inputs)
     record.prompt_tokens = sum(map(len, ids))
-    vectors = await while_connected(request.receive, service.beside(_vectors, llm, ids))
+    vectors = await while_connected(request.receive, service.beside(lambda: llm.embed(ids).tolist()))
     if vectors is None:
         return client_gone(record)
     service.metrics.prompt_tokens.inc(record.prompt_tokens)
     data = await service.in_thread(_listed, body, vectors)
     usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
     content = {"object": "list", "data": data, "model": service.model_id, "usage": usage}
-    return Response(encode(content), media_type="application/json")
+    return json_response(content)
 
 
 def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int]]:
@@ -57,11 +57,6 @@ def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int
                 code="context_length_exceeded",
             )
     return made
-
-
-def _vectors(llm: LLM, ids: list[list[int]]) -> list[list[float]]:
-    vectors: list[list[float]] = llm.embed(ids).tolist()
-    return vectors
 
 
 def _listed(body: EmbeddingBody, vectors: Sequence[Sequence[float]]) -> list[dict[str, Any]]:

@@ -32,22 +32,11 @@ _PAGES: Final = frozenset({"/", "/docs"})
 _MOST_DISCARDED: Final = 4  # times the limit of a body, so that its sender can read why it was refused
 
 
-class Keys:
-    """The server's keys, compared in constant time."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._sums = [_sum(key.encode()) for key in keys]
-
-    def __bool__(self) -> bool:
-        return bool(self._sums)
-
-    def open(self, authorization: str | None) -> bool:
-        """Whether this `Authorization` holds one of them, as a bearer token or as a password."""
-        given = _sum(_key_in(authorization or ""))
-        found = False
-        for known in self._sums:
-            found |= hmac.compare_digest(given, known)
-        return found
+def holds_key(authorization: str, sums: Sequence[bytes]) -> bool:
+    """Whether an `Authorization` holds a key with one of these sums, as a bearer token or as a password; in constant
+    time."""
+    given = _sum(_key_in(authorization))
+    return any([hmac.compare_digest(given, known) for known in sums])
 
 
 def _sum(key: bytes) -> bytes:
@@ -89,7 +78,7 @@ class Gateway:
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app, self._service = app, service
         options = service.options
-        self._keys = Keys(options.keys)
+        self._key_sums = [_sum(key.encode()) for key in options.keys]
         # Without a key, a web page whose domain name resolves to this machine could use it (DNS rebinding).
         self._checks_host = not options.keys and is_loopback(options.host)
 
@@ -134,7 +123,8 @@ class Gateway:
                 f"the host {headers['host']!r} is no name of this machine; open it by its address, or guard the server "
                 "with --api-key",
             )
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._keys.open(headers.get("authorization")):
+        guarded = self._key_sums and scope["path"] not in OPEN_PATHS
+        if guarded and not holds_key(headers.get("authorization", ""), self._key_sums):
             raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY`")
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:

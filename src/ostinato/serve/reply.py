@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from starlette.responses import Response
 
 from ostinato.serve.answers import Answers, TokenUpdate
 from ostinato.serve.log import Record
+from ostinato.serve.service import Service
 from ostinato.serve.shapes import GenerationBody, StreamOptions
 from ostinato.serve.stream import DONE, KEEP_ALIVE, EventStream, at_once, event
 
@@ -35,42 +35,37 @@ class Choice(Protocol):
         """The choice, complete."""
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The fields that begin every chunk of a reply; `kind` is `object`, and `chunk_kind` that of a stream's chunks."""
-
-    id: str
-    kind: str
-    chunk_kind: str
-    created: int
-    model: str
-
-    def around(self, choices: list[dict[str, Any]], kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-
-
 async def reply(
-    request: Request, body: GenerationBody, answers: Answers, choices: Sequence[Choice], head: Head, write_s: float
+    service: Service,
+    request: Request,
+    body: GenerationBody,
+    answers: Answers,
+    choices: Sequence[Choice],
+    id: str,
+    kinds: tuple[str, str],
 ) -> Response:
-    """The response to a request whose answers have been submitted: a stream, or one object."""
+    """The response to a request whose answers have been submitted: a stream, or one object. `kinds`: the `object` of
+    one object, and of a stream's chunks."""
     record: Record = request.state.record
+    kind = kinds[1] if body.stream else kinds[0]
+    head = {"id": id, "object": kind, "created": int(service.clock()), "model": service.model_id}
     if body.stream:
         made = events(answers, choices, head, body.stream_options or StreamOptions(), record)
-        return EventStream(made, answers, record, write_s)
+        return EventStream(made, answers, record, service.limits.write_s)
     return await at_once(request, whole(answers, choices, head, record), answers)
 
 
 async def events(
-    answers: Answers, made: Sequence[Choice], head: Head, options: StreamOptions, record: Record
+    answers: Answers, made: Sequence[Choice], head: dict[str, Any], options: StreamOptions, record: Record
 ) -> AsyncGenerator[bytes, None]:
-    """The stream."""
+    """The stream; every chunk begins with the fields of `head`."""
     with_usage, continuous = bool(options.include_usage), bool(options.continuous_usage_stats)
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> bytes:
         usage: dict[str, Any] = {}
         if with_usage or continuous:
             usage = {"usage": answers.usage() if continuous else None}
-        return event({**head.around(choices, head.chunk_kind), **usage, **more})
+        return event({**head, "choices": choices, **usage, **more})
 
     opening = [first for one in made if (first := one.opening()) is not None]
     # Where nothing is generated, the openings are also the ends.
@@ -93,18 +88,18 @@ async def events(
     record.outcome = _outcome(made)
     yield chunk([last], **await answers.extras())
     if with_usage:
-        yield event({**head.around([], head.chunk_kind), "usage": answers.usage()})
+        yield event({**head, "choices": [], "usage": answers.usage()})
     yield DONE
 
 
-async def whole(answers: Answers, made: Sequence[Choice], head: Head, record: Record) -> dict[str, Any]:
+async def whole(answers: Answers, made: Sequence[Choice], head: dict[str, Any], record: Record) -> dict[str, Any]:
     """The whole reply as one object."""
     while not answers.done:
         for update in await answers.more():
             made[update.number].format_update(update)
     record.outcome = _outcome(made)
     choices = [one.whole() for one in made]
-    return {**head.around(choices, head.kind), "usage": answers.usage(), **await answers.extras()}
+    return {**head, "choices": choices, "usage": answers.usage(), **await answers.extras()}
 
 
 def _outcome(made: Sequence[Choice]) -> str:

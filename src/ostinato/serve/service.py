@@ -61,7 +61,7 @@ class Service:
         self.stopping = asyncio.Event()  # no request is waited for any more
         self.has_sum = threading.Event()  # the model's files are hashed: digests can be made
         self.boxes: set[TokenQueue] = set()  # of requests that are being answered
-        self._llm: LLM | None = None
+        self.model: LLM | None = None  # in any state
         self._threads = ThreadPoolExecutor(_PROMPT_THREADS, "ostinato-prompt")
         # Templates have one process, and so a thread of their own: a template that loops delays nothing else.
         self._template_thread = ThreadPoolExecutor(1, "ostinato-template")
@@ -79,7 +79,7 @@ class Service:
         self.tool_format = ToolFormat.for_template(llm.template, llm.tokenizer)
         self.reasoning = Reasoning.for_template(llm.template, llm.tokenizer)
         self._longest_token = max(map(len, llm.tokenizer.shown), default=1)
-        self._llm = llm
+        self.model = llm
         if self.state == "loading":
             self.state, self.why = "ready", ""
         # A digest needs the hash of the model's files: computed once, on a thread of its own.
@@ -110,15 +110,10 @@ class Service:
         """Release all resources."""
         for threads in (self._threads, self._template_thread, self._beside_threads):
             threads.shutdown(wait=False, cancel_futures=True)
-        if self._llm is not None:
-            self._llm.close()
+        if self.model is not None:
+            self.model.close()
 
     # For endpoints
-
-    @property
-    def model(self) -> LLM | None:
-        """The model, in any state."""
-        return self._llm
 
     @property
     def dispatcher(self) -> TokenDispatcher:
@@ -127,22 +122,23 @@ class Service:
 
     def llm(self, model: str | None) -> LLM:
         """The model that a request names; refused if it is another, or not ready."""
-        if self.state != "ready" or self._llm is None:
+        if self.state != "ready" or self.model is None:
             code = {"loading": "model_loading", "draining": "draining", "dead": "engine_restarting"}.get(self.state)
             raise Refusal(503, f"not now: {self.why}; try again later", code=code)
-        if model is not None and model not in self.model_ids:
-            raise Refusal(
-                404,
-                f"the model {model!r} is not served here; {self.model_id!r} is",
-                param="model",
-                code="model_not_found",
-            )
-        return self._llm
+        if model is not None:
+            self.check_name(model)
+        return self.model
+
+    def check_name(self, model: str) -> None:
+        """Refuse a name that is not the model's."""
+        if model not in self.model_ids:
+            message = f"the model {model!r} is not served here; {self.model_id!r} is"
+            raise Refusal(404, message, param="model", code="model_not_found")
 
     def check_length(self, text: str, field: str) -> None:
         """Refuse a text that exceeds the context in any tokenization, before seconds are spent on tokenizing."""
-        assert self._llm is not None
-        context = self._llm.context
+        assert self.model is not None
+        context = self.model.context
         if len(text) > context * self._longest_token:
             raise Refusal(
                 400,
@@ -195,12 +191,12 @@ class Service:
 
     def stats(self) -> Stats | None:
         """The engine's counts; None while there is no engine."""
-        llm = self._llm
+        llm = self.model
         return None if llm is None or not llm.shape.causal else llm.stats()
 
     def health(self) -> dict[str, Any]:
         """What is running, and whether requests are accepted."""
-        llm, stats = self._llm, self.stats()
+        llm, stats = self.model, self.stats()
         facts: dict[str, Any] = {
             "status": "ok" if self.state == "ready" else self.state,
             "ready": self.state == "ready",

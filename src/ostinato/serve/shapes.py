@@ -10,7 +10,7 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -20,15 +20,7 @@ from ostinato.serve.errors import Refusal
 
 # Accepted and ignored: nothing of an answer would change.
 HARMLESS: Final = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
+    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"}
 )
 # Values that request the existing behaviour; any other value of these fields is refused.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
@@ -49,17 +41,17 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 LONGEST_STOP: Final = 1024
 DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default; a chat continues until it ends
 
-_STRICT: Final = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
-
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
-class Part(BaseModel):
-    """A typed part of a message. Only text is supported."""
+class Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
 
-    model_config = _STRICT
+
+class Part(Strict):
+    """A typed part of a message. Only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -71,7 +63,8 @@ class Body(BaseModel):
     model_config = ConfigDict(
         strict=True, allow_inf_nan=False, extra="allow", json_schema_extra={"additionalProperties": False}
     )
-    where: ClassVar[str] = ""
+
+    model: str | None = None
 
     @model_validator(mode="after")
     def _refuse_unknown(self) -> Body:
@@ -95,10 +88,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 100 else text[:100] + "..."
 
 
-class FunctionCall(BaseModel):
+class FunctionCall(Strict):
     """The function of a call that a model has made: its arguments are JSON as text."""
-
-    model_config = _STRICT
 
     name: str
     arguments: str
@@ -153,42 +144,36 @@ class JsonSchema(BaseModel):
     strict: bool | None = None
 
 
-class TextFormat(BaseModel):
-    model_config = _STRICT
+class TextFormat(Strict):
     type: Literal["text"]
 
 
-class JsonFormat(BaseModel):
-    model_config = _STRICT
+class JsonFormat(Strict):
     type: Literal["json_object"]
 
 
-class SchemaFormat(BaseModel):
-    model_config = _STRICT
+class SchemaFormat(Strict):
     type: Literal["json_schema"]
     json_schema: JsonSchema
 
 
-class RegexFormat(BaseModel):
+class RegexFormat(Strict):
     """An extension: the answer is a match of a regular expression."""
 
-    model_config = _STRICT
     type: Literal["regex"]
     regex: Annotated[str, Field(min_length=1)]
 
 
-class ChoiceFormat(BaseModel):
+class ChoiceFormat(Strict):
     """An extension: the answer is one of these texts."""
 
-    model_config = _STRICT
     type: Literal["choice"]
     choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
 
 
-class GrammarFormat(BaseModel):
+class GrammarFormat(Strict):
     """An extension: the answer follows a grammar in Lark's syntax."""
 
-    model_config = _STRICT
     type: Literal["grammar"]
     grammar: Annotated[str, Field(min_length=1)]
 
@@ -204,10 +189,8 @@ def _bounds(name: str) -> Any:
     return Field(ge=number.low, le=min(number.high, 2**31 - 1))
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Strict):
     """What a stream carries beside the answer."""
-
-    model_config = _STRICT
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -217,7 +200,6 @@ class StreamOptions(BaseModel):
 class GenerationBody(Body):
     """The fields that chats and completions share."""
 
-    model: str | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, _bounds("temperature")] | None = None
@@ -290,12 +272,8 @@ class GenerationBody(Body):
                     message = "response_format.json_schema has no schema"
                     raise Refusal(400, message, param="response_format.json_schema.schema")
                 return {"schema": json.dumps(wrapped.schema_)}
-            case RegexFormat(regex=regex):
-                return {"regex": regex}
-            case ChoiceFormat(choice=choice):
-                return {"choice": tuple(choice)}
-            case GrammarFormat(grammar=grammar):
-                return {"grammar": grammar}
+            case other:
+                return other.model_dump(exclude={"type"})
 
 
 class ChatBody(GenerationBody):
@@ -373,7 +351,6 @@ class CompletionBody(GenerationBody):
 class EmbeddingBody(Body):
     """`POST /v1/embeddings`. An input is a text, token ids, or a list of either."""
 
-    model: str | None = None
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
@@ -387,7 +364,6 @@ class EmbeddingBody(Body):
 class TokenizeBody(Body):
     """`POST /tokenize`."""
 
-    model: str | None = None
     content: str
     add_special: bool = Field(default=False, description="Put BOS and EOS around it, as the model's files say.")
     parse_special: bool = Field(default=False, description="Take the names of control tokens for the tokens.")
@@ -397,14 +373,12 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`POST /detokenize`."""
 
-    model: str | None = None
     tokens: list[TokenId]
 
 
 class TemplateBody(Body):
     """`POST /apply-template`: render a conversation as a prompt."""
 
-    model: str | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -27,6 +27,10 @@ CLIENT_GONE: Final = 499  # nginx's code; it appears only in the log
 encode: Final = msgspec.json.Encoder().encode
 
 
+def json_response(content: Any, status: int = 200) -> Response:
+    return Response(encode(content), status, media_type="application/json")
+
+
 def event(content: dict[str, Any]) -> bytes:
     """One event.
 
@@ -111,7 +115,7 @@ async def at_once(request: Request, work: Coroutine[Any, Any, dict[str, Any]], a
         answers.close()
     if content is None:
         return client_gone(record)
-    return Response(encode(content), media_type="application/json")
+    return json_response(content)
 
 
 def client_gone(record: Record) -> Response:
