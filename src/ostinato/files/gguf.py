@@ -8,18 +8,17 @@ their bytes as lone surrogates, as described there.
 from __future__ import annotations
 
 import os
-import re
 import reprlib
 from pathlib import Path
 from types import MappingProxyType
 
 from ostinato.errors import BadFile, Unsupported, first_few
 from ostinato.files.checkpoint import Checkpoint
+from ostinato.files.fetch import split_names
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.gguf_header import GGUFHeader, read_header
 from ostinato.files.mapped import MappedFile
 
-_PART_NAME = re.compile(r"(?P<stem>.*)-(?P<part>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 _MAX_PARTS = 4096
 _NO_MODELS = {  # by general.type
     "adapter": "a LoRA adapter",
@@ -54,15 +53,15 @@ class GGUFFile(Checkpoint):
             return [header]
         if count > _MAX_PARTS:
             raise BadFile(f"{self.path}: split.count is {count}; more than {_MAX_PARTS} parts are not accepted")
-        name = _PART_NAME.fullmatch(self.path.name)
-        if name is None or int(name["count"]) != count or not 1 <= int(name["part"]) <= count:
+        names = split_names(self.path.name)
+        if len(names) != count or self.path.name not in names:
             raise BadFile(
                 f"{self.path}: is one of {count} parts (split.count), but is not named like "
                 f"-00001-of-{count:05}.gguf; give it its published name, with the other parts beside it"
             )
         self.close()
         self._files = []
-        paths = [self.path.with_name(f"{name['stem']}-{i + 1:05}-of-{count:05}.gguf") for i in range(count)]
+        paths = [self.path.with_name(name) for name in names]
         missing = [part.name for part in paths if not os.path.exists(part)]
         if missing:
             raise BadFile(

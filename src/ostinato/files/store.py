@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 from urllib.parse import quote
 
 from ostinato.errors import BadInput, FetchFailed, UnknownName, listing
@@ -35,9 +35,6 @@ from ostinato.files.fetch import (
     sha256_of,
 )
 from ostinato.options import Talk
-
-if TYPE_CHECKING:
-    from filelock import BaseFileLock
 
 DEFAULT: Final = "smollm2"
 
@@ -83,6 +80,19 @@ def home() -> Path:
     variable = "LOCALAPPDATA" if sys.platform == "win32" else "XDG_CACHE_HOME"
     caches = os.environ.get(variable)
     return (Path(caches) if caches else Path.home() / ".cache") / "ostinato"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file and its folder: to a file beside it, then renamed, so that a reader never sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, beside = tempfile.mkstemp(dir=path.parent, suffix=".new")
+    try:
+        with open(handle, "wb") as file:
+            file.write(content)
+        os.replace(beside, path)
+    except BaseException:
+        Path(beside).unlink(missing_ok=True)
+        raise
 
 
 def resolve(name_or_path: str, *, talk: Talk) -> Path:
@@ -266,51 +276,42 @@ def _discard(folder: Path) -> None:
 
 @contextmanager
 def _only_one(name: str, talk: Talk) -> Iterator[None]:
-    """One writer per name on this machine; the lock dies with its process, so a killed pull leaves none."""
-    from filelock import FileLock
+    """One writer per name on this machine; the lock dies with its process, so a killed pull leaves none.
+
+    Waits as long as another process makes progress: its download grows.
+    """
+    from filelock import FileLock, Timeout
 
     path = home() / "locks" / f"{quote(name, safe='')}.lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path)
-    if not _acquired(lock, 0):
-        talk(f"waiting for another pull of {name}")
-        _wait(lock, name, talk)
+    lock, growth, patience = FileLock(path), Growth(), 0.0
+    while not lock.is_locked:
+        try:
+            lock.acquire(timeout=patience)
+        except Timeout:
+            n_bytes = folder_bytes(_partial(name))
+            if not patience:
+                talk(f"waiting for another pull of {name}")
+            elif growth.has_stalled(n_bytes):
+                raise Busy(
+                    f"another process is at it and has brought nothing for {STALLED_S:.0f} seconds; "
+                    f"end that process, then try again (its lock is {lock.lock_file})"
+                ) from None
+            else:
+                talk(f"still waiting for another pull of {name}: {megabytes(n_bytes)} so far")
+            patience = WAIT_TALK_EVERY_S
     try:
         yield
     finally:
         lock.release()
 
 
-def _wait(lock: BaseFileLock, name: str, talk: Talk) -> None:
-    """Wait as long as the other process makes progress: its download grows."""
-    growth = Growth()
-    while not _acquired(lock, WAIT_TALK_EVERY_S):
-        n_bytes = folder_bytes(_partial(name))
-        if growth.has_stalled(n_bytes):
-            raise Busy(
-                f"another process is at it and has brought nothing for {STALLED_S:.0f} seconds; "
-                f"end that process, then try again (its lock is {lock.lock_file})"
-            )
-        talk(f"still waiting for another pull of {name}: {megabytes(n_bytes)} so far")
-
-
-def _acquired(lock: BaseFileLock, seconds: float) -> bool:
-    from filelock import Timeout
-
-    try:
-        lock.acquire(timeout=seconds)
-    except Timeout:
-        return False
-    return True
-
-
 # --- messages for failures ---
 
 
 def _other_ways(name: str, source: Source) -> str:
-    if not isinstance(source, WheelSource):
-        return "without network, give a file with --model PATH"
-    return f"without network, give a file with --model PATH, or put it at {_folder(name) / source.file}"
+    there = f", or put it at {_folder(name) / source.file}" if isinstance(source, WheelSource) else ""
+    return f"without network, give a file with --model PATH{there}"
 
 
 def _unknown(text: str) -> UnknownName:
