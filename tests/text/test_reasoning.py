@@ -86,7 +86,7 @@ def test_calls_are_looked_for_in_the_answer_and_not_in_the_reasoning() -> None:
 def test_the_template_shows_whether_a_model_thinks_aloud(source: str, found: tuple[str, str] | None) -> None:
     template = ChatTemplate(source, bos_token="", eos_token="")
     reasoning = Reasoning.for_template(template, tokenizer())
-    assert (None if reasoning is None else reasoning.markers) == found
+    assert (None if reasoning is None else (reasoning.begin, reasoning.end)) == found
     assert Reasoning.for_template(None, tokenizer()) is None
 
 

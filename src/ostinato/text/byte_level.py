@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tokenizers import Tokenizer as Library
-from tokenizers import models
-
-from ostinato.text.guard import guarded, library_ids
+from ostinato.text.guard import bpe
 from ostinato.text.pretokenizers import PreTokenizer
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
@@ -47,18 +44,9 @@ def byte_level_encoder(vocabulary: Vocabulary, facts: Facts, pre: PreTokenizer) 
     """The encoder of a byte-level vocabulary with the merges of its file."""
     ids = vocabulary.id_of_text()
     merges = _checked_merges(facts.strings("merges"), ids, facts)
-    model = guarded(
-        lambda: models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words),
-        vocabulary.path,
-        "has a bad vocabulary",
-    )
-    library = Library(model)
+    library = bpe(vocabulary.path, vocab=ids, merges=merges, ignore_merges=pre.whole_words)
     library.pre_tokenizer = pre.build()
-
-    def words(text: str, at_start: bool) -> list[int]:
-        return library_ids(library, text, vocabulary.path)
-
-    return with_specials(vocabulary, words)
+    return with_specials(vocabulary, library)
 
 
 def _checked_merges(lines: Iterable[str], ids: Mapping[str, int], facts: Facts) -> list[tuple[str, str]]:

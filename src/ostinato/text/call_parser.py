@@ -36,11 +36,7 @@ class CallObject:
         self._key = "arguments" if self._only_arguments else ""
         self._token: list[str] = []  # the key or value being read
         self._arguments: list[str] = []
-        self._n_given = 0  # of the arguments' characters
-
-    @property
-    def has_arguments(self) -> bool:
-        return self._n_given > 0
+        self.n_given = 0  # of the arguments' characters
 
     def take(self, character: str) -> str:
         """The arguments' text that can be returned now."""
@@ -120,10 +116,10 @@ class CallObject:
     def _new_arguments(self) -> str:
         if self._place == "value" and self._key in _ARGUMENTS and self._token[:1] == ["{"]:
             self._arguments = self._token
-        if self.name is None or len(self._arguments) <= self._n_given:
+        if self.name is None or len(self._arguments) <= self.n_given:
             return ""
-        new = self._arguments[self._n_given :]
-        self._n_given = len(self._arguments)
+        new = self._arguments[self.n_given :]
+        self.n_given = len(self._arguments)
         return "".join(new)
 
 
@@ -213,18 +209,15 @@ class JsonCalls:
             if marker is None and not last and open_end(text, markers) == len(text):
                 break  # it may become one
             if marker is None and text[0] not in "[]":
-                self._end_between(text)
+                self._buffer = text
+                if text.startswith("{"):
+                    self._begin(marked=True)
+                else:
+                    self._state = "name" if self._named else "text"
                 return []
             text = text[len(marker or "[") :].lstrip(" \t\r\n,;")
         self._buffer = text
         return []
-
-    def _end_between(self, text: str) -> None:
-        self._buffer = text
-        if text.startswith("{"):
-            self._begin(marked=True)
-        else:
-            self._state = "name" if self._named else "text"
 
     def _read_name(self, last: bool) -> list[Delta]:
         """A name and then arguments: `name[ARGS]{...}`."""
@@ -254,7 +247,7 @@ class JsonCalls:
                 return [*deltas, *self._call_deltas(arguments), *self._no_call()]
             if call.ended:
                 self._buffer = self._buffer[at + 1 :]
-                if not call.has_arguments:
+                if not call.n_given:
                     arguments.append("{}")
                 deltas += self._call_deltas(arguments)
                 if not self._began:

@@ -11,7 +11,8 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,32 +23,29 @@ from ostinato.files.json_file import read_json_if_there, read_text
 from ostinato.text.byte_level import token_bytes
 from ostinato.text.guard import guarded, library_ids
 from ostinato.text.sentencepiece import spelt_byte
+from ostinato.text.specials import Encode
 from ostinato.text.tokenizer import Tokenizer
 from ostinato.text.vocabulary import END_MARKERS, MAX_TOKENS, end_ids
 
 MAX_TOKENIZER_BYTES = 1 << 28  # the largest vocabularies in use take about 2^25
 
 
-@dataclass(slots=True)
-class FolderEncoder:
+def folder_encoder(source: str, path: Path, parsing: Library) -> Encode:
     """Two of the library's tokenizers, because whether special tokens are parsed is a setting of the object."""
+    lock = threading.Lock()
 
-    source: str
-    path: Path
-    parsing: Library
-    plain: Library | None = None  # made when first asked for: a conversation never needs it
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    @cache
+    def plain() -> Library:  # made when first asked for: a conversation never needs it
+        library = load_library(source, path)
+        library.encode_special_tokens = True
+        return library
 
-    def __call__(self, text: str, parse_control: bool) -> list[int]:
-        library = self.parsing if parse_control else self._plain()
-        return library_ids(library, text, self.path)
+    def encode(text: str, parse_control: bool) -> list[int]:
+        with lock:
+            library = parsing if parse_control else plain()
+        return library_ids(library, text, path)
 
-    def _plain(self) -> Library:
-        with self.lock:
-            if self.plain is None:
-                self.plain = load_library(self.source, self.path)
-                self.plain.encode_special_tokens = True
-            return self.plain
+    return encode
 
 
 def load_library(source: str, path: Path) -> Library:
@@ -79,7 +77,8 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
     generation = read_json_if_there(folder / "generation_config.json")
     ends = [*_ids(generation.get("eos_token_id")), *_ids(named.get("eos_token_id"))]
     markers = [texts[id] if id in hidden and texts[id] in END_MARKERS else "" for id in range(len(texts))]
-    prefix, suffix = _around(_whole_and_bare(library, path), settings, bos_id, eos_id)
+    whole, bare = library_ids(library, "a", path, whole=True), library_ids(library, "a", path)
+    prefix, suffix = _around(whole, bare, settings, bos_id, eos_id)
     return Tokenizer(
         vocab_size=len(texts),
         bos_id=bos_id,
@@ -87,7 +86,7 @@ def tokenizer_from_folder(folder: Path) -> Tokenizer:
         eog_ids=end_ids(markers, [eos_id, *(id for id in ends if id < len(texts))]),
         add_bos=bos_id is not None and bos_id in prefix,
         add_eos=eos_id is not None and eos_id in suffix,
-        encoder=FolderEncoder(source, path, library),
+        encoder=folder_encoder(source, path, library),
         texts=texts,
         shown=[text.encode() if id in added else pieces.of(text) for id, text in enumerate(texts)],
         hidden=hidden,
@@ -141,15 +140,10 @@ def _ids(value: object) -> list[int]:
     return [id for id in listed if isinstance(id, int) and not isinstance(id, bool) and id >= 0]
 
 
-def _whole_and_bare(library: Library, path: Path) -> tuple[list[int], list[int]]:
-    return library_ids(library, "a", path, whole=True), library_ids(library, "a", path)
-
-
 def _around(
-    whole_and_bare: tuple[list[int], list[int]], settings: Mapping[str, Any], bos_id: int | None, eos_id: int | None
+    whole: list[int], bare: list[int], settings: Mapping[str, Any], bos_id: int | None, eos_id: int | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """What goes before and after a text: the file's own post-processor, unless tokenizer_config.json speaks."""
-    whole, bare = whole_and_bare
     at = next((at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare), None)
     prefix, suffix = ((), ()) if at is None or not bare else (tuple(whole[:at]), tuple(whole[at + len(bare) :]))
     add_bos, add_eos = settings.get("add_bos_token"), settings.get("add_eos_token")

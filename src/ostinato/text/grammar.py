@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from decimal import Decimal, DecimalException
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final
@@ -78,15 +77,6 @@ class Matcher:
             self._bits = _next_bits(self._inner, len(self._bits))
 
 
-@dataclass(frozen=True, slots=True)
-class _Compiled:
-    """A grammar before its first token; or why it was refused."""
-
-    inner: LLMatcher | None
-    first: np.ndarray
-    refused: str = ""
-
-
 class Grammars:
     """Makes matchers for one tokenizer; safe to use from many threads."""
 
@@ -103,24 +93,24 @@ class Grammars:
         if rule is None:
             return None
         compiled = self._compiled(rule)
-        if compiled.inner is None:
-            raise BadOption(f"this {rule.kind} cannot be followed: {compiled.refused}")
-        return Matcher(compiled.inner.deep_copy(), compiled.first, self._ends, sampling)
+        if isinstance(compiled, str):
+            raise BadOption(f"this {rule.kind} cannot be followed: {compiled}")
+        inner, first = compiled
+        return Matcher(inner.deep_copy(), first, self._ends, sampling)
 
-    def _compile(self, rule: Rule) -> _Compiled:
+    def _compile(self, rule: Rule) -> tuple[LLMatcher, np.ndarray] | str:
+        """A grammar before its first token, and the bits of that; or why it is refused."""
         known = self._known  # first: it says what to do if llguidance is not installed
         from llguidance import LLMatcher
 
-        n_words = -(-self._n_ids // 32)
-        nothing = np.zeros(n_words, np.int32)
         try:
             check_multiples(rule.text)
             inner = LLMatcher(known, _source(rule), log_level=0, limits=_limits())
             if inner.is_error():
-                return _Compiled(None, nothing, _first_line(inner.get_error()))
-            return _Compiled(inner, _next_bits(inner, n_words))
+                return _first_line(inner.get_error())
+            return inner, _next_bits(inner, -(-self._n_ids // 32))
         except (ValueError, BadInput) as error:
-            return _Compiled(None, nothing, str(error))
+            return str(error)
 
     @cached_property
     def _known(self) -> LLTokenizer:

@@ -5,9 +5,10 @@ A panic is not an `Exception` in Python, so an ordinary `except` would let it th
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from tokenizers import Tokenizer as Library
+from tokenizers import models
 
 from ostinato.errors import BadFile
 
@@ -22,6 +23,11 @@ def guarded(make: Callable[[], Made], path: Path, what: str) -> Made:
         raise
     except BaseException as error:
         raise BadFile(f"{path} {what}: {error}") from error
+
+
+def bpe(path: Path, **settings: Any) -> Library:
+    """The library's tokenizer by merges."""
+    return Library(guarded(lambda: models.BPE(**settings), path, "has a bad vocabulary"))
 
 
 def library_ids(library: Library, text: str, path: Path, *, whole: bool = False) -> list[int]:

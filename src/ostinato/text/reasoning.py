@@ -22,7 +22,8 @@ _MARKS: Final = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """How one model marks its reasoning: the texts before and after it; the ids of those that are control tokens."""
+    """How one model marks its reasoning: the texts before and after it, which an answer's text must show; the ids of
+    those that are control tokens."""
 
     begin: str
     end: str
@@ -36,11 +37,6 @@ class Reasoning:
             if end in source:
                 return Reasoning(begin, end, tokenizer.control_ids((begin, end)))
         return None
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Texts that an answer's text must show, control tokens or not."""
-        return self.begin, self.end
 
     def is_open(self, prompt: str) -> bool:
         """Whether a prompt ends inside the reasoning: its template began it for the model."""

@@ -10,10 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from tokenizers import Tokenizer as Library
-from tokenizers import models
-
-from ostinato.text.guard import guarded, library_ids
+from ostinato.text.guard import bpe
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
 
@@ -49,18 +46,13 @@ def sentencepiece_encoder(vocabulary: Vocabulary, facts: Facts, *, space_first: 
     bytes_there = {text: id for id, text in enumerate(vocabulary.tokens) if vocabulary.types[id] == TokenType.BYTE}
     unknown = vocabulary.unknown
     known = ids | bytes_there | ({unknown[0]: unknown[1]} if unknown else {})
-    model = guarded(
-        lambda: models.BPE(vocab=known, merges=merges, byte_fallback=True, unk_token=unknown[0] if unknown else None),
-        vocabulary.path,
-        "has a bad vocabulary",
-    )
-    library = Library(model)
+    unk_token = unknown[0] if unknown else None
+    library = bpe(vocabulary.path, vocab=known, merges=merges, byte_fallback=True, unk_token=unk_token)
 
-    def words(text: str, at_start: bool) -> list[int]:
-        spaced = f" {text}" if space_first and at_start else text
-        return library_ids(library, spaced.replace(" ", SPACE), vocabulary.path)
+    def spelt(text: str, at_start: bool) -> str:
+        return (f" {text}" if space_first and at_start else text).replace(" ", SPACE)
 
-    return with_specials(vocabulary, words)
+    return with_specials(vocabulary, library, spelt)
 
 
 def _mergeable(vocabulary: Vocabulary, facts: Facts) -> dict[str, int]:

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tokenizers import Tokenizer as Library
+
+from ostinato.text.guard import library_ids
 from ostinato.text.vocabulary import TokenType, Vocabulary
 
 Encode = Callable[[str, bool], list[int]]  # a text, and whether control tokens in it are parsed
-Words = Callable[[str, bool], list[int]]  # a piece without special tokens, and whether it begins a text or follows one
 _BLANKS = " \t\n\v\f\r"
 
 
@@ -70,8 +72,11 @@ def _cut(text: str, token: SpecialToken) -> list[str | int]:
     return parts
 
 
-def with_specials(vocabulary: Vocabulary, words: Words) -> Encode:
-    """An encoder that cuts out special tokens and gives every piece between them to `words`."""
+def with_specials(
+    vocabulary: Vocabulary, library: Library, spelt: Callable[[str, bool], str] = lambda text, _: text
+) -> Encode:
+    """An encoder that cuts out special tokens and gives every piece between them to the library; as `spelt`, given
+    also whether the piece begins a text or follows a special token."""
     specials = special_tokens(vocabulary)
 
     def encode(text: str, parse_control: bool) -> list[int]:
@@ -82,7 +87,7 @@ def with_specials(vocabulary: Vocabulary, words: Words) -> Encode:
                 ids.append(part)
                 at_start = True
             else:
-                ids += words(part, at_start)
+                ids += library_ids(library, spelt(part, at_start), vocabulary.path)
                 at_start = False
         return ids
 

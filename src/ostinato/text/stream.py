@@ -19,7 +19,7 @@ class TextStream:
     the text. Control tokens show nothing, but for those named by `show`: what marks a tool call, say.
     """
 
-    __slots__ = ("_characters", "_held", "_show", "_start", "_stop", "_stopped", "_tokenizer")
+    __slots__ = ("_characters", "_held", "_show", "_start", "_stop", "_tokenizer", "stopped")
 
     def __init__(
         self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, at_start: bool = True, show: Collection[str] = ()
@@ -30,12 +30,7 @@ class TextStream:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
         self._start = at_start
         self._held = ""
-        self._stopped = False
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string was met: the text before it has been returned, and nothing follows."""
-        return self._stopped
+        self.stopped = False  # a stop string was met: the text before it has been returned, and nothing follows
 
     def push(self, id: int) -> str:
         """Take the next token; the text that is safe to show now, often empty."""
@@ -49,13 +44,13 @@ class TextStream:
         return self._release(self._characters.decode(b"", final=True), last=True)
 
     def _release(self, text: str, *, last: bool) -> str:
-        if self._stopped:
+        if self.stopped:
             return ""
         held = self._held + text
         met = min((at for at in map(held.find, self._stop) if at >= 0), default=None)
         maybe = len(held) if last else len(held) - open_end(held, self._stop)
         if met is not None and met <= maybe:
-            self._stopped = True
+            self.stopped = True
             self._held = ""
             return held[:met]
         self._held = held[maybe:]

@@ -147,12 +147,9 @@ class ToolFormat:
             case "phi":
                 return _for_phi(asked, tools)
             case "plain":
-                return self._in_words(asked, tools)
+                plain = [_in_plain_text(message) for message in asked]
+                return _with_preface(plain, _preface(tools), system=self.system) if tools else plain
         return asked
-
-    def _in_words(self, messages: Sequence[TemplateMessage], tools: Sequence[Tool]) -> list[TemplateMessage]:
-        plain = [_in_plain_text(message) for message in messages]
-        return _with_preface(plain, _preface(tools), system=self.system) if tools else plain
 
     # Out of the answer
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from tokenizers import Tokenizer as Library
 from tokenizers import models, normalizers, pre_tokenizers
 
-from ostinato.text.guard import library_ids
 from ostinato.text.sentencepiece import SPACE
 from ostinato.text.specials import Encode, with_specials
 from ostinato.text.vocabulary import Facts, TokenType, Vocabulary
@@ -48,8 +47,4 @@ def wordpiece_encoder(vocabulary: Vocabulary, facts: Facts) -> Encode:
         lowercase=lowercase, strip_accents=facts.flag("normalizer.strip_accents", lowercase)
     )
     library.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-
-    def words(text: str, at_start: bool) -> list[int]:
-        return library_ids(library, text, vocabulary.path)
-
-    return with_specials(vocabulary, words)
+    return with_specials(vocabulary, library)
