@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Self
@@ -15,12 +15,13 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.flags import Flag
+from ostinato.cli.loading import ProgressBar
 from ostinato.cli.output import talk, write_json
 from ostinato.cli.serve import check_installed
 from ostinato.files.store import DEFAULT
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import ProgressColumn
 
     from ostinato.scale.batch import Tally
 
@@ -85,13 +86,12 @@ def _sum_up(tally: Tally, seconds: float, results: Path, *, as_json: bool) -> No
         write_json({**asdict(tally), "seconds": seconds, "tokens_s": rate})
 
 
-class Bar:
-    """Called with a `Tally` after each line; shows a bar on a terminal, and a plain line now and then in a log."""
+class Bar(ProgressBar):
+    """Called with a `Tally` after each line."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._began = self._said = time.monotonic()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
     @property
     def seconds(self) -> float:
@@ -102,30 +102,15 @@ class Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        self.close()
+
+    def _columns(self) -> Sequence[ProgressColumn]:
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+
+        return BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
 
     def __call__(self, tally: Tally) -> None:
-        now = time.monotonic()
         if tally.done == tally.before:
-            self._began = now
-        if sys.stderr.isatty():
-            self._show(tally)
-        elif now - self._said >= _LINE_EVERY_S:
-            self._said = now
-            talk(f"{tally.done} of {tally.lines} lines, {self._rate(tally)}")
-
-    def _rate(self, tally: Tally) -> str:
-        return f"{tally.tokens / max(self.seconds, 1e-9):.1f} tokens/s"
-
-    def _show(self, tally: Tally) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        if self._bar is None:
-            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._bar.start()
-            self._task = self._bar.add_task("batch", total=tally.lines, completed=tally.before, rate="")
-        assert self._task is not None
-        self._bar.update(self._task, completed=tally.done, rate=self._rate(tally))
+            self._began = time.monotonic()
+        rate = f"{tally.tokens / max(self.seconds, 1e-9):.1f} tokens/s"
+        self._show(tally.done, tally.lines, f"{tally.done} of {tally.lines} lines, {rate}", _LINE_EVERY_S, rate=rate)

@@ -242,14 +242,15 @@ def _measure(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    from ostinato.lab.bench import Bench, read_bandwidth
+    from ostinato.lab.bench import Bench, read_bandwidth, why_not_profiled
 
     # A CPU's eager comes first, with weights of its own.
     modes = _modes_here(wanted, source)
     dense = source.in_tiles and "eager" in modes
     model: Model | None = source.load(dense)
     assert model is not None
-    profiled = _profiled(modes, source) if profile else []
+    why_not = {mode: why_not_profiled(mode, source.settled.kind) for mode in modes} if profile else {}
+    profiled = _possible(why_not, "no profile of")
     bandwidth = read_bandwidth(source.settled.device, threads=source.settled.threads)
     facts = _facts(source, bandwidth, repeats)
     if not as_json:
@@ -287,26 +288,19 @@ def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[s
 
 def _modes_here(wanted: list[str] | None, source: BenchModel) -> list[str]:
     """The requested modes, refused if one cannot run; or all that can."""
-    reasons = source.why_not
     if wanted is None:
-        for mode, reason in reasons.items():
-            if reason is not None:
-                talk(f"not {mode}: {reason}")
-        return [mode for mode, reason in reasons.items() if reason is None]
+        return _possible(source.why_not, "not")
     for mode in wanted:
-        if reasons[mode] is not None:
-            raise HardwareCannot(f"mode {mode!r} cannot run here: {reasons[mode]}")
+        if (reason := source.why_not[mode]) is not None:
+            raise HardwareCannot(f"mode {mode!r} cannot run here: {reason}")
     return wanted
 
 
-def _profiled(modes: list[str], source: BenchModel) -> list[str]:
-    """The modes whose nodes can be timed; prints why each of the others is left out."""
-    from ostinato.lab.bench import why_not_profiled
-
-    reasons = {mode: why_not_profiled(mode, source.settled.kind) for mode in modes}
+def _possible(reasons: Mapping[str, str | None], what: str) -> list[str]:
+    """The modes that have no reason against them; prints that of each of the others."""
     for mode, reason in reasons.items():
         if reason is not None:
-            talk(f"no profile of {mode}: {reason}")
+            talk(f"{what} {mode}: {reason}")
     return [mode for mode, reason in reasons.items() if reason is None]
 
 

@@ -23,7 +23,7 @@ from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption
 
 if TYPE_CHECKING:
-    from ostinato.serve.load import Lengths, Load, LoadReport, Outcome, Spread
+    from ostinato.serve.load import Lengths, Load, LoadReport, Outcome
 
 
 @flags.verb
@@ -119,14 +119,15 @@ def show(load: Load, found: LoadReport) -> None:
     """The table."""
     write_line(head(load))
     rows: list[tuple[str, ...]] = [("ms", "mean", "p50", "p90", "p95", "p99", "most")]
-    for name, each in _spreads(found):
+    for name, each in (
+        ("first token", found.first_token_s),
+        ("gap between tokens", found.gap_s),
+        ("mean gap of a request", found.per_token_s),
+        ("whole answer", found.whole_s),
+    ):
         if each is not None:
             rows.append((name, *(f"{value * 1e3:.1f}" for value in each[1:])))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    for row in rows:
-        write_line(
-            "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        )
+    write_columns(rows, numbers=True)
     write_columns(
         [
             ("answered", f"{found.answered} of {load.n_requests} in {found.seconds:.2f} s"),
@@ -135,15 +136,6 @@ def show(load: Load, found: LoadReport) -> None:
             ("errors", ", ".join(f"{n} x {what}" for what, n in found.errors.items()) or "none"),
         ]
     )
-
-
-def _spreads(found: LoadReport) -> list[tuple[str, Spread | None]]:
-    return [
-        ("first token", found.first_token_s),
-        ("gap between tokens", found.gap_s),
-        ("mean gap of a request", found.per_token_s),
-        ("whole answer", found.whole_s),
-    ]
 
 
 def record(load: Load, found: LoadReport) -> dict[str, Any]:

@@ -77,7 +77,8 @@ class Dialogue:
         answer: list[str] = []
         try:
             with self.ctrl_c.awaited():
-                self._stream([*self._system(), *self.messages, question], answer)
+                opening = [{"role": "system", "content": self.system}] if self.system else []
+                self._stream([*opening, *self.messages, question], answer)
         except PromptTooLong as error:
             talk(f"the conversation no longer fits: {error}; your message was dropped, /reset starts a new one")
             return
@@ -105,9 +106,6 @@ class Dialogue:
         elif completion.finish_reason == "length":
             talk(f"(cut after {len(completion.token_ids)} tokens, see --max-tokens)")
 
-    def _system(self) -> list[dict[str, str]]:
-        return [{"role": "system", "content": self.system}] if self.system else []
-
     # --- commands ---
 
     def reset(self, _: str) -> None:
@@ -121,16 +119,13 @@ class Dialogue:
         else:
             talk(f"(system message: {self.system})" if self.system else "(no system message)")
 
-    def help(self, _: str) -> None:
-        talk(_HELP)
-
 
 def converse(dialogue: Dialogue, lines: Iterator[str]) -> None:
     """Handle lines until they end or one is /quit."""
     commands: dict[str, Callable[[str], None]] = {
         "/reset": dialogue.reset,
         "/system": dialogue.set_system,
-        "/help": dialogue.help,
+        "/help": lambda _: talk(_HELP),
     }
     for line in lines:
         word, _, rest = line.strip().partition(" ")

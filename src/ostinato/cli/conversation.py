@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 class Conversation:
     """The messages so far; mutable, because they grow. `messages` is None for text without a template."""
 
-    file: Path
+    file: Path | None
     messages: list[dict[str, Any]] | None
     ids: list[int] = field(default_factory=list)  # of text without a template
 
     @staticmethod
-    def at(file: Path, llm: LLM, raw: bool) -> Conversation:
+    def at(file: Path | None, llm: LLM, raw: bool) -> Conversation:
         """The conversation in the file, loaded into the model's memory; a new one if there is no file."""
         plain = raw or llm.template is None
-        if not file.exists():
+        if file is None or not file.exists():
             return Conversation(file, None if plain else [])
         note = llm.load_state(file)
         messages = note.get("messages")
@@ -40,19 +40,22 @@ class Conversation:
 
     def ask(self, llm: LLM, text: str, system: str | None, sampling: Sampling) -> Iterator[Piece]:
         """The answer to the next message."""
+        reuse = self.file is not None
         if self.messages is None:
             if system is not None:
                 raise BadInput(f"--system needs a chat template, and {llm.name} has none")
-            return llm.stream([*self.ids, *llm.tokenize(text, bos=not self.ids)], sampling, reuse=True)
+            return llm.stream([*self.ids, *llm.tokenize(text, bos=not self.ids)], sampling, reuse=reuse)
         if system is not None:
             if self.messages:
                 raise BadInput(f"{self.file}: --system opens a conversation, and this one has begun already")
             self.messages.append({"role": "system", "content": system})
         self.messages.append({"role": "user", "content": text})
-        return llm.stream_chat(self.messages, sampling, reuse=True)
+        return llm.stream_chat(self.messages, sampling, reuse=reuse)
 
     def save(self, llm: LLM, answer: Completion) -> None:
         """Write the conversation with the shown part of its answer, so that it continues from what the user read."""
+        if self.file is None:
+            return
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": answer.text})
         elif answer.finish_reason == "length":

@@ -53,26 +53,20 @@ def doctor(as_json: flags.Json = False) -> None:
 
 def examine() -> dict[str, Any]:
     """The findings as plain values."""
-    cuda, native = _cuda(), _native()
+    cuda, native = _cuda(), native_status()
     return {
         "ostinato": version("ostinato"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: package_version(name) for name in _PACKAGES},
         "cpu": _cpu(),
-        "native": native,
+        "native": {name: getattr(native, name) for name in ("level", "origin", "why_not", "line")},
         "memory": _memory(),
         "cuda": cuda,
         "modes": _modes(cuda),
         "store": _store(),
         "plan": _plan(),
     }
-
-
-def _native() -> dict[str, Any]:
-    """The native loop of the CPU: its level and the origin of its object, or the reason why there is none."""
-    status = native_status()
-    return {"level": status.level, "origin": status.origin, "why_not": status.why_not, "line": status.line}
 
 
 def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:

@@ -53,10 +53,6 @@ class Flag:
         self.name, self.panel, self.type, self.read = name, panel, type, read
         self._words = {"help": help, "metavar": metavar, **more}
 
-    def under(self, panel: str) -> Flag:
-        """The same under a heading of the help."""
-        return Flag(**self._words, name=self.name, panel=panel, type=self.type, read=self.read)
-
     def parameter(self, name: str, type: Any, default: Any) -> inspect.Parameter:
         """A parameter of that name as typer reads it."""
         called = self.name or f"--{name.replace('_', '-')}"
@@ -139,9 +135,11 @@ def parse_logit_bias(texts: Iterable[str]) -> dict[int, float]:
     return bias
 
 
-def _under(panel: str, flags: Mapping[str, Flag]) -> dict[str, Flag]:
+def _under(panel: str, flags: Mapping[str, Flag]) -> Mapping[str, Flag]:
     """Flags under one heading of the help."""
-    return {field: flag.under(panel) for field, flag in flags.items()}
+    for flag in flags.values():
+        flag.panel = panel
+    return flags
 
 
 _TEXTS = list[str] | None

@@ -74,8 +74,9 @@ def everything(
         _show(first)
     lengths = LENGTHS if machine.kind == "gpu" else LENGTHS[:6]
     rows = [first, *_swept(machine, work, "n", lengths, repeats, quiet=as_json)]
-    model, name = _model(machine, DEFAULT_SHAPE[machine.kind])
-    decode = list(_decoded(model, name, 512 if machine.kind == "gpu" else 64, 256 if machine.kind == "gpu" else 32))
+    shape = DEFAULT_SHAPE[machine.kind]
+    n_prompt, n_gen = (512, 256) if machine.kind == "gpu" else (64, 32)
+    decode = list(_decoded(_model(machine, shape), shape, n_prompt, n_gen))
     found = result(machine, work, rows, decode=decode)
     if not as_json:
         _show_sweep(rows[1:])
@@ -241,12 +242,13 @@ def decode(
 ) -> None:
     """Measure the engine's own step in every mode: first token, tokens per second, launches and host time per token."""
     machine = _machine(device)
-    model, name = _model(machine, shape or DEFAULT_SHAPE[machine.kind])
+    shape = shape or DEFAULT_SHAPE[machine.kind]
+    model = _model(machine, shape)
     if n_prompt + n_gen + 2 > model.shape.context:
         raise BadOption(
-            f"--n-prompt {n_prompt} and --n-gen {n_gen} do not fit {name}'s context of {model.shape.context}"
+            f"--n-prompt {n_prompt} and --n-gen {n_gen} do not fit {shape}'s context of {model.shape.context}"
         )
-    rows = list(_decoded(model, name, n_prompt, n_gen))
+    rows = list(_decoded(model, shape, n_prompt, n_gen))
     if not as_json:
         _introduce(machine)
         _show_decode(rows)
@@ -272,8 +274,7 @@ def tape(
     machine = _machine(device)
     if machine.kind != "gpu":  # before a model is made in vain
         raise HardwareCannot("the persistent kernel needs CUDA, and this machine has no GPU")
-    model, name = _model(machine, shape)
-    marks = recorded(model, n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
+    marks = recorded(_model(machine, shape), n_prompt=n_prompt, n_gen=n_gen, kv_type="bf16")
     found = spans(marks)
     shares, total = by_phase(found), step_us(found)
     if not as_json:
@@ -285,13 +286,13 @@ def tape(
         write_columns([("phase", "us", "share", "blocks begin within us"), *rows, last])
     if plot is not None:
         title = (
-            f"{name} on {machine.name}: {total:.0f} us a step without its step boundary, median of {len(marks)} blocks"
+            f"{shape} on {machine.name}: {total:.0f} us a step without its step boundary, median of {len(marks)} blocks"
         )
         plot.write_text(timeline(found, title), "utf-8")
         talk(f"drawn: {plot}")
     write_json(
         {
-            "model": name,
+            "model": shape,
             "step_us": total,
             "n_blocks": len(marks),
             "phases_us": {phase: own.us for phase, own in shares.items()},
@@ -315,7 +316,7 @@ def _machine(device: str) -> LabMachine:
     return GpuMachine(chosen)
 
 
-def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
+def _model(machine: LabMachine, shape: str) -> Model:
     from ostinato.engine.choose import LoadCase, prepared
     from ostinato.engine.machine import machine_at
     from ostinato.lab.random_weights import RandomFile, random_model
@@ -323,12 +324,12 @@ def _model(machine: LabMachine, shape: str) -> tuple[Model, str]:
     from ostinato.options import LoadOptions
 
     if machine.kind == "gpu":
-        return random_model(shape, "bf16", "cuda"), shape
+        return random_model(shape, "bf16", "cuda")
     # In tiles, if the native loop can run them: `eager` uses the same weights.
     sizes = named_shape(shape)
     file = RandomFile(sizes, "f32")
     settled = prepared(LoadCase(sizes, file.tensors, LoadOptions(device="cpu"), machine_at("cpu")), talk)
-    return file.load(settled), shape
+    return file.load(settled)
 
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:

@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from ostinato.cli.output import detail, talk
 from ostinato.files.fetch import megabytes
 from ostinato.options import LoadOptions
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress, ProgressColumn
 
     from ostinato.llm import LLM
 
@@ -24,44 +24,55 @@ QUIET_S: Final = 1.0
 _LINE_EVERY_S: Final = 2.0
 
 
-class LoadProgress:
-    """Called with (bytes done, total bytes); a second after the first call it shows a bar, or, without a terminal, a
-    few plain lines."""
+class ProgressBar:
+    """Work on standard error: on a terminal a bar of rich's columns, in a log a plain line now and then."""
 
-    def __init__(self) -> None:
-        self._started: float | None = None
+    def __init__(self, *, transient: bool = False) -> None:
+        self._transient = transient
         self._said = 0.0
         self._bar: Progress | None = None
-        self._task: TaskID | None = None
 
-    def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._started is None:
-            self._started = now
-        if now - self._started < QUIET_S:
-            return
+    def _columns(self) -> Sequence[ProgressColumn]:
+        raise NotImplementedError
+
+    def _show(self, done: int, total: int, line: str, every_s: float, **fields: Any) -> None:
         if sys.stderr.isatty():
-            self._show(done, total)
-        elif now - self._said >= _LINE_EVERY_S or done == total:
+            if self._bar is None:
+                from rich.console import Console
+                from rich.progress import Progress
+
+                self._bar = Progress(*self._columns(), console=Console(stderr=True), transient=self._transient)
+                self._bar.start()
+                self._bar.add_task("", total=total, completed=done, **fields)
+            self._bar.update(self._bar.task_ids[0], completed=done, **fields)
+        elif (now := time.monotonic()) - self._said >= every_s:
             self._said = now
-            talk(f"loading: {megabytes(done)} of {megabytes(total)}")
-
-    def _show(self, done: int, total: int) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
-
-        if self._bar is None:
-            columns = (TextColumn("loading"), BarColumn(), DownloadColumn())
-            self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("loading", total=total)
-        assert self._task is not None
-        self._bar.update(self._task, completed=done)
+            talk(line)
 
     def close(self) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class LoadProgress(ProgressBar):
+    """Called with (bytes done, total bytes); silent for the first second."""
+
+    def __init__(self) -> None:
+        super().__init__(transient=True)
+        self._started: float | None = None
+
+    def _columns(self) -> Sequence[ProgressColumn]:
+        from rich.progress import BarColumn, DownloadColumn, TextColumn
+
+        return TextColumn("loading"), BarColumn(), DownloadColumn()
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._started is None:
+            self._started = time.monotonic()
+        if time.monotonic() - self._started >= QUIET_S:
+            line = f"loading: {megabytes(done)} of {megabytes(total)}"
+            self._show(done, total, line, 0.0 if done == total else _LINE_EVERY_S)
 
 
 @contextmanager

@@ -78,13 +78,14 @@ def write_json(value: dict[str, Any]) -> None:
     write_line(json.dumps(value, ensure_ascii=encoding not in _UTF8, allow_nan=False))
 
 
-def write_columns(rows: Iterable[Sequence[str]]) -> None:
-    """Rows of texts, the columns aligned, the last as long as it is."""
+def write_columns(rows: Iterable[Sequence[str]], *, numbers: bool = False) -> None:
+    """Rows of texts, the columns aligned, the last as long as it is; `numbers`: all but the first to the right."""
     lines = [tuple(row) for row in rows]
     n_columns = max((len(line) for line in lines), default=0)
-    widths = [max((len(line[i]) for line in lines if len(line) > i + 1), default=0) for i in range(n_columns)]
+    beyond = 0 if numbers else 1
+    widths = [max((len(line[i]) for line in lines if len(line) > i + beyond), default=0) for i in range(n_columns)]
     for line in lines:
-        cells = [cell.ljust(widths[i]) if i + 1 < len(line) else cell for i, cell in enumerate(line)]
+        cells = [cell.rjust(widths[i]) if numbers and i else cell.ljust(widths[i]) for i, cell in enumerate(line)]
         write_line("  ".join(cells).rstrip())
 
 

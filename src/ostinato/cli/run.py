@@ -17,7 +17,6 @@ from ostinato.cli.loading import opened
 from ostinato.cli.output import talk, write, write_json
 from ostinato.errors import BadInput, BadOption
 from ostinato.files.store import DEFAULT
-from ostinato.options import Sampling
 
 if TYPE_CHECKING:
     from ostinato.llm import LLM, Completion, Piece
@@ -51,13 +50,14 @@ def run(
     if state is not None and not state.parent.is_dir():
         raise BadInput(f"--state {state}: there is no folder {state.parent} to save it in")
     with opened(model, load) as llm:
-        if state is not None:
-            conversation = Conversation.at(state, llm, raw)
-            pieces = conversation.ask(llm, text, system, sampling)
+        conversation = Conversation.at(state, llm, raw)
+        pieces = conversation.ask(llm, text, system, sampling)
+        if not as_json:
+            completion = _answer(llm, pieces)
         else:
-            pieces = _start(llm, text, system, raw, sampling)
-        completion = _answer_json(llm, pieces) if as_json else _answer(llm, pieces)
-        if state is not None and completion is not None:
+            completion = next(piece.completion for piece in pieces if piece.completion is not None)
+            write_json(as_record(llm, completion))
+        if completion is not None:
             conversation.save(llm, completion)
 
 
@@ -66,17 +66,6 @@ def _prompt(argument: str | None, text: str) -> str:
     if not text:
         raise BadInput("the prompt is empty; give some text to go on from")
     return text
-
-
-def _start(llm: LLM, text: str, system: str | None, raw: bool, sampling: Sampling) -> Iterator[Piece]:
-    if raw or llm.template is None:
-        if system is not None:
-            raise BadOption(f"--system needs a chat template, and {llm.name} has none")
-        return llm.stream(text, sampling)
-    messages = [{"role": "user", "content": text}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return llm.stream_chat(messages, sampling)
 
 
 def _answer(llm: LLM, pieces: Iterator[Piece]) -> Completion | None:
@@ -94,12 +83,6 @@ def _answer(llm: LLM, pieces: Iterator[Piece]) -> Completion | None:
     write("\n")
     if completion is not None:
         talk(timings_line(llm, completion))
-    return completion
-
-
-def _answer_json(llm: LLM, pieces: Iterator[Piece]) -> Completion:
-    completion = next(piece.completion for piece in pieces if piece.completion is not None)
-    write_json(as_record(llm, completion))
     return completion
 
 

@@ -69,8 +69,7 @@ def plan(
     replica = read_measured(measured, prompt, output)
     kv_bytes = None if model is None else _kv_bytes(model, kv_type)
     n_slots = _slots(slots, replica, demand, kv_bytes, memory_gb)
-    formula, found, simulated = planned(replica, demand, n_slots)
-    record = _record(replica, demand, n_slots, formula, found, simulated, kv_bytes)
+    record = _record(replica, demand, n_slots, kv_bytes)
     if not as_json:
         _show(record)
     if plot is not None:
@@ -130,17 +129,10 @@ def planned(replica: Replica, demand: Demand, slots: int) -> tuple[SizingResult,
     return formula, found, seen[found]
 
 
-def _record(
-    replica: Replica,
-    demand: Demand,
-    slots: int,
-    formula: SizingResult,
-    found: int,
-    simulated: SimulatedLoad,
-    kv_bytes: int | None,
-) -> dict[str, Any]:
+def _record(replica: Replica, demand: Demand, slots: int, kv_bytes: int | None) -> dict[str, Any]:
     from ostinato.scale.sizing import working
 
+    formula, found, simulated = planned(replica, demand, slots)
     memory = None if kv_bytes is None else kv_bytes * (demand.prompt + demand.output) * slots
     return {
         "question": "how many replicas does this load need?",
