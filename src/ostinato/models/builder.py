@@ -166,6 +166,7 @@ class Builder:
     def mamba(self, layer: int) -> MambaMixer:
         s, at, m = self.shape, f"blk.{layer}.", self.shape.recurrent
         assert isinstance(m, MambaShape)
+        ones = (Constant((width,), (1.0,)) for width in (m.dt_rank, m.state, m.state))  # the norms have no weights
         return MambaMixer(
             layer,
             m,
@@ -174,7 +175,7 @@ class Builder:
             select=self.linear(at + "ssm_x", m.dt_rank + 2 * m.state, m.inner, bias=False),
             step=self.linear(at + "ssm_dt", m.inner, m.dt_rank, bias=False),
             decay=self._decay(at, (m.inner, m.state), m.inner),
-            norms=None if m.norm_eps is None else self._plain_norms([m.dt_rank, m.state, m.state], m.norm_eps),
+            norms=None if m.norm_eps is None else tuple(Norm(one, None, m.norm_eps) for one in ones),
             out=self.linear(at + "ssm_out", s.hidden, m.inner, bias=m.bias),
         )
 
@@ -204,10 +205,6 @@ class Builder:
         a = self.tensor(at + "ssm_a", *a_size, exact=True)
         d = self.tensor(at + "ssm_d", channels, exact=True)
         return Decay(a, d, self.tensor(at + "ssm_dt.bias", channels, exact=True))
-
-    def _plain_norms(self, widths: list[int], eps: float) -> tuple[Norm, ...]:
-        """RMS norms that have no weight of their own."""
-        return tuple(Norm(Constant((width,), (1.0,)), None, eps) for width in widths)
 
     def ranking(self, n_classes: int) -> RankingHead:
         """The layers of a ranking head that the file has, `cls` and `cls.output`."""

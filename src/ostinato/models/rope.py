@@ -7,8 +7,7 @@ same model with rows permuted. A backend computes the angles and rotates (`backe
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ostinato.errors import BadFile, Unsupported
@@ -98,15 +97,16 @@ def from_config(c: Fields, width: int, *, kind: str | None = None, default_base:
         settings = settings.inside(kind)
     base = settings.positive("rope_theta", c.positive("rope_theta", default_base))
     scheme = settings.word("rope_type", settings.word("type", "default"))
-    width = _n_rotary(settings, c, width)
+    share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", 1.0))
+    width = _within(int(width * share), width, c)
     rope = Rope(_above_one(base, c), width, "halves")
     match scheme:
         case "default":
             return rope
         case "linear":
-            return _with(rope, linear(width, settings.positive("factor")))
+            return replace(rope, divisors=linear(width, settings.positive("factor")))
         case "llama3":
-            return _with(rope, llama3(width, base, settings))
+            return replace(rope, divisors=llama3(width, base, settings))
         case "yarn":
             return _yarn_from_config(rope, settings, c)
         case "longrope" | "su":
@@ -114,11 +114,6 @@ def from_config(c: Fields, width: int, *, kind: str | None = None, default_base:
     raise Unsupported(
         f"{c.path}: rope scaling {scheme!r} is not supported; known: default, linear, llama3, yarn, longrope"
     )
-
-
-def _n_rotary(settings: Fields, c: Fields, width: int) -> int:
-    share = settings.positive("partial_rotary_factor", c.positive("partial_rotary_factor", 1.0))
-    return _within(int(width * share), width, c)
 
 
 def _within(n_rotary: int, width: int, f: Fields) -> int:
@@ -136,10 +131,6 @@ def _above_one(base: float, f: Fields) -> float:
     return base
 
 
-def _with(rope: Rope, divisors: Sequence[float], amplitude: float = 1.0) -> Rope:
-    return Rope(rope.base, rope.width, rope.pairing, tuple(divisors), amplitude)
-
-
 def _yarn_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     factor = s.positive("factor")
     original = s.integer("original_max_position_embeddings", c.integer("max_position_embeddings"))
@@ -148,7 +139,7 @@ def _yarn_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     if s.has("mscale") and s.has("mscale_all_dim"):
         amplitude = yarn_amplitude(factor, s.number("mscale")) / yarn_amplitude(factor, s.number("mscale_all_dim"))
     divisors = yarn(rope.width, rope.base, factor, original, fast, slow, s.flag("truncate", True))
-    return _with(rope, divisors, s.positive("attention_factor", amplitude))
+    return replace(rope, divisors=divisors, amplitude=s.positive("attention_factor", amplitude))
 
 
 def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
@@ -160,7 +151,7 @@ def _longrope_from_config(rope: Rope, s: Fields, c: Fields) -> Rope:
     factor = s.positive("factor", trained / original)
     amplitude = s.positive("attention_factor", longrope_amplitude(factor, original))
     short, long = s.numbers("short_factor", n), s.numbers("long_factor", n)
-    return Rope(rope.base, rope.width, rope.pairing, short, amplitude, long, original)
+    return replace(rope, divisors=short, amplitude=amplitude, long_divisors=long, original_context=original)
 
 
 def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 10_000.0) -> Rope:
@@ -174,13 +165,14 @@ def from_gguf(f: Fields, width: int, pairing: Pairing, *, default_base: float = 
         case "none":
             return rope
         case "linear":
-            return rope if factor == 1 else _with(rope, linear(n_rotary, factor))
+            return rope if factor == 1 else replace(rope, divisors=linear(n_rotary, factor))
         case "yarn":
             original = f.integer("rope.scaling.original_context_length", f.integer("context_length"))
             fast = f.positive("rope.scaling.yarn_beta_fast", 32.0)
             slow = f.positive("rope.scaling.yarn_beta_slow", 1.0)
             amplitude = f.positive("rope.scaling.attn_factor", 1.0) * yarn_amplitude(factor)
-            return _with(rope, yarn(n_rotary, rope.base, factor, original, fast, slow), amplitude)
+            divisors = yarn(n_rotary, rope.base, factor, original, fast, slow)
+            return replace(rope, divisors=divisors, amplitude=amplitude)
         case "longrope":
             return rope  # its two sets of factors are tensors
     raise Unsupported(f"{f.path}: rope scaling {scheme!r} is not supported; known: none, linear, yarn, longrope")

@@ -7,7 +7,7 @@ family states alike, and a family changes by `replace` what it does differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +19,10 @@ from ostinato.models.fields import Description, Fields
 from ostinato.models.rope import Pairing, Rope
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
+ACTIVATIONS: Mapping[str, Activation] = {  # as config.json calls them
+    **{"silu": "silu", "swish": "silu", "gelu": "gelu"},
+    **{"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"},
+}
 States = tuple[tuple[int, ...], ...]  # what a recurrent layer remembers of a sequence: float32 of each of these sizes
 
 
@@ -256,15 +260,10 @@ def layer_types(c: Fields, n_layers: int) -> Sequence[str]:
 
 def activation_from_config(c: Fields) -> Activation:
     name = c.word("hidden_activation", c.word("hidden_act", c.word("activation_function", "silu")))
-    match name:
-        case "silu" | "swish":
-            return "silu"
-        case "gelu":
-            return "gelu"
-        case "gelu_pytorch_tanh" | "gelu_new":
-            return "gelu_tanh"
-    known = "silu, gelu, gelu_pytorch_tanh, gelu_new"
-    raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: {known}")
+    if name not in ACTIVATIONS:
+        known = "silu, gelu, gelu_pytorch_tanh, gelu_new"
+        raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: {known}")
+    return ACTIVATIONS[name]
 
 
 def vocab_rows(f: Description) -> int:
