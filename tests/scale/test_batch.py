@@ -95,7 +95,7 @@ def test_an_engine_that_dies_ends_the_run_and_the_next_one_goes_on(tmp_path: Pat
     requests = Requests(write_lines(tmp_path / "in", [line(number) for number in range(20)]))
     for dies_after in (7, 3, 100):
         with Results(tmp_path / "out", requests, "m") as results:
-            answering = answer_all(requests, results, Faulty(dies_after), at_once=4)
+            answering = answer_all(requests, results, Faulty(dies_after).ask, at_once=4)
             if dies_after < 20:
                 with pytest.raises(EngineDead, match="the engine is being restarted; the same command goes on"):
                     asyncio.run(answering)

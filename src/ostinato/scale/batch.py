@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ostinato.errors import EngineDead
 from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
@@ -46,16 +46,11 @@ class Tally:
 
 
 OnProgress = Callable[[Tally], None]
-
-
-class Client(Protocol):
-    """The interface of an engine that answers a request: returns the status and the answer's JSON."""
-
-    async def ask(self, path: str, body: bytes) -> tuple[int, bytes]: ...
+Ask = Callable[[str, bytes], Awaitable[tuple[int, bytes]]]  # a path and a body; the status and the answer's JSON
 
 
 async def answer_all(
-    requests: Requests, results: Results, client: Client, *, at_once: int, on_progress: OnProgress = lambda _: None
+    requests: Requests, results: Results, ask: Ask, *, at_once: int, on_progress: OnProgress = lambda _: None
 ) -> Tally:
     """Answer every line that has no result yet."""
     tally = Tally(len(requests.lines), results.n_before)
@@ -65,7 +60,7 @@ async def answer_all(
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(at_once):
-                    group.create_task(_answer(left, results, client, tally, on_progress))
+                    group.create_task(_answer(left, results, ask, tally, on_progress))
         except ExceptionGroup as several:
             # The others were cancelled because of the first, or failed for the same reason.
             raise several.exceptions[0] from None
@@ -73,7 +68,7 @@ async def answer_all(
 
 
 async def _answer(
-    left: Iterator[BatchRequest | DamagedLine], results: Results, client: Client, tally: Tally, on_progress: OnProgress
+    left: Iterator[BatchRequest | DamagedLine], results: Results, ask: Ask, tally: Tally, on_progress: OnProgress
 ) -> None:
     """One of the concurrent clients: it takes the next line until none is left."""
     for one in left:
@@ -81,16 +76,16 @@ async def _answer(
             results.write(one.line.number, result_of_damaged(one))
             tally.damaged += 1
         else:
-            status, answer = await asked(client, one.line.number, one.url, one.body)
+            status, answer = await asked(ask, one.line.number, one.url, one.body)
             results.write(one.line.number, result_of(one, status, answer))
             tally.count(status, answer)
         on_progress(tally)
 
 
-async def asked(client: Client, number: int, url: str, body: bytes) -> tuple[int, bytes]:
+async def asked(ask: Ask, number: int, url: str, body: bytes) -> tuple[int, bytes]:
     """The answer to one line. If the engine cannot answer now, the run ends, and can be restarted."""
     while True:
-        status, answer = await client.ask(url, body)
+        status, answer = await ask(url, body)
         if status == 503:
             raise EngineDead(f"line {number} was not answered: {_message(answer)}; the same command goes on")
         if status != 429:
@@ -118,7 +113,7 @@ async def run_here(
     loop = asyncio.get_running_loop()
     try:
         server.service.open(await loop.run_in_executor(None, load))
-        return await answer_all(requests, results, server, at_once=at_once(options), on_progress=on_progress)
+        return await answer_all(requests, results, server.ask, at_once=at_once(options), on_progress=on_progress)
     finally:
         await loop.run_in_executor(None, server.service.close)
 

@@ -226,7 +226,8 @@ class Results:
         with open(self._file, "rb", closefd=False) as file:
             for at, content in enumerate(file, 1):
                 if not content.endswith(b"\n"):
-                    self._check_torn(at, content)
+                    if not (content.startswith(_OPENING) or _OPENING.startswith(content)):
+                        raise self._foreign(at, "it is no result of a batch")
                     break
                 number = self._check(at, content, known, requests, model)
                 if number in done:
@@ -252,10 +253,6 @@ class Results:
         if by is not None and by != model:
             raise self._foreign(at, f"it was answered by {by!r}, and the model is {model!r} now")
         return number
-
-    def _check_torn(self, at: int, content: bytes) -> None:
-        if not (content.startswith(_OPENING) or _OPENING.startswith(content)):
-            raise self._foreign(at, "it is no result of a batch")
 
     def _foreign(self, at: int, why: str) -> BadInput:
         return BadInput(f"{self.path} belongs to something else: its line {at}: {why}; name another file, or remove it")

@@ -116,7 +116,7 @@ class Answering:
 
         async def one(number: Any, url: Any, body: Any) -> tuple[int, bytes]:
             async with turn:
-                return await asked(self._server, int(number), str(url), bytes(body))
+                return await asked(self._server.ask, int(number), str(url), bytes(body))
 
         return await asyncio.gather(*(one(*line) for line in lines))
 

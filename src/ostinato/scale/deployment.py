@@ -127,12 +127,8 @@ class EngineReplica:
             return {"replica": name, "page": service.metrics.page().decode()}
         if page == "health":
             return {"replica": name, "pid": os.getpid(), **service.health()}
-        _, body = await self._got("/slots")
-        return {"replica": name, **json.loads(body)}
-
-    async def _got(self, path: str) -> tuple[int, bytes]:
-        parts = [part async for part in self.answer(Call("GET", path))]
-        return parts[0][0], b"".join(parts[1:])
+        _, *body = [part async for part in self.answer(Call("GET", "/slots"))]
+        return {"replica": name, **json.loads(b"".join(body))}
 
     async def check_health(self) -> None:
         """Called by Serve: a replica whose engine died is replaced."""

@@ -8,12 +8,12 @@ from __future__ import annotations
 import math
 import random
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ostinato.scale.measured import Replica
 from ostinato.scale.sizing import CHUNK, Demand
+from ostinato.serve.load import quantile
 
 N_REQUESTS: Final = 20_000
 _FEWEST: Final = 1000
@@ -80,7 +80,7 @@ def replica(
         ended += [request for request in live if request.output_left <= 0]
         live = [request for request in live if request.output_left > 0]
     waits = sorted(one.first - one.came for one in sorted(ended, key=lambda each: each.came)[int(_WARM * n) :])
-    p50, p99 = (demand.route_s + _at(waits, share) for share in (0.5, 0.99))
+    p50, p99 = (demand.route_s + quantile(waits, share) for share in (0.5, 0.99))
     return SimulatedLoad(p50, p99, gap_time / max(1, n_gaps), gap_time / now)
 
 
@@ -106,7 +106,3 @@ def _chunk(prompts: deque[_Request], live: list[_Request], ended: list[_Request]
         first.output_left -= 1
         (live if first.output_left else ended).append(first)
     return seconds
-
-
-def _at(ordered: Sequence[float], share: float) -> float:
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]

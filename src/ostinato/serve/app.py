@@ -182,7 +182,7 @@ def _add_status(app: FastAPI, service: Service) -> None:
     async def live() -> Response:
         return json_response({"live": True})
 
-    @app.get("/slots", tags=["status"], summary="The request in each slot, and the gaps between tokens", responses=_GET)
+    @app.get("/slots", tags=["status"], summary="The requests in slots, KV pages, gaps between tokens", responses=_GET)
     async def slots() -> Response:
         stats, llm = service.stats(), service.model
         if stats is None or llm is None:

@@ -29,7 +29,7 @@ async def chat(service: Service, body: ChatBody, request: Request) -> Response:
     llm = service.llm(body.model)
     asked = await service.in_template_thread(rendered, service, llm, body)
     ask, reader = await service.in_thread(prepare, service, llm, body, *asked)
-    n = body.n_choices
+    n = body.n or 1
     answers = Answers(service, llm, repeated([ask], n), n, record, "messages")
     await answers.start()
     choices = [ChatChoice(index, llm.tokenizer, reader(), bool(body.logprobs)) for index in range(n)]
@@ -60,7 +60,7 @@ def prepare(
     thinking = service.reasoning
     if thinking is not None:
         sampling = thinking.before(sampling, text)
-    show = (*(speaks.markers if tools else ()), *(thinking.markers if thinking is not None else ()))
+    show = (*(speaks.markers if tools else ()), *((thinking.begin, thinking.end) if thinking is not None else ()))
 
     def reader() -> AnswerReader:
         return AnswerReader(

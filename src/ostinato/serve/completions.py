@@ -16,7 +16,7 @@ from ostinato.serve.log import Record
 from ostinato.serve.logprobs import CompletionLogprobs, Entry, PendingTokens, joined
 from ostinato.serve.reply import reply
 from ostinato.serve.service import Service
-from ostinato.serve.shapes import CompletionBody
+from ostinato.serve.shapes import CompletionBody, several
 from ostinato.serve.stream import client_gone, while_connected
 from ostinato.text.tokenizer import Tokenizer
 
@@ -24,7 +24,7 @@ from ostinato.text.tokenizer import Tokenizer
 async def complete(service: Service, body: CompletionBody, request: Request) -> Response:
     """Continue prompts."""
     record: Record = request.state.record
-    llm, n = service.llm(body.model), body.n_choices
+    llm, n = service.llm(body.model), body.n or 1
     prompts = await service.in_thread(prepare, service, llm, body)
     asks = repeated(prompts, n)
     answers = Answers(service, llm, asks, n, record, "prompt")
@@ -43,7 +43,7 @@ async def complete(service: Service, body: CompletionBody, request: Request) -> 
 def prepare(service: Service, llm: LLM, body: CompletionBody) -> list[GenerationInput]:
     """Tokenize and check; in a thread, because a prompt may be long."""
     sampling = body.sampling()
-    return [GenerationInput(_ids(service, llm, prompt), sampling, False) for prompt in body.prompts]
+    return [GenerationInput(_ids(service, llm, prompt), sampling, False) for prompt in several(body.prompt)]
 
 
 def _ids(service: Service, llm: LLM, prompt: str | list[int]) -> list[int]:

@@ -6,7 +6,6 @@ import base64
 import math
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -15,7 +14,7 @@ from ostinato.llm import LLM
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
-from ostinato.serve.shapes import EmbeddingBody
+from ostinato.serve.shapes import EmbeddingBody, several
 from ostinato.serve.stream import client_gone, json_response, while_connected
 
 
@@ -23,7 +22,7 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
     """Vectors for texts."""
     record: Record = request.state.record
     llm, limits = service.llm(body.model), service.limits
-    inputs = body.inputs
+    inputs = several(body.input)
     if len(inputs) > limits.inputs:
         raise Refusal(400, f"{len(inputs)} texts were given; at most {limits.inputs} can be at once", param="input")
     if body.dimensions is not None and body.dimensions > llm.shape.hidden:
@@ -35,7 +34,9 @@ async def embed(service: Service, body: EmbeddingBody, request: Request) -> Resp
     if vectors is None:
         return client_gone(record)
     service.metrics.prompt_tokens.inc(record.prompt_tokens)
-    data = await service.in_thread(_listed, body, vectors)
+    how = body.dimensions, body.encoding_format
+    made = await service.in_thread(lambda: [shaped(vector, *how) for vector in vectors])
+    data = [{"object": "embedding", "index": index, "embedding": vector} for index, vector in enumerate(made)]
     usage = {"prompt_tokens": record.prompt_tokens, "total_tokens": record.prompt_tokens}
     content = {"object": "list", "data": data, "model": service.model_id, "usage": usage}
     return json_response(content)
@@ -57,13 +58,6 @@ def _ids(llm: LLM, inputs: Sequence[str] | Sequence[list[int]]) -> list[list[int
                 code="context_length_exceeded",
             )
     return made
-
-
-def _listed(body: EmbeddingBody, vectors: Sequence[Sequence[float]]) -> list[dict[str, Any]]:
-    return [
-        {"object": "embedding", "index": index, "embedding": shaped(vector, body.dimensions, body.encoding_format)}
-        for index, vector in enumerate(vectors)
-    ]
 
 
 def shaped(vector: Sequence[float], dimensions: int | None, form: str | None) -> list[float] | str:

@@ -18,25 +18,18 @@ from ostinato.errors import BadInput, OstinatoError, PromptTooLong
 RETRY_AFTER_S: Final = 1
 OUR_FAULT: Final = "this is the server's fault; the operator's log has the details"
 
-_TYPES: Final = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-    500: "server_error",
-    503: "service_unavailable_error",
-}
-_CODES: Final = {
-    401: "invalid_api_key",
-    403: "host_not_allowed",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "timeout",
-    413: "too_large",
-    415: "unsupported_media_type",
-    429: "line_full",
-    500: "internal_error",
-    503: "not_ready",
+# The type and the code of a status.
+_KINDS: Final = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("permission_error", "host_not_allowed"),
+    404: ("not_found_error", "not_found"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "timeout"),
+    413: ("invalid_request_error", "too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+    429: ("rate_limit_error", "line_full"),
+    500: ("server_error", "internal_error"),
+    503: ("service_unavailable_error", "not_ready"),
 }
 # What the packages above call a value, and the field that held it.
 _FIELDS: Final = {
@@ -56,9 +49,9 @@ class Refusal(Exception):
 
     def body(self) -> dict[str, Any]:
         """OpenAI's shape."""
-        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        code = self.code or _CODES.get(self.status)
-        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": code}}
+        other = ("invalid_request_error" if self.status < 500 else "server_error", None)
+        kind, code = _KINDS.get(self.status, other)
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code or code}}
 
 
 def refusal_of(error: Exception) -> Refusal:

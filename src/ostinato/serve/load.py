@@ -99,12 +99,12 @@ def spread(values: Sequence[float]) -> Spread | None:
     if not values:
         return None
     ordered = sorted(values)
+    shares = (quantile(ordered, share) for share in (0.5, 0.9, 0.95, 0.99, 1.0))
+    return Spread(len(ordered), math.fsum(ordered) / len(ordered), *shares)
 
-    def at(share: float) -> float:
-        return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
-    mean = math.fsum(ordered) / len(ordered)
-    return Spread(len(ordered), mean, at(0.5), at(0.9), at(0.95), at(0.99), ordered[-1])
+def quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True, slots=True)

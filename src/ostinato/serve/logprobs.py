@@ -17,7 +17,7 @@ def for_chat(tokenizer: Tokenizer, tokens: Sequence[Token]) -> dict[str, Any]:
 
     def entry(id: int, logprob: float) -> dict[str, Any]:
         shown = tokenizer.piece_bytes(id, start=False, special=True)
-        return {"token": _text(shown), "logprob": max(logprob, LEAST), "bytes": list(shown)}
+        return {"token": shown.decode(errors="replace"), "logprob": max(logprob, LEAST), "bytes": list(shown)}
 
     content = [
         {**entry(token.token, token.logprob), "top_logprobs": [entry(id, value) for id, value in token.top]}
@@ -75,10 +75,6 @@ def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         name: None if parts[0][name] is None else [one for part in parts for one in part[name]] for name in parts[0]
     }
-
-
-def _text(shown: bytes) -> str:
-    return shown.decode(errors="replace")
 
 
 class PendingTokens:

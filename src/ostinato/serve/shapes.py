@@ -220,10 +220,6 @@ class GenerationBody(Body):
     response_format: ResponseFormat | None = None
 
     @property
-    def n_choices(self) -> int:
-        return self.n or 1
-
-    @property
     def most_tokens(self) -> int | None:
         """The limit of generated tokens, if the request sets one."""
         return self.max_tokens
@@ -311,7 +307,7 @@ Texts = (
 )
 
 
-def _several(given: Any) -> list[str | list[int]]:
+def several(given: Any) -> list[str | list[int]]:
     """A text, token ids, or a list of either, as a list."""
     return [given] if isinstance(given, str) or isinstance(given[0], int) else list(given)
 
@@ -342,11 +338,6 @@ class CompletionBody(GenerationBody):
     def n_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
-    def prompts(self) -> list[str | list[int]]:
-        """Each a text, or token ids."""
-        return _several(self.prompt)
-
 
 class EmbeddingBody(Body):
     """`POST /v1/embeddings`. An input is a text, token ids, or a list of either."""
@@ -354,11 +345,6 @@ class EmbeddingBody(Body):
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-
-    @property
-    def inputs(self) -> list[str | list[int]]:
-        """Each a text, or token ids."""
-        return _several(self.input)
 
 
 class TokenizeBody(Body):

@@ -189,13 +189,10 @@ class Supervisor:
     def _wait(self) -> int:
         worker = self._worker
         assert worker is not None
-        try:
-            code = worker.wait(KILL_S)
-        except subprocess.TimeoutExpired:
-            worker.kill()
-            code = worker.wait()
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(KILL_S)
         self._end_worker()
-        return code
+        return int(worker.returncode)
 
     def _end_worker(self) -> None:
         worker, self._worker = self._worker, None

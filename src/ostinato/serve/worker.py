@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final, TypeVar
 
@@ -122,24 +123,17 @@ class Worker:
 
 async def in_daemon_thread(work: Callable[[], T]) -> T:
     """Run work in a daemon thread, so that the process can end before the work does."""
-    loop = asyncio.get_running_loop()
-    made: asyncio.Future[T] = loop.create_future()
-
-    def put(result: Callable[[], None]) -> None:
-        with suppress(RuntimeError):  # the loop is closed: no caller is left
-            loop.call_soon_threadsafe(lambda: None if made.done() else result())
+    made: Future[T] = Future()
+    made.set_running_or_notify_cancel()  # from now on its caller may go, and the work ends all the same
 
     def run() -> None:
         try:
-            done = work()
+            made.set_result(work())
         except BaseException as error:
-            failure = error  # the name above ends with its block
-            put(lambda: made.set_exception(failure))
-        else:
-            put(lambda: made.set_result(done))
+            made.set_exception(error)
 
     threading.Thread(target=run, name="ostinato-load", daemon=True).start()
-    return await made
+    return await asyncio.wrap_future(made)
 
 
 async def serve(options: ServeOptions, restarts: dict[str, int], listening: socket.socket, tell: Tell) -> int:
