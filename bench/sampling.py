@@ -25,7 +25,7 @@ from bench.replay import replays_us
 from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.tables import dtype_of
-from ostinato.loop.layout import Arena, Layout, arena_bytes, sampled
+from ostinato.loop.layout import Arena, Layout, SampledRows, arena_bytes
 
 VOCAB: Final = 128_256
 N_TOKENS: Final = 128_000
@@ -83,13 +83,9 @@ class Bench:
         self._admit(case)
         spaces = sample_workspace(n_slots, VOCAB).items()
         table = self.table
-        self.launches: Launches = bind_sample(
-            self.logits,
-            table,
-            {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in spaces},
-            n_tokens=N_TOKENS,
-            **sampled(table),
-        )
+        workspace = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in spaces}
+        given = self.logits, table, workspace, SampledRows.of(table)
+        self.launches: Launches = bind_sample(*given, n_tokens=N_TOKENS)
 
     def _admit(self, case: Case) -> None:
         table, n = self.table, self.layout.n_slots
@@ -114,12 +110,7 @@ class Bench:
     def twin(self) -> Arena:
         """The same step by the twin, in a copy of the table on the host."""
         table = Arena(self.fields, self.table.memory.cpu().clone(), dtype_of)
-        sample_step_torch(
-            self.logits.cpu(),
-            table,
-            n_tokens=N_TOKENS,
-            **sampled(table),
-        )
+        sample_step_torch(self.logits.cpu(), table, SampledRows.of(table), n_tokens=N_TOKENS)
         return table
 
 

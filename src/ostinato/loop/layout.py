@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from math import prod
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -364,18 +364,23 @@ class Tables:
         return tuple(address_of(arena.memory) for arena in self.arenas)
 
 
-def sampled(table: Arena) -> dict[str, Any]:
-    """A step's arguments for the sampler beside the logits: the slots in the step, and where its results go."""
-    return {
-        "n_rows": table["n_rows"],
-        "row_slot": table["row_slot"],
-        "position": table["position"],
-        "offset": 1,  # the sampled token's position is one after the input token's
-        "chosen": table["chosen"],
-        "chosen_logprob": table["chosen_logprob"],
-        "top_ids": table["top_ids"],
-        "top_logprobs": table["top_logprobs"],
-    }
+class SampledRows(NamedTuple):
+    """What the sampler takes beside logits and settings: whose token is chosen, and where the results go. The token's
+    position is position[slot] + offset: 1 in the loop, whose `position` is that of the token just taken in."""
+
+    n_rows: Any
+    row_slot: Any
+    position: Any
+    chosen: Any
+    chosen_logprob: Any
+    top_ids: Any
+    top_logprobs: Any
+    offset: int = 1
+
+    @staticmethod
+    def of(table: Arena) -> SampledRows:
+        """Those of a step."""
+        return SampledRows(*(table[name] for name in SampledRows._fields[:-1]))
 
 
 def arena_bytes(fields: Sequence[Field]) -> int:

@@ -23,7 +23,7 @@ from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.build import shared_object
 from ostinato.errors import HardwareCannot
-from ostinato.loop.layout import MAX_TOP, Layout, sampled
+from ostinato.loop.layout import MAX_TOP, Layout, SampledRows
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.native.test_step_boundary import View
 from tests.counts import soak
@@ -90,25 +90,14 @@ class Chooser:
         """One row of a step."""
         table = self.tables.table
         table["row_slot"][0] = slot
-        sample_step_torch(logits.unsqueeze(0), table, n_tokens=n_tokens, **{**sampled(table), "n_rows": 1})
+        rows = SampledRows.of(table)._replace(n_rows=1)
+        sample_step_torch(logits.unsqueeze(0), table, rows, n_tokens=n_tokens)
         return self._step_left(0)
 
     def twin_first(self, logits: Tensor, slot: int, n_tokens: int) -> Choice:
-        table = self.tables.table
-        sample_step_torch(
-            logits.unsqueeze(0),
-            self.tables.admissions,
-            n_rows=1,
-            row_slot=torch.tensor([slot], dtype=torch.int32),
-            n_tokens=n_tokens,
-            position=self.tables.admissions["position"],
-            offset=0,
-            chosen=table["chosen"],
-            chosen_logprob=table["chosen_logprob"],
-            top_ids=table["top_ids"],
-            top_logprobs=table["top_logprobs"],
-            first=True,
-        )
+        table, given, row_slot = self.tables.table, self.tables.admissions, torch.tensor([slot], dtype=torch.int32)
+        rows = SampledRows.of(table)._replace(n_rows=1, row_slot=row_slot, position=given["position"], offset=0)
+        sample_step_torch(logits.unsqueeze(0), given, rows, n_tokens=n_tokens, first=True)
         return self._step_left(0)
 
     def _step_left(self, row: int) -> Choice:

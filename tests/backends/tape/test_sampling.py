@@ -20,7 +20,7 @@ from ostinato import build
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import HardwareCannot
-from ostinato.loop.layout import MAX_TOP, Arena, Layout, sampled
+from ostinato.loop.layout import MAX_TOP, Arena, Layout, SampledRows
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of, words
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB
@@ -167,7 +167,8 @@ def left(table: Arena, n_rows: int) -> Step:
 
 def by_twin(shape: Shape, logits: Tensor, rows: list[Setting]) -> Step:
     table = seated(shape, rows)
-    sample_step_torch(logits, table, n_tokens=shape.n_tokens, **(sampled(table) | {"n_rows": len(rows)}))
+    taken = SampledRows.of(table)._replace(n_rows=len(rows))
+    sample_step_torch(logits, table, taken, n_tokens=shape.n_tokens)
     return left(table, len(rows))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from ostinato.backends.torch.ops.sample import SampleRows
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.tables import tensor_tables
-from ostinato.loop.layout import Arena, Layout, sampled
+from ostinato.loop.layout import Arena, Layout, SampledRows
 from tests.backends.admissions import Setting, write_admission
 from tests.backends.torch.choice import sample_torch
 
@@ -57,7 +57,7 @@ def table_of(n_slots: int, vocab: int) -> Arena:
 
 
 def step(logits: Tensor, table: Arena, n_rows: int, n_tokens: int) -> None:
-    sample_step_torch(logits, table, n_tokens=n_tokens, **(sampled(table) | {"n_rows": n_rows}))
+    sample_step_torch(logits, table, SampledRows.of(table)._replace(n_rows=n_rows), n_tokens=n_tokens)
 
 
 def chosen_by_step(logits: Tensor, setting: Setting, n_tokens: int) -> tuple[int, float, Arena]:
@@ -167,21 +167,9 @@ def test_the_first_token_comes_from_the_admissions_alone() -> None:
     setting = Setting(temperature=1.0, repetition=1.5, prompt=(3, 4), seed=9, position=17, min_tokens=1, stop_ids=(2,))
     write_admission(tables.admissions, 1, setting, 40)
     logits = torch.randn((1, 40), generator=torch.Generator().manual_seed(2))
-    table = tables.table
-    sample_step_torch(
-        logits,
-        tables.admissions,
-        n_rows=1,
-        row_slot=torch.tensor([1], dtype=torch.int32),
-        n_tokens=40,
-        position=tables.admissions["position"],
-        offset=0,
-        chosen=table["chosen"],
-        chosen_logprob=table["chosen_logprob"],
-        top_ids=table["top_ids"],
-        top_logprobs=table["top_logprobs"],
-        first=True,
-    )
+    table, given, row_slot = tables.table, tables.admissions, torch.tensor([1], dtype=torch.int32)
+    rows = SampledRows.of(table)._replace(n_rows=1, row_slot=row_slot, position=given["position"], offset=0)
+    sample_step_torch(logits, given, rows, n_tokens=40, first=True)
     expected = sample_torch(logits, row_of(replace(setting, position=16), 40, 40))
     assert int(table["chosen"][0]) == int(expected.token)
 

@@ -6,8 +6,10 @@ call. Binding happens once, so the checks cost nothing per step.
 
 from __future__ import annotations
 
+from collections import namedtuple
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -48,6 +50,17 @@ class Launches:
     def __call__(self) -> None:
         for launch in self.parts:
             launch()
+
+
+def grouped(given: Mapping[str, Any]) -> Any:
+    """Arguments that go together, as one that a kernel has by their names; it is compiled as if they were apart."""
+    return _group_of(tuple(given))(*given.values())
+
+
+@cache
+def _group_of(names: tuple[str, ...]) -> Any:
+    made: Any = namedtuple  # which mypy knows only with names written out
+    return made("Group", names)
 
 
 def checked(

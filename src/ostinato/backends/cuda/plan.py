@@ -28,7 +28,7 @@ from ostinato.backends.torch.plan import memory_tensors, tensors_of
 from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError
-from ostinato.loop.layout import Tables, sampled
+from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import Attention, Experts, GatedMLP, Layer, Linear, Norm, PlainMLP
 from ostinato.models.shape import Shape
@@ -275,13 +275,8 @@ class FusedPlan:
         self._product("head", "head", given, model.head, s.logits, norm=norm, softcap=cap)
 
     def _sample(self) -> None:
-        launches = self._kernels.sample(
-            self.step.logits,
-            self._table,
-            n_tokens=self._n_tokens,
-            workspace=self._sample_workspace,
-            **sampled(self._table),
-        )
+        given = self.step.logits, self._table, self._sample_workspace, SampledRows.of(self._table)
+        launches = self._kernels.sample(*given, n_tokens=self._n_tokens)
         scratch = tuple(name for name in self._buffers if name.startswith("sample.workspace"))
         for name, run in launches:
             self._add(f"sample.{name}", "sample", run, ("logits", *scratch), ("table", *scratch))

@@ -26,7 +26,7 @@ from ostinato.backends.torch.paged import PagedMemory
 from ostinato.backends.torch.plan import BlockStep, tensors_of
 from ostinato.backends.torch.weight import rows_of
 from ostinato.errors import InternalError
-from ostinato.loop.layout import Arena, Tables, sampled
+from ostinato.loop.layout import Arena, SampledRows, Tables
 from ostinato.models.blocks import AnyLayer
 
 
@@ -141,8 +141,8 @@ class StaticStep(BlockStep):
         self.logits.copy_(self._model.logits(self._model.final_norm(self.x)))
 
     def samples(self) -> Sequence[tuple[str, Launch]]:
-        told = {"n_tokens": self._n_tokens, "workspace": self._workspace, **sampled(self._table)}
-        return [(f"sample.{name}", run) for name, run in self._kernels.sample(self.logits, self._table, **told)]
+        given = self.logits, self._table, self._workspace, SampledRows.of(self._table)
+        return [(f"sample.{name}", run) for name, run in self._kernels.sample(*given, n_tokens=self._n_tokens)]
 
 
 def _states_of(memory: PagedMemory, n_slots: int) -> Mapping[int, tuple[Tensor, ...]]:

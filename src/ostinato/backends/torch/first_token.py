@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels, Launch, play
-from ostinato.loop.layout import MAX_TOP, Tables
+from ostinato.loop.layout import MAX_TOP, SampledRows, Tables
 
 
 class FirstToken:
@@ -34,21 +34,11 @@ class FirstToken:
             "top_logprobs": zeros((1, MAX_TOP), torch.float32, device),
         }
         # The admission is not in the table before the loop admits it: what it says is read where it was staged.
-        sampling = kernels.sample(
-            logits,
-            tables.admissions,
-            n_rows=torch.ones(1, dtype=torch.int32, device=device),
-            row_slot=self._slot,
-            n_tokens=n_tokens,
-            position=tables.admissions["position"],
-            offset=0,
-            chosen=self._made["token"],
-            chosen_logprob=self._made["logprob"],
-            top_ids=self._made["top_ids"],
-            top_logprobs=self._made["top_logprobs"],
-            workspace=kernels.sample_workspace(1, logits.shape[1], device),
-            first=True,
-        )
+        given, one = tables.admissions, torch.ones(1, dtype=torch.int32, device=device)
+        token, logprob, top_ids, top_logprobs = self._made.values()
+        rows = SampledRows(one, self._slot, given["position"], token, logprob, top_ids, top_logprobs, offset=0)
+        workspace = kernels.sample_workspace(1, logits.shape[1], device)
+        sampling = kernels.sample(logits, given, workspace, rows, n_tokens=n_tokens, first=True)
         self._launches = (*head, *(launch for _, launch in sampling))
 
     def play(self) -> None:

@@ -62,8 +62,8 @@ def twin_kernels() -> Kernels:
     def attend(qkv: Any, seen: Any, kv: Any, rows: Any, heads: Any, workspace: Any) -> Launch:
         return partial(attend_torch, qkv, seen, kv, rows, heads)
 
-    def sample(*given: Any, workspace: Any, **more: Any) -> list[tuple[str, Launch]]:
-        return [("choose", partial(sample_step_torch, *given, **more))]
+    def sample(logits: Any, table: Any, workspace: Any, rows: Any, **more: Any) -> list[tuple[str, Launch]]:
+        return [("choose", partial(sample_step_torch, logits, table, rows, **more))]
 
     def nothing(*_: Any) -> None:
         return None

@@ -18,7 +18,7 @@ from ostinato.backends.torch.kernels import Launch
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.ops.sample_step import sample_step_torch
 from ostinato.backends.torch.paged import PagedMemory, RowMemory
-from ostinato.loop.layout import Tables, sampled
+from ostinato.loop.layout import SampledRows, Tables
 from ostinato.loop.memory import memory_in
 from ostinato.loop.plan import Buffer, Node, Plan, without_repeats
 from ostinato.models.blocks import AnyLayer
@@ -98,8 +98,8 @@ class TorchStep(BlockStep):
             self.logits[row] = self._model.logits(self._model.final_norm(self.x[row : row + 1]))[0]
 
     def samples(self) -> Sequence[tuple[str, Launch]]:
-        table, told = self._table, sampled(self._table)
-        return [("sample", partial(sample_step_torch, self.logits, table, n_tokens=self._n_tokens, **told))]
+        given = self.logits, self._table, SampledRows.of(self._table)
+        return [("sample", partial(sample_step_torch, *given, n_tokens=self._n_tokens))]
 
 
 def bytes_in(part: Any) -> int:

@@ -21,6 +21,7 @@ from ostinato.backends.cuda.triton.attend import Workspace, attend_workspace, bi
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows, attend_torch
 from ostinato.errors import BadOption, BadPointer
 from ostinato.models.rope import Pairing
+from tests.backends.cuda.triton.compiling import told_of
 
 CPU = torch.device("cpu")
 STORES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "q8_0": torch.int8}
@@ -342,28 +343,12 @@ def compile_launch(launch: TritonLaunch, *, amd: bool = True) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants = launch.kernel, dict(launch.constants)
-    names = {
-        torch.float32: "*fp32",
-        torch.bfloat16: "*bf16",
-        torch.float16: "*fp16",
-        torch.int32: "*i32",
-        torch.int8: "*i8",
-        torch.uint8: "*u8",
-        torch.int16: "*i16",
-    }
-    options = {name: constants.pop(name) for name in ("num_warps", "num_stages") if name in constants}
-    kinds = [
-        names[g.dtype] if isinstance(g, Tensor) else "fp32" if isinstance(g, float) else "i32" for g in launch.args
-    ]
-    signature = dict(zip(kernel.arg_names, kinds, strict=False)) | {name: "constexpr" for name in constants}
-    values = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds) if kind.startswith("*")}
+    told = told_of(launch)
     targets = [GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)]
     for target in targets[: 1 + amd]:
         # AMD's shared memory holds one block at a time (`STAGES`).
-        staged = options | ({"num_stages": 1} if target.backend == "hip" else {})
-        source = ASTSource(kernel, signature, constexprs=values, attrs=aligned)
+        staged = told.options | ({"num_stages": 1} if target.backend == "hip" else {})
+        source = ASTSource(launch.kernel, told.signature, constexprs=told.fixed, attrs=told.aligned)
         triton.compile(source, target=target, options=staged)
 
 

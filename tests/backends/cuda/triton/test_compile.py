@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
 
 from ostinato.backends.machine import TUNED_SHARED_BYTES
+from tests.backends.cuda.triton.compiling import Told, told_of
 from tests.counts import soaking
 
 WITH_CASES = ["tests.backends.cuda.triton.test_compile", "tests.backends.tape.test_unpack"]
@@ -34,40 +34,20 @@ TARGETS = {"hopper": ("cuda", 90, 32), "cdna3": ("hip", "gfx942", 64)}
 ONLY_HOPPER = {f"matmul {name}" for name in ("Q5_1 store", "Q8_0 add", "Q6_K store")} | {"gemm Q6_K"}
 ONLY_HOPPER |= {f"experts {name}" for name in ("gate_up Q6_K", "down Q5_K", "down Q6_K", "gate Q5_0")}
 ONLY_HOPPER |= set() if soaking() else {"experts gate_up Q4_K"}
-POINTERS = {
-    torch.float32: "*fp32", torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64",
-    torch.uint8: "*u8", torch.int8: "*i8", torch.int16: "*i16",
-}  # fmt: skip
-
-
 Compiled = dict[str, list[dict[str, Any]]]
 
 
 class Case(NamedTuple):
-    """One kernel to compile: the type of each argument by name, the constants, and options such as num_warps."""
+    """One kernel to compile, and what the compiler is told of it."""
 
     name: str
     kernel: Any
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    options: dict[str, Any]
+    told: Told
 
 
 def case_of(name: str, launch: Any) -> Case:
     """The case of a bound launch: what would be compiled when it is first called."""
-    names = launch.kernel.arg_names
-    signature: dict[str, str] = {}
-    constexprs = {key: value for key, value in launch.constants.items() if key in names}
-    for key, value in zip(names, launch.args, strict=False):
-        if isinstance(value, Tensor):
-            signature[key] = POINTERS[value.dtype]
-        elif value is None:
-            constexprs[key] = None
-        else:
-            signature[key] = "fp32" if isinstance(value, float) else "i32"
-    return Case(
-        name, launch.kernel, signature, constexprs, {k: v for k, v in launch.constants.items() if k not in names}
-    )
+    return Case(name, launch.kernel, told_of(launch))
 
 
 def weights(type: str, n: int, k: int) -> Any:
@@ -173,19 +153,13 @@ def compile_cases(target: str) -> Iterator[dict[str, Any]]:
     for case in all_cases():
         if backend == "hip" and case.name in ONLY_HOPPER:
             continue
-        constexprs = dict(case.constexprs)
-        options = dict(case.options)
+        told, names = case.told, case.kernel.arg_names
         if backend == "hip":  # what binding on such a device would have chosen
-            constexprs |= {"ASM": False} if "ASM" in constexprs else {}
-            constexprs |= {"PRECISION": "ieee"} if constexprs.get("PRECISION") == "tf32x3" else {}
-            options = {"num_warps": options["num_warps"], "num_stages": 2}
-        names = case.kernel.arg_names
-        types = {name: case.signature.get(name, "constexpr") for name in names}
-        aligned = {(names.index(n),): [["tt.divisibility", 16]] for n, t in types.items() if t.startswith("*")}
-        fixed = {(names.index(name),): value for name, value in constexprs.items()}
-        made = triton.compile(
-            ASTSource(case.kernel, types, fixed, aligned), target=GPUTarget(backend, arch, lanes), options=options
-        )
+            instead = {("ASM", True): False, ("PRECISION", "tf32x3"): "ieee"}
+            fixed = {place: instead.get((names[place[0]], value), value) for place, value in told.fixed.items()}
+            told = told._replace(fixed=fixed, options={"num_warps": told.options["num_warps"], "num_stages": 2})
+        source = ASTSource(case.kernel, told.signature, told.fixed, told.aligned)
+        made = triton.compile(source, target=GPUTarget(backend, arch, lanes), options=told.options)
         text = made.asm["ptx" if backend == "cuda" else "amdgcn"]
         found = [word for word in ("mma.sync", "wgmma.mma_async", "v_mfma") if word in text]
         # A tile that goes back to shared memory after it was loaded: a detour on the way to the tensor cores.

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.triton import sample as kernels
 from ostinato.backends.cuda.triton.sample import Tiles, bind_sample, sample_workspace, tiles_for, uniform
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import penalise_torch
 from ostinato.backends.torch.tables import tensor_tables
 from ostinato.errors import BadPointer
-from ostinato.loop.layout import Arena, Layout, sampled
+from ostinato.loop.layout import Arena, Layout, SampledRows
 from tests.backends.admissions import Setting, write_admission
+from tests.backends.cuda.triton.test_attend import compile_launch
 from tests.backends.torch.test_sample_step import SETTINGS, VOCAB, row_of, step, table_of
 from tests.counts import soaking
 
@@ -35,14 +35,7 @@ def launches(logits: Tensor, table: Arena, n_tokens: int, tiles: Tiles) -> tuple
     workspace = {name: torch.full(shape, -1, dtype=dtype) for name, (shape, dtype) in spaces}
     for name in ("scaled", "best", "scaled_sum", "scaled_subs", "raw_largest", "raw_sum", "raw_subs"):
         workspace[name].fill_(float("nan"))
-    bound = bind_sample(
-        logits,
-        table,
-        workspace,
-        n_tokens=n_tokens,
-        **sampled(table),
-        tiles=tiles,
-    )
+    bound = bind_sample(logits, table, workspace, SampledRows.of(table), n_tokens=n_tokens, tiles=tiles)
     return workspace, [launch for _, launch in bound]
 
 
@@ -274,22 +267,12 @@ def test_a_first_token_needs_the_admissions_alone() -> None:
     write_admission(tables.admissions, 1, setting, VOCAB)
     chosen, logprob = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
     spaces = sample_workspace(1, VOCAB, ROOMY).items()
-    bound = bind_sample(
-        logits,
-        tables.admissions,
-        {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in spaces},
-        n_rows=torch.ones(1, dtype=torch.int32),
-        row_slot=torch.ones(1, dtype=torch.int32),
-        n_tokens=VOCAB,
-        position=tables.admissions["position"],
-        offset=0,
-        chosen=chosen,
-        chosen_logprob=logprob,
-        top_ids=tables.table["top_ids"],
-        top_logprobs=tables.table["top_logprobs"],
-        first=True,
-        tiles=ROOMY,
+    workspace = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in spaces}
+    one, given, most = torch.ones(1, dtype=torch.int32), tables.admissions, SampledRows.of(tables.table)
+    rows = most._replace(
+        n_rows=one, row_slot=one, position=given["position"], offset=0, chosen=chosen, chosen_logprob=logprob
     )
+    bound = bind_sample(logits, given, workspace, rows, n_tokens=VOCAB, first=True, tiles=ROOMY)
     for _, launch in bound:
         launch()
     assert chosen.tolist() == [100]
@@ -345,31 +328,12 @@ def test_binding_names_the_argument_that_does_not_fit() -> None:
 
 def compile_all() -> None:
     """For both makers, with short lists: a long sort takes the compiler seconds, and is the same code."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     vocab = 128256
-    kinds = {"int32": "*i32", "int64": "*i64", "float32": "*fp32"}
-    words = {torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64"}
-    types = {f.name: kinds[f.kind] for f in Layout(n_slots=2, max_pages=2, vocab=vocab).table_fields}
-    types |= {name: words[dtype] for name, (_, dtype) in sample_workspace(2, vocab).items()}
-    types |= {"logits": "*fp32", "offset": "i32"}
-    t = tiles_for(vocab)
-    for target, short in ((GPUTarget("cuda", 90, 32), not soaking()), (GPUTarget("hip", "gfx942", 64), True)):
-        sizes = {
-            "VOCAB": vocab, "N_TOKENS": vocab - 5, "N_BLOCKS": t.n_blocks(vocab), "N_SUBS": t.n_subs(vocab),
-            "WORDS": 4008, "STOPS": 16, "BIASES": 512, "ROW_LANES": 2, "BLOCK": t.block, "SUB": t.sub,
-            "WANTED": t.wanted, "MAX_TOP": 20, "CAPACITY": 64 if short else t.capacity,
-            "SMALL": 64 if short else t.small, "CHUNK": t.chunk,
-        }  # fmt: skip
-        for kernel, warps, lanes, first in (
-            (kernels.shape_kernel, 4, 0, False),
-            (kernels.shape_kernel, 4, 0, True),
-            (kernels.gather_kernel, 4, 1024, False),
-            (kernels.choose_kernel, 8, 128, False),
-        ):
-            names, given = kernel.arg_names, {**sizes, "FIRST": first, "LANES": lanes}
-            fixed = {(i,): given[name] for i, name in enumerate(names) if name.isupper()}
-            signature = {name: "constexpr" if name.isupper() else types[name] for name in names}
-            options = {"num_warps": warps, "enable_fp_fusion": False}
-            triton.compile(ASTSource(kernel, signature, constexprs=fixed), target=target, options=options)
+    tiles = tiles_for(vocab) if soaking() else replace(tiles_for(vocab), capacity=64, small=64)
+    tables = tensor_tables(Layout(n_slots=2, max_pages=2, vocab=vocab), torch.device("cpu"))
+    spaces = sample_workspace(2, vocab, tiles).items()
+    workspace = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in spaces}
+    given = torch.zeros((2, vocab)), tables.table, workspace, SampledRows.of(tables.table)
+    step, first = (bind_sample(*given, n_tokens=vocab - 5, first=first, tiles=tiles) for first in (False, True))
+    for _, launch in (*step, first[0]):
+        compile_launch(launch)

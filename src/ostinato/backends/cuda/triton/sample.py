@@ -25,16 +25,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import TritonLaunch, checked
+from ostinato.backends.cuda.launch import TritonLaunch, checked, grouped
 from ostinato.backends.torch.ops.sample_step import SlotFields
 from ostinato.errors import BadPointer
+from ostinato.loop.layout import SampledRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,23 @@ def sample_workspace(
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the three kernels are compiled for."""
+
+    vocab: int
+    n_tokens: int
+    n_stops: int  # of a slot, at most, as the next two
+    n_biases: int
+    n_top: int
+    words: int  # of a bit for each id
+    n_blocks: int
+    n_subs: int
+    block_lanes: int  # as many or more, a power of two; as the next
+    sub_lanes: int
+    tiles: Tiles
+
+
 _FIELDS: Final = {
     torch.float32: ("temperature", "top_p", "min_p", "repetition", "presence", "frequency"),
     torch.int32: ("top_k", "n_logprobs", "min_tokens", "n_stop", "n_bias", "penalised", "constrained"),
@@ -96,16 +114,9 @@ def bind_sample(
     logits: Tensor,
     table: SlotFields,
     workspace: Mapping[str, Tensor],
+    rows: SampledRows,
     *,
-    n_rows: Tensor,
-    row_slot: Tensor,
     n_tokens: int,
-    position: Tensor,
-    offset: int,
-    chosen: Tensor,
-    chosen_logprob: Tensor,
-    top_ids: Tensor,
-    top_logprobs: Tensor,
     first: bool = False,
     tiles: Tiles | None = None,
 ) -> list[tuple[str, TritonLaunch]]:
@@ -114,35 +125,30 @@ def bind_sample(
     Arguments as `sample_step_torch` has them, with n_rows int32 [1] on the device and the buffers that
     `sample_workspace` names for logits' rows. With `first`, `table` may be the admissions, in pinned host memory.
     """
-    rows, vocab = logits.shape
-    tiles = tiles or tiles_for(vocab)
-    given = {"n_rows": n_rows, "row_slot": row_slot, "position": position, "chosen": chosen}
-    given |= {"chosen_logprob": chosen_logprob, "top_ids": top_ids, "top_logprobs": top_logprobs}
-    t = _checked_table(table, vocab, logits.device, first)
-    t |= _checked_rows(logits, given, len(t["temperature"]), first)
-    for name, (size, dtype) in sample_workspace(rows, vocab, tiles).items():
-        t[name] = checked(name, workspace[name], dtype=dtype, shape=size, device=logits.device)
-
-    n_blocks, n_subs = tiles.n_blocks(vocab), tiles.n_subs(vocab)
-    row_lanes = min(rows, tiles.row_lanes)
-    shared = {
-        **{"VOCAB": vocab, "N_TOKENS": n_tokens, "N_BLOCKS": n_blocks, "N_SUBS": n_subs, "FIRST": first},
-        **{"WORDS": triton.cdiv(vocab, 32), "STOPS": t["stop_ids"].shape[1], "BIASES": t["bias_ids"].shape[1]},
-        **{"BLOCK": tiles.block, "SUB": tiles.sub, "ROW_LANES": row_lanes, "WANTED": tiles.wanted},
-        **{"SMALL": tiles.small, "CAPACITY": tiles.capacity, "CHUNK": tiles.chunk, "MAX_TOP": top_ids.shape[1]},
-        "offset": offset,
+    (n, vocab), device, tiles = logits.shape, logits.device, tiles or tiles_for(logits.shape[1])
+    t = _checked_table(table, vocab, device, first)
+    _check_rows(logits, rows, len(t["temperature"]), first)
+    w = {
+        name: checked(name, workspace[name], dtype=dtype, shape=size, device=device)
+        for name, (size, dtype) in sample_workspace(n, vocab, tiles).items()
     }
-
-    def launch(kernel: Any, grid: tuple[int, ...], n_lanes: int, num_warps: int) -> TritonLaunch:
-        given = t | shared | {"LANES": triton.next_power_of_2(n_lanes)}
-        # Fused multiply-adds would round penalties unlike the twin, and a tie could fall the other way.
-        return TritonLaunch.of(kernel, grid, given, num_warps=num_warps, enable_fp_fusion=False)
-
-    grid = (n_blocks, row_lanes)
+    n_blocks, n_subs, row_lanes = tiles.n_blocks(vocab), tiles.n_subs(vocab), min(n, tiles.row_lanes)
+    n_stops, n_biases, n_top, words = (
+        tensor.shape[1] for tensor in (t["stop_ids"], t["bias_ids"], rows.top_ids, t["mask_bits"])
+    )
+    block_lanes, sub_lanes = (triton.next_power_of_2(n) for n in (n_blocks, n_subs))
+    sizes = Sizes(vocab, n_tokens, n_stops, n_biases, n_top, words, n_blocks, n_subs, block_lanes, sub_lanes, tiles)
+    given = {"logits": logits, "rows": rows, "t": grouped(t), "w": grouped(w)}
+    given |= {"S": sizes, "FIRST": first, "ROW_LANES": row_lanes}
+    kernels = {
+        "shape": (shape_kernel, (n_blocks, row_lanes), 4),
+        "gather": (gather_kernel, (n_blocks, row_lanes), 4),
+        "choose": (choose_kernel, (n,), 8),
+    }
+    # Fused multiply-adds would round penalties unlike the twin, and a tie could fall the other way.
     return [
-        ("shape", launch(shape_kernel, grid, n_subs, 4)),
-        ("gather", launch(gather_kernel, grid, n_subs, 4)),
-        ("choose", launch(choose_kernel, (rows,), n_blocks, 8)),
+        (name, TritonLaunch.of(kernel, grid, given, num_warps=num_warps, enable_fp_fusion=False))
+        for name, (kernel, grid, num_warps) in kernels.items()
     ]
 
 
@@ -167,7 +173,7 @@ def _checked_table(table: SlotFields, vocab: int, device: torch.device, first: b
     return t
 
 
-def _checked_rows(logits: Tensor, given: dict[str, Tensor], n_slots: int, first: bool) -> dict[str, Tensor]:
+def _check_rows(logits: Tensor, given: SampledRows, n_slots: int, first: bool) -> None:
     """What comes in and goes out by row, checked the same way."""
     (rows, vocab), device = logits.shape, logits.device
     checked("logits", logits, dtype=torch.float32, shape=(rows, vocab), device=device)
@@ -176,14 +182,13 @@ def _checked_rows(logits: Tensor, given: dict[str, Tensor], n_slots: int, first:
         raise BadPointer(f"logits begin at {logits.data_ptr():#x}; sampling needs them aligned to 16 bytes")
     sizes = {
         "n_rows": (1,), "row_slot": (1,), "position": (n_slots,), "chosen": (rows,), "chosen_logprob": (rows,),
-        "top_ids": (rows, given["top_ids"].shape[1]), "top_logprobs": (rows, given["top_ids"].shape[1]),
+        "top_ids": (rows, given.top_ids.shape[1]), "top_logprobs": (rows, given.top_ids.shape[1]),
     }  # fmt: skip
     for name, size in sizes.items():
-        tensor = given[name]
+        tensor = getattr(given, name)
         place = tensor.device if name == "position" and first and tensor.is_pinned() else device
         dtype = torch.float32 if name.endswith(("logprob", "logprobs")) else torch.int32
         checked(name, tensor, dtype=dtype, shape=size, device=place)
-    return {"logits": logits, **given}
 
 
 _NO_KEY = tl.constexpr(-(2**63))  # below any packed candidate
@@ -210,10 +215,10 @@ def _packed(key, ids):
 
 
 @triton.jit
-def _asked_k(top_k, VOCAB: tl.constexpr):
+def _asked_k(top_k, S: tl.constexpr):
     """top-k, or 0 where it keeps all."""
     k = tl.load(top_k)
-    return tl.where(k < VOCAB, k, 0)
+    return tl.where(k < S.vocab, k, 0)
 
 
 @triton.jit
@@ -244,150 +249,96 @@ def uniform(seed, position):
 
 
 @triton.jit
-def shape_kernel(
-    logits,
-    n_rows,
-    row_slot,
-    temperature,
-    top_k,
-    repetition,
-    presence,
-    frequency,
-    penalised,
-    prompt_bits,
-    counts,
-    n_bias,
-    bias_ids,
-    bias_values,
-    min_tokens,
-    made,
-    n_stop,
-    stop_ids,
-    constrained,
-    mask_bits,
-    n_logprobs,
-    scaled,
-    best,
-    best_id,
-    scaled_sum,
-    scaled_subs,
-    raw_largest,
-    raw_sum,
-    raw_subs,
-    found,
-    VOCAB: tl.constexpr,
-    N_TOKENS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,
-    N_SUBS: tl.constexpr,
-    WORDS: tl.constexpr,
-    STOPS: tl.constexpr,
-    BIASES: tl.constexpr,
-    FIRST: tl.constexpr,
-    ROW_LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SUB: tl.constexpr,
-):
+def shape_kernel(logits, rows, t, w, S: tl.constexpr, FIRST: tl.constexpr, ROW_LANES: tl.constexpr):
     """One block of ids of each row: what is left of its logits, and the largest and sums that the others need."""
+    SUB: tl.constexpr = S.tiles.sub
+    BLOCK: tl.constexpr = S.tiles.block
     block = tl.program_id(0)
     ids = block * BLOCK + tl.arange(0, BLOCK)
-    inside = ids < VOCAB
+    inside = ids < S.vocab
     sub = tl.arange(0, BLOCK // SUB)
-    for lane in range(tl.program_id(1), tl.load(n_rows), ROW_LANES):
+    for lane in range(tl.program_id(1), tl.load(rows.n_rows), ROW_LANES):
         row = tl.full((), 0, tl.int64) + lane
-        slot = tl.load(row_slot + row).to(tl.int64)
-        raw = tl.load(logits + row * VOCAB + ids, mask=inside, other=float("-inf"))
+        slot = tl.load(rows.row_slot + row).to(tl.int64)
+        raw = tl.load(logits + row * S.vocab + ids, mask=inside, other=float("-inf"))
         # All loaded before any is asked, so that their waits are one.
-        safe_temperature = tl.load(temperature + slot)
-        k = _asked_k(top_k + slot, VOCAB)
-        n_top = tl.load(n_logprobs + slot)
-        is_penalised = tl.load(penalised + slot)
-        n_biases = tl.load(n_bias + slot)
-        n_stops = tl.load(n_stop + slot)
-        n_least = tl.load(min_tokens + slot)
-        is_constrained = tl.load(constrained + slot)
+        safe_temperature = tl.load(t.temperature + slot)
+        k = _asked_k(t.top_k + slot, S)
+        n_top = tl.load(t.n_logprobs + slot)
+        is_penalised = tl.load(t.penalised + slot)
+        n_biases = tl.load(t.n_bias + slot)
+        n_stops = tl.load(t.n_stop + slot)
+        n_least = tl.load(t.min_tokens + slot)
+        is_constrained = tl.load(t.constrained + slot)
         n_made = 0
         if not FIRST:
-            n_made = tl.load(made + slot)
+            n_made = tl.load(t.made + slot)
 
         largest = tl.max(raw, 0)
-        tl.store(raw_largest + row * N_BLOCKS + block, largest)
+        tl.store(w.raw_largest + row * S.n_blocks + block, largest)
         largest = tl.where(largest == float("-inf"), 0.0, largest)  # -inf less -inf would be NaN
-        tl.store(raw_sum + row * N_BLOCKS + block, tl.sum(tl.exp(raw - largest), 0))
+        tl.store(w.raw_sum + row * S.n_blocks + block, tl.sum(tl.exp(raw - largest), 0))
         if block == 0:
-            tl.store(found + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
+            tl.store(w.found + row * 2 + tl.arange(0, 2), tl.zeros((2,), tl.int32))
         if n_top > 0:
             tops = tl.max(tl.reshape(raw, (BLOCK // SUB, SUB)), 1)
-            tl.store(raw_subs + row * N_SUBS + block * (BLOCK // SUB) + sub, tops)
+            tl.store(w.raw_subs + row * S.n_subs + block * (BLOCK // SUB) + sub, tops)
 
         shaped = raw
         if is_penalised != 0:
-            word = tl.load(prompt_bits + slot * WORDS + (ids >> 5), mask=inside, other=0)
+            word = tl.load(t.prompt_bits + slot * S.words + (ids >> 5), mask=inside, other=0)
             seen = ((word >> (ids & 31)) & 1) != 0
             times = tl.zeros((BLOCK,), tl.int32)
             if not FIRST:
-                times = tl.load(counts + slot * VOCAB + ids, mask=inside, other=0)
-            factor = tl.where(seen | (times > 0), tl.load(repetition + slot), 1.0)
+                times = tl.load(t.counts + slot * S.vocab + ids, mask=inside, other=0)
+            factor = tl.where(seen | (times > 0), tl.load(t.repetition + slot), 1.0)
             shaped = tl.where(shaped > 0, tl.div_rn(shaped, factor), shaped * factor)
-            shaped -= tl.where(times > 0, tl.load(presence + slot), 0.0)
-            shaped -= tl.load(frequency + slot) * times.to(tl.float32)
+            shaped -= tl.where(times > 0, tl.load(t.presence + slot), 0.0)
+            shaped -= tl.load(t.frequency + slot) * times.to(tl.float32)
         if n_biases > 0:
             # Most slots have none. The others go through all their pairs in every block: a scattering pass would
             # need a launch of its own, and entries for one id would have to find each other.
             bias = tl.zeros((BLOCK,), tl.float32)
             for i in range(0, n_biases):
-                here = ids == tl.load(bias_ids + slot * BIASES + i)
-                bias += tl.where(here, tl.load(bias_values + slot * BIASES + i), 0.0)
+                here = ids == tl.load(t.bias_ids + slot * S.n_biases + i)
+                bias += tl.where(here, tl.load(t.bias_values + slot * S.n_biases + i), 0.0)
             shaped += bias
         if n_made < n_least:
             for i in range(0, n_stops):
-                shaped = tl.where(ids == tl.load(stop_ids + slot * STOPS + i), float("-inf"), shaped)
+                shaped = tl.where(ids == tl.load(t.stop_ids + slot * S.n_stops + i), float("-inf"), shaped)
         if is_constrained != 0:
-            word = tl.load(mask_bits + slot * WORDS + (ids >> 5), mask=inside, other=0)
+            word = tl.load(t.mask_bits + slot * S.words + (ids >> 5), mask=inside, other=0)
             shaped = tl.where(((word >> (ids & 31)) & 1) != 0, shaped, float("-inf"))
-        shaped = tl.where(ids < N_TOKENS, shaped, float("-inf"))
+        shaped = tl.where(ids < S.n_tokens, shaped, float("-inf"))
 
         top = tl.max(shaped, 0)
         if safe_temperature > 0:
             warm = tl.div_rn(shaped, tl.maximum(safe_temperature, 1e-6))
             warm = tl.where(warm == 0, 0.0, warm)  # no -0: its key would be below that of 0
-            tl.store(scaled + row * VOCAB + ids, warm, mask=inside)
+            tl.store(w.scaled + row * S.vocab + ids, warm, mask=inside)
             tops = tl.max(tl.reshape(warm, (BLOCK // SUB, SUB)), 1)
-            tl.store(scaled_subs + row * N_SUBS + block * (BLOCK // SUB) + sub, tops)
+            tl.store(w.scaled_subs + row * S.n_subs + block * (BLOCK // SUB) + sub, tops)
             top = tl.max(warm, 0)
             if k == 0:
                 wide = tl.where(top == float("-inf"), 0.0, top).to(tl.float64)
-                tl.store(scaled_sum + row * N_BLOCKS + block, tl.sum(tl.exp(warm.to(tl.float64) - wide), 0))
+                tl.store(w.scaled_sum + row * S.n_blocks + block, tl.sum(tl.exp(warm.to(tl.float64) - wide), 0))
         else:
-            tl.store(best_id + row * N_BLOCKS + block, tl.min(tl.where(shaped == top, ids, _NO_ID), 0))
-        tl.store(best + row * N_BLOCKS + block, top)
+            tl.store(w.best_id + row * S.n_blocks + block, tl.min(tl.where(shaped == top, ids, _NO_ID), 0))
+        tl.store(w.best + row * S.n_blocks + block, top)
 
 
 @triton.jit
 def _collect(
-    values,
-    subs,
-    wanted,
-    p,
-    least,
-    candidates,
-    found,
-    floor,
-    block,
-    ids,
-    LOWEST: tl.constexpr,
-    VOCAB: tl.constexpr,
-    N_SUBS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    LANES: tl.constexpr,
+    values, subs, wanted, p, least, candidates, found, floor, block, ids, LOWEST: tl.constexpr, S: tl.constexpr
 ):
     """Pack this block's ids from the row's floor up. Keys below LOWEST are never candidates.
 
     `p` and `least` are top-p and min-p. Whether the candidates suffice is for `_pick` to say.
     """
-    lane = tl.arange(0, LANES)
-    tops = _key(tl.load(subs + lane, mask=lane < N_SUBS, other=float("-inf")))
-    value = tl.load(values + ids, mask=ids < VOCAB, other=float("-inf"))
-    tops = tl.where(lane < N_SUBS, tops, -(2**31))
+    lane = tl.arange(0, S.sub_lanes)
+    tops = _key(tl.load(subs + lane, mask=lane < S.n_subs, other=float("-inf")))
+    value = tl.load(values + ids, mask=ids < S.vocab, other=float("-inf"))
+    tops = tl.where(lane < S.n_subs, tops, -(2**31))
     low = tl.full((), LOWEST, tl.int32)
     if tl.sum((tops >= low).to(tl.int32), 0) >= wanted:
         # As many as `wanted` subs reach `low`, and not so many reach `high`; every block finds the same.
@@ -404,85 +355,37 @@ def _collect(
     if block == 0:
         tl.store(floor, low)
     key = _key(tl.where(value == 0, 0.0, value))  # no -0: its key would be below that of 0
-    hit = (key >= low) & (ids < VOCAB)
+    hit = (key >= low) & (ids < S.vocab)
     n_hits = tl.sum(hit.to(tl.int32), 0)
     if n_hits > 0:
         place = tl.atomic_add(found, n_hits, sem="relaxed") + tl.cumsum(hit.to(tl.int32), 0) - 1
-        tl.store(candidates + place, _packed(key, ids), mask=hit & (place < CAPACITY))
+        tl.store(candidates + place, _packed(key, ids), mask=hit & (place < S.tiles.capacity))
 
 
 @triton.jit
-def gather_kernel(
-    logits,
-    n_rows,
-    row_slot,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    n_logprobs,
-    scaled,
-    scaled_subs,
-    raw_subs,
-    candidates,
-    found,
-    floor,
-    VOCAB: tl.constexpr,
-    N_TOKENS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,
-    N_SUBS: tl.constexpr,
-    WANTED: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    ROW_LANES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def gather_kernel(logits, rows, t, w, S: tl.constexpr, ROW_LANES: tl.constexpr):
     """The candidates of each row: list 0 of scaled logits for sampling, list 1 of raw ones for the most likely."""
     block = tl.program_id(0)
-    ids = block * BLOCK + tl.arange(0, BLOCK)
-    for lane in range(tl.program_id(1), tl.load(n_rows), ROW_LANES):
+    ids = block * S.tiles.block + tl.arange(0, S.tiles.block)
+    for lane in range(tl.program_id(1), tl.load(rows.n_rows), ROW_LANES):
         row = tl.full((), 0, tl.int64) + lane
-        slot = tl.load(row_slot + row).to(tl.int64)
-        k = _asked_k(top_k + slot, VOCAB)
-        p = tl.load(top_p + slot)
-        least = tl.load(min_p + slot)
-        if (tl.load(temperature + slot) > 0) & (_unfiltered(k, p, least) == 0):
-            _collect(
-                scaled + row * VOCAB,
-                scaled_subs + row * N_SUBS,
-                tl.where(k > 0, k, WANTED),
-                tl.where(k > 0, 0.0, p),
-                tl.where(k > 0, 0.0, least),
-                candidates + row * 2 * CAPACITY,
-                found + row * 2,
-                floor + row * 2,
-                block,
-                ids,
-                _BANNED + 1,
-                VOCAB,
-                N_SUBS,
-                CAPACITY,
-                LANES,
-            )
-        n_top = tl.load(n_logprobs + slot)
+        slot = tl.load(rows.row_slot + row).to(tl.int64)
+        k = _asked_k(t.top_k + slot, S)
+        p = tl.load(t.top_p + slot)
+        least = tl.load(t.min_p + slot)
+        if (tl.load(t.temperature + slot) > 0) & (_unfiltered(k, p, least) == 0):
+            values, subs = w.scaled + row * S.vocab, w.scaled_subs + row * S.n_subs
+            wanted = tl.where(k > 0, k, S.tiles.wanted)
+            own_p, own_least = tl.where(k > 0, 0.0, p), tl.where(k > 0, 0.0, least)
+            listed = w.candidates + row * 2 * S.tiles.capacity
+            found, floor = w.found + row * 2, w.floor + row * 2
+            _collect(values, subs, wanted, own_p, own_least, listed, found, floor, block, ids, _BANNED + 1, S)
+        n_top = tl.load(t.n_logprobs + slot)
         if n_top > 0:
-            _collect(
-                logits + row * VOCAB,
-                raw_subs + row * N_SUBS,
-                n_top,
-                1.0,
-                0.0,
-                candidates + (row * 2 + 1) * CAPACITY,
-                found + row * 2 + 1,
-                floor + row * 2 + 1,
-                block,
-                ids,
-                _BANNED,
-                VOCAB,
-                N_SUBS,
-                CAPACITY,
-                LANES,
-            )
+            values, subs = logits + row * S.vocab, w.raw_subs + row * S.n_subs
+            listed = w.candidates + (row * 2 + 1) * S.tiles.capacity
+            found, floor = w.found + row * 2 + 1, w.floor + row * 2 + 1
+            _collect(values, subs, n_top, 1.0, 0.0, listed, found, floor, block, ids, _BANNED, S)
 
 
 @triton.jit
@@ -522,9 +425,9 @@ def _pick(candidates, n, floor, k, p, least, row_total, number, SIZE: tl.constex
 
 
 @triton.jit
-def _sample_unfiltered(scaled, tops, top, sums, number, BLOCK: tl.constexpr, LANES: tl.constexpr, VOCAB: tl.constexpr):
+def _sample_unfiltered(scaled, tops, top, sums, number, S: tl.constexpr):
     """Sample from the whole row, in the order of ids: first the block, then the id in it."""
-    block = tl.arange(0, LANES)
+    block = tl.arange(0, S.block_lanes)
     share = sums * tl.exp(tops.to(tl.float64) - top)
     running = tl.cumsum(share, 0)
     target = number * tl.max(running, 0)
@@ -532,39 +435,40 @@ def _sample_unfiltered(scaled, tops, top, sums, number, BLOCK: tl.constexpr, LAN
     place = tl.minimum(tl.sum((running <= target).to(tl.int32), 0), tl.max(tl.where(share > 0, block, 0), 0))
     target -= tl.sum(tl.where(block < place, share, 0.0), 0)
 
-    lane = tl.arange(0, BLOCK)
-    ids = place * BLOCK + lane
-    value = tl.load(scaled + ids, mask=ids < VOCAB, other=float("-inf"))
+    lane = tl.arange(0, S.tiles.block)
+    ids = place * S.tiles.block + lane
+    value = tl.load(scaled + ids, mask=ids < S.vocab, other=float("-inf"))
     share = tl.exp(value.to(tl.float64) - top)
     passed = (tl.cumsum(share, 0) <= target).to(tl.int32)
-    return place * BLOCK + tl.minimum(tl.sum(passed, 0), tl.max(tl.where(share > 0, lane, 0), 0))
+    return place * S.tiles.block + tl.minimum(tl.sum(passed, 0), tl.max(tl.where(share > 0, lane, 0), 0))
 
 
 @triton.jit
-def _weighed(scaled, start, largest, least, COUNTING: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _weighed(scaled, start, largest, least, COUNTING: tl.constexpr, S: tl.constexpr):
     """Keys of one chunk and their weights: 1 when counting, else exp(value - largest), 0 where that is below least."""
-    ids = start + tl.arange(0, CHUNK)
-    value = tl.load(scaled + ids, mask=ids < VOCAB, other=float("-inf"))
+    ids = start + tl.arange(0, S.tiles.chunk)
+    value = tl.load(scaled + ids, mask=ids < S.vocab, other=float("-inf"))
     weight = tl.exp(value - largest)
     weight = tl.where(weight >= least, weight, 0.0)
     if COUNTING:
-        weight = tl.full((CHUNK,), 1.0, tl.float32)
+        weight = tl.full((S.tiles.chunk,), 1.0, tl.float32)
     return _key(value), weight.to(tl.float64)
 
 
 @triton.jit
-def _search(scaled, largest, low, high, goal, least, COUNTING: tl.constexpr, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _search(scaled, largest, low, high, goal, least, COUNTING: tl.constexpr, S: tl.constexpr):
     """The largest key between low and high of which the weight of all keys from it up exceeds goal; low if none.
 
     Both are int64 and not looked at themselves. Three marks at once: a pass over the row settles two bits of the key.
     """
+    CHUNK: tl.constexpr = S.tiles.chunk
     while high - low > 1:
         stride = (high - low + 3) // 4
         first = tl.zeros((CHUNK,), tl.float64)
         second = tl.zeros((CHUNK,), tl.float64)
         third = tl.zeros((CHUNK,), tl.float64)
-        for start in range(0, VOCAB, CHUNK):
-            key, weight = _weighed(scaled, start, largest, least, COUNTING, VOCAB, CHUNK)
+        for start in range(0, S.vocab, CHUNK):
+            key, weight = _weighed(scaled, start, largest, least, COUNTING, S)
             first += tl.where(key >= (low + stride).to(tl.int32), weight, 0.0)
             second += tl.where(key >= (low + 2 * stride).to(tl.int32), weight, 0.0)
             third += tl.where(key >= (low + 3 * stride).to(tl.int32), weight, 0.0)
@@ -575,13 +479,14 @@ def _search(scaled, largest, low, high, goal, least, COUNTING: tl.constexpr, VOC
 
 
 @triton.jit
-def _above(scaled, largest, mark, least, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _above(scaled, largest, mark, least, S: tl.constexpr):
     """Weight and number of the keys above mark, and the number of those at it."""
+    CHUNK: tl.constexpr = S.tiles.chunk
     weights = tl.zeros((CHUNK,), tl.float64)
     more = tl.zeros((CHUNK,), tl.int32)
     equal = tl.zeros((CHUNK,), tl.int32)
-    for start in range(0, VOCAB, CHUNK):
-        key, weight = _weighed(scaled, start, largest, least, False, VOCAB, CHUNK)
+    for start in range(0, S.vocab, CHUNK):
+        key, weight = _weighed(scaled, start, largest, least, False, S)
         weights += tl.where(key > mark, weight, 0.0)
         more += (key > mark).to(tl.int32)
         equal += (key == mark).to(tl.int32)
@@ -595,46 +500,47 @@ def _weight_at(mark, largest, least):
 
 
 @triton.jit
-def _sample_by_search(scaled, largest, k, p, least, number, VOCAB: tl.constexpr, CHUNK: tl.constexpr):
+def _sample_by_search(scaled, largest, k, p, least, number, S: tl.constexpr):
     """The twin's sampling by threshold searches over the whole row.
 
     What is kept is all keys above `edge`, and of the ids at it the lowest `at_edge`.
     """
+    CHUNK: tl.constexpr = S.tiles.chunk
     bottom = tl.full((), _BANNED, tl.int64)
     ceiling = _key(largest).to(tl.int64) + 1
     edge = bottom
     at_edge = tl.full((), 0, tl.int32)
     if k > 0:
-        edge = _search(scaled, largest, bottom, ceiling, k - 0.5, 0.0, True, VOCAB, CHUNK)
-    mass, more, equal = _above(scaled, largest, edge, 0.0, VOCAB, CHUNK)
+        edge = _search(scaled, largest, bottom, ceiling, k - 0.5, 0.0, True, S)
+    mass, more, equal = _above(scaled, largest, edge, 0.0, S)
     if edge > bottom:
         at_edge = k - more
     if p < 1:
         goal = p.to(tl.float64) * (mass + at_edge.to(tl.float64) * _weight_at(edge, largest, 0.0))
-        mark = _search(scaled, largest, tl.maximum(edge - 1, bottom), ceiling, goal, 0.0, False, VOCAB, CHUNK)
+        mark = _search(scaled, largest, tl.maximum(edge - 1, bottom), ceiling, goal, 0.0, False, S)
         if (mark >= edge) & (mark > bottom):
-            mass, more, equal = _above(scaled, largest, mark, 0.0, VOCAB, CHUNK)
+            mass, more, equal = _above(scaled, largest, mark, 0.0, S)
             # The id after j equals is kept while what came before it is short of the goal.
             reach = tl.ceil((goal - mass) / _weight_at(mark, largest, 0.0)).to(tl.int32)
             at_edge = tl.where(mark == edge, tl.minimum(at_edge, reach), reach)
             edge = mark
     if edge == ceiling - 1:
         at_edge = tl.maximum(at_edge, 1)  # the first of all is always kept
-    mass, more, equal = _above(scaled, largest, edge, least, VOCAB, CHUNK)
+    mass, more, equal = _above(scaled, largest, edge, least, S)
     target = number * (mass + at_edge.to(tl.float64) * _weight_at(edge, largest, least))
-    mark = _search(scaled, largest, tl.maximum(edge - 1, bottom), ceiling, target, least, False, VOCAB, CHUNK)
+    mark = _search(scaled, largest, tl.maximum(edge - 1, bottom), ceiling, target, least, False, S)
     mark = tl.maximum(mark, edge)
-    mass, more, equal = _above(scaled, largest, mark, least, VOCAB, CHUNK)
+    mass, more, equal = _above(scaled, largest, mark, least, S)
     which = ((target - mass) / _weight_at(mark, largest, 0.0)).to(tl.int32)
     which = tl.minimum(which, tl.where(mark == edge, at_edge, equal) - 1)
     which = tl.maximum(which, 0)
 
     token = tl.full((), 0, tl.int32)
     passed = tl.full((), 0, tl.int32)
-    for start in range(0, VOCAB, CHUNK):
+    for start in range(0, S.vocab, CHUNK):
         ids = start + tl.arange(0, CHUNK)
-        here = _key(tl.load(scaled + ids, mask=ids < VOCAB, other=float("-inf"))) == mark
-        here = here & (ids < VOCAB)
+        here = _key(tl.load(scaled + ids, mask=ids < S.vocab, other=float("-inf"))) == mark
+        here = here & (ids < S.vocab)
         n_here = tl.sum(here.to(tl.int32), 0)
         if (passed <= which) & (which < passed + n_here):
             order = passed + tl.cumsum(here.to(tl.int32), 0) - 1
@@ -644,66 +550,34 @@ def _sample_by_search(scaled, largest, k, p, least, number, VOCAB: tl.constexpr,
 
 
 @triton.jit
-def choose_kernel(
-    logits,
-    n_rows,
-    row_slot,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    seed,
-    position,
-    n_logprobs,
-    scaled,
-    best,
-    best_id,
-    scaled_sum,
-    raw_largest,
-    raw_sum,
-    candidates,
-    found,
-    floor,
-    chosen,
-    chosen_logprob,
-    top_ids,
-    top_logprobs,
-    offset,
-    VOCAB: tl.constexpr,
-    N_TOKENS: tl.constexpr,
-    N_BLOCKS: tl.constexpr,
-    N_SUBS: tl.constexpr,
-    MAX_TOP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    SMALL: tl.constexpr,
-    CHUNK: tl.constexpr,
-    LANES: tl.constexpr,
-):
+def choose_kernel(logits, rows, t, w, S: tl.constexpr):
     """One row: its token, that token's log-probability, and the most likely where they are asked for."""
+    CHUNK: tl.constexpr = S.tiles.chunk
+    CAPACITY: tl.constexpr = S.tiles.capacity
+    SMALL: tl.constexpr = S.tiles.small
     row = tl.program_id(0).to(tl.int64)
-    if row >= tl.load(n_rows):
+    if row >= tl.load(rows.n_rows):
         return
-    slot = tl.load(row_slot + row).to(tl.int64)
+    slot = tl.load(rows.row_slot + row).to(tl.int64)
     # All loaded before any is asked, so that their waits are one; what `shape` and `gather` left out is not used.
-    safe_temperature = tl.load(temperature + slot)
-    k = _asked_k(top_k + slot, VOCAB)
-    p = tl.load(top_p + slot)
-    least = tl.load(min_p + slot)
-    slot_seed = tl.load(seed + slot)
-    place = tl.load(position + slot).to(tl.int64) + offset
-    n_top = tl.minimum(tl.minimum(tl.load(n_logprobs + slot), MAX_TOP), VOCAB)
-    n = tl.load(found + row * 2)
-    n_likely = tl.load(found + row * 2 + 1)
-    low = tl.load(floor + row * 2)
-    block = tl.arange(0, LANES)
-    there = block < N_BLOCKS
-    at = row * N_BLOCKS + block
-    tops = tl.load(best + at, mask=there, other=float("-inf"))
-    firsts = tl.load(best_id + at, mask=there, other=_NO_ID)
-    sums = tl.load(scaled_sum + at, mask=there, other=0.0)
-    peaks = tl.load(raw_largest + at, mask=there, other=float("-inf"))
-    raw_sums = tl.load(raw_sum + at, mask=there, other=0.0).to(tl.float64)
+    safe_temperature = tl.load(t.temperature + slot)
+    k = _asked_k(t.top_k + slot, S)
+    p = tl.load(t.top_p + slot)
+    least = tl.load(t.min_p + slot)
+    slot_seed = tl.load(t.seed + slot)
+    place = tl.load(rows.position + slot).to(tl.int64) + rows.offset
+    n_top = tl.minimum(tl.minimum(tl.load(t.n_logprobs + slot), S.n_top), S.vocab)
+    n = tl.load(w.found + row * 2)
+    n_likely = tl.load(w.found + row * 2 + 1)
+    low = tl.load(w.floor + row * 2)
+    block = tl.arange(0, S.block_lanes)
+    there = block < S.n_blocks
+    at = row * S.n_blocks + block
+    tops = tl.load(w.best + at, mask=there, other=float("-inf"))
+    firsts = tl.load(w.best_id + at, mask=there, other=_NO_ID)
+    sums = tl.load(w.scaled_sum + at, mask=there, other=0.0)
+    peaks = tl.load(w.raw_largest + at, mask=there, other=float("-inf"))
+    raw_sums = tl.load(w.raw_sum + at, mask=there, other=0.0).to(tl.float64)
 
     top = tl.max(tops, 0)
     token = tl.full((), 0, tl.int32)
@@ -712,43 +586,43 @@ def choose_kernel(
             wide = top.to(tl.float64)
             number = uniform(slot_seed, place)
             if _unfiltered(k, p, least):
-                token = _sample_unfiltered(scaled + row * VOCAB, tops, wide, sums, number, BLOCK, LANES, VOCAB)
+                token = _sample_unfiltered(w.scaled + row * S.vocab, tops, wide, sums, number, S)
             else:
                 total = tl.sum(sums * tl.exp(tops.to(tl.float64) - wide), 0)
-                listed = candidates + row * 2 * CAPACITY
+                listed = w.candidates + row * 2 * CAPACITY
                 known = tl.full((), 0, tl.int32)
                 if n <= SMALL:
                     token, known = _pick(listed, n, low, k, p, least, total, number, SMALL)
                 elif n <= CAPACITY:
                     token, known = _pick(listed, n, low, k, p, least, total, number, CAPACITY)
                 if known == 0:
-                    token = _sample_by_search(scaled + row * VOCAB, top, k, p, least, number, VOCAB, CHUNK)
+                    token = _sample_by_search(w.scaled + row * S.vocab, top, k, p, least, number, S)
     else:
         token = tl.min(tl.where(tops == top, firsts, _NO_ID), 0)
-    token = tl.minimum(tl.maximum(token, 0), N_TOKENS - 1)  # even if a logit is NaN, the id must be valid
+    token = tl.minimum(tl.maximum(token, 0), S.n_tokens - 1)  # even if a logit is NaN, the id must be valid
 
     peak = tl.max(peaks, 0)
     spread = tl.log(tl.sum(raw_sums * tl.exp((peaks - peak).to(tl.float64)), 0)).to(tl.float32)
-    tl.store(chosen + row, token)
-    tl.store(chosen_logprob + row, tl.load(logits + row * VOCAB + token) - peak - spread)
+    tl.store(rows.chosen + row, token)
+    tl.store(rows.chosen_logprob + row, tl.load(logits + row * S.vocab + token) - peak - spread)
 
     if n_top > 0:
         if (n_likely <= SMALL) & (n_likely >= n_top):
             lane = tl.arange(0, SMALL)
-            key, ids = _sorted(candidates + (row * 2 + 1) * CAPACITY, n_likely, SMALL)
-            tl.store(top_ids + row * MAX_TOP + lane, ids, mask=lane < n_top)
-            tl.store(top_logprobs + row * MAX_TOP + lane, _unkey(key) - peak - spread, mask=lane < n_top)
+            key, ids = _sorted(w.candidates + (row * 2 + 1) * CAPACITY, n_likely, SMALL)
+            tl.store(rows.top_ids + row * S.n_top + lane, ids, mask=lane < n_top)
+            tl.store(rows.top_logprobs + row * S.n_top + lane, _unkey(key) - peak - spread, mask=lane < n_top)
         else:
             # So many equals that no list holds them: one pass over the row for each.
             last = tl.full((), 2**63 - 1, tl.int64)
             for i in range(0, n_top):
                 most = tl.full((CHUNK,), _NO_KEY, tl.int64)
-                for start in range(0, VOCAB, CHUNK):
+                for start in range(0, S.vocab, CHUNK):
                     ids = start + tl.arange(0, CHUNK)
-                    value = tl.load(logits + row * VOCAB + ids, mask=ids < VOCAB, other=float("-inf"))
+                    value = tl.load(logits + row * S.vocab + ids, mask=ids < S.vocab, other=float("-inf"))
                     packed = _packed(_key(tl.where(value == 0, 0.0, value)), ids)
-                    most = tl.maximum(most, tl.where((packed < last) & (ids < VOCAB), packed, _NO_KEY))
+                    most = tl.maximum(most, tl.where((packed < last) & (ids < S.vocab), packed, _NO_KEY))
                 last = tl.max(most, 0)
-                tl.store(top_ids + row * MAX_TOP + i, (last & 0xFFFFFFFF).to(tl.int32) ^ _NO_ID)
+                tl.store(rows.top_ids + row * S.n_top + i, (last & 0xFFFFFFFF).to(tl.int32) ^ _NO_ID)
                 value = _unkey((last >> 32).to(tl.int32))
-                tl.store(top_logprobs + row * MAX_TOP + i, value - peak - spread)
+                tl.store(rows.top_logprobs + row * S.n_top + i, value - peak - spread)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.ops.philox import uniform_torch
 from ostinato.backends.torch.ops.sample import SampleRows, penalise_torch, sample_filtered_torch
+from ostinato.loop.layout import SampledRows
 
 # How far below the largest scaled logit sampling ranks ids, step by step, before it ranks the whole vocabulary.
 _REACHES: Final = (6.0, 12.0, 24.0)
@@ -31,41 +32,33 @@ class SlotFields(Protocol):
 def sample_step_torch(
     logits: Tensor,
     table: SlotFields,
+    rows: SampledRows,
     *,
-    n_rows: int | Tensor,
-    row_slot: Tensor,
     n_tokens: int,
-    position: Tensor,
-    offset: int,
-    chosen: Tensor,
-    chosen_logprob: Tensor,
-    top_ids: Tensor,
-    top_logprobs: Tensor,
     first: bool = False,
 ) -> None:
     """Choose for each row r below n_rows by the settings of slot row_slot[r]; tensors of host memory.
 
-    logits [rows, vocab] float32. The token being chosen will stand at position[slot] + offset: 1 in the loop, whose
-    `position` is that of the token just taken in. Ids from `n_tokens` on are never chosen. `first` says that nothing
-    was made yet: `made` and `counts` are then not read, so that `table` may be the admissions. Of `top_ids` and
-    `top_logprobs` [rows, MAX_TOP] the first n_logprobs of a row are written. Where all is banned, id 0 is chosen.
+    logits [rows, vocab] float32. Ids from `n_tokens` on are never chosen. `first` says that nothing was made yet:
+    `made` and `counts` are then not read, so that `table` may be the admissions. Of `top_ids` and `top_logprobs`
+    [rows, MAX_TOP] the first n_logprobs of a row are written. Where all is banned, id 0 is chosen.
     """
-    for row in range(int(n_rows)):
-        slot = int(row_slot[row])
+    for row in range(int(rows.n_rows)):
+        slot = int(rows.row_slot[row])
         raw = logits[row]
         shaped = _shaped(raw, table, slot, n_tokens, first)
         if float(table["temperature"][slot]) > 0:
-            token = _sampled_token(shaped, table, slot, int(position[slot]) + offset)
+            token = _sampled_token(shaped, table, slot, int(rows.position[slot]) + rows.offset)
         else:
             token = _first_largest(shaped)
         # Not logsumexp: this one adds up in an order that does not know the number of threads.
         logprobs = raw.log_softmax(-1)
-        chosen[row] = token
-        chosen_logprob[row] = logprobs[token]
+        rows.chosen[row] = token
+        rows.chosen_logprob[row] = logprobs[token]
         if n_top := min(int(table["n_logprobs"][slot]), raw.shape[0]):
             ids = _ranked_top(raw, n_top)
-            top_ids[row, :n_top] = ids
-            top_logprobs[row, :n_top] = logprobs[ids]
+            rows.top_ids[row, :n_top] = ids
+            rows.top_logprobs[row, :n_top] = logprobs[ids]
 
 
 def _shaped(raw: Tensor, table: SlotFields, slot: int, n_tokens: int, first: bool) -> Tensor:
