@@ -18,6 +18,7 @@ in order. So a row's bits depend on its own position and contents alone, not on 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -27,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda import gpu
-from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
+from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked, grouped
 from ostinato.backends.machine import PROGRAMS_PER_MULTIPROCESSOR
 from ostinato.backends.torch.ops.attend import Heads, PagedKV, StepRows
 from ostinato.backends.torch.ops.q8_0 import BLOCK as Q8_BLOCK
@@ -46,6 +47,37 @@ class Workspace:
     sums: Tensor  # float32 [n_slots, kv_heads, MAX_SPLITS, group, width], weighted values
     norms: Tensor  # float32 [n_slots, kv_heads, MAX_SPLITS, 2, group]: the largest score, and the sum of weights
     arrivals: Tensor  # int32 [n_slots, kv_heads], zero between launches
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSizes:
+    """What the kernels of a layer are compiled for."""
+
+    heads: int
+    kv_heads: int
+    width: int
+    d: int  # as wide or wider, a power of two
+    n_rotary: int
+    neighbours: bool
+    normed: bool
+    page: int
+    q8: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a step's attention is cut, and what else its kernel alone is compiled for."""
+
+    slots: int  # as many or more, a power of two
+    group: int  # query heads of a KV head; `few` as many or more, a power of two
+    few: int
+    many: int  # the same, and the least that a tensor core multiplies
+    block: int  # positions at once
+    least: int
+    most: int
+    merge: int  # splits at once
+    window: int
+    capped: bool
 
 
 def attend_workspace(n_slots: int, heads: Heads, device: torch.device) -> Workspace:
@@ -71,31 +103,45 @@ def bind_attend(
     """Check everything once and return the launch. `programs` and `stages` change its speed and no bit."""
     device, n_slots, few = qkv.device, rows.n_slots, triton.next_power_of_2(heads.group)
     lead, n_attended = (n_slots, heads.n_kv_heads, MAX_SPLITS), heads.n_heads * heads.head_width
-    sums = (*lead, heads.group, heads.head_width)
+    sums, norms, paged = (*lead, heads.group, heads.head_width), (*lead, 2, heads.group), (n_slots, None)
     if programs is None:
         programs = gpu.chip_of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     given = layer_arguments(kv, heads, qkv)
+    wide = given["S"].d
     given |= {
         "qkv": checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device),
         "attended": checked("attended", attended, dtype=torch.float32, shape=(n_slots, n_attended), device=device),
-        "n_rows": checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device),
-        "row_slot": checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device),
-        "position": checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device),
-        "pages": checked("pages", rows.pages, dtype=torch.int32, shape=(n_slots, None), device=device, columns=True),
-        "table_stride": rows.pages.stride(0),
-        "sums": checked("sums", workspace.sums, dtype=torch.float32, shape=sums, device=device),
-        "norms": checked("norms", workspace.norms, dtype=torch.float32, shape=(*lead, 2, heads.group), device=device),
-        "arrivals": checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device),
-        "GROUP": heads.group,
-        "FEW": few,
-        "MANY": max(16, few),  # the least that a tensor core multiplies
-        "BLOCK": 64 if given["D"] <= 128 else 32,
-        "SLOTS": triton.next_power_of_2(n_slots),
-        "LEAST": SPLIT,
-        "MOST": MAX_SPLITS,
-        "MERGE": max(1, min(16, _MERGED // (few * given["D"]))),
+        "rows": placed(rows, {"n_rows": (1,), "row_slot": (n_slots,), "position": (n_slots,), "pages": paged}, device),
+        "space": grouped(
+            {
+                "sums": checked("sums", workspace.sums, dtype=torch.float32, shape=sums, device=device),
+                "norms": checked("norms", workspace.norms, dtype=torch.float32, shape=norms, device=device),
+                "arrivals": checked("arrivals", workspace.arrivals, dtype=torch.int32, shape=lead[:2], device=device),
+            }
+        ),
+        "C": Cut(
+            slots=triton.next_power_of_2(n_slots),
+            group=heads.group,
+            few=few,
+            many=max(16, few),
+            block=64 if wide <= 128 else 32,
+            least=SPLIT,
+            most=MAX_SPLITS,
+            merge=max(1, min(16, _MERGED // (few * wide))),
+            window=heads.window or 0,
+            capped=heads.softcap is not None,
+        ),
     }
     return TritonLaunch.of(attend_kernel, (programs,), given, num_warps=4, num_stages=stages or stages_for(heads, kv))
+
+
+def placed(rows: Any, shapes: Mapping[str, tuple[int | None, ...]], device: torch.device) -> Any:
+    """Where rows are and whose, int32 of these shapes; the page tables may be some columns of a wider matrix."""
+    given = {
+        name: checked(name, getattr(rows, name), dtype=torch.int32, shape=shape, device=device, columns=name == "pages")
+        for name, shape in shapes.items()
+    }
+    return grouped({**given, "table_stride": rows.pages.stride(0)})
 
 
 def stages_for(heads: Heads, kv: PagedKV) -> int:
@@ -119,112 +165,79 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             checked(name, weight, dtype=FLOATS, shape=(width,), device=device)
     if heads.frequencies is not None:
         checked("frequencies", heads.frequencies, dtype=torch.float32, shape=heads.frequencies.shape, device=device)
-    optional = {"key_scales": kv.key_scales, "value_scales": kv.value_scales, "frequencies": heads.frequencies}
-    optional |= {"q_weight": heads.q_norm, "k_weight": heads.k_norm}
+
+    def there(tensor: Tensor | None) -> Tensor:
+        return stand_in if tensor is None else tensor
+
+    widths = {"key_scales": there(kv.key_scales), "value_scales": there(kv.value_scales)}
+    norms = {"q_weight": there(heads.q_norm), "k_weight": there(heads.k_norm), "eps": heads.norm_eps}
+    rope = {"frequencies": there(heads.frequencies), "amplitude": heads.amplitude}
     return {
-        **{name: stand_in if tensor is None else tensor for name, tensor in optional.items()},
-        **{"keys": kv.keys, "values": kv.values, "scale": heads.scale, "softcap": heads.softcap or 1.0},
-        **{"eps": heads.norm_eps, "amplitude": heads.amplitude},
-        "HEADS": heads.n_heads,
-        "KV_HEADS": heads.n_kv_heads,
-        "WIDTH": width,
-        "D": max(16, triton.next_power_of_2(width)),
-        "N_ROTARY": 0 if heads.frequencies is None else 2 * heads.frequencies.shape[0],
-        "NEIGHBOURS": heads.pairing == "neighbours",
-        "NORMED": heads.q_norm is not None,
-        "WINDOW": heads.window or 0,
-        "CAPPED": heads.softcap is not None,
-        "PAGE": kv.page_tokens,
-        "Q8": kv.keys.dtype == torch.int8,
+        "kv": grouped({"key": kv.keys, "value": kv.values, **widths}),
+        "turn": grouped(norms | rope),
+        **{"scale": heads.scale, "softcap": heads.softcap or 1.0},
+        "S": LayerSizes(
+            heads=heads.n_heads,
+            kv_heads=heads.n_kv_heads,
+            width=width,
+            d=max(16, triton.next_power_of_2(width)),
+            n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[0],
+            neighbours=heads.pairing == "neighbours",
+            normed=heads.q_norm is not None,
+            page=kv.page_tokens,
+            q8=kv.keys.dtype == torch.int8,
+        ),
     }
 
 
 @triton.jit
-def attend_kernel(
-    qkv,
-    attended,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    n_rows,
-    row_slot,
-    position,
-    pages,
-    q_weight,
-    k_weight,
-    frequencies,
-    sums,
-    norms,
-    arrivals,
-    scale,
-    softcap,
-    eps,
-    amplitude,
-    table_stride,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    N_ROTARY: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    NORMED: tl.constexpr,
-    GROUP: tl.constexpr,
-    FEW: tl.constexpr,
-    MANY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PAGE: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    SLOTS: tl.constexpr,
-    LEAST: tl.constexpr,
-    MOST: tl.constexpr,
-    MERGE: tl.constexpr,
-    Q8: tl.constexpr,
-):
+def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, S: tl.constexpr, C: tl.constexpr):
+    D: tl.constexpr = S.d
+    BLOCK: tl.constexpr = C.block
+    MANY: tl.constexpr = C.many
     # Items are numbered row by row: `ends` says where each row's items end, and dead rows have none.
-    row_ids = tl.arange(0, SLOTS)
-    alive = row_ids < tl.load(n_rows)
-    slots = tl.load(row_slot + row_ids, mask=alive, other=0)
-    _, _, counts = cut(tl.load(position + slots, mask=alive, other=0), WINDOW, LEAST, MOST)
-    ends = tl.cumsum(tl.where(alive, counts * KV_HEADS, 0), 0)
+    row_ids = tl.arange(0, C.slots)
+    alive = row_ids < tl.load(rows.n_rows)
+    slots = tl.load(rows.row_slot + row_ids, mask=alive, other=0)
+    _, _, counts = cut(tl.load(rows.position + slots, mask=alive, other=0), C)
+    ends = tl.cumsum(tl.where(alive, counts * S.kv_heads, 0), 0)
     n_items = tl.max(ends)
     for item in range(tl.program_id(0), n_items, tl.num_programs(0)):
         row = tl.sum((ends <= item).to(tl.int32))
         within = item - tl.max(tl.where(ends <= item, ends, 0))
         # Neighbouring programs take the heads of the same cells, which lie side by side in memory.
-        split, head = within // KV_HEADS, within % KV_HEADS
-        slot = tl.load(row_slot + row)
-        p = tl.load(position + slot)
-        first, length, n_splits = cut(p, WINDOW, LEAST, MOST)
-        begin = first // LEAST * LEAST + split * length
+        split, head = within // S.kv_heads, within % S.kv_heads
+        slot = tl.load(rows.row_slot + row)
+        p = tl.load(rows.position + slot)
+        first, length, n_splits = cut(p, C)
+        begin = first // C.least * C.least + split * length
         end = tl.minimum(begin + length, p)  # the row's own position comes from registers
         begin = tl.maximum(begin, first // BLOCK * BLOCK)
-        its_pages = pages + slot.to(tl.int64) * table_stride
+        its_pages = rows.pages + slot.to(tl.int64) * rows.table_stride
         # Where the first block lies is asked before the queries are computed, and of each block one block ahead.
-        page = page_at(its_pages, begin, end, PAGE, BLOCK)
+        page = page_at(its_pages, begin, end, S, BLOCK)
 
         d = tl.arange(0, D)
-        line = qkv + row * ((HEADS + 2 * KV_HEADS) * WIDTH)
-        cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
+        line = qkv + row * ((S.heads + 2 * S.kv_heads) * S.width)
+        cos, sin = rope_cos_sin(p, turn.frequencies, turn.amplitude, S)
         members = tl.arange(0, MANY)
-        q_mask = (members < GROUP)[:, None] & (d < WIDTH)[None, :]
-        q_at = line + ((head * GROUP + members) * WIDTH)[:, None]
-        q = rotated(q_at, q_mask, q_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
-        q = narrowed(q * scale, tl.bfloat16 if Q8 else keys.dtype.element_ty)
+        q_mask = (members < C.group)[:, None] & (d < S.width)[None, :]
+        q_at = line + ((head * C.group + members) * S.width)[:, None]
+        q = rotated(q_at, q_mask, turn.q_weight, cos, sin, turn.eps, S)
+        q = narrowed(q * scale, tl.bfloat16 if S.q8 else kv.key.dtype.element_ty)
 
         if split == n_splits - 1:
             # This split ends with the row's own position: append it, and begin with it.
             one = tl.zeros([1, 1], tl.int32)
-            k_mask = (d < WIDTH)[None, :]
-            k_at = line + (HEADS + head) * WIDTH + one
-            own_k = rotated(k_at, k_mask, k_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
-            own_v = tl.load(line + (HEADS + KV_HEADS + head) * WIDTH + d[None, :] + one, mask=k_mask, other=0.0)
-            own_page = tl.load(its_pages + p // PAGE)
-            cell = (own_page.to(tl.int64) * PAGE + p % PAGE) * KV_HEADS + head + one.to(tl.int64)
-            own_k = store_cells(keys, key_scales, cell, own_k, k_mask, 1, WIDTH, D, Q8)
-            own_v = store_cells(values, value_scales, cell, own_v, k_mask, 1, WIDTH, D, Q8)
-            top = scored(tl.sum(q.to(tl.float32) * own_k, 1), softcap, CAPPED)
+            k_mask = (d < S.width)[None, :]
+            k_at = line + (S.heads + head) * S.width + one
+            own_k = rotated(k_at, k_mask, turn.k_weight, cos, sin, turn.eps, S)
+            own_v = tl.load(line + (S.heads + S.kv_heads + head) * S.width + d[None, :] + one, mask=k_mask, other=0.0)
+            own_page = tl.load(its_pages + p // S.page)
+            cell = (own_page.to(tl.int64) * S.page + p % S.page) * S.kv_heads + head + one.to(tl.int64)
+            own_k = store_cells(kv.key, kv.key_scales, cell, own_k, k_mask, 1, S)
+            own_v = store_cells(kv.value, kv.value_scales, cell, own_v, k_mask, 1, S)
+            top = scored(tl.sum(q.to(tl.float32) * own_k, 1), softcap, C.capped)
             total = tl.full([MANY], 1.0, tl.float32)
             acc = tl.trans(own_v) + tl.zeros([D, MANY], tl.float32)
         else:
@@ -235,11 +248,11 @@ def attend_kernel(
         for at in range(begin, end, BLOCK):
             where = at + tl.arange(0, BLOCK)
             there = (where >= first) & (where < end)
-            lines = cells_at(page, at, PAGE, BLOCK) * KV_HEADS + head
-            k = load_cells(keys, key_scales, lines, there, WIDTH, D, BLOCK, Q8)
-            v = load_cells(values, value_scales, lines, there, WIDTH, D, BLOCK, Q8)
-            page = page_at(its_pages, at + BLOCK, end, PAGE, BLOCK)
-            scores = scored(product(k, tl.trans(q)), softcap, CAPPED)
+            lines = cells_at(page, at, S, BLOCK) * S.kv_heads + head
+            k = load_cells(kv.key, kv.key_scales, lines, there, BLOCK, S)
+            v = load_cells(kv.value, kv.value_scales, lines, there, BLOCK, S)
+            page = page_at(its_pages, at + BLOCK, end, S, BLOCK)
+            scores = scored(product(k, tl.trans(q)), softcap, C.capped)
             scores = tl.where(there[:, None], scores, float("-inf"))
             higher = tl.maximum(top, tl.max(scores, 0))
             weights = tl.exp2(scores - higher[None, :])
@@ -249,73 +262,65 @@ def attend_kernel(
             top = higher
 
         acc = tl.trans(acc)
-        pair = row * KV_HEADS + head
-        out = attended + row * (HEADS * WIDTH) + head * (GROUP * WIDTH)
+        pair = row * S.kv_heads + head
+        out = attended + row * (S.heads * S.width) + head * (C.group * S.width)
         if n_splits == 1:
             # Adding zero makes a negative zero a positive one, as the merge does.
-            tl.store(out + members[:, None] * WIDTH + d[None, :], acc / total[:, None] + 0.0, mask=q_mask)
+            tl.store(out + members[:, None] * S.width + d[None, :], acc / total[:, None] + 0.0, mask=q_mask)
         else:
-            part = pair.to(tl.int64) * MOST + split
-            tl.store(sums + part * (GROUP * WIDTH) + members[:, None] * WIDTH + d[None, :], acc, mask=q_mask)
-            tl.store(norms + part * (2 * GROUP) + members, top, mask=members < GROUP)
-            tl.store(norms + part * (2 * GROUP) + GROUP + members, total, mask=members < GROUP)
+            part = pair.to(tl.int64) * C.most + split
+            at_sum = space.sums + part * (C.group * S.width) + members[:, None] * S.width
+            tl.store(at_sum + d[None, :], acc, mask=q_mask)
+            tl.store(space.norms + part * (2 * C.group) + members, top, mask=members < C.group)
+            tl.store(space.norms + part * (2 * C.group) + C.group + members, total, mask=members < C.group)
             # Every thread's stores come before the one atomic that announces them.
             tl.debug_barrier()
-            if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == n_splits - 1:
-                merge(sums, norms, out, pair, n_splits, WIDTH, D, GROUP, FEW, MOST, MERGE)
-                tl.store(arrivals + pair, 0)
+            if tl.atomic_add(space.arrivals + pair, 1, sem="acq_rel") == n_splits - 1:
+                merge(space, out, pair, n_splits, S, C)
+                tl.store(space.arrivals + pair, 0)
 
 
 @triton.jit
-def cut(p, WINDOW: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr):
+def cut(p, C: tl.constexpr):
     """The first position that a row at p sees, the length of its splits, and their number."""
-    first = tl.maximum(p - (WINDOW - 1), 0) if WINDOW else p * 0
-    n_seen = p + 1 - first // LEAST * LEAST
-    length = (n_seen + (LEAST * MOST - 1)) // (LEAST * MOST) * LEAST
+    first = tl.maximum(p - (C.window - 1), 0) if C.window else p * 0
+    n_seen = p + 1 - first // C.least * C.least
+    length = (n_seen + (C.least * C.most - 1)) // (C.least * C.most) * C.least
     return first, length, (n_seen + length - 1) // length
 
 
 @triton.jit
-def merge(
-    sums,
-    norms,
-    out,
-    pair,
-    n_splits,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    GROUP: tl.constexpr,
-    FEW: tl.constexpr,
-    MOST: tl.constexpr,
-    MERGE: tl.constexpr,
-):
-    """The splits of a (row, KV head), MERGE at a time in order; absent ones add exact zeros."""
+def merge(space, out, pair, n_splits, S: tl.constexpr, C: tl.constexpr):
+    """The splits of a (row, KV head), C.merge at a time in order; absent ones add exact zeros."""
+    FEW: tl.constexpr = C.few
+    D: tl.constexpr = S.d
     members = tl.arange(0, FEW)
     d = tl.arange(0, D)
-    mask = (members < GROUP)[:, None] & (d < WIDTH)[None, :]
+    mask = (members < C.group)[:, None] & (d < S.width)[None, :]
     top = tl.full([FEW], float("-inf"), tl.float32)
     total = tl.zeros([FEW], tl.float32)
     acc = tl.zeros([FEW, D], tl.float32)
-    for at in range(0, n_splits, MERGE):
-        split = at + tl.arange(0, MERGE)
-        there = (split < n_splits)[:, None] & (members < GROUP)[None, :]
-        part = pair.to(tl.int64) * MOST + split
-        at_norm = norms + (part * (2 * GROUP))[:, None] + members[None, :]
+    for at in range(0, n_splits, C.merge):
+        split = at + tl.arange(0, C.merge)
+        there = (split < n_splits)[:, None] & (members < C.group)[None, :]
+        part = pair.to(tl.int64) * C.most + split
+        at_norm = space.norms + (part * (2 * C.group))[:, None] + members[None, :]
         # Written by other programs: read from where all of them meet, not from a cache of our own.
         tops = tl.load(at_norm, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(at_norm + GROUP, mask=there, other=0.0, cache_modifier=".cg")
-        at_sum = sums + (part * (GROUP * WIDTH))[:, None, None] + (members * WIDTH)[None, :, None] + d[None, None, :]
+        totals = tl.load(at_norm + C.group, mask=there, other=0.0, cache_modifier=".cg")
+        at_sum = space.sums + (part * (C.group * S.width))[:, None, None] + (members * S.width)[None, :, None]
+        at_sum += d[None, None, :]
         accs = tl.load(at_sum, mask=there[:, :, None] & mask[None, :, :], other=0.0, cache_modifier=".cg")
         higher = tl.maximum(top, tl.max(tops, 0))
         # Heads that only fill up the tile have seen nothing at all; any finite number keeps them from being NaN.
-        higher = tl.where(members < GROUP, higher, 0.0)
+        higher = tl.where(members < C.group, higher, 0.0)
         weights = tl.exp2(tops - higher[None, :])
         faded = tl.exp2(top - higher)
         total = total * faded + tl.sum(totals * weights, 0)
         acc = acc * faded[:, None] + tl.sum(accs * weights[:, :, None], 0)
         top = higher
-    total = tl.where(members < GROUP, total, 1.0)
-    tl.store(out + members[:, None] * WIDTH + d[None, :], acc / total[:, None] + 0.0, mask=mask)
+    total = tl.where(members < C.group, total, 1.0)
+    tl.store(out + members[:, None] * S.width + d[None, :], acc / total[:, None] + 0.0, mask=mask)
 
 
 @triton.jit
@@ -339,52 +344,43 @@ def product(a, b):
 
 
 @triton.jit
-def page_at(its_pages, begin, end, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def page_at(its_pages, begin, end, S: tl.constexpr, BLOCK: tl.constexpr):
     """The page that the block of positions from begin on lies in, or that of each position; nothing past the end."""
     # begin is a multiple of BLOCK, so a block lies in one page unless pages are smaller.
-    if PAGE % BLOCK == 0:
-        page = tl.load(its_pages + begin // PAGE, mask=begin < end, other=0)
+    if S.page % BLOCK == 0:
+        page = tl.load(its_pages + begin // S.page, mask=begin < end, other=0)
     else:
         where = begin + tl.arange(0, BLOCK)
-        page = tl.load(its_pages + where // PAGE, mask=where < end, other=0)
+        page = tl.load(its_pages + where // S.page, mask=where < end, other=0)
     return page
 
 
 @triton.jit
-def cells_at(page, begin, PAGE: tl.constexpr, BLOCK: tl.constexpr):
+def cells_at(page, begin, S: tl.constexpr, BLOCK: tl.constexpr):
     """The cells of the positions from begin on, int64 [BLOCK]."""
-    if PAGE % BLOCK == 0:
-        cells = page.to(tl.int64) * PAGE + begin % PAGE + tl.arange(0, BLOCK)
+    if S.page % BLOCK == 0:
+        cells = page.to(tl.int64) * S.page + begin % S.page + tl.arange(0, BLOCK)
     else:
-        cells = page.to(tl.int64) * PAGE + (begin + tl.arange(0, BLOCK)) % PAGE
+        cells = page.to(tl.int64) * S.page + (begin + tl.arange(0, BLOCK)) % S.page
     return cells
 
 
 @triton.jit
-def load_cells(
-    store,
-    scales,
-    lines,
-    there,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK: tl.constexpr,
-    Q8: tl.constexpr,
-):
+def load_cells(store, scales, lines, there, BLOCK: tl.constexpr, S: tl.constexpr):
     """K or V of lines [BLOCK] (cell * kv_heads + head) as it is multiplied, [BLOCK, D]; zero where not `there`."""
-    if Q8:
+    if S.q8:
         # In three dimensions, so that a scale meets its 32 values in the same thread.
-        blocks = tl.arange(0, D // 32)
-        mask = there[:, None] & (blocks < WIDTH // 32)[None, :] if WIDTH < D else there[:, None]
-        offsets = (lines * WIDTH)[:, None, None] + (blocks * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
+        blocks = tl.arange(0, S.d // 32)
+        mask = there[:, None] & (blocks < S.width // 32)[None, :] if S.width < S.d else there[:, None]
+        offsets = (lines * S.width)[:, None, None] + (blocks * 32)[None, :, None] + tl.arange(0, 32)[None, None, :]
         tile = tl.load(store + offsets, mask=mask[:, :, None], other=0)
-        scale = tl.load(scales + (lines * (WIDTH // 32))[:, None] + blocks[None, :], mask=mask, other=0.0)
+        scale = tl.load(scales + (lines * (S.width // 32))[:, None] + blocks[None, :], mask=mask, other=0.0)
         wide = tile.to(tl.float32) * scale.to(tl.float32)[:, :, None]
-        tile = tl.reshape(narrowed(wide, tl.bfloat16), [BLOCK, D])
+        tile = tl.reshape(narrowed(wide, tl.bfloat16), [BLOCK, S.d])
     else:
-        d = tl.arange(0, D)
-        mask = there[:, None] & (d < WIDTH)[None, :] if WIDTH < D else there[:, None]
-        tile = tl.load(store + (lines * WIDTH)[:, None] + d[None, :], mask=mask, other=0.0)
+        d = tl.arange(0, S.d)
+        mask = there[:, None] & (d < S.width)[None, :] if S.width < S.d else there[:, None]
+        tile = tl.load(store + (lines * S.width)[:, None] + d[None, :], mask=mask, other=0.0)
     return tile
 
 
@@ -399,20 +395,11 @@ def narrowed(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def store_cells(
-    store,
-    scales,
-    lines,
-    x,
-    mask,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    Q8: tl.constexpr,
-):
+def store_cells(store, scales, lines, x, mask, ROWS: tl.constexpr, S: tl.constexpr):
     """Write x [ROWS, D] to lines [ROWS, 1] (cell * kv_heads + head); return it as it will be read, in float32."""
+    D: tl.constexpr = S.d
     d = tl.arange(0, D)
-    if Q8:
+    if S.q8:
         blocks = tl.reshape(x, [ROWS, D // 32, 32])
         # Divisions are rounded correctly, and quotients to even, as the twin's: the bytes are the same.
         scale = tl.div_rn(tl.max(tl.abs(blocks), 2), 127.0).to(tl.float16)
@@ -421,62 +408,50 @@ def store_cells(
         rounded = (quotients + 12582912.0) - 12582912.0
         rounded = tl.minimum(tl.maximum(rounded, -127.0), 127.0)
         b = tl.arange(0, D // 32)
-        tl.store(store + lines * WIDTH + d[None, :], tl.reshape(rounded, [ROWS, D]).to(tl.int8), mask=mask)
-        b_mask = (b < WIDTH // 32)[None, :] & (tl.max(mask.to(tl.int32), 1) > 0)[:, None]
-        tl.store(scales + lines * (WIDTH // 32) + b[None, :], scale, mask=b_mask)
+        tl.store(store + lines * S.width + d[None, :], tl.reshape(rounded, [ROWS, D]).to(tl.int8), mask=mask)
+        b_mask = (b < S.width // 32)[None, :] & (tl.max(mask.to(tl.int32), 1) > 0)[:, None]
+        tl.store(scales + lines * (S.width // 32) + b[None, :], scale, mask=b_mask)
         read = narrowed(rounded * scale.to(tl.float32)[:, :, None], tl.bfloat16)
         read = tl.reshape(read, [ROWS, D])
     else:
         read = narrowed(x, store.dtype.element_ty)
-        tl.store(store + lines * WIDTH + d[None, :], read, mask=mask)
+        tl.store(store + lines * S.width + d[None, :], read, mask=mask)
     return read.to(tl.float32)
 
 
 @triton.jit
-def rotated(
-    at,
-    mask,
-    weight,
-    cos,
-    sin,
-    eps,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    N_ROTARY: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    NORMED: tl.constexpr,
-):
-    """Heads of WIDTH elements at `at` [n, 1], after norm and RoPE, float32 [n, D]; cos and sin [1, D] or [n, D]."""
-    d = tl.arange(0, D)[None, :]
+def rotated(at, mask, weight, cos, sin, eps, S: tl.constexpr):
+    """Heads of S.width elements at `at` [n, 1], after norm and RoPE, float32 [n, D]; cos and sin [1, D] or [n, D]."""
+    d = tl.arange(0, S.d)[None, :]
     x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
-    if NORMED:
-        power = tl.rsqrt(tl.sum(x * x, 1) / WIDTH + eps)[:, None]
-        x = x * power * tl.load(weight + d, mask=d < WIDTH, other=0.0).to(tl.float32)
-    if N_ROTARY:
-        if NEIGHBOURS:
+    if S.normed:
+        power = tl.rsqrt(tl.sum(x * x, 1) / S.width + eps)[:, None]
+        x = x * power * tl.load(weight + d, mask=d < S.width, other=0.0).to(tl.float32)
+    if S.n_rotary:
+        if S.neighbours:
             partner = d ^ 1
             early = d % 2 == 0
         else:
-            partner = tl.where(d < N_ROTARY // 2, d + N_ROTARY // 2, d - N_ROTARY // 2)
-            early = d < N_ROTARY // 2
+            partner = tl.where(d < S.n_rotary // 2, d + S.n_rotary // 2, d - S.n_rotary // 2)
+            early = d < S.n_rotary // 2
         # Loaded again rather than shuffled: the line is in the cache, and which lane holds what stays open.
-        other = tl.load(at + partner, mask=mask & (d < N_ROTARY), other=0.0).to(tl.float32)
-        if NORMED:
-            other = other * power * tl.load(weight + partner, mask=d < N_ROTARY, other=0.0).to(tl.float32)
-        x = tl.where(d < N_ROTARY, x * cos + tl.where(early, -other, other) * sin, x)
+        other = tl.load(at + partner, mask=mask & (d < S.n_rotary), other=0.0).to(tl.float32)
+        if S.normed:
+            other = other * power * tl.load(weight + partner, mask=d < S.n_rotary, other=0.0).to(tl.float32)
+        x = tl.where(d < S.n_rotary, x * cos + tl.where(early, -other, other) * sin, x)
     return x
 
 
 @triton.jit
-def rope_cos_sin(p, frequencies, amplitude, D: tl.constexpr, N_ROTARY: tl.constexpr, NEIGHBOURS: tl.constexpr):
+def rope_cos_sin(p, frequencies, amplitude, S: tl.constexpr):
     """RoPE's cos and sin, times the amplitude, for each element of a head at position p (or [n, 1] of them)."""
-    d = tl.arange(0, D)[None, :]
-    if N_ROTARY:
-        pair = d // 2 if NEIGHBOURS else d % (N_ROTARY // 2)
-        frequency = tl.load(frequencies + pair, mask=d < N_ROTARY, other=0.0)
+    d = tl.arange(0, S.d)[None, :]
+    if S.n_rotary:
+        pair = d // 2 if S.neighbours else d % (S.n_rotary // 2)
+        frequency = tl.load(frequencies + pair, mask=d < S.n_rotary, other=0.0)
         cos, sin = cos_sin(p.to(tl.float32) * frequency, amplitude)
     else:
-        cos = tl.zeros([1, D], tl.float32)
+        cos = tl.full([1, S.d], 0.0, tl.float32)
         sin = cos
     return cos, sin
 

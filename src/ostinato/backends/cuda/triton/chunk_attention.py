@@ -30,6 +30,7 @@ from ostinato.backends.cuda.triton.attend import (
     load_cells,
     narrowed,
     page_at,
+    placed,
     product,
     rope_cos_sin,
     rotated,
@@ -51,7 +52,7 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     given = {
         "qkv": checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device),
         "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device),
-        **_chunk_arguments(chunk, m, device),
+        "chunk": _placed(chunk, m, device),
         **layer_arguments(kv, heads, qkv),
         "ROWS": _APPENDED,
     }
@@ -65,9 +66,9 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
     given = {
         "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, width), device=device),
         "attended": checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * width), device=device),
-        **_chunk_arguments(chunk, m, device),
+        "chunk": _placed(chunk, m, device),
         **layer_arguments(kv, heads, q),
-        **{"ROWS": TILE_ROWS, "BLOCK": _BLOCK},
+        **{"ROWS": TILE_ROWS, "BLOCK": _BLOCK, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
     }
     grid = (_PROGRAMS * triton.cdiv(m, TILE_ROWS), heads.n_heads)
     exact = kv.keys.dtype == torch.float32
@@ -77,115 +78,58 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
     return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
 
 
-def _chunk_arguments(chunk: Chunk, m: int, device: torch.device) -> dict[str, Any]:
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "n": (1,),
-        "n_tiles": (1,),
-        "tiles": (1, 4),
-        "positions": (m,),
-        "parts": (m,),
-        "pages": (1, None),
-    }
-    given: dict[str, Any] = {"table_stride": chunk.pages.stride(0)}
-    for name, shape in shapes.items():
-        tensor, columns = getattr(chunk, name), name == "pages"
-        given[name] = checked(name, tensor, dtype=torch.int32, shape=shape, device=device, columns=columns)
-    return given
+def _placed(chunk: Chunk, m: int, device: torch.device) -> Any:
+    rows = {"n": (1,), "n_tiles": (1,), "tiles": (1, 4), "positions": (m,), "parts": (m,)}
+    return placed(chunk, {**rows, "pages": (1, None)}, device)
 
 
 @triton.jit
-def append_chunk_kernel(
-    qkv,
-    q,
-    keys,
-    values,
-    n,
-    positions,
-    parts,
-    pages,
-    key_scales,
-    value_scales,
-    q_weight,
-    k_weight,
-    frequencies,
-    table_stride,
-    eps,
-    amplitude,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    N_ROTARY: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    NORMED: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    Q8: tl.constexpr,
-):
-    n_live = tl.load(n)
+def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.constexpr):
+    n_live = tl.load(chunk.n)
     if tl.program_id(0) * ROWS < n_live:
         row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
         head = tl.program_id(1)
-        d = tl.arange(0, D)[None, :]
+        d = tl.arange(0, S.d)[None, :]
         live = row < n_live
-        mask = live & (d < WIDTH)
-        p = tl.load(positions + row, mask=live, other=0)
-        at = qkv + row * ((HEADS + 2 * KV_HEADS) * WIDTH) + head * WIDTH
-        if head < HEADS:
-            cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
-            x = rotated(at, mask, q_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
-            to = q + (row * HEADS + head) * WIDTH + d
+        mask = live & (d < S.width)
+        p = tl.load(chunk.positions + row, mask=live, other=0)
+        at = qkv + row * ((S.heads + 2 * S.kv_heads) * S.width) + head * S.width
+        if head < S.heads:
+            cos, sin = rope_cos_sin(p, turn.frequencies, turn.amplitude, S)
+            x = rotated(at, mask, turn.q_weight, cos, sin, turn.eps, S)
+            to = q + (row * S.heads + head) * S.width + d
             tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
         else:
-            its_pages = pages + tl.load(parts + row, mask=live, other=0) * table_stride
-            page = tl.load(its_pages + p // PAGE, mask=live, other=0).to(tl.int64)
-            cell = page * PAGE + p % PAGE
-            if head < HEADS + KV_HEADS:
-                cos, sin = rope_cos_sin(p, frequencies, amplitude, D, N_ROTARY, NEIGHBOURS)
-                x = rotated(at, mask, k_weight, cos, sin, eps, WIDTH, D, N_ROTARY, NEIGHBOURS, NORMED)
-                store_cells(keys, key_scales, cell * KV_HEADS + head - HEADS, x, mask, ROWS, WIDTH, D, Q8)
+            its_pages = chunk.pages + tl.load(chunk.parts + row, mask=live, other=0) * chunk.table_stride
+            page = tl.load(its_pages + p // S.page, mask=live, other=0).to(tl.int64)
+            cell = page * S.page + p % S.page
+            if head < S.heads + S.kv_heads:
+                cos, sin = rope_cos_sin(p, turn.frequencies, turn.amplitude, S)
+                x = rotated(at, mask, turn.k_weight, cos, sin, turn.eps, S)
+                store_cells(kv.key, kv.key_scales, cell * S.kv_heads + head - S.heads, x, mask, ROWS, S)
             else:
                 x = tl.load(at + d, mask=mask, other=0.0).to(tl.float32)
-                line = cell * KV_HEADS + head - (HEADS + KV_HEADS)
-                store_cells(values, value_scales, line, x, mask, ROWS, WIDTH, D, Q8)
+                line = cell * S.kv_heads + head - (S.heads + S.kv_heads)
+                store_cells(kv.value, kv.value_scales, line, x, mask, ROWS, S)
 
 
 @triton.jit
 def chunk_attention_kernel(
-    q,
-    attended,
-    keys,
-    values,
-    key_scales,
-    value_scales,
-    n_tiles,
-    tiles,
-    pages,
-    table_stride,
-    scale,
-    softcap,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    D: tl.constexpr,
-    PAGE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOW: tl.constexpr,
-    CAPPED: tl.constexpr,
-    Q8: tl.constexpr,
-):
+    q, attended, kv, chunk, scale, softcap, S: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    D: tl.constexpr = S.d
     head = tl.program_id(1)
-    kv_head = head // (HEADS // KV_HEADS)
+    kv_head = head // (S.heads // S.kv_heads)
     d = tl.arange(0, D)
-    for tile in range(tl.program_id(0), tl.load(n_tiles), tl.num_programs(0)):
-        row = tl.load(tiles + 4 * tile) + tl.arange(0, ROWS)
-        n_live, begins = tl.load(tiles + 4 * tile + 1), tl.load(tiles + 4 * tile + 2)
-        its_pages = pages + tl.load(tiles + 4 * tile + 3) * table_stride
+    for tile in range(tl.program_id(0), tl.load(chunk.n_tiles), tl.num_programs(0)):
+        row = tl.load(chunk.tiles + 4 * tile) + tl.arange(0, ROWS)
+        n_live, begins = tl.load(chunk.tiles + 4 * tile + 1), tl.load(chunk.tiles + 4 * tile + 2)
+        its_pages = chunk.pages + tl.load(chunk.tiles + 4 * tile + 3) * chunk.table_stride
         live = tl.arange(0, ROWS) < n_live
-        mask = live[:, None] & (d < WIDTH)[None, :]
-        at = (row * (HEADS * WIDTH) + head * WIDTH)[:, None] + d[None, :]
-        queries = narrowed(tl.load(q + at, mask=mask, other=0.0), tl.bfloat16 if Q8 else keys.dtype.element_ty)
+        mask = live[:, None] & (d < S.width)[None, :]
+        at = (row * (S.heads * S.width) + head * S.width)[:, None] + d[None, :]
+        queries = narrowed(tl.load(q + at, mask=mask, other=0.0), tl.bfloat16 if S.q8 else kv.key.dtype.element_ty)
         p = begins + tl.arange(0, ROWS)
         end = begins + n_live
         first = tl.maximum(begins - (WINDOW - 1), 0) if WINDOW else 0
@@ -194,14 +138,14 @@ def chunk_attention_kernel(
         total = tl.zeros([ROWS], tl.float32)
         acc = tl.zeros([ROWS, D], tl.float32)
         earliest = first // BLOCK * BLOCK
-        page = page_at(its_pages, earliest, end, PAGE, BLOCK)
+        page = page_at(its_pages, earliest, end, S, BLOCK)
         for block in range(earliest, end, BLOCK):
             where = block + tl.arange(0, BLOCK)
             there = (where >= first) & (where < end)
-            lines = cells_at(page, block, PAGE, BLOCK) * KV_HEADS + kv_head
-            k = load_cells(keys, key_scales, lines, there, WIDTH, D, BLOCK, Q8)
-            v = load_cells(values, value_scales, lines, there, WIDTH, D, BLOCK, Q8)
-            page = page_at(its_pages, block + BLOCK, end, PAGE, BLOCK)
+            lines = cells_at(page, block, S, BLOCK) * S.kv_heads + kv_head
+            k = load_cells(kv.key, kv.key_scales, lines, there, BLOCK, S)
+            v = load_cells(kv.value, kv.value_scales, lines, there, BLOCK, S)
+            page = page_at(its_pages, block + BLOCK, end, S, BLOCK)
             where = where[None, :]
             allowed = where <= p[:, None]
             if WINDOW:
