@@ -42,19 +42,7 @@ def bind_add_norm(
 
 @triton.jit
 def add_norm_kernel(
-    x,
-    y,
-    y_stats,
-    weight,
-    stats,
-    prepared,
-    next_weight,
-    n_rows,
-    eps,
-    HIDDEN: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    STATS: tl.constexpr,
-    PREPARED: tl.constexpr,
+    y, y_stats, weight, out, n_rows, eps, HIDDEN: tl.constexpr, BLOCKS: tl.constexpr, STATS: tl.constexpr
 ):
     N_STATS: tl.constexpr = (HIDDEN + 15) // 16
     row = tl.program_id(0)
@@ -68,5 +56,5 @@ def add_norm_kernel(
         at = row * HIDDEN + column
         normed = tl.load(y + at, mask=there, other=0.0) * root
         normed = normed * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
-        value = tl.load(x + at, mask=there, other=0.0) + normed
-        write_x(value, row, block, column, there, x, stats, prepared, next_weight, HIDDEN, PREPARED)
+        value = tl.load(out.x + at, mask=there, other=0.0) + normed
+        write_x(value, row, block, column, there, out, HIDDEN)

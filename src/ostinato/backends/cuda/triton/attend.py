@@ -169,11 +169,11 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
     def there(tensor: Tensor | None) -> Tensor:
         return stand_in if tensor is None else tensor
 
-    widths = {"key_scales": there(kv.key_scales), "value_scales": there(kv.value_scales)}
+    quantised = {"key_scales": there(kv.key_scales), "value_scales": there(kv.value_scales)}
     norms = {"q_weight": there(heads.q_norm), "k_weight": there(heads.k_norm), "eps": heads.norm_eps}
     rope = {"frequencies": there(heads.frequencies), "amplitude": heads.amplitude}
     return {
-        "kv": grouped({"key": kv.keys, "value": kv.values, **widths}),
+        "kv": grouped({"key": kv.keys, "value": kv.values, **quantised}),
         "turn": grouped(norms | rope),
         **{"scale": heads.scale, "softcap": heads.softcap or 1.0},
         "S": LayerSizes(

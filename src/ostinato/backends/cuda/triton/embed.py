@@ -8,6 +8,7 @@ latency of three loads that follow from each other, so packed blocks are taken a
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked
+from ostinato.backends.cuda.launch import FLOATS, TritonLaunch, checked, grouped
 from ostinato.backends.cuda.packed import PLANES, Packed
 from ostinato.backends.cuda.triton.attend import narrowed
 from ostinato.backends.torch.ops.attend import StepRows
@@ -38,38 +39,47 @@ def bind_embed(
 ) -> TritonLaunch:
     """Check everything once and return the launch."""
     device, n_slots, hidden = x.device, rows.n_slots, x.shape[1]
+    if positions is not None:
+        checked("positions", positions, dtype=FLOATS, shape=(None, hidden), device=device)
     # Rounded to the table's type first, as the models of this kind were trained.
     rounded = torch.float32 if isinstance(table, Packed) else table.dtype
+    planes, layout = _packed(table, x) if isinstance(table, Packed) else _dense(table, x)
     given = written_arguments(x, stats, rows, prepared) | {
+        "row_slot": checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device),
+        "position": checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device),
         "tokens": checked("tokens", tokens, dtype=torch.int32, shape=(n_slots,), device=device),
-        "scale": 1.0 if scale is None else float(torch.tensor(scale, dtype=rounded)),
-        "positions": x,
-        **(_packed(table, x) if isinstance(table, Packed) else _dense(table, x)),
-        **{"SCALED": scale is not None, "PLACED": positions is not None},
+        "scale": None if scale is None else float(torch.tensor(scale, dtype=rounded)),
+        **{"positions": positions, "table": grouped(planes), "T": layout},
     }
-    if positions is not None:
-        given["positions"] = checked("positions", positions, dtype=FLOATS, shape=(None, hidden), device=device)
     return TritonLaunch.of(embed_kernel, grid_of(n_slots, hidden), given, num_warps=4)
 
 
-def _dense(table: Tensor, x: Tensor) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class TableLayout:
+    """How a table's values are read: "dense", or a packed type in the order of its planes."""
+
+    weight_type: str
+    unit: int = 1
+    run: int = 1
+    half_bytes: int = 1  # of a word of float16 scales
+
+
+def _dense(table: Tensor, x: Tensor) -> tuple[dict[str, Any], TableLayout]:
     checked("table", table, dtype=FLOATS, shape=(None, x.shape[1]), device=x.device)
-    planes = dict.fromkeys(("table", "high", "scales", "block_scales"), table)
-    return planes | {"TYPE": "dense", "UNIT": 1, "RUN": 1, "HALF_BYTES": 1}
+    return dict.fromkeys(PLANES) | {"quants": table}, TableLayout("dense")
 
 
-def _packed(table: Packed, x: Tensor) -> dict[str, Any]:
-    """Quants, high bits, scales and block scales, with something in place of what the type lacks; and their order."""
+def _packed(table: Packed, x: Tensor) -> tuple[dict[str, Any], TableLayout]:
+    """Its planes, None where the type lacks one."""
     if table.cols != x.shape[1]:
         raise BadPointer(f"table (packed [{table.rows}, {table.cols}]) must have the {x.shape[1]} columns of x")
-    given: dict[str, Any] = {}
-    for pointer, name in zip(("table", "high", "scales", "block_scales"), PLANES, strict=True):
-        plane = table.plane(name)
-        given[pointer] = table.planes[0] if plane is None else plane
-        checked(f"table's {name}", given[pointer], dtype=torch.uint8, shape=(None,), device=x.device)
+    planes = {name: table.plane(name) for name in PLANES}
+    for name, plane in planes.items():
+        if plane is not None:
+            checked(f"table's {name}", plane, dtype=torch.uint8, shape=(None,), device=x.device)
     # Scales of single blocks stand in words of two, unless the blocks of a row are odd in number.
     odd = table.type in ("Q4_0", "Q5_0", "Q8_0") and table.cols // 32 % 2
-    return given | {"TYPE": table.type, "UNIT": table.unit_bytes, "RUN": table.run, "HALF_BYTES": 2 if odd else 4}
+    return planes, TableLayout(table.type, table.unit_bytes, table.run, 2 if odd else 4)
 
 
 def grid_of(n_slots: int, hidden: int) -> tuple[int, int]:
@@ -83,44 +93,21 @@ def written_arguments(x: Tensor, stats: Tensor, rows: StepRows, prepared: Prepar
     if prepared is not None:
         checked("prepared.out", prepared.out, dtype=torch.bfloat16, shape=(n_slots, hidden), device=device)
         checked("prepared.weight", prepared.weight, dtype=FLOATS, shape=(hidden,), device=device)
-    ready, weight = (x, x) if prepared is None else (prepared.out, prepared.weight)
-    return {
+    out = {
         "x": checked("x", x, dtype=torch.float32, shape=(n_slots, hidden), device=device),
         "stats": checked("stats", stats, dtype=torch.float32, shape=(n_slots, n_stats(hidden), 2), device=device),
-        "n_rows": checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device),
-        "row_slot": checked("row_slot", rows.row_slot, dtype=torch.int32, shape=(n_slots,), device=device),
-        "position": checked("position", rows.position, dtype=torch.int32, shape=(n_slots,), device=device),
-        **{"prepared": ready, "next_weight": weight, "PREPARED": prepared is not None},
-        **{"HIDDEN": hidden, "BLOCKS": BLOCKS},
+        "prepared": None if prepared is None else prepared.out,
+        "next_weight": None if prepared is None else prepared.weight,
     }
+    n_rows = checked("n_rows", rows.n_rows, dtype=torch.int32, shape=(1,), device=device)
+    return {"out": grouped(out), "n_rows": n_rows, "HIDDEN": hidden, "BLOCKS": BLOCKS}
 
 
 @triton.jit
 def embed_kernel(
-    table,
-    high,
-    scales,
-    block_scales,
-    positions,
-    x,
-    stats,
-    prepared,
-    next_weight,
-    n_rows,
-    row_slot,
-    position,
-    tokens,
-    scale,
-    TYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    RUN: tl.constexpr,
-    HALF_BYTES: tl.constexpr,
-    HIDDEN: tl.constexpr,
+    table, positions, out, n_rows, row_slot, position, tokens, scale, T: tl.constexpr, HIDDEN: tl.constexpr,
     BLOCKS: tl.constexpr,
-    SCALED: tl.constexpr,
-    PLACED: tl.constexpr,
-    PREPARED: tl.constexpr,
-):
+):  # fmt: skip
     row = tl.program_id(0)
     if row < tl.load(n_rows):
         slot = tl.load(row_slot + row)
@@ -128,79 +115,65 @@ def embed_kernel(
         block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
         column = block[:, None] * 16 + tl.arange(0, 16)[None, :]
         there = column < HIDDEN
-        if TYPE == "dense":
-            taken = tl.load(table + token * HIDDEN + column, mask=there, other=0.0)
+        if T.weight_type == "dense":
+            taken = tl.load(table.quants + token * HIDDEN + column, mask=there, other=0.0)
         else:
-            taken = unpacked(
-                table, high, scales, block_scales, token, column, there, TYPE, UNIT, RUN, HALF_BYTES, HIDDEN
-            )
-        if SCALED:
+            taken = unpacked(table, token, column, there, T, HIDDEN)
+        if scale is not None:
             taken = narrowed(taken.to(tl.float32) * scale, taken.dtype)
         taken = taken.to(tl.float32)
-        if PLACED:
+        if positions is not None:
             place = tl.load(position + slot).to(tl.int64)
             taken += tl.load(positions + place * HIDDEN + column, mask=there, other=0.0).to(tl.float32)
-        write_x(taken, row, block, column, there, x, stats, prepared, next_weight, HIDDEN, PREPARED)
+        write_x(taken, row, block, column, there, out, HIDDEN)
 
 
 @triton.jit
-def unpacked(
-    quants,
-    high,
-    scales,
-    block_scales,
-    row,
-    column,
-    there,
-    TYPE: tl.constexpr,
-    UNIT: tl.constexpr,
-    RUN: tl.constexpr,
-    HALF_BYTES: tl.constexpr,
-    COLS: tl.constexpr,
-):
+def unpacked(table, row, column, there, T: tl.constexpr, COLS: tl.constexpr):
     """Columns of one row of a packed matrix, float32; zero where not `there`."""
     column = tl.where(there, column, 0)
-    if TYPE == "Q8_0":
-        number = byte_at(quants, row, column, COLS, UNIT, RUN).to(tl.int8, bitcast=True).to(tl.float32)
+    if T.weight_type == "Q8_0":
+        number = byte_at(table.quants, row, column, COLS, T.unit, T.run).to(tl.int8, bitcast=True).to(tl.float32)
     else:
-        within = column % (2 * UNIT)
-        pair = byte_at(quants, row, column // (2 * UNIT) * UNIT + within % UNIT, COLS // 2, UNIT, RUN).to(tl.int32)
-        number = tl.where(within < UNIT, pair & 15, pair >> 4)
-        if TYPE == "Q5_0" or TYPE == "Q5_1" or TYPE == "Q5_K":
+        within = column % (2 * T.unit)
+        at = column // (2 * T.unit) * T.unit + within % T.unit
+        pair = byte_at(table.quants, row, at, COLS // 2, T.unit, T.run).to(tl.int32)
+        number = tl.where(within < T.unit, pair & 15, pair >> 4)
+        if T.weight_type == "Q5_0" or T.weight_type == "Q5_1" or T.weight_type == "Q5_K":
             # In a word of 32 columns the even ones come first, as `packed.py` tells.
             bit = column % 32 // 2 + column % 2 * 16
-            fifth = byte_at(high, row, column // 32 * 4 + bit // 8, COLS // 8, 4, RUN).to(tl.int32) >> (bit % 8)
+            fifth = byte_at(table.high, row, column // 32 * 4 + bit // 8, COLS // 8, 4, T.run).to(tl.int32) >> (bit % 8)
             number = number | (fifth & 1) << 4
-        if TYPE == "Q6_K":
+        if T.weight_type == "Q6_K":
             bit = column % 16 // 2 * 2 + column % 2 * 16
-            upper = byte_at(high, row, column // 16 * 4 + bit // 8, COLS // 4, 4, RUN).to(tl.int32) >> (bit % 8)
+            upper = byte_at(table.high, row, column // 16 * 4 + bit // 8, COLS // 4, 4, T.run).to(tl.int32) >> (bit % 8)
             number = (number | (upper & 3) << 4) - 32
-        if TYPE == "Q4_0":
+        if T.weight_type == "Q4_0":
             number = number - 8
-        if TYPE == "Q5_0":
+        if T.weight_type == "Q5_0":
             number = number - 16
         number = number.to(tl.float32)
-    if TYPE == "Q6_K":
-        own = byte_at(scales, row, column // 16, COLS // 16, 4, RUN).to(tl.int8, bitcast=True).to(tl.float32)
-        value = number * (half_at(block_scales, row, column // 256 * 2, COLS // 128, 2, RUN) * own)
-    elif TYPE == "Q4_K" or TYPE == "Q5_K":
+    if T.weight_type == "Q6_K":
+        own = byte_at(table.scales, row, column // 16, COLS // 16, 4, T.run).to(tl.int8, bitcast=True).to(tl.float32)
+        value = number * (half_at(table.blocks, row, column // 256 * 2, COLS // 128, 2, T.run) * own)
+    elif T.weight_type == "Q4_K" or T.weight_type == "Q5_K":
         # Sixteen bytes a block: two float16, eight scales, four minima; minima 4 to 7 lie above six bits of those.
         block, group = column // 256 * 16, column % 256 // 32
-        own = byte_at(scales, row, block + 4 + group, COLS // 16, 4, RUN).to(tl.int32)
-        last = byte_at(scales, row, block + 12 + group % 4, COLS // 16, 4, RUN).to(tl.int32)
-        first = byte_at(scales, row, block + 4 + group % 4, COLS // 16, 4, RUN).to(tl.int32)
-        second = byte_at(scales, row, block + 8 + group % 4, COLS // 16, 4, RUN).to(tl.int32)
+        own = byte_at(table.scales, row, block + 4 + group, COLS // 16, 4, T.run).to(tl.int32)
+        last = byte_at(table.scales, row, block + 12 + group % 4, COLS // 16, 4, T.run).to(tl.int32)
+        first = byte_at(table.scales, row, block + 4 + group % 4, COLS // 16, 4, T.run).to(tl.int32)
+        second = byte_at(table.scales, row, block + 8 + group % 4, COLS // 16, 4, T.run).to(tl.int32)
         late = (first >> 6) | (second >> 6) << 2 | (last >> 6) << 4
         least = tl.where(group < 4, last & 63, late).to(tl.float32) * half_at(
-            scales, row, block + 2, COLS // 16, 4, RUN
+            table.scales, row, block + 2, COLS // 16, 4, T.run
         )
-        value = number * (half_at(scales, row, block, COLS // 16, 4, RUN) * (own & 63).to(tl.float32)) - least
-    elif TYPE == "Q4_1" or TYPE == "Q5_1":
+        value = number * (half_at(table.scales, row, block, COLS // 16, 4, T.run) * (own & 63).to(tl.float32)) - least
+    elif T.weight_type == "Q4_1" or T.weight_type == "Q5_1":
         block = column // 32 * 4
-        value = number * half_at(scales, row, block, COLS // 8, 4, RUN)
-        value = value + half_at(scales, row, block + 2, COLS // 8, 4, RUN)
+        value = number * half_at(table.scales, row, block, COLS // 8, 4, T.run)
+        value = value + half_at(table.scales, row, block + 2, COLS // 8, 4, T.run)
     else:
-        value = number * half_at(scales, row, column // 32 * 2, COLS // 16, HALF_BYTES, RUN)
+        value = number * half_at(table.scales, row, column // 32 * 2, COLS // 16, T.half_bytes, T.run)
     return tl.where(there, value, 0.0)
 
 
@@ -219,25 +192,13 @@ def half_at(plane, row, at, ROW_BYTES: tl.constexpr, WORD: tl.constexpr, RUN: tl
 
 
 @triton.jit
-def write_x(
-    value,
-    row,
-    block,
-    column,
-    there,
-    x,
-    stats,
-    prepared,
-    weight,
-    HIDDEN: tl.constexpr,
-    PREPARED: tl.constexpr,
-):
+def write_x(value, row, block, column, there, out, HIDDEN: tl.constexpr):
     """Write blocks of 16 columns of a row of the residual stream, and what comes with them; zero outside `there`."""
     N_STATS: tl.constexpr = (HIDDEN + 15) // 16
-    tl.store(x + row * HIDDEN + column, value, mask=there)
-    sums = stats + (row * N_STATS + block) * 2
+    tl.store(out.x + row * HIDDEN + column, value, mask=there)
+    sums = out.stats + (row * N_STATS + block) * 2
     tl.store(sums, tl.sum(value, 1), mask=block < N_STATS)
     tl.store(sums + 1, tl.sum(value * value, 1), mask=block < N_STATS)
-    if PREPARED:
-        scaled = value * tl.load(weight + column, mask=there, other=0.0).to(tl.float32)
-        tl.store(prepared + row * HIDDEN + column, narrowed(scaled, tl.bfloat16), mask=there)
+    if out.prepared is not None:
+        scaled = value * tl.load(out.next_weight + column, mask=there, other=0.0).to(tl.float32)
+        tl.store(out.prepared + row * HIDDEN + column, narrowed(scaled, tl.bfloat16), mask=there)
