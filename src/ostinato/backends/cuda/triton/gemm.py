@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import EITHER, Launches, TritonLaunch, checked
-from ostinato.backends.cuda.packed import Packed, for_a_gpu
+from ostinato.backends.cuda.packed import for_a_gpu
 from ostinato.backends.cuda.triton.matmul import scale_arguments, weight_arguments
 from ostinato.backends.cuda.triton.unpack import (
     DENSE,
@@ -188,39 +188,27 @@ def bind_gemm(
     tile: GemmTile | None = None,
 ) -> TritonLaunch | Launches:
     """The product as one call without arguments; arguments stay where they are. A `Stack` is a launch for each part."""
-    parts = weight.parts if isinstance(weight, Stack) else (weight,)
+    parts, device, m_rows = weight.parts if isinstance(weight, Stack) else (weight,), x.device, len(x)
     launches, start = [], 0
     for part in map(for_a_gpu, parts):
-        own = slice(start, start + shape_of(part)[0])
-        own_bias = None if bias is None else bias[own]
-        own_scale = scale[own] if isinstance(scale, Tensor) else scale
-        launches.append(_bound(x, part, out if len(parts) == 1 else out[:, own], own_bias, own_scale, tile))
-        start = own.stop
+        n, k = shape_of(part)
+        own, kind, precision = slice(start, start + n), "packed", "ieee"
+        start, mine = own.stop, out if len(parts) == 1 else out[:, own]
+        if isinstance(part, Tensor):
+            kind = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[part.dtype]
+            plain = INTERPRETED.value or torch.version.hip is not None
+            precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
+        cut = GEMM_TILES[kind] if tile is None else tile
+        own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
+        given = {
+            "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
+            "out_ptr": checked("out", mine, dtype=EITHER, shape=(m_rows, n), device=device, columns=True),
+            **scale_arguments(own_bias, own_scale, n, device),
+            **weight_arguments(part, device),
+            **{"m_rows": m_rows, "N": n, "K": k, "OUT_STRIDE": mine.stride(0), "PRECISION": precision},
+            **{"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k},
+        }
+        grid = (triton.cdiv(m_rows, cut.block_m), triton.cdiv(n, cut.block_n))
+        options = {"num_warps": cut.num_warps, "num_stages": cut.num_stages}
+        launches.append(TritonLaunch.of(gemm_kernel, grid, given, **options))
     return launches[0] if len(launches) == 1 else Launches(tuple(launches))
-
-
-def _bound(
-    x: Tensor,
-    weight: Tensor | Packed,
-    out: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | float | None,
-    tile: GemmTile | None,
-) -> TritonLaunch:
-    device, m_rows, (n, k) = x.device, len(x), shape_of(weight)
-    kind, precision = "packed", "ieee"
-    if isinstance(weight, Tensor):
-        kind = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}[weight.dtype]
-        plain = INTERPRETED.value or torch.version.hip is not None
-        precision = {"bf16": "ieee", "f16": "tf32", "f32": "ieee" if plain else "tf32x3"}[kind]
-    cut = GEMM_TILES[kind] if tile is None else tile
-    given = {
-        "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
-        "out_ptr": checked("out", out, dtype=EITHER, shape=(m_rows, n), device=device, columns=True),
-        **scale_arguments(bias, scale, n, device),
-        **weight_arguments(weight, device),
-        **{"m_rows": m_rows, "N": n, "K": k, "OUT_STRIDE": out.stride(0), "PRECISION": precision},
-        **{"BLOCK_M": cut.block_m, "BLOCK_N": cut.block_n, "BLOCK_K": cut.block_k},
-    }
-    grid = (triton.cdiv(m_rows, cut.block_m), triton.cdiv(n, cut.block_n))
-    return TritonLaunch.of(gemm_kernel, grid, given, num_warps=cut.num_warps, num_stages=cut.num_stages)

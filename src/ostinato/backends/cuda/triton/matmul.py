@@ -454,88 +454,58 @@ def bind_matmul(
     A `Stack` is one launch for each part; "gated" over a stack (gate, up), or of Q6_K, is two, the second multiplied
     into what the first wrote. Not given a tile, the one of the weight's type and shape is taken.
     """
-    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=x.device)
-    height = shape_of(weight)[0]
-    pieces: list[tuple[Weight, int, int]] = [(weight, 0, height)]
-    if isinstance(weight, Stack):
-        if stats is not None or prepared is not None:
-            raise InternalError("a stack of weights leaves no stats: give its rows one type")
-        pieces = [(part, 0, shape_of(part)[0]) for part in weight.parts]
-        if epilogue == "gated" and (len(pieces) != 2 or pieces[0][2] != pieces[1][2]):
-            raise InternalError(f"a gated stack is (gate, up) of equal height, not {[n for _, _, n in pieces]}")
-    elif isinstance(weight, Packed) and weight.type == "Q6_K" and epilogue == "gated" and tile is None:
-        # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
-        pieces = [(weight, first, height // 2) for first in (0, height // 2)]
-    in_turn, whole = epilogue == "gated" and len(pieces) > 1, epilogue == "gated" or len(pieces) == 1
-    launches, start = [], 0
-    for place, (part, first, n) in enumerate(pieces):
-        own, last = slice(start, start + n), place == len(pieces) - 1
-        one = _bound(
-            x,
-            for_a_gpu(part),
-            out if whole else out[:, own],
-            n_rows,
-            (first, n),
-            epilogue=("act", "multiply")[place] if in_turn else epilogue,
-            norm=norm,
-            bias=None if bias is None else bias[own],
-            scale=scale[own] if isinstance(scale, Tensor) else scale,
-            softcap=softcap,
-            activation=activation,
-            stats=stats if last else None,
-            prepared=prepared if last else None,
-            tile=tile,
-        )
-        launches.append(one)
-        start += n
+    device, n_slots, k = x.device, len(x), shape_of(weight)[1]
+    checked("n_rows", n_rows, dtype=torch.int32, shape=(1,), device=device)
+    if epilogue in ("gated", "act") and activation is None:
+        raise InternalError(f"the epilogue {epilogue!r} needs an activation")
+    if isinstance(weight, Stack) and (stats is not None or prepared is not None):
+        raise InternalError("a stack of weights leaves no stats: give its rows one type")
+    pieces = _pieces(weight, epilogue, split=tile is None)
+    whole = epilogue == "gated" or len(pieces) == 1
+    launches: list[TritonLaunch] = []
+    start = 0
+    for part, first, n_outputs, how in pieces:
+        own, last = slice(start, start + n_outputs), len(launches) == len(pieces) - 1
+        start, packed = own.stop, isinstance(part, Packed)
+        mine, n = out if whole else out[:, own], n_outputs // 2 if how == "gated" else n_outputs
+        own_bias, own_scale = None if bias is None else bias[own], scale[own] if isinstance(scale, Tensor) else scale
+        cut = tile_for(part, how) if tile is None else tile
+        grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
+        given = {
+            "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
+            **norm_arguments(norm, n_slots, k, device),
+            **weight_arguments(part, device),
+            **cut_arguments(part, cut, device),
+            **scale_arguments(own_bias, own_scale, n_outputs, device),
+            **out_arguments(mine, stats if last else None, prepared if last else None, n_slots, n, device),
+            **{"n_rows_ptr": n_rows, "softcap": softcap, "partial_ptr": None, "counter_ptr": None},
+            **{"N": n, "K": k, "FIRST": first, "OUT_STRIDE": mine.stride(0), "ROWS": ROWS},
+            **{"EPILOGUE": EPILOGUES[how], "ACTIVATION": ACTIVATIONS[activation or "silu"]},
+            **{"SPLIT_K": cut.split_k, "APART": cut.apart, "FEW": cut.few and packed and norm_kind(norm) != 3},
+            # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
+            "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
+        }
+        if cut.split_k > 1:
+            size = (grid[0] * grid[1], cut.split_k, 2 if how == "gated" else 1, cut.block_n, ROWS)
+            given["partial_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
+            given["counter_ptr"] = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
+        launches.append(TritonLaunch.of(matmul_kernel, grid, given, **options_of(cut)))
     return launches[0] if len(launches) == 1 else Launches(tuple(launches))
 
 
-def _bound(
-    x: Tensor,
-    weight: Tensor | Packed,
-    out: Tensor,
-    n_rows: Tensor,
-    rows: tuple[int, int],
-    *,
-    epilogue: Epilogue,
-    norm: InputNorm | None,
-    bias: Tensor | None,
-    scale: Tensor | float | None,
-    softcap: float | None,
-    activation: Activation | None,
-    stats: Tensor | None,
-    prepared: PreparedInput | None,
-    tile: Tile | None,
-) -> TritonLaunch:
-    """One launch; `rows`: which row of the weight is the first, and how many there are."""
-    device, n_slots, k = x.device, len(x), shape_of(weight)[1]
-    first, n_outputs = rows
-    n = n_outputs // 2 if epilogue == "gated" else n_outputs
-    if epilogue in ("gated", "act") and activation is None:
-        raise InternalError(f"the epilogue {epilogue!r} needs an activation")
-    packed = isinstance(weight, Packed)
-    cut = tile_for(weight, epilogue) if tile is None else tile
-    grid = (triton.cdiv(n_slots, ROWS), triton.cdiv(n, cut.block_n), cut.split_k)
-    given = {
-        "x_ptr": checked("x", x, dtype=EITHER, shape=(1, k), device=device),
-        **norm_arguments(norm, n_slots, k, device),
-        **weight_arguments(weight, device),
-        **cut_arguments(weight, cut, device),
-        **scale_arguments(bias, scale, n_outputs, device),
-        **out_arguments(out, stats, prepared, n_slots, n, device),
-        **{"n_rows_ptr": n_rows, "softcap": softcap, "partial_ptr": None, "counter_ptr": None},
-        **{"N": n, "K": k, "FIRST": first, "OUT_STRIDE": out.stride(0), "ROWS": ROWS},
-        **{"EPILOGUE": EPILOGUES[epilogue], "ACTIVATION": ACTIVATIONS[activation or "silu"]},
-        **{"SPLIT_K": cut.split_k, "APART": cut.apart, "FEW": cut.few and packed and norm_kind(norm) != 3},
-        # Sums of squares asked for before the product and added up after it; unless they would fill the registers.
-        "EARLY": triton.next_power_of_2(n_stats(k)) * ROWS <= (16 if packed else 32) * 32 * cut.num_warps,
-    }
-    if cut.split_k > 1:
-        size = (grid[0] * grid[1], cut.split_k, 2 if epilogue == "gated" else 1, cut.block_n, ROWS)
-        given["partial_ptr"] = torch.empty(size, dtype=torch.float32, device=device)
-        given["counter_ptr"] = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=device)
-    return TritonLaunch.of(matmul_kernel, grid, given, **options_of(cut))
+def _pieces(weight: Weight, epilogue: Epilogue, *, split: bool) -> list[tuple[Tensor | Packed, int, int, Epilogue]]:
+    """What each launch multiplies: rows of a weight, from which on and how many; and its own epilogue. `split`: gate
+    and up of one weight may be two."""
+    stacked = weight.parts if isinstance(weight, Stack) else (weight,)
+    parts = [(for_a_gpu(part), 0, shape_of(part)[0]) for part in stacked]
+    heights = [n for _, _, n in parts]
+    if epilogue == "gated" and isinstance(weight, Stack) and (len(parts) != 2 or heights[0] != heights[1]):
+        raise InternalError(f"a gated stack is (gate, up) of equal height, not {heights}")
+    if epilogue == "gated" and isinstance(weight, Packed) and weight.type == "Q6_K" and split:
+        # Two products of Q6_K at once leave too few outputs to a warp (see `TILES`): one after the other is faster.
+        parts = [(weight, first, heights[0] // 2) for first in (0, heights[0] // 2)]
+    hows: list[Epilogue] = ["act", "multiply"] if epilogue == "gated" and len(parts) > 1 else [epilogue] * len(parts)
+    return [(*part, how) for part, how in zip(parts, hows, strict=True)]
 
 
 # What kernels of products take, by the names of their parameters
