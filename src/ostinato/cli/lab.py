@@ -334,14 +334,14 @@ def _model(machine: LabMachine, shape: str) -> Model:
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
     from ostinato.engine.choose import why_not_model
-    from ostinato.lab.decode import decoded
+    from ostinato.lab.bench import Bench
 
-    kv_type: Any = "bf16" if model.device.type == "cuda" else "f32"
+    bench = Bench(model, "bf16" if model.device.type == "cuda" else "f32", repeats=3)
     for mode, reason in why_not_model(model).items():
         if reason is not None:
             talk(f"not {mode}: {reason}")
         else:
-            yield {"model": name, **decoded(model, mode, n_prompt=n_prompt, n_gen=n_gen, kv_type=kv_type)}
+            yield {"model": name, **bench.decoded(mode, n_prompt=n_prompt, n_gen=n_gen)}
 
 
 def _swept(

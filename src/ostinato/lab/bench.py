@@ -157,7 +157,7 @@ class Bench:
 
     model: Model
     kv_type: KVType
-    bandwidth: float
+    bandwidth: float = math.nan  # for the limits beside figures
     repeats: int = 5
     activations: Activations = "wide"  # of weights in tiles
     threads: int | None = None
@@ -244,6 +244,17 @@ class Bench:
         kinds = dict.fromkeys(node.kind for node in nodes)
         times = tuple(_kind_time(kind, nodes, spent, n_steps) for kind in kinds)
         return Profile(batch, depth, times, mode, between)
+
+    def decoded(self, mode: str, *, n_prompt: int, n_gen: int) -> dict[str, Any]:
+        """One mode end to end, without memory of earlier prompts: time to the first token, tokens a second by the
+        device's clock, launches and host time per token."""
+        context = n_prompt + n_gen + 2
+        settled = self._settled(mode, 1, context, 2 * -(-context // PAGE_TOKENS[self._kind]))
+        with Engine(self.model, settled, reuse=False) as engine:
+            prompts = [self._ids(n_prompt, "decode", number) for number in range(self.repeats + 1)]  # the first warms
+            runs = [_decode(engine, prompt, n_gen) for prompt in prompts]
+        middle = sorted(runs[1:], key=lambda run: run["tokens_s"])[self.repeats // 2]
+        return {"mode": mode, "n_prompt": n_prompt, "n_gen": n_gen, **middle}
 
     def _run_steps(self, driver: LoopDriver, timer: _Timer, batch: int, n_prompt: int, n_steps: int) -> None:
         """Steps that the host drives."""
@@ -332,6 +343,22 @@ def _watch(engine: Engine, prompts: Sequence[Sequence[int]], n_tokens: int) -> _
     if not within or end <= begin:
         raise InternalError("no token was made between the first and the last: the device's clock stands still")
     return _Window(within, (end - begin) / 1e9, came[1] - came[0])
+
+
+def _decode(engine: Engine, prompt: list[int], n_gen: int) -> dict[str, float]:
+    before = engine.stats()
+    request = engine.submit(prompt, replace(GREEDY, max_tokens=n_gen, ignore_eos=True))
+    first = next(request)
+    cpu = time.process_time()
+    tokens = [first, *request]
+    spent = time.process_time() - cpu
+    after, n = engine.stats(), len(tokens) - 1
+    return {
+        "first_token_ms": request.first_token_s * 1e3,
+        "tokens_s": n / ((tokens[-1].time_ns - first.time_ns) / 1e9),
+        "launches_per_token": (after.launches - before.launches) / n,
+        "host_us_per_token": spent * 1e6 / n,
+    }
 
 
 # Profiling

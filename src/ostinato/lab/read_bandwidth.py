@@ -9,16 +9,12 @@ import ctypes
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ostinato.backends.native.library import cpu_library
 from ostinato.errors import HardwareCannot
 from ostinato.loop.plan import Buffer
-
-if TYPE_CHECKING:
-    pass
 
 
 class _Plane(ctypes.Structure):
