@@ -99,7 +99,7 @@ def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> 
         "capability": "9.0",
         "multiprocessors": 132,
     }
-    device["kernels"] = doctor.kernel_choices(Chip((9, 0), 132, 227 << 10, 50 << 20))
+    device["kernels"] = doctor.kernel_choices(Chip((9, 0), 132, 227 << 10))
     monkeypatch.setattr(
         doctor, "_cuda", lambda: {"driver": "580.1", "driver_cuda": 13000, "devices": [device], "reason": None}
     )
@@ -117,7 +117,7 @@ def test_a_gpu_is_described_by_what_decides(monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_choice_for_a_chip_has_its_reason_and_capabilities_are_numbers() -> None:
     """E-82."""
     for capability, n, shared in (((7, 5), 40, 64), ((8, 9), 128, 99), ((9, 0), 132, 227), ((10, 0), 148, 227)):
-        found = {one["what"]: one for one in doctor.kernel_choices(Chip(capability, n, shared << 10, 50 << 20))}
+        found = {one["what"]: one for one in doctor.kernel_choices(Chip(capability, n, shared << 10))}
         assert all(one["choice"] and one["reason"] for one in found.values())
         assert found["step boundary"]["choice"] == f"compiled for sm_{capability[0]}{capability[1]}"
         assert found["attention in a step"]["choice"] == f"{4 * n} programs"
@@ -133,10 +133,11 @@ def test_no_chip_changes_how_products_are_cut_and_the_report_says_where_that_was
     """E-82: whatever card torch finds, a weight's tile is the same."""
     import torch
 
-    from ostinato.backends.cuda.packed import PACKED_TYPES, pack
+    from ostinato.backends.cuda.packed import PACKED_TYPES
     from ostinato.backends.cuda.triton.matmul import bind_matmul
     from ostinato.backends.cuda.triton.tiles import tile_for
     from ostinato.files.quants import BLOCKS
+    from tests.backends.cuda.packing import pack
 
     def packed(type: str, k: int) -> Any:
         row_bytes = k // BLOCKS[type].elements * BLOCKS[type].n_bytes
@@ -150,7 +151,6 @@ def test_no_chip_changes_how_products_are_cut_and_the_report_says_where_that_was
             minor=chip.capability[1],
             multi_processor_count=chip.n_multiprocessors,
             shared_memory_per_block_optin=chip.shared_bytes,
-            L2_cache_size=chip.l2_bytes,
         )
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: card)
@@ -163,7 +163,7 @@ def test_no_chip_changes_how_products_are_cut_and_the_report_says_where_that_was
         ]
         return [dict(launch.constants) for launch in launches]
 
-    chips = {one: Chip(one, 132, 227 << 10, 50 << 20) for one in ((7, 5), (8, 9), (9, 0), (10, 0))}
+    chips = {one: Chip(one, 132, 227 << 10) for one in ((7, 5), (8, 9), (9, 0), (10, 0))}
     found = {one: cuts(chip) for one, chip in chips.items()}
     assert all(cut == found[9, 0] for cut in found.values())
     tiles = [[tile_for(weight) for weight in group] for group in (short, long)]

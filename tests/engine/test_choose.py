@@ -34,7 +34,7 @@ from tests.backends.tape.models import shape_of, small
 from tests.engine.rig import open_loop
 from tests.random_model import MemoryKind, random_model
 
-H200 = Chip((9, 0), 132, 227 << 10, 0)
+H200 = Chip((9, 0), 132, 227 << 10)
 CARD = Machine("cuda:0", 1 << 40, 1 << 40, H200, 13_000)
 ON_CPU = Machine("cpu", 1 << 40, 1 << 40)
 

@@ -34,7 +34,7 @@ from ostinato.backends.base import ChunkPart
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.graph import CudaGraph
 from ostinato.backends.cuda.kernels import triton_kernels
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
 from ostinato.backends.cuda.plan import Fusions
 from ostinato.backends.cuda.stamps import Stamps
 from ostinato.backends.cuda.start import CudaStart
@@ -58,6 +58,7 @@ from ostinato.loop.layout import Finish, Layout, Word
 from ostinato.loop.plan import Buffer, Node, Plan
 from ostinato.models.blocks import GatedMLP, Layer
 from ostinato.models.registry import read_shape
+from tests.backends.cuda.packing import pack
 from tests.backends.cuda.test_plan import fused_driver
 from tests.backends.cuda.triton import (
     test_activation,

@@ -153,7 +153,7 @@ class Card:
         assert min(self.weights, self.tape, self.outputs, self.page) > 0
 
     def settled(self, n_bytes: int, *, host_bytes: int = 8 << 30, **words: Any) -> Settled:
-        chip = Chip((9, 0), 132, 227 << 10, 0)
+        chip = Chip((9, 0), 132, 227 << 10)
         here = Machine("cuda:0", int(n_bytes / USABLE_SHARE) + 1, host_bytes, chip, 13_000)
         options = LoadOptions(**{"device": "cuda", "context": 256, **words})
         return choose(self.checkpoint, self.shape, options, self.said.append, machine=here)

@@ -28,7 +28,6 @@ class Chip:
     capability: tuple[int, int]
     n_multiprocessors: int
     shared_bytes: int  # that one block may have
-    l2_bytes: int
 
     @property
     def arch(self) -> str:
@@ -92,6 +91,15 @@ def driver_cuda() -> int | None:
     except (OSError, AttributeError):
         return None
     return None if failed else number.value
+
+
+def cuda_version(number: int) -> str:
+    """A version as people write it.
+
+    >>> cuda_version(12_040)
+    '12.4'
+    """
+    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def free_host_bytes() -> int:

@@ -20,6 +20,7 @@ from ostinato.backends.machine import (
     Machine,
     cpu_line,
     cpu_name,
+    cuda_version,
     driver_cuda,
     free_host_bytes,
     missing_packages,
@@ -86,13 +87,8 @@ def _gpu_machine(cuda: dict[str, Any]) -> Machine:
     chip = None
     if cuda["devices"]:
         major, _, minor = cuda["devices"][0]["capability"].partition(".")
-        chip = Chip((int(major), int(minor)), cuda["devices"][0]["multiprocessors"], 0, 0)
+        chip = Chip((int(major), int(minor)), cuda["devices"][0]["multiprocessors"], 0)
     return Machine("cuda:0", 0, 0, chip, cuda["driver_cuda"], missing_packages())
-
-
-def _dotted(version: int) -> str:
-    """12040 as 12.4."""
-    return f"{version // 1000}.{version % 1000 // 10}"
 
 
 def _cuda() -> dict[str, Any]:
@@ -210,7 +206,7 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
 def _driver_line(cuda: dict[str, Any]) -> str:
     if not cuda["driver"]:
         return "no NVIDIA driver"
-    knows = "of an unknown CUDA" if cuda["driver_cuda"] is None else f"for CUDA {_dotted(cuda['driver_cuda'])}"
+    knows = "of an unknown CUDA" if cuda["driver_cuda"] is None else f"for CUDA {cuda_version(cuda['driver_cuda'])}"
     return f"NVIDIA {cuda['driver']} {knows} (mode loop needs 12.4)"
 
 

@@ -17,10 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ostinato.backends.cuda import gpu
 from ostinato.backends.cuda.backend import CUDA
+from ostinato.backends.machine import cuda_version, driver_cuda
 from ostinato.build import cubin
 from ostinato.engine.machine import machine_at
 from ostinato.errors import BadOption, EngineDead, HardwareCannot, InternalError
+from ostinato.lab.gpu_time import timing_event
 from ostinato.lab.model import BODIES, StartCost, Workload
 from ostinato.lab.programs import host_library, source
 from ostinato.lab.work import REQUESTS, Data, Timing, checked, error_of, factors_of, run_twin
@@ -68,8 +71,8 @@ class GpuMachine:
         self.name = torch.cuda.get_device_name(device)
         Device(device.index or 0).set_current()
         torch.zeros(1, device=device)  # torch's context is the one that everything below lives in
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}"
+        chip = gpu.chip_of(device)
+        self.n_cores, arch = chip.n_multiprocessors, chip.arch
         module = ObjectCode.from_cubin(cubin(source("kernels.h"), "kernels.h", arch=arch))
         self._kernels = {name: module.get_kernel(name) for name in ("short_axpy", "short_tail", "hold", "persistent")}
         self.why_not: dict[str, str] = {}
@@ -86,7 +89,6 @@ class GpuMachine:
         self._stream = stream(device)
         self._own = Stream.from_handle(self._stream.cuda_stream)
         self._costs: dict[tuple[int, int], dict[str, StartCost]] = {}
-        self.n_cores = torch.cuda.get_device_properties(device).multi_processor_count
 
     # What may run
 
@@ -145,8 +147,7 @@ class GpuMachine:
         """Milliseconds on the device; EngineDead where it does not end."""
         sequence.prepare()
         torch.cuda.synchronize(self._device)
-        kind: Any = torch.cuda.Event
-        began, ended = kind(enable_timing=True), kind(enable_timing=True)
+        began, ended = timing_event(), timing_event()
         began.record(self._stream)
         sequence.run()
         ended.record(self._stream)
@@ -213,7 +214,7 @@ class GpuMachine:
             "kind": "gpu",
             "name": self.name,
             "multiprocessors": self.n_cores,
-            "driver": _driver_version(),
+            "driver": f"CUDA {cuda_version(driver_cuda() or 0)}",
             "cuda": torch.version.cuda,
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -383,10 +384,3 @@ def _called(error: int, *kept: object) -> None:
 def _ok(error: Any, what: str) -> None:
     if int(error):
         raise HardwareCannot(f"the driver could not {what}: {error}")
-
-
-def _driver_version() -> str:
-    from cuda.bindings import driver
-
-    _, version = driver.cuDriverGetVersion()
-    return f"CUDA {version // 1000}.{version % 1000 // 10}"

@@ -34,7 +34,7 @@ class EventTimer:
         def run() -> None:
             if node.name == self._first:
                 self._hold(HOLD_CYCLES)
-            began, ended = _event(), _event()
+            began, ended = timing_event(), timing_event()
             began.record()
             node.run()
             ended.record()
@@ -56,7 +56,7 @@ class EventTimer:
 
 def _seconds(work: Callable[[], object], device: str) -> float:
     with torch.cuda.device(device):
-        began, ended = _event(), _event()
+        began, ended = timing_event(), timing_event()
         began.record()
         work()
         ended.record()
@@ -64,7 +64,7 @@ def _seconds(work: Callable[[], object], device: str) -> float:
     return float(began.elapsed_time(ended)) / 1e3
 
 
-def _event() -> Any:
+def timing_event() -> Any:
     """A CUDA event; torch leaves its events untyped."""
     kind: Any = torch.cuda.Event
     return kind(enable_timing=True)

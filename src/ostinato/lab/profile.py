@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
+from ostinato.backends.cuda import gpu
 from ostinato.errors import BadInput, HardwareCannot
 from ostinato.lab.model import Workload
 from ostinato.lab.work import LabMachine
@@ -116,7 +115,4 @@ def profiled_command(start: str, work: Workload) -> list[str]:
 
 def architecture(machine: LabMachine) -> str:
     """What nvcc calls this card; the one we know where there is none."""
-    if machine.kind == "cpu":
-        return "sm_90"
-    major, minor = torch.cuda.get_device_capability()
-    return f"sm_{major}{minor}"
+    return "sm_90" if machine.kind == "cpu" else gpu.chip_of("cuda").arch

@@ -114,7 +114,7 @@ class EmulatedLoop(TorchRunner):
             self.memory,
             self.tables,
             self.n_tokens,
-            Chip((9, 0), self._n_blocks, 227 << 10, 0),
+            Chip((9, 0), self._n_blocks, 227 << 10),
             kv_type=settled.kv_type,
             activations=settled.activations,
             n_compute_warps=self._n_compute_warps,

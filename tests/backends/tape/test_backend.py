@@ -34,7 +34,7 @@ from tests.backends.tape.models import FAMILIES, shape_of, small
 
 LLAMA = shape_of()
 PACKABLE = shape_of(hidden=256, ff_width=256)
-CARD = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10, 0), 13_000)
+CARD = Machine("cuda:0", 1 << 40, 1 << 40, Chip((9, 0), 132, 227 << 10), 13_000)
 
 
 def matrices_by_header(model: Model) -> list[TapeMatrix]:

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ostinato.backends.cuda.chip import Chip
-from ostinato.backends.cuda.packed import Packed, pack
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.tape.backend import HEAD_WIDTHS
 from ostinato.backends.tape.partition import Segment, TapeGrid, TapeMatrix, WeightType, padded_columns
 from ostinato.backends.tape.plan import (
@@ -52,12 +52,13 @@ from ostinato.loop.layout import Layout
 from ostinato.models.blocks import Linear
 from ostinato.models.shape import Shape
 from ostinato.options import Activations, KVType
+from tests.backends.cuda.packing import pack
 from tests.backends.tape.emulator import Program, compiled
 from tests.backends.tape.models import shape_of, small
 from tests.backends.tape.test_backend import matrices_by_header
 
 CPU = torch.device("cpu")
-H200 = Chip((9, 0), 132, 227 << 10, 50 << 20)
+H200 = Chip((9, 0), 132, 227 << 10)
 LLAMA = shape_of()
 PACKABLE = shape_of(hidden=256, ff_width=256)
 
@@ -268,7 +269,7 @@ def test_every_shape_fits_a_block_with_three_stages_or_is_refused(
     matrices = [
         TapeMatrix(k, r, c, i == 2) for i, (k, r, c) in enumerate(zip(weight_types, rows, columns, strict=True))
     ]
-    chip = Chip((9, 0), n_multiprocessors, shared_kb << 10, 0)
+    chip = Chip((9, 0), n_multiprocessors, shared_kb << 10)
     paged: dict[str, Any] = {"kv_type": kv_type, "page_tokens": 64, "max_pages": max_pages}
     try:
         sizes = TapeSizes.of(shape, matrices, n_slots, chip, n_compute_warps, **paged)
@@ -325,7 +326,7 @@ class Laid:
             model, one_group(model.shape.n_layers, 6), n_slots=n_slots, kv_type=kv_type, page_tokens=16
         )
         self.tables = tensor_tables(Layout(n_slots, 4, model.shape.vocab), CPU)
-        chip = Chip((9, 0), 3, 227 << 10, 0)
+        chip = Chip((9, 0), 3, 227 << 10)
         n_tokens = model.shape.vocab
         words: dict[str, Any] = {"kv_type": kv_type, "n_compute_warps": n_compute_warps, "on_tape": on_tape}
         self.step = TapeStep(model, self.memory, self.tables, n_tokens, chip, **words)

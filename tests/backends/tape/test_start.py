@@ -26,7 +26,7 @@ from tests.backends.tape.models import shape_of, small
 from tests.engine.test_executor import StandIn
 
 CPU = torch.device("cpu")
-CHIP = Chip((9, 0), 3, 227 << 10, 0)
+CHIP = Chip((9, 0), 3, 227 << 10)
 FUNCTION = 77
 
 

@@ -19,7 +19,7 @@ from ostinato.backends.base import (
     kv_type_of,
     why_not_kept,
 )
-from ostinato.backends.machine import DeviceKind, Machine
+from ostinato.backends.machine import DeviceKind, Machine, cuda_version
 from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch.backend import TensorRunner, loaded_with, model_of, prefill_bytes
@@ -204,7 +204,7 @@ def why_driver_has_no_while(version: int | None) -> str | None:
     if version is None:
         return "the NVIDIA driver does not tell which CUDA it knows; WHILE nodes need 12.4 or newer"
     if version < WHILE_NODES_SINCE:
-        return f"the NVIDIA driver knows CUDA {version // 1000}.{version % 1000 // 10}; WHILE nodes need 12.4 or newer"
+        return f"the NVIDIA driver knows CUDA {cuda_version(version)}; WHILE nodes need 12.4 or newer"
     return None
 
 

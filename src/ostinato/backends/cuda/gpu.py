@@ -30,8 +30,7 @@ def index_of(name: str) -> int:
 def chip_of(gpu: Gpu) -> Chip:
     found: Any = torch.cuda.get_device_properties(gpu)
     shared = getattr(found, "shared_memory_per_block_optin", TUNED_SHARED_BYTES)
-    cache = getattr(found, "L2_cache_size", 0)
-    return Chip((found.major, found.minor), found.multi_processor_count, int(shared), int(cache))
+    return Chip((found.major, found.minor), found.multi_processor_count, int(shared))
 
 
 def name_of(gpu: Gpu) -> str:
