@@ -28,7 +28,7 @@ from torch import Tensor
 from bench.note import as_json, command, versions
 from bench.replay import replayed_us
 from ostinato.backends.cuda.launch import Launches, TritonLaunch
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, laid_out, put
 from ostinato.backends.torch.ops.matmul import (
     Epilogue,
     InputNorm,
@@ -88,7 +88,9 @@ def weight_of(type: str, n: int, k: int) -> Tensor | Packed:
     for at in places:
         scale = torch.rand(n, k // block.elements, 1, device=DEVICE) * (1e-4 if block.elements == 256 else 5e-3)
         raw[:, :, at : at + 2] = scale.half().view(torch.uint8)
-    return pack(name, raw.view(n, -1), n, k)
+    packed = laid_out(name, n, k, raw.device)
+    put(packed, raw.view(n, -1), 0)
+    return packed
 
 
 def n_bytes(weight: Tensor | Packed) -> int:

@@ -16,7 +16,6 @@ from ostinato.backends.base import ChunkPart, ChunkWant, Settled
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.cuda.chunks import BUCKETS, FusedChunks
 from ostinato.backends.cuda.kernels import triton_kernels
-from ostinato.backends.cuda.packed import pack
 from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
@@ -27,6 +26,7 @@ from ostinato.models.blocks import Experts, Layer
 from ostinato.models.mixtral import MIXTRAL
 from ostinato.models.qwen3 import QWEN3_MOE
 from ostinato.models.shape import ExpertShape
+from tests.backends.cuda.packing import pack
 from tests.backends.cuda.test_plan import PROMPTS, fused_driver, logits_of
 from tests.backends.families import FAMILIES, family_model
 from tests.engine.rig import Driver, open_loop

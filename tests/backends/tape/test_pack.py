@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import Packed, pack
+from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.tape import pack as pack_module
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
@@ -44,6 +44,7 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
+from tests.backends.cuda.packing import pack
 from tests.backends.tape.walk import walk
 
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.allocate import Allocate, empty
 from ostinato.backends.torch.weight import DeviceMatrix, Weight
-from ostinato.errors import BadFile, InternalError, Unsupported
+from ostinato.errors import InternalError, Unsupported
 from ostinato.files.quants import BLOCKS
 
 PLANES: Final = ("quants", "high", "scales", "blocks")  # the order in which a matrix has them
@@ -134,25 +134,9 @@ PACKED_TYPES: Final = tuple(_FIELDS)
 _CHUNK_BYTES: Final = 1 << 24  # sorted at a time: temporaries are a few times as large
 
 
-def pack(type: str, raw: Tensor, rows: int, cols: int) -> Packed:
-    """The planes of raw, uint8 [rows, row_bytes] as in the file, on raw's device; raw is not kept.
-
-    Raises Unsupported for a type that no kernel multiplies, or columns that are no whole blocks (the caller
-    dequantises those), and BadFile where the bytes are not what type and shape say.
-    """
-    packed = laid_out(type, rows, cols, raw.device)
-    row_bytes = cols // BLOCKS[type].elements * BLOCKS[type].n_bytes
-    if raw.dtype != torch.uint8 or tuple(raw.shape) != (rows, row_bytes):
-        raise BadFile(
-            f"{rows} x {cols} in {type} take {rows} x {row_bytes} bytes (uint8), "
-            f"and the tensor has {' x '.join(map(str, raw.shape))} ({str(raw.dtype).removeprefix('torch.')})"
-        )
-    put(packed, raw, 0)
-    return packed
-
-
 def laid_out(type: str, rows: int, cols: int, device: torch.device, allocate: Allocate = empty) -> Packed:
-    """A matrix whose planes have their memory and no values yet. Raises Unsupported as `pack` does."""
+    """A matrix whose planes have their memory and no values yet. Raises Unsupported for a type that no kernel takes
+    and for columns that are no whole blocks; the caller dequantises those."""
     if type not in _FIELDS:
         raise Unsupported(f"{type} weights are not multiplied packed; packed are {', '.join(PACKED_TYPES)}")
     if cols % BLOCKS[type].elements:

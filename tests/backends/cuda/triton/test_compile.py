@@ -51,8 +51,8 @@ def case_of(name: str, launch: Any) -> Case:
 
 
 def weights(type: str, n: int, k: int) -> Any:
-    from ostinato.backends.cuda.packed import pack
     from ostinato.files.quants import BLOCKS
+    from tests.backends.cuda.packing import pack
 
     if type in ("F32", "F16", "BF16"):
         return torch.zeros(n, k, dtype={"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[type])

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
 from ostinato.backends.cuda.triton.embed import bind_embed
 from ostinato.backends.torch.ops.attend import StepRows
 from ostinato.backends.torch.ops.embed import embed_torch
 from ostinato.backends.torch.ops.matmul import PreparedInput, n_stats
 from ostinato.errors import BadPointer
 from ostinato.files.quants import BLOCKS
+from tests.backends.cuda.packing import pack
 from tests.backends.cuda.triton.test_attend import bits, compile_launch
 
 HIDDEN, VOCAB = 600, 50

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import Launches, TritonLaunch
-from ostinato.backends.cuda.packed import PACKED_TYPES, Packed, pack
+from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
 from ostinato.backends.cuda.triton.matmul import bind_matmul
 from ostinato.backends.cuda.triton.tiles import Tile, step_columns, tile_for
 from ostinato.backends.torch.ops.matmul import (
@@ -22,6 +22,7 @@ from ostinato.backends.torch.ops.matmul import (
 from ostinato.backends.weights import Stack
 from ostinato.errors import BadPointer, InternalError
 from ostinato.files.quants import BLOCKS
+from tests.backends.cuda.packing import pack
 from tests.backends.cuda.triton.test_packed import random_blocks
 
 N_SLOTS = 20
