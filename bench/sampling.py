@@ -81,10 +81,8 @@ class Bench:
         self.table = Arena(self.fields, memory, dtype_of)
         self.logits = logits.cuda()
         self._admit(case)
-        spaces = sample_workspace(n_slots, VOCAB).items()
         table = self.table
-        workspace = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in spaces}
-        given = self.logits, table, workspace, SampledRows.of(table)
+        given = self.logits, table, sample_workspace(n_slots, VOCAB, torch.device("cuda")), SampledRows.of(table)
         self.launches: Launches = bind_sample(*given, n_tokens=N_TOKENS)
 
     def _admit(self, case: Case) -> None:

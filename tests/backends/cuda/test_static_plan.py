@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ostinato.backends.cuda.backend import SPARE_STATES
 from ostinato.backends.cuda.static_plan import StaticStep
-from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.chunks import TorchChunks
 from ostinato.backends.torch.kernels import Kernels, twin_kernels
 from ostinato.backends.torch.model import Model
@@ -183,11 +182,7 @@ def test_narrow_keys_and_values_are_stored_as_row_by_row(kv_type: str) -> None:
 def interpreted() -> Kernels:
     """Triton's attention and sampler, which are all that a static step takes of it."""
     from ostinato.backends.cuda.triton.attend import attend_workspace, bind_attend
-    from ostinato.backends.cuda.triton.sample import bind_sample
-    from ostinato.backends.cuda.triton.sample import sample_workspace as sizes
-
-    def sample_workspace(n_slots: int, vocab: int, device: torch.device) -> dict[str, Tensor]:
-        return {name: zeros(size, dtype, device) for name, (size, dtype) in sizes(n_slots, vocab).items()}
+    from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
 
     sample: Any = bind_sample
     return replace(

@@ -16,6 +16,7 @@ from ostinato.backends.torch.ops.causal_conv import causal_conv_torch
 from ostinato.backends.torch.ops.gated_norm import gated_norm_torch
 from ostinato.backends.torch.ops.selective_scan import selective_scan_torch
 from ostinato.backends.torch.ops.ssd_scan import ssd_scan_torch
+from ostinato.models.blocks import Decay
 
 SEQS, ROWS = 2, 9
 
@@ -50,8 +51,7 @@ class Selective:
     @classmethod
     def run(cls, rows: slice, state: Tensor, n_planes: int) -> tuple[Tensor, Tensor]:
         varying = (v[:, rows] for v in (cls.x, cls.dt, cls.b, cls.c))
-        fixed: dict[str, Any] = {"a": cls.a, "d": cls.d, "dt_bias": cls.dt_bias}
-        return selective_scan_torch(*varying, **fixed, state=state, n_planes=n_planes)
+        return selective_scan_torch(*varying, decay=Decay(cls.a, cls.d, cls.dt_bias), state=state, n_planes=n_planes)
 
 
 class Heads:
@@ -66,8 +66,8 @@ class Heads:
     @classmethod
     def run(cls, rows: slice, state: Tensor, n_planes: int) -> tuple[Tensor, Tensor]:
         varying = (v[:, rows] for v in (cls.x, cls.dt, cls.b, cls.c))
-        fixed: dict[str, Any] = {"a": cls.a, "d": cls.d, "dt_bias": cls.dt_bias, "dt_limit": cls.limit}
-        return ssd_scan_torch(*varying, **fixed, state=state, n_planes=n_planes)
+        decay = Decay(cls.a, cls.d, cls.dt_bias)
+        return ssd_scan_torch(*varying, decay=decay, dt_limit=cls.limit, state=state, n_planes=n_planes)
 
 
 ALL = pytest.mark.parametrize("op", [Convolution, Selective, Heads])
@@ -171,8 +171,8 @@ def test_a_run_does_not_depend_on_its_neighbours(op: Any) -> None:
 def test_states_are_float32_and_rows_keep_their_dtype() -> None:
     op = Heads
     narrow = (v.bfloat16() for v in (op.x, op.dt, op.b, op.c))
-    fixed: dict[str, Any] = {"a": op.a, "d": op.d, "dt_bias": op.dt_bias, "dt_limit": op.limit}
-    y, planes = ssd_scan_torch(*narrow, **fixed, state=op.start, n_planes=2)
+    decay = Decay(op.a, op.d, op.dt_bias)
+    y, planes = ssd_scan_torch(*narrow, decay=decay, dt_limit=op.limit, state=op.start, n_planes=2)
     assert (y.dtype, planes.dtype) == (torch.bfloat16, torch.float32)
 
 

@@ -214,23 +214,16 @@ class FusedChunks:
         norm = self._norm(layer.mlp_norm, rows)
         match mlp:
             case GatedMLP():
-                return [
-                    norm,
-                    self._product(h, mlp.gate_up, inner),
-                    self._kernels.gated(inner, act, mlp.activation),
-                    *self._into_residual(act, mlp.down, layer.after_mlp, rows),
-                ]
+                into, activate = mlp.gate_up, self._kernels.gated
             case PlainMLP():
-                half = self._inner.view(-1)[: inner.numel() // 2].view(rows, -1)
-                return [
-                    norm,
-                    self._product(h, mlp.up, half),
-                    self._kernels.activate(half, act, mlp.activation),
-                    *self._into_residual(act, mlp.down, layer.after_mlp, rows),
-                ]
+                into, activate = mlp.up, self._kernels.activate
+                inner = self._inner.view(-1)[: inner.numel() // 2].view(rows, -1)
             case Experts():
                 return [norm, *self._experts(number, mlp, rows)]
-        raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
+            case _:
+                raise InternalError(f"a feed-forward block of kind {type(mlp).__name__} has no kernels")
+        product, activation = self._product(h, into, inner), activate(inner, act, mlp.activation)
+        return [norm, product, activation, *self._into_residual(act, mlp.down, layer.after_mlp, rows)]
 
     def _experts(self, number: int, mlp: Experts, rows: int) -> list[Launch]:
         """Each row through its own experts, by the step's kernels, which serve rows of a prompt too."""

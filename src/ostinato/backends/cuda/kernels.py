@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
-from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.kernels import Kernels
 
 
@@ -21,11 +17,7 @@ def triton_kernels() -> Kernels:
     from ostinato.backends.cuda.triton.logprobs import bind_logprobs
     from ostinato.backends.cuda.triton.matmul import bind_matmul
     from ostinato.backends.cuda.triton.norm import bind_norm
-    from ostinato.backends.cuda.triton.sample import bind_sample
-    from ostinato.backends.cuda.triton.sample import sample_workspace as sizes
-
-    def sample_workspace(n_slots: int, vocab: int, device: torch.device) -> dict[str, Tensor]:
-        return {name: zeros(size, dtype, device) for name, (size, dtype) in sizes(n_slots, vocab).items()}
+    from ostinato.backends.cuda.triton.sample import bind_sample, sample_workspace
 
     return Kernels(
         embed=bind_embed,

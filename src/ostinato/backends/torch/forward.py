@@ -138,7 +138,7 @@ class Forward:
         return self._mamba(mixer, runs) if isinstance(mixer, MambaMixer) else self._mamba2(mixer, runs)
 
     def _mamba(self, mixer: MambaMixer, runs: Tensor) -> Tensor:
-        s, ops, memory, decay = mixer.shape, self.ops, self.memory, mixer.decay
+        s, ops, memory = mixer.shape, self.ops, self.memory
         conv_state, scan_state = memory.states(mixer.layer)
         u, gate = runs.chunk(2, -1)
         u, conv_planes = self._conv(mixer.conv, u, conv_state)
@@ -147,20 +147,20 @@ class Forward:
             parts = tuple(normed(ops, norm, part) for norm, part in zip(mixer.norms, parts, strict=True))
         dt, b, c = parts
         step = through_linear(ops, mixer.step, dt)
-        scan = {"a": decay.a, "d": decay.d, "dt_bias": decay.dt_bias, "state": scan_state, "n_planes": memory.n_planes}
+        scan = {"decay": mixer.decay, "state": scan_state, "n_planes": memory.n_planes}
         y, scan_planes = ops.selective_scan(u, step, b, c, **scan)
         memory.keep(mixer.layer, (conv_planes, scan_planes))
         return through_linear(ops, mixer.out, (y * ops.activate(gate, "silu")).flatten(0, 1))
 
     def _mamba2(self, mixer: Mamba2Mixer, runs: Tensor) -> Tensor:
-        s, ops, memory, decay = mixer.shape, self.ops, self.memory, mixer.decay
+        s, ops, memory = mixer.shape, self.ops, self.memory
         conv_state, scan_state = memory.states(mixer.layer)
         gate, u, dt = torch.split(runs, [s.inner, s.conv_width, s.n_heads], -1)
         u, conv_planes = self._conv(mixer.conv, u, conv_state)
         u, b, c = torch.split(u, [s.inner, s.n_groups * s.state, s.n_groups * s.state], -1)
         u, b, c = (part.view(*u.shape[:2], n, -1) for part, n in ((u, s.n_heads), (b, s.n_groups), (c, s.n_groups)))
-        scan = {"a": decay.a, "d": decay.d, "dt_bias": decay.dt_bias, "state": scan_state, "n_planes": memory.n_planes}
-        y, scan_planes = ops.ssd_scan(u, dt, b, c, dt_limit=s.dt_limit, **scan)
+        scan = {"decay": mixer.decay, "dt_limit": s.dt_limit, "state": scan_state, "n_planes": memory.n_planes}
+        y, scan_planes = ops.ssd_scan(u, dt, b, c, **scan)
         memory.keep(mixer.layer, (conv_planes, scan_planes))
         y = y.flatten(-2)
         if mixer.norm is None:

@@ -30,11 +30,9 @@ TIGHT = Tiles(block=64, sub=16, wanted=5, capacity=16, small=8, chunk=128)  # se
 
 def launches(logits: Tensor, table: Arena, n_tokens: int, tiles: Tiles) -> tuple[dict[str, Tensor], list[object]]:
     rows, vocab = logits.shape
-    spaces = sample_workspace(rows, vocab, tiles).items()
-    # Poison: whatever a kernel reads of it without having written shows.
-    workspace = {name: torch.full(shape, -1, dtype=dtype) for name, (shape, dtype) in spaces}
-    for name in ("scaled", "best", "scaled_sum", "scaled_subs", "raw_largest", "raw_sum", "raw_subs"):
-        workspace[name].fill_(float("nan"))
+    workspace = sample_workspace(rows, vocab, logits.device, tiles)
+    for buffer in workspace.values():  # poison: whatever a kernel reads of it without having written shows
+        buffer.fill_(float("nan") if buffer.is_floating_point() else -1)
     bound = bind_sample(logits, table, workspace, SampledRows.of(table), n_tokens=n_tokens, tiles=tiles)
     return workspace, [launch for _, launch in bound]
 
@@ -266,8 +264,7 @@ def test_a_first_token_needs_the_admissions_alone() -> None:
     logits[0, 2], logits[0, 5], logits[0, 100] = 50.0, 20.0, 19.0  # banned, seen, and so the largest
     write_admission(tables.admissions, 1, setting, VOCAB)
     chosen, logprob = torch.zeros(1, dtype=torch.int32), torch.zeros(1)
-    spaces = sample_workspace(1, VOCAB, ROOMY).items()
-    workspace = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in spaces}
+    workspace = sample_workspace(1, VOCAB, logits.device, ROOMY)
     one, given, most = torch.ones(1, dtype=torch.int32), tables.admissions, SampledRows.of(tables.table)
     rows = most._replace(
         n_rows=one, row_slot=one, position=given["position"], offset=0, chosen=chosen, chosen_logprob=logprob
@@ -331,8 +328,7 @@ def compile_all() -> None:
     vocab = 128256
     tiles = tiles_for(vocab) if soaking() else replace(tiles_for(vocab), capacity=64, small=64)
     tables = tensor_tables(Layout(n_slots=2, max_pages=2, vocab=vocab), torch.device("cpu"))
-    spaces = sample_workspace(2, vocab, tiles).items()
-    workspace = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in spaces}
+    workspace = sample_workspace(2, vocab, torch.device("cpu"), tiles)
     given = torch.zeros((2, vocab)), tables.table, workspace, SampledRows.of(tables.table)
     step, first = (bind_sample(*given, n_tokens=vocab - 5, first=first, tiles=tiles) for first in (False, True))
     for _, launch in (*step, first[0]):

@@ -33,6 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ostinato.backends.cuda.launch import TritonLaunch, checked, grouped
+from ostinato.backends.torch.allocate import zeros
 from ostinato.backends.torch.ops.sample_step import SlotFields
 from ostinato.errors import BadPointer
 from ostinato.loop.layout import SampledRows
@@ -65,13 +66,11 @@ def tiles_for(vocab: int) -> Tiles:
     return Tiles(block=1024, sub=sub, wanted=min(256, triton.cdiv(vocab, sub) * 5 // 8))
 
 
-def sample_workspace(
-    n_slots: int, vocab: int, tiles: Tiles | None = None
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The buffers that `bind_sample` needs besides the table, by name: shape and dtype. Nothing is kept in them."""
+def sample_workspace(n_slots: int, vocab: int, device: torch.device, tiles: Tiles | None = None) -> dict[str, Tensor]:
+    """The buffers that `bind_sample` needs besides the table, by name. Nothing is kept in them."""
     tiles = tiles or tiles_for(vocab)
     blocks, subs = (n_slots, tiles.n_blocks(vocab)), (n_slots, tiles.n_subs(vocab))
-    return {
+    sizes = {
         "scaled": ((n_slots, vocab), torch.float32),
         "best": (blocks, torch.float32),
         "best_id": (blocks, torch.int32),
@@ -84,6 +83,7 @@ def sample_workspace(
         "found": ((n_slots, 2), torch.int32),
         "floor": ((n_slots, 2), torch.int32),
     }
+    return {name: zeros(size, dtype, device) for name, (size, dtype) in sizes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ def bind_sample(
     t = _checked_table(table, vocab, device, first)
     _check_rows(logits, rows, len(t["temperature"]), first)
     w = {
-        name: checked(name, workspace[name], dtype=dtype, shape=size, device=device)
-        for name, (size, dtype) in sample_workspace(n, vocab, tiles).items()
+        name: checked(name, workspace[name], dtype=like.dtype, shape=like.shape, device=device)
+        for name, like in sample_workspace(n, vocab, torch.device("meta"), tiles).items()
     }
     n_blocks, n_subs, row_lanes = tiles.n_blocks(vocab), tiles.n_subs(vocab), min(n, tiles.row_lanes)
     n_stops, n_biases, n_top, words = (

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ostinato.models.blocks import Decay
+
 
 def ssd_scan_torch(
     x: Tensor,
@@ -15,9 +17,7 @@ def ssd_scan_torch(
     b: Tensor,
     c: Tensor,
     *,
-    a: Tensor,
-    d: Tensor,
-    dt_bias: Tensor,
+    decay: Decay,
     dt_limit: tuple[float, float],
     state: Tensor,
     n_planes: int,
@@ -31,16 +31,16 @@ def ssd_scan_torch(
     """
     t, group = x.shape[1], x.shape[2] // b.shape[2]
     wide = x.float()
-    step = F.softplus(dt.float() + dt_bias).clamp(*dt_limit)
-    decay = torch.exp(step * a)[..., None, None]
+    step = F.softplus(dt.float() + decay.dt_bias).clamp(*dt_limit)
+    fade = torch.exp(step * decay.a)[..., None, None]
     drive = (step.unsqueeze(-1) * wide).unsqueeze(-1)  # [seqs, t, heads, head_width, 1]
     b, c = (v.float().repeat_interleave(group, 2) for v in (b, c))  # [seqs, t, heads, width]
     state = state.clone()
     rows, planes = [], []
     for i in range(t):
-        state.mul_(decay[:, i]).addcmul_(drive[:, i], b[:, i].unsqueeze(-2))
+        state.mul_(fade[:, i]).addcmul_(drive[:, i], b[:, i].unsqueeze(-2))
         rows.append(state @ c[:, i].unsqueeze(-1))
         if i >= t - n_planes:
             planes.append(state.clone())
-    y = torch.stack(rows, 1).squeeze(-1) + wide * d.unsqueeze(-1)
+    y = torch.stack(rows, 1).squeeze(-1) + wide * decay.d.unsqueeze(-1)
     return y.to(x.dtype), torch.stack(planes[::-1], 1)
