@@ -94,7 +94,7 @@ def weight_of(type: str, n: int, k: int) -> Tensor | Packed:
 
 
 def n_bytes(weight: Tensor | Packed) -> int:
-    return weight.n_bytes if isinstance(weight, Packed) else weight.numel() * weight.element_size()
+    return sum(plane.nbytes for plane in (weight.planes if isinstance(weight, Packed) else (weight,)))
 
 
 @dataclass

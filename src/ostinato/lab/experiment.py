@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ostinato.errors import BadInput, BadOption, HardwareCannot
 from ostinato.lab.model import Workload, stops_paying_us
-from ostinato.lab.work import LabMachine, Timing, with_values
+from ostinato.lab.work import LabMachine, Timing
 
 REPEATS: Final = 5
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
@@ -84,7 +84,8 @@ def swept(
     """A row for each value of one size; for a work that this machine refuses, the message instead of the row."""
     if what not in machine.sizes:
         raise BadOption(f"--over is {what!r}; on this machine: {', '.join(machine.sizes)}")
-    for one in with_values(work, what, values):
+    for value in values:
+        one = replace(work, **{what: value})  # type: ignore[arg-type]  # a size, by its name
         try:
             yield measured(machine, one if what == "steps" else _shortened(one), repeats)
         except (BadInput, HardwareCannot) as error:

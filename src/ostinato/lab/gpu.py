@@ -109,7 +109,8 @@ class GpuMachine:
         kernel = self._kernels["persistent"]
         function = driver.CUfunction(int(kernel.handle))
         error, fits = driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, work.threads, 0)
-        _ok(error, "ask how many blocks fit")
+        if int(error):
+            raise HardwareCannot(f"the driver could not ask how many blocks fit: {error}")
         if work.blocks > fits * self.n_cores:
             raise BadOption(
                 f"--blocks {work.blocks}: with {work.threads} threads at most {fits * self.n_cores} blocks run at once "
@@ -225,10 +226,8 @@ class GpuMachine:
     # The starts
 
     def _bound(self, work: Workload, start: str, x: Tensor, h: Tensor, factors: np.ndarray) -> LaunchSequence:
-        if start == PERSISTENT:
-            return self._persistent(work, x, h, factors)
-        if start == FED:
-            return self._fed(work, x, h, factors)
+        if start in (PERSISTENT, FED):
+            return (self._fed if start == FED else self._persistent)(work, x, h, factors)
         words = (np.uint64(x.data_ptr()), np.uint64(h.data_ptr()), np.int64(work.n), np.float32(work.a))
         return self._started(start, work, self._kernels[f"short_{work.body}"], words, factors)
 
@@ -379,8 +378,3 @@ def _called(error: int, *kept: object) -> None:
     """What a loop of driver calls came to; `kept` lives at least until then."""
     if error:
         raise InternalError(f"the driver refused a launch: error {error}")
-
-
-def _ok(error: Any, what: str) -> None:
-    if int(error):
-        raise HardwareCannot(f"the driver could not {what}: {error}")

@@ -47,7 +47,8 @@ def report(result: Mapping[str, Any]) -> str:
     if result["decode"]:
         parts += ["<h2>The engine's own step</h2>", _table(decode_table(result["decode"]))]
     if result["why_not"]:
-        parts += ["<h2>What did not run</h2>", _listed(f"{start}: {why}" for start, why in result["why_not"].items())]
+        refused = (f"<li>{escape(f'{start}: {why}')}</li>" for start, why in result["why_not"].items())
+        parts += ["<h2>What did not run</h2>", f"<ul>{''.join(refused)}</ul>"]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
     body = "\n".join(parts)
     return (
@@ -111,7 +112,3 @@ def _table(table: Iterable[Sequence[str]]) -> str:
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-
-
-def _listed(words: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(word)}</li>" for word in words) + "</ul>"

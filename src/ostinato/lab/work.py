@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, Protocol
 
 import numpy as np
@@ -142,8 +142,3 @@ def checked(timing: Timing) -> Timing:
 def error_of(found: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference; NaN where anything is."""
     return float(np.abs(found.astype(np.float64) - expected).max())
-
-
-def with_values(work: Workload, what: str, values: Sequence[int]) -> list[Workload]:
-    """The work once for each value of one of its sizes."""
-    return [replace(work, **{what: value}) for value in values]  # type: ignore[arg-type]

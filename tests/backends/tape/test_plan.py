@@ -369,7 +369,7 @@ def test_the_plans_text_states_both_copies_of_the_weights() -> None:
     assert tape.numel() == laid.step.n_bytes == laid.plan.weight_bytes
     assert f"tape of {tape.numel()} bytes for 3 blocks" in laid.plan.text
     assert f"a plain copy of {laid.step.n_plain_bytes} bytes for prompts" in laid.plan.text
-    weights = [part.n_bytes for linear in linears(model) for part in packed_parts(linear)]
+    weights = [plane.nbytes for linear in linears(model) for part in packed_parts(linear) for plane in part.planes]
     assert laid.step.n_plain_bytes >= sum(weights)
 
 

@@ -67,10 +67,6 @@ class Packed(DeviceMatrix):
     def device(self) -> torch.device:
         return self.planes[0].device
 
-    @property
-    def n_bytes(self) -> int:
-        return sum(plane.numel() for plane in self.planes)
-
     def plane(self, name: str) -> Tensor | None:
         """The plane of that name, or None where the type has none."""
         return dict(zip(_row_shapes(self.type, self.cols), self.planes, strict=True)).get(name)

@@ -211,13 +211,13 @@ class FusedPlan:
         match mlp:
             case GatedMLP():
                 self._gated(f"{at}.gate_up", mlp, given, norm)
-                self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
             case PlainMLP():
                 act = {"epilogue": "act", "activation": mlp.activation}
                 self._product(f"{at}.up", "gate_up", given, mlp.up, s.act, norm=norm, **act)
-                self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
             case Experts():
                 self._experts(number, mlp, given, norm, following)
+                return
+        self._into_residual(f"{at}.down", "down", s.act, mlp.down, layer.after_mlp, following)
 
     def _gated(self, name: str, mlp: GatedMLP, given: Tensor, norm: InputNorm) -> None:
         s, parts = self.step, _apart(mlp.gate_up, halved=not self._fusions.gated)
