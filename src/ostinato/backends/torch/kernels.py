@@ -65,9 +65,6 @@ def twin_kernels() -> Kernels:
     def sample(logits: Any, table: Any, workspace: Any, rows: Any, **more: Any) -> list[tuple[str, Launch]]:
         return [("choose", partial(sample_step_torch, logits, table, rows, **more))]
 
-    def nothing(*_: Any) -> None:
-        return None
-
     return Kernels(
         embed=partial(partial, embed_torch),
         matmul=partial(partial, matmul_torch),
@@ -77,8 +74,8 @@ def twin_kernels() -> Kernels:
         experts_gate_up=partial(partial, experts_gate_up_torch),
         experts_down=partial(partial, experts_down_torch),
         sample=sample,
-        attend_workspace=nothing,
-        sample_workspace=nothing,
+        attend_workspace=lambda *_: None,
+        sample_workspace=lambda *_: None,
         norm=partial(partial, norm_rows_torch),
         gemm=partial(partial, gemm_torch),
         append_chunk=partial(partial, append_chunk_torch),

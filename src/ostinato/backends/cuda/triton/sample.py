@@ -87,7 +87,7 @@ def sample_workspace(n_slots: int, vocab: int, device: torch.device, tiles: Tile
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class SamplerSizes:
     """What the three kernels are compiled for."""
 
     vocab: int
@@ -137,7 +137,9 @@ def bind_sample(
         tensor.shape[1] for tensor in (t["stop_ids"], t["bias_ids"], rows.top_ids, t["mask_bits"])
     )
     block_lanes, sub_lanes = (triton.next_power_of_2(n) for n in (n_blocks, n_subs))
-    sizes = Sizes(vocab, n_tokens, n_stops, n_biases, n_top, words, n_blocks, n_subs, block_lanes, sub_lanes, tiles)
+    sizes = SamplerSizes(
+        vocab, n_tokens, n_stops, n_biases, n_top, words, n_blocks, n_subs, block_lanes, sub_lanes, tiles
+    )
     given = {"logits": logits, "rows": rows, "t": grouped(t), "w": grouped(w)}
     given |= {"S": sizes, "FIRST": first, "ROW_LANES": row_lanes}
     kernels = {
