@@ -104,7 +104,7 @@ def played(driver: Driver, slots: Sequence[int], *, sampling: Sampling = GREEDY)
 def mamba_model() -> Model:
     shape = replace(
         without_attention("mamba", 64, 2, 128, 1e-5),
-        recurrent=MambaShape.of(inner=96, state=8, kernel=4, dt_rank=4, bias=False, conv_bias=True, norm_eps=None),
+        recurrent=MambaShape(inner=96, state=8, kernel=4, dt_rank=4, bias=False, conv_bias=True, norm_eps=None),
     )
     return RandomWeights(3).model(MAMBA, shape, 1024)
 
