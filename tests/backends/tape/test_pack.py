@@ -14,18 +14,14 @@ from ostinato.backends.cuda.packed import Packed, pack
 from ostinato.backends.tape import pack as pack_module
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
-    SIX_OFFSET,
     Numbers,
     TapeSource,
-    matrix_from,
-    numbers_from,
     numbers_of,
     put_matrix,
     source_of,
     tape_of,
     tiles_from,
     type_of,
-    values_of,
     weight_type_of,
     why_not_packed,
 )
@@ -44,6 +40,7 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
+from tests.backends.tape.unpacked import SIX_OFFSET, matrix_from, numbers_from, values_of
 from tests.backends.tape.walk import walk
 
 CPU = torch.device("cpu")

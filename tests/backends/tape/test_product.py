@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import build
-from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers, tiles_from, values_of
+from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers, tiles_from
 from ostinato.backends.tape.partition import (
     Partition,
     TapeGrid,
@@ -32,6 +32,7 @@ from ostinato.backends.tape.partition import (
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of
+from tests.backends.tape.unpacked import values_of
 from tests.backends.tape.walk import walk
 
 MAX_ROWS: Final = 8
