@@ -32,7 +32,6 @@ from ostinato.backends.tape.partition import (
     TapeGrid,
     TapeMatrix,
     WeightType,
-    chunks_of,
     make_partition,
     padded_columns,
 )
@@ -41,7 +40,7 @@ from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 from tests.backends.tape.unpacked import SIX_OFFSET, matrix_from, numbers_from, values_of
-from tests.backends.tape.walk import walk
+from tests.backends.tape.walk import chunks_of, walk
 
 CPU = torch.device("cpu")
 ROUNDED = ("Q4_K", "Q5_K", "Q6_K")  # types whose scales are products, which float16 may not hold

@@ -25,7 +25,6 @@ from ostinato.backends.tape.partition import (
     TapeGrid,
     TapeMatrix,
     WeightType,
-    chunks_of,
     largest_chunk,
     make_partition,
 )
@@ -33,7 +32,7 @@ from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of
 from tests.backends.tape.unpacked import values_of
-from tests.backends.tape.walk import walk
+from tests.backends.tape.walk import chunks_of, walk
 
 MAX_ROWS: Final = 8
 ROW_PADDING: Final = 8

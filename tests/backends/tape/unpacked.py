@@ -10,7 +10,15 @@ from torch import Tensor
 from ostinato.backends.cuda.packed import OFFSETS
 from ostinato.backends.tape import pack
 from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers
-from ostinato.backends.tape.partition import TILE_ROWS, Partition, WeightType, part_bytes, tile_bytes
+from ostinato.backends.tape.partition import (
+    TILE_ROWS,
+    Partition,
+    Section,
+    WeightType,
+    part_bytes,
+    sections_of,
+    tile_bytes,
+)
 from ostinato.backends.tape.tape_weight import TapeWeight
 from ostinato.backends.torch.model import Model
 from ostinato.models.blocks import leaves_of
@@ -33,7 +41,7 @@ def numbers_from(
 ) -> Numbers:
     """The inverse of `tiles_from`: tiles are uint8 [tiles, tile_bytes], columns those with padding."""
     found = []
-    for section in pack._sections(weight_type, columns, n_compute_warps):
+    for section in sections_of(weight_type, columns, n_compute_warps):
         parts = torch.split(
             pack._chunks_of_tiles(tiles, section), list(part_bytes(weight_type, section.n, n_compute_warps)), 2
         )
@@ -50,7 +58,7 @@ def numbers_from(
 
 def _numbers(
     weight_type: WeightType,
-    section: pack._Section,
+    section: Section,
     n_compute_warps: int,
     half: torch.dtype,
     quants: Tensor,

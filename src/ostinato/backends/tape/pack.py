@@ -32,9 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -47,11 +46,12 @@ from ostinato.backends.tape.partition import (
     TILE_ROWS,
     WEIGHT_TYPES,
     Partition,
+    Section,
     Segment,
     TapeGrid,
     TapeMatrix,
     WeightType,
-    chunks_of,
+    sections_of,
     tile_bytes,
     why_mixed,
 )
@@ -175,32 +175,13 @@ def _check_fits(wide: Tensor, what: str) -> None:
 # --- the layout of a tile ---
 
 
-class _Section(NamedTuple):
-    """Consecutive chunks of one size: their first byte and their first column in a tile."""
-
-    n_chunks: int
-    n: int
-    chunk_bytes: int
-    at: int
-    column: int
-
-
-def _sections(weight_type: WeightType, columns: int, n_compute_warps: int) -> Iterator[_Section]:
-    """The whole chunks, then the rest."""
-    at = 0
-    for n, run in groupby(chunks_of(weight_type, columns, n_compute_warps), key=lambda chunk: chunk.n):
-        chunks = list(run)
-        yield _Section(len(chunks), n, chunks[0].n_bytes, at, chunks[0].first * TILE_COLUMNS)
-        at += len(chunks) * chunks[0].n_bytes
-
-
 def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
     """Numbers of whole tiles, with all padding, as the tape has them: uint8 [tiles, tile_bytes]."""
     weight_type, columns = numbers.weight_type, numbers.quants.shape[1]
     n_tiles = len(numbers.quants) // TILE_ROWS
     size = tile_bytes(weight_type, columns, n_compute_warps)
     out = torch.empty((n_tiles, size), dtype=torch.uint8, device=numbers.quants.device)
-    for section in _sections(weight_type, columns, n_compute_warps):
+    for section in sections_of(weight_type, columns, n_compute_warps):
         chunks, at = _chunks_of_tiles(out, section), 0
         for part in _parts(numbers, section, n_compute_warps):
             flat = part.reshape(n_tiles, section.n_chunks, -1)
@@ -209,7 +190,7 @@ def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
     return out
 
 
-def _chunks_of_tiles(tiles: Tensor, section: _Section) -> Tensor:
+def _chunks_of_tiles(tiles: Tensor, section: Section) -> Tensor:
     """The chunks of a section, [tiles, chunks, chunk_bytes], a view of tiles [tiles, tile_bytes]."""
     some = tiles[:, section.at : section.at + section.n_chunks * section.chunk_bytes]
     return torch.unflatten(some, 1, (section.n_chunks, section.chunk_bytes))
@@ -219,7 +200,7 @@ def _chunks_of_tiles(tiles: Tensor, section: _Section) -> Tensor:
 # and the columns' 8 make the register r.
 
 
-def _parts(numbers: Numbers, section: _Section, n_compute_warps: int) -> Iterator[Tensor]:
+def _parts(numbers: Numbers, section: Section, n_compute_warps: int) -> Iterator[Tensor]:
     """Quants, further bits and scales of a section, each uint8 [tiles, chunks, ...]."""
     weight_type, n = numbers.weight_type, section.n
     width = section.n_chunks * n_compute_warps * n * TILE_COLUMNS
@@ -345,7 +326,7 @@ def _shares(
     """Where the slab of tiles from `start` on lies on the tape: pairs of views of the same bytes, [chunks, tiles of a
     block, bytes], the first into the tape, the second into the slab [tiles, tile_bytes]."""
     segment, n_blocks = partition.segments[index], partition.grid.n_blocks
-    sections = list(_sections(segment.weight_type, segment.columns, partition.grid.n_compute_warps))
+    sections = sections_of(segment.weight_type, segment.columns, partition.grid.n_compute_warps)
     for block, place in enumerate(partition.places[index]):
         tiles = slab[(block - segment.first) % n_blocks :: n_blocks]
         at = place + start // n_blocks * slab.shape[1]
