@@ -439,21 +439,16 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
     }
 }
 
+// By type, for activations of 8 bits and wide ones: floats are multiplied as they are.
+#define BY_WIDTH(type) {multiply_as<type, false>, multiply_as<type, !is_float(type)>}
+constexpr void (*MULTIPLY[][2])(const Matrix&, const Inputs&, int, float*, long, int, int) = {
+    BY_WIDTH(TILE_F32),  BY_WIDTH(TILE_F16),  BY_WIDTH(TILE_BF16), BY_WIDTH(TILE_Q4_0),
+    BY_WIDTH(TILE_Q4_1), BY_WIDTH(TILE_Q5_0), BY_WIDTH(TILE_Q5_1), BY_WIDTH(TILE_Q8_0),
+    BY_WIDTH(TILE_Q4_1), BY_WIDTH(TILE_Q5_1), BY_WIDTH(TILE_Q6_K),  // Q4_K and Q5_K: see quantised_tile
+};
+static_assert(sizeof(MULTIPLY) == N_TILE_TYPES * sizeof(*MULTIPLY), "every type is multiplied");
+
 void multiply(const Matrix& w, const Inputs& in, int n_rows, float* out, long out_stride, int tile_first,
               int tile_last) {
-#define AS(type, wide) multiply_as<type, wide>(w, in, n_rows, out, out_stride, tile_first, tile_last)
-    switch (w.type) {
-        case TILE_F32: AS(TILE_F32, false); break;
-        case TILE_F16: AS(TILE_F16, false); break;
-        case TILE_BF16: AS(TILE_BF16, false); break;
-        case TILE_Q4_0: in.wide ? AS(TILE_Q4_0, true) : AS(TILE_Q4_0, false); break;
-        case TILE_Q4_1:
-        case TILE_Q4_K: in.wide ? AS(TILE_Q4_1, true) : AS(TILE_Q4_1, false); break;
-        case TILE_Q5_0: in.wide ? AS(TILE_Q5_0, true) : AS(TILE_Q5_0, false); break;
-        case TILE_Q5_1:
-        case TILE_Q5_K: in.wide ? AS(TILE_Q5_1, true) : AS(TILE_Q5_1, false); break;
-        case TILE_Q8_0: in.wide ? AS(TILE_Q8_0, true) : AS(TILE_Q8_0, false); break;
-        case TILE_Q6_K: in.wide ? AS(TILE_Q6_K, true) : AS(TILE_Q6_K, false); break;
-    }
-#undef AS
+    MULTIPLY[w.type][in.wide](w, in, n_rows, out, out_stride, tile_first, tile_last);
 }
