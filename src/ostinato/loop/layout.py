@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from math import prod
+from textwrap import wrap
 from typing import Any, Final, Literal
 from zlib import crc32
 
@@ -412,7 +413,8 @@ def _numbers() -> list[str]:
     }
     lines = [f"#define {name} {value}" for name, value in sizes.items()]
     for words in (SlotState, Finish, InboxKind, InboxWord, OutboxWord, Word, Fault, End):
-        lines += [f"#define {_shouted(words.__name__)}_{word.name} {word.value}" for word in words]
+        named = ", ".join(f"{_shouted(words.__name__)}_{word.name} = {word.value}" for word in words)
+        lines += wrap(f"enum {{ {named} }};", 120, subsequent_indent="    ")
     return lines
 
 

@@ -311,7 +311,7 @@ BOUNDARY_FN void take_inbox(BoundaryState& boundary, const View& view) {
     bool goes_on = begin <= end && end - begin <= INBOX_ENTRIES(view);
     ONE {
         boundary.tail = begin;
-        boundary.ends = goes_on ? CONTINUE : END_FAULT;
+        boundary.ends = goes_on ? CONTINUE : (int)END_FAULT;
     }
     for (long long at = begin; at < end && goes_on; ++at) {
         const int place = (int)(at - begin) % ENTRIES_AT_ONCE;
