@@ -128,8 +128,8 @@ def test_the_emitted_header_says_in_c_what_python_says(
         "FAULT_EPOCH": Fault.EPOCH,
         "END_OUTBOX_FULL": End.OUTBOX_FULL,
     }
-    for arena, fields in arenas(layout).items():
-        for field in fields:
+    for arena in ("TABLE", "RING"):  # an admission's fields lie where the table's do
+        for field in arenas(layout)[arena]:
             expected[f"(long long){arena}_{field.name}(view)"] = field.offset
             expected[f"(long long)sizeof(*{arena}_{field.name}(view))"] = 8 if field.kind == "int64" else 4
     header = words_header() if at_run_time else layout.header(PAGE_TOKENS)

@@ -8,53 +8,17 @@
 #define MAX_TOP 20
 #define N_WORDS 11
 #define N_ADMISSION_FIELDS 24
-#define SLOT_STATE_FREE 0
-#define SLOT_STATE_LIVE 1
-#define SLOT_STATE_PAUSED 2
-#define SLOT_STATE_FINISHED 3
-#define FINISH_NONE 0
-#define FINISH_STOP 1
-#define FINISH_LENGTH 2
-#define FINISH_CANCELLED 3
-#define INBOX_KIND_ADMIT 1
-#define INBOX_KIND_CANCEL 2
-#define INBOX_KIND_GRANT 3
-#define INBOX_KIND_MASK 4
-#define INBOX_KIND_STOP 5
-#define INBOX_WORD_KIND 0
-#define INBOX_WORD_SLOT 1
-#define INBOX_WORD_GENERATION 2
-#define INBOX_WORD_COUNT 3
-#define INBOX_WORD_FIRST 4
-#define INBOX_WORD_PAGES 5
-#define OUTBOX_WORD_SLOT 0
-#define OUTBOX_WORD_GENERATION 1
-#define OUTBOX_WORD_TOKEN 2
-#define OUTBOX_WORD_POSITION 3
-#define OUTBOX_WORD_FINISH 4
-#define OUTBOX_WORD_LOGPROB 5
-#define OUTBOX_WORD_TIME 6
-#define WORD_INBOX_HEAD 0
-#define WORD_OUTBOX_TAIL 1
-#define WORD_YIELD 2
-#define WORD_INBOX_TAIL 3
-#define WORD_OUTBOX_HEAD 4
-#define WORD_STEPS 5
-#define WORD_LIVE 6
-#define WORD_FAULT 7
-#define WORD_GO 8
-#define WORD_ENDS 9
-#define WORD_WHY 10
-#define FAULT_NONE 0
-#define FAULT_PLAN 1
-#define FAULT_EPOCH 2
-#define FAULT_INBOX 3
-#define FAULT_STUCK 4
-#define END_IDLE 0
-#define END_YIELD 1
-#define END_OUTBOX_FULL 2
-#define END_STOP 3
-#define END_FAULT 4
+enum { SLOT_STATE_FREE = 0, SLOT_STATE_LIVE = 1, SLOT_STATE_PAUSED = 2, SLOT_STATE_FINISHED = 3 };
+enum { FINISH_NONE = 0, FINISH_STOP = 1, FINISH_LENGTH = 2, FINISH_CANCELLED = 3 };
+enum { INBOX_KIND_ADMIT = 1, INBOX_KIND_CANCEL = 2, INBOX_KIND_GRANT = 3, INBOX_KIND_MASK = 4, INBOX_KIND_STOP = 5 };
+enum { INBOX_WORD_KIND = 0, INBOX_WORD_SLOT = 1, INBOX_WORD_GENERATION = 2, INBOX_WORD_COUNT = 3, INBOX_WORD_FIRST = 4,
+    INBOX_WORD_PAGES = 5 };
+enum { OUTBOX_WORD_SLOT = 0, OUTBOX_WORD_GENERATION = 1, OUTBOX_WORD_TOKEN = 2, OUTBOX_WORD_POSITION = 3,
+    OUTBOX_WORD_FINISH = 4, OUTBOX_WORD_LOGPROB = 5, OUTBOX_WORD_TIME = 6 };
+enum { WORD_INBOX_HEAD = 0, WORD_OUTBOX_TAIL = 1, WORD_YIELD = 2, WORD_INBOX_TAIL = 3, WORD_OUTBOX_HEAD = 4, WORD_STEPS
+    = 5, WORD_LIVE = 6, WORD_FAULT = 7, WORD_GO = 8, WORD_ENDS = 9, WORD_WHY = 10 };
+enum { FAULT_NONE = 0, FAULT_PLAN = 1, FAULT_EPOCH = 2, FAULT_INBOX = 3, FAULT_STUCK = 4 };
+enum { END_IDLE = 0, END_YIELD = 1, END_OUTBOX_FULL = 2, END_STOP = 3, END_FAULT = 4 };
 #define MAX_SLOTS 64
 struct View {
     char *table, *admissions, *rings;
@@ -69,6 +33,7 @@ struct View {
 #define INBOX_ENTRIES(view) ((int)(view).layout[6])
 #define OUTBOX_ENTRIES(view) ((int)(view).layout[7])
 #define PAGE_TOKENS(view) ((int)(view).layout[8])
+#define ADMISSION_PLACES(view) ((view).layout + 9)  // of each field in turn
 #define TABLE_generation(view) ((int*)((view).table + (view).layout[9]))
 #define TABLE_position(view) ((int*)((view).table + (view).layout[10]))
 #define TABLE_left(view) ((int*)((view).table + (view).layout[11]))
@@ -111,35 +76,10 @@ struct View {
 #define TABLE_plan_hash(view) ((long long*)((view).table + (view).layout[48]))
 #define TABLE_epoch(view) ((long long*)((view).table + (view).layout[49]))
 #define TABLE_step_ns(view) ((long long*)((view).table + (view).layout[50]))
-#define ADMISSION_PLACES(view) ((view).layout + 51)  // of each field in turn
-#define ADMISSION_generation(view) ((int*)((view).admissions + (view).layout[51]))
-#define ADMISSION_position(view) ((int*)((view).admissions + (view).layout[52]))
-#define ADMISSION_left(view) ((int*)((view).admissions + (view).layout[53]))
-#define ADMISSION_granted(view) ((int*)((view).admissions + (view).layout[54]))
-#define ADMISSION_min_tokens(view) ((int*)((view).admissions + (view).layout[55]))
-#define ADMISSION_top_k(view) ((int*)((view).admissions + (view).layout[56]))
-#define ADMISSION_n_logprobs(view) ((int*)((view).admissions + (view).layout[57]))
-#define ADMISSION_n_stop(view) ((int*)((view).admissions + (view).layout[58]))
-#define ADMISSION_n_bias(view) ((int*)((view).admissions + (view).layout[59]))
-#define ADMISSION_constrained(view) ((int*)((view).admissions + (view).layout[60]))
-#define ADMISSION_penalised(view) ((int*)((view).admissions + (view).layout[61]))
-#define ADMISSION_temperature(view) ((float*)((view).admissions + (view).layout[62]))
-#define ADMISSION_top_p(view) ((float*)((view).admissions + (view).layout[63]))
-#define ADMISSION_min_p(view) ((float*)((view).admissions + (view).layout[64]))
-#define ADMISSION_repetition(view) ((float*)((view).admissions + (view).layout[65]))
-#define ADMISSION_presence(view) ((float*)((view).admissions + (view).layout[66]))
-#define ADMISSION_frequency(view) ((float*)((view).admissions + (view).layout[67]))
-#define ADMISSION_seed(view) ((long long*)((view).admissions + (view).layout[68]))
-#define ADMISSION_stop_ids(view) ((int*)((view).admissions + (view).layout[69]))
-#define ADMISSION_bias_ids(view) ((int*)((view).admissions + (view).layout[70]))
-#define ADMISSION_bias_values(view) ((float*)((view).admissions + (view).layout[71]))
-#define ADMISSION_pages(view) ((int*)((view).admissions + (view).layout[72]))
-#define ADMISSION_prompt_bits(view) ((int*)((view).admissions + (view).layout[73]))
-#define ADMISSION_mask_bits(view) ((int*)((view).admissions + (view).layout[74]))
-#define RING_words(view) ((long long*)((view).rings + (view).layout[75]))
-#define RING_inbox(view) ((int*)((view).rings + (view).layout[76]))
-#define RING_outbox(view) ((int*)((view).rings + (view).layout[77]))
-#define RING_outbox_top_ids(view) ((int*)((view).rings + (view).layout[78]))
-#define RING_outbox_top_logprobs(view) ((float*)((view).rings + (view).layout[79]))
+#define RING_words(view) ((long long*)((view).rings + (view).layout[51]))
+#define RING_inbox(view) ((int*)((view).rings + (view).layout[52]))
+#define RING_outbox(view) ((int*)((view).rings + (view).layout[53]))
+#define RING_outbox_top_ids(view) ((int*)((view).rings + (view).layout[54]))
+#define RING_outbox_top_logprobs(view) ((float*)((view).rings + (view).layout[55]))
 #define PAGE_TABLE(view, slot, group) (TABLE_pages(view) + ((long long)(slot) * N_GROUPS(view) + (group)) * MAX_PAGES(view))
-#define ADMISSION_WORDS(view) ((view).layout + 80)  // int32 of one slot, of each field in turn
+#define ADMISSION_WORDS(view) ((view).layout + 56)  // int32 of one slot, of each field in turn

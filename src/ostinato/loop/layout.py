@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
 from math import prod
+from textwrap import wrap
 from typing import Any, Final, Literal, NamedTuple
 from zlib import crc32
 
@@ -272,8 +273,7 @@ class Layout:
         lines = [*_HEADER, *_numbers(), f"#define MAX_SLOTS {self.n_slots}"]
         lines += ["struct View {", "    char *table, *admissions, *rings;", "};"]
         lines += [f"#define {name}(view) {value}" for name, value in self._sizes(page_tokens).items()]
-        for arena, fields in self.fields.items():
-            lines += [_place(arena, field, str(field.offset)) for field in fields]
+        lines += [_place(arena, field, str(field.offset)) for arena, field in self._named]
         lines.append(_PAGE_TABLE)
         rows = ", ".join(f"{{{field.offset}, {_row_words(field)}}}" for field in self.admission_fields)
         lines.append(f"#define ADMISSION_ROWS {rows}")
@@ -286,7 +286,7 @@ class Layout:
         """
         if self.n_slots > MAX_SLOTS:
             raise InternalError(f"a layout of {self.n_slots} slots; compiled objects have room for {MAX_SLOTS}")
-        places = [field.offset for fields in self.fields.values() for field in fields]
+        places = [field.offset for _, field in self._named]
         rows = [_row_words(field) for field in self.admission_fields]
         return np.array([_mark(), *self._sizes(page_tokens).values(), *places, *rows], dtype=np.int64)
 
@@ -294,6 +294,11 @@ class Layout:
     def fields(self) -> dict[str, tuple[Field, ...]]:
         """The fields of each arena."""
         return {"table": self.table_fields, "admissions": self.admission_fields, "rings": self.ring_fields}
+
+    @property
+    def _named(self) -> list[tuple[str, Field]]:
+        """The fields that C has names for, each with its arena: an admission's lie where the table's do."""
+        return [(arena, field) for arena, fields in self.fields.items() if arena != "admissions" for field in fields]
 
     def _sizes(self, page_tokens: int) -> dict[str, int]:
         """The sizes that C reads from a view."""
@@ -322,12 +327,10 @@ def words_header() -> str:
     for name in any_layout._sizes(1):
         lines.append(f"#define {name}(view) ((int)(view).layout[{at}])")
         at += 1
-    for arena, fields in any_layout.fields.items():
-        if arena == "admissions":
-            lines.append(f"#define ADMISSION_PLACES(view) ((view).layout + {at})  // of each field in turn")
-        for field in fields:
-            lines.append(_place(arena, field, f"(view).layout[{at}]"))
-            at += 1
+    lines.append(f"#define ADMISSION_PLACES(view) ((view).layout + {at})  // of each field in turn")
+    for arena, field in any_layout._named:
+        lines.append(_place(arena, field, f"(view).layout[{at}]"))
+        at += 1
     lines.append(_PAGE_TABLE)
     lines.append(f"#define ADMISSION_WORDS(view) ((view).layout + {at})  // int32 of one slot, of each field in turn")
     return "\n".join(lines) + "\n"
@@ -415,13 +418,14 @@ def _numbers() -> list[str]:
     }
     lines = [f"#define {name} {value}" for name, value in sizes.items()]
     for words in (SlotState, Finish, InboxKind, InboxWord, OutboxWord, Word, Fault, End):
-        lines += [f"#define {_shouted(words.__name__)}_{word.name} {word.value}" for word in words]
+        named = ", ".join(f"{_shouted(words.__name__)}_{word.name} = {word.value}" for word in words)
+        lines += wrap(f"enum {{ {named} }};", 120, subsequent_indent="    ")
     return lines
 
 
 def _place(arena: str, field: Field, offset: str) -> str:
-    """A macro for a field's address in a view: TABLE_token(view), ADMISSION_token(view), RING_words(view)."""
-    prefix = {"table": "TABLE", "admissions": "ADMISSION", "rings": "RING"}[arena]
+    """A macro for a field's address in a view: TABLE_token(view), RING_words(view)."""
+    prefix = arena.removesuffix("s").upper()
     return f"#define {prefix}_{field.name}(view) (({_C[field.kind]}*)((view).{arena} + {offset}))"
 
 

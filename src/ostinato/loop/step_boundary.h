@@ -300,7 +300,9 @@ BOUNDARY_FN void grant(const View& view, int slot, const int* entry) {
 
 BOUNDARY_FN void take_mask(const View& view, int slot) {
     const long long at = (long long)slot * MASK_WORDS(view);
-    copy_words(TABLE_mask_bits(view) + at, ADMISSION_mask_bits(view) + at, MASK_WORDS(view));
+    View admission = view;  // an admission has its fields at the places that the table has
+    admission.table = view.admissions;
+    copy_words(TABLE_mask_bits(view) + at, TABLE_mask_bits(admission) + at, MASK_WORDS(view));
     ONE TABLE_mask_ready(view)[slot] = 1;
 }
 
@@ -309,7 +311,7 @@ BOUNDARY_FN void take_inbox(BoundaryState& boundary, const View& view) {
     bool goes_on = begin <= end && end - begin <= INBOX_ENTRIES(view);
     ONE {
         boundary.tail = begin;
-        boundary.ends = goes_on ? CONTINUE : END_FAULT;
+        boundary.ends = goes_on ? CONTINUE : (int)END_FAULT;
     }
     for (long long at = begin; at < end && goes_on; ++at) {
         const int place = (int)(at - begin) % ENTRIES_AT_ONCE;

@@ -39,7 +39,7 @@ def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
         level = LEVELS[request.param]
         if missing := level.needs - features():
             pytest.skip(f"the native sampler was not tested for {level.words}: this CPU lacks {sorted(missing)}")
-        headers = {name: source(name) for name in ("sampler.h", "lanes.h", "layout.h")}
+        headers = {name: source(name) for name in ("sampler.h", "lanes.h", "layout.h", "philox.h")}
         flags = (*level.flags, *(os.environ.get("OSTINATO_CPU_FLAGS", "").split() or ["-Werror"]))
         code = Path(__file__).with_name("sampler.cpp").read_text()
         return ctypes.CDLL(str(shared_object(code, "sampler.cpp", headers=headers, flags=flags)))

@@ -28,7 +28,7 @@ from ostinato.backends.torch.model import Model
 from ostinato.files.checkpoint import TensorInfo
 from ostinato.models.blocks import Layer
 from ostinato.models.header import HeaderTensors, tensors_in
-from ostinato.models.shape import ExpertShape, Multipliers, RecurrentShape, Shape
+from ostinato.models.shape import ExpertShape, MambaShape, Multipliers, Shape
 from ostinato.options import LoadOptions
 from tests.backends.tape.models import FAMILIES, shape_of, small
 
@@ -45,7 +45,10 @@ def matrices_by_header(model: Model) -> list[TapeMatrix]:
 
 SHAPES: dict[str, tuple[Shape, str]] = {
     "experts": (replace(LLAMA, experts=ExpertShape(8, 2, 64, renormalise=True)), "experts"),
-    "recurrent": (replace(LLAMA, recurrent=RecurrentShape(((1,),))), "layers that are not causal attention"),
+    "recurrent": (
+        replace(LLAMA, recurrent=MambaShape(inner=1, state=1, kernel=2, dt_rank=1)),
+        "layers that are not causal attention",
+    ),
     "no attention": (replace(LLAMA, attention=False), "layers that are not causal attention"),
     "encoder": (replace(LLAMA, causal=False), "layers that are not causal attention"),
     "multipliers": (replace(LLAMA, multipliers=Multipliers(head=0.5)), "multipliers"),

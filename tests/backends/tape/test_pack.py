@@ -14,18 +14,14 @@ from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.tape import pack as pack_module
 from ostinato.backends.tape.pack import (
     GROUP_COLUMNS,
-    SIX_OFFSET,
     Numbers,
     TapeSource,
-    matrix_from,
-    numbers_from,
     numbers_of,
     put_matrix,
     source_of,
     tape_of,
     tiles_from,
     type_of,
-    values_of,
     weight_type_of,
     why_not_packed,
 )
@@ -36,7 +32,6 @@ from ostinato.backends.tape.partition import (
     TapeGrid,
     TapeMatrix,
     WeightType,
-    chunks_of,
     make_partition,
     padded_columns,
 )
@@ -45,7 +40,8 @@ from ostinato.backends.weights import Stack
 from ostinato.errors import InternalError, Unsupported
 from ostinato.files.quants import BLOCKS, dequantize
 from tests.backends.cuda.packing import pack
-from tests.backends.tape.walk import walk
+from tests.backends.tape.unpacked import SIX_OFFSET, matrix_from, numbers_from, values_of
+from tests.backends.tape.walk import chunks_of, walk
 
 CPU = torch.device("cpu")
 ROUNDED = ("Q4_K", "Q5_K", "Q6_K")  # types whose scales are products, which float16 may not hold

@@ -18,7 +18,6 @@ from ostinato.backends.tape.partition import (
     TapeMatrix,
     WeightType,
     chunk_bytes,
-    chunks_of,
     largest_chunk,
     make_partition,
     own_tiles,
@@ -27,7 +26,7 @@ from ostinato.backends.tape.partition import (
     tile_bytes,
 )
 from ostinato.errors import InternalError
-from tests.backends.tape.walk import walk
+from tests.backends.tape.walk import chunks_of, walk
 
 WEIGHT_TYPES = st.sampled_from(WeightType)
 GRIDS = st.builds(TapeGrid, st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))

@@ -19,20 +19,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ostinato import build
-from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers, tiles_from, values_of
+from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers, tiles_from
 from ostinato.backends.tape.partition import (
     Partition,
     TapeGrid,
     TapeMatrix,
     WeightType,
-    chunks_of,
     largest_chunk,
     make_partition,
 )
 from ostinato.errors import HardwareCannot
 from ostinato.loop.layout import Layout
 from tests.backends.tape.emulator import Program, compiled, constants, headers_of
-from tests.backends.tape.walk import walk
+from tests.backends.tape.unpacked import values_of
+from tests.backends.tape.walk import chunks_of, walk
 
 MAX_ROWS: Final = 8
 ROW_PADDING: Final = 8

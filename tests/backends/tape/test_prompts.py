@@ -21,7 +21,6 @@ from ostinato.backends.cuda.packed import Packed
 from ostinato.backends.cuda.scratch import scratch_elements
 from ostinato.backends.tape.backend import TapeRunner
 from ostinato.backends.tape.tape_weight import TapeWeight
-from ostinato.backends.tape.unpack import bind_unpack
 from ostinato.backends.torch.backend import TWIN
 from ostinato.backends.torch.kernels import twin_kernels
 from ostinato.backends.torch.model import Model
@@ -40,6 +39,7 @@ from tests.backends.tape.loop import EmulatedLoop
 from tests.backends.tape.models import shape_of, small
 from tests.backends.tape.test_plan import Laid, linears
 from tests.backends.tape.test_start import Card
+from tests.backends.tape.unpacked import by_twin
 from tests.built import build_model
 from tests.engine.rig import Driver, open_loop
 
@@ -49,10 +49,7 @@ PACKABLE = shape_of(hidden=256, ff_width=256)
 
 def on_tape(model: Model, *, triton: bool = False) -> Model:
     found = Laid(model, on_tape=True).step.model
-    for weight in leaves_of(found) if triton else ():
-        if isinstance(weight, TapeWeight):
-            weight.tape.bind_unpack = bind_unpack
-    return found
+    return found if triton else by_twin(found)
 
 
 def lies_on_tape(model: Model) -> bool:
@@ -188,7 +185,7 @@ class Emulated(EmulatedLoop):
 
     def _made(self) -> tuple[Plan, Start, Chunks]:
         plan, start, _ = super()._made()
-        self.model = self.step.on_tape(self._on_card) if self.settled.prompts == "tape" else self._on_card
+        self.model = by_twin(self.step.on_tape(self._on_card)) if self.settled.prompts == "tape" else self._on_card
         words = (self.memory, self.tables, self.n_tokens, twin_kernels())
         return plan, start, FusedChunks(self.model, *words, buckets=(16, 64))
 

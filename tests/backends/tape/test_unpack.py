@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ostinato.backends.tape.pack import TapeSource, source_of, tape_of, unpack_torch
+from ostinato.backends.tape.pack import TapeSource, source_of, tape_of
 from ostinato.backends.tape.partition import TapeGrid, make_partition
 from ostinato.backends.tape.tape_weight import Tape, TapeWeight
 from ostinato.backends.tape.unpack import bind_unpack
@@ -17,6 +17,7 @@ from ostinato.errors import BadPointer, InternalError
 from ostinato.files.quants import BLOCKS
 from tests.backends.cuda.triton.test_compile import Case, case_of
 from tests.backends.cuda.triton.test_matmul import weight_of
+from tests.backends.tape.unpacked import unpack_torch
 
 CPU = torch.device("cpu")
 TYPES = ("BF16", "Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")

@@ -6,7 +6,24 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ostinato.backends.tape.partition import Partition, chunks_of, own_tiles
+from ostinato.backends.tape.partition import TILE_COLUMNS, Partition, WeightType, own_tiles, sections_of
+
+
+class Chunk(NamedTuple):
+    """Some columns of a tile: compute warp w has the `n` column tiles from `first` + w * n on."""
+
+    first: int
+    n: int
+    n_bytes: int
+
+
+def chunks_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> list[Chunk]:
+    """The chunks of a tile of so many columns (with padding); only the last may be smaller."""
+    return [
+        Chunk(section.column // TILE_COLUMNS + i * section.n * n_compute_warps, section.n, section.chunk_bytes)
+        for section in sections_of(weight_type, columns, n_compute_warps)
+        for i in range(section.n_chunks)
+    ]
 
 
 class Piece(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -19,18 +19,12 @@ if TYPE_CHECKING:
 PAGE_TOKENS: Final = 16
 
 
-class NativeKV(NamedTuple):
-    """How the native loop keeps a type of keys and values: its number in `src/attention.h`, and the array's dtype."""
-
-    number: int
-    dtype: type[np.generic]
-
-
-KV_TYPES: Final[Mapping[KVType, NativeKV]] = {
-    "f32": NativeKV(0, np.float32),
-    "f16": NativeKV(1, np.float16),
-    "bf16": NativeKV(2, np.uint16),
-    "q8_0": NativeKV(3, np.int8),
+# What each type of keys and values is kept as, in the order of the enumeration in `src/attention.h`.
+KV_TYPES: Final[Mapping[KVType, type[np.generic]]] = {
+    "f32": np.float32,
+    "f16": np.float16,
+    "bf16": np.uint16,
+    "q8_0": np.int8,
 }
 
 
@@ -57,7 +51,7 @@ class NativePages:
     def of(shape: Shape, groups: Sequence[PageGroup], *, kv_type: KVType) -> NativePages:
         check_kv_width(kv_type, shape.head_width)
         width, group_of = shape.head_width, group_of_layer(groups)
-        blocks, kind = KV_FORMATS[kv_type].n_scales(width), KV_TYPES[kv_type].dtype
+        blocks, kind = KV_FORMATS[kv_type].n_scales(width), KV_TYPES[kv_type]
 
         def layer(n_pages: int) -> LayerPages:
             heads = n_pages, shape.n_kv_heads

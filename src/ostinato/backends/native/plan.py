@@ -192,7 +192,7 @@ class NativeStep:
             n_used=0 if experts is None else experts.n_used,
             renormalise=0 if experts is None else experts.renormalise,
             activation=_ACTIVATIONS[shape.activation],
-            kept=KV_TYPES[memory.kv_type].number,
+            kept=list(KV_TYPES).index(memory.kv_type),
             wide=wide,
             n_threads=self.threads,
             n_slots=tables.layout.n_slots,

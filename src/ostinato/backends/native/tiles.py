@@ -26,11 +26,10 @@ from ostinato.files.quants import BLOCKS
 from ostinato.files.unpack import Floats
 
 TILE_ROWS: Final = 16
-# In the order of the enumeration in tiles.h.
-TILE_TYPES: Final = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 _FLOATS: Final = ("F32", "F16", "BF16")
 
-# Bytes of 16 rows of a block in quants, scales and more; of the floats, of four columns.
+# Bytes of 16 rows of a block in quants, scales and more; of the floats, of four columns. In the order of the
+# enumeration in tiles.h.
 _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
     {
         "F32": (256, 0, 0),
@@ -46,6 +45,7 @@ _TILE_BYTES: Final[Mapping[str, tuple[int, int, int]]] = MappingProxyType(
         "Q6_K": (2048, 288, 1024),
     }
 )
+TILE_TYPES: Final = tuple(_TILE_BYTES)
 
 
 class TileMatrixStruct(ctypes.Structure):
@@ -93,11 +93,26 @@ class TileMatrix(HostMatrix):
 
     def rows_at(self, ids: NDArray[Any]) -> Floats:
         """Some rows, to the bit as `files/quants.py` reads them."""
-        return tile_rows(self, ids)
+        wanted = np.ascontiguousarray(ids, np.int32)
+        out = np.empty((len(wanted), self.cols), np.float32)
+        if len(wanted):
+            low, high = int(wanted.min()), int(wanted.max())
+            assert 0 <= low <= high < self.rows, f"rows {low} to {high} of a matrix of {self.rows}"
+            matrix = self.matrix
+            _library().ostinato_rows(ctypes.byref(matrix), wanted.ctypes.data, len(wanted), out.ctypes.data)
+        return out
 
     def product(self, x: Floats, n_threads: int) -> Floats:
         """x [n, cols] times the matrix, transposed: [n, rows]."""
-        return product(x, self, n_threads)
+        assert x.shape == (len(x), self.cols), f"{x.shape} times {self.shape}"
+        x = np.ascontiguousarray(x, np.float32)
+        out, matrix = np.empty((len(x), self.rows), np.float32), self.matrix
+        failed = _library().ostinato_product(
+            ctypes.byref(matrix), x.ctypes.data, len(x), out.ctypes.data, int(self.wide), n_threads
+        )
+        if failed:
+            raise MemoryError(f"no memory for {len(x)} rows of {self.cols} activations")
+        return out
 
     @property
     def matrix(self) -> TileMatrixStruct:
@@ -166,32 +181,6 @@ def fill_tiles(tiles: TileMatrix, raw: NDArray[np.uint8], start: int = 0) -> Non
     _library().ostinato_pack(ctypes.byref(matrix), raw.ctypes.data, first, last)
 
 
-def product(x: NDArray[np.float32], tiles: TileMatrix, n_threads: int = 1) -> NDArray[np.float32]:
-    """x [n, cols] times the matrix, transposed: [n, rows]."""
-    assert x.shape == (len(x), tiles.cols), f"{x.shape} times {tiles.shape}"
-    x = np.ascontiguousarray(x, np.float32)
-    out = np.empty((len(x), tiles.rows), np.float32)
-    matrix = tiles.matrix
-    failed = _library().ostinato_product(
-        ctypes.byref(matrix), x.ctypes.data, len(x), out.ctypes.data, int(tiles.wide), n_threads
-    )
-    if failed:
-        raise MemoryError(f"no memory for {len(x)} rows of {tiles.cols} activations")
-    return out
-
-
-def tile_rows(tiles: TileMatrix, ids: NDArray[np.integer]) -> NDArray[np.float32]:
-    """Rows `ids`, [n], dequantised: [n, cols], to the bit as `files/quants.py` reads them."""
-    wanted = np.ascontiguousarray(ids, np.int32)
-    out = np.empty((len(wanted), tiles.cols), np.float32)
-    if len(wanted):
-        low, high = int(wanted.min()), int(wanted.max())
-        assert 0 <= low <= high < tiles.rows, f"rows {low} to {high} of a matrix of {tiles.rows}"
-        matrix = tiles.matrix
-        _library().ostinato_rows(ctypes.byref(matrix), wanted.ctypes.data, len(wanted), out.ctypes.data)
-    return out
-
-
 def _check(type: str, cols: int) -> None:
     if type not in TILE_TYPES:
         raise Unsupported(f"{type} weights are not packed into tiles; those that are: {', '.join(TILE_TYPES)}")
@@ -208,8 +197,6 @@ def _declared(library: ctypes.CDLL) -> ctypes.CDLL:
     library.ostinato_product.argtypes = (matrix, pointer, number, pointer, number, number)
     library.ostinato_product.restype = number
     library.ostinato_rows.argtypes, library.ostinato_rows.restype = (matrix, pointer, number, pointer), None
-    library.ostinato_tile_bytes.argtypes = (number, number, number, ctypes.POINTER(ctypes.c_longlong))
-    library.ostinato_tile_bytes.restype = number
     return library
 
 

@@ -117,7 +117,7 @@ class TapeBackend:
     ) -> Model:
         import torch
 
-        from ostinato.backends.tape.load import without_matrices_on
+        from ostinato.backends.tape.plan import without_matrices_on
 
         if settled.prompts == "plain":
             return loaded_with(loader_of(settled), blocks, table, settled, progress)

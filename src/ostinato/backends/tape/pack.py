@@ -32,9 +32,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import groupby
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -47,12 +46,12 @@ from ostinato.backends.tape.partition import (
     TILE_ROWS,
     WEIGHT_TYPES,
     Partition,
+    Section,
     Segment,
     TapeGrid,
     TapeMatrix,
     WeightType,
-    chunks_of,
-    part_bytes,
+    sections_of,
     tile_bytes,
     why_mixed,
 )
@@ -61,14 +60,10 @@ from ostinato.backends.torch.weight import Weight
 from ostinato.backends.weights import Stack, shape_of
 from ostinato.errors import InternalError, Unsupported
 
-if TYPE_CHECKING:
-    from ostinato.backends.tape.tape_weight import TapeWeight
-
 # Columns that share a scale.
 GROUP_COLUMNS: Final[Mapping[WeightType, int]] = MappingProxyType(
     {WeightType.FOUR: 32, WeightType.FIVE: 32, WeightType.SIX: 16, WeightType.EIGHT: 32}
 )
-SIX_OFFSET: Final = OFFSETS["Q6_K"]
 _FURTHER_BITS: Final[Mapping[WeightType, int]] = MappingProxyType(
     {WeightType.FOUR: 0, WeightType.FIVE: 1, WeightType.SIX: 2}
 )
@@ -163,16 +158,6 @@ def numbers_of(part: Tensor | Packed, ids: Tensor, half: torch.dtype) -> Numbers
     return Numbers(weight_type, quants, _to_half(scales), None if minima is None else _to_half(minima))
 
 
-def values_of(numbers: Numbers) -> Tensor:
-    """The weights of these numbers, float32 [rows, columns], the difference rounded once."""
-    if numbers.scales is None:
-        return numbers.quants.float()
-    q = numbers.quants.float()
-    q = q - SIX_OFFSET if numbers.weight_type == WeightType.SIX else q
-    values = torch.unflatten(q, 1, (-1, GROUP_COLUMNS[numbers.weight_type])) * numbers.scales.float()[..., None]
-    return (values if numbers.minima is None else values - numbers.minima.float()[..., None]).flatten(1)
-
-
 def _to_half(wide: Tensor) -> Tensor:
     _check_fits(wide, "scales")
     return wide.half()
@@ -190,32 +175,13 @@ def _check_fits(wide: Tensor, what: str) -> None:
 # --- the layout of a tile ---
 
 
-class _Section(NamedTuple):
-    """Consecutive chunks of one size: their first byte and their first column in a tile."""
-
-    n_chunks: int
-    n: int
-    chunk_bytes: int
-    at: int
-    column: int
-
-
-def _sections(weight_type: WeightType, columns: int, n_compute_warps: int) -> Iterator[_Section]:
-    """The whole chunks, then the rest."""
-    at = 0
-    for n, run in groupby(chunks_of(weight_type, columns, n_compute_warps), key=lambda chunk: chunk.n):
-        chunks = list(run)
-        yield _Section(len(chunks), n, chunks[0].n_bytes, at, chunks[0].first * TILE_COLUMNS)
-        at += len(chunks) * chunks[0].n_bytes
-
-
 def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
     """Numbers of whole tiles, with all padding, as the tape has them: uint8 [tiles, tile_bytes]."""
     weight_type, columns = numbers.weight_type, numbers.quants.shape[1]
     n_tiles = len(numbers.quants) // TILE_ROWS
     size = tile_bytes(weight_type, columns, n_compute_warps)
     out = torch.empty((n_tiles, size), dtype=torch.uint8, device=numbers.quants.device)
-    for section in _sections(weight_type, columns, n_compute_warps):
+    for section in sections_of(weight_type, columns, n_compute_warps):
         chunks, at = _chunks_of_tiles(out, section), 0
         for part in _parts(numbers, section, n_compute_warps):
             flat = part.reshape(n_tiles, section.n_chunks, -1)
@@ -224,37 +190,17 @@ def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
     return out
 
 
-def numbers_from(
-    tiles: Tensor, weight_type: WeightType, columns: int, n_compute_warps: int, half: torch.dtype
-) -> Numbers:
-    """The inverse of `tiles_from`: tiles are uint8 [tiles, tile_bytes], columns those with padding."""
-    found = []
-    for section in _sections(weight_type, columns, n_compute_warps):
-        parts = torch.split(
-            _chunks_of_tiles(tiles, section), list(part_bytes(weight_type, section.n, n_compute_warps)), 2
-        )
-        found.append(_numbers(weight_type, section, n_compute_warps, half, *parts))
-    quants, scales, minima = ([some for some in field if some is not None] for field in zip(*found, strict=True))
-    assert quants, "a tile has chunks"
-    return Numbers(
-        weight_type,
-        torch.cat(quants, 1),
-        torch.cat(scales, 1) if scales else None,
-        torch.cat(minima, 1) if minima else None,
-    )
-
-
-def _chunks_of_tiles(tiles: Tensor, section: _Section) -> Tensor:
+def _chunks_of_tiles(tiles: Tensor, section: Section) -> Tensor:
     """The chunks of a section, [tiles, chunks, chunk_bytes], a view of tiles [tiles, tile_bytes]."""
     some = tiles[:, section.at : section.at + section.n_chunks * section.chunk_bytes]
     return torch.unflatten(some, 1, (section.n_chunks, section.chunk_bytes))
 
 
 # Dimensions of a section's quants: (tile, row / 8, g, chunk, compute warp, column tile, column / 8, q, h); the rows' 8
-# and the columns' 8 make the register r. `_parts` and `_numbers` are each other's inverse.
+# and the columns' 8 make the register r.
 
 
-def _parts(numbers: Numbers, section: _Section, n_compute_warps: int) -> Iterator[Tensor]:
+def _parts(numbers: Numbers, section: Section, n_compute_warps: int) -> Iterator[Tensor]:
     """Quants, further bits and scales of a section, each uint8 [tiles, chunks, ...]."""
     weight_type, n = numbers.weight_type, section.n
     width = section.n_chunks * n_compute_warps * n * TILE_COLUMNS
@@ -289,48 +235,6 @@ def _parts(numbers: Numbers, section: _Section, n_compute_warps: int) -> Iterato
     yield torch.stack(fields, -1).view(torch.uint8)
 
 
-def _numbers(
-    weight_type: WeightType,
-    section: _Section,
-    n_compute_warps: int,
-    half: torch.dtype,
-    quants: Tensor,
-    high: Tensor,
-    scales: Tensor,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The inverse of `_parts`, for one section: quants, scales and minima [rows, ...]."""
-    n_tiles, n = len(quants), section.n
-    rows, before, lanes = n_tiles * TILE_ROWS, (n_tiles, section.n_chunks, n_compute_warps), (8, 4)
-    if weight_type == WeightType.HALF:
-        words = quants.contiguous().view(half).view(*before, n, *lanes, 2, 2, 2)
-        return words.permute(0, 7, 4, 1, 2, 3, 6, 5, 8).reshape(rows, -1), None, None
-    if weight_type == WeightType.EIGHT:
-        words = quants.contiguous().view(torch.int8).view(*before, n // 2, *lanes, 2, 2, 2, 2)
-        q = words.permute(0, 7, 4, 1, 2, 3, 6, 9, 5, 8)
-    else:
-        words = quants.reshape(*before, -1, *lanes, _tiles_a_lane(weight_type, n), 2, 2).permute(
-            0, 4, 1, 2, 3, 6, 8, 5, 7
-        )
-        even, odd, more = words & 15, words >> 4, _FURTHER_BITS[weight_type]
-        if more:
-            if _is_whole(weight_type, n):
-                bits = high.reshape(*before, *lanes, -1, 2, 2).permute(0, 3, 1, 2, 5, 7, 4, 6)
-            else:
-                bits = high.reshape(*before, -1, *lanes, 2, 2).permute(0, 4, 1, 2, 3, 7, 5, 6)
-            bits = _parted(_parted(bits, 4) if weight_type == WeightType.FIVE else bits, 2 * more)[:, :, :, :, :n]
-            bits = torch.unflatten(bits, 4, words.shape[4:6])
-            mask = (1 << more) - 1
-            even, odd = even | (bits >> more & mask) << 4, odd << more | bits & mask
-        q = torch.stack((even, odd), 1)
-    halves = (
-        scales.contiguous()
-        .view(torch.float16)
-        .view(*before, -1, 8, _groups_a_slot(weight_type, n), 2, _n_fields(weight_type))
-    )
-    each = halves.permute(7, 0, 6, 4, 1, 2, 5, 3).reshape(_n_fields(weight_type), rows, -1)
-    return q.reshape(rows, -1), each[0], each[1] if len(each) == 2 else None
-
-
 def _is_whole(weight_type: WeightType, n: int) -> bool:
     """Whether a chunk of n column tiles for each compute warp is whole: a lane's words are then contiguous."""
     return n == PER_COMPUTE_WARP[weight_type]
@@ -360,11 +264,6 @@ def _joined(values: Tensor, shift: int) -> Tensor:
     """Pairs of dimension 4 (column tiles, or groups) in one byte, the second shifted left by `shift` bits."""
     low, high = _by(2, pad(values, (0, 0) * 3 + (0, values.shape[4] % 2)), 4).unbind(5)
     return low | high << shift
-
-
-def _parted(values: Tensor, shift: int) -> Tensor:
-    """The inverse of `_joined`; the higher bits of each value are undefined."""
-    return torch.stack((values, values >> shift), 5).flatten(4, 5)
 
 
 # --- the tape ---
@@ -400,45 +299,13 @@ def put_matrix(
         raise InternalError(f"matrix {index} of the tape is {matrix}, and was given {source.matrix}")
     source = source.to(tape.device)
     for start, stop in _slabs(segment, partition.grid):
-        slab = _empty_slab(segment, n_compute_warps, stop - start, tape.device)
+        size = tile_bytes(segment.weight_type, segment.columns, n_compute_warps)
+        slab = torch.empty((stop - start, size), dtype=torch.uint8, device=tape.device)
         for first, last in _pieces(segment, start, stop):
             numbers = _padded(source, _rows_of_tiles(matrix, first, last), segment.columns, half)
             slab[first - start : last - start] = tiles_from(numbers, n_compute_warps)
         for on_tape, of_slab in _shares(tape, slab, partition, index, start):
             on_tape.copy_(of_slab)
-
-
-def matrix_from(
-    tape: Tensor,
-    partition: Partition,
-    index: int,
-    half: torch.dtype = torch.bfloat16,
-    dtype: torch.dtype = torch.float32,
-) -> Tensor:
-    """Matrix `index` of the partition, dequantised from a tape and rounded to dtype: [rows, columns] in the model's own
-    order."""
-    matrix, segment = partition.matrices[index], partition.segments[index]
-    n_compute_warps = partition.grid.n_compute_warps
-    out = torch.empty((matrix.rows, matrix.columns), dtype=dtype, device=tape.device)
-    for start, stop in _slabs(segment, partition.grid):
-        slab = _empty_slab(segment, n_compute_warps, stop - start, tape.device)
-        for on_tape, of_slab in _shares(tape, slab, partition, index, start):
-            of_slab.copy_(on_tape)
-        for first, last in _pieces(segment, start, stop):
-            tiles = slab[first - start : last - start]
-            values = values_of(numbers_from(tiles, segment.weight_type, segment.columns, n_compute_warps, half))
-            ids = _rows_of_tiles(matrix, first, last)
-            real = (ids >= 0).nonzero()[:, 0]
-            out[ids[real].to(out.device)] = values[real.to(out.device), : matrix.columns].to(dtype)
-    return out
-
-
-def unpack_torch(weight: TapeWeight, out: Tensor, first: int = 0) -> None:
-    """Rows `first` and following of a weight on the tape into out, [rows, cols] of its dtype: to the bit what was put
-    there, or what packed numbers stand for, rounded once more."""
-    tape = weight.tape
-    parts = [matrix_from(tape.bytes, tape.partition, number, tape.half, weight.dtype) for number in weight.matrices]
-    out.copy_(torch.cat(parts)[first : first + len(out)])
 
 
 def _slabs(segment: Segment, grid: TapeGrid) -> Iterator[tuple[int, int]]:
@@ -453,18 +320,13 @@ def _pieces(segment: Segment, start: int, stop: int) -> Iterator[tuple[int, int]
     return ((first, min(first + each, stop)) for first in range(start, stop, each))
 
 
-def _empty_slab(segment: Segment, n_compute_warps: int, n_tiles: int, device: torch.device) -> Tensor:
-    size = tile_bytes(segment.weight_type, segment.columns, n_compute_warps)
-    return torch.empty((n_tiles, size), dtype=torch.uint8, device=device)
-
-
 def _shares(
     tape: Tensor, slab: Tensor, partition: Partition, index: int, start: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Where the slab of tiles from `start` on lies on the tape: pairs of views of the same bytes, [chunks, tiles of a
     block, bytes], the first into the tape, the second into the slab [tiles, tile_bytes]."""
     segment, n_blocks = partition.segments[index], partition.grid.n_blocks
-    sections = list(_sections(segment.weight_type, segment.columns, partition.grid.n_compute_warps))
+    sections = sections_of(segment.weight_type, segment.columns, partition.grid.n_compute_warps)
     for block, place in enumerate(partition.places[index]):
         tiles = slab[(block - segment.first) % n_blocks :: n_blocks]
         at = place + start // n_blocks * slab.shape[1]

@@ -97,12 +97,15 @@ class Segment(NamedTuple):
     columns: int
 
 
-class TapeChunk(NamedTuple):
-    """Some columns of a tile: compute warp w has the `n` column tiles from `first` + w * n on."""
+class Section(NamedTuple):
+    """Consecutive chunks of one size in a tile, in each of which a compute warp has `n` column tiles; their first byte
+    and their first column."""
 
-    first: int
+    n_chunks: int
     n: int
-    n_bytes: int
+    chunk_bytes: int
+    at: int
+    column: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,21 +174,21 @@ def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
     return range((block - segment.first) % grid.n_blocks, segment.n_tiles, grid.n_blocks)
 
 
-def chunks_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> tuple[TapeChunk, ...]:
-    """The chunks of a tile of so many columns (with padding); only the last may be smaller.
+def sections_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> list[Section]:
+    """The whole chunks of a tile of so many columns (with padding), then the rest.
 
-    >>> [chunk.n for chunk in chunks_of(WeightType.HALF, 1280, 8)]
-    [4, 4, 2]
+    >>> [(section.n_chunks, section.n) for section in sections_of(WeightType.HALF, 1280, 8)]
+    [(2, 4), (1, 2)]
     """
     each, rest = divmod(columns, TILE_COLUMNS * n_compute_warps)
     if rest:
         raise InternalError(f"{columns} columns are no whole column tiles for {n_compute_warps} compute warps each")
-    per = PER_COMPUTE_WARP[weight_type]
-    sizes = [min(per, each - first) for first in range(0, each, per)]
-    return tuple(
-        TapeChunk(i * per * n_compute_warps, n, chunk_bytes(weight_type, n, n_compute_warps))
-        for i, n in enumerate(sizes)
-    )
+    n_whole, n_left = divmod(each, PER_COMPUTE_WARP[weight_type])
+    whole = chunk_bytes(weight_type, PER_COMPUTE_WARP[weight_type], n_compute_warps)
+    left = chunk_bytes(weight_type, n_left, n_compute_warps)
+    behind = (n_whole * whole, (each - n_left) * TILE_COLUMNS * n_compute_warps)
+    both = Section(n_whole, PER_COMPUTE_WARP[weight_type], whole, 0, 0), Section(1, n_left, left, *behind)
+    return [section for section in both if section.n_chunks * section.n]
 
 
 def part_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> tuple[int, int, int]:
@@ -213,7 +216,7 @@ def chunk_bytes(weight_type: WeightType, n: int, n_compute_warps: int) -> int:
 
 def tile_bytes(weight_type: WeightType, columns: int, n_compute_warps: int) -> int:
     """Bytes of all chunks of a tile; columns are those with padding."""
-    return sum(chunk.n_bytes for chunk in chunks_of(weight_type, columns, n_compute_warps))
+    return sum(section.n_chunks * section.chunk_bytes for section in sections_of(weight_type, columns, n_compute_warps))
 
 
 def matrix_bytes(weight_type: WeightType, rows: int, columns: int, n_compute_warps: int = 8) -> int:
@@ -230,7 +233,7 @@ def matrix_bytes(weight_type: WeightType, rows: int, columns: int, n_compute_war
 def largest_chunk(segments: Iterable[Segment], n_compute_warps: int) -> int:
     """Bytes that a stage of the ring must hold."""
     return max(
-        chunk.n_bytes
+        section.chunk_bytes
         for segment in segments
-        for chunk in chunks_of(segment.weight_type, segment.columns, n_compute_warps)
+        for section in sections_of(segment.weight_type, segment.columns, n_compute_warps)
     )

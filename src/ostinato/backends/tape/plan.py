@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from ctypes import Structure, c_int, c_uint64, c_void_p
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -113,6 +113,19 @@ def _linears(model: Model) -> Iterator[tuple[str, Linear]]:
         yield f"{at}.down", layer.mlp.down
     assert model.head is not None
     yield "head", model.head
+
+
+def without_matrices_on(model: Model, device: torch.device) -> Model:
+    """A model whose matrices stay where they are, to be copied to the device one at a time, while the embedding and all
+    that is no matrix come to it. A tied head is the embedding, there too."""
+    embedding = model.embedding.to(device)
+
+    def there(weight: Any) -> Any:
+        if weight is model.embedding:
+            return embedding
+        return weight.to(device) if isinstance(weight, Tensor) and weight.dim() == 1 else weight
+
+    return replace(with_leaves(model, there), device=device)
 
 
 # --- sizes ---
@@ -328,7 +341,9 @@ class TapeStep:
         weight_types = {matrix.weight_type for matrix in matrices}
         self.header = shape_header(model, self.sizes, n_tokens, kv_type, weight_types, activations)
         self.buffers = self._weights(model, sources, [name.endswith("qkv") for name, _ in named])
-        self.buffers |= self._between(model, tables.layout.vocab)
+        between = self._between(model, tables.layout.vocab)
+        self.buffers |= between
+        self.written = tuple(between)
         self._caches(model, memory)
         self.argument = self._argument(tables)
         self.n_plain_bytes = sum(b.n_bytes for b in without_repeats(_weight_buffers(model)))  # what prompts could read
@@ -452,17 +467,11 @@ def tape_plan(model: Model, memory: PagedMemory, tables: Tables, step: TapeStep)
     kept = [Buffer.of(name, tensor) for name, tensor in memory_tensors(memory)]
     known = {buffer.address for buffer in own}
     plain = [b for b in without_repeats(_weight_buffers(model)) if b.address not in known]
-    written = ("table", "rings", *_WRITTEN, *(buffer.name for buffer in kept))
-    read = (*written, "admissions", *(name for name in step.buffers if name not in _WRITTEN))
+    written = ("table", "rings", *step.written, *(buffer.name for buffer in kept))
+    read = (*written, "admissions", *(name for name in step.buffers if name not in step.written))
     node = Node("step", "tape", _run_whole, read, written, step.n_bytes, 1)
     constants = f"{step.header}tape of {step.n_bytes} bytes for {step.sizes.grid.n_blocks} blocks; {step.prompts}"
     return Plan(str(model.device), (*own, *kept, *plain), (node,), memory.page_tokens, constants)
-
-
-_WRITTEN: Final = (
-    *("x", "qkv", "parts", "attended", "inside", "summaries", "marks"),
-    *("logits", "scaled", "state", "clock"),
-)
 
 
 def _run_whole() -> None:

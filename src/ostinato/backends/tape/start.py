@@ -34,7 +34,7 @@ def tape_headers(step: TapeStep, tables: Tables, page_tokens: int) -> dict[str, 
     """What `tape.cu` includes, by name."""
     own = {path.name: path.read_text("utf-8") for path in sorted(SOURCES.glob("*.h"))}
     return own | {
-        "step_boundary.h": source("step_boundary.h"),
+        **{name: source(name) for name in ("step_boundary.h", "philox.h")},
         "layout.h": tables.layout.header(page_tokens),
         "shape.h": step.header,
     }

@@ -1,20 +1,17 @@
 """A weight that lies on the tape alone: before another kernel can read it, it is unpacked into separate memory.
 
-The kernel that does so is `backends/tape/unpack.py`, where the tape lies on a GPU; elsewhere its twin, `unpack_torch`
-of `pack.py`.
+The kernel that does so is `backends/tape/unpack.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from ostinato.backends.cuda.scratch import ScratchWeight
-from ostinato.backends.tape.pack import unpack_torch
 from ostinato.backends.tape.partition import TILE_ROWS, Partition
 from ostinato.backends.torch.kernels import Bind, Launch
 from ostinato.errors import InternalError
@@ -25,17 +22,11 @@ class Tape:
     [matrix, block] where a block's tiles of a matrix begin, on the tape's device."""
 
     def __init__(self, tape: Tensor, partition: Partition, half: torch.dtype) -> None:
+        from ostinato.backends.tape.unpack import bind_unpack
+
         self.bytes, self.partition, self.half = tape, partition, half
         self.places = torch.tensor(partition.places, dtype=torch.int64, device=tape.device)
-        self.bind_unpack = _unpacker(tape.device)
-
-
-def _unpacker(device: torch.device) -> Bind:
-    if device.type != "cuda":
-        return partial(partial, unpack_torch)
-    from ostinato.backends.tape.unpack import bind_unpack
-
-    return bind_unpack
+        self.bind_unpack: Bind = bind_unpack
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,5 @@
-"""Weights of the tape in the model's own order, for the products of a prompt; the twin is `unpack_torch` of
-`backends/tape/pack.py`, which also says where every bit lies.
+"""Weights of the tape in the model's own order, for the products of a prompt; `backends/tape/pack.py` says where every
+bit lies.
 
     bind_unpack(weight, out, first=0) -> Launches
 

@@ -234,13 +234,11 @@ static void attend_any(const Past& past, int block, const Query* queries, int n,
     if (n == 1) attend_queries<KEPT, 1>(past, block, queries, partials);
 }
 
+constexpr void (*ATTEND[])(const Past&, int, const Query*, int, SoftmaxState*) = {
+    attend_any<KEPT_F32>, attend_any<KEPT_F16>, attend_any<KEPT_BF16>, attend_any<KEPT_Q8_0>,
+};
 static inline void attend_typed(const Past& past, int block, const Query* queries, int n, SoftmaxState* partials) {
-    switch (past.heads.kept) {
-        case KEPT_F32: return attend_any<KEPT_F32>(past, block, queries, n, partials);
-        case KEPT_F16: return attend_any<KEPT_F16>(past, block, queries, n, partials);
-        case KEPT_BF16: return attend_any<KEPT_BF16>(past, block, queries, n, partials);
-        default: return attend_any<KEPT_Q8_0>(past, block, queries, n, partials);
-    }
+    ATTEND[past.heads.kept](past, block, queries, n, partials);
 }
 
 // --- blocks joined in order ---
@@ -334,7 +332,7 @@ static inline void append(const Past& past, int position, const float* key, cons
             }
             return;
         }
-        default: {
+        case KEPT_Q8_0: {
             auto* keys = reinterpret_cast<signed char*>(cache.keys);
             auto* values = reinterpret_cast<signed char*>(cache.values);
             unsigned short* key_scales = cache.key_scales + item / Q8_BLOCK + cell;

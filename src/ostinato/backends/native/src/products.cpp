@@ -9,17 +9,13 @@
 // Quants of TOP 255 have 128 added; CORRECTED: the caller subtracts it again. SHORT_SUMS: long chains of additions are
 // latency-bound here. TWO_ROWS: there is a body for two rows at once.
 
-#if LANES_AVX512
-
-constexpr int PARTS = 1, MANY_ROWS = 8, MANY_FLOAT_ROWS = 4, ROWS_ABREAST = 4;
-constexpr bool CORRECTED = true, SHORT_SUMS = true, TWO_ROWS = true;
+#if !LANES_AVX2  // a part is all 16 rows
 using Part = Lanes;
 using PartInts = Ints;
-struct PartBytes { __m512i v; };
 
 static inline Part part_of(float x) { return lanes(x); }
 static inline PartInts part_ints(int x) { return ints(x); }
-static inline Part part_f32(const void* p, int) { return {_mm512_loadu_ps(p)}; }
+static inline Part part_f32(const void* p, int) { return load(static_cast<const float*>(p)); }
 static inline Part part_f16(const void* p, int) { return from_f16(p); }
 static inline Part part_bf16(const void* p, int) { return from_bf16(p); }
 static inline Part part_uint8(const unsigned char* p, int) { return to_float(from_uint8(p)); }
@@ -30,6 +26,13 @@ static inline void store_part(float* p, Part x, int, int n) {
     else
         store_some(p, x, n);
 }
+#endif
+
+#if LANES_AVX512
+
+constexpr int PARTS = 1, MANY_ROWS = 8, MANY_FLOAT_ROWS = 4, ROWS_ABREAST = 4;
+constexpr bool CORRECTED = true, SHORT_SUMS = true, TWO_ROWS = true;
+struct PartBytes { __m512i v; };
 
 static inline PartBytes part_bytes(const unsigned char* p, int) { return {_mm512_load_si512(p)}; }
 static inline PartBytes eight_bits(const unsigned char* p, int part) { return part_bytes(p, part); }
@@ -145,18 +148,7 @@ static inline void dots(PartInts* sums, const PartBytes* v, const signed char* c
 
 constexpr int PARTS = 1, MANY_ROWS = 1, MANY_FLOAT_ROWS = 1, ROWS_ABREAST = 1;
 constexpr bool CORRECTED = true, SHORT_SUMS = false, TWO_ROWS = false;
-using Part = Lanes;
-using PartInts = Ints;
 struct PartBytes { unsigned char v[64]; };
-
-static inline Part part_of(float x) { return lanes(x); }
-static inline PartInts part_ints(int x) { return ints(x); }
-static inline Part part_f32(const void* p, int) { return load(static_cast<const float*>(p)); }
-static inline Part part_f16(const void* p, int) { return from_f16(p); }
-static inline Part part_bf16(const void* p, int) { return from_bf16(p); }
-static inline Part part_uint8(const unsigned char* p, int) { return to_float(from_uint8(p)); }
-static inline Part part_int8(const unsigned char* p, int) { return to_float(from_int8(p)); }
-static inline void store_part(float* p, Part x, int, int n) { store_some(p, x, n); }
 
 static inline PartBytes part_bytes(const unsigned char* p, int) {
     PartBytes out;
@@ -439,21 +431,16 @@ ONE_BODY static void multiply_as(const Matrix& w, const Inputs& in, int n_rows, 
     }
 }
 
+// By type, for activations of 8 bits and wide ones: floats are multiplied as they are.
+#define BY_WIDTH(type) {multiply_as<type, false>, multiply_as<type, !is_float(type)>}
+constexpr void (*MULTIPLY[][2])(const Matrix&, const Inputs&, int, float*, long, int, int) = {
+    BY_WIDTH(TILE_F32),  BY_WIDTH(TILE_F16),  BY_WIDTH(TILE_BF16), BY_WIDTH(TILE_Q4_0),
+    BY_WIDTH(TILE_Q4_1), BY_WIDTH(TILE_Q5_0), BY_WIDTH(TILE_Q5_1), BY_WIDTH(TILE_Q8_0),
+    BY_WIDTH(TILE_Q4_1), BY_WIDTH(TILE_Q5_1), BY_WIDTH(TILE_Q6_K),  // Q4_K and Q5_K: see quantised_tile
+};
+static_assert(sizeof(MULTIPLY) == N_TILE_TYPES * sizeof(*MULTIPLY), "every type is multiplied");
+
 void multiply(const Matrix& w, const Inputs& in, int n_rows, float* out, long out_stride, int tile_first,
               int tile_last) {
-#define AS(type, wide) multiply_as<type, wide>(w, in, n_rows, out, out_stride, tile_first, tile_last)
-    switch (w.type) {
-        case TILE_F32: AS(TILE_F32, false); break;
-        case TILE_F16: AS(TILE_F16, false); break;
-        case TILE_BF16: AS(TILE_BF16, false); break;
-        case TILE_Q4_0: in.wide ? AS(TILE_Q4_0, true) : AS(TILE_Q4_0, false); break;
-        case TILE_Q4_1:
-        case TILE_Q4_K: in.wide ? AS(TILE_Q4_1, true) : AS(TILE_Q4_1, false); break;
-        case TILE_Q5_0: in.wide ? AS(TILE_Q5_0, true) : AS(TILE_Q5_0, false); break;
-        case TILE_Q5_1:
-        case TILE_Q5_K: in.wide ? AS(TILE_Q5_1, true) : AS(TILE_Q5_1, false); break;
-        case TILE_Q8_0: in.wide ? AS(TILE_Q8_0, true) : AS(TILE_Q8_0, false); break;
-        case TILE_Q6_K: in.wide ? AS(TILE_Q6_K, true) : AS(TILE_Q6_K, false); break;
-    }
-#undef AS
+    MULTIPLY[w.type][in.wide](w, in, n_rows, out, out_stride, tile_first, tile_last);
 }

@@ -15,6 +15,7 @@
 
 #include "lanes.h"
 #include "layout.h"
+#include "philox.h"
 
 // --- what it works in ---
 
@@ -42,24 +43,6 @@ static inline SamplerWorkspace workspace_over(void* scratch, int vocab) {
     char* ranked = at + whole_lines(n * sizeof(float));
     char* other = ranked + whole_lines(n * sizeof(Ranked));
     return {(float*)at, (Ranked*)ranked, (Ranked*)other, (double*)(other + whole_lines(n * sizeof(Ranked)))};
-}
-
-// --- Philox 4x32 with ten rounds, as backends/torch/ops/philox.py: a uniform number of 24 bits from (seed, position) ---
-
-static inline float uniform(long long seed, long long position) {
-    uint32_t c0 = (uint32_t)position, c1 = (uint32_t)((uint64_t)position >> 32), c2 = 0, c3 = 0;
-    uint32_t k0 = (uint32_t)seed, k1 = (uint32_t)((uint64_t)seed >> 32);
-    for (int round = 0; round < 10; ++round) {
-        const uint64_t first = (uint64_t)c0 * 0xD2511F53u, second = (uint64_t)c2 * 0xCD9E8D57u;
-        const uint32_t upper = (uint32_t)(second >> 32) ^ c1 ^ k0, lower = (uint32_t)(first >> 32) ^ c3 ^ k1;
-        c0 = upper;
-        c1 = (uint32_t)second;
-        c2 = lower;
-        c3 = (uint32_t)first;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return (float)(c0 >> 8) * 0x1p-24f;
 }
 
 // --- passes over the vocabulary ---
@@ -511,7 +494,7 @@ static inline int chosen_of(
     if (!numbers || !std::isfinite(most)) return first_largest(workspace.values, n, most, numbers);
     const Filters filters = {
         TABLE_top_k(admission)[slot], TABLE_top_p(admission)[slot], TABLE_min_p(admission)[slot],
-        uniform(TABLE_seed(admission)[slot], position),
+        (float)random_24(TABLE_seed(admission)[slot], position) * 0x1p-24f,
     };
     return sampled_id(workspace, n, most, filters);
 }

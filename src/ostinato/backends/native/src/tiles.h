@@ -73,12 +73,9 @@ constexpr bool is_k(int type) { return type >= TILE_Q4_K; }
 constexpr bool has_minimum(int type) {
     return type == TILE_Q4_1 || type == TILE_Q5_1 || type == TILE_Q4_K || type == TILE_Q5_K;
 }
-constexpr int n_bits(int type) {
-    return type == TILE_Q8_0 ? 8
-           : type == TILE_Q6_K ? 6
-           : type == TILE_Q5_0 || type == TILE_Q5_1 || type == TILE_Q5_K ? 5
-                                                                          : 4;
-}
+constexpr int N_BITS[] = {32, 16, 16, 4, 4, 5, 5, 8, 4, 5, 6};
+static_assert(sizeof(N_BITS) == N_TILE_TYPES * sizeof(int), "every type has its bits");
+constexpr int n_bits(int type) { return N_BITS[type]; }
 // The offset that makes quants unsigned, as a power of two; types with a minimum have none.
 constexpr int offset_bits(int type) { return n_bits(type) - 1; }
 constexpr int quant_bytes(int type) { return n_bits(type) == 8 ? 512 : 256; }  // of a block of a tile

@@ -132,24 +132,17 @@ template <typename T> static void pack_floats(const Matrix& w, const unsigned ch
     }
 }
 
+constexpr void (*PACK[])(const Matrix&, const unsigned char*, int) = {
+    pack_floats<uint32_t>, pack_floats<uint16_t>, pack_floats<uint16_t>, pack_tile<TILE_Q4_0>,
+    pack_tile<TILE_Q4_1>,  pack_tile<TILE_Q5_0>,  pack_tile<TILE_Q5_1>,  pack_tile<TILE_Q8_0>,
+    pack_tile<TILE_Q4_K>,  pack_tile<TILE_Q5_K>,  pack_tile<TILE_Q6_K>,
+};
+static_assert(sizeof(PACK) == N_TILE_TYPES * sizeof(*PACK), "every type is packed");
+
 static inline void pack_tiles(const Matrix& w, const unsigned char* blocks, int tile_first, int tile_last) {
     const int columns = is_float(w.type) ? 1 : is_k(w.type) ? SUPER * BLOCK : BLOCK;
     const size_t tile_file_bytes = size_t(w.cols / columns) * FILE_BLOCK_BYTES[w.type] * LANES;
-    for (int tile = tile_first; tile < tile_last; tile++, blocks += tile_file_bytes) {
-        switch (w.type) {
-            case TILE_F32: pack_floats<uint32_t>(w, blocks, tile); break;
-            case TILE_F16:
-            case TILE_BF16: pack_floats<uint16_t>(w, blocks, tile); break;
-            case TILE_Q4_0: pack_tile<TILE_Q4_0>(w, blocks, tile); break;
-            case TILE_Q4_1: pack_tile<TILE_Q4_1>(w, blocks, tile); break;
-            case TILE_Q5_0: pack_tile<TILE_Q5_0>(w, blocks, tile); break;
-            case TILE_Q5_1: pack_tile<TILE_Q5_1>(w, blocks, tile); break;
-            case TILE_Q8_0: pack_tile<TILE_Q8_0>(w, blocks, tile); break;
-            case TILE_Q4_K: pack_tile<TILE_Q4_K>(w, blocks, tile); break;
-            case TILE_Q5_K: pack_tile<TILE_Q5_K>(w, blocks, tile); break;
-            case TILE_Q6_K: pack_tile<TILE_Q6_K>(w, blocks, tile); break;
-        }
-    }
+    for (int tile = tile_first; tile < tile_last; tile++, blocks += tile_file_bytes) PACK[w.type](w, blocks, tile);
 }
 
 // --- threads of one call: the loop has a team of its own, and these products are not its ---
@@ -172,16 +165,6 @@ template <typename Work> static void share_out(int n, int n_threads, const Work&
 extern "C" {
 
 int ostinato_matrix_bytes() { return int(sizeof(Matrix)); }
-
-// Bytes of the three planes of a matrix: quants, scales, more. Returns 0, or 1 for a type or shape that no tile has.
-int ostinato_tile_bytes(int type, int rows, int cols, long long* out) {
-    if (type < 0 || type >= N_TILE_TYPES || rows < 1 || cols < 1) return 1;
-    if (!is_float(type) && cols % (is_k(type) ? SUPER * BLOCK : BLOCK)) return 1;
-    size_t bytes[3];
-    tile_bytes(type, cols, bytes);
-    for (int i = 0; i < 3; i++) out[i] = (long long)(bytes[i] * tiles_in(rows));
-    return 0;
-}
 
 // Tiles [tile_first, tile_last) of w, whose planes are there to be written, from the file's blocks of these rows. Calls
 // may run side by side.

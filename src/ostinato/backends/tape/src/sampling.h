@@ -17,6 +17,7 @@
 // Bound by reading 4 bytes an id from L2 for each pass, by one block; for a flat row also by one float64 exp an id.
 #pragma once
 #include "parts.h"
+#include "philox.h"
 
 #if !defined(LISTED)
 #define LISTED 1024     // ids that are ranked at once; a power of two
@@ -758,23 +759,6 @@ DEVICE u64 weight_from(const ComputeThread& p, SamplingScratch& c, const SampleS
     weight = 0;
     for (int i = 0; i < N_COMPUTE_WARPS; ++i) weight += c.of_warp[i];
     return weight;
-}
-
-// Philox 4x32 with ten rounds, as backends/torch/ops/philox.py: a number of 24 bits from (seed, position).
-DEVICE u32 random_24(u64 seed, u64 position) {
-    u32 c0 = (u32)position, c1 = (u32)(position >> 32), c2 = 0, c3 = 0, k0 = (u32)seed, k1 = (u32)(seed >> 32);
-    NOT_UNROLLED
-    for (int round = 0; round < 10; ++round) {
-        const u64 first = (u64)c0 * 0xD2511F53u, second = (u64)c2 * 0xCD9E8D57u;
-        const u32 upper = (u32)(second >> 32) ^ c1 ^ k0, lower = (u32)(first >> 32) ^ c3 ^ k1;
-        c0 = upper;
-        c1 = (u32)second;
-        c2 = lower;
-        c3 = (u32)first;
-        k0 += 0x9E3779B9u;
-        k1 += 0xBB67AE85u;
-    }
-    return c0 >> 8;
 }
 
 // The limits that are looked for in the ranks, each within the one before; min-p is one of value.
