@@ -37,15 +37,17 @@ class MemoryParts:
         ubatch, device = cursor.ubatch, model.device
         if not model.shape.causal:
             return ForwardMemory(model.ops, 1, [EncoderPart.of(ubatch, device)], [0] * model.shape.n_layers)
-        caches = ((cursor.attention, self.full), (cursor.windowed, self.windowed))
+        caches = [part for part in (self.full, self.windowed) if part is not None]
         parts = [
-            KVPart.of(*part, ubatch, place.at, device=device)
-            for place, part in caches
-            if place is not None and part is not None
+            KVPart.of(cache, store, ubatch, slot, device=device)
+            for cache, store in caches
+            if (slot := cursor.place(cache)) is not None
         ]
         part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
-        states = None if self.recurrent is None else self.recurrent[1]
-        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.recurrent)
+        if self.recurrent is None:
+            return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of)
+        memory, states = self.recurrent
+        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.place(memory))
 
 
 def _part_with(layer: int, parts: list[KVPart]) -> int:
