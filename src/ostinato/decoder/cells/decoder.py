@@ -22,7 +22,7 @@ from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.flow import Decoded, DecodeFlow, never
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
 from ostinato.decoder.cells.memory.coordinator import Coordinator
-from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
+from ostinato.decoder.cells.memory.saved import SavedKV, SavedStates
 from ostinato.decoder.cells.output import Outputs
 from ostinato.decoder.cells.sample_router import BackendSampler
 from ostinato.decoder.cells.settings import Settings, settle
@@ -150,11 +150,6 @@ class Decoder:
         """The memory: `seq_rm`, `seq_cp`, `seq_keep`, `seq_add`, `seq_div`, `clear`, `pos_min`, `pos_max`."""
         return self.parts.memory
 
-    @property
-    def largest_state_bytes(self) -> int:
-        """An upper bound for the size of any saved state of this memory."""
-        return state_file.largest(self._saved_parts())
-
     def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
         """The whole memory as bytes (ST-1)."""
         self._flow.update()
@@ -175,11 +170,11 @@ class Decoder:
         self._flow.update()
         state_file.load(self._saved_parts(), sequence, data)
 
-    def _saved_parts(self) -> SavedParts:
+    def _saved_parts(self) -> state_file.StateParts:
         parts = self.parts
         caches = tuple(SavedKV(*part) for part in (parts.full, parts.windowed) if part is not None)
         states = None if parts.recurrent is None else SavedStates(*parts.recurrent)
-        return SavedParts(self.model.shape.family, caches, states)
+        return state_file.StateParts(self.model.shape.family, caches, states)
 
 
 def _pooled(model: Model, name: str) -> Pooled:

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
-from ostinato.decoder.cells.memory.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.cursor import MemoryPart, PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.splits import split_seq
@@ -94,7 +94,11 @@ def behaviour(build: Callable[[], Coordinator]) -> dict[str, Any]:
     except InvalidBatch:
         takes_shared = False
     cursor = prepare(memory, [[0]])
-    parts = {"full": memory.full, "windowed": memory.windowed, "recurrent": memory.recurrent}
+    parts: dict[str, MemoryPart[Any] | None] = {
+        "full": memory.full,
+        "windowed": memory.windowed,
+        "recurrent": memory.recurrent,
+    }
     found = {
         "order of rows": order,
         "takes shared tokens": takes_shared,
