@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.flow import never
+from ostinato.decoder.cells.decoder import Decoder, never
 from ostinato.decoder.cells.sample_router import BackendSampler
 from ostinato.errors import DecodeError, OstinatoError
 from tests.decoder.cells.samplers import GreedySampler, TopKSampler
@@ -84,7 +83,7 @@ class Steps:
 
     def reserve(self, n: int) -> dict[str, Any]:
         outputs = self.decoder.outputs
-        sampling = bool(self.decoder._flow.router.samplers)
+        sampling = bool(self.decoder._router.samplers)
         held = outputs.capacity_bytes
         made = outputs.reserve(n, embeddings=self.embeddings, sampling=sampling)
         return {

@@ -1,6 +1,6 @@
 """One graph run in six stages: validate, prepare, allocate, bind, run, extract (CX-1..7).
 
-`flow.py` supplies the stages, which know the model; this module defines their order, the error class of each
+`eager.py` supplies the stages, which know the model; this module defines their order, the error class of each
 failure, and the order in which results reach the output rows.
 """
 

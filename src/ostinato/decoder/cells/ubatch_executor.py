@@ -1,7 +1,7 @@
 """Runs one ubatch, completely or not at all: apply memory, run the graph, count the rows, and undo on any failure.
 
 Memory is only a cursor with `apply` and `roll_back` here, and the run is a callable, in practice
-`ComputeExecutor.execute`. `flow.py` decides which ubatch comes next.
+`ComputeExecutor.execute`. `decoder.py` decides which ubatch comes next.
 """
 
 from __future__ import annotations
