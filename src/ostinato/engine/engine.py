@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakKeyDictionary
 
@@ -214,9 +213,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

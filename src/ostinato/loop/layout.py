@@ -366,16 +366,9 @@ class Tables:
 
 def sampled(table: Arena) -> dict[str, Any]:
     """A step's arguments for the sampler beside the logits: the slots in the step, and where its results go."""
-    return {
-        "n_rows": table["n_rows"],
-        "row_slot": table["row_slot"],
-        "position": table["position"],
-        "offset": 1,  # the sampled token's position is one after the input token's
-        "chosen": table["chosen"],
-        "chosen_logprob": table["chosen_logprob"],
-        "top_ids": table["top_ids"],
-        "top_logprobs": table["top_logprobs"],
-    }
+    names = ("n_rows", "row_slot", "position", "chosen", "chosen_logprob", "top_ids", "top_logprobs")
+    # The sampled token's position is one after the input token's.
+    return {**{name: table[name] for name in names}, "offset": 1}
 
 
 def arena_bytes(fields: Sequence[Field]) -> int:

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
-from ostinato.cache.window import Window
+from ostinato.cache.window import Window, windowed_size
 from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import EncoderPart, ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.settings import Settings
-from ostinato.decoder.sizes import layers_of, window_of, windowed_cells
+from ostinato.decoder.sizes import layers_of, window_of
 from ostinato.errors import Unsupported
 from ostinato.options import KVType
 
@@ -66,7 +66,8 @@ def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts
     if shape.attention:
         full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
     if window is not None:
-        layers, cells = layers_of(shape, windowed=True), windowed_cells(settings, window)
+        s, layers = settings, layers_of(shape, windowed=True)
+        cells = windowed_size(s.capacity, window, n_seq_max=s.n_seq_max, unified=s.unified, n_ubatch=s.n_ubatch)
         windowed = _cache(model, settings, kv_type, layers, cells, Window("standard", window))
     memory = Coordinator(
         full=None if full is None else full[0],
