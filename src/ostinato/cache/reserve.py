@@ -89,11 +89,11 @@ class Reserve:
         page_tokens: int,
         *,
         chunk_rows: int,
-        reuse: bool,
+        share_prefixes: bool,
         kind: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`chunk_rows`: of any chunk, at most. `reuse`: cache prompts' pages for later prompts of the same `kind`, by
-        their length (`Chunks.rows_for`). Not for recurrent models, whose past is not in pages alone."""
+        """`chunk_rows`: of any chunk, at most. `share_prefixes`: cache prompts' pages for later prompts of the same
+        `kind`, by their length (`Chunks.rows_for`). Not for recurrent models, whose past is not in pages alone."""
         self.page_tokens = page_tokens
         self._groups = tuple(groups)
         whole = [group for group in groups if group.window is None]
@@ -103,7 +103,7 @@ class Reserve:
             for number, group in enumerate(groups)
             if group.window is not None
         )
-        self._prefixes = PrefixCache(self._cached_groups(), kind) if reuse else None
+        self._prefixes = PrefixCache(self._cached_groups(), kind) if share_prefixes else None
         self._leases: list[Lease] = []
         self._holders: dict[int, int] = {}  # of each leased page of the whole group, the number of leases
         self._kept: KeptPages | None = None  # of one sequence that has ended

@@ -54,7 +54,7 @@ class ActiveSequence:
     paged: PagedSequence  # its prompt, which is computed into its pages
     last: int = 0  # the position of its last token that was received
     last_ns: int = 0  # and when that token was generated
-    admitted: bool = False
+    admit_queued: bool = False  # whether its ADMIT entry was sent to the inbox, or waits for room in it
     answer: list[int] = field(default_factory=list)  # its tokens, if the sequence is to be kept
     mask_asked_at: float = 0.0  # when a mask was last asked for, by the host's clock
 
@@ -71,12 +71,16 @@ class ChunkUnderWay:
 class Scheduler:
     """Everything between the queue and the loop. `run` is the thread; other threads may read the counters."""
 
-    def __init__(self, runner: Runner, queue: RequestQueue, *, reuse: bool) -> None:
+    def __init__(self, runner: Runner, queue: RequestQueue, *, share_prefixes: bool) -> None:
         self._runner, self._queue = runner, queue
         self._host, self._decode_mode = runner.host, runner.decode_mode
         options = runner.settled
         self.reserve = Reserve(
-            runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, reuse=reuse, kind=runner.chunks.rows_for
+            runner.groups,
+            runner.page_tokens,
+            chunk_rows=runner.chunks.rows,
+            share_prefixes=share_prefixes,
+            kind=runner.chunks.rows_for,
         )
         self._recurs = runner.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
@@ -104,7 +108,7 @@ class Scheduler:
 
     @property
     def n_live(self) -> int:
-        return sum(sequence is not None and sequence.admitted for sequence in self._slots)
+        return sum(sequence is not None and sequence.admit_queued for sequence in self._slots)
 
     @property
     def n_prefilling(self) -> int:
@@ -217,7 +221,7 @@ class Scheduler:
         sequence = self._by_id.get(request.id)
         if sequence is None:
             raise InternalError(f"request {request.id} is neither in the queue nor in a slot, and has not ended")
-        if sequence.admitted:
+        if sequence.admit_queued:
             self._post_cancel(sequence)
         elif self._chunk is None or self._chunk.owner is not sequence:
             self._prompts.remove(sequence)
@@ -300,7 +304,7 @@ class Scheduler:
     def _grant_pages(self) -> None:
         """Grant more pages to every sequence that has used half of the positions granted beyond its prompt."""
         for sequence in self._slots:
-            if sequence is None or not sequence.admitted or self.reserve.is_complete(sequence.paged.lease):
+            if sequence is None or not sequence.admit_queued or self.reserve.is_complete(sequence.paged.lease):
                 continue
             n_prompt, lease = len(sequence.request.spec.prompt), sequence.paged.lease
             granted = self.reserve.granted(lease) - n_prompt
@@ -399,7 +403,7 @@ class Scheduler:
             self._prompts.popleft()
             request.prefill_ended = time.perf_counter()
             sequence.last = len(request.spec.prompt) - 1
-            sequence.admitted = True
+            sequence.admit_queued = True
             self._unsent.append(lambda: self._host.admit(sequence.slot, sequence.generation))
 
     def _fail_chunk(self, owner: ActiveSequence | ActiveWork, error: Exception) -> None:
@@ -427,7 +431,7 @@ class Scheduler:
             generation=sequence.generation,
             prompt=spec.prompt,
             left=spec.most,
-            pages=self._memory.stage(paged, spec.n_positions),
+            page_tables=self._memory.stage(paged, spec.n_positions),
             granted=self.reserve.granted(paged.lease),
             sampling=spec.sampling,
             stop_ids=spec.stop_ids,
@@ -539,6 +543,6 @@ def _view(slot: int, sequence: ActiveSequence | None) -> SlotView:
         return SlotView(slot, "free")
     spec = sequence.request.spec
     n_prompt = len(spec.prompt)
-    if not sequence.admitted:
+    if not sequence.admit_queued:
         return SlotView(slot, "prefill", sequence.request.id, n_prompt, sequence.paged.n_held, 0, spec.most)
     return SlotView(slot, "live", sequence.request.id, n_prompt, n_prompt, sequence.last + 1 - n_prompt, spec.most)

@@ -26,7 +26,7 @@ def decoded(model: Model, mode: str, *, n_prompt: int, n_gen: int, kv_type: KVTy
     n_pages = 2 * -(-context // PAGE_TOKENS[model.device.type])
     settled = settle_model(model, mode, context=context, n_pages=n_pages, kv_type=kv_type)
     runs = []
-    with Engine(model, settled, reuse=False) as engine:
+    with Engine(model, settled, share_prefixes=False) as engine:
         for number in range(repeats + 1):  # the first warms
             runs.append(_run(engine, _prompt(model, n_prompt, number), n_gen))
     middle = sorted(runs[1:], key=lambda run: run["tokens_s"])[repeats // 2]

@@ -50,7 +50,7 @@ class Admission:
     generation: int
     prompt: Sequence[int]
     left: int
-    pages: Sequence[Sequence[int]]  # a page table for each group of layers
+    page_tables: Sequence[Sequence[int]]  # one for each group of layers
     granted: int
     sampling: Sampling
     stop_ids: Sequence[int]
@@ -120,7 +120,7 @@ class HostSide:
         row["stop_ids"][slot, : len(admission.stop_ids)] = list(admission.stop_ids)
         row["bias_ids"][slot, : len(s.logit_bias)] = list(s.logit_bias)
         row["bias_values"][slot, : len(s.logit_bias)] = list(s.logit_bias.values())
-        for group, table in enumerate(admission.pages):
+        for group, table in enumerate(admission.page_tables):
             row["pages"][slot, group, : len(table)] = list(table)
         if admission.mask is not None:
             row["mask_bits"][slot] = admission.mask
