@@ -76,7 +76,7 @@ class Simulation:
         if resumes and kept is not None:
             prompt = [*kept.tokens[: len(kept.tokens) - self.chance.choice((0, 0, 1, 5))], *prompt[:9]][:90]
         n_positions = len(prompt) + self.chance.randint(1, 30)
-        paged = (self.memory.resume if resumes else self.memory.open)(prompt, n_positions)
+        paged = self.memory.open(prompt, n_positions, least_left=1 if resumes else None)
         if paged is None:
             assert self.prompts or self.decoding, "an empty reserve refuses no sequence"
             return

@@ -13,10 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final
-
-import numpy as np
 
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
@@ -273,8 +272,8 @@ class Scheduler:
         spec, all_now = request.spec, len(self._queue) == 1  # it is still in the queue, and alone there
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
         assert slot is not None
-        opened = self._memory.resume if spec.resume else self._memory.open
-        paged = opened(spec.prompt, spec.n_positions, slot=slot, all_now=all_now)
+        least_left = 1 if spec.resume else None
+        paged = self._memory.open(spec.prompt, spec.n_positions, slot=slot, all_now=all_now, least_left=least_left)
         if paged is None:
             return False
         self._queue.take_slot(request)
@@ -323,7 +322,7 @@ class Scheduler:
                 continue
             request.mask_s += time.perf_counter() - sequence.mask_asked_at
             if bits is not None:
-                self._post_mask(sequence, bits)
+                self._unsent.append(partial(self._host.mask, sequence.slot, sequence.generation, bits))
             else:
                 self._end(request, error or InternalError("there is no mask, and no reason"))
                 self._post_cancel(sequence)
@@ -404,7 +403,7 @@ class Scheduler:
             request.prefill_ended = time.perf_counter()
             sequence.last = len(request.spec.prompt) - 1
             sequence.admit_queued = True
-            self._unsent.append(lambda: self._host.admit(sequence.slot, sequence.generation))
+            self._unsent.append(partial(self._host.admit, sequence.slot, sequence.generation))
 
     def _fail_chunk(self, owner: ActiveSequence | ActiveWork, error: Exception) -> None:
         """End the request or work of a failed chunk, and no other, unless the device is dead."""
@@ -442,10 +441,7 @@ class Scheduler:
     # Into the loop
 
     def _post_cancel(self, sequence: ActiveSequence) -> None:
-        self._unsent.append(lambda: self._host.cancel(sequence.slot, sequence.generation))
-
-    def _post_mask(self, sequence: ActiveSequence, bits: np.ndarray) -> None:
-        self._unsent.append(lambda: self._host.mask(sequence.slot, sequence.generation, bits))
+        self._unsent.append(partial(self._host.cancel, sequence.slot, sequence.generation))
 
     def _post_grant(self, sequence: ActiveSequence, first: int, pages: list[int]) -> None:
         n_sent = 0

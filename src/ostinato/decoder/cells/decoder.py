@@ -25,7 +25,7 @@ from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
 from ostinato.decoder.batch.splitter import Splitter
-from ostinato.decoder.cells.compute_executor import ComputeExecutor, Extractor, Threads
+from ostinato.decoder.cells.compute_executor import ComputeExecutor, Extractor
 from ostinato.decoder.cells.eager import EagerGraph, EagerStages, check_inputs
 from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, Setup, classed
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
@@ -132,7 +132,7 @@ class Decoder:
         self._router = SampleRouter(n_seq_limit=self.settings.n_seq_limit, on_change=self._graphs.request_reservation)
         self._extractor = Extractor(self.outputs, self._router, self._pooled)
         n_threads = torch.get_num_threads()
-        self._computing = ComputeExecutor(Threads(batch=n_threads, single=n_threads))
+        self._computing = ComputeExecutor(batch=n_threads, single=n_threads)
         self._ubatches = UbatchExecutor()
         self._running = False
         self._opened = OpenedHere()
