@@ -105,11 +105,8 @@ def _tokens(given: ArrayLike, n_vocab: int) -> Ints:
     token = whole_numbers("token", given)
     if token.size and (token.min() < 0 or token.max() >= n_vocab):
         index = int(((token < 0) | (token >= n_vocab)).argmax())
-        raise InvalidBatch(
-            f"token {index}: id {token.flat[index]} is outside the vocabulary of {n_vocab} (S-4)",
-            reason="token_range",
-            index=index,
-        )
+        what = f"id {token.flat[index]} is outside the vocabulary of {n_vocab} (S-4)"
+        raise InvalidBatch.of_token(index, what, "token_range")
     return token
 
 
@@ -166,15 +163,13 @@ def _check_ids(ids: Ints, counts: Ints, limit: int) -> None:
         "seq_range": f"sequence ids {listed} must be from 0 to {limit - 1}",
         "seq_duplicate": f"sequence ids {listed} repeat",
     }
-    raise InvalidBatch(f"token {index}: {told[reason]} (S-6)", reason=reason, index=index)
+    raise InvalidBatch.of_token(index, f"{told[reason]} (S-6)", reason)
 
 
 def _check_not_negative(pos: Ints) -> None:
     if pos.min() < 0:
         index = int((pos < 0).argmax())
-        raise InvalidBatch(
-            f"token {index}: position {pos[index]} is negative (S-7)", reason="pos_negative", index=index
-        )
+        raise InvalidBatch.of_token(index, f"position {pos[index]} is negative (S-7)", "pos_negative")
 
 
 def _remembered(entries: Entries, memory: MemoryView | None) -> Remembered:

@@ -48,11 +48,8 @@ def check_inputs(model: Model, batch: CleanBatch) -> None:
     known = 1 if model.type_embedding is None else len(model.type_embedding)
     if batch.segment is not None and not ((batch.segment >= 0) & (batch.segment < known)).all():
         index = int(((batch.segment < 0) | (batch.segment >= known)).argmax())
-        raise InvalidBatch(
-            f"token {index}: segment {batch.segment[index]}; this model tells {known} apart",
-            reason="segment",
-            index=index,
-        )
+        what = f"segment {batch.segment[index]}; this model tells {known} apart"
+        raise InvalidBatch.of_token(index, what, "segment")
 
 
 @dataclass(slots=True)
