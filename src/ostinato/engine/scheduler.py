@@ -237,10 +237,7 @@ class Scheduler:
             return
         if isinstance(one, Request):
             self.n_ended["cancelled" if error is None else "error"] += 1
-        if error is None:
-            one.end_cancelled()
-        else:
-            one.fail(error)
+        one.end(error)
 
     # Slots and pages
 
@@ -387,7 +384,7 @@ class Scheduler:
         if isinstance(owner, ActiveWork):
             if owner.work.ended or owner.done:  # cancelled in the meantime, or complete
                 self._drop(owner)
-                owner.work.end()
+                owner.work.end(complete=True)
         else:
             self._go_on(owner, chunk.pending.parts[0].n)
 

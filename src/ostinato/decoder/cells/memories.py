@@ -88,9 +88,7 @@ def _cache(
         device=model.device,
         frequencies=model.frequencies,
     )
-    cache = KVCache(
-        cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, can_shift=True, tensors=store
-    )
+    cache = KVCache(cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, tensors=store)
     return cache, store
 
 
