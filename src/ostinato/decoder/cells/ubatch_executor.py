@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from ostinato.errors import ComputeFailed, DecodeError, InternalError
 
@@ -54,7 +54,9 @@ class UbatchExecutor:
         # BaseException: an interrupt from the keyboard must not leave half a ubatch in memory either.
         except BaseException as failure:
             self._roll_back(memory, failure)
-            self._raise_classed(failure)
+            if isinstance(failure, DecodeError | InternalError) or not isinstance(failure, Exception):
+                raise
+            raise ComputeFailed(f"memory could not be applied: {failure} (UX-1)", reason="apply") from failure
         return Executed(rows, memory.n_kv)
 
     def _roll_back(self, memory: AppliedMemory, failure: BaseException) -> None:
@@ -67,9 +69,3 @@ class UbatchExecutor:
                 f"rolling back a failed ubatch failed: {second}; the ubatch had failed with: {failure}; "
                 "memory can no longer be trusted (UX-2)"
             ) from both
-
-    @staticmethod
-    def _raise_classed(failure: BaseException) -> NoReturn:
-        if isinstance(failure, DecodeError | InternalError) or not isinstance(failure, Exception):
-            raise failure
-        raise ComputeFailed(f"memory could not be applied: {failure} (UX-1)", reason="apply") from failure
