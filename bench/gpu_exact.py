@@ -272,7 +272,7 @@ def trials(
     crowd_at = settled_for(model, mode, n_slots=sizes.n_slots, context=sizes.context, kv_type=kv, n_pages=sizes.n_pages)
     started = time.perf_counter()
     with every_position_kept():
-        keeps_all = Engine(model, alone_at, reuse=False)
+        keeps_all = Engine(model, alone_at, share_prefixes=False)
     with keeps_all as alone, Engine(model, crowd_at) as crowd:
         opened_s = _since(started)
         began = time.perf_counter()

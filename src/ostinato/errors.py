@@ -30,7 +30,7 @@ anything of the project, so every package may raise these.
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from typing import ClassVar
+from typing import ClassVar, Self
 
 
 class OstinatoError(Exception):
@@ -112,6 +112,11 @@ class InvalidBatch(DecodeError):
     code = -1
     exit_code = 2
     http_status = 400
+
+    @classmethod
+    def of_token(cls, index: int, what: str, reason: str) -> Self:
+        """What is wrong with the token at this index of the batch."""
+        return cls(f"token {index}: {what}", reason=reason, index=index)
 
 
 class NoSlot(DecodeError):

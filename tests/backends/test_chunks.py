@@ -65,7 +65,9 @@ def texts_of(vocab: int, lengths: Sequence[int], *, seed: int, slots: bool) -> l
 def run(driver: Driver, parts: Sequence[ChunkPart], want: ChunkWant | None = None) -> ChunkOutput:
     """A chunk as work beside the loop."""
     found = []
-    parts = [replace(part, pages=driver.tables(part.pages[0])) for part in parts]  # the same pages in every layer
+    parts = [
+        replace(part, page_tables=driver.tables(part.page_tables[0])) for part in parts
+    ]  # the same pages in every layer
     driver.runner.beside(lambda: found.append(driver.runner.chunks.run(parts, ROWS, want))).result(DEADLINE_S)
     return found[0]
 

@@ -116,7 +116,7 @@ def test_a_request_that_needs_every_page_gets_them() -> None:
 
 
 def test_reuse_can_be_left_off() -> None:
-    with open_engine(reuse=False) as engine:
+    with open_engine(share_prefixes=False) as engine:
         requests = [engine.submit(START, WANTED) for _ in range(2)]
         assert [len(ids(request)) for request in requests] == [6, 6]
         assert [request.cached_tokens for request in requests] == [0, 0]

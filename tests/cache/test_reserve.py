@@ -14,8 +14,8 @@ from ostinato.cache.reserve import Holding, Lease, Reserve, all_can_finish
 PAGE = 4
 
 
-def reserve_of(n_pages: int, *, reuse: bool) -> Reserve:
-    return Reserve(one_group(1, n_pages), PAGE, chunk_rows=8, reuse=reuse)
+def reserve_of(n_pages: int, *, share_prefixes: bool) -> Reserve:
+    return Reserve(one_group(1, n_pages), PAGE, chunk_rows=8, share_prefixes=share_prefixes)
 
 
 def holdings() -> st.SearchStrategy[list[Holding]]:
@@ -43,10 +43,10 @@ def test_the_bankers_rule_finds_an_order_exactly_where_there_is_one(free: int, h
 
 @given(st.integers(0, 2**32), st.integers(4, 20), st.booleans())
 @settings(max_examples=150, derandomize=True, deadline=None)
-def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: int, reuse: bool) -> None:
+def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: int, share_prefixes: bool) -> None:
     """Sequences arrive, grow and end at random; whatever happens, somebody can always go on."""
     chance = random.Random(seed)
-    reserve = reserve_of(n_pages, reuse=reuse)
+    reserve = reserve_of(n_pages, share_prefixes=share_prefixes)
     # Of 2 letters, so that prompts begin alike.
     waiting = [
         ([chance.randrange(2)] * chance.randrange(1, n_pages * PAGE), chance.randrange(1, 30)) for _ in range(12)
@@ -81,7 +81,7 @@ def test_whoever_has_a_lease_finishes_and_no_page_is_lost(seed: int, n_pages: in
 
 
 def test_pages_of_a_prompt_that_others_read_are_not_given_away() -> None:
-    reserve = reserve_of(6, reuse=True)
+    reserve = reserve_of(6, share_prefixes=True)
     prompt = list(range(9))  # two whole pages and one token
     first = reserve.open(prompt, 12, all_now=True)
     assert first is not None
@@ -99,7 +99,7 @@ def test_pages_of_a_prompt_that_others_read_are_not_given_away() -> None:
 
 
 def test_the_least_recently_used_prefix_goes_first_and_its_last_page_before_its_first() -> None:
-    reserve = reserve_of(6, reuse=True)
+    reserve = reserve_of(6, share_prefixes=True)
 
     def ask(letter: int) -> int:
         """Run a prompt of two whole pages and a token; how much of it was there."""
@@ -121,7 +121,7 @@ def test_the_least_recently_used_prefix_goes_first_and_its_last_page_before_its_
 
 
 def test_a_sequence_that_began_early_shares_what_was_computed_meanwhile() -> None:
-    reserve = reserve_of(8, reuse=True)
+    reserve = reserve_of(8, share_prefixes=True)
     prompt = list(range(10))
     first, second = (reserve.open(prompt, 10, all_now=True) for _ in range(2))
     assert first is not None
@@ -136,8 +136,8 @@ def test_a_sequence_that_began_early_shares_what_was_computed_meanwhile() -> Non
     assert reserve.n_available == 8
 
 
-def test_without_reuse_nothing_is_kept() -> None:
-    reserve = reserve_of(4, reuse=False)
+def test_without_shared_prefixes_nothing_is_kept() -> None:
+    reserve = reserve_of(4, share_prefixes=False)
     lease = reserve.open([1] * 9, 9, all_now=True)
     assert lease is not None
     reserve.remember(lease, [1] * 9, 9)
@@ -146,7 +146,7 @@ def test_without_reuse_nothing_is_kept() -> None:
 
 
 def test_what_is_kept_can_be_leased_again_and_costs_nobody_a_page() -> None:
-    reserve = reserve_of(6, reuse=True)
+    reserve = reserve_of(6, share_prefixes=True)
     prompt = [1] * 9
     lease = reserve.open(prompt, 16, all_now=True)
     assert lease is not None

@@ -61,7 +61,7 @@ class Simulation:
 
     def __init__(self, groups: Sequence[PageGroup], seed: int) -> None:
         self.chance = random.Random(seed)
-        self.reserve = Reserve(groups, PAGE, chunk_rows=ROWS, reuse=True)
+        self.reserve = Reserve(groups, PAGE, chunk_rows=ROWS, share_prefixes=True)
         self.memory = PagedSequences(self.reserve, recurs=False)
         self.device = Device([group.window for group in groups])
         self.prompts: list[tuple[PagedSequence, int]] = []
@@ -76,7 +76,7 @@ class Simulation:
         if resumes and kept is not None:
             prompt = [*kept.tokens[: len(kept.tokens) - self.chance.choice((0, 0, 1, 5))], *prompt[:9]][:90]
         n_positions = len(prompt) + self.chance.randint(1, 30)
-        paged = (self.memory.resume if resumes else self.memory.open)(prompt, n_positions)
+        paged = self.memory.open(prompt, n_positions, least_left=1 if resumes else None)
         if paged is None:
             assert self.prompts or self.decoding, "an empty reserve refuses no sequence"
             return
@@ -91,7 +91,7 @@ class Simulation:
         staged = self.memory.stage(paged, n_positions) if n == paged.n_left else None
         part = SequencePart(paged, n)
         planned = self.memory.plan(part)
-        self.device.run(paged.tokens, planned.start, planned.start + n, planned.pages)
+        self.device.run(paged.tokens, planned.start, planned.start + n, planned.page_tables)
         self.memory.apply(part)
         if staged is not None:
             self.prompts.pop(0)
@@ -169,7 +169,7 @@ def test_a_page_that_is_used_again_too_early_is_found_by_the_simulation(monkeypa
 
 def test_a_sequence_of_any_length_holds_the_pages_of_its_window() -> None:
     groups = (PageGroup((0,), 1000), PageGroup((1,), 2 * lease_pages(6, PAGE, ROWS), 6))
-    reserve = Reserve(groups, PAGE, chunk_rows=ROWS, reuse=False)
+    reserve = Reserve(groups, PAGE, chunk_rows=ROWS, share_prefixes=False)
     memory = PagedSequences(reserve, recurs=False)
     sequence = memory.open([1] * 2000, 4000)
     assert sequence is not None
@@ -189,7 +189,7 @@ def test_a_sequence_of_any_length_holds_the_pages_of_its_window() -> None:
 
 def test_a_request_waits_while_the_windows_of_others_take_the_pool() -> None:
     groups = (PageGroup((0,), 1000), PageGroup((1,), 2 * lease_pages(6, PAGE, ROWS) - 1, 6))
-    reserve = Reserve(groups, PAGE, chunk_rows=ROWS, reuse=True)
+    reserve = Reserve(groups, PAGE, chunk_rows=ROWS, share_prefixes=True)
     first = reserve.open([1] * 50, 100, all_now=True)
     assert first is not None
     assert reserve.open([2] * 50, 100, all_now=True) is None

@@ -22,7 +22,7 @@ from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.ubatch_executor import AppliedMemory, Executed, UbatchExecutor
-from tests.decoder.cells.rig import Kind, flow_of, small_decoder
+from tests.decoder.cells.rig import Kind, small_decoder
 
 
 class Place(NamedTuple):
@@ -98,7 +98,7 @@ class BatchStepper:
         self.windows = dict(enumerate(shape.windows)) if shape.attention else {}
         self.state_layers = range(shape.n_layers) if shape.recurrent is not None else ()
         self.events: list[Event] = []
-        flow_of(self.decoder).ubatches = _Watch(self.events)
+        self.decoder._ubatches = _Watch(self.events)
 
     def admit(self, prompts: Mapping[int, Sequence[int]]) -> dict[int, int]:
         rows = [(s, token) for s, tokens in prompts.items() for token in tokens]
@@ -179,9 +179,9 @@ def _places(ubatch: Ubatch) -> list[Place]:
 
 def _cache(cursor: PreparedBatch, part: KVPart) -> KVCache:
     """The cache whose tensors a part has."""
-    for place in (cursor.attention, cursor.windowed):
-        if place is not None and isinstance(place.part, KVCache) and place.part._tensors is part.store:
-            return place.part
+    for cache, _ in cursor._places:
+        if isinstance(cache, KVCache) and cache._tensors is part.store:
+            return cache
     raise AssertionError("keys and values of no cache")
 
 

@@ -77,7 +77,7 @@ def bits(tokens: Iterable[Token]) -> list[tuple[Any, ...]]:
 
 def alone(prompt: Sequence[int], wanted: Sampling, kind: MemoryKind = "kv", **words: Any) -> list[tuple[Any, ...]]:
     """The answer of an engine that has nothing else to do and has never done anything."""
-    with open_engine(kind, n_slots=1, reuse=False, **words) as engine:
+    with open_engine(kind, n_slots=1, share_prefixes=False, **words) as engine:
         return bits(engine.submit(prompt, wanted))
 
 

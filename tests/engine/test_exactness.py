@@ -88,7 +88,7 @@ def ask_for_all(engine: Engine, asked: list[tuple[list[int], Sampling]], chance:
 @pytest.mark.slow
 def test_every_answer_is_that_of_the_request_alone() -> None:
     by_itself = {
-        (kind, mode): open_engine(kind, mode=mode, n_slots=1, context=CONTEXT, reuse=False)
+        (kind, mode): open_engine(kind, mode=mode, n_slots=1, context=CONTEXT, share_prefixes=False)
         for kind in set(KINDS)
         for mode in ("loop", "eager")
     }
@@ -104,7 +104,7 @@ def test_every_answer_is_that_of_the_request_alone() -> None:
             context=CONTEXT,
             n_pages=chance.choice([6, 8, 13, 48]),
             outbox_entries=chance.choice([None, 64, 16 if n_slots <= 8 else 64]),
-            reuse=chance.random() < 0.8,
+            share_prefixes=chance.random() < 0.8,
         )
         with engine:
             asked = [(prompt, any_sampling(chance)) for prompt in any_prompts(chance)]

@@ -117,6 +117,8 @@ def test_a_loop_that_does_not_end_is_left_and_everything_else_is_closed(
     assert sorted(names()) == sorted([*before, "ostinato-loop"])
     native = engine.runner.start._native  # type: ignore[attr-defined]
     assert native._opened, "freed, while a thread may be inside it"
+    monkeypatch.setattr(engine.runner.start, "wait", lambda _: pytest.fail("closed once more, it waits once more"))
+    engine.runner.close()
     stuck.set()
     until(lambda: names() == before, "the last thread has ended")
     native.close()

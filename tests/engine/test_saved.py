@@ -102,7 +102,7 @@ def test_the_native_loops_pages_are_saved_position_by_position(tiny_gguf: Path, 
 
 
 def test_what_is_kept_gives_way_to_whoever_needs_its_pages() -> None:
-    with open_engine(n_slots=1, context=64, n_pages=4, reuse=False) as engine:
+    with open_engine(n_slots=1, context=64, n_pages=4, share_prefixes=False) as engine:
         held = answered(engine, prompt(1, 21))
         bits(engine.submit(prompt(2, 50), sampling(max_tokens=10)))
         n_computed = computed(engine)

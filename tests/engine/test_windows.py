@@ -61,7 +61,7 @@ def test_answers_and_cached_prefixes_have_the_bits_of_an_engine_that_keeps_every
     found, cached = answers(kind, mode, asked)
     crowded, _ = answers(kind, mode, asked, n_pages=CONTEXT // PAGE)  # no page is free for long
     request.getfixturevalue("_every_position")
-    expected, _ = answers(kind, mode, asked, reuse=False)
+    expected, _ = answers(kind, mode, asked, share_prefixes=False)
     assert found == expected
     assert crowded == expected
     assert sum(cached) > 200

@@ -10,9 +10,7 @@ from ostinato.backends.cuda.packed import PACKED_TYPES, Packed
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.torch.weight import dense_of
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cells.flow import DecodeFlow
-from ostinato.decoder.cells.memories import memory_for
-from ostinato.decoder.cells.settings import settle
+from ostinato.decoder.cells.decoder import Decoder
 from ostinato.errors import UnknownName
 from ostinato.files.quants import dequantize
 from ostinato.lab.random_weights import DTYPES, MIXES, RandomFile, kept_as, random_blocks
@@ -112,10 +110,9 @@ def test_an_unknown_shape_is_refused_with_the_nearest_first() -> None:
 )
 def test_logits_of_random_weights_are_sane(name: str, dtype: torch.dtype, mix: str | None) -> None:
     model = named_model(name, dtype, mix=mix)
-    settings = settle(n_ctx=64, n_seq_max=1, unified=True)
-    flow = DecodeFlow(model, settings, memory_for(model, settings, "f32"))
-    flow.decode(Batch(token=[5, 900, 31, 7]))
-    logits = flow.outputs.logits(-1).value
+    decoder = Decoder(model, n_ctx=64)
+    decoder.decode(Batch(token=[5, 900, 31, 7]))
+    logits = decoder.logits(-1)
     assert logits is not None
     assert bool(logits.isfinite().all())
     assert 0.3 < float(logits.std()) < 3.0

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.compute_executor import Abort, ComputeExecutor, Threads
+from ostinato.decoder.cells.compute_executor import Abort, ComputeExecutor
 from ostinato.decoder.cells.graphs import PreparedGraph
 from ostinato.errors import Aborted, DecodeError
 from tests.vectors.ubatches import ubatch_of
@@ -60,7 +60,7 @@ def run(given: dict[str, Any], op: Any) -> dict[str, Any]:
         raise ValueError(f"{op!r} is no operation of the compute executor")
     stages = Recorder(given.get("fail_stage"), given.get("fail_class"), given.get("reused", False))
     try:
-        ComputeExecutor(Threads(batch=2, single=1)).execute(ubatch_of([[0]]), stages)
+        ComputeExecutor(batch=2, single=1).execute(ubatch_of([[0]]), stages)
     except DecodeError as error:
         return {"code": error.code, "stages_run": stages.ran}
     return {"code": OK, "stages_run": stages.ran}

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.flow import never
+from ostinato.decoder.cells.decoder import Decoder, never
 from ostinato.decoder.cells.sample_router import BackendSampler
 from ostinato.errors import DecodeError, OstinatoError
 from tests.decoder.cells.samplers import GreedySampler, TopKSampler
@@ -84,17 +83,18 @@ class Steps:
 
     def reserve(self, n: int) -> dict[str, Any]:
         outputs = self.decoder.outputs
-        sampling = bool(self.decoder._flow.router.samplers)
+        sampling = bool(self.decoder._router.samplers)
         held = outputs.capacity_bytes
         made = outputs.reserve(n, embeddings=self.embeddings, sampling=sampling)
+        n_items = {name: rows.values.numel() for name, rows in made.items()}
         return {
-            "rows": made.rows,
-            "logits": made.logits,
-            "embd": made.embeddings,
-            "sampled": made.sampled_tokens,
-            "sampled_logits": made.sampled_logits,
-            "probs": made.probs,
-            "candidates": made.candidates,
+            "rows": len(made["logits"].values),
+            "logits": n_items["logits"],
+            "embd": n_items["embeddings"],
+            "sampled": n_items["sampled_tokens"],
+            "sampled_logits": n_items["sampled_logits"],
+            "probs": n_items["probs"],
+            "candidates": n_items["candidates"],
             "capacity_bytes": outputs.capacity_bytes,
             "grew": outputs.capacity_bytes > held,
             "ids_reset": set(outputs.ids) == {None},

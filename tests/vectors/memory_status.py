@@ -25,7 +25,7 @@ class Scripted(Coordinator):
 
     def prepare_batch(self, splitter: Splitter, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
         self.prepare_calls += 1
-        return PreparedBatch((), Status(next(self._answers)))
+        return PreparedBatch((), status=Status(next(self._answers)))
 
     def prepare_update(self, optimise: bool) -> Status:
         self.optimise_calls += optimise

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ostinato.decoder.cells.compute_executor import ComputeExecutor, Threads
+from ostinato.decoder.cells.compute_executor import ComputeExecutor
 from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
 from ostinato.errors import DecodeError, InternalError
 from tests.vectors.compute_executor import OK, Recorder
@@ -37,7 +37,7 @@ def run(given: dict[str, Any], op: Any) -> dict[str, Any]:
     memory = Memory(fail_apply=given.get("fail_memory_apply", False), fail_roll_back=given.get("rollback_fails", False))
     stages = Recorder(given.get("fail_stage"), None, reused=False)
     ubatch = ubatch_of([[0]] * given.get("produced", given["expected_outputs"]))
-    computing = ComputeExecutor(Threads(batch=2, single=1))
+    computing = ComputeExecutor(batch=2, single=1)
     result: dict[str, Any] = {"code": OK}
     try:
         UbatchExecutor().execute(

@@ -55,7 +55,7 @@ class ChunkPart:
 
     tokens: Sequence[int]
     start: int
-    pages: Sequence[Sequence[int]]
+    page_tables: PageTables
     slot: int | None = None
     outputs: Sequence[int] = ()
 

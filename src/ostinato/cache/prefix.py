@@ -28,14 +28,6 @@ class _Node:
 
 
 @dataclass(frozen=True, slots=True)
-class CachedGroup:
-    """A group's pool, and the window that its layers see; None for all positions."""
-
-    pages: Pages
-    window: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Found:
     """A cached beginning of so many pages of tokens, and each group's pages of it that are still needed."""
 
@@ -47,15 +39,16 @@ class PrefixCache:
     """The trie over the pools of all groups. In a group without a window, a holder of a page of a path also holds all
     pages before it."""
 
-    def __init__(self, groups: Sequence[CachedGroup], kind: Callable[[int], int]) -> None:
-        """`kind` of a prompt's length: pages of prompts of two kinds may differ in bits, and are not shared."""
-        self._groups, self._kind = tuple(groups), kind
-        self._page_tokens = groups[0].pages.page_cells
-        self._whole = [number for number, group in enumerate(groups) if group.window is None]
+    def __init__(self, pools: Sequence[Pages], windows: Sequence[int | None], kind: Callable[[int], int]) -> None:
+        """`windows`: of each group, the positions that its layers see; None for all. `kind` of a prompt's length: pages
+        of prompts of two kinds may differ in bits, and are not shared."""
+        self._pools, self._windows, self._kind = tuple(pools), tuple(windows), kind
+        self._page_tokens = pools[0].page_cells
+        self._whole = [number for number, window in enumerate(windows) if window is None]
         self._roots: defaultdict[int, _Node] = defaultdict(lambda: _Node([], (), None))
         # Of each group, the nodes with a page, from the least recently used. Without a window, a child comes before its
         # parent, so that leaves go first; with one, a parent comes first, because the last positions are needed.
-        self._by_use: list[OrderedDict[_Node, None]] = [OrderedDict() for _ in groups]
+        self._by_use: list[OrderedDict[_Node, None]] = [OrderedDict() for _ in pools]
 
     def __len__(self) -> int:
         """The number of cached pages, of all groups."""
@@ -72,9 +65,9 @@ class PrefixCache:
                 break
             path.append(node)
         n = self._n_complete(path)
-        for group in range(len(self._groups)):
+        for group in range(len(self._pools)):
             self._use(group, path[self._first(group, n) : n])
-        return Found(n, tuple(self._run(path, group, n) for group in range(len(self._groups))))
+        return Found(n, tuple(self._run(path, group, n) for group in range(len(self._pools))))
 
     def add(self, prompt: Sequence[int], runs: Sequence[PageRun], n_pages: int) -> None:
         """Cache the first pages of a prompt; where another page with the same tokens is cached, that one stays."""
@@ -83,25 +76,25 @@ class PrefixCache:
             key = tuple(prompt[number * size : (number + 1) * size])
             child = node.children.get(key)
             if child is None:
-                child = node.children[key] = _Node([None] * len(self._groups), key, node)
+                child = node.children[key] = _Node([None] * len(self._pools), key, node)
             elif any(child.pages[group] != runs[group].at(number) for group in self._whole):
                 break  # later pages would follow one that this sequence does not hold
             for group, run in enumerate(runs):
                 page = run.at(number)
                 if child.pages[group] is None and page is not None:
-                    self._groups[group].pages.hold([page])
+                    self._pools[group].hold([page])
                     child.pages[group] = page
                     self._by_use[group][child] = None
             path.append(child)
             node = child
-        for group in range(len(self._groups)):
+        for group in range(len(self._pools)):
             self._use(group, path)
         if path:
             self._prune(path[-1])
 
     def evict(self, group: int, n: int) -> int:
         """Free up to n pages of a group that have no other holder; returns how many were freed."""
-        pages, whole = self._groups[group].pages, self._groups[group].window is None
+        pages, whole = self._pools[group], self._windows[group] is None
         gone: list[_Node] = []
         for node in self._by_use[group]:
             if len(gone) >= n:
@@ -113,7 +106,7 @@ class PrefixCache:
                     self._unlink(node)
                 gone.append(node)
         for node in gone:
-            for each in range(len(self._groups)) if whole else (group,):
+            for each in range(len(self._pools)) if whole else (group,):
                 self._drop(node, each)
             if not whole:
                 self._prune(node)
@@ -121,11 +114,11 @@ class PrefixCache:
 
     def _first(self, group: int, n: int) -> int:
         """The first page of n that the group needs to go on after them."""
-        return first_page(self._groups[group].window, n * self._page_tokens, self._page_tokens)
+        return first_page(self._windows[group], n * self._page_tokens, self._page_tokens)
 
     def _n_complete(self, path: Sequence[_Node]) -> int:
         """The most pages of a path after which every group has what it needs to go on."""
-        n, last_missing = 0, [-1] * len(self._groups)
+        n, last_missing = 0, [-1] * len(self._pools)
         for index, node in enumerate(path):
             last_missing = [
                 index if page is None else last for last, page in zip(last_missing, node.pages, strict=True)
@@ -140,7 +133,7 @@ class PrefixCache:
 
     def _use(self, group: int, path: Sequence[_Node]) -> None:
         by_use = self._by_use[group]
-        for node in path if self._groups[group].window is not None else reversed(path):
+        for node in path if self._windows[group] is not None else reversed(path):
             if node.pages[group] is not None:
                 by_use.move_to_end(node)
 
@@ -149,7 +142,7 @@ class PrefixCache:
         if page is not None:
             node.pages[group] = None
             del self._by_use[group][node]
-            self._groups[group].pages.release([page])
+            self._pools[group].release([page])
 
     def _unlink(self, node: _Node) -> None:
         assert node.parent is not None

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
-from ostinato.cache.groups import PageGroup
+from ostinato.cache.groups import PageGroup, first_page
 from ostinato.cache.pages import Pages
-from ostinato.cache.prefix import CachedGroup, Found, PrefixCache
+from ostinato.cache.prefix import Found, PrefixCache
 from ostinato.cache.window_pages import PageRun, WindowLease, WindowPages
 from ostinato.errors import InternalError
 
@@ -89,11 +89,11 @@ class Reserve:
         page_tokens: int,
         *,
         chunk_rows: int,
-        reuse: bool,
+        share_prefixes: bool,
         kind: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        """`chunk_rows`: of any chunk, at most. `reuse`: cache prompts' pages for later prompts of the same `kind`, by
-        their length (`Chunks.rows_for`). Not for recurrent models, whose past is not in pages alone."""
+        """`chunk_rows`: of any chunk, at most. `share_prefixes`: cache prompts' pages for later prompts of the same
+        `kind`, by their length (`Chunks.rows_for`). Not for recurrent models, whose past is not in pages alone."""
         self.page_tokens = page_tokens
         self._groups = tuple(groups)
         whole = [group for group in groups if group.window is None]
@@ -103,9 +103,10 @@ class Reserve:
             for number, group in enumerate(groups)
             if group.window is not None
         )
-        self._prefixes = PrefixCache(self._cached_groups(), kind) if reuse else None
+        windows = [group.window for group in groups]
+        self._prefixes = PrefixCache(self._pools(), windows, kind) if share_prefixes else None
         self._leases: list[Lease] = []
-        self._holders: dict[int, int] = {}  # of each leased page of the whole group, the number of leases
+        self._holders: Counter[int] = Counter()  # of each leased page of the whole group, the number of leases
         self._kept: KeptPages | None = None  # of one sequence that has ended
 
     @property
@@ -148,7 +149,7 @@ class Reserve:
         lease.pages = found
         least = min(lease.worst, self.pages_for(len(prompt)) + 1)
         self._pages.hold(found)
-        self._count(found)
+        self._holders.update(found)
         for size in (lease.worst, least) if all_now else (least,):
             n_more = size - len(found)
             if self._is_safe(lease, n_more):
@@ -194,7 +195,7 @@ class Reserve:
         if self._pages is not None and found.runs:
             own = [(place, page) for place, page in enumerate(found.runs[0].pages) if lease.pages[place] != page]
             self._pages.hold(page for _, page in own)
-            self._count(page for _, page in own)
+            self._holders.update(page for _, page in own)
             given_up = [lease.pages[place] for place, _ in own]
             for place, page in own:
                 lease.pages[place] = page
@@ -238,7 +239,7 @@ class Reserve:
             return None
         stop, runs = self.pages_for(n_positions), []
         for number, run in enumerate(self._kept.runs):
-            first = 0 if self._groups[number].window is None else self._window(number).first_seen(n_positions)
+            first = first_page(self._groups[number].window, n_positions, self.page_tokens)
             if first < run.first:
                 return None
             runs.append(PageRun(first, run.pages[first - run.first : stop - run.first]))
@@ -273,13 +274,6 @@ class Reserve:
 
     def _pools(self) -> list[Pages]:
         return ([] if self._pages is None else [self._pages]) + [windows.pages for windows in self._windows]
-
-    def _cached_groups(self) -> list[CachedGroup]:
-        pools = zip(self._pools(), self._groups, strict=True)
-        return [CachedGroup(pages, group.window) for pages, group in pools]
-
-    def _window(self, number: int) -> WindowPages:
-        return self._windows[number - (self._pages is not None)]
 
     def _each_window(self, lease: Lease) -> Iterable[tuple[WindowPages, WindowLease]]:
         return zip(self._windows, lease.windows, strict=True)
@@ -324,7 +318,7 @@ class Reserve:
         taken = self._pages.take(n)
         if taken is None:
             raise InternalError(f"{n} pages were promised, and {self._pages.n_free} are free")
-        self._count(taken)
+        self._holders.update(taken)
         lease.pages.extend(taken)
         return taken
 
@@ -339,10 +333,6 @@ class Reserve:
     def _evict(self, group: int, n: int) -> None:
         if self._prefixes is not None and n > 0:
             self._prefixes.evict(group, n)
-
-    def _count(self, pages: Iterable[int]) -> None:
-        for page in pages:
-            self._holders[page] = self._holders.get(page, 0) + 1
 
     def _discount(self, pages: Iterable[int]) -> None:
         for page in pages:

@@ -67,18 +67,6 @@ class StateHeader:
 
 
 @dataclass(frozen=True, slots=True)
-class StateInfo:
-    """A description of a saved state, without a memory to load it into. `n_cells` counts the cells of all parts."""
-
-    kind: StateKind
-    architecture: str
-    version: int
-    n_cells: int
-    partial: bool
-    note: Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Identity:
     """A state's own claim of what it is and where its pieces are; nothing of it has been checked yet."""
 
@@ -139,12 +127,10 @@ def unpack(data: bytes, identity: Identity) -> tuple[StateHeader, memoryview]:
     return header, view[identity.payload_start : identity.payload_stop]
 
 
-def describe(data: bytes) -> StateInfo:
-    """Describe a saved state, with its note; BadFile for a foreign or damaged one."""
-    identity = identify(data)
-    header, _ = unpack(data, identity)
-    n_cells = sum(stream.n_cells for section in header.sections for stream in section.streams)
-    return StateInfo(identity.kind, identity.architecture, VERSION, n_cells, header.partial, header.note)
+def describe(data: bytes) -> StateHeader:
+    """The header of a saved state, with its note; BadFile for a foreign or damaged one."""
+    header, _ = unpack(data, identify(data))
+    return header
 
 
 def write(path: str | Path, data: bytes) -> None:

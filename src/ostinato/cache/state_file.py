@@ -40,11 +40,8 @@ class StatePart(Protocol):
     def layout(self) -> dict[str, Any]:
         """The properties, as JSON, that a part must have to load the bytes of this one."""
 
-    def check_id(self, s: int) -> None:
-        """InvalidBatch for a sequence id that is out of range."""
-
-    def check_flushed(self) -> None:
-        """InternalError while copies or shifts are pending (ST-10)."""
+    def check_ready(self, s: int | None) -> None:
+        """InternalError while copies or shifts are pending (ST-10), InvalidBatch for a sequence out of range."""
 
     def choose(self, s: int | None) -> list[StateSelection]:
         """The cells to save: for each stream, or for the stream of the sequence."""
@@ -108,12 +105,10 @@ class StateParts:
         for part in self.all:
             part.empty(s)
 
-    def check(self, s: int | None = None) -> None:
+    def check(self, s: int | None) -> None:
         """Whether a state can be saved or loaded now; an error where not, and nothing has changed."""
         for part in self.all:
-            part.check_flushed()
-            if s is not None:
-                part.check_id(s)
+            part.check_ready(s)
 
 
 def save(

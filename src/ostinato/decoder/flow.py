@@ -2,7 +2,7 @@
 
 A chunk of a prompt, a text to score or embed, a sequence to save: `begin` starts it as a job beside the loop, and
 `finish` takes its results when the job is done, so the caller never waits for a device. A failed chunk records
-no positions. Batches that need cells use `cells/flow.py`, which has the full order of the specification.
+no positions. Batches that need cells use `cells/decoder.py`, which has the full order of the specification.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ostinato.backends.base import ChunkPart
 from ostinato.cache.reserve import Lease, Reserve
+from ostinato.cache.window_pages import PageRun
 
 
 @dataclass(slots=True, eq=False)
@@ -62,38 +63,23 @@ class PagedSequences:
         slot: int | None = None,
         all_now: bool = True,
         shared: bool = True,
+        least_left: int | None = None,
     ) -> PagedSequence | None:
         """Lease pages for a sequence that may grow to n_positions; None, and no change, while too few are free.
 
         `shared`: its cached beginning is not computed again, and later sequences may reuse what it computes.
+        `least_left`: it continues the kept sequence, as far as both begin alike and so many tokens are left to compute.
         """
-        lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=None if shared else ())
+        begin: Sequence[PageRun] | None = None if shared else ()
+        n_held = 0 if least_left is None else self._n_alike(tokens, slot, least_left)
+        kept = self.reserve.kept(n_held) if n_held else None
+        lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin if kept is None else kept)
         if lease is None:
             return None
-        if self._recurs and self._kept is not None and self._kept.slot == slot:
-            self.forget()  # its state will be overwritten
-        return PagedSequence(tokens, lease, shared, slot)
-
-    def resume(
-        self,
-        tokens: Sequence[int],
-        n_positions: int,
-        *,
-        slot: int | None = None,
-        all_now: bool = True,
-        least_left: int = 1,
-    ) -> PagedSequence | None:
-        """The same for a sequence that continues the kept one, as far as both begin alike and at least `least_left`
-        tokens are left to compute; without a common beginning it starts from position 0."""
-        n_held = self._n_alike(tokens, slot, least_left)
-        begin = self.reserve.kept(n_held) if n_held else None
-        if begin is None:
-            return self.open(tokens, n_positions, slot=slot, all_now=all_now)
-        lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin)
-        if lease is None:
-            return None
-        self.forget()  # the new sequence has taken its place
-        return PagedSequence(tokens, lease, False, slot, n_held)
+        # The new sequence takes the place of the kept one, or its state will be overwritten.
+        if kept is not None or (self._recurs and self._kept is not None and self._kept.slot == slot):
+            self.forget()
+        return PagedSequence(tokens, lease, shared and kept is None, slot, 0 if kept is None else n_held)
 
     def keep(self, sequence: PagedSequence, tokens: Sequence[int], n_written: int) -> None:
         """Release its pages, but keep those of its first tokens until they are needed, unless the loop has written

@@ -50,11 +50,8 @@ class HostPart:
         seen = ~self.window.masked(np.arange(n), np.array(n - 1))
         return range(int(seen.argmax()), n)
 
-    def check_id(self, s: int) -> None:
-        """Nothing to check: there is one sequence."""
-
-    def check_flushed(self) -> None:
-        """Nothing is ever pending."""
+    def check_ready(self, s: int | None) -> None:
+        """Nothing to check: there is one sequence, and nothing is ever pending."""
 
     def choose(self, s: int | None) -> list[StateSelection]:
         n = len(self.positions)

@@ -1,11 +1,9 @@
-"""Which layers of a model see a window, and the cells that they need. Integers only."""
+"""Which layers of a model see a window. Integers only."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ostinato.cache.window import windowed_size
-from ostinato.decoder.cells.settings import Settings
 from ostinato.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -25,14 +23,3 @@ def layers_of(shape: Shape, *, windowed: bool) -> list[int]:
     if not shape.attention:
         return []
     return [layer for layer in range(shape.n_layers) if (shape.windows[layer] is not None) == windowed]
-
-
-def windowed_cells(settings: Settings, window: int) -> int:
-    """Cells of one stream of the windowed cache (SW-5)."""
-    return windowed_size(
-        settings.capacity,
-        window,
-        n_seq_max=settings.n_seq_max,
-        unified=settings.unified,
-        n_ubatch=settings.n_ubatch,
-    )

@@ -108,17 +108,15 @@ class ActiveWork:
         return self._flow.begin_copy(lambda: copy.run(pages, slot))
 
     def _sequence(self, text: WorkText, slot: int | None) -> PagedSequence | None:
-        n, memory = len(text.tokens), self._flow.memory
-        if self._copy is not None and self._copy.computes:
-            sequence = memory.resume(text.tokens, n, slot=slot, least_left=0)
-        else:
-            shared = not self._copy and text.outputs.start >= n - 1 and self.rows == self._flow.chunks.rows_for(n)
-            sequence = memory.open(text.tokens, n, slot=slot, shared=shared)
-        if sequence is None:
-            return None
-        if self._copy is not None and not self._copy.computes:
+        n, memory, copy = len(text.tokens), self._flow.memory, self._copy
+        shared = text.outputs.start >= n - 1 and self.rows == self._flow.chunks.rows_for(n)
+        if copy is not None:
+            shared = copy.computes
+        least_left = 0 if copy is not None and copy.computes else None
+        sequence = memory.open(text.tokens, n, slot=slot, shared=shared, least_left=least_left)
+        if sequence is not None and copy is not None and not copy.computes:
             memory.fill(sequence)
-        else:
+        elif sequence is not None:
             memory.find(sequence)
         return sequence
 

@@ -156,8 +156,9 @@ def prepared(case: LoadCase, talk: Talk) -> Settled:
             continue
         use_threads(settled)
         if settled.kind == "cpu" and case.options.mode == case.options.dtype == "auto":
-            for why in (why.removeprefix("loop: ") for why in settled.why_not if why.startswith("loop: ")):
-                talk(f"the native loop cannot run here: {why}; eager runs instead")
+            for mode, _, why in (told.partition(": ") for told in settled.why_not):
+                if mode in NATIVE.modes:
+                    talk(f"the native loop cannot run here: {why}; {settled.mode} runs instead")
         return settled
 
 

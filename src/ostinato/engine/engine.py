@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
-from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakKeyDictionary
 
@@ -54,13 +53,13 @@ class Engine:
         eog_ids: Sequence[int] | frozenset[int] = (),
         n_tokens: int | None = None,
         queue: int = DEFAULT_QUEUE,
-        reuse: bool = True,
+        share_prefixes: bool = True,
         outbox_entries: int | None = None,
         constrain: Constrain | None = None,
     ) -> None:
         """`n_tokens`: ids that the tokenizer knows; ids beyond it, padding of the embedding, are never sampled.
-        `queue`: how many requests may wait. `reuse`: do not compute a prompt's beginning again if it is still in
-        memory. `constrain` makes the constraint of an answer from its sampling options."""
+        `queue`: how many requests may wait. `share_prefixes`: do not compute a prompt's beginning again if it is still
+        in memory. `constrain` makes the constraint of an answer from its sampling options."""
         vocab = model.shape.vocab
         self.context, self._vocab = settled.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
@@ -74,7 +73,9 @@ class Engine:
             self._runner.close()
             raise
         # Prefixes can be shared by pages alone, unless layers recur: a recurrent state belongs to a slot.
-        self._scheduler = Scheduler(self._runner, self._queue, reuse=reuse and model.shape.recurrent is None)
+        self._scheduler = Scheduler(
+            self._runner, self._queue, share_prefixes=share_prefixes and model.shape.recurrent is None
+        )
         self._ids = count(1)
         # The thread holds no reference to this object, so that an engine without references is closed.
         self._thread = threading.Thread(target=self._scheduler.run, name="ostinato-engine", daemon=True)
@@ -214,9 +215,7 @@ class Engine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

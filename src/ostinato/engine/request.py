@@ -192,17 +192,11 @@ class Request:
         self.finish_reason = token.finish_reason
         self._deliver(token)
 
-    def end_cancelled(self) -> None:
-        """End as cancelled; no effect after the end."""
+    def end(self, error: Exception | None = None) -> None:
+        """End with an error, or as cancelled; no effect after the end."""
         if not self.ended:
-            self.finish_reason = "cancelled"
-            self._deliver(Cancelled())
-
-    def fail(self, error: Exception) -> None:
-        """End with an error; no effect after the end."""
-        if not self.ended:
-            self.error = error
-            self._deliver(error)
+            self.error, self.finish_reason = error, "cancelled" if error is None else None
+            self._deliver(error or Cancelled())
 
     def _deliver(self, message: RequestMessage) -> None:
         if self._sink is None:

@@ -13,10 +13,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Final
-
-import numpy as np
 
 from ostinato.backends.runner import Runner
 from ostinato.cache.reserve import Reserve
@@ -54,7 +53,7 @@ class ActiveSequence:
     paged: PagedSequence  # its prompt, which is computed into its pages
     last: int = 0  # the position of its last token that was received
     last_ns: int = 0  # and when that token was generated
-    admitted: bool = False
+    admit_queued: bool = False  # whether its ADMIT entry was sent to the inbox, or waits for room in it
     answer: list[int] = field(default_factory=list)  # its tokens, if the sequence is to be kept
     mask_asked_at: float = 0.0  # when a mask was last asked for, by the host's clock
 
@@ -71,12 +70,16 @@ class ChunkUnderWay:
 class Scheduler:
     """Everything between the queue and the loop. `run` is the thread; other threads may read the counters."""
 
-    def __init__(self, runner: Runner, queue: RequestQueue, *, reuse: bool) -> None:
+    def __init__(self, runner: Runner, queue: RequestQueue, *, share_prefixes: bool) -> None:
         self._runner, self._queue = runner, queue
         self._host, self._decode_mode = runner.host, runner.decode_mode
         options = runner.settled
         self.reserve = Reserve(
-            runner.groups, runner.page_tokens, chunk_rows=runner.chunks.rows, reuse=reuse, kind=runner.chunks.rows_for
+            runner.groups,
+            runner.page_tokens,
+            chunk_rows=runner.chunks.rows,
+            share_prefixes=share_prefixes,
+            kind=runner.chunks.rows_for,
         )
         self._recurs = runner.model.shape.recurrent is not None
         self._memory = PagedSequences(self.reserve, recurs=self._recurs)
@@ -104,7 +107,7 @@ class Scheduler:
 
     @property
     def n_live(self) -> int:
-        return sum(sequence is not None and sequence.admitted for sequence in self._slots)
+        return sum(sequence is not None and sequence.admit_queued for sequence in self._slots)
 
     @property
     def n_prefilling(self) -> int:
@@ -217,7 +220,7 @@ class Scheduler:
         sequence = self._by_id.get(request.id)
         if sequence is None:
             raise InternalError(f"request {request.id} is neither in the queue nor in a slot, and has not ended")
-        if sequence.admitted:
+        if sequence.admit_queued:
             self._post_cancel(sequence)
         elif self._chunk is None or self._chunk.owner is not sequence:
             self._prompts.remove(sequence)
@@ -234,10 +237,7 @@ class Scheduler:
             return
         if isinstance(one, Request):
             self.n_ended["cancelled" if error is None else "error"] += 1
-        if error is None:
-            one.end_cancelled()
-        else:
-            one.fail(error)
+        one.end(error)
 
     # Slots and pages
 
@@ -269,8 +269,8 @@ class Scheduler:
         spec, all_now = request.spec, len(self._queue) == 1  # it is still in the queue, and alone there
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
         assert slot is not None
-        opened = self._memory.resume if spec.resume else self._memory.open
-        paged = opened(spec.prompt, spec.n_positions, slot=slot, all_now=all_now)
+        least_left = 1 if spec.resume else None
+        paged = self._memory.open(spec.prompt, spec.n_positions, slot=slot, all_now=all_now, least_left=least_left)
         if paged is None:
             return False
         self._queue.take_slot(request)
@@ -300,7 +300,7 @@ class Scheduler:
     def _grant_pages(self) -> None:
         """Grant more pages to every sequence that has used half of the positions granted beyond its prompt."""
         for sequence in self._slots:
-            if sequence is None or not sequence.admitted or self.reserve.is_complete(sequence.paged.lease):
+            if sequence is None or not sequence.admit_queued or self.reserve.is_complete(sequence.paged.lease):
                 continue
             n_prompt, lease = len(sequence.request.spec.prompt), sequence.paged.lease
             granted = self.reserve.granted(lease) - n_prompt
@@ -319,7 +319,7 @@ class Scheduler:
                 continue
             request.mask_s += time.perf_counter() - sequence.mask_asked_at
             if bits is not None:
-                self._post_mask(sequence, bits)
+                self._unsent.append(partial(self._host.mask, sequence.slot, sequence.generation, bits))
             else:
                 self._end(request, error or InternalError("there is no mask, and no reason"))
                 self._post_cancel(sequence)
@@ -384,7 +384,7 @@ class Scheduler:
         if isinstance(owner, ActiveWork):
             if owner.work.ended or owner.done:  # cancelled in the meantime, or complete
                 self._drop(owner)
-                owner.work.end()
+                owner.work.end(complete=True)
         else:
             self._go_on(owner, chunk.pending.parts[0].n)
 
@@ -399,8 +399,8 @@ class Scheduler:
             self._prompts.popleft()
             request.prefill_ended = time.perf_counter()
             sequence.last = len(request.spec.prompt) - 1
-            sequence.admitted = True
-            self._unsent.append(lambda: self._host.admit(sequence.slot, sequence.generation))
+            sequence.admit_queued = True
+            self._unsent.append(partial(self._host.admit, sequence.slot, sequence.generation))
 
     def _fail_chunk(self, owner: ActiveSequence | ActiveWork, error: Exception) -> None:
         """End the request or work of a failed chunk, and no other, unless the device is dead."""
@@ -427,7 +427,7 @@ class Scheduler:
             generation=sequence.generation,
             prompt=spec.prompt,
             left=spec.most,
-            pages=self._memory.stage(paged, spec.n_positions),
+            page_tables=self._memory.stage(paged, spec.n_positions),
             granted=self.reserve.granted(paged.lease),
             sampling=spec.sampling,
             stop_ids=spec.stop_ids,
@@ -438,10 +438,7 @@ class Scheduler:
     # Into the loop
 
     def _post_cancel(self, sequence: ActiveSequence) -> None:
-        self._unsent.append(lambda: self._host.cancel(sequence.slot, sequence.generation))
-
-    def _post_mask(self, sequence: ActiveSequence, bits: np.ndarray) -> None:
-        self._unsent.append(lambda: self._host.mask(sequence.slot, sequence.generation, bits))
+        self._unsent.append(partial(self._host.cancel, sequence.slot, sequence.generation))
 
     def _post_grant(self, sequence: ActiveSequence, first: int, pages: list[int]) -> None:
         n_sent = 0
@@ -539,6 +536,6 @@ def _view(slot: int, sequence: ActiveSequence | None) -> SlotView:
         return SlotView(slot, "free")
     spec = sequence.request.spec
     n_prompt = len(spec.prompt)
-    if not sequence.admitted:
+    if not sequence.admit_queued:
         return SlotView(slot, "prefill", sequence.request.id, n_prompt, sequence.paged.n_held, 0, spec.most)
     return SlotView(slot, "live", sequence.request.id, n_prompt, n_prompt, sequence.last + 1 - n_prompt, spec.most)

@@ -9,10 +9,10 @@ difference of each check is a record with the names of its node and buffer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import chain, count, zip_longest
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -409,34 +409,33 @@ def _buffer(runner: Runner, name: str) -> Any:
 
 
 def _compare_words(base: LoopDriver, other: LoopDriver) -> Difference | None:
-    for word in _WORDS:
-        expected, found = base.runner.host.word(word), other.runner.host.word(word)
-        if expected != found:
-            return Difference("step boundary", f"words.{word.name.lower()}", (), str(expected), str(found))
-    return None
+    one, two = base.runner.host, other.runner.host
+    words = ((f"words.{word.name.lower()}", (), one.word(word), two.word(word)) for word in _WORDS)
+    return _unequal("step boundary", words)
 
 
 def _compare_entries(expected: Sequence[OutEntry], found: Sequence[OutEntry]) -> Difference | None:
     """Compare outbox entries, except for their times."""
-    for number, (one, two) in enumerate(zip(expected, found, strict=False)):
-        for name in OutEntry._fields:
-            if name != "time_ns" and getattr(one, name) != getattr(two, name):
-                return Difference(
-                    "step boundary", f"outbox.{name}", (number,), str(getattr(one, name)), str(getattr(two, name))
-                )
-    if len(expected) != len(found):
-        return Difference("step boundary", "outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
-    return None
+    values = (
+        (f"outbox.{name}", (number,), getattr(one, name), getattr(two, name))
+        for number, (one, two) in enumerate(zip(expected, found, strict=False))
+        for name in OutEntry._fields
+        if name != "time_ns"
+    )
+    lengths = ("outbox", (), f"{len(expected)} entries", f"{len(found)} entries")
+    return _unequal("step boundary", chain(values, [lengths]))
 
 
 def _other_plan(base: Plan, other: Plan) -> Difference | None:
     """The first line in which two plans differ."""
-    one, two = base.text.splitlines(), other.text.splitlines()
-    for number in range(max(len(one), len(two))):
-        expected, found = (lines[number] if number < len(lines) else "nothing" for lines in (one, two))
-        if expected != found:
-            return Difference("plan", "line", (number,), expected, found)
-    return None
+    lines = zip_longest(base.text.splitlines(), other.text.splitlines(), fillvalue="nothing")
+    return _unequal("plan", (("line", (number,), *pair) for number, pair in enumerate(lines)))
+
+
+def _unequal(node: str, pairs: Iterable[tuple[str, tuple[int, ...], object, object]]) -> Difference | None:
+    """The first of (name, place, expected, found) in which expected and found differ."""
+    differences = (Difference(node, name, at, str(one), str(two)) for name, at, one, two in pairs if one != two)
+    return next(differences, None)
 
 
 # Tolerance

@@ -82,19 +82,8 @@ class Work:
         if not self.ended:
             self._messages.put(rows)
 
-    def end(self) -> None:
-        """End after the last row."""
-        self._end(None)
-
-    def end_cancelled(self) -> None:
-        """End as cancelled; no effect after the end."""
-        self._end(BadInput(CLOSED))
-
-    def fail(self, error: Exception) -> None:
-        """End with an error; no effect after the end."""
-        self._end(error)
-
-    def _end(self, message: Exception | None) -> None:
+    def end(self, error: Exception | None = None, *, complete: bool = False) -> None:
+        """End after the last row (`complete`), with an error, or as cancelled; no effect after the end."""
         if not self.ended:
             self.ended = True
-            self._messages.put(message)
+            self._messages.put(None if complete else error or BadInput(CLOSED))

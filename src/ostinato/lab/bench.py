@@ -250,7 +250,7 @@ class Bench:
         device's clock, launches and host time per token."""
         context = n_prompt + n_gen + 2
         settled = self._settled(mode, 1, context, 2 * -(-context // PAGE_TOKENS[self._kind]))
-        with Engine(self.model, settled, reuse=False) as engine:
+        with Engine(self.model, settled, share_prefixes=False) as engine:
             prompts = [self._ids(n_prompt, "decode", number) for number in range(self.repeats + 1)]  # the first warms
             runs = [_decode(engine, prompt, n_gen) for prompt in prompts]
         middle = sorted(runs[1:], key=lambda run: run["tokens_s"])[self.repeats // 2]

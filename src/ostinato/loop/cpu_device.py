@@ -43,7 +43,7 @@ class CpuDevice:
         self._at_boundary = False  # whether a job beside the loop may run next
         self._turn_lock = threading.Lock()  # held by the thread that runs a turn
         self._lent_until = 0.0
-        self._closed = False
+        self._close_by: float | None = None  # set by the first `close`, so that a second one does not wait again
         self._around = around
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
@@ -84,10 +84,9 @@ class CpuDevice:
     def close(self) -> bool:
         """End the thread, after all waiting jobs have run; False where they take longer than its deadline."""
         with self._changed:
-            self._closed = True
+            self._close_by = end = self._close_by or time.monotonic() + CLOSE_S
             self._lent_until = 0.0
             self._changed.notify()
-        end = time.monotonic() + CLOSE_S
         while threading.current_thread() is not self._thread and self.alive:
             if time.monotonic() > end:
                 return False
@@ -109,7 +108,7 @@ class CpuDevice:
         with self._around():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: self._has_work or self._closed)
+                    self._changed.wait_for(lambda: self._has_work or self._close_by)
                     if not self._has_work:
                         return
                     lent_s = self._lent_until - time.monotonic()

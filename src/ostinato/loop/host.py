@@ -45,24 +45,16 @@ class OutEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """A sequence about to be admitted. `sampling` is complete; `position` is that of its first generated token."""
+    """A sequence about to be admitted. `sampling` is complete."""
 
     generation: int
     prompt: Sequence[int]
     left: int
-    pages: Sequence[Sequence[int]]  # a page table for each group of layers
+    page_tables: Sequence[Sequence[int]]  # one for each group of layers
     granted: int
     sampling: Sampling
     stop_ids: Sequence[int]
     mask: np.ndarray | None = None  # of the first token; each later one waits for its own
-
-    @property
-    def position(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def constrained(self) -> bool:
-        return self.mask is not None
 
 
 class HostSide:
@@ -111,7 +103,7 @@ class HostSide:
         numbers: dict[str, Any] = {
             **{one.field: getattr(s, one.name) for one in SAMPLING_NUMBERS},
             "generation": admission.generation,
-            "position": admission.position,
+            "position": len(admission.prompt),  # of its first generated token
             "left": admission.left,
             "granted": admission.granted,
             "min_tokens": s.min_tokens,
@@ -119,7 +111,7 @@ class HostSide:
             "n_logprobs": s.logprobs or 0,
             "n_stop": len(admission.stop_ids),
             "n_bias": len(s.logit_bias),
-            "constrained": admission.constrained,
+            "constrained": admission.mask is not None,
             "penalised": penalised,
             "seed": s.seed,
         }
@@ -128,7 +120,7 @@ class HostSide:
         row["stop_ids"][slot, : len(admission.stop_ids)] = list(admission.stop_ids)
         row["bias_ids"][slot, : len(s.logit_bias)] = list(s.logit_bias)
         row["bias_values"][slot, : len(s.logit_bias)] = list(s.logit_bias.values())
-        for group, table in enumerate(admission.pages):
+        for group, table in enumerate(admission.page_tables):
             row["pages"][slot, group, : len(table)] = list(table)
         if admission.mask is not None:
             row["mask_bits"][slot] = admission.mask

@@ -197,27 +197,25 @@ class Layout:
         """The fields of a slot that an admission sets; the same in the table and in the admissions."""
         n = self.n_slots
         return _laid_out(
-            [
-                ("generation", "int32", (n,)),
-                ("position", "int32", (n,)),  # of the next step's input token
-                ("left", "int32", (n,)),  # tokens that may still be generated
-                ("granted", "int32", (n,)),  # positions that have pages
-                ("min_tokens", "int32", (n,)),
-                *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "int32"),
-                ("n_logprobs", "int32", (n,)),
-                ("n_stop", "int32", (n,)),
-                ("n_bias", "int32", (n,)),
-                ("constrained", "int32", (n,)),  # 1: each token waits for a mask
-                ("penalised", "int32", (n,)),  # 1: some penalty is on, and prompt_bits matter
-                *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "float32"),
-                ("seed", "int64", (n,)),
-                ("stop_ids", "int32", (n, MAX_STOP_IDS)),
-                ("bias_ids", "int32", (n, MAX_LOGIT_BIAS)),
-                ("bias_values", "float32", (n, MAX_LOGIT_BIAS)),
-                ("pages", "int32", (n, self.n_groups, self.max_pages)),
-                ("prompt_bits", "int32", (n, self.mask_words)),
-                ("mask_bits", "int32", (n, self.mask_words)),  # 1: may be chosen
-            ]
+            ("generation", "int32", (n,)),
+            ("position", "int32", (n,)),  # of the next step's input token
+            ("left", "int32", (n,)),  # tokens that may still be generated
+            ("granted", "int32", (n,)),  # positions that have pages
+            ("min_tokens", "int32", (n,)),
+            *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "int32"),
+            ("n_logprobs", "int32", (n,)),
+            ("n_stop", "int32", (n,)),
+            ("n_bias", "int32", (n,)),
+            ("constrained", "int32", (n,)),  # 1: each token waits for a mask
+            ("penalised", "int32", (n,)),  # 1: some penalty is on, and prompt_bits matter
+            *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "float32"),
+            ("seed", "int64", (n,)),
+            ("stop_ids", "int32", (n, MAX_STOP_IDS)),
+            ("bias_ids", "int32", (n, MAX_LOGIT_BIAS)),
+            ("bias_values", "float32", (n, MAX_LOGIT_BIAS)),
+            ("pages", "int32", (n, self.n_groups, self.max_pages)),
+            ("prompt_bits", "int32", (n, self.mask_words)),
+            ("mask_bits", "int32", (n, self.mask_words)),  # 1: may be chosen
         )
 
     @cached_property
@@ -225,42 +223,38 @@ class Layout:
         """The admissions' fields, the loop's own state of each slot, and a step's results for its step boundary."""
         n = self.n_slots
         return _laid_out(
-            [
-                *((f.name, f.kind, f.shape) for f in self.admission_fields),
-                ("state", "int32", (n,)),
-                ("token", "int32", (n,)),  # the next step's input
-                ("made", "int32", (n,)),  # tokens generated since admission
-                ("mask_ready", "int32", (n,)),
-                ("counts", "int32", (n, self.vocab)),  # how often each token was generated
-                # By row, not by slot: the slots in the step, and the sampler's results for them.
-                ("n_rows", "int32", (1,)),
-                ("row_slot", "int32", (n,)),
-                ("chosen", "int32", (n,)),
-                ("chosen_logprob", "float32", (n,)),
-                ("top_ids", "int32", (n, MAX_TOP)),
-                ("top_logprobs", "float32", (n, MAX_TOP)),
-                # By slot: the token that prefill sampled; the admission commits it.
-                ("first_token", "int32", (n,)),
-                ("first_logprob", "float32", (n,)),
-                ("first_top_ids", "int32", (n, MAX_TOP)),
-                ("first_top_logprobs", "float32", (n, MAX_TOP)),
-                ("plan_hash", "int64", (1,)),
-                ("epoch", "int64", (1,)),
-                ("step_ns", "int64", (1,)),  # when the last step boundary ran, by the device's clock
-            ]
+            *((f.name, f.kind, f.shape) for f in self.admission_fields),
+            ("state", "int32", (n,)),
+            ("token", "int32", (n,)),  # the next step's input
+            ("made", "int32", (n,)),  # tokens generated since admission
+            ("mask_ready", "int32", (n,)),
+            ("counts", "int32", (n, self.vocab)),  # how often each token was generated
+            # By row, not by slot: the slots in the step, and the sampler's results for them.
+            ("n_rows", "int32", (1,)),
+            ("row_slot", "int32", (n,)),
+            ("chosen", "int32", (n,)),
+            ("chosen_logprob", "float32", (n,)),
+            ("top_ids", "int32", (n, MAX_TOP)),
+            ("top_logprobs", "float32", (n, MAX_TOP)),
+            # By slot: the token that prefill sampled; the admission commits it.
+            ("first_token", "int32", (n,)),
+            ("first_logprob", "float32", (n,)),
+            ("first_top_ids", "int32", (n, MAX_TOP)),
+            ("first_top_logprobs", "float32", (n, MAX_TOP)),
+            ("plan_hash", "int64", (1,)),
+            ("epoch", "int64", (1,)),
+            ("step_ns", "int64", (1,)),  # when the last step boundary ran, by the device's clock
         )
 
     @cached_property
     def ring_fields(self) -> tuple[Field, ...]:
         """Both rings and the control words."""
         return _laid_out(
-            [
-                ("words", "int64", (len(Word), 8)),
-                ("inbox", "int32", (self.inbox_entries, INBOX_WORDS)),
-                ("outbox", "int32", (self.outbox_entries, OUTBOX_WORDS)),
-                ("outbox_top_ids", "int32", (self.outbox_entries, MAX_TOP)),
-                ("outbox_top_logprobs", "float32", (self.outbox_entries, MAX_TOP)),
-            ]
+            ("words", "int64", (len(Word), 8)),
+            ("inbox", "int32", (self.inbox_entries, INBOX_WORDS)),
+            ("outbox", "int32", (self.outbox_entries, OUTBOX_WORDS)),
+            ("outbox_top_ids", "int32", (self.outbox_entries, MAX_TOP)),
+            ("outbox_top_logprobs", "float32", (self.outbox_entries, MAX_TOP)),
         )
 
     @property
@@ -391,7 +385,7 @@ def arena_bytes(fields: Sequence[Field]) -> int:
     return _aligned(fields[-1].offset + fields[-1].n_bytes)
 
 
-def _laid_out(fields: Sequence[tuple[str, Kind, tuple[int, ...]]]) -> tuple[Field, ...]:
+def _laid_out(*fields: tuple[str, Kind, tuple[int, ...]]) -> tuple[Field, ...]:
     placed: list[Field] = []
     offset = 0
     for name, kind, shape in fields:

@@ -7,14 +7,11 @@ compares the plan's hash and the epoch at every step: a difference is fatal. doc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
 
 from ostinato.errors import DecodeInvariantError, EngineDead, PlanStale
 from ostinato.loop.guard import Guard
-from ostinato.loop.host import HostSide
 from ostinato.loop.layout import Fault, Tables, Word
-from ostinato.loop.memory import address_of
 from ostinato.loop.plan import Plan
 from ostinato.loop.start import Start
 
@@ -22,22 +19,12 @@ EXIT_DEADLINE_S: Final = 600.0
 MUST_RESTART: Final = "this engine is dead and the process must be restarted"
 
 
-@dataclass(frozen=True, slots=True)
-class Entered:
-    """Executable, plan and addresses at entry to decode mode; none of them may change before exit (I-10)."""
-
-    executable: int
-    plan_hash: int
-    addresses: tuple[tuple[str, int, int], ...]
-
-
 class DecodeMode:
     """The lock around one plan and one start."""
 
     def __init__(self, plan: Plan, start: Start, tables: Tables, guard: Guard) -> None:
         self._plan, self._start, self._tables, self._guard = plan, start, tables, guard
-        self._host = HostSide(tables)
-        self._entered: Entered | None = None
+        self._entered: tuple[int, Plan] | None = None  # executable and plan: neither may change before exit (I-10)
         self._dead: str | None = None
         self.n_triggers = 0
 
@@ -55,7 +42,7 @@ class DecodeMode:
         self._tables.table["plan_hash"][0] = self._plan.hash
         self._tables.table["epoch"][0] = self._start.executable
         self._start.synchronize()
-        self._entered = self._now()
+        self._entered = self._start.executable, self._plan
         self._guard.lock()
 
     def trigger(self) -> None:
@@ -74,13 +61,14 @@ class DecodeMode:
         Outside decode mode, do nothing."""
         if self._entered is None:
             return
-        if not self._start.wait(seconds):
+        ended, entered = self._start.wait(seconds), self._entered
+        self._entered = None  # also after a time-out: a second exit must not wait again
+        if not ended:
             self.die(f"the loop did not end within {seconds:.0f} s; {MUST_RESTART}")
             raise EngineDead(self._dead)
-        entered, self._entered = self._entered, None
         self._guard.unlock()
         if self._dead is None:
-            self._compare(entered)
+            self._compare(*entered)
             self._ask_health()
 
     @property
@@ -96,12 +84,12 @@ class DecodeMode:
     def check(self) -> None:
         """Compare executable, plan and addresses with those at entry; a difference is fatal (I-10)."""
         if self._entered is not None:
-            self._compare(self._entered)
+            self._compare(*self._entered)
 
     def fault(self) -> str | None:
         """Why this engine is dead: the fault that the loop or a check found. None while there is no fault."""
         if self._dead is None:
-            found = self._host.word(Word.FAULT)
+            found = int(self._tables.rings.host("words")[Word.FAULT, 0])
             failure = self._start.failure()
             if found != Fault.NONE:
                 self.die(f"the loop found a fault ({Fault(found).name.lower()}, I-10); {MUST_RESTART}")
@@ -141,19 +129,14 @@ class DecodeMode:
             self.die(str(dead))
             raise
 
-    def _now(self) -> Entered:
-        addresses = tuple((b.name, address_of(b.tensor), b.n_bytes) for b in self._plan.buffers)
-        return Entered(self._start.executable, self._plan.hash, addresses)
-
-    def _compare(self, entered: Entered) -> None:
-        now = self._now()
+    def _compare(self, executable: int, plan: Plan) -> None:
         try:
             self._plan.check()
-            if now.executable != entered.executable:
+            if self._start.executable != executable:
                 raise PlanStale(
-                    "I-10", f"executable {entered.executable} was entered with, and it is {now.executable} now"
+                    "I-10", f"executable {executable} was entered with, and it is {self._start.executable} now"
                 )
-            if now.plan_hash != entered.plan_hash or now.addresses != entered.addresses:
+            if self._plan is not plan:
                 raise PlanStale("I-10", "the plan is not the one that decode mode was entered with")
         except PlanStale as drift:
             self.die(f"{drift}; {MUST_RESTART}")

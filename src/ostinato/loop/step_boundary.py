@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Final
 
 import numpy as np
@@ -72,25 +73,7 @@ class StepBoundary:
 
         # Single elements go by memoryview, several times faster than by numpy; whole rows by numpy, below.
         table, rings = tables.table, tables.rings
-        self._plan_hash = table.host("plan_hash").data
-        self._epoch = table.host("epoch").data
-        self._step_ns = table.host("step_ns").data
-        self._n_rows = table.host("n_rows").data
-        self._row_slot = table.host("row_slot").data
-        self._state = table.host("state").data
-        self._generation = table.host("generation").data
-        self._token = table.host("token").data
-        self._position = table.host("position").data
-        self._made = table.host("made").data
-        self._left = table.host("left").data
-        self._granted = table.host("granted").data
-        self._constrained = table.host("constrained").data
-        self._mask_ready = table.host("mask_ready").data
-        self._penalised = table.host("penalised").data
-        self._n_logprobs = table.host("n_logprobs").data
-        self._n_stop = table.host("n_stop").data
-        self._stop_ids = table.host("stop_ids").data
-        self._counts = table.host("counts").data
+        self._table = SimpleNamespace(**{name: table.host(name).data for name in table.names})
         self._step = _Choices.of(table, "chosen", "chosen_logprob", "top")
         self._first = _Choices.of(table, "first_token", "first_logprob", "first_top")
 
@@ -116,7 +99,7 @@ class StepBoundary:
         if fault:
             self._refuse(fault)
             return
-        self._step_ns[0] = self._clock()
+        self._table.step_ns[0] = self._clock()
         read = words[Word.OUTBOX_TAIL]
 
         n_steps, head = self._commit_step(words[Word.OUTBOX_HEAD])
@@ -132,7 +115,7 @@ class StepBoundary:
             elif n_live == 0:
                 ends = End.IDLE
         if ends is not None:
-            self._n_rows[0] = 0  # the step boundary of the next trigger must not commit this step again
+            self._table.n_rows[0] = 0  # the step boundary of the next trigger must not commit this step again
 
         words[Word.OUTBOX_HEAD] = head
         words[Word.INBOX_TAIL] = taken
@@ -151,14 +134,14 @@ class StepBoundary:
 
     def _drift(self) -> Fault:
         plan_hash, epoch = self._built_with
-        if self._plan_hash[0] & _ALL_BITS != plan_hash:
+        if self._table.plan_hash[0] & _ALL_BITS != plan_hash:
             return Fault.PLAN
-        return Fault.EPOCH if self._epoch[0] & _ALL_BITS != epoch else Fault.NONE
+        return Fault.EPOCH if self._table.epoch[0] & _ALL_BITS != epoch else Fault.NONE
 
     def _refuse(self, fault: int) -> None:
         """End with a fault and commit nothing: after a drift the step's results must not be used."""
         words = self._words
-        self._n_rows[0] = 0
+        self._table.n_rows[0] = 0
         words[Word.FAULT] = fault
         words[Word.LIVE] = 0
         words[Word.GO] = 0
@@ -169,32 +152,32 @@ class StepBoundary:
 
     def _commit_step(self, head: int) -> tuple[int, int]:
         """Commit every row; returns the steps run, 0 or 1, and the outbox's head."""
-        n_rows = self._n_rows[0]
+        table, n_rows = self._table, self._table.n_rows[0]
         for row in range(n_rows):
-            slot = self._row_slot[row]
-            self._position[slot] += 1
+            slot = table.row_slot[row]
+            table.position[slot] += 1
             self._commit(slot, self._step, row, head + row)
         return int(n_rows > 0), head + n_rows
 
     def _commit(self, slot: int, choices: _Choices, at: int, head: int) -> None:
         """Make the sampled token the slot's next token; the slot's position is already that of the token."""
-        token = choices.token[at]
-        self._token[slot] = token
-        self._made[slot] += 1
-        self._left[slot] -= 1
-        if self._penalised[slot] and 0 <= token < self._layout.vocab:
-            self._counts[slot, token] += 1
-        if self._constrained[slot]:
-            self._mask_ready[slot] = 0
+        table, token = self._table, choices.token[at]
+        table.token[slot] = token
+        table.made[slot] += 1
+        table.left[slot] -= 1
+        if table.penalised[slot] and 0 <= token < self._layout.vocab:
+            table.counts[slot, token] += 1
+        if table.constrained[slot]:
+            table.mask_ready[slot] = 0
         finish = Finish.NONE
-        if any(self._stop_ids[slot, i] == token for i in range(self._n_stop[slot])):
+        if any(table.stop_ids[slot, i] == token for i in range(table.n_stop[slot])):
             finish = Finish.STOP
-        elif self._left[slot] <= 0:
+        elif table.left[slot] <= 0:
             finish = Finish.LENGTH
         if finish:
-            self._state[slot] = SlotState.FINISHED
+            table.state[slot] = SlotState.FINISHED
         self._write(head, slot, token, finish, choices.logprob_bits[at])
-        if self._n_logprobs[slot] > 0:
+        if table.n_logprobs[slot] > 0:
             place = head % self._layout.outbox_entries
             self._outbox_top_ids[place] = choices.top_ids[at]
             self._outbox_top_logprobs[place] = choices.top_logprobs[at]
@@ -203,12 +186,12 @@ class StepBoundary:
         place = head % self._layout.outbox_entries
         outbox = self._outbox
         outbox[place, OutboxWord.SLOT] = slot
-        outbox[place, OutboxWord.GENERATION] = self._generation[slot]
+        outbox[place, OutboxWord.GENERATION] = self._table.generation[slot]
         outbox[place, OutboxWord.TOKEN] = token
-        outbox[place, OutboxWord.POSITION] = self._position[slot]
+        outbox[place, OutboxWord.POSITION] = self._table.position[slot]
         outbox[place, OutboxWord.FINISH] = finish
         outbox[place, OutboxWord.LOGPROB] = logprob_bits
-        self._outbox_ns[place] = self._step_ns[0]
+        self._outbox_ns[place] = self._table.step_ns[0]
 
     # --- phase 2: take the inbox ---
 
@@ -231,16 +214,16 @@ class StepBoundary:
                 self._admit(slot)
                 self._commit(slot, self._first, slot, head)
                 head += 1
-            elif self._generation[slot] == generation and self._state[slot] in _OCCUPIED:
+            elif self._table.generation[slot] == generation and self._table.state[slot] in _OCCUPIED:
                 if kind == InboxKind.CANCEL:
-                    self._state[slot] = SlotState.FINISHED
+                    self._table.state[slot] = SlotState.FINISHED
                     self._write(head, slot, -1, Finish.CANCELLED, 0)
                     head += 1
                 elif kind == InboxKind.GRANT:
                     self._grant(slot, entry[InboxWord.FIRST], entry[InboxWord.COUNT], entry[InboxWord.PAGES :])
                 elif kind == InboxKind.MASK:
                     self._mask_bits[slot] = self._admission_mask_bits[slot]
-                    self._mask_ready[slot] = 1
+                    self._table.mask_ready[slot] = 1
             tail += 1
         return tail, head, None
 
@@ -250,7 +233,7 @@ class StepBoundary:
         if not (InboxKind.ADMIT <= kind <= InboxKind.MASK and 0 <= slot < self._layout.n_slots):
             return False
         if kind == InboxKind.ADMIT:
-            return self._state[slot] not in _OCCUPIED
+            return self._table.state[slot] not in _OCCUPIED
         if kind == InboxKind.GRANT:
             first, count = entry[InboxWord.FIRST], entry[InboxWord.COUNT]
             return 0 <= count <= GRANT_PAGES and 0 <= first <= self._layout.max_pages - count
@@ -260,15 +243,15 @@ class StepBoundary:
         """Copy the slot's whole row, so that nothing of its previous sequence is left (E-71)."""
         for row, admission in self._admissions:
             row[slot] = admission[slot]
-        if self._penalised[slot]:
+        if self._table.penalised[slot]:
             self._count_rows[slot] = 0
-        self._made[slot] = 0
-        self._mask_ready[slot] = 1
-        self._state[slot] = SlotState.LIVE
+        self._table.made[slot] = 0
+        self._table.mask_ready[slot] = 1
+        self._table.state[slot] = SlotState.LIVE
 
     def _grant(self, slot: int, first: int, count: int, pages: list[int]) -> None:
         self._pages[slot, 0, first : first + count] = pages[:count]
-        self._granted[slot] = (first + count) * self._page_tokens
+        self._table.granted[slot] = (first + count) * self._page_tokens
 
     def _room(self, head: int, read: int) -> int:
         return self._layout.outbox_entries - (head - read)
@@ -276,19 +259,20 @@ class StepBoundary:
     # --- phases 3 and 4: which slots are in the next step ---
 
     def _pause_and_wake(self) -> None:
+        table = self._table
         for slot in range(self._layout.n_slots):
-            if self._state[slot] in _OCCUPIED:
-                unpaged = self._position[slot] >= self._granted[slot]
-                unmasked = self._constrained[slot] and not self._mask_ready[slot]
-                self._state[slot] = SlotState.PAUSED if unpaged or unmasked else SlotState.LIVE
+            if table.state[slot] in _OCCUPIED:
+                unpaged = table.position[slot] >= table.granted[slot]
+                unmasked = table.constrained[slot] and not table.mask_ready[slot]
+                table.state[slot] = SlotState.PAUSED if unpaged or unmasked else SlotState.LIVE
 
     def _gather_rows(self) -> int:
-        n_rows = 0
+        table, n_rows = self._table, 0
         for slot in range(self._layout.n_slots):
-            if self._state[slot] == SlotState.LIVE:
-                self._row_slot[n_rows] = slot
+            if table.state[slot] == SlotState.LIVE:
+                table.row_slot[n_rows] = slot
                 n_rows += 1
-        self._n_rows[0] = n_rows
+        table.n_rows[0] = n_rows
         return n_rows
 
 

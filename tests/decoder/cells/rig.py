@@ -19,8 +19,7 @@ from ostinato.backends.torch.kv_store import KVStore
 from ostinato.backends.torch.model import Model
 from ostinato.backends.torch.table import TWINS, Ops
 from ostinato.cache.sequences import MAX_SEQ
-from ostinato.decoder.cells.decoder import Decoder
-from ostinato.decoder.cells.flow import DecodeFlow, never
+from ostinato.decoder.cells.decoder import Decoder, never
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
@@ -112,11 +111,6 @@ class RecordingExecutor(UbatchExecutor):
         return executed
 
 
-def flow_of(decoder: Decoder) -> DecodeFlow:
-    assert isinstance(decoder._flow, DecodeFlow)
-    return decoder._flow
-
-
 @dataclass(frozen=True, slots=True)
 class Contents:
     """Every byte that a memory keeps: bookkeeping, and tensors, cells that nobody owns included."""
@@ -152,7 +146,7 @@ class Rig:
         model, faults = model_of(kind)
         decoder = small_decoder(kind, **sizes)
         record = RecordingExecutor()
-        flow_of(decoder).ubatches = record
+        decoder._ubatches = record
         return Rig(kind, decoder, Oracle(model, ids, unified=decoder.settings.unified), faults, record)
 
     @property
@@ -162,7 +156,7 @@ class Rig:
     @property
     def embeds(self) -> bool:
         """Whether every token is an output, and has a hidden row beside its logits."""
-        return flow_of(self.decoder).embeddings
+        return self.decoder._embeddings
 
     @property
     def takes_coupling(self) -> bool:
@@ -200,7 +194,7 @@ class Rig:
 
     def check_tensors(self) -> None:
         """Keys, values and states are what the oracle computes from the histories, in every layer."""
-        self.decoder._flow.update()
+        self.decoder._update()
         self.check()
         parts, oracle = self.decoder.parts, self.oracle
         for s in oracle.ids:
@@ -301,7 +295,7 @@ def nth(n: int, error: BaseException, work: Callable[..., Any]) -> Callable[...,
 @contextmanager
 def induced(rig: Rig, fault: Fault | None, n: int) -> Iterator[Callable[[], bool]]:
     """The n-th chance of a fault is taken inside; gives the abort signal to decode with."""
-    flow, parts = flow_of(rig.decoder), rig.decoder.parts
+    decoder, parts = rig.decoder, rig.decoder.parts
     no_memory = MemoryError("no memory")
     strike = Strike(fault)
     signal: Callable[[], bool] = never
@@ -316,19 +310,19 @@ def induced(rig: Rig, fault: Fault | None, n: int) -> Iterator[Callable[[], bool
             rig.faults.left = n
             rig.faults.error = strike if fault == "op" else KeyboardInterrupt()
         elif fault == "outputs":
-            flow.outputs._items = None  # so that it must ask for memory again
-            breaks(flow.outputs, "_allocate", no_memory)
+            decoder.outputs._items = None  # so that it must ask for memory again
+            breaks(decoder.outputs, "_allocate", no_memory)
         elif fault in ("graph", "graph memory"):
-            flow.graphs.invalidate()
-            breaks(flow.graphs, "_build", strike if fault == "graph" else no_memory)
+            decoder._graphs.invalidate()
+            breaks(decoder._graphs, "_build", strike if fault == "graph" else no_memory)
         elif fault == "apply":
             last = parts.recurrent or parts.windowed or parts.full
             assert last is not None
             breaks(last[0], "apply", strike)
         elif fault == "extract":
-            breaks(flow.outputs, "write_logits", strike)
+            breaks(decoder.outputs, "write_logits", strike)
         elif fault == "rows":
-            stack.enter_context(patch.object(flow, "_extractor", _Miscounting(flow._extractor, n)))
+            stack.enter_context(patch.object(decoder, "_extractor", _Miscounting(decoder._extractor, n)))
         elif fault == "commit" and parts.recurrent is not None:
             breaks(parts.recurrent[1], "commit", strike)
         try:

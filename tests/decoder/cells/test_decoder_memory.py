@@ -24,7 +24,7 @@ from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.errors import AllocationFailed, ComputeFailed, DecodeError, InternalError, InvalidBatch, NoSlot
 from tests.decoder.cells.oracle import Row
-from tests.decoder.cells.rig import KINDS, N_VOCAB, Kind, Rig, Strike, assert_close, flow_of, nth, small_decoder
+from tests.decoder.cells.rig import KINDS, N_VOCAB, Kind, Rig, Strike, assert_close, nth, small_decoder
 from tests.models import plain_memory
 from tests.random_model import random_model
 
@@ -110,8 +110,7 @@ def coordinators(decoder: Decoder) -> dict[Kind, Coordinator]:
 def coordinated(kind: Kind, by: Kind) -> Decoder:
     """A decoder of one kind whose coordinator is another's."""
     decoder = small_decoder(kind, cells=40, n_seq_max=3)
-    parts = replace(decoder.parts, memory=coordinators(decoder)[by])
-    flow_of(decoder).parts = parts
+    decoder._parts = replace(decoder.parts, memory=coordinators(decoder)[by])
     return decoder
 
 

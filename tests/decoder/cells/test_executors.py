@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ostinato.decoder.cells.compute_executor import Computed, ComputeExecutor, Extractor, Threads
+from ostinato.decoder.cells.compute_executor import Computed, ComputeExecutor, Extractor
 from ostinato.decoder.cells.output import Absence, Outputs
 from ostinato.decoder.cells.sample_router import SampleRouter
 from ostinato.decoder.cells.ubatch_executor import Executed, UbatchExecutor
@@ -18,7 +18,7 @@ from tests.vectors.ubatch_executor import Memory
 from tests.vectors.ubatches import ubatch_of
 
 N_VOCAB, N_EMBD = 8, 4
-THREADS = Threads(batch=4, single=1)
+COMPUTING = ComputeExecutor(batch=4, single=1)
 
 
 # Ubatch executor
@@ -83,14 +83,14 @@ def test_memory_that_cannot_be_applied_is_a_failed_computation() -> None:  # UX-
 
 def test_the_stages_say_how_many_rows_and_whether_the_graph_was_there() -> None:  # CX-1
     for reused in (False, True):
-        done = ComputeExecutor(THREADS).execute(ubatch_of([[0], [0]], output=[0, 1]), Recorder(None, None, reused))
+        done = COMPUTING.execute(ubatch_of([[0], [0]], output=[0, 1]), Recorder(None, None, reused))
         assert (done.rows, done.reused) == (1, reused)
 
 
 def test_one_token_has_a_thread_setting_of_its_own() -> None:  # CX-4
     stages = Recorder(None, None, reused=False)
     for n_tokens in (1, 2, 5):
-        ComputeExecutor(THREADS).execute(ubatch_of([[0]] * n_tokens), stages)
+        COMPUTING.execute(ubatch_of([[0]] * n_tokens), stages)
     assert stages.n_threads == [1, 4, 4]
 
 
@@ -98,14 +98,14 @@ def test_one_token_has_a_thread_setting_of_its_own() -> None:  # CX-4
 def test_a_failed_stage_drops_the_stored_graph(stage: str) -> None:  # GS-3
     stages = Recorder(stage, None, reused=False)
     with pytest.raises((ComputeFailed, AllocationFailed)) as failed:
-        ComputeExecutor(THREADS).execute(ubatch_of([[0]]), stages)
+        COMPUTING.execute(ubatch_of([[0]]), stages)
     assert stages.dropped == 1
     assert isinstance(failed.value.__cause__, ValueError)
 
 
 def test_a_run_that_worked_keeps_its_graph() -> None:  # GS-3
     stages = Recorder(None, None, reused=False)
-    ComputeExecutor(THREADS).execute(ubatch_of([[0]]), stages)
+    COMPUTING.execute(ubatch_of([[0]]), stages)
     assert stages.dropped == 0
 
 

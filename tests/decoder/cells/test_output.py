@@ -48,18 +48,21 @@ def naive_swaps(out_ids: list[int]) -> list[tuple[int, int]]:
 
 def test_there_is_always_a_row_for_every_sequence() -> None:  # OUT-2
     outputs = Outputs(n_vocab=N_VOCAB, n_embd_out=N_EMBD, n_batch=N_BATCH, n_seq_max=N_SEQ)
-    assert outputs.reserve(0, embeddings=False, sampling=False).rows == N_SEQ
-    assert outputs.reserve(5, embeddings=False, sampling=False).rows == 5
+    for asked, n_rows in ((0, N_SEQ), (5, 5)):
+        buffers = outputs.reserve(asked, embeddings=False, sampling=False).values()
+        assert {len(rows.values) for rows in buffers} == {n_rows}
 
 
 def test_each_buffer_has_its_items_and_only_if_it_is_wanted() -> None:  # OUT-3
     outputs = outputs_with([])
-    everything = outputs.reserve(3, embeddings=True, sampling=True)
-    assert (everything.logits, everything.embeddings, everything.sampled_tokens) == (24, 12, 3)
-    assert (everything.sampled_logits, everything.probs, everything.candidates) == (24, 24, 24)
-    assert everything.n_items == 4 * 24 + 12 + 3
+    everything = {
+        name: rows.values.numel() for name, rows in outputs.reserve(3, embeddings=True, sampling=True).items()
+    }
+    raw = {"logits": 24, "embeddings": 12}
+    assert everything == {**raw, "sampled_logits": 24, "probs": 24, "candidates": 24, "sampled_tokens": 3}
+    assert outputs.capacity_bytes == 4 * (4 * 24 + 12 + 3)
     bare = outputs.reserve(3, embeddings=False, sampling=False)
-    assert list(bare.buffers.values()) == [24, 0, 0, 0, 0, 0]
+    assert [rows.values.numel() for rows in bare.values()] == [24, 0, 0, 0, 0, 0]
 
 
 def test_memory_grows_to_exactly_the_need_and_never_shrinks() -> None:  # OUT-4

@@ -132,7 +132,7 @@ class FusedChunks:
     def run(self, parts: Sequence[ChunkPart], rows: int, want: ChunkWant | None = None) -> ChunkOutput:
         counts = [len(part.tokens) for part in parts]
         asked = output_rows(parts, want, self.max_outputs, self._model.shape.vocab)
-        if any(len(part.pages) != len(self._chunks) for part in parts):
+        if any(len(part.page_tables) != len(self._chunks) for part in parts):
             raise InternalError(f"a part lacks a page table; the layers have {len(self._chunks)}")
         bucket = next((size for size in self._buckets if size >= sum(counts) > 0), None)
         if bucket is None:
@@ -291,7 +291,7 @@ class _Brought:
         self.positions.numpy()[n:] = placed.positions[-1]
         self.parts.numpy()[:n] = placed.parts
         for number, part in enumerate(parts):
-            for group, table in enumerate(part.pages):
+            for group, table in enumerate(part.page_tables):
                 self.pages.numpy()[number, group, : len(table)] = table
         return self.pages[: len(parts)].numel() + int(self.pages.storage_offset())
 

@@ -53,9 +53,9 @@ class NativeChunks:
         if not 0 < len(ids) <= self.rows:
             raise InternalError(f"a chunk of {len(ids)} rows; there is room for 1 to {self.rows}")
         for part in parts:
-            if len(part.pages) != self._native.n_groups:
-                raise InternalError(f"{len(part.pages)} page tables; the layers have {self._native.n_groups}")
-            n, n_pages = len(part.tokens), min(map(len, part.pages))
+            if len(part.page_tables) != self._native.n_groups:
+                raise InternalError(f"{len(part.page_tables)} page tables; the layers have {self._native.n_groups}")
+            n, n_pages = len(part.tokens), min(map(len, part.page_tables))
             if part.start + n > n_pages * PAGE_TOKENS:
                 raise InternalError(f"{n} rows from {part.start} on do not fit into {n_pages} pages")
         wrong = ids[(ids < 0) | (ids >= self._native.vocab)]
@@ -93,8 +93,8 @@ class NativeChunks:
 
 def _page_tables(part: ChunkPart) -> Int32s:
     """[groups, pages]; the tables of a sequence differ in length, and no page behind the end of one is used."""
-    tables = np.zeros((len(part.pages), max(map(len, part.pages))), np.int32)
-    for group, table in enumerate(part.pages):
+    tables = np.zeros((len(part.page_tables), max(map(len, part.page_tables))), np.int32)
+    for group, table in enumerate(part.page_tables):
         tables[group, : len(table)] = table
     return tables
 

@@ -82,7 +82,9 @@ class TorchChunks:
         # Padding rows have the last position: any valid one will do, since their results are not read.
         positions = torch.arange(start, start + rows, device=model.device).clamp(max=start + n - 1)
         slot = -1 if part.slot is None else part.slot
-        memory = ChunkMemory(self._memory, model, slot, start, n, [np.array(table, np.int64) for table in part.pages])
+        memory = ChunkMemory(
+            self._memory, model, slot, start, n, [np.array(table, np.int64) for table in part.page_tables]
+        )
         hidden = model.hidden(ids, positions, memory)
         if part.slot is not None:
             self._last[slot] = hidden[n - 1]

@@ -54,9 +54,9 @@ class Batch:
     n_tokens: int | None = None
 
 
-def misshapen(message: str, index: int | None = None) -> InvalidBatch:
+def misshapen(message: str) -> InvalidBatch:
     """The error for a field whose shape or type is wrong."""
-    return InvalidBatch(f"{message} (S-5)", reason="shape", index=index)
+    return InvalidBatch(f"{message} (S-5)", reason="shape")
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
@@ -133,15 +133,12 @@ def _lists_of_masks(given: SeqMasks) -> Iterable[list[int]]:
         raise misshapen(f"{len(given.primary)} primary ids for {len(given.masks)} masks")
     for index, mask in enumerate(given.masks):
         if mask < 0:
-            raise misshapen(f"token {index}: {mask} is no mask of sequence ids", index)
+            raise InvalidBatch.of_token(index, f"{mask} is no mask of sequence ids (S-5)", "shape")
         ids = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
         if given.primary is not None:
             first = given.primary[index]
             if first not in ids:
-                raise InvalidBatch(
-                    f"token {index}: the primary id {first} is not one of its sequences {ids} (S-19)",
-                    reason="shape",
-                    index=index,
-                )
+                what = f"the primary id {first} is not one of its sequences {ids} (S-19)"
+                raise InvalidBatch.of_token(index, what, "shape")
             ids = [first, *(s for s in ids if s != first)]
         yield ids

@@ -88,28 +88,22 @@ def _positions(entries: Entries, spans: Spans, place: int) -> Ints:
     return spans.gathered[entries.first[place] : entries.first[place] + entries.size[place]]
 
 
+def _at(entries: Entries, spans: Spans, place: int, position: int) -> int:
+    """The first token of a sequence with this position."""
+    return int(entries.tokens_of(place)[(_positions(entries, spans, place) == position).argmax()])
+
+
 def _gap(entries: Entries, spans: Spans, memory: Remembered, place: int, rule: str) -> InvalidBatch:
-    lowest = spans.low[place]
-    index = int(entries.tokens_of(place)[(_positions(entries, spans, place) == lowest).argmax()])
-    return InvalidBatch(
-        f"token {index}: position {lowest} does not follow {memory.last[place]}, the last of sequence "
-        f"{entries.unique[place]} in memory ({rule})",
-        reason="pos_memory_gap",
-        index=index,
-    )
+    lowest, last, sequence = spans.low[place], memory.last[place], entries.unique[place]
+    what = f"position {lowest} does not follow {last}, the last of sequence {sequence} in memory ({rule})"
+    return InvalidBatch.of_token(_at(entries, spans, place, lowest), what, "pos_memory_gap")
 
 
 def _hole(entries: Entries, spans: Spans, place: int) -> InvalidBatch:
-    positions = _positions(entries, spans, place)
-    distinct = np.unique(positions)
-    before = int((np.diff(distinct) > 1).argmax())
-    index = int(entries.tokens_of(place)[(positions == distinct[before + 1]).argmax()])
-    return InvalidBatch(
-        f"token {index}: position {distinct[before + 1]} leaves a hole after {distinct[before]} in sequence "
-        f"{entries.unique[place]} (S-13)",
-        reason="pos_not_contiguous",
-        index=index,
-    )
+    distinct = np.unique(_positions(entries, spans, place))
+    low, high = distinct[(np.diff(distinct) > 1).argmax() :][:2]
+    what = f"position {high} leaves a hole after {low} in sequence {entries.unique[place]} (S-13)"
+    return InvalidBatch.of_token(_at(entries, spans, place, high), what, "pos_not_contiguous")
 
 
 def check_coupling(entries: Entries, memory: Remembered) -> None:
@@ -126,9 +120,7 @@ def check_coupling(entries: Entries, memory: Remembered) -> None:
         place = int(apart.argmax())
         index = int(np.searchsorted(entries.start, example[place], side="right")) - 1
         a, b = (f"sequence {entries.unique[k]} {_told(memory, k)}" for k in (int(mine[place]), int(other[place])))
-        raise InvalidBatch(
-            f"token {index}: {a} and {b}, so they cannot share a token (S-15)", reason="coupled_diverged", index=index
-        )
+        raise InvalidBatch.of_token(index, f"{a} and {b}, so they cannot share a token (S-15)", "coupled_diverged")
 
 
 def _told(memory: Remembered, place: int) -> str:
@@ -157,15 +149,9 @@ def _out_of_step(entries: Entries, spans: Spans, wrong: NDArray[np.bool_], grown
     at = int(gathered[entries.order[gathered].argmin()])  # the first in batch order, ids as listed
     index, sequence = int(entries.tokens[at]), entries.ids[entries.order[at]]
     if grown[at]:
-        return InvalidBatch(
-            f"token {index}: its sequences {entries.ids_of(index)} are not all among "
-            f"{entries.ids_of(int(entries.tokens[at - 1]))}, where sequence {sequence} was before (S-16)",
-            reason="subset_diverged",
-            index=index,
-        )
-    return InvalidBatch(
-        f"token {index}: position {spans.gathered[at]} is lower than {spans.gathered[at - 1]}, the one before it in "
-        f"sequence {sequence} (S-16)",
-        reason="pos_decreasing",
-        index=index,
-    )
+        ids, before = entries.ids_of(index), entries.ids_of(int(entries.tokens[at - 1]))
+        what = f"its sequences {ids} are not all among {before}, where sequence {sequence} was before (S-16)"
+        return InvalidBatch.of_token(index, what, "subset_diverged")
+    last, position = spans.gathered[at - 1 : at + 1]
+    what = f"position {position} is lower than {last}, the one before it in sequence {sequence} (S-16)"
+    return InvalidBatch.of_token(index, what, "pos_decreasing")

@@ -6,7 +6,6 @@ The checks run in the written order and the first failure is raised (G-7); those
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,19 +29,6 @@ class MemoryView(Protocol):
     def pos_max(self, s: int, /) -> int | None: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Fields:
-    """The caller's fields as arrays of the right shapes; None where absent."""
-
-    n_tokens: int
-    token: Ints | None
-    embd: NDArray[Any] | None
-    ids: tuple[Ints, Ints] | None  # flat ids, counts
-    pos: Ints | None  # [dimensions, n]
-    output: NDArray[np.bool_] | None
-    segment: Ints | None
-
-
 def sanitize(
     batch: Batch,
     *,
@@ -57,52 +43,42 @@ def sanitize(
     `n_seq_limit`: sequence ids are below it (C-4). `output_all`: every token is an output (S-20).
     `n_pos_per_embd`: position dimensions of the model. `memory`: the positions decoded before.
     """
-    fields = _fields(batch, n_vocab, n_seq_limit, n_pos_per_embd)
-    if fields.ids is not None:
-        _check_ids(*fields.ids, n_seq_limit)
-    if fields.pos is not None:
-        _check_not_negative(fields.pos[0])
-    n_tokens = fields.n_tokens
-    entries = Entries.of(*(fields.ids or (np.zeros(n_tokens, np.int64), np.ones(n_tokens, np.int64))))  # S-8
+    n_tokens = _count(batch)
+    if n_seq_limit > MAX_SEQ:
+        raise InvalidBatch(f"a limit of {n_seq_limit} sequences is above {MAX_SEQ} (S-3)", reason="n_seq_max")
+    token = None if batch.token is None else _of_tokens("token", _tokens(batch.token, n_vocab), n_tokens)
+    embd, listed = _rows(batch, n_tokens), _ids(batch, n_tokens)
+    given = _positions(batch, n_tokens, 1 if token is not None else n_pos_per_embd)
+    flags = None if batch.output is None else _of_tokens("output", as_array("output", batch.output), n_tokens)
+    segment = None
+    if batch.segment is not None:
+        segment = _of_tokens("segment", whole_numbers("segment", batch.segment), n_tokens)
+    if listed is not None:
+        _check_ids(*listed, n_seq_limit)
+    if given is not None:
+        _check_not_negative(given[0])
+    entries = Entries.of(*(listed or (np.zeros(n_tokens, np.int64), np.ones(n_tokens, np.int64))))  # S-8
     sets = entries.sets()
     remembered = _remembered(entries, memory)
-    pos = _generated(entries, sets, remembered.next_pos)[None] if fields.pos is None else fields.pos
+    pos = _generated(entries, sets, remembered.next_pos)[None] if given is None else given
     spans = Spans.of(entries, pos[0])
     if n_pos_per_embd > 1:
-        check_jumps(entries, spans, remembered, repeats=fields.token is None)
+        check_jumps(entries, spans, remembered, repeats=token is None)
     else:
         check_steps(entries, spans, remembered)
     check_coupling(entries, remembered)
     check_walk(entries, sets, spans)
     return CleanBatch(
-        token=fields.token,
-        embd=fields.embd,
+        token=token,
+        embd=embd,
         pos=pos[0] if n_pos_per_embd == 1 else np.broadcast_to(pos, (n_pos_per_embd, n_tokens)).copy(),
         seq_id=entries.ids,
         seq_start=entries.start,
         set_of=sets.of,
         sets=sets.masks,
-        output=_outputs(fields.output, n_tokens, output_all),
+        output=_outputs(flags, n_tokens, output_all),
         spans=spans.by_id(entries),
-        segment=fields.segment,
-    )
-
-
-def _fields(batch: Batch, n_vocab: int, n_seq_limit: int, n_pos_per_embd: int) -> _Fields:
-    """S-2 to S-5, in that order."""
-    n_tokens, flags, segment = _count(batch), batch.output, batch.segment
-    if n_seq_limit > MAX_SEQ:
-        raise InvalidBatch(f"a limit of {n_seq_limit} sequences is above {MAX_SEQ} (S-3)", reason="n_seq_max")
-    token = None if batch.token is None else _of_tokens("token", _tokens(batch.token, n_vocab), n_tokens)
-    return _Fields(
-        n_tokens=n_tokens,
-        token=token,
-        embd=_rows(batch, n_tokens),
-        ids=_ids(batch, n_tokens),
-        pos=_positions(batch, n_tokens, 1 if token is not None else n_pos_per_embd),
-        # Any non-zero value means output (S-11).
-        output=None if flags is None else _of_tokens("output", as_array("output", flags), n_tokens).astype(bool),
-        segment=None if segment is None else _of_tokens("segment", whole_numbers("segment", segment), n_tokens),
+        segment=segment,
     )
 
 
@@ -129,11 +105,8 @@ def _tokens(given: ArrayLike, n_vocab: int) -> Ints:
     token = whole_numbers("token", given)
     if token.size and (token.min() < 0 or token.max() >= n_vocab):
         index = int(((token < 0) | (token >= n_vocab)).argmax())
-        raise InvalidBatch(
-            f"token {index}: id {token.flat[index]} is outside the vocabulary of {n_vocab} (S-4)",
-            reason="token_range",
-            index=index,
-        )
+        what = f"id {token.flat[index]} is outside the vocabulary of {n_vocab} (S-4)"
+        raise InvalidBatch.of_token(index, what, "token_range")
     return token
 
 
@@ -190,15 +163,13 @@ def _check_ids(ids: Ints, counts: Ints, limit: int) -> None:
         "seq_range": f"sequence ids {listed} must be from 0 to {limit - 1}",
         "seq_duplicate": f"sequence ids {listed} repeat",
     }
-    raise InvalidBatch(f"token {index}: {told[reason]} (S-6)", reason=reason, index=index)
+    raise InvalidBatch.of_token(index, f"{told[reason]} (S-6)", reason)
 
 
 def _check_not_negative(pos: Ints) -> None:
     if pos.min() < 0:
         index = int((pos < 0).argmax())
-        raise InvalidBatch(
-            f"token {index}: position {pos[index]} is negative (S-7)", reason="pos_negative", index=index
-        )
+        raise InvalidBatch.of_token(index, f"position {pos[index]} is negative (S-7)", "pos_negative")
 
 
 def _remembered(entries: Entries, memory: MemoryView | None) -> Remembered:
@@ -239,12 +210,12 @@ def _walked(entries: Entries, sets: Sets, next_pos: Ints) -> Ints:
     return np.repeat(np.array(bases) - begins, lengths) + np.arange(entries.n_tokens)
 
 
-def _outputs(flags: NDArray[np.bool_] | None, n_tokens: int, output_all: bool) -> NDArray[np.bool_]:
-    """S-10 and S-11: the given flags; without any, only the last token of the whole batch; or every token."""
+def _outputs(flags: NDArray[Any] | None, n_tokens: int, output_all: bool) -> NDArray[np.bool_]:
+    """S-10 and S-11: the flags that are not zero; without flags, only the last token of the whole batch; or all."""
     if output_all:
         return np.ones(n_tokens, bool)
     if flags is not None:
-        return flags
+        return flags.astype(bool)
     last = np.zeros(n_tokens, bool)
     last[-1] = True
     return last

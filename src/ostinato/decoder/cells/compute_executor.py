@@ -1,6 +1,6 @@
 """One graph run in six stages: validate, prepare, allocate, bind, run, extract (CX-1..7).
 
-`flow.py` supplies the stages, which know the model; this module defines their order, the error class of each
+`eager.py` supplies the stages, which know the model; this module defines their order, the error class of each
 failure, and the order in which results reach the output rows.
 """
 
@@ -51,17 +51,6 @@ class Stages(Protocol[Graph]):
 
 
 @dataclass(frozen=True, slots=True)
-class Threads:
-    """Threads for a run with many tokens, and for one with a single token (CX-4)."""
-
-    batch: int
-    single: int
-
-    def of(self, ubatch: Ubatch) -> int:
-        return self.batch if ubatch.n_tokens > 1 else self.single
-
-
-@dataclass(frozen=True, slots=True)
 class Computation:
     """The outcome of the stages: output rows produced, and whether the graph was reused."""
 
@@ -69,11 +58,13 @@ class Computation:
     reused: bool
 
 
+@dataclass(frozen=True, slots=True)
 class ComputeExecutor:
-    """Runs the stages in order and stops at the first that fails (CX-3)."""
+    """Runs the stages in order and stops at the first that fails (CX-3), with `batch` threads for a run of many tokens
+    and `single` for one token (CX-4)."""
 
-    def __init__(self, threads: Threads) -> None:
-        self._threads = threads
+    batch: int
+    single: int
 
     def execute(self, ubatch: Ubatch, stages: Stages[Graph], abort: Abort = lambda: False) -> Computation:
         """Run all stages; a reused graph is bound, but not allocated again (CX-1, CX-5)."""
@@ -83,7 +74,7 @@ class ComputeExecutor:
             if not reused:
                 _stage("allocate", AllocationFailed, lambda: stages.allocate(graph))
             _stage("bind", ComputeFailed, lambda: stages.bind(graph, ubatch))
-            n_threads = self._threads.of(ubatch)
+            n_threads = self.batch if ubatch.n_tokens > 1 else self.single
             _stage("run", ComputeFailed, lambda: stages.run(graph, n_threads=n_threads, abort=abort))
             return Computation(_stage("extract", ComputeFailed, lambda: stages.extract(graph, ubatch)), reused)
         except BaseException:

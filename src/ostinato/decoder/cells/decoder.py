@@ -1,16 +1,20 @@
-"""The decoder for library users: any batch of tokens of any sequences in, rows out; the caller manages memory.
+"""The decoder for library users: any batch of tokens of any sequences in, rows of logits, embeddings or samples out;
+the caller manages memory (D-1..26, EN-1..5).
 
     decoder = llm.decoder(n_seq_max=4, n_outputs_max=64)
     decoder.decode(Batch(token=[1, 2, 3], seq_id=[[0], [0], [1]], output=[0, 1, 1]))
     decoder.logits(1), decoder.memory.seq_rm(0)
 
-It owns the buffers that outputs are read from: a returned tensor is a view, valid until the next accepted decode.
-Failures are one exception per class, each with `.code`, `.reason` and `.index`.
+A decode follows the specification's order: check the batch, apply pending memory updates, find room, reserve outputs,
+run the ubatches one after the other, publish. A refused batch has changed nothing (G-3); a batch that fails half-way
+leaves the ubatches before the failure in memory and no others (G-4). docs/decoder.md describes it. Failures are one
+exception per class, each with `.code`, `.reason` and `.index`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import torch
@@ -19,24 +23,46 @@ from torch import Tensor
 from ostinato.backends.torch.model import Model
 from ostinato.cache import state_file
 from ostinato.decoder.batch.batch import Batch
-from ostinato.decoder.cells.flow import Decoded, DecodeFlow, never
+from ostinato.decoder.batch.sanitizer import CleanBatch, sanitize
+from ostinato.decoder.batch.splitter import Splitter
+from ostinato.decoder.cells.compute_executor import ComputeExecutor, Extractor
+from ostinato.decoder.cells.eager import EagerGraph, EagerStages, check_inputs
+from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, Setup, classed
 from ostinato.decoder.cells.memories import MemoryParts, memory_for
-from ostinato.decoder.cells.memory.coordinator import Coordinator
-from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
+from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
+from ostinato.decoder.cells.memory.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.saved import SavedKV, SavedStates
+from ostinato.decoder.cells.memory.status import Status
 from ostinato.decoder.cells.output import Outputs
-from ostinato.decoder.cells.sample_router import BackendSampler
+from ostinato.decoder.cells.sample_router import BackendSampler, SampleRouter
 from ostinato.decoder.cells.settings import Settings, settle
+from ostinato.decoder.cells.ubatch_executor import UbatchExecutor
 from ostinato.decoder.pooling import Pooled, Pooling
 from ostinato.decoder.pooling import pooling as pooling_named
-from ostinato.errors import BadOption, Unsupported
+from ostinato.errors import Aborted, BadOption, InternalError, InvalidBatch, Unsupported
 from ostinato.files.unpack import Floats
 from ostinato.options import KVType
+from ostinato.processes import OpenedHere
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """The result of a decode: the number of output rows, and the row of each batch index (None: not an output)."""
+
+    n_outputs: int
+    ids: tuple[int | None, ...]
+
+
+def never() -> bool:
+    """The default abort signal, which never aborts."""
+    return False
 
 
 class Decoder:
     """Decodes batches, or encodes them where the model is an encoder and has no memory (D-2).
 
-    `LLM.decoder` makes one.
+    `LLM.decoder` makes one. `outputs` is everything that the last decode published, with reasons for what is absent; a
+    returned tensor is a view of its buffers, valid until the next accepted decode. One call at a time (D-20).
 
     Args:
         model: the loaded weights.
@@ -87,26 +113,50 @@ class Decoder:
             causal=causal,
             has_encoder=not causal,
         )
-        self.model = model
-        pooled = _pooled(model, pooling) if embeddings or not causal else None
-        self._flow = DecodeFlow(model, self.settings, memory_for(model, self.settings, kv_type), pooled)
+        self.model, self._embeddings = model, embeddings or not causal
+        self._pooled = _pooled(model, pooling) if self._embeddings else None
+        self._parts = memory_for(model, self.settings, kv_type)
+        self.outputs = Outputs(
+            n_vocab=0 if model.head is None else model.shape.vocab,
+            n_embd_out=model.shape.hidden,
+            n_batch=self.settings.n_batch,
+            n_seq_max=self.settings.n_seq_max,
+        )
+        self.outputs.reserve(self.settings.n_seq_max, embeddings=self._embeddings, sampling=False)
+
+        def build(key: GraphKey) -> EagerGraph:
+            return EagerGraph.of(key, model.device)
+
+        # Input buffers are small: to reserve them, it is enough that they could be allocated.
+        self._graphs: GraphScheduler[EagerGraph] = GraphScheduler("decoder" if causal else "encoder", build, build)
+        self._router = SampleRouter(n_seq_limit=self.settings.n_seq_limit, on_change=self._graphs.request_reservation)
+        self._extractor = Extractor(self.outputs, self._router, self._pooled)
+        n_threads = torch.get_num_threads()
+        self._computing = ComputeExecutor(batch=n_threads, single=n_threads)
+        self._ubatches = UbatchExecutor()
+        self._running = False
+        self._opened = OpenedHere()
+        self._graphs.ensure_reserved(self._worst())
 
     # Decoding
 
     def decode(self, batch: Batch, *, abort: Callable[[], bool] = never) -> Decoded:
         """Decode a batch, or encode it where there is no memory. `abort` is called during the run; true stops it."""
-        return self._flow.decode(batch, abort=abort)
+        self._opened.check()
+        if self._running:
+            raise InternalError("a decode was started inside another one of the same decoder (D-20)")
+        self._running = True
+        try:
+            with torch.inference_mode():
+                return self._decode(batch, abort)
+        finally:
+            self._running = False
 
     def register(self, sequence: int, sampler: BackendSampler | None) -> bool:
         """Sample a sequence inside the run by this sampler, or no longer; False where it cannot run there (SR-1)."""
-        return self._flow.router.register(sequence, sampler)
+        return self._router.register(sequence, sampler)
 
     # Outputs
-
-    @property
-    def outputs(self) -> Outputs:
-        """Everything that the last decode published, with reasons for what is absent."""
-        return self._flow.outputs
 
     def reorder(self) -> None:
         """Put all rows into batch order now, instead of at the first read (OUT-12)."""
@@ -122,18 +172,18 @@ class Decoder:
 
     def pooled(self, sequence: int) -> Tensor | None:
         """The pooled vector of a sequence of the last batch; None with pooling none."""
-        found = None if self._flow.pooled is None else self._flow.pooled.get(sequence)
+        found = None if self._pooled is None else self._pooled.get(sequence)
         return None if found is None else torch.from_numpy(found)
 
     @property
     def counters(self) -> Mapping[str, int]:
         """How often graphs were reserved, built and reused, and ubatches rolled back."""
-        graphs = self._flow.graphs
+        graphs = self._graphs
         return {
             "reserved": graphs.n_reserved,
             "built": graphs.n_built,
             "reused": graphs.n_reused,
-            "rolled_back": self._flow.ubatches.n_roll_backs,
+            "rolled_back": self._ubatches.n_roll_backs,
         }
 
     # Memory. Pending shifts and copies are carried out before saving and before loading (ST-10).
@@ -143,43 +193,142 @@ class Decoder:
         """The memory's caches and states with their tensors; read-only."""
         if not self.model.shape.causal:
             raise Unsupported(f"{self.model.shape.family} is an encoder: it has no memory")
-        return self._flow.parts
+        return self._parts
 
     @property
     def memory(self) -> Coordinator:
         """The memory: `seq_rm`, `seq_cp`, `seq_keep`, `seq_add`, `seq_div`, `clear`, `pos_min`, `pos_max`."""
         return self.parts.memory
 
-    @property
-    def largest_state_bytes(self) -> int:
-        """An upper bound for the size of any saved state of this memory."""
-        return state_file.largest(self._saved_parts())
-
     def save_all(self, note: Mapping[str, Any] | None = None) -> bytes:
         """The whole memory as bytes (ST-1)."""
-        self._flow.update()
+        self._update()
         return state_file.save(self._saved_parts(), note=note)
 
     def load_all(self, data: bytes) -> None:
         """Replace the whole memory; BadFile where the bytes are damaged or of another model."""
-        self._flow.update()
+        self._update()
         state_file.load(self._saved_parts(), None, data)
 
     def save_sequence(self, sequence: int, note: Mapping[str, Any] | None = None) -> bytes:
         """One sequence as bytes."""
-        self._flow.update()
+        self._update()
         return state_file.save(self._saved_parts(), sequence, note=note)
 
     def load_sequence(self, sequence: int, data: bytes) -> None:
         """Replace one sequence by a saved one."""
-        self._flow.update()
+        self._update()
         state_file.load(self._saved_parts(), sequence, data)
 
-    def _saved_parts(self) -> SavedParts:
+    def _saved_parts(self) -> state_file.StateParts:
         parts = self.parts
         caches = tuple(SavedKV(*part) for part in (parts.full, parts.windowed) if part is not None)
         states = None if parts.recurrent is None else SavedStates(*parts.recurrent)
-        return SavedParts(self.model.shape.family, caches, states)
+        return state_file.StateParts(self.model.shape.family, caches, states)
+
+    # Inside
+
+    def _update(self, abort: Callable[[], bool] = never) -> None:
+        """Carry out pending shifts and copies (D-11); this invalidates graphs built before (UP-8)."""
+        self._opened.check()
+        if self._parts.memory.prepare_update(optimise=False) is Status.SUCCESS and abort():
+            raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
+        with torch.inference_mode():
+            if classed("could not bring memory up to date", lambda: flush(self._parts.memory)):
+                self._graphs.request_reservation()
+        self._graphs.ensure_reserved(self._worst())
+
+    def _decode(self, batch: Batch, abort: Callable[[], bool]) -> Decoded:
+        clean = self._judge(batch)
+        self._graphs.ensure_reserved(self._worst())  # D-9
+        self._update(abort)
+        splitter = Splitter(clean)
+        cursor = prepare_with_retry(
+            self._parts.memory,
+            splitter,
+            self.settings.n_ubatch,
+            self._embeddings,
+            on_compaction=self._graphs.request_reservation,
+        )
+        self._graphs.ensure_reserved(self._worst())
+        keeps_rows = self._embeddings and not self._pools
+        self.outputs.reserve(clean.n_outputs, embeddings=keeps_rows, sampling=bool(self._router.samplers))  # D-13
+        if self._pooled is not None:
+            self._pooled.clear()
+        try:
+            self._router.begin()
+            self._run_all(cursor, abort)
+        except BaseException:
+            self._forget()
+            raise
+        self._router.commit()
+        self.outputs.publish(splitter.out_ids.tolist(), clean.n_outputs)
+        return Decoded(self.outputs.n_outputs, self.outputs.ids[: clean.n_tokens])
+
+    def _judge(self, batch: Batch) -> CleanBatch:
+        """Check the batch, in the order of D-1 to D-7, before anything changes (D-10)."""
+        s = self.settings
+        if batch.token is None and batch.embd is None:
+            raise InvalidBatch("the batch has neither token nor embd (D-1)", reason="empty")
+        self._router.check_limit(batch, limit=s.n_outputs_max_per_seq, output_all=self._embeddings)
+        clean = sanitize(
+            batch,
+            n_vocab=self.model.shape.vocab,
+            n_seq_limit=s.n_seq_limit,
+            output_all=self._embeddings,
+            memory=self._parts.memory,
+        )
+        if not s.causal and clean.n_tokens > s.n_ubatch:
+            raise InvalidBatch(
+                f"{clean.n_tokens} tokens that all see each other must fit one ubatch of {s.n_ubatch} (D-7, EN-2)",
+                reason="n_ubatch",
+            )
+        if clean.n_tokens > s.n_batch:
+            raise InvalidBatch(f"{clean.n_tokens} tokens; a batch holds {s.n_batch} at most (D-7)", reason="n_batch")
+        if clean.n_outputs > s.n_outputs_max:
+            raise InvalidBatch(
+                f"{clean.n_outputs} outputs; {s.n_outputs_max} at most were asked for (D-7)", reason="n_outputs"
+            )
+        check_inputs(self.model, clean)
+        return clean
+
+    def _run_all(self, cursor: PreparedBatch, abort: Callable[[], bool]) -> None:
+        """Run the ubatches in order; each becomes part of memory only when it has succeeded (D-15, D-26)."""
+        logits = self.model.head is not None and not self._pools
+        setup, embeddings = self._setup(), self._embeddings
+        stages = EagerStages(
+            self.model, self._graphs, self._extractor, setup, cursor, self._parts, embeddings=embeddings, logits=logits
+        )
+        more = True
+        while more:
+            self._ubatches.execute(cursor, lambda: self._run(stages, abort), expected=cursor.ubatch.n_outputs)
+            more = cursor.advance()
+
+    def _run(self, stages: EagerStages, abort: Callable[[], bool]) -> int:
+        ubatch = stages.cursor.ubatch
+        rows = self._computing.execute(ubatch, stages, abort).rows
+        if rows == ubatch.n_outputs:
+            classed("could not keep the states of a run", stages.commit)
+        return rows
+
+    def _forget(self) -> None:
+        """After a failed ubatch: make the batch's outputs unreadable, and restore the samplers (D-16, SR-11)."""
+        self._router.undo()
+        self.outputs.unpublish()
+        if self._pooled is not None:
+            self._pooled.clear()
+
+    @property
+    def _pools(self) -> bool:
+        """Whether there is a vector per sequence and no row per token; logits of every token would cost most then."""
+        return self._pooled is not None and not self._pooled.per_token
+
+    def _setup(self) -> Setup:
+        pooling = None if self._pooled is None else self._pooled.kind
+        return Setup(settings=(self.settings.causal, self._embeddings, pooling), samplers=self._router.samplers)
+
+    def _worst(self) -> GraphKey:
+        return self._graphs.worst_key(self.settings, self._setup(), memory=self._parts.memory.prepare_full())
 
 
 def _pooled(model: Model, name: str) -> Pooled:

@@ -6,8 +6,7 @@ become memory only by `commit`, once the whole ubatch has succeeded (RM-19).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from ostinato.decoder.batch.clean import CleanBatch
 from ostinato.decoder.batch.ubatch import Ubatch
 from ostinato.decoder.cells.compute_executor import Abort, Computed, Extractor
 from ostinato.decoder.cells.graphs import GraphKey, GraphScheduler, PreparedGraph, Setup
+from ostinato.decoder.cells.memories import MemoryParts
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import ForwardMemory
 from ostinato.errors import Aborted, InvalidBatch
@@ -48,27 +48,25 @@ def check_inputs(model: Model, batch: CleanBatch) -> None:
     known = 1 if model.type_embedding is None else len(model.type_embedding)
     if batch.segment is not None and not ((batch.segment >= 0) & (batch.segment < known)).all():
         index = int(((batch.segment < 0) | (batch.segment >= known)).argmax())
-        raise InvalidBatch(
-            f"token {index}: segment {batch.segment[index]}; this model tells {known} apart",
-            reason="segment",
-            index=index,
-        )
+        what = f"segment {batch.segment[index]}; this model tells {known} apart"
+        raise InvalidBatch.of_token(index, what, "segment")
 
 
 @dataclass(slots=True)
 class EagerStages:
     """The stages for the cursor's ubatch, whose output rows begin at `first_row`; mutable, because it holds
-    the run's results until the commit. `forward` makes its memory, after the ubatch has been applied."""
+    the run's results until the commit."""
 
     model: Model
     graphs: GraphScheduler[EagerGraph]
     extractor: Extractor
     setup: Setup
     cursor: PreparedBatch
-    forward: Callable[[], ForwardMemory]
-    first_row: int
+    parts: MemoryParts
+    _: KW_ONLY
     embeddings: bool
     logits: bool
+    first_row: int = 0
     _memory: ForwardMemory | None = None
     _computed: Computed = field(default_factory=Computed)
 
@@ -91,7 +89,7 @@ class EagerStages:
         graph.segments = None if ubatch.segment is None else torch.from_numpy(ubatch.segment).to(self.model.device)
         graph.positions.copy_(torch.from_numpy(ubatch.first_pos))
         graph.output_rows.copy_(torch.from_numpy(ubatch.output.nonzero()[0]))
-        self._memory = self.forward()
+        self._memory = self.parts.forward(self.cursor, self.model)
 
     def run(self, graph: EagerGraph, *, n_threads: int, abort: Abort) -> None:
         def check() -> None:
@@ -105,11 +103,10 @@ class EagerStages:
         self._memory = replace(self._memory, before_layer=check)
         rows_in = self.model.embed(graph.tokens) if graph.embd is None else graph.embd
         hidden = self.model.through(rows_in, graph.positions, self._memory, graph.segments)
-        if not len(graph.output_rows):
-            return
-        rows = hidden[graph.output_rows]
-        logits = self.model.logits(rows) if self.logits else None
-        self._computed = Computed(logits, rows if self.embeddings else None)
+        rows, self._computed = hidden[graph.output_rows], Computed()
+        if len(rows):
+            logits = self.model.logits(rows) if self.logits else None
+            self._computed = Computed(logits, rows if self.embeddings else None)
 
     def extract(self, graph: EagerGraph, ubatch: Ubatch) -> int:
         return self.extractor.extract(ubatch, self._computed, first_row=self.first_row, expected=ubatch.n_outputs)
@@ -118,6 +115,7 @@ class EagerStages:
         self.graphs.invalidate()
 
     def commit(self) -> None:
-        """The ubatch has succeeded: write its states to memory."""
+        """The ubatch has succeeded: write its states to memory. The rows of the next one follow its rows."""
         assert self._memory is not None
         self._memory.commit()
+        self.first_row += self.cursor.ubatch.n_outputs

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.model import Model
 from ostinato.cache.sequences import MAX_SEQ
-from ostinato.cache.window import Window
+from ostinato.cache.window import Window, windowed_size
 from ostinato.decoder.cells.memory.coordinator import Coordinator
 from ostinato.decoder.cells.memory.cursor import PreparedBatch
 from ostinato.decoder.cells.memory.forward import EncoderPart, ForwardMemory, KVPart
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.settings import Settings
-from ostinato.decoder.sizes import layers_of, window_of, windowed_cells
+from ostinato.decoder.sizes import layers_of, window_of
 from ostinato.errors import Unsupported
 from ostinato.options import KVType
 
@@ -37,15 +37,17 @@ class MemoryParts:
         ubatch, device = cursor.ubatch, model.device
         if not model.shape.causal:
             return ForwardMemory(model.ops, 1, [EncoderPart.of(ubatch, device)], [0] * model.shape.n_layers)
-        caches = ((cursor.attention, self.full), (cursor.windowed, self.windowed))
+        caches = [part for part in (self.full, self.windowed) if part is not None]
         parts = [
-            KVPart.of(*part, ubatch, place.at, device=device)
-            for place, part in caches
-            if place is not None and part is not None
+            KVPart.of(cache, store, ubatch, slot, device=device)
+            for cache, store in caches
+            if (slot := cursor.place(cache)) is not None
         ]
         part_of = [_part_with(layer, parts) for layer in range(model.shape.n_layers)]
-        states = None if self.recurrent is None else self.recurrent[1]
-        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.recurrent)
+        if self.recurrent is None:
+            return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of)
+        memory, states = self.recurrent
+        return ForwardMemory(model.ops, ubatch.n_seqs, parts, part_of, states, cursor.place(memory))
 
 
 def _part_with(layer: int, parts: list[KVPart]) -> int:
@@ -64,7 +66,8 @@ def memory_for(model: Model, settings: Settings, kv_type: KVType) -> MemoryParts
     if shape.attention:
         full = _cache(model, settings, kv_type, layers_of(shape, windowed=False), settings.capacity, None)
     if window is not None:
-        layers, cells = layers_of(shape, windowed=True), windowed_cells(settings, window)
+        s, layers = settings, layers_of(shape, windowed=True)
+        cells = windowed_size(s.capacity, window, n_seq_max=s.n_seq_max, unified=s.unified, n_ubatch=s.n_ubatch)
         windowed = _cache(model, settings, kv_type, layers, cells, Window("standard", window))
     memory = Coordinator(
         full=None if full is None else full[0],
@@ -85,9 +88,7 @@ def _cache(
         device=model.device,
         frequencies=model.frequencies,
     )
-    cache = KVCache(
-        cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, can_shift=True, tensors=store
-    )
+    cache = KVCache(cells, n_seq_max=settings.n_seq_max, unified=settings.unified, window=window, tensors=store)
     return cache, store
 
 

@@ -7,7 +7,7 @@ themselves are in `output_rows.py`, pooled vectors in `decoder/pooling.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
@@ -15,15 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ostinato.decoder.cells.output_rows import (
-    ITEM_BYTES,
-    Counts,
-    FilledRows,
-    OutputSizes,
-    Sampled,
-    Swap,
-    rows_over,
-)
+from ostinato.decoder.cells.output_rows import ITEM_BYTES, Counts, FilledRows, Sampled, Swap, row_widths, rows_over
 from ostinato.errors import AllocationFailed, InternalError
 
 __all__ = ["Absence", "Counts", "Lookup", "Outputs", "Sampled", "resolve", "row_swaps", "zeros"]
@@ -111,20 +103,19 @@ class Outputs:
 
     # Before the run
 
-    def reserve(self, n_outputs: int, *, embeddings: bool, sampling: bool) -> OutputSizes:
+    def reserve(self, n_outputs: int, *, embeddings: bool, sampling: bool) -> Mapping[str, FilledRows]:
         """Reserve rows for the next batch; the outputs of the last batch are dropped (OUT-1..7, OUT-13).
 
         AllocationFailed when there is no memory for them; nothing can be read then.
         """
         self._rows = None
         self.unpublish()
-        rows = max(n_outputs, self._n_seq_max)
-        n_embd = self._n_embd_out if embeddings else 0
-        sizes = OutputSizes.of(rows, n_vocab=self._n_vocab, n_embd=n_embd, sampling=sampling)
+        n_rows, n_embd = max(n_outputs, self._n_seq_max), self._n_embd_out if embeddings else 0
+        widths = row_widths(n_vocab=self._n_vocab, n_embd=n_embd, sampling=sampling)
         # The first reader reorders rows, perhaps outside inference mode, so the buffers must not be inference tensors.
         with torch.inference_mode(False):
-            self._rows = rows_over(self._at_least(sizes.n_items), sizes)
-        return sizes
+            self._rows = rows_over(self._at_least(n_rows * sum(widths.values())), n_rows, widths)
+        return self._rows
 
     def _at_least(self, n_items: int) -> Tensor:
         """Memory for n_items: the present memory while it suffices, else as much as is needed (OUT-4)."""

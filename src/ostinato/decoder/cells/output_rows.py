@@ -6,8 +6,8 @@ which token a row belongs to, and when it may be read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -38,34 +38,6 @@ class Sampled:
     logits: Tensor | None = None
     probs: Tensor | None = None
     candidates: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class OutputSizes:
-    """Items of each buffer for a number of rows; 0 for buffers that are not wanted (OUT-3)."""
-
-    rows: int
-    logits: int
-    embeddings: int
-    sampled_logits: int
-    probs: int
-    candidates: int
-    sampled_tokens: int
-
-    @staticmethod
-    def of(rows: int, *, n_vocab: int, n_embd: int, sampling: bool) -> OutputSizes:
-        """`n_embd` is 0 where no embeddings are wanted."""
-        vocab, sampled = rows * n_vocab, rows * n_vocab if sampling else 0
-        return OutputSizes(rows, vocab, rows * n_embd, sampled, sampled, sampled, rows if sampling else 0)
-
-    @property
-    def buffers(self) -> dict[str, int]:
-        """By name, in their order in the block."""
-        return {name: n for name, n in asdict(self).items() if name != "rows"}
-
-    @property
-    def n_items(self) -> int:
-        return sum(self.buffers.values())
 
 
 class FilledRows:
@@ -102,12 +74,18 @@ class FilledRows:
         return self.values[row, :count] if count else None
 
 
-def rows_over(items: Tensor, sizes: OutputSizes) -> dict[str, FilledRows]:
-    """The first items of a block as the buffers of a reservation; old contents stay, and are never read (OUT-4)."""
-    parts = torch.split(items[: sizes.n_items], list(sizes.buffers.values()))
+def row_widths(*, n_vocab: int, n_embd: int, sampling: bool) -> dict[str, int]:
+    """Items that a row has in each buffer, in their order in the block; 0 in those that are not wanted (OUT-3)."""
+    sampled = n_vocab if sampling else 0
+    raw = {"logits": n_vocab, "embeddings": n_embd}
+    return {**raw, "sampled_logits": sampled, "probs": sampled, "candidates": sampled, "sampled_tokens": int(sampling)}
+
+
+def rows_over(items: Tensor, n_rows: int, widths: Mapping[str, int]) -> dict[str, FilledRows]:
+    """The first items of a block as buffers of n_rows rows; old contents stay, and are never read (OUT-4)."""
+    sizes = [n_rows * width for width in widths.values()]
+    parts = zip(widths.items(), torch.split(items[: sum(sizes)], sizes), strict=True)
     return {
-        name: FilledRows(
-            part.view(torch.int32 if name in _INTEGERS else torch.float32).view(sizes.rows, len(part) // sizes.rows)
-        )
-        for name, part in zip(sizes.buffers, parts, strict=True)
+        name: FilledRows(part.view(torch.int32 if name in _INTEGERS else torch.float32).view(n_rows, width))
+        for (name, width), part in parts
     }

@@ -7,11 +7,9 @@ batch to batch, so a batch is a transaction: `begin`, then `commit` or `undo`. T
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ostinato.cache.sequences import MAX_SEQ, Ints
@@ -87,12 +85,10 @@ class SampleRouter:
         """
         if not self._samplers or (batch.output is None and not output_all):
             return
-        entries = _entries(batch, output_all)
-        if entries is None:
-            return
+        ids, tokens = _output_entries(batch, output_all)
         exceeding = []
         for sequence in self._samplers:
-            outputs = entries.tokens[(entries.ids == sequence) & entries.wanted]
+            outputs = tokens[ids == sequence]
             if len(outputs) > limit:
                 exceeding.append((int(outputs[limit]), sequence))
         if exceeding:
@@ -153,18 +149,10 @@ class SampleRouter:
                 outputs.write_sampled(row, self._samplers[sequence].apply(logits[row - first_row]))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Entries:
-    """Every (token, id) of an unchecked batch: ids may be out of range."""
-
-    ids: Ints
-    tokens: Ints
-    wanted: NDArray[np.bool_]  # whether the token will be an output
-
-
-def _entries(batch: Batch, output_all: bool) -> _Entries | None:
-    """The entries of a batch; None where its fields do not fit together."""
-    given = batch.token if batch.token is not None else batch.embd
+def _output_entries(batch: Batch, output_all: bool) -> tuple[Ints, Ints]:
+    """The ids of the tokens that will be outputs, and the token of each; ids may be out of range. Both are empty where
+    the batch's fields do not fit together."""
+    given, nothing = batch.token if batch.token is not None else batch.embd, np.zeros(0, np.int64)
     try:
         n_tokens = len(np.asarray(given)) if batch.n_tokens is None else batch.n_tokens
         flags = np.ones(n_tokens, bool) if output_all else np.asarray(batch.output).astype(bool)
@@ -172,8 +160,8 @@ def _entries(batch: Batch, output_all: bool) -> _Entries | None:
         if batch.seq_id is not None:
             ids, counts = listed_ids(batch.seq_id, batch.n_seq_id)
     except (InvalidBatch, ValueError, TypeError):
-        return None
+        return nothing, nothing
     if flags.shape != (n_tokens,) or len(counts) != n_tokens:
-        return None
+        return nothing, nothing
     tokens = np.repeat(np.arange(n_tokens), counts)
-    return _Entries(ids, tokens, flags[tokens])
+    return ids[flags[tokens]], tokens[flags[tokens]]

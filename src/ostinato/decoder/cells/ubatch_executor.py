@@ -1,14 +1,14 @@
 """Runs one ubatch, completely or not at all: apply memory, run the graph, count the rows, and undo on any failure.
 
 Memory is only a cursor with `apply` and `roll_back` here, and the run is a callable, in practice
-`ComputeExecutor.execute`. `flow.py` decides which ubatch comes next.
+`ComputeExecutor.execute`. `decoder.py` decides which ubatch comes next.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from ostinato.errors import ComputeFailed, DecodeError, InternalError
 
@@ -54,7 +54,9 @@ class UbatchExecutor:
         # BaseException: an interrupt from the keyboard must not leave half a ubatch in memory either.
         except BaseException as failure:
             self._roll_back(memory, failure)
-            self._raise_classed(failure)
+            if isinstance(failure, DecodeError | InternalError) or not isinstance(failure, Exception):
+                raise
+            raise ComputeFailed(f"memory could not be applied: {failure} (UX-1)", reason="apply") from failure
         return Executed(rows, memory.n_kv)
 
     def _roll_back(self, memory: AppliedMemory, failure: BaseException) -> None:
@@ -67,9 +69,3 @@ class UbatchExecutor:
                 f"rolling back a failed ubatch failed: {second}; the ubatch had failed with: {failure}; "
                 "memory can no longer be trusted (UX-2)"
             ) from both
-
-    @staticmethod
-    def _raise_classed(failure: BaseException) -> NoReturn:
-        if isinstance(failure, DecodeError | InternalError) or not isinstance(failure, Exception):
-            raise failure
-        raise ComputeFailed(f"memory could not be applied: {failure} (UX-1)", reason="apply") from failure

@@ -1,17 +1,18 @@
 """Small memories of every kind, filled with random numbers, and what they remember: for tests of saved states."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from ostinato.backends.torch.kv_store import KVStore, StateStore
+from ostinato.cache.state_file import StateParts
 from ostinato.cache.window import Window
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
-from ostinato.decoder.cells.memory.saved import SavedKV, SavedParts, SavedStates
+from ostinato.decoder.cells.memory.saved import SavedKV, SavedStates
 from ostinato.decoder.cells.memory.slots import Stream
 from ostinato.models.rope import Rope
 from ostinato.models.shape import RecurrentShape, Shape
@@ -21,6 +22,14 @@ CPU = torch.device("cpu")
 
 Cell = tuple[int, Sequence[int]]  # position, ids
 Content = list[tuple[Any, ...]]  # what cells hold, with the bytes of their rows
+
+
+@dataclass(frozen=True, slots=True)
+class SavedParts(StateParts):
+    """The parts of the cell kinds of memory."""
+
+    kv: tuple[SavedKV, ...] = ()
+    recurrent: SavedStates | None = None
 
 
 def shape_of(n_layers: int, head_width: int = 32) -> Shape:

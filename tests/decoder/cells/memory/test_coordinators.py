@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ostinato.decoder.cells.memory.coordinator import Coordinator, flush, prepare_with_retry
-from ostinato.decoder.cells.memory.cursor import PreparedBatch
+from ostinato.decoder.cells.memory.cursor import MemoryPart, PreparedBatch
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.splits import split_seq
@@ -94,10 +94,15 @@ def behaviour(build: Callable[[], Coordinator]) -> dict[str, Any]:
     except InvalidBatch:
         takes_shared = False
     cursor = prepare(memory, [[0]])
+    parts: dict[str, MemoryPart[Any] | None] = {
+        "full": memory.full,
+        "windowed": memory.windowed,
+        "recurrent": memory.recurrent,
+    }
     found = {
         "order of rows": order,
         "takes shared tokens": takes_shared,
-        "parts": [name for name in ("attention", "windowed", "recurrent") if getattr(cursor, name) is not None],
+        "parts": [name for name, part in parts.items() if part is not None and cursor.place(part) is not None],
         "first position kept": memory.pos_min(0),
         "forgets the last token": memory.seq_rm(0, 6),
         "forgets the first token": memory.seq_rm(0, 0, 1),
@@ -112,7 +117,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "kv": {
         "order of rows": [[0, 1, 2, 3]],
         "takes shared tokens": True,
-        "parts": ["attention"],
+        "parts": ["full"],
         "first position kept": 0,
         "forgets the last token": True,
         "forgets the first token": True,
@@ -121,7 +126,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "two_cache": {
         "order of rows": [[0, 1, 2, 3]],
         "takes shared tokens": True,
-        "parts": ["attention", "windowed"],
+        "parts": ["full", "windowed"],
         "first position kept": 2,
         "forgets the last token": True,
         "forgets the first token": True,
@@ -139,7 +144,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "hybrid": {
         "order of rows": [[0, 2, 3], [1]],
         "takes shared tokens": True,
-        "parts": ["attention", "recurrent"],
+        "parts": ["full", "recurrent"],
         "first position kept": 6,
         "forgets the last token": False,
         "forgets the first token": False,
@@ -478,7 +483,7 @@ class Scripted(Coordinator):
         return self.update
 
     def prepare_batch(self, splitter: Any, n_ubatch: int, all_outputs: bool) -> PreparedBatch:
-        return PreparedBatch((), self.batches.pop(0))
+        return PreparedBatch((), status=self.batches.pop(0))
 
 
 def test_pending_work_is_carried_out_or_its_failure_raised_mc_5() -> None:

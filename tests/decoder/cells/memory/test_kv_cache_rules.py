@@ -82,16 +82,12 @@ class Both:
             return
         fail_at = self.data.draw(st.integers(-1, len(slots) - 1))
         for k, slot in enumerate(slots):
-            place = cursor.attention
+            place = cursor.place(self.cache)
             assert place is not None
-            assert [(part.stream, part.cells.tolist()) for part in place.at.streams] == slot
+            assert [(part.stream, part.cells.tolist()) for part in place.streams] == slot
             cursor.apply()
             self.oracle.apply(cursor.ubatch, slot)
-            self.see(
-                self.cache.visible(place.ubatch, place.at),
-                cursor.ubatch,
-                slot,
-            )
+            self.see(self.cache.visible(cursor.ubatch, place), cursor.ubatch, slot)
             if k == fail_at:
                 cursor.roll_back()
                 self.oracle.roll_back(slot)

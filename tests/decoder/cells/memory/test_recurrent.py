@@ -119,8 +119,9 @@ class Both:
         for k in range(len(cursor.ubatches)):
             assert more
             cursor.apply()
-            assert cursor.recurrent is not None
-            writes = self.store.run(cursor.recurrent, cursor.ubatch)
+            run = cursor.place(self.states)
+            assert run is not None
+            writes = self.store.run(run, cursor.ubatch)
             if k == fails_at:
                 cursor.roll_back()
                 return
@@ -260,11 +261,11 @@ def test_swapped_cells_are_brought_home_with_the_run_rm_6() -> None:
     assert states_of(memory).state.tail[:3] == [1, 2, 0]
     splitter = splitter_of([[0], [1], [2]], memory=memory, limit=N_SEQ)
     cursor = memory.prepare_batch(splitter, 8, False)
-    run = cursor.recurrent
+    run = cursor.place(states_of(memory))
     assert run == StateRun(0, 3, (StateSource(1, 0), StateSource(2, 0), StateSource(0, 0)), ())
     more(memory, [[1]])
     splitter = splitter_of([[1], [2]], memory=memory, limit=N_SEQ)
-    run = memory.prepare_batch(splitter, 8, False).recurrent
+    run = memory.prepare_batch(splitter, 8, False).place(states_of(memory))
     assert run == StateRun(0, 3, (StateSource(2, 0), StateSource(0, 0)), (Move(1, 2),))
 
 
@@ -303,8 +304,9 @@ def test_rolling_back_one_owner_leaves_the_state_of_the_other_rm_10() -> None:
     assert (memory.pos_max(0), memory.pos_max(1)) == (2, 3)
     assert (states_of(memory).source_of(0), states_of(memory).source_of(1)) == (StateSource(0, 1), StateSource(0, 0))
     cursor = memory.prepare_batch(splitter_of([[1]], memory=memory, limit=N_SEQ), 8, False)
-    assert cursor.recurrent is not None
-    assert cursor.recurrent.moves == (Move(0, 1),)  # the row of 1 is written, and 0 still needs it
+    run = cursor.place(states_of(memory))
+    assert run is not None
+    assert run.moves == (Move(0, 1),)  # the row of 1 is written, and 0 still needs it
 
 
 def test_a_run_consumes_the_pending_roll_back_and_a_failed_one_does_not_rm_13() -> None:
@@ -313,8 +315,9 @@ def test_a_run_consumes_the_pending_roll_back_and_a_failed_one_does_not_rm_13() 
     for fails in (True, False):
         cursor = memory.prepare_batch(splitter_of([[0]], memory=memory, limit=N_SEQ), 8, False)
         cursor.apply()
-        assert cursor.recurrent is not None
-        assert cursor.recurrent.starts == (StateSource(0, 2),)
+        run = cursor.place(states_of(memory))
+        assert run is not None
+        assert run.starts == (StateSource(0, 2),)
         assert states_of(memory).state.back[0] == 0
         if fails:
             cursor.roll_back()

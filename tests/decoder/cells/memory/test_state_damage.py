@@ -16,11 +16,11 @@ import pytest
 from ostinato.cache import state_bytes, state_file
 from ostinato.cache.state_bytes import describe
 from ostinato.cache.state_file import load, save
-from ostinato.decoder.cells.memory.saved import SavedParts
 from ostinato.errors import BadFile, BadInput, NoSlot, OstinatoError
 from ostinato.options import KVType
 from tests.decoder.cells.memory.states import (
     KINDS,
+    SavedParts,
     content,
     fill,
     fresh,

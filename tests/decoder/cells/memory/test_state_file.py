@@ -14,12 +14,12 @@ from ostinato.cache import state_bytes
 from ostinato.cache.state_bytes import describe
 from ostinato.cache.state_file import load, save
 from ostinato.cache.window import Window
-from ostinato.decoder.cells.memory.saved import SavedParts
 from ostinato.errors import BadFile, BadInput, InternalError, InvalidBatch, NoSlot
 from ostinato.options import KVType
 from tests.decoder.cells.memory.states import (
     KINDS,
     Cell,
+    SavedParts,
     content,
     content_sorted,
     fill,
@@ -40,6 +40,10 @@ from tests.decoder.cells.memory.states import (
 )
 
 # Round trips
+
+
+def n_cells(saved: bytes) -> int:
+    return sum(stream.n_cells for section in describe(saved).sections for stream in section.streams)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +133,7 @@ def test_any_table_of_cells_comes_back(table: dict[int, Cell], other: dict[int, 
     saved = save(source, s)
     rest = [content(crowded, i) for i in (1, 2, 7, 254)]
     room = size - sum(1 for _, ids in other.values() if set(ids) != {1})
-    if describe(saved).n_cells <= room:
+    if n_cells(saved) <= room:
         load(crowded, 1, saved)
         assert sorted(content(crowded, 1)[0]) == sorted(content(source, s)[0])
     else:
@@ -323,9 +327,11 @@ def test_a_sequence_that_cannot_be_is_refused_and_nothing_changes(kind: Callable
 
 def test_the_note_comes_back_with_what_the_state_is() -> None:
     note = {"tokens": [1, 2, 3], "text": "λ\ud800", "nested": {"a": None}}
-    info = describe(save(hybrid(), 0, note=note))
-    assert info == state_bytes.StateInfo("sequence", "llama", 1, 3, False, note)
-    assert describe(save(one_cache())) == state_bytes.StateInfo("whole", "llama", 1, 4, False, None)
+    sequence, whole = save(hybrid(), 0, note=note), save(one_cache())
+    for saved, kind, n, told in ((sequence, "sequence", 3, note), (whole, "whole", 4, None)):
+        identity, header = state_bytes.identify(saved), describe(saved)
+        assert (identity.kind, identity.architecture) == (kind, "llama")
+        assert (n_cells(saved), header.partial, header.note) == (n, False, told)
 
 
 @pytest.mark.parametrize("note", [{"a": float("nan")}, {"a": b"bytes"}, {"a": "x" * (1 << 25)}])

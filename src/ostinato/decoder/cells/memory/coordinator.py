@@ -6,12 +6,13 @@ states, or nothing if it is an encoder. All parts see the same ubatches, and a s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
+from typing import Any
 
 from ostinato.decoder.batch.splitter import Splitter
 from ostinato.decoder.batch.ubatch import Ubatch
-from ostinato.decoder.cells.memory.cursor import CursorStep, PreparedBatch, failed, places
+from ostinato.decoder.cells.memory.cursor import MemoryPart, PreparedBatch, failed
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.sequence_ops import PositionChange, PositionSpan, SequenceMemory
@@ -140,13 +141,13 @@ class Coordinator(SequenceMemory):
         """A place in every part, or in none: preparing changes nothing (HY-2, HY-3)."""
         if ubatches is None:
             return failed()
-        if (states := places(self.recurrent, ubatches)) is None:
-            return failed()
-        if (full := places(self.full, ubatches)) is None:
-            return failed()
-        if (windowed := places(self.windowed, ubatches)) is None:
-            return failed()
-        return PreparedBatch([CursorStep(*step) for step in zip(ubatches, full, windowed, states, strict=True)])
+        found: list[tuple[MemoryPart[Any], Sequence[Any]]] = []
+        for part in self._parts:
+            places = part.prepare(ubatches)
+            if places is None:
+                return failed()
+            found.append((part, places))
+        return PreparedBatch(ubatches, sorted(found, key=lambda each: each[0] is self.recurrent))
 
 
 def _extreme(choose: Callable[[list[int]], int], found: list[int | None]) -> int | None:

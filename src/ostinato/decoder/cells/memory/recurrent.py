@@ -56,13 +56,8 @@ class RecurrentMemory(SequenceMemory):
             if too_big.any():
                 entry = int(too_big.argmax())
                 row = int(ubatch.seq_start.searchsorted(entry, side="right")) - 1
-                index = int(ubatch.index[row])
-                raise InvalidBatch(
-                    f"token {index}: sequence {ubatch.seq_id[entry]} has no recurrent state; ids are 0 to "
-                    f"{self.size - 1} (RM-4)",
-                    reason="seq_range",
-                    index=index,
-                )
+                what = f"sequence {ubatch.seq_id[entry]} has no recurrent state; ids are 0 to {self.size - 1} (RM-4)"
+                raise InvalidBatch.of_token(int(ubatch.index[row]), what, "seq_range")
 
     def prepare(self, ubatches: Sequence[Ubatch]) -> list[StateRun] | None:
         """Where each ubatch would run after those before it; None without room. Changes nothing (RM-3)."""

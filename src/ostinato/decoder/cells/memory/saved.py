@@ -17,7 +17,7 @@ from ostinato.backends.torch.kv_store import KVStore, StateStore
 from ostinato.backends.torch.sequence_copy import cell_form
 from ostinato.cache.sequences import MAX_SEQ, Ints
 from ostinato.cache.state_block import DAMAGED, CellRows, Form, StateBlock, StateSelection, check_finite
-from ostinato.cache.state_file import StateParts, attention_layout, recurrent_layout
+from ostinato.cache.state_file import attention_layout, recurrent_layout
 from ostinato.cache.state_run import StateRun, StateSource
 from ostinato.decoder.cells.memory.kv_cache import KVCache
 from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
@@ -50,12 +50,11 @@ class SavedKV:
         """Whether partial states leave it out: it keeps all positions while other parts drop old ones (ST-12)."""
         return self.cache.window.reaches_all
 
-    def check_id(self, s: int) -> None:
-        self.cache.check_id(s)
-
-    def check_flushed(self) -> None:
+    def check_ready(self, s: int | None) -> None:
         if self.cache.pending_copies or self.cache.has_shift:
             raise InternalError("copies or shifts are pending: carry them out before saving or loading (ST-10)")
+        if s is not None:
+            self.cache.check_id(s)
 
     def choose(self, s: int | None) -> list[StateSelection]:
         if s is None:
@@ -150,11 +149,9 @@ class SavedStates:
     def layout(self) -> dict[str, Any]:
         return recurrent_layout(self.store.layers, self.form)
 
-    def check_id(self, s: int) -> None:
-        self.memory.check_id(s)
-
-    def check_flushed(self) -> None:
-        """Nothing is ever pending (RM-18)."""
+    def check_ready(self, s: int | None) -> None:  # nothing is ever pending (RM-18)
+        if s is not None:
+            self.memory.check_id(s)
 
     def choose(self, s: int | None) -> list[StateSelection]:
         state = self.memory.state
@@ -214,14 +211,6 @@ class SavedStates:
     def _tensors(self) -> list[Tensor]:
         """Each [cells, planes, ...]."""
         return [state for states in self.store.layers.values() for state in states]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedParts(StateParts):
-    """The parts of the cell kinds of memory."""
-
-    kv: tuple[SavedKV, ...] = ()
-    recurrent: SavedStates | None = None
 
 
 def _bytes(tensors: Sequence[Tensor], index: tuple[Tensor, ...]) -> Iterator[Bytes]:

@@ -30,14 +30,13 @@ def split_seq(splitter: Splitter, n_ubatch: int) -> list[Ubatch] | None:
     limits: list[int] = []  # of the ubatches known so far
     while True:
         splitter.reset()
-        ubatches: list[Ubatch] = []
-        for limit in limits:
-            _append(ubatches, splitter.seq(limit))
-        while _append(ubatches, splitter.seq(n_ubatch)):
-            n_whole = int((ubatches[-1].n_seq_id == ubatches[-1].n_seq_id[0]).sum())
-            if n_whole < ubatches[-1].n_tokens:
-                limits = [ubatch.n_tokens for ubatch in ubatches[:-1]] + [n_whole]
+        ubatches = [ubatch for limit in limits if (ubatch := splitter.seq(limit)) is not None]
+        while (ubatch := splitter.seq(n_ubatch)) is not None:
+            n_whole = int((ubatch.n_seq_id == ubatch.n_seq_id[0]).sum())
+            if n_whole < ubatch.n_tokens:
+                limits = [before.n_tokens for before in ubatches] + [n_whole]
                 break
+            ubatches.append(ubatch)
         else:
             return ubatches if splitter.complete else None
 
@@ -58,13 +57,5 @@ def refuse_coupling(splitter: Splitter) -> None:
 def _split(splitter: Splitter, take: Callable[[], Ubatch | None]) -> list[Ubatch] | None:
     """All ubatches of a new split; None when it could not take every token (SP-1, SP-2)."""
     splitter.reset()
-    ubatches: list[Ubatch] = []
-    while _append(ubatches, take()):
-        pass
+    ubatches = [*iter(take, None)]
     return ubatches if splitter.complete else None
-
-
-def _append(ubatches: list[Ubatch], ubatch: Ubatch | None) -> bool:
-    if ubatch is not None:
-        ubatches.append(ubatch)
-    return ubatch is not None

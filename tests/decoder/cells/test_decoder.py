@@ -28,7 +28,6 @@ from tests.decoder.cells.rig import (
     Kind,
     assert_close,
     contents,
-    flow_of,
     lasting,
     model_of,
     small_decoder,
@@ -119,10 +118,9 @@ def test_a_run_that_failed_publishes_nothing(kind: Kind) -> None:  # D-16
 
 def test_a_failed_ubatch_is_rolled_back_before_its_outputs_are_dropped() -> None:  # D-16
     decoder, order = small_decoder("kv"), list[str]()
-    flow = flow_of(decoder)
     cache = decoder.parts.full
     assert cache is not None
-    forget, roll_back = flow._forget, cache[0].roll_back
+    forget, roll_back = decoder._forget, cache[0].roll_back
 
     def told(name: str, work: Callable[..., None]) -> Callable[..., None]:
         def call(*args: Any) -> None:
@@ -132,7 +130,7 @@ def test_a_failed_ubatch_is_rolled_back_before_its_outputs_are_dropped() -> None
         return call
 
     with (
-        patch.object(flow, "_forget", told("forget", forget)),
+        patch.object(decoder, "_forget", told("forget", forget)),
         patch.object(cache[0], "roll_back", told("roll back", roll_back)),
         pytest.raises(Aborted),
     ):
@@ -280,10 +278,9 @@ class Cramped(Coordinator):
 
 def cramped(n_failures: int, can_compact: bool) -> tuple[Decoder, Cramped]:
     decoder = small_decoder("kv")
-    flow = flow_of(decoder)
-    assert flow.parts.full is not None
-    memory = Cramped(flow.parts.full[0], n_failures=n_failures, can_compact=can_compact)
-    flow.parts = replace(flow.parts, memory=memory)
+    assert decoder.parts.full is not None
+    memory = Cramped(decoder.parts.full[0], n_failures=n_failures, can_compact=can_compact)
+    decoder._parts = replace(decoder.parts, memory=memory)
     return decoder, memory
 
 
@@ -347,7 +344,7 @@ def test_samplers_are_told_of_a_batch_once_after_rows_are_reserved_and_before_an
     decoder, wrote = small_decoder("kv", n_ubatch=2), list[str]()
     for s in (0, 1):
         assert decoder.register(s, Diary(wrote))
-    outputs, execute = decoder.outputs, flow_of(decoder).ubatches.execute
+    outputs, execute = decoder.outputs, decoder._ubatches.execute
     reserve = outputs.reserve
 
     def reserving(*args: Any, **kwargs: Any) -> Any:
@@ -358,7 +355,7 @@ def test_samplers_are_told_of_a_batch_once_after_rows_are_reserved_and_before_an
         wrote.append("run")
         return execute(*args, **kwargs)
 
-    with patch.object(outputs, "reserve", reserving), patch.object(flow_of(decoder).ubatches, "execute", running):
+    with patch.object(outputs, "reserve", reserving), patch.object(decoder._ubatches, "execute", running):
         decoder.decode(batch_of({0: text(2), 1: text(2)}))
     assert wrote == ["reserve", "begin", "begin", "run", "apply", "apply", "run", "apply", "apply"]
 
