@@ -12,7 +12,7 @@ from ostinato.cache.kv_bytes import cell_bytes
 from ostinato.cache.state_run import Move, StateRun, StateSource
 from ostinato.errors import BadOption
 from ostinato.models.rope import Rope
-from ostinato.models.shape import RecurrentShape, Shape
+from ostinato.models.shape import Shape
 from ostinato.options import KVType
 from tests.random_model import attention_shape
 
@@ -95,7 +95,7 @@ def test_a_stream_is_copied_whole(shape: Shape) -> None:
 
 
 def test_states_begin_where_the_run_says_and_are_kept_by_plane() -> None:
-    store = StateStore(RecurrentShape(((3,), (2, 2))), [0], rows=4, planes=2, device=CPU)
+    store = StateStore(((3,), (2, 2)), [0], rows=4, planes=2, device=CPU)
     first = (noise(2, 2, 3), noise(2, 2, 2, 2))
     store.commit(StateRun(head=1, count=2, starts=(None, None), moves=()), {0: first})
     run = StateRun(head=0, count=2, starts=(StateSource(2, 1), None), moves=(Move(1, 3),))

@@ -25,7 +25,7 @@ from ostinato.models.rope import Rope
 from ostinato.options import KVType
 
 if TYPE_CHECKING:
-    from ostinato.models.shape import RecurrentShape, Shape
+    from ostinato.models.shape import Shape, States
 
 
 class Half:
@@ -121,13 +121,10 @@ class KVStore:
 class StateStore:
     """The states of recurrent layers: [rows, planes, ...] each, float32; plane r is the state r tokens earlier."""
 
-    def __init__(
-        self, recurrent: RecurrentShape, layers: Sequence[int], *, rows: int, planes: int, device: torch.device
-    ) -> None:
+    def __init__(self, states: States, layers: Sequence[int], *, rows: int, planes: int, device: torch.device) -> None:
         self.planes = planes
         self.layers = {
-            layer: tuple(zeros((rows, planes, *size), torch.float32, device) for size in recurrent.states)
-            for layer in layers
+            layer: tuple(zeros((rows, planes, *size), torch.float32, device) for size in states) for layer in layers
         }
 
     def zero(self) -> None:

@@ -51,7 +51,7 @@ class PagedMemory:
             )
         states = None
         if shape.recurrent is not None:
-            states = StateStore(shape.recurrent, every, rows=n_slots, planes=1, device=device)
+            states = StateStore(shape.recurrent.states, every, rows=n_slots, planes=1, device=device)
         return PagedMemory(page_tokens, group_of, kv, states)
 
     def cells(self, pages: Ints, first: int, stop: int) -> Ints:

@@ -97,5 +97,7 @@ def _recurrent(model: Model, settings: Settings) -> tuple[RecurrentMemory, State
     if shape is None:
         return None
     rows = min(MAX_SEQ, settings.n_seq_max)
-    store = StateStore(shape, range(model.shape.n_layers), rows=rows, planes=1 + settings.n_rs_seq, device=model.device)
+    store = StateStore(
+        shape.states, range(model.shape.n_layers), rows=rows, planes=1 + settings.n_rs_seq, device=model.device
+    )
     return RecurrentMemory(rows, n_snapshots=settings.n_rs_seq, tensors=store), store

@@ -15,7 +15,7 @@ from ostinato.decoder.cells.memory.recurrent import RecurrentMemory
 from ostinato.decoder.cells.memory.saved import SavedKV, SavedStates
 from ostinato.decoder.cells.memory.slots import Stream
 from ostinato.models.rope import Rope
-from ostinato.models.shape import RecurrentShape, Shape
+from ostinato.models.shape import Shape
 from ostinato.options import KVType
 
 CPU = torch.device("cpu")
@@ -82,8 +82,7 @@ def kv_part(
 
 def state_part(n_seq_max: int = 4, *, n_snapshots: int = 0, width: int = 3, seed: int = 0) -> SavedStates:
     """Recurrent memory without sequences, with random numbers in its tensors."""
-    shape = RecurrentShape(((2, width), (width, 4)))
-    store = StateStore(shape, [0, 2], rows=n_seq_max, planes=1 + n_snapshots, device=CPU)
+    store = StateStore(((2, width), (width, 4)), [0, 2], rows=n_seq_max, planes=1 + n_snapshots, device=CPU)
     randomise([state for states in store.layers.values() for state in states], seed)
     return SavedStates(RecurrentMemory(n_seq_max, n_snapshots=n_snapshots, tensors=store), store)
 
