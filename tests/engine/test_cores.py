@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.backends import control_groups
 from ostinato.backends.machine import Machine
 from ostinato.engine import cores
 from ostinato.engine.choose import LoadCase, decide
@@ -23,8 +24,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         topology.mkdir(parents=True)
         (topology / "core_cpus_list").write_text(f"{number % 4},{number % 4 + 4}\n")
     monkeypatch.setattr(cores, "PROCESSORS", processors)
-    monkeypatch.setattr(cores, "GROUPS", tmp_path / "cgroup")
-    monkeypatch.setattr(cores, "GROUP_OF_SELF", tmp_path / "self")
+    monkeypatch.setattr(control_groups, "GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(control_groups, "GROUP_OF_SELF", tmp_path / "self")
     monkeypatch.setattr(cores, "allowed_processors", lambda: set(range(8)))
     monkeypatch.setattr("os.cpu_count", lambda: 8)
     monkeypatch.delenv(cores.LIMIT, raising=False)

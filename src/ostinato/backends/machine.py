@@ -14,6 +14,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, Literal
 
+from ostinato.backends.control_groups import memory_left
+
 DeviceKind = Literal["cpu", "cuda"]
 GPU_PACKAGES: Final = {"triton": "triton", "cuda-core": "cuda.core", "cuda-bindings": "cuda.bindings"}  # and modules
 FREE_WHEN_NOT_TOLD: Final = 8 * 2**30
@@ -103,17 +105,27 @@ def cuda_version(number: int) -> str:
 
 
 def free_host_bytes() -> int:
-    """Memory that the system can give without swapping; the control group's limit where that is lower."""
+    """Memory that the system can give without swapping, or what the control group has left where that is less."""
+    left = memory_left()
+    return _available() if left is None else min(_available(), left)
+
+
+def _available() -> int:
     free = FREE_WHEN_NOT_TOLD
     try:
         free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-        return free if limit == "max" else min(free, max(0, int(limit) - used))
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, AttributeError, StopIteration):
         return free  # this system does not tell, or not all of it
+
+
+def resident_bytes() -> int | None:
+    """Memory that this process uses now, mapped files included; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def cpu_line(name: str) -> str:

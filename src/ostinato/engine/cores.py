@@ -8,13 +8,12 @@ group gets, and OMP_NUM_THREADS, which limits other numeric libraries too.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from ostinato.backends.control_groups import group_folders
+
 PROCESSORS: Final = Path("/sys/devices/system/cpu")
-GROUPS: Final = Path("/sys/fs/cgroup")
-GROUP_OF_SELF: Final = Path("/proc/self/cgroup")
 LIMIT: Final = "OMP_NUM_THREADS"
 
 
@@ -53,27 +52,8 @@ def _core(processor: int) -> str:
 
 def group_share() -> float | None:
     """The CPU quota of the control group, in processors: the least of its own and its parents'; None: no limit."""
-    shares = [share for folder in _groups() if (share := _share(folder)) is not None]
+    shares = [share for folder in group_folders("cpu") if (share := _share(folder)) is not None]
     return min(shares, default=None)
-
-
-def _groups() -> Iterator[Path]:
-    """The folders of this process's control group and of those above it, in either version of the interface."""
-    try:
-        lines = GROUP_OF_SELF.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = GROUPS / controllers
-        if controllers and not root.is_dir():
-            root = GROUPS / "cpu"
-        here = root / path.lstrip("/")
-        yield here
-        yield from (folder for folder in here.parents if folder == root or root in folder.parents)
 
 
 def _share(folder: Path) -> float | None:
