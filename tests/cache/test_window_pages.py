@@ -201,13 +201,23 @@ def test_a_request_waits_while_the_windows_of_others_take_the_pool() -> None:
 
 def test_layers_are_grouped_by_their_windows_and_one_as_long_as_the_context_is_none() -> None:
     shape = replace(random_model("swa").shape, windows=(None, 16, 48, 16), n_layers=4)
-    sizes = {"n_pages": 1000, "n_slots": 2, "page_tokens": PAGE, "chunk_rows": ROWS}
+    sizes = {"n_pages": 2 * 400 // PAGE, "page_tokens": PAGE, "chunk_rows": ROWS}
     found = page_groups(shape, context=400, **sizes)
     assert [(group.layers, group.window) for group in found] == [((0,), None), ((1, 3), 16), ((2,), 48)]
     assert [group.n_pages for group in found] == [
-        1000,
+        2 * 400 // PAGE,
         4 * lease_pages(16, PAGE, ROWS),
         4 * lease_pages(48, PAGE, ROWS),
     ]
     found = page_groups(shape, context=48, **sizes)
     assert [(group.layers, group.window) for group in found] == [((0, 2), None), ((1, 3), 16)]
+
+
+@pytest.mark.parametrize("n_contexts", [1, 1.5, 8])
+def test_a_smaller_pool_has_fewer_pages_of_windows_too_and_one_sequence_always_fits(n_contexts: float) -> None:
+    shape, n_pages = random_model("swa").shape, int(n_contexts * 100)
+    groups = page_groups(shape, context=400, n_pages=n_pages, page_tokens=PAGE, chunk_rows=ROWS)
+    lease = lease_pages(groups[1].window or 0, PAGE, ROWS)
+    assert [group.n_pages for group in groups] == [n_pages, int(2 * n_contexts * lease)]
+    reserve = Reserve(groups, PAGE, chunk_rows=ROWS, share_prefixes=True)
+    assert reserve.open([1] * 399, 400, all_now=True) is not None

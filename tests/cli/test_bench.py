@@ -149,7 +149,7 @@ def test_a_shape_that_does_not_fit_exits_with_4_before_it_is_made(
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 1 << 30)
     ran = ostinato("bench", "decode", "--shape", "llama-8b", "--type", "f32", "--device", "cpu")
     assert ran.code == 4
-    assert "1.1 GB are free" in ran.err
+    assert "1.1 GB that are free" in ran.err
     assert "the weights alone are 32.1 GB" in ran.err
 
 

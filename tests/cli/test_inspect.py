@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ostinato.backends.native.tiles import nearest_type
 from ostinato.engine import machine
+from ostinato.engine.memory_plan import USABLE_SHARE
 from tests.cli import tiny_model
 from tests.cli.conftest import RunCli
 from tests.models import tiny as tiny_models
@@ -83,12 +85,35 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tin
 def test_a_model_that_does_not_fit_is_planned_and_said_not_to(
     ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 20_000_000)
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 1000)
     ran = ostinato("inspect", tiny)
     assert ran.code == 0
-    assert "and 20 MB are free; lower --slots to" in ran.out
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 1000)
-    assert "1 kB are free; the weights alone are" in ostinato("inspect", tiny).out
+    assert "may be taken of 1 kB that are free; without pages it is" in ran.out
+
+
+def test_pages_that_do_not_hold_every_context_are_fewer_and_it_is_told(
+    ostinato: RunCli, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = {row["name"]: row["bytes"] for row in facts(ostinato, tiny)["plan"]["rows"]}["KV pages"]
+    beside = facts(ostinato, tiny)["plan"]["device_bytes"] - pages
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: int((beside + pages / 4) / USABLE_SHARE) + 1)
+    plan = facts(ostinato, tiny)["plan"]
+    assert plan["fits"]
+    assert (plan["slots"], plan["context"]) == (8, tiny_model.CONTEXT)
+    assert plan["pages"] == 2 * plan["pages_of_a_context"]
+    assert "pages hold 2.0 whole contexts for 8 slots: long requests wait for pages" in ostinato("inspect", tiny).out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU allocates its pages at once")
+def test_what_is_reserved_and_what_is_used_are_two_figures(ostinato: RunCli, tiny: Path) -> None:
+    plan = facts(ostinato, tiny)["plan"]
+    later = {row["name"]: row["bytes"] for row in plan["rows"] if row["on_demand"]}
+    assert set(later) == {"KV pages", "rows of output (at first use)"}
+    assert plan["used_bytes"] == plan["device_bytes"] - sum(later.values())
+    assert plan["request"] == {"positions": 1024, "bytes": 1024 * 2 * 16 * 4}
+    shown = ostinato("inspect", tiny).out
+    assert "reserved, used on demand" in shown
+    assert "once the model is loaded, 131 kB more by a request of 1,024 tokens" in shown
 
 
 def test_plain_output_says_the_same_to_people(ostinato: RunCli, tiny: Path) -> None:

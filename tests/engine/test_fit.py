@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +12,21 @@ import torch
 from ostinato import LLM, Sampling
 from ostinato.backends.base import PAGE_TOKENS, Settled
 from ostinato.backends.machine import Chip, Machine
-from ostinato.backends.memory_rows import OUTPUT_ROWS
+from ostinato.backends.memory_rows import KV_PAGES
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.cache.kv_bytes import page_bytes
 from ostinato.engine import machine
-from ostinato.engine.choose import USABLE_SHARE, backend_of, choose, choose_pages, gib
-from ostinato.engine.memory_plan import MemoryPlan
+from ostinato.engine.choose import LoadCase, backend_of, choose, choose_pages, decide, fit, gib
+from ostinato.engine.memory_plan import USABLE_SHARE, MemoryPlan
 from ostinato.errors import BadInput, BadOption, ContextTooLarge, HardwareCannot
 from ostinato.files.checkpoint import Checkpoint, open_checkpoint
-from ostinato.models.header import tensors_of
+from ostinato.models.header import tensors_in, tensors_of
 from ostinato.models.registry import read_shape
 from ostinato.options import LoadOptions
 from tests.models import tiny, tiny_folder
-from tests.random_model import random_model
+from tests.random_model import MemoryKind, random_model
+
+CHIP = Chip((9, 0), 132, 227 << 10)
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
@@ -32,8 +35,17 @@ def with_free(monkeypatch: pytest.MonkeyPatch, n_bytes: int) -> None:
 
 def bytes_of(checkpoint: Checkpoint, settled: Settled, *names: str) -> int:
     """Of the rows of these names in the memory plan."""
-    shape = read_shape(checkpoint)
-    return MemoryPlan(backend_of(settled), shape, tensors_of(checkpoint), settled, 0).bytes_of(*names)
+    return plan_of(checkpoint, settled).bytes_of(*names)
+
+
+def bytes_beside(checkpoint: Checkpoint, settled: Settled, *names: str) -> int:
+    """Of all other rows on the device."""
+    plan = plan_of(checkpoint, settled)
+    return plan.device_bytes - plan.bytes_of(*names)
+
+
+def plan_of(checkpoint: Checkpoint, settled: Settled) -> MemoryPlan:
+    return MemoryPlan(backend_of(settled), read_shape(checkpoint), tensors_of(checkpoint), settled, 0)
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +58,11 @@ def long_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def weights_and(model: Path, n_tokens: int) -> int:
-    """Memory for the tiny model's weights and the keys and values of that many tokens, as `settle` counts it."""
+    """Free memory for the tiny model and the keys and values of that many tokens, and no more."""
     with LLM(model, device="cpu") as llm:
-        weights = bytes_of(llm._checkpoint, llm._settled, "weights", OUTPUT_ROWS)
+        beside = bytes_beside(llm._checkpoint, llm._settled, KV_PAGES)
         per_token = 2 * llm.shape.n_layers * llm.shape.n_kv_heads * llm.shape.head_width * 4
-    return int((weights + n_tokens * per_token) / USABLE_SHARE) + 1
+    return int((beside + n_tokens * per_token) / USABLE_SHARE) + 1
 
 
 def test_a_default_context_that_does_not_fit_is_lowered_and_said(
@@ -119,6 +131,27 @@ def test_there_are_pages_for_every_slot_or_for_what_memory_there_is_and_for_one_
     assert choose_pages(random_model("recurrent").shape, settled, 0) == 8 * 7
 
 
+@pytest.mark.parametrize("kind", ["kv", "swa", "all swa", "recurrent", "hybrid"])
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_what_is_promised_is_never_more_than_what_was_free(device: str, kind: MemoryKind) -> None:
+    model = random_model(kind)
+    shape, said = replace(model.shape, context=1 << 17), list[str]()
+    much = LoadCase(shape, tensors_in(model), LoadOptions(), Machine(device, 1 << 40, 1 << 40, CHIP, 13_000))
+    whole = much.plan(decide(much))
+    found = []
+    for share in (0.08, 0.1, 0.12, 0.13, 0.2, 0.5, 0.9, 1.1):  # of the pages for every slot's whole context
+        free = int((whole.bytes_beside_pages + share * whole.bytes_of(KV_PAGES)) / USABLE_SHARE) + 1
+        case = replace(much, machine=replace(much.machine, free_bytes=free))
+        settled = fit(decide(case), case, said.append)
+        assert case.plan(settled).device_bytes <= 0.9 * free + 1
+        # The context is lowered, and that is said, only where one sequence of it does not fit.
+        assert bool(said) == (settled.context < shape.context) == (share < 1 / 8 and kind != "recurrent")
+        found.append((settled.context, settled.n_pages))
+        said.clear()
+    assert found == sorted(found)
+    assert found[-1] == (1 << 17, 8 * settled.max_pages)
+
+
 def test_slots_and_pages_reach_the_engine(tiny_gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with LLM(tiny_gguf, device="cpu", context=100, slots=3) as llm:
         assert (llm.stats().n_slots, llm.stats().pages) == (3, 3 * 7)
@@ -148,13 +181,12 @@ class Card:
         asked = self.settled(8 << 30, mode="persistent")
         self.weights = bytes_of(self.checkpoint, asked, "weights")
         self.tape = bytes_of(self.checkpoint, asked, "tape")
-        self.outputs = bytes_of(self.checkpoint, asked, OUTPUT_ROWS)
+        self.beside = bytes_beside(self.checkpoint, asked, "weights", "tape", KV_PAGES)
         self.page = page_bytes(self.shape, "bf16", PAGE_TOKENS["cuda"])
-        assert min(self.weights, self.tape, self.outputs, self.page) > 0
+        assert min(self.weights, self.tape, self.beside, self.page) > 0
 
     def settled(self, n_bytes: int, *, host_bytes: int = 8 << 30, **words: Any) -> Settled:
-        chip = Chip((9, 0), 132, 227 << 10)
-        here = Machine("cuda:0", int(n_bytes / USABLE_SHARE) + 1, host_bytes, chip, 13_000)
+        here = Machine("cuda:0", int(n_bytes / USABLE_SHARE) + 1, host_bytes, CHIP, 13_000)
         options = LoadOptions(**{"device": "cuda", "context": 256, **words})
         return choose(self.checkpoint, self.shape, options, self.said.append, machine=here)
 
@@ -166,14 +198,14 @@ def card(on_tape: Path) -> Iterator[Card]:
     found.checkpoint.close()
 
 
-def test_keys_and_values_get_what_the_weights_the_tape_and_rows_of_output_leave(card: Card) -> None:
+def test_keys_and_values_get_what_everything_else_leaves(card: Card) -> None:
     def pages(n_bytes: float, mode: str) -> int:
         return card.settled(int(n_bytes), mode=mode, prompts="plain", slots=8).n_pages
 
-    enough = card.weights + card.tape + card.outputs + 20 * card.page
-    assert pages(enough, "persistent") == 20
+    enough = card.weights + card.tape + card.beside + 20 * card.page
+    assert pages(enough, "persistent") == pages(enough, "auto") == 20
     expected = min(8 * 4, (card.tape + 20 * card.page) // card.page)
-    assert pages(enough, "auto") == pages(enough, "loop") == expected
+    assert pages(enough, "loop") == expected
     with pytest.raises(
         HardwareCannot, match=r"once more for the persistent kernel, and cuda:0 has .*; try --prompts tape, or"
     ):
@@ -184,15 +216,16 @@ def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(card: C
     def settled(n_bytes: int, **words: Any) -> Settled:
         return card.settled(n_bytes, mode="persistent", **words)
 
-    a_lot, little = 8 << 30, card.tape + card.weights + card.outputs + 8 * card.page
+    a_lot, enough = 8 << 30, card.tape + card.weights + card.beside + 8 * card.page
+    little = enough - 5 * card.page  # one context is four pages
     assert (settled(a_lot).prompts, card.said) == ("plain", [])
     assert settled(little).prompts == "tape"
     assert bytes_of(card.checkpoint, settled(little), "weights") < card.weights
     assert f"prompts read the persistent kernel's tape of {gib(card.tape)}" in card.said[0]
     assert f"a plain copy of {gib(card.weights)}" in card.said[0]
     # What was asked for is done, and what the plain copy would have taken is there for pages.
-    assert (settled(a_lot, prompts="tape").prompts, settled(little, prompts="plain").prompts) == ("tape", "plain")
-    assert settled(little, prompts="tape", slots=8).n_pages > settled(little, prompts="plain", slots=8).n_pages
+    assert (settled(a_lot, prompts="tape").prompts, settled(enough, prompts="plain").prompts) == ("tape", "plain")
+    assert settled(enough, prompts="tape", slots=8).n_pages > settled(enough, prompts="plain", slots=8).n_pages
     with pytest.raises(HardwareCannot, match=r"of it for the persistent kernel, and cuda:0 has .*; take a smaller"):
         settled(card.tape)
     with pytest.raises(HardwareCannot, match=r"wait in the host's memory .*; use --prompts plain, or --mode loop"):
@@ -200,7 +233,7 @@ def test_prompts_read_the_tape_where_a_plain_copy_beside_it_does_not_fit(card: C
 
 
 def test_auto_has_a_tape_where_it_fits_beside_the_weights_or_was_asked_for(card: Card) -> None:
-    little = card.weights + card.tape + 8 * card.page
+    little = card.weights + card.tape + card.beside + 3 * card.page
     assert card.settled(8 << 30).mode == "persistent"
     without = card.settled(little)
     assert (without.mode, without.prompts) == ("loop", "plain")

@@ -234,6 +234,7 @@ def test_metrics_count_what_happened_and_tell_no_prompt(tiny: Path) -> None:
     assert figures["ostinato_time_to_first_token_seconds_count"] == 1
     assert figures["ostinato_slots_free"] == figures["ostinato_slots"] == 2
     assert figures["ostinato_kv_pages_used"] == 0
+    assert figures["ostinato_resident_bytes"] > 1 << 20
     assert figures["ostinato_loop_triggers_total"] >= 1
     assert "secretword" not in page
 

@@ -219,7 +219,6 @@ class Settled:
             shape,
             context=self.context,
             n_pages=self.n_pages,
-            n_slots=self.n_slots,
             page_tokens=self.page_tokens,
             chunk_rows=CHUNK_ROWS[self.kind],
         )
@@ -249,11 +248,14 @@ def why_not_kept(keeper: str, known: Sequence[KVType], kv_type: KVType) -> str |
 
 @dataclass(frozen=True, slots=True)
 class MemoryRow:
-    """One thing that takes memory; `on_host` where that is not the model's device: pinned memory beside a GPU."""
+    """One thing that takes memory. `on_host` where that is not the model's device: pinned memory beside a GPU.
+    `on_demand`: reserved, and used only as sequences grow or from a first request on; the rest is used when an engine
+    is open."""
 
     name: str
     n_bytes: int
     on_host: bool = False
+    on_demand: bool = False
 
 
 class Backend(Protocol):

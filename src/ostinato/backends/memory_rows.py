@@ -14,18 +14,22 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 FLOAT_BYTES = 4
+KV_PAGES = "KV pages"
 OUTPUT_ROWS = "rows of output (at first use)"
+# Beside the CPU's own: what is imported and built between asking for free memory and answering; measured at 125 MB.
+LIBRARIES = MemoryRow("Python and its libraries (about)", 160 << 20)
 
 
 def shared_rows(shape: Shape, settled: Settled, *, spare_states: int = 0) -> tuple[MemoryRow, ...]:
     """What holds sequences, and what host and device tell each other through. Beside a GPU the host's part is pinned
-    memory; `spare_states`: rows of states beyond the slots'."""
-    on_host = settled.kind == "cuda"
+    memory. What holds sequences is allocated at once there; on the CPU it is address space, and the system commits it
+    when it is first written. `spare_states`: rows of states beyond the slots'."""
+    on_host, on_cpu = settled.kind == "cuda", settled.kind == "cpu"
     groups = settled.groups(shape)
     layout = Layout(settled.n_slots, settled.max_pages, shape.vocab, n_groups=len(groups))
     return (
-        MemoryRow("KV pages", kv_bytes(shape, groups, settled.kv_type, settled.page_tokens)),
-        MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots + spare_states)),
+        MemoryRow(KV_PAGES, kv_bytes(shape, groups, settled.kv_type, settled.page_tokens), on_demand=on_cpu),
+        MemoryRow("recurrent states", _state_bytes(shape, settled.n_slots + spare_states), on_demand=on_cpu),
         MemoryRow("slot table", arena_bytes(layout.table_fields)),
         MemoryRow("admissions", arena_bytes(layout.admission_fields), on_host=on_host),
         MemoryRow("rings", arena_bytes(layout.ring_fields), on_host=on_host),
@@ -36,7 +40,7 @@ def output_row(shape: Shape, chunk_rows: int, beside_logits: int = 0) -> MemoryR
     """What logits, log-probabilities and hidden rows of texts take from their first use on: a bounded number of rows of
     logits, each with so many bytes beside it."""
     row_bytes = shape.vocab * FLOAT_BYTES + beside_logits
-    return MemoryRow(OUTPUT_ROWS, rows_of_logits(shape.vocab, chunk_rows) * row_bytes)
+    return MemoryRow(OUTPUT_ROWS, rows_of_logits(shape.vocab, chunk_rows) * row_bytes, on_demand=True)
 
 
 def _state_bytes(shape: Shape, n_rows: int) -> int:

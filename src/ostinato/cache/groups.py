@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
-# Windowed pages in the pool, in what the slots can hold together: the rest keeps the windows of earlier prompts.
-POOL_OF_SLOTS: Final = 2
+# Windowed pages in the pool for each whole context of the other pages, in what one sequence holds: the rest keeps the
+# windows of earlier prompts.
+POOL_LEASES: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +35,20 @@ def one_group(n_layers: int, n_pages: int) -> tuple[PageGroup, ...]:
 
 
 def page_groups(
-    shape: Shape, *, context: int, n_pages: int, n_slots: int, page_tokens: int, chunk_rows: int
+    shape: Shape, *, context: int, n_pages: int, page_tokens: int, chunk_rows: int
 ) -> tuple[PageGroup, ...]:
     """The groups of a model, the one that sees everything first. `n_pages`: of a group that keeps every position.
 
-    A window that is no shorter than the context hides nothing, so it counts as none.
+    A window that is no shorter than the context hides nothing, so it counts as none. Pages of windows are fewer in the
+    same proportion: a pool that is smaller, because memory is, is so in every group.
     """
     windows = [None if window is None or window >= context else window for window in shape.windows]
     groups = []
     for window in sorted(set(windows), key=lambda window: (window is not None, window)):
         own = n_pages
         if window is not None:
-            own = min(n_pages, POOL_OF_SLOTS * n_slots * lease_pages(window, page_tokens, chunk_rows))
+            lease, max_pages = lease_pages(window, page_tokens, chunk_rows), -(-context // page_tokens)
+            own = min(n_pages, max(lease, -(-POOL_LEASES * lease * n_pages // max_pages)))
         groups.append(PageGroup(tuple(i for i, each in enumerate(windows) if each == window), own, window))
     return tuple(groups)
 

@@ -161,7 +161,7 @@ def planned(checkpoint: Checkpoint, shape: Shape) -> MemoryPlan:
     settled = decide(case)
     with suppress(OstinatoError):  # a plan that does not fit is shown too, and marked so
         settled = fit(settled, case, lambda _: None)
-    return replace(case.plan(settled), free_bytes=case.machine.free_bytes)
+    return case.plan(settled)
 
 
 def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
@@ -173,9 +173,16 @@ def plan_facts(plan: MemoryPlan) -> dict[str, Any]:
         "kv_type": settled.kv_type,
         "slots": settled.n_slots,
         "context": settled.context,
-        "rows": [{"name": row.name, "bytes": row.n_bytes, "on_host": row.on_host} for row in plan.rows],
+        "pages": settled.n_pages,
+        "pages_of_a_context": settled.max_pages,
+        "rows": [
+            {"name": row.name, "bytes": row.n_bytes, "on_demand": row.on_demand, "on_host": row.on_host}
+            for row in plan.rows
+        ],
         "device_bytes": plan.device_bytes,
         "host_bytes": plan.host_bytes,
+        "used_bytes": plan.used_bytes,
+        "request": {"positions": plan.request_positions, "bytes": plan.request_bytes},
         "free_bytes": plan.free_bytes,
         "fits": plan.fits,
         "verdict": plan.verdict,
@@ -186,10 +193,22 @@ def plan_rows(plan: dict[str, Any]) -> list[tuple[str, ...]]:
     """A memory plan for people."""
     rows: list[tuple[str, ...]] = []
     for row in plan["rows"]:
-        where = ", of the host's memory" if row["on_host"] else ""
-        rows.append((f"plan: {row['name']}", f"{megabytes(row['bytes'])}{where}"))
+        where = " of the host's memory" if row["on_host"] else ""
+        when = " reserved, used on demand" if row["on_demand"] else ""
+        rows.append((f"plan: {row['name']}", f"{megabytes(row['bytes'])}{where}{when}"))
+    n_contexts = plan["pages"] / plan["pages_of_a_context"]
+    if 0 < n_contexts < plan["slots"]:
+        rows.append(
+            (
+                "plan: waiting",
+                f"pages hold {n_contexts:.1f} whole contexts for {plan['slots']} slots: long requests wait for pages",
+            )
+        )
     verdict = plan["verdict"] + f" (as {plan['dtype']}, KV {plan['kv_type']})"
-    return [*rows, ("plan: in all", verdict)]
+    request, used = plan["request"], f"{megabytes(plan['used_bytes'])} once the model is loaded"
+    if request["bytes"]:
+        used += f", {megabytes(request['bytes'])} more by a request of {request['positions']:,} tokens"
+    return [*rows, ("plan: in all", verdict), ("plan: used", used)]
 
 
 def _tokenizer_facts(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, Any]:

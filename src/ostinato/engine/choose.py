@@ -21,7 +21,6 @@ from ostinato.backends import cards
 from ostinato.backends.base import Backend, PromptWeights, Settled, WeightLayout, dtype_of, kv_type_of
 from ostinato.backends.cuda.backend import CUDA
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import OUTPUT_ROWS
 from ostinato.backends.native.backend import NATIVE
 from ostinato.backends.tape.backend import TAPE
 from ostinato.backends.torch.backend import TORCH, TWIN, use_threads
@@ -39,8 +38,6 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 BACKENDS: Final[tuple[Backend, ...]] = (TAPE, CUDA, NATIVE, TORCH)  # from the fastest to the plainest
-# The rest is for activations, logits and other processes on the machine.
-USABLE_SHARE: Final = 0.9
 DENSE: Final = {"F32", "F16", "BF16"}
 HELD: Final = "another engine of this process has it, and it fills the card"
 NO_ROOM: Final = "its tape does not fit beside the weights (--mode persistent has prompts read it instead)"
@@ -73,9 +70,8 @@ class LoadCase:
         return kv_type_of(self.options, self.dtype)
 
     def plan(self, settled: Settled) -> MemoryPlan:
-        """The memory of a record, beside what may be used of the free memory."""
-        free = int(self.machine.free_bytes * USABLE_SHARE)
-        return MemoryPlan(backend_of(settled), self.shape, self.tensors, settled, free)
+        """The memory of a record, beside the free memory."""
+        return MemoryPlan(backend_of(settled), self.shape, self.tensors, settled, self.machine.free_bytes)
 
     def plan_of_one_context(self, settled: Settled) -> MemoryPlan:
         """The plan with pages for one slot's context; further pages come from the remaining memory."""
@@ -215,12 +211,16 @@ def _draft(backend: Backend, mode: str, case: LoadCase) -> Settled:
 
 
 def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
-    """The record with as much context and as many pages as memory allows; refuse what does not fit."""
+    """The record with as much context and as many pages as memory allows; refuse what does not fit.
+
+    Where pages for the whole context of every slot do not fit, there are fewer, and requests wait for pages. The
+    context is lowered only where one sequence of it does not fit.
+    """
     shape = case.shape
     if backend_of(settled).alone:
         settled = replace(settled, prompts=_prompts(settled, case, talk))
     plan = case.plan(settled)
-    free, tape, weights = plan.free_bytes, plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
+    free, tape, weights = plan.usable_bytes, plan.bytes_of("tape"), plan.bytes_of("weights", "tape")
     if weights > free:
         how = f"as {settled.dtype}" if settled.weights == "dense" else "packed"
         if tape:
@@ -230,7 +230,7 @@ def fit(settled: Settled, case: LoadCase, talk: Talk) -> Settled:
             f"the weights need {gib(weights)} {how} and {settled.device} has {gib(free)} to give; {advice}take a "
             "smaller model"
         )
-    left = max(0, free - weights - plan.bytes_of(OUTPUT_ROWS))
+    left = plan.left_for_pages
     settled = replace(settled, context=choose_context(shape, settled, case.options.context, left, talk))
     return replace(settled, n_pages=choose_pages(shape, settled, left) if shape.causal else 0)
 
@@ -245,7 +245,7 @@ def _prompts(settled: Settled, case: LoadCase, talk: Talk) -> PromptWeights:
     if asked == "auto":
         talk(
             f"prompts read the persistent kernel's tape of {gib(tape)}: beside a plain copy of {gib(weights)} this "
-            f"engine would need {gib(plan.device_bytes)}, and {settled.device} has {gib(plan.free_bytes)}"
+            f"engine would need {gib(plan.device_bytes)}, and {settled.device} has {gib(plan.usable_bytes)}"
         )
     if weights > host_bytes:
         raise HardwareCannot(
@@ -278,7 +278,9 @@ def choose_context(shape: Shape, settled: Settled, wanted: int | None, free: int
             )
         return wanted
     if most < LEAST_CONTEXT:
-        raise HardwareCannot(f"{device} has {gib(free)} left beside the weights: too little for keys and values")
+        raise HardwareCannot(
+            f"{device} has {gib(free)} left beside the weights and buffers: too little for keys and values"
+        )
     if most < shape.default_context:
         talk(
             f"the model's context of {shape.default_context} tokens needs {gib(needed(shape.default_context))} and "
@@ -299,7 +301,7 @@ def choose_pages(shape: Shape, settled: Settled, free: int) -> int:
 
 def context_bytes(shape: Shape, settled: Settled) -> int:
     """Bytes of the pages of one sequence as long as the context."""
-    return _kv_bytes(shape, replace(settled, n_slots=1, n_pages=settled.max_pages))
+    return _kv_bytes(shape, replace(settled, n_pages=settled.max_pages))
 
 
 def _kv_bytes(shape: Shape, settled: Settled) -> int:

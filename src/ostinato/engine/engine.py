@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final, Self
 from weakref import WeakKeyDictionary
 
 from ostinato.backends.base import Settled
+from ostinato.backends.machine import resident_bytes
 from ostinato.backends.runner import Runner
 from ostinato.engine.constraint import Constrain
 from ostinato.engine.open import open_runner
@@ -192,6 +193,7 @@ class Engine:
             pages=reserve.n_pages,
             pages_leased=reserve.n_pages - reserve.n_available,
             pages_cached=reserve.n_cached,
+            resident_bytes=resident_bytes(),
             gaps=scheduler.gaps.read(),
             triggers=runner.decode_mode.n_triggers,
             launches=runner.start.n_launches,

@@ -1,7 +1,8 @@
 """The memory that an engine will need, counted before anything is loaded: the rows that its backend reports.
 
-The figures for a prompt's chunk and for the libraries are estimates, and named so. A plan that does not fit says how
-much is needed, how much is free and what to lower.
+All of it is reserved at the start, within nine tenths of what is free then; on the CPU pages are used as sequences
+grow. The figures for a prompt's chunk and for the libraries are estimates, and named so. A plan that does not fit says
+how much is needed, how much is free and what to lower.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import Backend, MemoryRow, Settled
+from ostinato.backends.memory_rows import KV_PAGES
 from ostinato.errors import HardwareCannot
 from ostinato.files.fetch import megabytes
 from ostinato.models.header import HeaderTensors
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from ostinato.models.shape import Shape
 
 LEAST_CONTEXT: Final = 128
+USABLE_SHARE: Final = 0.9  # of free memory; the rest is for what was counted too low, and for other processes
+REQUEST_POSITIONS: Final = 1024  # of the request whose memory is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +52,47 @@ class MemoryPlan:
         return sum(row.n_bytes for row in self.rows if row.name in names)
 
     @property
+    def usable_bytes(self) -> int:
+        """What may be taken of the free memory."""
+        return int(self.free_bytes * USABLE_SHARE)
+
+    @property
+    def bytes_beside_pages(self) -> int:
+        return self.device_bytes - self.bytes_of(KV_PAGES)
+
+    @property
+    def left_for_pages(self) -> int:
+        """What everything else leaves of it."""
+        return max(0, self.usable_bytes - self.bytes_beside_pages)
+
+    @property
+    def used_bytes(self) -> int:
+        """What of the device's memory is used when the engine is open and nothing has been asked yet."""
+        return sum(row.n_bytes for row in self.rows if not (row.on_host or row.on_demand))
+
+    @property
+    def request_bytes(self) -> int:
+        """What a request adds to that by its pages; 0 where all pages are allocated when the engine opens."""
+        one = replace(self.settled, n_pages=self.settled.pages_for(self.request_positions))
+        rows = replace(self, settled=one).rows
+        return sum(row.n_bytes for row in rows if row.name == KV_PAGES and row.on_demand)
+
+    @property
+    def request_positions(self) -> int:
+        return min(REQUEST_POSITIONS, self.settled.context)
+
+    @property
     def fits(self) -> bool:
-        return self.device_bytes <= self.free_bytes
+        return self.device_bytes <= self.usable_bytes
 
     @property
     def verdict(self) -> str:
-        """One sentence: how much is needed, how much is free, and what to lower."""
+        """One sentence: how much is reserved or would be needed, how much is free, and what to lower."""
+        settled, are = self.settled, "are reserved" if self.fits else "are needed"
         asked = (
-            f"{megabytes(self.device_bytes)} are needed on {self.settled.device} for {self.settled.n_slots} slots and "
-            f"a context of {self.settled.context}, and {megabytes(self.free_bytes)} are free"
+            f"{megabytes(self.device_bytes)} {are} on {settled.device} for {settled.n_slots} slots and "
+            f"a context of {settled.context}, and {megabytes(self.usable_bytes)} may be taken of "
+            f"{megabytes(self.free_bytes)} that are free"
         )
         return f"{asked}: it fits" if self.fits else f"{asked}; {self.advice}"
 
@@ -72,8 +108,11 @@ class MemoryPlan:
                 also = "" if context == settled.context else f" and --context {context}"
                 return f"lower --slots to {smaller.settled.n_slots}{also}, or --kv-type to q8_0"
         narrower = "--dtype bfloat16, " if settled.dtype == "float32" and settled.weights != "tiles" else ""
-        weights = megabytes(self.bytes_of("weights"))
-        return f"the weights alone are {weights}: take {narrower}fewer bits a weight or a smaller model"
+        weights, beside = self.bytes_of("weights"), self.bytes_beside_pages
+        return (
+            f"without pages it is {megabytes(beside)}, and the weights alone are {megabytes(weights)}: take {narrower}"
+            "fewer bits a weight or a smaller model"
+        )
 
     def _with(self, n_slots: int, context: int) -> MemoryPlan:
         """The plan of fewer slots or a shorter context, with pages for all of it."""

@@ -38,6 +38,7 @@ class Stats:
     pages: int
     pages_leased: int
     pages_cached: int
+    resident_bytes: int | None  # of this process, mapped files included; None where the system does not tell
     gaps: Gaps
     triggers: int  # launches of the whole loop
     launches: int  # of graphs and kernels, by the host

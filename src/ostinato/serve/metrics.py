@@ -42,6 +42,8 @@ class EngineCounts(Collector):
             "kv_pages_cached": ("Pages that keep the beginning of an earlier prompt.", stats.pages_cached),
             "kv_use_ratio": ("Share of the KV cache's pages that requests hold.", stats.pages_leased / stats.pages),
         }
+        if stats.resident_bytes is not None:
+            gauges["resident_bytes"] = ("Memory that the worker uses now, mapped files included.", stats.resident_bytes)
         for name, (words, value) in gauges.items():
             yield GaugeMetricFamily(f"ostinato_{name}", words, value=float(value))
         counts = {

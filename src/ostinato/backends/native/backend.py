@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from ostinato.backends.base import CHUNK_ROWS, MemoryRow, Settled, WeightLayout, dtype_of, kv_type_of, why_not_kept
 from ostinato.backends.machine import DeviceKind, Machine
-from ostinato.backends.memory_rows import FLOAT_BYTES, output_row, shared_rows, without_empty
+from ostinato.backends.memory_rows import FLOAT_BYTES, LIBRARIES, output_row, shared_rows, without_empty
 from ostinato.backends.native.library import cpu_library, why_no_native
 from ostinato.backends.native.pages import KV_TYPES, NativePages
 from ostinato.backends.runner import Runner
@@ -72,6 +72,7 @@ class NativeBackend:
             MemoryRow("step buffers", step),
             MemoryRow("native workspace (about)", _workspace_bytes(shape, settled)),
             output_row(shape, _chunk_rows(settled)),
+            LIBRARIES,
         )
 
     def prepare(self, settled: Settled, talk: Callable[[str], None]) -> None:
