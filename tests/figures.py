@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench import chart
 from bench.note import DATA, value
 
 ROOT = Path(__file__).parents[1]
@@ -109,9 +110,9 @@ def drawn_text(svg: str) -> str:
 
 
 def shown() -> dict[str, str]:
-    """The README, and the text of every SVG that it shows."""
+    """The README, and the text of every SVG that it shows, except the chart: its program reads the notes itself."""
     readme = (ROOT / README).read_text(encoding="utf-8")
-    names = _SVG.findall(readme)
+    names = set(_SVG.findall(readme)) - {str(chart.OUT.relative_to(ROOT))}
     return {README: readme} | {name: drawn_text((ROOT / name).read_text(encoding="utf-8")) for name in names}
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from bench import chart
 from tests.figures import README, TABLE, drawn_text, figures, problems, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -30,6 +31,10 @@ def found(text: str) -> list[str]:
 
 def test_every_figure_of_the_readme_is_what_its_note_says() -> None:
     assert problems(shown(), tomllib.loads(TABLE.read_text(encoding="utf-8"))) == []
+
+
+def test_the_chart_is_what_its_program_draws_from_the_notes() -> None:
+    assert chart.OUT.read_text(encoding="utf-8") == chart.picture()
 
 
 def test_no_figure_of_the_readme_can_change_alone() -> None:

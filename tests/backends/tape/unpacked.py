@@ -13,7 +13,7 @@ from ostinato.backends.tape.pack import GROUP_COLUMNS, Numbers
 from ostinato.backends.tape.partition import (
     TILE_ROWS,
     Partition,
-    Section,
+    TileSection,
     WeightType,
     part_bytes,
     sections_of,
@@ -58,7 +58,7 @@ def numbers_from(
 
 def _numbers(
     weight_type: WeightType,
-    section: Section,
+    section: TileSection,
     n_compute_warps: int,
     half: torch.dtype,
     quants: Tensor,

@@ -46,10 +46,10 @@ from ostinato.backends.tape.partition import (
     TILE_ROWS,
     WEIGHT_TYPES,
     Partition,
-    Section,
     Segment,
     TapeGrid,
     TapeMatrix,
+    TileSection,
     WeightType,
     sections_of,
     tile_bytes,
@@ -190,7 +190,7 @@ def tiles_from(numbers: Numbers, n_compute_warps: int) -> Tensor:
     return out
 
 
-def _chunks_of_tiles(tiles: Tensor, section: Section) -> Tensor:
+def _chunks_of_tiles(tiles: Tensor, section: TileSection) -> Tensor:
     """The chunks of a section, [tiles, chunks, chunk_bytes], a view of tiles [tiles, tile_bytes]."""
     some = tiles[:, section.at : section.at + section.n_chunks * section.chunk_bytes]
     return torch.unflatten(some, 1, (section.n_chunks, section.chunk_bytes))
@@ -200,7 +200,7 @@ def _chunks_of_tiles(tiles: Tensor, section: Section) -> Tensor:
 # and the columns' 8 make the register r.
 
 
-def _parts(numbers: Numbers, section: Section, n_compute_warps: int) -> Iterator[Tensor]:
+def _parts(numbers: Numbers, section: TileSection, n_compute_warps: int) -> Iterator[Tensor]:
     """Quants, further bits and scales of a section, each uint8 [tiles, chunks, ...]."""
     weight_type, n = numbers.weight_type, section.n
     width = section.n_chunks * n_compute_warps * n * TILE_COLUMNS

@@ -97,7 +97,7 @@ class Segment(NamedTuple):
     columns: int
 
 
-class Section(NamedTuple):
+class TileSection(NamedTuple):
     """Consecutive chunks of one size in a tile, in each of which a compute warp has `n` column tiles; their first byte
     and their first column."""
 
@@ -174,7 +174,7 @@ def own_tiles(segment: Segment, block: int, grid: TapeGrid) -> range:
     return range((block - segment.first) % grid.n_blocks, segment.n_tiles, grid.n_blocks)
 
 
-def sections_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> list[Section]:
+def sections_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> list[TileSection]:
     """The whole chunks of a tile of so many columns (with padding), then the rest.
 
     >>> [(section.n_chunks, section.n) for section in sections_of(WeightType.HALF, 1280, 8)]
@@ -187,7 +187,7 @@ def sections_of(weight_type: WeightType, columns: int, n_compute_warps: int) -> 
     whole = chunk_bytes(weight_type, PER_COMPUTE_WARP[weight_type], n_compute_warps)
     left = chunk_bytes(weight_type, n_left, n_compute_warps)
     behind = (n_whole * whole, (each - n_left) * TILE_COLUMNS * n_compute_warps)
-    both = Section(n_whole, PER_COMPUTE_WARP[weight_type], whole, 0, 0), Section(1, n_left, left, *behind)
+    both = TileSection(n_whole, PER_COMPUTE_WARP[weight_type], whole, 0, 0), TileSection(1, n_left, left, *behind)
     return [section for section in both if section.n_chunks * section.n]
 
 
