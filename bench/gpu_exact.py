@@ -353,7 +353,7 @@ def _case(chance: random.Random, bases: Sequence[list[int]], vocab: int, sizes: 
     if chance.random() < 0.2:
         sampling = replace(sampling, logit_bias={chance.randrange(vocab): chance.uniform(-5, 5) for _ in range(4)})
     if chance.random() < 0.2:
-        sampling = replace(sampling, stop_ids=tuple(_ids(chance, 5, vocab)), min_tokens=min(2, most))
+        sampling = replace(sampling, stop_token_ids=tuple(_ids(chance, 5, vocab)), min_tokens=min(2, most))
     cancel = chance.uniform(0, 0.004) if chance.random() < 0.1 else None
     return Case(prompt, sampling, chance.choice((0.0, 0.0, chance.uniform(0, 0.003))), cancel)
 

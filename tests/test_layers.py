@@ -14,6 +14,7 @@ PACKAGE = Path(ostinato.__file__).parent
 PACKAGES = (
     "errors",
     "processes",
+    "other_engines",
     "options",
     "files",
     "build",

@@ -268,6 +268,53 @@ def test_what_everybody_tries_first_is_told_the_right_way(tiny_llm: LLM) -> None
         llm.tokenize(5)
     with pytest.raises(BadInput, match="empty"):
         llm.chat([])
+    for wrong in (b"sea", {"prompt": "sea"}, [None]):
+        with pytest.raises(BadInput, match="a prompt is text"):
+            llm.generate(wrong)
+    for call, asked in (("rank", ("sea", "tower")), ("embed", (None,)), ("score", (None,))):
+        with pytest.raises(BadInput, match="a list of texts is needed"):
+            getattr(llm, call)(*asked)
+
+
+def test_a_text_or_one_message_is_a_conversation(tiny_llm: LLM) -> None:
+    message = {"role": "user", "content": "hi"}
+    ids = tiny_llm.chat_ids([message])
+    assert tiny_llm.chat_ids("hi") == tiny_llm.chat_ids(message) == ids
+    assert tiny_llm.chat_text("hi") == tiny_llm.chat_text([message])
+    assert tiny_llm.chat("hi", GREEDY).prompt_ids == tiny_llm.chat(message, GREEDY).prompt_ids == tuple(ids)
+    *_, last = tiny_llm.stream_chat("hi", GREEDY)
+    assert last.completion is not None
+    assert last.completion.prompt_ids == tuple(ids)
+
+
+@pytest.mark.parametrize("call", ["generate", "stream", "chat", "stream_chat"])
+def test_sampling_words_of_a_call_are_told_their_place(tiny_llm: LLM, call: str) -> None:
+    ask: Any = getattr(tiny_llm, call)
+    first = "prompt" if call in ("generate", "stream") else "messages"
+    with pytest.raises(BadOption, match=rf"{call}\({first}, Sampling\(max_tokens=5, stop='x'\)\)"):
+        ask("hi", max_tokens=5, stop="x")
+    with pytest.raises(Unsupported, match="called max_tokens here"):
+        ask("hi", max_new_tokens=5)
+    with pytest.raises(BadOption, match="must be a Sampling"):
+        ask("hi", 5)
+
+
+@pytest.mark.parametrize(
+    ("messages", "says"),
+    [
+        (None, "messages is NoneType"),
+        (5, "messages is int"),
+        ({"content": "hi"}, r"messages\[0\] has no role"),
+        ([{"role": "user", "content": "hi"}, {"role": "user"}], r"messages\[1\] \(user\) has no content"),
+        (["hi"], r"messages\[0\] is str"),
+        ([{"role": "user", "content": 5}], r"messages\[0\] \(user\) has a content of type int"),
+        ([{"role": "usr", "content": "hi"}], r"messages\[0\] has the role 'usr'"),
+    ],
+)
+def test_what_is_no_conversation_is_refused_with_its_index(tiny_llm: LLM, messages: Any, says: str) -> None:
+    for ask in (tiny_llm.chat, tiny_llm.stream_chat, tiny_llm.chat_text):
+        with pytest.raises(BadInput, match=says):
+            ask(messages)
 
 
 def test_a_closed_llm_says_so(tiny_gguf: Path) -> None:

@@ -1,18 +1,20 @@
 """Options are checked when they are made, each with its name, its value and what it must be."""
 
 import copy
+import dataclasses
 import inspect
 import pickle
 from typing import Any
 
 import pytest
 
-from ostinato import Sampling
+from ostinato import Sampling, other_engines
 from ostinato.cli.chat import chat
 from ostinato.cli.run import run
 from ostinato.errors import BadOption, OstinatoError, Unsupported, listing
 from ostinato.loop.layout import Layout
-from ostinato.options import NEUTRAL, SAMPLING_NUMBERS, LoadOptions, SamplingNumber, from_words
+from ostinato.options import NEUTRAL, SAMPLING_NUMBERS, LoadOptions, SamplingNumber
+from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.shapes import GenerationBody
 
 
@@ -23,8 +25,9 @@ from ostinato.serve.shapes import GenerationBody
         {"temperature": float("nan")}, {"temperature": "hot"}, {"top_p": 1.1}, {"top_k": -1}, {"min_p": 2},
         {"repetition_penalty": 0}, {"presence_penalty": 1000}, {"seed": -1}, {"seed": 2**63}, {"stop": ("",)},
         {"stop": ("a",) * 17}, {"logprobs": 21}, {"logit_bias": {5: 101.0}}, {"logit_bias": {-5: 1.0}},
-        {"stop_ids": (-2,)}, {"stop": 3.5}, {"stop": 3}, {"stop_ids": 3.5}, {"stop_ids": "one"}, {"logit_bias": 5},
+        {"stop_token_ids": (-2,)}, {"stop": 3.5}, {"stop": 3}, {"stop_token_ids": 3.5}, {"stop_token_ids": "one"},
         {"logit_bias": [1, 2]}, {"logit_bias": "5=1"}, {"ignore_eos": "no"}, {"temperature": 10**400},
+        {"logit_bias": 5},        {"choice": []}, {"choice": ()}, {"choice": ["a", ""]},
     ],
 )  # fmt: skip
 def test_a_value_out_of_range_is_refused_by_name(wrong: dict[str, Any]) -> None:
@@ -60,7 +63,7 @@ def test_one_stop_string_or_a_list_are_both_welcome() -> None:
 
 def test_none_for_stops_and_bias_means_none() -> None:
     nothing: Any = None
-    assert Sampling(stop=nothing, stop_ids=nothing, logit_bias=nothing) == Sampling()
+    assert Sampling(stop=nothing, stop_token_ids=nothing, logit_bias=nothing) == Sampling()
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,18 @@ def test_an_fp8_cache_is_refused_as_something_known(name: Any) -> None:
         LoadOptions(kv_type=name)
 
 
+def test_an_old_name_is_still_an_option_and_warns_where_it_is_used() -> None:
+    words: dict[str, Any] = {"stop_ids": [7]}
+    with pytest.warns(DeprecationWarning, match="now called stop_token_ids") as told:
+        old = Sampling(**words)
+    assert told[0].filename == __file__
+    assert old == Sampling(stop_token_ids=(7,))
+    with pytest.warns(DeprecationWarning, match="stop_token_ids"):
+        assert old.stop_ids == (7,)
+    with pytest.warns(DeprecationWarning, match="stop_ids"), pytest.raises(BadOption, match="both given"):
+        Sampling(stop_token_ids=(8,), **words)
+
+
 def test_what_the_user_says_wins_over_the_defaults() -> None:
     settled = Sampling(temperature=0.5).over(Sampling(temperature=1.0, top_k=40))
     assert (settled.temperature, settled.top_k) == (0.5, 40)
@@ -89,7 +104,37 @@ def test_what_the_user_says_wins_over_the_defaults() -> None:
 @pytest.mark.parametrize("kind", [LoadOptions, Sampling])
 def test_an_unknown_word_lists_the_known_ones(kind: Any) -> None:
     with pytest.raises(BadOption, match="known: "):
-        from_words(kind, {"nonsense_zzz": 1})
+        kind(nonsense_zzz=1)
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("lora_path", "merge_and_unload"), ("enable_lora", "merge_and_unload"), ("quantization", "GGUF"),
+        ("load_in_4bit", "GGUF"), ("speculative", "no speculative decoding"), ("gpu_layers", "choose with device"),
+        ("tensor_parallel_size", "--replicas"), ("gpu_memory_utilization", "ostinato inspect"),
+        ("max_model_len", "called context here"), ("max_num_seqs", "called slots here"),
+        ("kv_cache_dtype", "called kv_type here"), ("max_new_tokens", "called max_tokens here"),
+        ("repeat_penalty", "called repetition_penalty here"), ("do_sample", "temperature decides"),
+        ("num_beams", "no beam search"), ("trust_remote_code", "add-a-family"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", [LoadOptions, Sampling])
+def test_a_word_of_another_engine_is_told_what_there_is_instead(kind: Any, word: str, says: str) -> None:
+    with pytest.raises(Unsupported, match=says) as told:
+        kind(**{word: 1})
+    assert word in str(told.value)
+
+
+def test_what_other_engines_are_answered_with_exists_here() -> None:
+    ours = {field.name for kind in (LoadOptions, Sampling) for field in dataclasses.fields(kind)} | {"model"}
+    assert set(other_engines._CALLED) <= ours
+    assert not ours & OTHER_ENGINES.keys()
+
+
+def test_the_signature_is_that_of_the_fields() -> None:
+    for kind in (LoadOptions, Sampling):
+        assert list(inspect.signature(kind).parameters) == [field.name for field in dataclasses.fields(kind)]
 
 
 def test_the_nearest_name_comes_first() -> None:

@@ -21,8 +21,8 @@ METHODS = {
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
 SAMPLING = [
     "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty",
-    "frequency_penalty", "logit_bias", "seed", "stop", "stop_ids", "ignore_eos", "logprobs", "schema", "json_mode",
-    "regex", "choice", "grammar",
+    "frequency_penalty", "logit_bias", "seed", "stop", "stop_token_ids", "ignore_eos", "logprobs", "schema",
+    "json_mode", "regex", "choice", "grammar",
 ]  # fmt: skip
 
 

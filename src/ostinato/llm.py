@@ -12,10 +12,10 @@ import math
 import operator
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, overload
 
 import numpy as np
 
@@ -38,7 +38,8 @@ from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
-from ostinato.options import MAX_LOGPROBS, LoadOptions, Sampling, from_words
+from ostinato.options import MAX_LOGPROBS, SAMPLING_NAMES, LoadOptions, Sampling, check_word
+from ostinato.other_engines import OTHER_ENGINES
 from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
 from ostinato.text.of_checkpoint import template_of, tokenizer_of
@@ -48,7 +49,8 @@ if TYPE_CHECKING:
     from ostinato.decoder.cells.text_encoder import TextEncoder
 
 Prompt: TypeAlias = str | Sequence[int]
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
+# A conversation: its messages, one message alone, or a text that is one message of the user.
+Messages: TypeAlias = str | Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 class Score(NamedTuple):
@@ -113,7 +115,7 @@ class LLM:
         self._opened = OpenedHere()
         if load is not None and options:
             raise BadOption(f"load and {next(iter(options))} are both given; give all options in one of the two ways")
-        wanted = load or from_words(LoadOptions, options)
+        wanted = load or LoadOptions(**options)
         self.name = str(model)
         self.path = store.resolve(self.name, talk=say)
         started = time.perf_counter()
@@ -239,12 +241,14 @@ class LLM:
             PromptTooLong: a prompt does not fit the context. All prompts are checked before the first runs.
             BadInput: a prompt is empty or holds what is no token id.
         """
-        _check_call(sampling, words)
+        _check_call("generate(prompt", sampling, words)
         if _is_one_prompt(prompt):
             return self._complete([self._prompt_ids(prompt)], sampling, fresh=False)[0]
         return self._complete([self._prompt_ids(one) for one in prompt], sampling, fresh=False)
 
-    def stream(self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False) -> Iterator[Piece]:
+    def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, reuse: bool = False, **words: Never
+    ) -> Iterator[Piece]:
         """Continue a prompt, piece by piece.
 
         >>> for piece in llm.stream("The sea", Sampling(max_tokens=8)): print(piece.text, end="")  # doctest: +SKIP
@@ -262,7 +266,7 @@ class LLM:
             PromptTooLong: the prompt does not fit the context.
             QueueFull: `slots` and `queue` are full with other requests.
         """
-        _check_call(sampling, {})
+        _check_call("stream(prompt", sampling, words)
         ids = self._prompt_ids(prompt)
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=False)
 
@@ -270,7 +274,10 @@ class LLM:
     def chat(self, messages: Messages, sampling: Sampling | None = None, **template_options: Any) -> Completion: ...
     @overload
     def chat(
-        self, messages: Sequence[Messages], sampling: Sampling | None = None, **template_options: Any
+        self,
+        messages: Sequence[Sequence[Mapping[str, Any]]],
+        sampling: Sampling | None = None,
+        **template_options: Any,
     ) -> list[Completion]: ...
     def chat(self, messages: Any, sampling: Sampling | None = None, **template_options: Any) -> Any:
         """Answer a conversation, rendered by the model's chat template.
@@ -278,8 +285,8 @@ class LLM:
         >>> llm.chat([{"role": "user", "content": "hi"}], Sampling(max_tokens=8)).text  # doctest: +SKIP
 
         Args:
-            messages: a conversation, or a list of conversations, which run together. A message is a mapping with
-                `role` and `content`.
+            messages: a conversation, or a list of conversations, which run together. A conversation is a list of
+                messages (mappings with `role` and `content`), one message, or a text, which is one message of the user.
             sampling: how tokens are sampled; the default is the model's own.
             template_options: variables of the template, such as `tools` or `enable_thinking`.
 
@@ -288,11 +295,13 @@ class LLM:
 
         Raises:
             Unsupported: the model has no chat template.
+            BadInput: a message lacks its role or content, or has a role that the template does not render.
+            BadOption: a word of `template_options` belongs into a `Sampling`.
             BadTemplate: the template refuses the conversation, or takes too long.
             PromptTooLong: the rendered conversation does not fit the context.
         """
-        _check_call(sampling, {})
-        if messages and isinstance(messages[0], (list, tuple)):
+        _check_call("chat(messages", sampling, _of_sampling(template_options))
+        if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple)):
             return self._complete([self.chat_ids(one, **template_options) for one in messages], sampling, fresh=True)
         return self._complete([self.chat_ids(messages, **template_options)], sampling, fresh=True)[0]
 
@@ -313,7 +322,7 @@ class LLM:
         Returns:
             Pieces, as from `stream`; it raises what `chat` and `stream` raise.
         """
-        _check_call(sampling, {})
+        _check_call("stream_chat(messages", sampling, _of_sampling(template_options))
         ids = self.chat_ids(messages, **template_options)
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
 
@@ -335,27 +344,26 @@ class LLM:
                 f"{self.name} has no chat template, so it has no notion of a conversation; "
                 "give it plain text instead (generate, or `ostinato run --raw`)"
             )
-        if not messages:
+        if isinstance(messages, str):
+            messages = {"role": "user", "content": messages}
+        listed = [messages] if isinstance(messages, Mapping) else messages
+        if not listed and isinstance(listed, Sequence):
             raise BadInput("the conversation is empty; give it at least one message")
-        return self.template.render(messages, **template_options)
+        return self.template.render(listed, **template_options)
 
-    def chat_ids(self, messages: Messages | str, **template_options: Any) -> list[int]:
+    def chat_ids(self, messages: Messages, **template_options: Any) -> list[int]:
         """The token ids that `chat` gives to the model.
 
         >>> llm.chat_ids([{"role": "user", "content": "hi"}])                          # doctest: +SKIP
 
         Args:
-            messages: the conversation, or its `chat_text`.
+            messages: the conversation, as for `chat`.
             template_options: variables of the template.
 
         Returns:
             Token ids, with BOS once if the model has it.
         """
-        text = messages if isinstance(messages, str) else self.chat_text(messages, **template_options)
-        ids = self.tokenizer.encode(text, bos=False, special=True)
-        bos = self.tokenizer.bos_id
-        # Most templates write BOS themselves; models are not trained with a second one.
-        return [bos, *ids] if self.tokenizer.add_bos and bos is not None and ids[:1] != [bos] else ids
+        return self.tokenizer.encode_rendered(self.chat_text(messages, **template_options))
 
     def submit(
         self,
@@ -453,7 +461,7 @@ class LLM:
         Raises:
             BadInput: a text has fewer than two tokens.
         """
-        texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else text)]
+        texts = [self.tokenize(one) for one in ([text] if isinstance(text, str) else _listed(text))]
         if any(len(ids) < 2 for ids in texts):
             raise BadInput("a text of at least two tokens is needed to score one by the other")
         step = max(1, self.context - 1)
@@ -526,7 +534,7 @@ class LLM:
                 "pooling 'none' gives a row for every token, not a vector; use LLM.decoder(embeddings=True)"
             )
         wanted = pooling or (self.shape.pooling if self.shape.pooling != "none" else None) or "mean"
-        texts = [texts] if isinstance(texts, str) else texts
+        texts = [texts] if isinstance(texts, str) else _listed(texts)
         if not texts:
             return np.empty((0, self.shape.hidden), np.float32)
         ids = [self.tokenize(text) if isinstance(text, str) else list(text) for text in texts]
@@ -554,7 +562,7 @@ class LLM:
         Returns:
             float32 [texts, classes], usually one class.
         """
-        if not texts:
+        if not _listed(texts):
             return np.empty((0, self.shape.n_classes or 1), np.float32)
         first = self.tokenize(query)
         pairs = [(first, [*self.tokenize(text, bos=False), *self.tokenizer.suffix]) for text in texts]
@@ -661,6 +669,8 @@ class LLM:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if not isinstance(prompt, str):
+            if not isinstance(prompt, Iterable):
+                raise BadInput(f"a prompt is text, or a list of token ids; not {type(prompt).__name__}")
             return [_whole(token, index) for index, token in enumerate(prompt)]
         if not prompt:
             raise BadInput("the prompt is empty; give it some text")
@@ -742,24 +752,39 @@ def _spelled(activations: object) -> str:
     return "dense weights" if activations is None else f"--activations {activations}"
 
 
-def _check_call(sampling: object, words: Mapping[str, Any]) -> None:
+def _check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
+    """Refuse options of a request outside a `Sampling`; `call` is how the call begins."""
     if words:
+        for word in words:
+            check_word(Sampling, word)
         given = ", ".join(f"{name}={value!r}" for name, value in words.items())
-        raise BadOption(f"options of a request go into a Sampling: generate(prompt, Sampling({given}))")
+        raise BadOption(f"options of a request go into a Sampling: {call}, Sampling({given}))")
     if not isinstance(sampling, Sampling | None):
-        raise BadOption(f"sampling is {sampling!r}; it must be a Sampling, as in Sampling(max_tokens=64)")
+        raise BadOption(f"sampling is {sampling!r}; it must be a Sampling, as in {call}, Sampling(max_tokens=64))")
+
+
+def _of_sampling(words: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a template's options that were meant for a `Sampling`, here or in another engine."""
+    return {word: value for word, value in words.items() if word in SAMPLING_NAMES or word in OTHER_ENGINES}
 
 
 def _is_one_prompt(prompt: Any) -> bool:
     if isinstance(prompt, str):
         return True
-    if not hasattr(prompt, "__getitem__"):
+    if not hasattr(prompt, "__getitem__") or isinstance(prompt, bytes | bytearray | Mapping):
         raise BadInput(f"a prompt is text, token ids, or a list of prompts; not {type(prompt).__name__}")
     try:
         operator.index(prompt[0])  # numpy's and torch's whole numbers are ids too
     except (IndexError, TypeError):
         return False
     return True
+
+
+def _listed(texts: Sequence[Any]) -> Sequence[Any]:
+    """Refuse what is no list of texts; one text alone would be a list of its characters."""
+    if isinstance(texts, str | bytes | Mapping) or not isinstance(texts, Sequence):
+        raise BadInput(f"a list of texts is needed, not {type(texts).__name__}")
+    return texts
 
 
 def _whole(token: Any, index: int) -> int:

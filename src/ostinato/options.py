@@ -7,14 +7,17 @@ set it: `Sampling.over` fills in the model's own defaults. No torch here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 from ostinato.errors import BadInput, BadOption, Unsupported, listing
+from ostinato.other_engines import OTHER_ENGINES
 
 DType = Literal["auto", "float32", "bfloat16"]
 KVType = Literal["f32", "bf16", "f16", "q8_0"]
@@ -31,18 +34,7 @@ MAX_SLOTS = 64
 DEFAULT_SLOTS = 8
 DEFAULT_QUEUE = 256
 
-_NOT_HERE = {
-    "lora": "LoRA adapters",
-    "adapter": "LoRA adapters",
-    "mmproj": "vision models",
-    "images": "vision models",
-    "tensor_parallel_size": "several GPUs",
-    "n_gpu_layers": "CPU offload",
-    "cpu_offload_gb": "CPU offload",
-    "speculative_config": "speculative decoding",
-    "draft_model": "speculative decoding",
-}
-
+OLD_NAMES = {"stop_ids": "stop_token_ids"}  # options by their names of earlier versions, still accepted
 _FP8_NAMES = ("fp8", "f8", "float8")
 
 
@@ -76,14 +68,37 @@ def _check_count(option: str, value: object, least: int, most: int | None = None
     _check(_is_count(value, least, most), option, value, f"a whole number from {least}{upto}{note}")
 
 
-def _known_words(kind: type, words: Iterable[str]) -> None:
-    """Refuse an unknown option, naming the nearest known one."""
-    known = [f.name for f in dataclasses.fields(kind)]
-    for word in words:
-        if word in _NOT_HERE:
-            raise Unsupported(f"{word!r}: {_NOT_HERE[word]} are not supported (see the README, what is not here)")
-        if word not in known:
-            raise BadOption(f"unknown option {word!r}; known: {listing(word, known)}")
+def check_word(kind: type[Any], word: str) -> None:
+    """Refuse a word that is no option of `kind`: with ours for a word of another engine, else with the nearest name."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    if word in known:
+        return
+    if word in OTHER_ENGINES:
+        raise Unsupported(f"unknown option {word!r}: {OTHER_ENGINES[word]}")
+    raise BadOption(f"unknown option {word!r}; known: {listing(word, known)}")
+
+
+Options = TypeVar("Options", bound=type)
+
+
+def with_known_words(kind: Options) -> Options:
+    """A record whose unknown words are told what they are called here, which a TypeError would not tell."""
+    made = kind.__init__  # type: ignore[misc]  # of this very class
+
+    @functools.wraps(made)
+    def init(self: Any, *values: Any, **words: Any) -> None:
+        for old in words.keys() & OLD_NAMES.keys():
+            new = OLD_NAMES[old]
+            warnings.warn(f"the option {old} is now called {new}", DeprecationWarning, stacklevel=2)
+            if words.get(new):
+                raise BadOption(f"{old} and {new} are both given; {new} is the name of both")
+            words[new] = words.pop(old)
+        for word in words:
+            check_word(kind, word)
+        made(self, *values, **words)
+
+    kind.__init__ = init  # type: ignore[misc]
+    return kind
 
 
 def _is_device(value: object) -> bool:
@@ -119,6 +134,7 @@ def _schema_text(schema: Any) -> str | None:
     return text
 
 
+@with_known_words
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """How a model is loaded and where it runs.
@@ -234,6 +250,7 @@ SAMPLING_NUMBERS = (
 )
 
 
+@with_known_words
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are sampled. An option that is left out takes the model's own default if its files state one.
@@ -281,30 +298,33 @@ class Sampling:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
     schema: Mapping[str, Any] | str | None = None  # kept as JSON text
     json_mode: bool = False
     regex: str | None = None
-    choice: tuple[str, ...] = ()
+    choice: tuple[str, ...] | None = None
     grammar: str | None = None
-
-    def __new__(cls, *_: Any, **words: Any) -> Sampling:
-        _known_words(cls, words)  # a misspelt option gets the nearest name, not a TypeError
-        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _several("stop", self.stop, "strings"))
-        object.__setattr__(self, "stop_ids", _several("stop_ids", self.stop_ids, "token ids"))
+        object.__setattr__(self, "stop_token_ids", _several("stop_token_ids", self.stop_token_ids, "token ids"))
         bias = {} if self.logit_bias is None else self.logit_bias
         _check(isinstance(bias, Mapping), "logit_bias", bias, "a mapping of token ids to numbers")
         object.__setattr__(self, "logit_bias", dict(bias))
         object.__setattr__(self, "schema", _schema_text(self.schema))
-        object.__setattr__(self, "choice", _several("choice", self.choice, "texts"))
+        if self.choice is not None:
+            object.__setattr__(self, "choice", _several("choice", self.choice, "texts"))
         self._check_limits()
         self._check_numbers()
         self._check_rules()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """The old name of `stop_token_ids`."""
+        warnings.warn("stop_ids is now called stop_token_ids", DeprecationWarning, stacklevel=2)
+        return self.stop_token_ids
 
     @property
     def rule(self) -> Rule | None:
@@ -324,7 +344,10 @@ class Sampling:
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             _check(text is None or (isinstance(text, str) and text != ""), name, text, "a text that is not empty")
-        _check(all(isinstance(s, str) and s for s in self.choice), "choice", self.choice, "texts that are not empty")
+        if self.choice is not None:
+            _check(self.choice != (), "choice", self.choice, "one text or more; leave it out for a free answer")
+            texts = all(isinstance(text, str) and text for text in self.choice)
+            _check(texts, "choice", self.choice, "texts that are not empty")
         given = [name for name in ("schema", "json_mode", "regex", "choice", "grammar") if getattr(self, name)]
         if len(given) > 1:
             raise BadOption(f"{given[0]} and {given[1]} are both given; an answer follows one of them")
@@ -343,7 +366,7 @@ class Sampling:
         _check(fits, "min_tokens", self.min_tokens, f"at most max_tokens ({most})")
         _check(all(isinstance(s, str) and s for s in self.stop), "stop", self.stop, "strings that are not empty")
         _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", self.stop, f"at most {MAX_STOP_STRINGS} strings")
-        _check(all(_is_count(i) for i in self.stop_ids), "stop_ids", self.stop_ids, "token ids")
+        _check(all(map(_is_count, self.stop_token_ids)), "stop_token_ids", self.stop_token_ids, "token ids")
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         _check(seed is None or _is_count(seed, 0, MAX_SEED), "seed", seed, "a whole number from 0 to 2^63-1")
         if self.logprobs is not None:
@@ -358,7 +381,7 @@ class Sampling:
 
     def check_ids(self, vocab: int) -> None:
         """Refuse token ids beyond a model's vocabulary."""
-        for name in ("logit_bias", "stop_ids"):
+        for name in ("logit_bias", "stop_token_ids"):
             largest = max(getattr(self, name), default=0)
             if largest >= vocab:
                 raise BadInput(f"{name} has the token id {largest}; this model has ids from 0 to {vocab - 1}")
@@ -369,14 +392,8 @@ class Sampling:
         return dataclasses.replace(defaults, **{k: v for k, v in said.items() if v is not None})
 
 
-Options = TypeVar("Options", LoadOptions, Sampling)
-
-
-def from_words(kind: type[Options], words: Mapping[str, Any]) -> Options:
-    """Build an options record from a mapping; an unknown name is refused with the nearest known one."""
-    _known_words(kind, words)
-    return kind(**words)
-
+SAMPLING_NAMES = frozenset(field.name for field in dataclasses.fields(Sampling))
 
 # Where neither the user nor the model's files say: the most likely token, nothing filtered, nothing penalised.
-NEUTRAL = from_words(Sampling, {number.name: number.neutral for number in SAMPLING_NUMBERS})
+_NEUTRAL_WORDS: Any = {number.name: number.neutral for number in SAMPLING_NUMBERS}
+NEUTRAL = Sampling(**_NEUTRAL_WORDS)

@@ -93,6 +93,12 @@ def test_the_version_is_the_packages(ostinato: RunCli) -> None:
         (("run", "--dtype", "int4", "hi"), "'int4' is not one of"),
         (("run", "one", "two"), "unexpected extra argument"),
         (("pull",), "Missing argument 'NAME'"),
+        (("run", "--lora", "x", "hi"), "--lora: LoRA adapters are not applied"),
+        (("run", "--n-ctx=64", "hi"), "--n-ctx=64: it is called --context here"),
+        (("run", "-ngl", "99", "hi"), "-ngl: a model runs whole on one device"),
+        (("chat", "-m", "x.gguf"), "-m: it is called --model here"),
+        (("serve", "--max-num-seqs", "4"), "--max-num-seqs: it is called --slots here"),
+        (("serve", "--quantization", "awq"), "take a GGUF file"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_one_message(ostinato: RunCli, arguments: tuple[str, ...], message: str) -> None:

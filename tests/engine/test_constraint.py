@@ -132,7 +132,7 @@ def test_an_end_that_is_ignored_still_ends_what_must_end() -> None:
 
 def test_a_stop_id_ends_it_before_its_grammar_does() -> None:
     with constrained_engine(lambda: Cycle(SETS)) as engine:
-        request = engine.submit(prompt(1, 20), sampling(regex="x", stop_ids=(6,)))
+        request = engine.submit(prompt(1, 20), sampling(regex="x", stop_token_ids=(6,)))
         assert len(ids(request)) == 2
         assert request.finish_reason == "stop"
 

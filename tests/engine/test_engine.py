@@ -31,7 +31,7 @@ def test_an_answer_ends_at_a_stop_id_and_shows_nothing_of_it(tiny_llm: LLM) -> N
     whole = tiny_llm.generate(PROMPT, GREEDY)
     stop = whole.token_ids[4]
     at = whole.token_ids.index(stop)
-    cut = tiny_llm.generate(PROMPT, Sampling(max_tokens=12, temperature=0, stop_ids=(stop,), ignore_eos=True))
+    cut = tiny_llm.generate(PROMPT, Sampling(max_tokens=12, temperature=0, stop_token_ids=(stop,), ignore_eos=True))
     assert cut.token_ids == whole.token_ids[: at + 1]
     assert cut.finish_reason == "stop"
     assert cut.text == tiny_llm.detokenize(whole.token_ids[:at])

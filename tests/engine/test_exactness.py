@@ -37,7 +37,10 @@ def any_sampling(chance: random.Random) -> Sampling:
             "frequency_penalty": chance.choice([0.0, 0.7]),
         }
     if chance.random() < 0.3:
-        words |= {"stop_ids": tuple(chance.sample(range(128), 8)), "min_tokens": chance.randrange(words["max_tokens"])}
+        words |= {
+            "stop_token_ids": tuple(chance.sample(range(128), 8)),
+            "min_tokens": chance.randrange(words["max_tokens"]),
+        }
     if chance.random() < 0.3:
         words["logit_bias"] = {chance.randrange(128): chance.uniform(-5, 5) for _ in range(6)}
     if chance.random() < 0.3:

@@ -138,7 +138,7 @@ def test_bad_requests_are_refused_by_the_call() -> None:
         with pytest.raises(BadInput, match="128"):
             engine.submit([128], SHORT)
         with pytest.raises(BadInput, match="at most 16"):
-            engine.submit([1], sampling(stop_ids=tuple(range(17))))
+            engine.submit([1], sampling(stop_token_ids=tuple(range(17))))
         assert engine.stats().submitted == 0
 
 

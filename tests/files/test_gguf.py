@@ -213,7 +213,7 @@ def test_a_type_that_is_not_read_is_listed_and_refused_when_read(tmp_path: Path)
 @pytest.mark.parametrize(
     ("architecture", "type", "message"),
     [
-        ("llama", "adapter", "a LoRA adapter"),
+        ("llama", "adapter", "a LoRA adapter, not a model; .*merge_and_unload"),
         ("clip", "model", "the vision part"),
         ("llama", "imatrix", "an importance"),
     ],

@@ -143,8 +143,14 @@ def test_float8_weights_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_lora_adapter_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(Unsupported, match="LoRA adapter"):
+    with pytest.raises(Unsupported, match="merge the adapter"):
         open_checkpoint(folder_with(tmp_path))
+
+
+def test_a_folder_of_peft_is_told_to_merge_it(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(Unsupported, match=r"holds an adapter, not a model; LoRA.*merge_and_unload"):
+        open_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize(

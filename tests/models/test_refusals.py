@@ -123,6 +123,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(tmp_path: Path, 
     assert "'llamma'" in message
     for known in ("llama", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3", "phi3", "gpt2"):
         assert known in message
+    assert "nearest" not in message
+    assert "docs/add-a-family.md" in message
 
 
 def test_a_gguf_that_is_only_a_vocabulary_cannot_be_run(tmp_path: Path, tiny_files: Path) -> None:
@@ -202,6 +204,8 @@ def test_an_unknown_architecture_of_a_folder_is_refused_with_the_known_ones(tmp_
     message = refusal(path, UnknownName)
     for name in {model.kind for model in tiny.TINY.values()}:
         assert name in message
+    assert "nearest" not in message
+    assert "docs/add-a-family.md" in message
 
 
 def test_a_model_that_takes_images_is_refused_as_such(tmp_path: Path, tiny_files: Path) -> None:

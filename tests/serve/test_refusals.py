@@ -64,6 +64,9 @@ def refused(server: Running, body: dict[str, Any], path: str = CHAT) -> dict[str
         ("messages", "hello"),
         ("chat_template_kwargs", {"messages": []}),
         ("chat_template_kwargs", {"self": 1}),
+        ("messages", [{"role": "usr", "content": "hi"}]),
+        ("max_new_tokens", 5),
+        ("lora", "x"),
     ],
 )
 def test_what_would_change_the_answer_is_refused_by_the_fields_name(server: Running, field: str, value: Any) -> None:

@@ -271,7 +271,7 @@ def test_min_tokens_holds_the_end_back_unless_nothing_else_may_come() -> None:
 
 def test_stop_ids_wait_for_min_tokens_too() -> None:
     (comma,) = tokenizer().encode(",", bos=False)
-    matcher = made(Sampling(regex="[,a]*", min_tokens=1, stop_ids=(comma,)))
+    matcher = made(Sampling(regex="[,a]*", min_tokens=1, stop_token_ids=(comma,)))
     assert comma not in allowed(matcher.mask())
     spelt(matcher, "a")
     assert comma in allowed(matcher.mask())

@@ -20,6 +20,7 @@ from tests.text.vocabularies import NOWHERE, byte_level, tokenizer_of
 
 USER = {"role": "user", "content": "hi"}
 TALK = [{"role": "system", "content": " Be kind. "}, USER, {"role": "assistant", "content": "Hello <b>é</b>"}, USER]
+ANY_ROLE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"city": "Köln & <Bonn>"}}}
 
 
@@ -48,11 +49,37 @@ def test_bos_and_eos_blocks_and_loop_controls_are_there() -> None:
 
 
 def test_a_template_refuses_in_its_own_words() -> None:
-    with pytest.raises(BadTemplate, match="System role not supported"):
+    with pytest.raises(BadInput, match=r"messages\[0\].*System role not supported.* renders user, assistant"):
         render(TURNS, TALK)
     with pytest.raises(BadTemplate, match="roles must alternate"):
         render(TURNS, [USER, USER])
     assert render(TURNS) == "<s><start_of_turn>user\nhi<end_of_turn>\n<start_of_turn>model\n"
+
+
+@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
+def test_roles_that_a_template_renders_pass(role: str) -> None:
+    for source in (CHATML, HEADERS):
+        assert "the content" in render(source, [USER, {"role": role, "content": "the content"}])
+
+
+@pytest.mark.parametrize(("role", "meant"), [("usr", "user"), ("User", "user"), ("assistent", "assistant")])
+def test_a_misspelt_role_is_refused_even_by_a_template_that_prints_any(role: str, meant: str) -> None:
+    with pytest.raises(
+        BadInput, match=rf"messages\[1\] has the role '{role}', .* '{meant}' misspelt; .* renders system"
+    ):
+        render(CHATML, [USER, {"role": role, "content": "hi"}])
+    assert "narrator" in render(CHATML, [{"role": "narrator", "content": "hi"}])
+    assert f"{role}: hi" in render(f"{{% if '{role}' %}}{{% endif %}}" + ANY_ROLE, [{"role": role, "content": "hi"}])
+
+
+def test_a_role_whose_content_a_template_drops_is_refused_with_those_that_it_renders() -> None:
+    source = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}{{ m.content }};{% endif %}{% endfor %}"
+    for role in ("narrator", "system", "tool"):
+        with pytest.raises(
+            BadInput, match=rf"messages\[0\] has the role '{role}', .*left out.* renders user, assistant"
+        ):
+            render(source, [{"role": role, "content": "once"}, USER])
+    assert render(source, [USER, {"role": "assistant", "content": "once"}]) == "hi;once;"
 
 
 def test_tools_documents_and_options_reach_the_template() -> None:

@@ -78,7 +78,7 @@ MISTRAL = """\
 {%- for call in message.tool_calls %}
 {%- if call.id | length != 9 %}{{ raise_exception("Tool call IDs must have length 9!") }}{% endif %}
 {{- call.function | tojson }}{{ call.id }}{% endfor %}]
-{%- elif message.role == "tool" %}[TOOL_RESULTS]{{ message.tool_call_id }}[/TOOL_RESULTS]
+{%- elif message.role == "tool" %}[TOOL_RESULTS]{{ message.tool_call_id }}[{{ message.content }}][/TOOL_RESULTS]
 {%- else %}{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}
 {{- '[INST]' + message.content + '[/INST]' }}
 {%- endif %}{% endfor %}"""

@@ -29,6 +29,7 @@ from ostinato.cli.serve import serve
 from ostinato.cli.texts import embed, score, tokenize
 from ostinato.cli.verify import verify
 from ostinato.errors import HardwareCannot, OstinatoError
+from ostinato.other_engines import answer_flag
 
 app = typer.Typer(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
 for _verb in (run, chat, serve, batch, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
@@ -74,7 +75,7 @@ def call(arguments: Sequence[str]) -> int:
     except OstinatoError as error:
         return _refuse(error)
     except typer.TyperException as error:
-        return _refuse_usage(error)
+        return _refuse_usage(error, arguments)
     except ReaderGone:
         drop_output()
         return 0
@@ -95,11 +96,20 @@ def _refuse(error: OstinatoError) -> int:
     return error.exit_code
 
 
-def _refuse_usage(error: typer.TyperException) -> int:
+def _refuse_usage(error: typer.TyperException, arguments: Sequence[str]) -> int:
     context = getattr(error, "ctx", None)
     program = context.command_path if context is not None else "ostinato"
-    talk(f"error: {error.format_message()}\nsee `{program} --help`")
+    talk(f"error: {_answer_to(error, arguments) or error.format_message()}\nsee `{program} --help`")
     return 2
+
+
+def _answer_to(error: typer.TyperException, arguments: Sequence[str]) -> str | None:
+    """What we have instead of an option of another engine. Of `-ngl` the parser names only `-n`, hence the search."""
+    begins = getattr(error, "option_name", None)
+    if not isinstance(begins, str):
+        return None
+    answers = ((word, answer_flag(word)) for word in arguments if word.startswith(begins))
+    return next((f"no such option {word}: {answer}" for word, answer in answers if answer is not None), None)
 
 
 def _blame_ourselves(error: Exception) -> int:

@@ -119,6 +119,7 @@ class Origin:
         for name in ("schema", "json_mode", "regex", "choice", "grammar"):
             del words[name]
         words |= {} if sampling.rule is None else {"rule": sampling.rule}
+        words["stop_ids"] = words.pop("stop_token_ids")  # by its first name, so that digests of all versions compare
         if not sampling.temperature:
             words["seed"] = None  # greedy: the seed was not used
         words["logit_bias"] = sorted(sampling.logit_bias.items())

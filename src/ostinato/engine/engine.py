@@ -120,7 +120,7 @@ class Engine:
             if self._constrain is None:
                 raise Unsupported("this engine knows no text, so its answers cannot follow a schema or a grammar")
             constraint = self._constrain(sampling)
-        ends = frozenset(sampling.stop_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
+        ends = frozenset(sampling.stop_token_ids) | (frozenset() if sampling.ignore_eos else self._eog_ids)
         if constraint is not None:
             ends |= constraint.ends  # its masks decide where an answer may end, so min_tokens does not apply
             sampling = replace(sampling, min_tokens=0)

@@ -22,8 +22,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
+from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName, Unsupported
 from ostinato.options import Talk
+from ostinato.other_engines import LORA
 from ostinato.processes import python_command
 
 TALK_EVERY_S: Final = 5.0
@@ -261,6 +262,8 @@ def wanted_files(source: HubSource, offered: Sequence[FetchedFile]) -> list[Fetc
     if source.file is None:
         names = sorted(name for name in by_name if _REPO_FILES.fullmatch(name))
         if "config.json" not in names or not any(name.endswith(".safetensors") for name in names):
+            if "adapter_config.json" in by_name:
+                raise Unsupported(f"{source} holds an adapter, not a model; {LORA}")
             raise BadInput(f"{source} holds no config.json with *.safetensors; {_ggufs(by_name)}")
     else:
         names = split_names(source.file)

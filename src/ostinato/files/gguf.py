@@ -18,12 +18,14 @@ from ostinato.files.fetch import split_names
 from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.gguf_header import GGUFHeader, read_header
 from ostinato.files.mapped import MappedFile
+from ostinato.other_engines import LORA
 
 _MAX_PARTS = 4096
+_A_WHOLE_ONE = "which is not supported; give the GGUF file of a whole model"
 _NO_MODELS = {  # by general.type
-    "adapter": "a LoRA adapter",
-    "mmproj": "the vision part of a model",
-    "imatrix": "an importance matrix",
+    "adapter": f"a LoRA adapter, not a model; {LORA}",
+    "mmproj": f"the vision part of a model, {_A_WHOLE_ONE}",
+    "imatrix": f"an importance matrix, {_A_WHOLE_ONE}",
 }
 
 
@@ -85,7 +87,7 @@ class GGUFFile(Checkpoint):
         kind = "mmproj" if self.architecture == "clip" else self.metadata.get("general.type")
         what = _NO_MODELS.get(kind) if isinstance(kind, str) else None
         if what is not None:
-            raise Unsupported(f"{self.path}: is {what}, which is not supported; give the GGUF file of a whole model")
+            raise Unsupported(f"{self.path}: is {what}")
 
     def _list_tensors(self, headers: list[GGUFHeader]) -> None:
         for file, header in zip(self._files, headers, strict=True):

@@ -19,6 +19,7 @@ from ostinato.files.fingerprint import fingerprint_of
 from ostinato.files.json_file import read_json_if_there, read_json_object
 from ostinato.files.mapped import MappedFile
 from ostinato.files.safetensors_header import read_header
+from ostinato.other_engines import LORA
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -118,7 +119,7 @@ def _no_weights(folder: Path) -> BadFile | Unsupported:
     """The message for a folder with config.json and no model.safetensors."""
     names = sorted(os.listdir(folder))
     if "adapter_model.safetensors" in names or "adapter_config.json" in names:
-        return Unsupported(f"{folder}: holds a LoRA adapter, which is not supported; give the folder of a whole model")
+        return Unsupported(f"{folder}: holds an adapter, not a model; {LORA}")
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
     if pickles:
         return BadFile(

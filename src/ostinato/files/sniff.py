@@ -7,7 +7,8 @@ import codecs
 import os
 from pathlib import Path
 
-from ostinato.errors import BadFile, first_few
+from ostinato.errors import BadFile, Unsupported, first_few
+from ostinato.other_engines import LORA
 
 _GIVE = "give a .gguf file, or a folder with config.json and .safetensors files"
 _OLD_GGML = (b"lmgg", b"tjgg", b"fmgg", b"algg", b"ggml", b"ggjt", b"ggmf", b"ggla")
@@ -59,6 +60,8 @@ def refuse_folder(folder: Path) -> None:
         raise BadFile(
             f"{folder}: the folder cannot be listed: {error.strerror}; allow reading it (chmod +rx)"
         ) from None
+    if "adapter_config.json" in names:
+        raise Unsupported(f"{folder}: holds an adapter, not a model; {LORA}")
     ggufs = [name for name in names if name.endswith(".gguf")]
     if ggufs:
         raise BadFile(

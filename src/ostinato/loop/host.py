@@ -91,7 +91,7 @@ class HostSide:
     def check(self, sampling: Sampling, stop_ids: Sequence[int]) -> None:
         """Refuse more stop ids or logit biases than an admission has room for, and unknown token ids."""
         if len(stop_ids) > MAX_STOP_IDS:
-            raise BadInput(f"{len(stop_ids)} token ids end this answer; at most {MAX_STOP_IDS} can (stop_ids)")
+            raise BadInput(f"{len(stop_ids)} token ids end this answer; at most {MAX_STOP_IDS} can (stop_token_ids)")
         if len(sampling.logit_bias) > MAX_LOGIT_BIAS:
             raise BadInput(f"logit_bias has {len(sampling.logit_bias)} entries; at most {MAX_LOGIT_BIAS} can be given")
         sampling.check_ids(self._layout.vocab)

@@ -5,7 +5,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Final
 
-from ostinato.errors import UnknownName, Unsupported, listing
+from ostinato.errors import UnknownName, Unsupported
 from ostinato.files.checkpoint import Checkpoint
 from ostinato.models.bert import BERT, NOMIC_BERT
 from ostinato.models.blocks import ModelBlocks, leaves_of
@@ -37,10 +37,11 @@ def family_of(checkpoint: Checkpoint) -> Family:
     name = checkpoint.architecture
     if name.endswith("ForConditionalGeneration") or "vision_config" in checkpoint.metadata or name == "clip":
         raise Unsupported(f"{checkpoint.path}: {name} takes images; vision models are not supported")
-    if checkpoint.metadata.get("general.type") == "adapter":
-        raise Unsupported(f"{checkpoint.path}: this is an adapter, not a model; LoRA adapters are not supported")
     if name not in known:
-        raise UnknownName(f"{checkpoint.path}: the architecture {name!r} is not known; known: {listing(name, known)}")
+        raise UnknownName(
+            f"{checkpoint.path}: the architecture {name!r} is not known; known are {', '.join(sorted(known))} "
+            "(the README lists the families; docs/add-a-family.md says how to add one)"
+        )
     return known[name]
 
 

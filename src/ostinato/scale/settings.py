@@ -9,8 +9,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ostinato.errors import BadOption, listing
+from ostinato.errors import BadOption, Unsupported, listing
 from ostinato.options import LoadOptions
+from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.settings import ServeOptions
 
 Routing = Literal["prefix", "round_robin"]
@@ -70,6 +71,8 @@ def from_yaml(settings: dict[str, Any]) -> tuple[ServeOptions, ScaleOptions]:
     if left:
         known = {each.name for kind in (ScaleOptions, LoadOptions, ServeOptions) for each in dataclasses.fields(kind)}
         name = next(iter(left))
+        if name in OTHER_ENGINES:
+            raise Unsupported(f"args.{name}: {OTHER_ENGINES[name]}")
         raise BadOption(f"args.{name} is not known; known: {listing(name, known - set(not_here))}")
     for name in ("keys", "cors"):
         if name in words and not isinstance(words[name], list):

@@ -69,7 +69,7 @@ def prepare(
             most_calls=None if parallel else 1,  # an optional call has no grammar that could limit it to one
         )
 
-    return GenerationInput(llm.chat_ids(text), sampling, True, show), reader
+    return GenerationInput(llm.tokenizer.encode_rendered(text), sampling, True, show), reader
 
 
 def _calling(

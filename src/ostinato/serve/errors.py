@@ -34,9 +34,8 @@ _KINDS: Final = {
 # What the packages above call a value, and the field that held it.
 _FIELDS: Final = {
     **{name: name for name in ("messages", "prompt", "tools", "tool_choice")},
-    **{name: name for name in ("logit_bias", "stop", "min_tokens", "seed")},
+    **{name: name for name in ("logit_bias", "stop", "stop_token_ids", "min_tokens", "seed")},
     **dict.fromkeys(("schema", "json_mode", "regex", "choice", "grammar"), "response_format"),
-    "stop_ids": "stop_token_ids",
 }
 
 

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ostinato.errors import listing
 from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
+from ostinato.other_engines import OTHER_ENGINES
 from ostinato.serve.errors import Refusal
 
 # Accepted and ignored: nothing of an answer would change.
@@ -74,6 +75,8 @@ class Body(BaseModel):
                 continue
             if name in NEUTRAL:
                 raise Refusal(400, f"{name} is {_short(value)}; that is not supported here", param=name)
+            if name in OTHER_ENGINES:
+                raise Refusal(400, f"{name} is not supported here: {OTHER_ENGINES[name]}", param=name)
             raise Refusal(400, f"{name} is not supported here; known: {listing(name, known)}", param=name)
         return self
 
@@ -242,7 +245,6 @@ class GenerationBody(Body):
         own = {
             "max_tokens": self.most_tokens,
             "seed": secrets.randbits(53) if self.seed is None else self.seed,
-            "stop_ids": self.stop_token_ids,
             "logit_bias": self._bias(),
             "logprobs": self.n_logprobs,
         }

@@ -52,7 +52,7 @@ class Matcher:
         self._bits = first
         self._n_made, self._min_tokens = 0, sampling.min_tokens
         self._ignores_ends = sampling.ignore_eos
-        self._end_bits = _bits_of([*ends, *sampling.stop_ids], len(first))
+        self._end_bits = _bits_of([*ends, *sampling.stop_token_ids], len(first))
         self._only_ends = _bits_of(ends, len(first))
 
     def mask(self) -> np.ndarray:

@@ -11,8 +11,9 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -25,10 +26,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 PROBE = "7f3a9c51"  # a text that occurs in no template
 MAX_MESSAGE = 2_000  # characters of a template's own error message
 FILE_NAME = "<template>"  # what jinja2 calls a template made from a string
+ROLES = ("system", "user", "assistant", "tool")
+_CALL = {"id": "call12345", "type": "function", "function": {"name": "look", "arguments": {}}}
+_USER: dict[str, Any] = {"role": "user", "content": "hi"}
+_REPLY: dict[str, Any] = {"role": "assistant", "content": "hello"}
+_CALLING: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 
 
 class OutputTooLong(Exception):
     """The rendered text passed its limit."""
+
+
+class RoleNotRendered(Exception):
+    """A message whose role the template does not render: which message and why, and the roles that it renders."""
+
+    def __init__(self, why: str, renders: str) -> None:
+        super().__init__(why)
+        self.why, self.renders = why, renders
 
 
 class GenerationBlocks(Extension):
@@ -79,11 +93,14 @@ class Template:
 
     def __init__(self, source: str, fixed: Mapping[str, Any], max_characters: int) -> None:
         self._template = environment().from_string(source)
+        self._source = source
         self._fixed = fixed
         self._max_characters = max_characters
         self._shows: dict[bool, bool] = {}
+        self._why_not: dict[tuple[str, bool], str | None] = {}
 
     def render(self, variables: Mapping[str, Any]) -> str:
+        self._check_roles(variables)
         messages = [self._in_a_form_it_shows(message) for message in variables["messages"]]
         return self._render({**variables, "messages": messages})
 
@@ -111,18 +128,69 @@ class Template:
         """Whether a user's words given in this form come out as words, found out by trying once."""
         if parts not in self._shows:
             content = [{"type": "text", "text": PROBE}] if parts else PROBE
-            message = {"role": "user", "content": content}
-            try:
-                given = {"messages": [message], "add_generation_prompt": True, "tools": None, "documents": None}
-                text = self._render(given)
-            except (OutputTooLong, MemoryError):
-                raise
-            except Exception:  # an untrusted program may fail in any way; then it cannot render this form
-                text = ""
+            text = self._tried([{"role": "user", "content": content}])[0]
             # A list that was merely printed shows its brackets too.
             printed = parts and (f"{PROBE}'}}" in text or f'{PROBE}"}}' in text)
             self._shows[parts] = PROBE in text and not printed
         return self._shows[parts]
+
+    def _tried(self, messages: list[dict[str, Any]], tools: Any = None) -> tuple[str, str]:
+        """The rendered text of a conversation of ours, or why there is none."""
+        given = {"messages": messages, "add_generation_prompt": True, "tools": tools, "documents": None}
+        try:
+            return self._render(given), ""
+        except (OutputTooLong, MemoryError):
+            raise
+        except Exception as error:  # an untrusted program may fail in any way; then it cannot render this
+            return "", str(error)[:MAX_MESSAGE]
+
+    # Roles
+
+    def _check_roles(self, variables: Mapping[str, Any]) -> None:
+        """Refuse a message whose role the template refuses or drops, or which looks like a misspelt one."""
+        tools = variables.get("tools")
+        if self._why_no("user", tools) is not None:
+            return  # a template that shows no user's message tells nothing about roles
+        for index, message in enumerate(variables["messages"]):
+            role = message["role"]
+            why = self._why_no(role, tools)
+            if why is None and self._is_misspelt(role):
+                why = f"which looks like {get_close_matches(role, ROLES, 1)[0]!r} misspelt"
+            if why is not None:
+                known = ", ".join(one for one in ROLES if self._why_no(one, tools) is None)
+                raise RoleNotRendered(f"messages[{index}] has the role {role!r}, {why}", known)
+
+    def _is_misspelt(self, role: str) -> bool:
+        """Templates that print any role show a misspelt one too, unlike those that name the roles they know."""
+        named = role in ROLES or f"'{role}'" in self._source or f'"{role}"' in self._source
+        return not named and bool(get_close_matches(role, ROLES, 1))
+
+    def _why_no(self, role: str, tools: Any) -> str | None:
+        """Why the template does not render a role, found out by trying once; None if it does."""
+        key = role, bool(tools)
+        if key not in self._why_not:
+            why = "whose content is left out"
+            for messages in self._conversations(role):
+                text, error = self._tried(messages, tools)
+                if PROBE in text:
+                    self._why_not[key] = None
+                    return None
+                why = f"which is refused: {error}" if error else why
+            self._why_not[key] = why
+        return self._why_not[key]
+
+    def _conversations(self, role: str) -> Iterator[list[dict[str, Any]]]:
+        """Places where a message of this role may stand; many templates want users and assistants in turn."""
+        probe = self._in_a_form_it_shows({"role": role, "content": PROBE})
+        if role not in ROLES[:3]:
+            probe |= {"name": "look", "tool_call_id": _CALL["id"]}
+        user, reply, calling = map(self._in_a_form_it_shows, (_USER, _REPLY, _CALLING))
+        yield [probe]
+        yield [probe, user]
+        if role != "system":  # it stands first; further on, some templates print what they refuse there
+            yield [user, probe]
+            yield [user, calling, probe]
+            yield [user, reply, probe]
 
 
 def other_form(content: str | list[Any]) -> str | list[Any]:
@@ -161,6 +229,8 @@ def answer(work: Callable[[], str]) -> dict[str, str]:
         return {"limit": "memory"}
     except OutputTooLong:
         return {"limit": "output"}
+    except RoleNotRendered as error:
+        return {"role": error.why, "renders": error.renders}
     except RecursionError as error:
         return {"error": f"it nests or calls itself too deeply{where(error)}"}
     except jinja2.TemplateSyntaxError as error:

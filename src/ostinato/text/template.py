@@ -33,7 +33,8 @@ class ChatTemplate:
     """One model's chat template; safe to use from many threads.
 
     Content may be text or a list of `{"type": "text", "text": ...}` parts. It reaches the template as it was given
-    if the template shows that form; if not, parts are joined by newlines, or text becomes one part.
+    if the template shows that form; if not, parts are joined by newlines, or text becomes one part. A role that the
+    template refuses or whose content it drops is refused, with the roles that it renders.
 
     >>> template = ChatTemplate("{{ messages[0]['content'] }}", bos_token="", eos_token="")
     >>> template.render([{"role": "user", "content": "hi"}])
@@ -110,6 +111,8 @@ class ChatTemplate:
         if "limit" in reply:
             self._end_child()
             raise BadTemplate(f"{self.name} {_LIMITS[reply['limit']]}")
+        if "role" in reply:
+            raise BadInput(f"{reply['role']}; {self.name} renders {reply['renders']}")
         if "error" in reply:
             raise BadTemplate(f"{self.name} failed: {reply['error']}")
         return str(reply["text"])

@@ -56,6 +56,14 @@ class Tokenizer:
             return ids
         return [*self.prefix, *ids, *self.suffix]
 
+    def encode_rendered(self, text: str) -> list[int]:
+        """The ids of a text that a chat template rendered: its control tokens are tokens, with one BOS before them.
+
+        Most templates write BOS themselves; models are not trained with a second one.
+        """
+        ids = self.encode(text, bos=False, special=True)
+        return [self.bos_id, *ids] if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id] else ids
+
     def decode(self, ids: Sequence[int], *, special: bool = False, at_start: bool = True) -> str:
         """The text of `ids`; control tokens show nothing unless `special`. Bytes that make no character are U+FFFD.
 
