@@ -26,6 +26,7 @@ PACKAGES = (
     "decoder",
     "engine",
     "llm",
+    "async_llm",
     "serve",
     "scale",
     "lab",

@@ -8,15 +8,19 @@ import sys
 import pytest
 
 import ostinato
+from ostinato.options import LoadWords
 
 NAMES = [
-    "LLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score", "Timings",
-    "__version__",
+    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score",
+    "Timings", "__version__",
 ]  # fmt: skip
 METHODS = {
     "activations", "chat", "chat_ids", "chat_text", "close", "context", "decoder", "detokenize", "device", "dtype",
     "embed", "fault", "fingerprint", "generate", "kv_type", "load_state", "logits", "mode", "rank", "save_state",
     "score", "slots", "stats", "stream", "stream_chat", "submit", "threads", "token_logprobs", "tokenize", "why_not",
+}  # fmt: skip
+ASYNC_METHODS = {
+    "chat", "close", "embed", "generate", "llm", "open", "rank", "score", "stream", "stream_chat", "token_logprobs",
 }  # fmt: skip
 COMPLETION = ["text", "token_ids", "prompt_ids", "finish_reason", "logprobs", "timings", "seed", "cached_tokens"]
 SAMPLING = [
@@ -37,8 +41,17 @@ def test_the_records_have_these_fields() -> None:
 
 
 def test_an_llm_has_these_methods() -> None:
-    public = {name for name, _ in inspect.getmembers(ostinato.LLM) if not name.startswith("_")}
-    assert public == METHODS
+    for kind, methods in ((ostinato.LLM, METHODS), (ostinato.AsyncLLM, ASYNC_METHODS)):
+        assert {name for name, _ in inspect.getmembers(kind) if not name.startswith("_")} == methods
+
+
+def test_the_signature_of_an_llm_spells_the_options_out() -> None:
+    options = {name: one.default for name, one in inspect.signature(ostinato.LoadOptions).parameters.items()}
+    assert options.keys() == LoadWords.__annotations__.keys()
+    for kind in (ostinato.LLM, ostinato.AsyncLLM):
+        found = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
+        assert {name: found.get(name) for name in options} == options
+        assert found.keys() - options.keys() == {"model", "load", "progress", "talk"}
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:

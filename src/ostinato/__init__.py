@@ -7,6 +7,7 @@ TYPE_CHECKING = False  # nothing is imported here, not even typing: `python -m o
 if TYPE_CHECKING:
     from typing import Any
 
+    from ostinato.async_llm import AsyncLLM as AsyncLLM
     from ostinato.decoder.batch.batch import Batch as Batch
     from ostinato.decoder.cells.decoder import Decoder as Decoder
     from ostinato.errors import OstinatoError as OstinatoError
@@ -22,6 +23,7 @@ __version__ = "0.1.0.dev0"
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncLLM": "async_llm",
     "Batch": "decoder.batch.batch",
     "Decoder": "decoder.cells.decoder",
     "Completion": "llm",
@@ -34,8 +36,8 @@ _HOMES = {
 }
 
 __all__ = [
-    "LLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score", "Timings",
-    "__version__",
+    "LLM", "AsyncLLM", "Batch", "Completion", "Decoder", "LoadOptions", "OstinatoError", "Piece", "Sampling", "Score",
+    "Timings", "__version__",
 ]  # fmt: skip
 
 
@@ -43,7 +45,7 @@ def __getattr__(name: str) -> "Any":
     from importlib import import_module
 
     if name in _HOMES:
-        if name == "LLM":
+        if name in ("LLM", "AsyncLLM"):
             import_module("ostinato.backends.torch.amx").limit_early()  # must come before torch is loaded
         return getattr(import_module(f"ostinato.{_HOMES[name]}"), name)
     raise AttributeError(f"ostinato has no {name!r}; its names are {', '.join(__all__)}")

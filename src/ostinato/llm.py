@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, Never, Self, TypeAlias, Unpack, overload
 
 import numpy as np
 
@@ -38,7 +38,17 @@ from ostinato.files import store
 from ostinato.files.checkpoint import open_checkpoint
 from ostinato.files.unpack import Floats
 from ostinato.models.registry import read_shape
-from ostinato.options import MAX_LOGPROBS, SAMPLING_NAMES, LoadOptions, Sampling, check_word
+from ostinato.options import (
+    MAX_LOGPROBS,
+    OLD_NAMES,
+    SAMPLING_NAMES,
+    LoadOptions,
+    LoadWords,
+    Sampling,
+    check_word,
+    load_options,
+    loads,
+)
 from ostinato.other_engines import OTHER_ENGINES
 from ostinato.processes import OpenedHere
 from ostinato.text.grammar import Grammars
@@ -102,6 +112,7 @@ class LLM:
         HardwareCannot: the device, the mode or the memory is not there.
     """
 
+    @loads
     def __init__(
         self,
         model: str | Path = store.DEFAULT,
@@ -109,13 +120,11 @@ class LLM:
         load: LoadOptions | None = None,
         progress: Callable[[int, int], None] | None = None,
         talk: Callable[[str], None] | None = None,
-        **options: Any,
+        **options: Unpack[LoadWords],
     ) -> None:
         say = talk or (lambda _: None)
         self._opened = OpenedHere()
-        if load is not None and options:
-            raise BadOption(f"load and {next(iter(options))} are both given; give all options in one of the two ways")
-        wanted = load or LoadOptions(**options)
+        wanted = load_options(load, options)
         self.name = str(model)
         self.path = store.resolve(self.name, talk=say)
         started = time.perf_counter()
@@ -241,8 +250,8 @@ class LLM:
             PromptTooLong: a prompt does not fit the context. All prompts are checked before the first runs.
             BadInput: a prompt is empty or holds what is no token id.
         """
-        _check_call("generate(prompt", sampling, words)
-        if _is_one_prompt(prompt):
+        check_call("generate(prompt", sampling, words)
+        if is_one_prompt(prompt):
             return self._complete([self._prompt_ids(prompt)], sampling, fresh=False)[0]
         return self._complete([self._prompt_ids(one) for one in prompt], sampling, fresh=False)
 
@@ -266,7 +275,7 @@ class LLM:
             PromptTooLong: the prompt does not fit the context.
             QueueFull: `slots` and `queue` are full with other requests.
         """
-        _check_call("stream(prompt", sampling, words)
+        check_call("stream(prompt", sampling, words)
         ids = self._prompt_ids(prompt)
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=False)
 
@@ -300,8 +309,8 @@ class LLM:
             BadTemplate: the template refuses the conversation, or takes too long.
             PromptTooLong: the rendered conversation does not fit the context.
         """
-        _check_call("chat(messages", sampling, _of_sampling(template_options))
-        if isinstance(messages, (list, tuple)) and messages and isinstance(messages[0], (list, tuple)):
+        check_chat("chat(messages", sampling, template_options)
+        if is_several(messages):
             return self._complete([self.chat_ids(one, **template_options) for one in messages], sampling, fresh=True)
         return self._complete([self.chat_ids(messages, **template_options)], sampling, fresh=True)[0]
 
@@ -322,7 +331,7 @@ class LLM:
         Returns:
             Pieces, as from `stream`; it raises what `chat` and `stream` raise.
         """
-        _check_call("stream_chat(messages", sampling, _of_sampling(template_options))
+        check_chat("stream_chat(messages", sampling, template_options)
         ids = self.chat_ids(messages, **template_options)
         return self._stream_ids(ids, sampling, reuse=reuse, fresh=True)
 
@@ -752,10 +761,10 @@ def _spelled(activations: object) -> str:
     return "dense weights" if activations is None else f"--activations {activations}"
 
 
-def _check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
+def check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
     """Refuse options of a request outside a `Sampling`; `call` is how the call begins."""
     if words:
-        for word in words:
+        for word in words.keys() - OLD_NAMES.keys():
             check_word(Sampling, word)
         given = ", ".join(f"{name}={value!r}" for name, value in words.items())
         raise BadOption(f"options of a request go into a Sampling: {call}, Sampling({given}))")
@@ -763,12 +772,19 @@ def _check_call(call: str, sampling: object, words: Mapping[str, Any]) -> None:
         raise BadOption(f"sampling is {sampling!r}; it must be a Sampling, as in {call}, Sampling(max_tokens=64))")
 
 
-def _of_sampling(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a template's options that were meant for a `Sampling`, here or in another engine."""
-    return {word: value for word, value in words.items() if word in SAMPLING_NAMES or word in OTHER_ENGINES}
+def check_chat(call: str, sampling: object, template_options: Mapping[str, Any]) -> None:
+    """The same for a chat, whose other words go to the template."""
+    meant = SAMPLING_NAMES | OLD_NAMES.keys() | OTHER_ENGINES.keys()
+    check_call(call, sampling, {word: value for word, value in template_options.items() if word in meant})
 
 
-def _is_one_prompt(prompt: Any) -> bool:
+def is_several(messages: Any) -> bool:
+    """Whether these are conversations, and not the messages of one."""
+    return isinstance(messages, list | tuple) and bool(messages) and isinstance(messages[0], list | tuple)
+
+
+def is_one_prompt(prompt: Any) -> bool:
+    """Whether this is a text or token ids, and not a list of prompts."""
     if isinstance(prompt, str):
         return True
     if not hasattr(prompt, "__getitem__") or isinstance(prompt, bytes | bytearray | Mapping):

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import json
 import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, get_args
 
 from ostinato.errors import BadInput, BadOption, Unsupported, listing
 from ostinato.other_engines import OTHER_ENGINES
@@ -79,6 +80,7 @@ def check_word(kind: type[Any], word: str) -> None:
 
 
 Options = TypeVar("Options", bound=type)
+Loads = TypeVar("Loads", bound=Callable[..., None])
 
 
 def with_known_words(kind: Options) -> Options:
@@ -187,6 +189,40 @@ class LoadOptions:
         _check_count("queue", self.queue, 0)
         _check_word("activations", self.activations, get_args(Activations))
         _check_word("prompts", self.prompts, get_args(Prompts))
+
+
+class LoadWords(TypedDict, total=False):
+    """The options of `LoadOptions` as a call takes them one by one."""
+
+    device: str
+    mode: str
+    dtype: DType
+    kv_type: KVType | None
+    context: int | None
+    threads: int | None
+    slots: int
+    queue: int
+    activations: Activations
+    prompts: Prompts
+
+
+def loads(function: Loads) -> Loads:
+    """Mark a function whose `**options` are `LoadWords`: its signature shows them, for those who complete by it."""
+    signature = inspect.signature(function)
+    options = inspect.signature(LoadOptions).parameters.values()
+    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    spelled = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
+    function.__signature__ = signature.replace(parameters=[*own, *spelled])  # type: ignore[attr-defined]
+    return function
+
+
+def load_options(load: LoadOptions | None, words: LoadWords) -> LoadOptions:
+    """The options of a model, given as a record or one by one."""
+    if load is None:
+        return LoadOptions(**words)
+    if words:
+        raise BadOption(f"load and {next(iter(words))} are both given; give all options in one of the two ways")
+    return load
 
 
 RuleKind = Literal["schema", "regex", "choice", "grammar"]

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from ostinato.engine.request import Cancelled
+from ostinato.engine.token_queue import TokenQueue
 from ostinato.serve.settings import ServeLimits
-from ostinato.serve.token_queue import TokenQueue
 from tests.serve.running import DEADLINE_S, Running, serving
 
 CHAT = "/v1/chat/completions"

@@ -16,13 +16,13 @@ from typing import Any, Final, NamedTuple
 
 from ostinato.engine.answer import Answer, Completion, Piece
 from ostinato.engine.request import Request, Token
+from ostinato.engine.token_queue import TokenQueue
 from ostinato.errors import EngineDead, PromptTooLong
 from ostinato.llm import LLM
 from ostinato.options import MAX_SEED, Sampling
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
-from ostinato.serve.token_queue import TokenQueue
 
 LONGEST_WAIT_FOR_SUM_S: Final = 1.0
 

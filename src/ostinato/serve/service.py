@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from ostinato.engine.stats import Stats
+from ostinato.engine.token_queue import TokenDispatcher, TokenQueue
 from ostinato.errors import OstinatoError
 from ostinato.llm import LLM
 from ostinato.serve.errors import Refusal
 from ostinato.serve.log import Write, new_id, write_line
 from ostinato.serve.metrics import Metrics
 from ostinato.serve.settings import ServeOptions
-from ostinato.serve.token_queue import TokenDispatcher, TokenQueue
 from ostinato.text.reasoning import Reasoning
 from ostinato.text.tools import ToolFormat
 

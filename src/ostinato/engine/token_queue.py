@@ -15,7 +15,7 @@ from ostinato.engine.request import Request, RequestMessage
 
 
 class TokenQueue:
-    """Unread messages of one HTTP request, each with the number of its answer."""
+    """Unread messages of one caller, each with the number of its answer."""
 
     def __init__(self, bound: int, overflowing: Callable[[], None]) -> None:
         """`overflowing` is called when more than `bound` messages wait: the reader is too slow."""
