@@ -9,7 +9,7 @@ EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 .PHONY: run serve test tests quick check bench soak docs sanitize test-gpu wheel clean
 
 run: .venv/installed
-	@$(BIN)/ostinato run "$$PROMPT"
+	@$(BIN)/ostinato run --max-tokens 256 "$$PROMPT"
 export PROMPT
 
 serve: .venv/installed

@@ -213,11 +213,3 @@ def test_what_is_wrong_is_told_as_by_the_synchronous_calls(unhurried: LLM, tiny_
                 await llm.open()
 
     run(work)
-
-
-def test_the_example_of_the_docs_runs(tiny_gguf: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = (Path(__file__).parents[1] / "docs" / "async.md").read_text()
-    source = page.split("```python\n")[1].split("```")[0]
-    assert '"smollm2"' in source
-    exec(compile(source.replace('"smollm2"', repr(str(tiny_gguf))), "async.md", "exec"), {})
-    assert capsys.readouterr().out.count("\n") >= 3

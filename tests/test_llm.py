@@ -166,8 +166,22 @@ def test_the_digest_is_of_the_model_the_options_that_matter_and_the_tokens(tiny_
         assert answer.digest != other.generate("the sea", GREEDY).digest
 
 
+def test_what_is_printed_tells_what_counts(tiny_llm: LLM, tiny_gguf: Path) -> None:
+    wanted = "on cpu, loop, context"
+    assert wanted in repr(tiny_llm)
+    assert repr(tiny_llm).startswith(f"<LLM {tiny_gguf}")
+    assert repr(tiny_llm).endswith("8 slots>")
+    answer = tiny_llm.generate([5, 6], Sampling(max_tokens=100, ignore_eos=True))
+    shown = repr(answer)
+    assert shown.startswith(f"Completion(text={answer.text[:57] + '...'!r}, finish_reason='length', ")
+    assert shown.endswith("prompt_ids=<2 ids>, token_ids=<100 ids>)")
+    assert repr(Sampling(max_tokens=5, logit_bias={5: 1})) == "Sampling(max_tokens=5, logit_bias={5: 1})"
+    assert repr(Sampling()) == "Sampling()"
+
+
 def test_timings_add_up(tiny_llm: LLM) -> None:
     timings = tiny_llm.generate("the sea", GREEDY).timings
+    assert 0 <= timings.wait_s <= timings.first_token_s
     assert 0 < timings.prefill_s <= timings.first_token_s
     assert timings.decode_tok_s is not None
     assert math.isclose(timings.decode_tok_s * timings.decode_s, 9, rel_tol=1e-6)

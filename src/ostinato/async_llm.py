@@ -99,6 +99,9 @@ class AsyncLLM:
     ) -> None:
         await self.close()
 
+    def __repr__(self) -> str:
+        return "<AsyncLLM, not open>" if self._llm is None else f"<AsyncLLM of {self._llm!r}>"
+
     @property
     def llm(self) -> LLM:
         """The model itself: its properties, its tokenizer and what blocks."""

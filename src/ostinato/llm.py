@@ -170,6 +170,10 @@ class LLM:
         self._recent: list[int] = []  # tokens of the last answer and its prompt, or of a loaded state
         return settled
 
+    def __repr__(self) -> str:
+        slots = "an encoder" if self._loop_engine is None else f"{self._settled.n_slots} slots"
+        return f"<LLM {self.name} on {self.device}, {self.mode}, context {self.context}, {slots}>"
+
     @property
     def device(self) -> str:
         """Where it runs: cpu, or cuda:N."""

@@ -209,7 +209,7 @@ class LoadWords(TypedDict, total=False):
 def loads(function: Loads) -> Loads:
     """Mark a function whose `**options` are `LoadWords`: its signature shows them, for those who complete by it."""
     signature = inspect.signature(function)
-    options = inspect.signature(LoadOptions).parameters.values()
+    options = inspect.signature(LoadOptions, eval_str=True).parameters.values()
     own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
     spelled = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in options]
     function.__signature__ = signature.replace(parameters=[*own, *spelled])  # type: ignore[attr-defined]
@@ -309,7 +309,7 @@ class Sampling:
         logit_bias: is added to the logits of these token ids, from -100 to 100.
         seed: the same seed gives the same tokens; None is a random one, which the completion states.
         stop: strings before which the answer ends, up to 16; they are not part of its text.
-        stop_ids: token ids that end the answer.
+        stop_token_ids: token ids that end the answer.
         ignore_eos: continue after the model's end token.
         logprobs: the log-probability of each token, and so many of the most likely ones beside it, at most 20.
         schema: the answer is JSON that follows this JSON schema: a mapping, its text, or a pydantic model.
@@ -355,6 +355,18 @@ class Sampling:
         self._check_limits()
         self._check_numbers()
         self._check_rules()
+
+    def __repr__(self) -> str:
+        """What was set, and nothing of the rest.
+
+        >>> Sampling(max_tokens=64, stop="END")
+        Sampling(max_tokens=64, stop=('END',))
+        """
+        default: dict[str, Any] = {
+            one.name: {} if one.name == "logit_bias" else one.default for one in dataclasses.fields(self)
+        }
+        stated = {name: getattr(self, name) for name in default if getattr(self, name) != default[name]}
+        return f"Sampling({', '.join(f'{name}={value!r}' for name, value in stated.items())})"
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

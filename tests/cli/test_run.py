@@ -41,7 +41,7 @@ def test_json_has_everything_a_script_needs(ostinato: RunCli, tiny: Path) -> Non
     ]
     timings = record["timings"]
     assert isinstance(timings, dict)
-    assert list(timings) == ["load_s", "prefill_s", "first_token_s", "decode_s", "decode_tok_s", "mask_s"]
+    assert list(timings) == ["load_s", "wait_s", "prefill_s", "first_token_s", "decode_s", "decode_tok_s", "mask_s"]
     assert isinstance(record["token_ids"], list)
     assert len(record["token_ids"]) == 8
     assert (record["finish_reason"], record["device"], record["mode"]) == ("length", "cpu", "loop")
@@ -259,7 +259,7 @@ def test_on_a_terminal_slow_loading_shows_a_bar(
 def test_an_answer_follows_the_schema_in_a_file(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}')
-    ran = ostinato("run", "--json", "--model", tiny, "--seed", "1", "--json-schema", schema, "hello")
+    ran = ostinato("run", "--json", "--model", tiny, "--seed", "1", "--schema", schema, "hello")
     assert ran.code == 0, ran.err
     record = json.loads(ran.out)
     assert record["finish_reason"] == "stop"
@@ -285,7 +285,7 @@ def test_an_answer_follows_a_regex_a_choice_or_a_grammar(ostinato: RunCli, tiny:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--json-schema", "nowhere.json"), "cannot read nowhere.json"),
+        (("--schema", "nowhere.json"), "cannot read nowhere.json"),
         (("--regex", "(a"), "this regex cannot be followed"),
         (("--regex", "a", "--json-mode"), "json_mode and regex are both given"),
     ],

@@ -68,9 +68,7 @@ class BenchModel:
 @flags.verb
 def decode(
     *,
-    model: Annotated[
-        str | None, Flag("A model's file or name.", "PATH|NAME", autocompletion=flags.complete_model)
-    ] = None,
+    model: Annotated[str | None, flags.ModelFlags()] = None,
     shape: Annotated[
         str | None, Flag("No file, random weights: llama-1b, llama-8b, smollm2-135m, tiny.", "NAME")
     ] = None,

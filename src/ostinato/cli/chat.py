@@ -179,7 +179,7 @@ def piped_lines(ctrl_c: CtrlC) -> Iterator[str]:
 @flags.verb
 def chat(
     *,
-    model: flags.Model = DEFAULT,
+    model: flags.ModelAnywhere = DEFAULT,
     system: Annotated[str | None, Flag("A system message.", "TEXT")] = None,
     sampling: flags.Choosing,
     load: flags.ToGenerate,

@@ -16,8 +16,8 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from ostinato.cli.input import read_file
-from ostinato.cli.output import set_verbose
-from ostinato.errors import BadOption
+from ostinato.cli.output import set_verbose, talk
+from ostinato.errors import BadInput, BadOption
 from ostinato.files import store
 from ostinato.options import MODES, SAMPLING_NUMBERS, KVType, LoadOptions, Sampling
 
@@ -36,7 +36,8 @@ class Flag:
     """An option of a verb, marked in the annotation of its parameter: its help, and the word for its value there.
 
     It is called like the parameter unless it has a `name`. `panel`: the heading in the help; further words are typer's.
-    `type` and `read`: a field of a record is given as this type, and read from it.
+    `type` and `read`: a field of a record is given as this type, and read from it. `old`: its name in earlier versions,
+    still accepted with a warning.
     """
 
     def __init__(
@@ -48,10 +49,16 @@ class Flag:
         panel: str | None = None,
         type: Any = None,
         read: Callable[[Any], Any] | None = None,
+        old: str | None = None,
         **more: Any,
     ) -> None:
-        self.name, self.panel, self.type, self.read = name, panel, type, read
+        self.name, self.panel, self.type, self.read, self.old = name, panel, type, read, old
         self._words = {"help": help, "metavar": metavar, **more}
+
+    def old_parameter(self, name: str, type: Any) -> inspect.Parameter:
+        """The hidden parameter of its old name."""
+        annotation = Annotated[type | None, typer.Option(self.old, hidden=True)]
+        return inspect.Parameter(f"old_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
     def parameter(self, name: str, type: Any, default: Any) -> inspect.Parameter:
         """A parameter of that name as typer reads it."""
@@ -73,14 +80,37 @@ class RecordFlags:
         for field, flag in self._flags.items():
             default = self._defaults.get(field, None if flag.type else defaults[field])
             yield flag.parameter(field, flag.type or types[field], default)
+            if flag.old is not None:
+                yield flag.old_parameter(field, flag.type or types[field])
 
     def record(self, words: dict[str, Any]) -> Any:
         """The record of its options, which are taken out of all options of a verb."""
         given = {}
         for field, flag in self._flags.items():
-            if (value := words.pop(field)) is not None:
+            value = words.pop(field)
+            if flag.old is not None and (old := words.pop(f"old_{field}")) is not None:
+                talk(f"warning: {flag.old} is now called {flag.name}")
+                value = old if value is None else value
+            if value is not None:
                 given[field] = value if flag.read is None else flag.read(value)
         return self._kind(**given)
+
+
+class ModelFlags:
+    """Marks the model of a verb that takes no text: it may be given as an argument too, or with `--model`."""
+
+    def parameters(self, name: str, default: Any) -> Iterator[inspect.Parameter]:
+        help = _MODEL_HELP if default is None else f"{_MODEL_HELP} By default {default}."
+        argument = typer.Argument(metavar="MODEL", help=help, autocompletion=complete_model)
+        kind, annotation = inspect.Parameter.KEYWORD_ONLY, Annotated[str | None, argument]
+        yield inspect.Parameter(f"{name}_argument", kind, default=None, annotation=annotation)
+        yield Flag("The same.", "PATH|NAME", autocompletion=complete_model).parameter(name, str | None, None)
+
+    def value(self, name: str, default: Any, words: dict[str, Any]) -> Any:
+        argument, option = words.pop(f"{name}_argument"), words.pop(name)
+        if argument is not None and option is not None:
+            raise BadInput(f"a model was given twice, {argument} and --model {option}; give one of them")
+        return argument or option or default
 
 
 def verb(function: Callable[..., None]) -> Callable[..., None]:
@@ -88,11 +118,15 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(function, eval_str=True)
     parameters: list[inspect.Parameter] = []
     records: dict[str, RecordFlags] = {}
+    models: dict[str, tuple[ModelFlags, Any]] = {}
     for name, parameter in signature.parameters.items():
         type, mark = (*get_args(parameter.annotation), None, None)[:2]
         if isinstance(mark, RecordFlags):
             records[name] = mark
             parameters += mark.parameters()
+        elif isinstance(mark, ModelFlags):
+            models[name] = mark, parameter.default
+            parameters += mark.parameters(name, parameter.default)
         elif isinstance(mark, Flag):
             parameters.append(mark.parameter(name, type, parameter.default))
         else:
@@ -103,6 +137,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def run(*, verbose: bool, **words: Any) -> None:
         made = {name: flags.record(words) for name, flags in records.items()}
+        made |= {name: flags.value(name, default, words) for name, (flags, default) in models.items()}
         function(**words, **made)
 
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]  # what typer reads
@@ -111,6 +146,7 @@ def verb(function: Callable[..., None]) -> Callable[..., None]:
 
 _MODEL_HELP = "A GGUF file, a safetensors folder, or a name: see `ostinato models`, hf:owner/repo/file.gguf."
 
+ModelAnywhere = Annotated[str, ModelFlags()]
 Model = Annotated[str, Flag(_MODEL_HELP, "PATH|NAME", autocompletion=complete_model)]
 Json = Annotated[bool, Flag("Print one JSON object.", name="--json")]
 TextFile = Annotated[Path | None, Flag("Take the text from a file (- is standard input).", "FILE")]
@@ -146,13 +182,16 @@ _TEXTS = list[str] | None
 _CHOOSING = _under(
     "Choosing tokens",
     {
-        "max_tokens": Flag("At most so many tokens.", "N"),
+        "max_tokens": Flag("At most so many tokens; else until the model ends or the context is full.", "N"),
         **{one.name: Flag(one.help, "N" if one.kind == "int32" else "X") for one in SAMPLING_NUMBERS},
         "logit_bias": Flag(
             "Add VALUE to a token's logit; may be repeated.", "ID=VALUE", type=_TEXTS, read=parse_logit_bias
         ),
         "seed": Flag("The same seed, the same text.", "N"),
         "stop": Flag("End before this text; may be repeated.", "TEXT", type=_TEXTS),
+        "stop_token_ids": Flag(
+            "End after this token; may be repeated.", "ID", name="--stop-token-id", type=list[int] | None
+        ),
         "ignore_eos": Flag("Continue after the model's end token."),
     },
 )
@@ -160,7 +199,12 @@ _FOLLOWING = _under(
     "What the answer must follow (one of them)",
     {
         "schema": Flag(
-            "JSON that follows the schema in FILE.", "FILE", name="--json-schema", type=Path | None, read=read_file
+            "JSON that follows the schema in FILE.",
+            "FILE",
+            name="--schema",
+            old="--json-schema",
+            type=Path | None,
+            read=read_file,
         ),
         "json_mode": Flag("Any JSON object."),
         "regex": Flag("A text that matches all of it.", "REGEX"),
@@ -194,7 +238,7 @@ def _loading(names: str) -> RecordFlags:
 
 
 Choosing = Annotated[Sampling, RecordFlags(Sampling, _CHOOSING)]
-ChoosingOrFollowing = Annotated[Sampling, RecordFlags(Sampling, {**_CHOOSING, **_FOLLOWING}, max_tokens=256)]
+ChoosingOrFollowing = Annotated[Sampling, RecordFlags(Sampling, {**_CHOOSING, **_FOLLOWING})]
 
 _USUAL = "device mode dtype kv_type context threads"
 ToGenerate = Annotated[LoadOptions, _loading(f"{_USUAL} slots activations prompts")]

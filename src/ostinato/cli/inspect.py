@@ -8,15 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
-
-import typer
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ostinato.cache.kv_bytes import KV_FORMATS
 from ostinato.cli import flags
-from ostinato.cli.flags import Flag
 from ostinato.cli.output import talk, write_columns, write_json
-from ostinato.errors import BadFile, BadInput, OstinatoError
+from ostinato.errors import BadFile, OstinatoError
 from ostinato.files.fetch import megabytes
 from ostinato.files.store import DEFAULT, resolve
 from ostinato.options import LoadOptions
@@ -45,19 +42,13 @@ Found = TypeVar("Found")
 
 @flags.verb
 def inspect(
-    file: Annotated[
-        str | None,
-        typer.Argument(metavar="FILE|NAME", help="A model; by default smollm2.", autocompletion=flags.complete_model),
-    ] = None,
-    model: Annotated[str | None, Flag("The same.", "PATH|NAME", autocompletion=flags.complete_model)] = None,
+    model: flags.ModelAnywhere = DEFAULT,
     as_json: flags.Json = False,
 ) -> None:
     """Describe a model: architecture, sizes, tensors, tokenizer, template, memory. Reads no weights."""
     from ostinato.files.checkpoint import open_checkpoint
 
-    if file is not None and model is not None:
-        raise BadInput(f"a model was given twice, {file} and --model {model}; give one of them")
-    with open_checkpoint(resolve(file or model or DEFAULT, talk=talk)) as checkpoint:
+    with open_checkpoint(resolve(model, talk=talk)) as checkpoint:
         facts = describe(checkpoint)
     if as_json:
         write_json(facts)

@@ -42,7 +42,8 @@ def run(
     """Generate text from a prompt, streaming.
 
     An instruct model gets its chat template, unless --raw. Sampling options that are left out are the model's own.
-    An answer that must follow something ends where that does, or at --max-tokens.
+    An answer that must follow something ends where that does. Without --max-tokens an answer
+    ends where the model ends it, or when the context is full.
     """
     if raw and system is not None:
         raise BadOption("--system needs the chat template, and --raw leaves it out; give one of them")

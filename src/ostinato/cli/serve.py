@@ -22,9 +22,7 @@ _LISTENING, _SCALE = "Listening and access", "Beyond one engine"
 @flags.verb
 def serve(
     *,
-    model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="A model's file or name.", autocompletion=flags.complete_model)
-    ] = DEFAULT,
+    model: flags.ModelAnywhere = DEFAULT,
     host: Annotated[str, Flag("Where to listen.", "ADDRESS", panel=_LISTENING)] = DEFAULT_HOST,
     port: Annotated[int, Flag("0 takes a free one.", "N", panel=_LISTENING)] = DEFAULT_PORT,
     alias: Annotated[str | None, Flag("What clients call the model.", "NAME", panel=_LISTENING)] = None,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 @flags.verb
 def verify(
     *,
-    model: flags.Model = DEFAULT,
+    model: flags.ModelAnywhere = DEFAULT,
     load: flags.ToMeasure,
     mode: Annotated[str, Flag("Compare this one alone; auto: every one.", "MODE")] = "auto",
     as_json: flags.Json = False,

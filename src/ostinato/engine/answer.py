@@ -25,6 +25,7 @@ class Timings:
 
     Attributes:
         load_s: loading the model, once.
+        wait_s: in the queue, until the prompt began.
         prefill_s: computing the prompt.
         first_token_s: from the request to its first token, the wait in the queue included.
         decode_s: all tokens after the first.
@@ -34,6 +35,7 @@ class Timings:
     """
 
     load_s: float
+    wait_s: float
     prefill_s: float
     first_token_s: float
     decode_s: float
@@ -80,6 +82,11 @@ class Completion:
     seed: int
     cached_tokens: int
     _digest: Callable[[], str] = field(repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        shown = self.text if len(self.text) <= 60 else f"{self.text[:57]}..."
+        counts = f"prompt_ids=<{len(self.prompt_ids)} ids>, token_ids=<{len(self.token_ids)} ids>"
+        return f"Completion(text={shown!r}, finish_reason={self.finish_reason!r}, {counts})"
 
     @property
     def digest(self) -> str:
@@ -185,6 +192,7 @@ class Answer:
             logprobs=logprobs if sampling.logprobs is not None else None,
             timings=Timings(
                 load_s=self._origin.load_s,
+                wait_s=source.wait_s,
                 prefill_s=source.prefill_s,
                 first_token_s=source.first_token_s,
                 decode_s=seconds,

@@ -147,6 +147,11 @@ class Request:
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def wait_s(self) -> float:
+        """Seconds in the queue."""
+        return 0.0 if self.prefill_began is None else self.prefill_began - self.submitted
+
+    @property
     def prefill_s(self) -> float:
         """Seconds that the prompt took, without the time in the queue."""
         if self.prefill_began is None or self.prefill_ended is None:

@@ -11,7 +11,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, NamedTuple
 
 from ostinato.engine.answer import Answer, Completion, Piece
@@ -179,10 +179,10 @@ class Answers:
         record.cached_tokens = self.cached_tokens
         for request in requests:
             if request.prefill_began is not None:
-                metrics.wait.observe(request.prefill_began - request.submitted)
+                metrics.wait.observe(request.wait_s)
             if request.first_token is not None:
                 metrics.first_token.observe(request.first_token_s)
-        record.wait_ms, record.first_token_ms = _waited(requests[0]), requests[0].first_token_s * 1e3 or None
+        record.wait_ms, record.first_token_ms = requests[0].wait_s * 1e3, requests[0].first_token_s * 1e3 or None
         if self._service.options.log_prompts:
             record.answer = [None if one is None else one.text for one in self.completions]
 
@@ -212,11 +212,13 @@ class Answers:
         return {"seed": completions[0].seed, "digest": digest, "timings": self._timings(completions)}
 
     def _timings(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """Timings in milliseconds, decoding by the device's own clock; of several answers, those of the first."""
-        source, timings = self._answers[0].source, completions[0].timings
-        n = len(completions[0].token_ids)
+        """The fields of `Timings`, of several answers those of the first; and the same by the names of llama.cpp's
+        server, which the first versions had alone."""
+        timings, n = completions[0].timings, len(completions[0].token_ids)
         return {
-            "wait_ms": _waited(source) if isinstance(source, Request) else 0.0,
+            **asdict(timings),
+            "host_us_per_token": self.host_s * 1e6 / max(1, self.n_tokens),
+            "wait_ms": timings.wait_s * 1e3,
             "prompt_n": len(completions[0].prompt_ids),
             "cached_n": completions[0].cached_tokens,
             "prompt_ms": timings.prefill_s * 1e3,
@@ -225,12 +227,7 @@ class Answers:
             "predicted_ms": timings.decode_s * 1e3,
             "predicted_per_token_ms": timings.decode_s * 1e3 / (n - 1) if n > 1 else None,
             "predicted_per_second": timings.decode_tok_s,
-            "host_us_per_token": self.host_s * 1e6 / max(1, self.n_tokens),
         }
-
-
-def _waited(request: Request) -> float:
-    return 0.0 if request.prefill_began is None else (request.prefill_began - request.submitted) * 1e3
 
 
 def _digest(completions: Sequence[Completion], has_sum: threading.Event) -> str | None:

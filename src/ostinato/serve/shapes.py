@@ -40,7 +40,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": ("medium",),
 }
 LONGEST_STOP: Final = 1024
-DEFAULT_COMPLETION_TOKENS: Final = 16  # OpenAI's default; a chat continues until it ends
+UNTIL_IT_ENDS: Final = "By default an answer continues until the model ends it or the context is full."
 
 StopString = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -203,7 +203,7 @@ class StreamOptions(Strict):
 class GenerationBody(Body):
     """The fields that chats and completions share."""
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, description=UNTIL_IT_ENDS)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     temperature: Annotated[float, _bounds("temperature")] | None = None
     top_p: Annotated[float, _bounds("top_p")] | None = None
@@ -318,9 +318,10 @@ class CompletionBody(GenerationBody):
     """`POST /v1/completions`. A prompt is a text, token ids, or a list of either."""
 
     prompt: Texts
-    max_tokens: Annotated[int, Field(ge=0, description="0 makes nothing: a prompt is echoed, and scored.")] | None = (
-        None
-    )
+    max_tokens: (
+        Annotated[int, Field(ge=0, description=f"0 makes nothing: a prompt is echoed, and scored. {UNTIL_IT_ENDS}")]
+        | None
+    ) = None
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
@@ -334,7 +335,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def most_tokens(self) -> int | None:
-        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
+        return self.max_tokens or None
 
     @property
     def n_logprobs(self) -> int | None:
