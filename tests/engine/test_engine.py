@@ -9,6 +9,7 @@ import torch
 
 from ostinato import LLM, Sampling
 from ostinato.errors import BadInput, PromptTooLong
+from ostinato.options import KVType
 
 PROMPT = [5, 6, 7, 8]
 GREEDY = Sampling(max_tokens=12, temperature=0, ignore_eos=True)
@@ -158,7 +159,7 @@ def test_threads_ask_at_once_and_each_gets_its_own_answer(tiny_llm: LLM) -> None
 
 
 @pytest.mark.parametrize("kv_type", ["bf16", "f16"])
-def test_narrower_keys_and_values_stay_near(tiny_gguf: Path, tiny_llm: LLM, kv_type: str) -> None:
+def test_narrower_keys_and_values_stay_near(tiny_gguf: Path, tiny_llm: LLM, kv_type: KVType) -> None:
     prompt = [3 + (i * 37) % 290 for i in range(60)]
     with LLM(tiny_gguf, device="cpu", kv_type=kv_type) as llm:
         assert float(np.abs(llm.logits(prompt) - tiny_llm.logits(prompt)).max()) < 0.1

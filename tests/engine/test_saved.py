@@ -15,6 +15,7 @@ from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.engine import Engine
 from ostinato.engine.saved import load_sequence, save_sequence
 from ostinato.errors import BadFile, BadInput
+from ostinato.options import KVType
 from tests.engine.opened import bits, ids, open_engine, prompt, sampling, until
 from tests.random_model import MemoryKind
 
@@ -84,7 +85,9 @@ def test_a_state_of_the_cell_kind_is_loaded_into_pages(kind: MemoryKind) -> None
 
 
 @pytest.mark.parametrize("kv_type", ["f32", "bf16"])
-def test_the_native_loops_pages_are_saved_position_by_position(tiny_gguf: Path, kv_type: str, tmp_path: Path) -> None:
+def test_the_native_loops_pages_are_saved_position_by_position(
+    tiny_gguf: Path, kv_type: KVType, tmp_path: Path
+) -> None:
     """Whose pages have an order of their own: what it saves is what the cell kind loads, and the other way round."""
     with LLM(tiny_gguf, device="cpu", kv_type=kv_type) as llm:
         first = llm.generate([5, 6, 7] * 12, GREEDY)
