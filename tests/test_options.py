@@ -126,6 +126,16 @@ def test_a_word_of_another_engine_is_told_what_there_is_instead(kind: Any, word:
     assert word in str(told.value)
 
 
+def test_an_option_in_the_wrong_place_is_told_the_right_one() -> None:
+    for kind, word, says in (
+        (LoadOptions, "max_tokens", r"Sampling\(max_tokens="),
+        (Sampling, "context", r"LLM\(model"),
+    ):
+        wrong: Any = {word: 5}
+        with pytest.raises(BadOption, match=says):
+            kind(**wrong)
+
+
 def test_what_other_engines_are_answered_with_exists_here() -> None:
     ours = {field.name for kind in (LoadOptions, Sampling) for field in dataclasses.fields(kind)} | {"model"}
     assert set(other_engines._CALLED) <= ours

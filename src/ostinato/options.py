@@ -76,6 +76,10 @@ def check_word(kind: type[Any], word: str) -> None:
         return
     if word in OTHER_ENGINES:
         raise Unsupported(f"unknown option {word!r}: {OTHER_ENGINES[word]}")
+    if word in SAMPLING_NAMES:
+        raise BadOption(f"{word} is an option of a request, not of loading: give Sampling({word}=...) with the prompt")
+    if word in LoadWords.__annotations__:
+        raise BadOption(f"{word} is an option of loading, not of a request: LLM(model, {word}=...)")
     raise BadOption(f"unknown option {word!r}; known: {listing(word, known)}")
 
 
