@@ -97,6 +97,12 @@ def test_lines_are_short_except_in_tables_and_code(page: Path) -> None:
     assert [line for line in lines_of(page) if len(line) > WIDTH and not line.startswith("|")] == []
 
 
+def test_the_readme_is_short() -> None:
+    lines = lines_of(ROOT / "README.md")
+    assert len(lines) <= 150
+    assert [line for line in lines if len(line) > WIDTH] == []
+
+
 @pytest.mark.parametrize("page", PROSE, ids=name_of)
 def test_source_files_that_a_page_names_exist(page: Path) -> None:
     named = {name for line in lines_of(page) for name in SOURCE.findall(line) if "NAME" not in name}
