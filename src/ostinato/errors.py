@@ -158,10 +158,14 @@ class BadPointer(InternalError):
 
 
 class DecodeInvariantError(OstinatoError):
-    """An attempt to break one of I-1 to I-10 while decode mode is on. Nothing was changed; running requests finish."""
+    """An attempt to break one of I-1 to I-10 while decode mode is on. Nothing was changed; running requests finish.
+
+    Attributes:
+        invariant: its code in `docs/rules.md`.
+    """
 
     def __init__(self, invariant: str, message: str) -> None:
-        super().__init__(f"{invariant}: {message}")
+        super().__init__(message)
         self.invariant = invariant
 
 

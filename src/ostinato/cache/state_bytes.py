@@ -185,7 +185,7 @@ def _read_prefix(head: bytes) -> tuple[int, int, int, StateKind]:
     if len(head) < _PREFIX.size or not head.startswith(_MAGIC):
         raise BadFile(
             f"this is no saved state: it begins with the bytes {head[:8].hex(' ') or 'of nothing'}, not with "
-            f"{_MAGIC.hex(' ')}, or ends at once (ST-1)"
+            f"{_MAGIC.hex(' ')}, or ends at once"  # ST-1
         )
     _, version, kind, n_name, n_header, n_payload = _PREFIX.unpack(head)
     if version != VERSION:

@@ -142,11 +142,11 @@ def load(parts: StateParts, s: int | None, data: bytes) -> None:
     parts.check(s)
     identity = identify(data)
     if identity.kind != kind:
-        raise BadFile(f"the saved state is one of kind {identity.kind!r}, and {kind!r} is wanted here (ST-1)")
+        raise BadFile(f"the saved state is one of kind {identity.kind!r}, and {kind!r} is wanted here")  # ST-1
     if identity.architecture != parts.architecture:
         raise BadFile(
             f"the saved state is of the architecture {identity.architecture!r}, and this model's is "
-            f"{parts.architecture!r}: load it with the model that saved it (ST-1)"
+            f"{parts.architecture!r}: load it with the model that saved it"  # ST-1
         )
     try:
         header, payload = unpack(data, identity)
@@ -198,13 +198,13 @@ def _check_like(part: StatePart, s: int | None, section: Section) -> None:
         if saved != mine:
             raise BadFile(
                 f"the saved state does not fit this memory: {_difference(name, saved, mine)}; load it with the model "
-                "and the options that saved it (ST-8)"
+                "and the options that saved it"  # ST-8
             )
     wanted = part.n_streams if s is None else 1
     if len(section.streams) != wanted:
         raise BadFile(
             f"the saved state has {len(section.streams)} streams and this memory takes {wanted}: allow as many "
-            "sequences, with a stream for each or one for all, as where it was saved (ST-7)"
+            "sequences, with a stream for each or one for all, as where it was saved"  # ST-7
         )
 
 

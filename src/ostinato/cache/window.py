@@ -31,7 +31,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.kind != "none" and self.size < 1:
-            raise InternalError(f"a {self.kind} window must hold at least one position, not {self.size} (SW-1)")
+            raise InternalError(f"a {self.kind} window must hold at least one position, not {self.size}")  # SW-1
 
     @property
     def reaches_all(self) -> bool:

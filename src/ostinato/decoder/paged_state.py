@@ -74,7 +74,7 @@ class HostPart:
         self.tensors = [data.reshape(len(order), -1)[order] for data in block.data]
 
     def end_at(self, s: int, last: int) -> None:
-        raise BadFile("this is a partial state, and no sequence is in memory that it could be a part of (ST-12)")
+        raise BadFile("this is a partial state, and no sequence is in memory that it could be a part of")  # ST-12
 
 
 class PagedState:

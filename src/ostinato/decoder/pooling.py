@@ -109,9 +109,11 @@ class Pooled:
     def __init__(self, kind: Pooling, *, head: RankHead | None = None, rank_by: Pooling = Pooling.CLS) -> None:
         rule = rank_by if kind is Pooling.RANK else kind
         if not isinstance(kind, Pooling) or (rule not in _RULES and kind is not Pooling.NONE):
-            raise InternalError(f"pooling {kind!r} (by {rule!r}) was not settled before decoding (PL-1)")
+            raise InternalError(f"pooling {kind!r} (by {rule!r}) was not settled before decoding")  # PL-1
         if (kind is Pooling.RANK) != (head is not None):
-            raise InternalError(f"pooling {kind} and a head of {head!r}: a head goes with rank and only with it (PL-7)")
+            raise InternalError(  # PL-7
+                f"pooling {kind} and a head of {head!r}: a head goes with rank and only with it"
+            )
         self.kind = kind
         self._head = head
         self._rule = rule
@@ -132,7 +134,7 @@ class Pooled:
         if self.per_token:
             return
         if len(rows) != ubatch.n_tokens:
-            raise InternalError(f"{len(rows)} rows to pool for {ubatch.n_tokens} tokens (PL-12)")
+            raise InternalError(f"{len(rows)} rows to pool for {ubatch.n_tokens} tokens")  # PL-12
         # Looked up token by token: sets may shrink inside a ubatch (PL-8, PL-10).
         token = np.repeat(np.arange(ubatch.n_tokens), ubatch.n_seq_id)
         for sequence in ubatch.seq_id_unq.tolist():

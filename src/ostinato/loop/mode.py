@@ -92,7 +92,7 @@ class DecodeMode:
             found = int(self._tables.rings.host("words")[Word.FAULT, 0])
             failure = self._start.failure()
             if found != Fault.NONE:
-                self.die(f"the loop found a fault ({Fault(found).name.lower()}, I-10); {MUST_RESTART}")
+                self.die(f"the loop found a fault ({Fault(found).name.lower()}); {MUST_RESTART}")  # I-10
             elif failure is not None:
                 self.die(f"the step failed: {failure}; {MUST_RESTART}")
         return self._dead

@@ -171,7 +171,7 @@ def test_a_ubatch_without_room_is_refused(mode: str, n_ubatch: int) -> None:
     splitter = Splitter(cleaned([[0, 1]], [1]))
     call = Call(mode, 1, sequential=True, n_keep_tail=0)
     call.n_ubatch = n_ubatch
-    with pytest.raises(InvalidBatch, match="SP-3") as raised:
+    with pytest.raises(InvalidBatch, match="at least one token") as raised:
         call.fast(splitter)
     assert raised.value.reason == "n_ubatch"
     assert splitter.n_used == 0
@@ -186,7 +186,7 @@ def test_a_sequence_passed_over_joins_only_where_a_later_token_names_it() -> Non
 def test_a_tail_must_fit_a_ubatch_with_room_to_spare() -> None:
     """SP-10."""
     splitter = Splitter(cleaned([[0]] * 4, [1] * 4))
-    with pytest.raises(InvalidBatch, match="SP-10"):
+    with pytest.raises(InvalidBatch, match="must be above"):
         splitter.equal(3, sequential=True, n_keep_tail=3)
     assert splitter.equal(4, sequential=True, n_keep_tail=3) is not None
 

@@ -56,7 +56,7 @@ class Batch:
 
 def misshapen(message: str) -> InvalidBatch:
     """The error for a field whose shape or type is wrong."""
-    return InvalidBatch(f"{message} (S-5)", reason="shape")
+    return InvalidBatch(message, reason="shape")  # S-5
 
 
 def as_array(name: str, values: Any) -> NDArray[Any]:
@@ -133,12 +133,12 @@ def _lists_of_masks(given: SeqMasks) -> Iterable[list[int]]:
         raise misshapen(f"{len(given.primary)} primary ids for {len(given.masks)} masks")
     for index, mask in enumerate(given.masks):
         if mask < 0:
-            raise InvalidBatch.of_token(index, f"{mask} is no mask of sequence ids (S-5)", "shape")
+            raise InvalidBatch.of_token(index, f"{mask} is no mask of sequence ids", "shape")  # S-5
         ids = [bit for bit in range(mask.bit_length()) if mask >> bit & 1]
         if given.primary is not None:
             first = given.primary[index]
             if first not in ids:
-                what = f"the primary id {first} is not one of its sequences {ids} (S-19)"
+                what = f"the primary id {first} is not one of its sequences {ids}"  # S-19
                 raise InvalidBatch.of_token(index, what, "shape")
             ids = [first, *(s for s in ids if s != first)]
         yield ids

@@ -62,14 +62,14 @@ def check_steps(entries: Entries, spans: Spans, memory: Remembered) -> None:
     wrong = gap | hole
     if wrong.any():
         place = int(wrong.argmax())
-        raise _gap(entries, spans, memory, place, "S-13") if gap[place] else _hole(entries, spans, place)
+        raise _gap(entries, spans, memory, place) if gap[place] else _hole(entries, spans, place)
 
 
 def check_jumps(entries: Entries, spans: Spans, memory: Remembered, *, repeats: bool) -> None:
     """S-14, several position dimensions: forward jumps are legal; `repeats` allows the last position once more."""
     gap = memory.present & (spans.low < memory.last + (0 if repeats else 1))
     if gap.any():
-        raise _gap(entries, spans, memory, int(gap.argmax()), "S-14")
+        raise _gap(entries, spans, memory, int(gap.argmax()))
 
 
 def _holes(entries: Entries, spans: Spans) -> NDArray[np.bool_]:
@@ -93,16 +93,16 @@ def _at(entries: Entries, spans: Spans, place: int, position: int) -> int:
     return int(entries.tokens_of(place)[(_positions(entries, spans, place) == position).argmax()])
 
 
-def _gap(entries: Entries, spans: Spans, memory: Remembered, place: int, rule: str) -> InvalidBatch:
+def _gap(entries: Entries, spans: Spans, memory: Remembered, place: int) -> InvalidBatch:
     lowest, last, sequence = spans.low[place], memory.last[place], entries.unique[place]
-    what = f"position {lowest} does not follow {last}, the last of sequence {sequence} in memory ({rule})"
+    what = f"position {lowest} does not follow {last}, the last of sequence {sequence} in memory"
     return InvalidBatch.of_token(_at(entries, spans, place, lowest), what, "pos_memory_gap")
 
 
 def _hole(entries: Entries, spans: Spans, place: int) -> InvalidBatch:
     distinct = np.unique(_positions(entries, spans, place))
     low, high = distinct[(np.diff(distinct) > 1).argmax() :][:2]
-    what = f"position {high} leaves a hole after {low} in sequence {entries.unique[place]} (S-13)"
+    what = f"position {high} leaves a hole after {low} in sequence {entries.unique[place]}"  # S-13
     return InvalidBatch.of_token(_at(entries, spans, place, high), what, "pos_not_contiguous")
 
 
@@ -120,7 +120,7 @@ def check_coupling(entries: Entries, memory: Remembered) -> None:
         place = int(apart.argmax())
         index = int(np.searchsorted(entries.start, example[place], side="right")) - 1
         a, b = (f"sequence {entries.unique[k]} {_told(memory, k)}" for k in (int(mine[place]), int(other[place])))
-        raise InvalidBatch.of_token(index, f"{a} and {b}, so they cannot share a token (S-15)", "coupled_diverged")
+        raise InvalidBatch.of_token(index, f"{a} and {b}, so they cannot share a token", "coupled_diverged")  # S-15
 
 
 def _told(memory: Remembered, place: int) -> str:
@@ -150,8 +150,8 @@ def _out_of_step(entries: Entries, spans: Spans, wrong: NDArray[np.bool_], grown
     index, sequence = int(entries.tokens[at]), entries.ids[entries.order[at]]
     if grown[at]:
         ids, before = entries.ids_of(index), entries.ids_of(int(entries.tokens[at - 1]))
-        what = f"its sequences {ids} are not all among {before}, where sequence {sequence} was before (S-16)"
+        what = f"its sequences {ids} are not all among {before}, where sequence {sequence} was before"  # S-16
         return InvalidBatch.of_token(index, what, "subset_diverged")
     last, position = spans.gathered[at - 1 : at + 1]
-    what = f"position {position} is lower than {last}, the one before it in sequence {sequence} (S-16)"
+    what = f"position {position} is lower than {last}, the one before it in sequence {sequence}"  # S-16
     return InvalidBatch.of_token(index, what, "pos_decreasing")

@@ -45,7 +45,7 @@ def sanitize(
     """
     n_tokens = _count(batch)
     if n_seq_limit > MAX_SEQ:
-        raise InvalidBatch(f"a limit of {n_seq_limit} sequences is above {MAX_SEQ} (S-3)", reason="n_seq_max")
+        raise InvalidBatch(f"a limit of {n_seq_limit} sequences is above {MAX_SEQ}", reason="n_seq_max")  # S-3
     token = None if batch.token is None else _of_tokens("token", _tokens(batch.token, n_vocab), n_tokens)
     embd, listed = _rows(batch, n_tokens), _ids(batch, n_tokens)
     given = _positions(batch, n_tokens, 1 if token is not None else n_pos_per_embd)
@@ -93,10 +93,10 @@ def _count(batch: Batch) -> int:
     """S-2: how many tokens there are; at least one."""
     given = batch.token if batch.token is not None else batch.embd
     if given is None:
-        raise InvalidBatch("the batch has neither tokens nor embeddings (S-2)", reason="empty")
+        raise InvalidBatch("the batch has neither tokens nor embeddings", reason="empty")  # S-2
     n_tokens = length("token" if batch.embd is None else "embd", given) if batch.n_tokens is None else batch.n_tokens
     if n_tokens < 1:
-        raise InvalidBatch("the batch has no tokens (S-2)", reason="empty")
+        raise InvalidBatch("the batch has no tokens", reason="empty")  # S-2
     return n_tokens
 
 
@@ -105,7 +105,7 @@ def _tokens(given: ArrayLike, n_vocab: int) -> Ints:
     token = whole_numbers("token", given)
     if token.size and (token.min() < 0 or token.max() >= n_vocab):
         index = int(((token < 0) | (token >= n_vocab)).argmax())
-        what = f"id {token.flat[index]} is outside the vocabulary of {n_vocab} (S-4)"
+        what = f"id {token.flat[index]} is outside the vocabulary of {n_vocab}"  # S-4
         raise InvalidBatch.of_token(index, what, "token_range")
     return token
 
@@ -163,13 +163,13 @@ def _check_ids(ids: Ints, counts: Ints, limit: int) -> None:
         "seq_range": f"sequence ids {listed} must be from 0 to {limit - 1}",
         "seq_duplicate": f"sequence ids {listed} repeat",
     }
-    raise InvalidBatch.of_token(index, f"{told[reason]} (S-6)", reason)
+    raise InvalidBatch.of_token(index, told[reason], reason)  # S-6
 
 
 def _check_not_negative(pos: Ints) -> None:
     if pos.min() < 0:
         index = int((pos < 0).argmax())
-        raise InvalidBatch.of_token(index, f"position {pos[index]} is negative (S-7)", "pos_negative")
+        raise InvalidBatch.of_token(index, f"position {pos[index]} is negative", "pos_negative")  # S-7
 
 
 def _remembered(entries: Entries, memory: MemoryView | None) -> Remembered:

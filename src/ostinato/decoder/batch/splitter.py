@@ -147,10 +147,10 @@ class Splitter:
 
 def _check_limit(n_ubatch: int, n_keep_tail: int = 0) -> None:
     if n_ubatch < 1:
-        raise InvalidBatch(f"n_ubatch is {n_ubatch}; a ubatch holds at least one token (SP-3)", reason="n_ubatch")
+        raise InvalidBatch(f"n_ubatch is {n_ubatch}; a ubatch holds at least one token", reason="n_ubatch")  # SP-3
     if n_keep_tail > 0 and n_ubatch <= n_keep_tail:
         raise InvalidBatch(
-            f"n_ubatch is {n_ubatch}; it must be above {n_keep_tail}, the tokens to keep together (SP-10)",
+            f"n_ubatch is {n_ubatch}; it must be above {n_keep_tail}, the tokens to keep together",  # SP-10
             reason="n_ubatch",
         )
 

@@ -144,7 +144,7 @@ class Decoder:
         """Decode a batch, or encode it where there is no memory. `abort` is called during the run; true stops it."""
         self._opened.check()
         if self._running:
-            raise InternalError("a decode was started inside another one of the same decoder (D-20)")
+            raise InternalError("a decode was started inside another one of the same decoder")  # D-20
         self._running = True
         try:
             with torch.inference_mode():
@@ -232,7 +232,7 @@ class Decoder:
         """Carry out pending shifts and copies (D-11); this invalidates graphs built before (UP-8)."""
         self._opened.check()
         if self._parts.memory.prepare_update(optimise=False) is Status.SUCCESS and abort():
-            raise Aborted("the caller's signal stopped the pending update of memory (UP-5)", reason="abort")
+            raise Aborted("the caller's signal stopped the pending update of memory", reason="abort")  # UP-5
         with torch.inference_mode():
             if classed("could not bring memory up to date", lambda: flush(self._parts.memory)):
                 self._graphs.request_reservation()
@@ -269,7 +269,7 @@ class Decoder:
         """Check the batch, in the order of D-1 to D-7, before anything changes (D-10)."""
         s = self.settings
         if batch.token is None and batch.embd is None:
-            raise InvalidBatch("the batch has neither token nor embd (D-1)", reason="empty")
+            raise InvalidBatch("the batch has neither token nor embd", reason="empty")  # D-1
         self._router.check_limit(batch, limit=s.n_outputs_max_per_seq, output_all=self._embeddings)
         clean = sanitize(
             batch,
@@ -280,14 +280,14 @@ class Decoder:
         )
         if not s.causal and clean.n_tokens > s.n_ubatch:
             raise InvalidBatch(
-                f"{clean.n_tokens} tokens that all see each other must fit one ubatch of {s.n_ubatch} (D-7, EN-2)",
+                f"{clean.n_tokens} tokens that all see each other must fit one ubatch of {s.n_ubatch}",  # D-7, EN-2
                 reason="n_ubatch",
             )
         if clean.n_tokens > s.n_batch:
-            raise InvalidBatch(f"{clean.n_tokens} tokens; a batch holds {s.n_batch} at most (D-7)", reason="n_batch")
+            raise InvalidBatch(f"{clean.n_tokens} tokens; a batch holds {s.n_batch} at most", reason="n_batch")  # D-7
         if clean.n_outputs > s.n_outputs_max:
-            raise InvalidBatch(
-                f"{clean.n_outputs} outputs; {s.n_outputs_max} at most were asked for (D-7)", reason="n_outputs"
+            raise InvalidBatch(  # D-7
+                f"{clean.n_outputs} outputs; {s.n_outputs_max} at most were asked for", reason="n_outputs"
             )
         check_inputs(self.model, clean)
         return clean

@@ -44,7 +44,9 @@ def check_inputs(model: Model, batch: CleanBatch) -> None:
     """Refuse rows that are not as wide as the model's, and segment ids that it does not have."""
     width = model.shape.hidden
     if batch.embd is not None and batch.embd.shape[-1] != width:
-        raise InvalidBatch(f"embd rows are {batch.embd.shape[-1]} wide; this model's are {width} (S-5)", reason="shape")
+        raise InvalidBatch(  # S-5
+            f"embd rows are {batch.embd.shape[-1]} wide; this model's are {width}", reason="shape"
+        )
     known = 1 if model.type_embedding is None else len(model.type_embedding)
     if batch.segment is not None and not ((batch.segment >= 0) & (batch.segment < known)).all():
         index = int(((batch.segment < 0) | (batch.segment >= known)).argmax())

@@ -136,7 +136,7 @@ class GraphScheduler(Generic[Graph]):
     def prepare(self, key: GraphKey) -> PreparedGraph[Graph]:
         """The stored graph if it was built for an equal key, else a new one."""
         if self.reservation_due:
-            raise InternalError("a graph was asked for before the worst case was reserved (GS-1)")
+            raise InternalError("a graph was asked for before the worst case was reserved")  # GS-1
         if self._stored is not None and self._stored[0] == key:
             self.n_reused += 1
             return PreparedGraph(self._stored[1], reused=True)

@@ -126,7 +126,7 @@ class Outputs:
             self._items = self._allocate(n_items)
         except (MemoryError, RuntimeError) as error:  # torch's allocators raise RuntimeError
             raise AllocationFailed(
-                f"no memory for the outputs of this batch: {n_items * ITEM_BYTES} bytes could not be had (OUT-7); "
+                f"no memory for the outputs of this batch: {n_items * ITEM_BYTES} bytes could not be had; "  # OUT-7
                 "ask for fewer outputs at once",
                 reason="outputs",
             ) from error
@@ -152,7 +152,7 @@ class Outputs:
 
     def _reserved(self) -> dict[str, FilledRows]:
         if self._rows is None:
-            raise InternalError("output rows were written, but none are reserved (G-5)")
+            raise InternalError("output rows were written, but none are reserved")  # G-5
         return self._rows
 
     # After the run
@@ -161,12 +161,12 @@ class Outputs:
         """Make the rows findable: row r was filled by batch index out_ids[r] (D-17, OUT-8..10)."""
         n_rows = len(self._reserved()["logits"].counts)
         if len(out_ids) != n_outputs or n_outputs > n_rows:
-            raise InternalError(f"{len(out_ids)} output ids for {n_outputs} outputs in {n_rows} rows (OUT-8)")
+            raise InternalError(f"{len(out_ids)} output ids for {n_outputs} outputs in {n_rows} rows")  # OUT-8
         batch_order = sorted(out_ids)
         if len(set(batch_order)) < n_outputs or (
             n_outputs and not 0 <= batch_order[0] <= batch_order[-1] < self._n_batch
         ):
-            raise InternalError(f"output ids {list(out_ids)} repeat or leave the batch of {self._n_batch} (OUT-9)")
+            raise InternalError(f"output ids {list(out_ids)} repeat or leave the batch of {self._n_batch}")  # OUT-9
         self.unpublish()
         for row, index in enumerate(batch_order):
             self._ids[index] = row

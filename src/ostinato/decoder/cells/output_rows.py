@@ -53,7 +53,7 @@ class FilledRows:
         # Checked here because copy_ would silently broadcast a narrow row over the whole width.
         if first < 0 or first + n > len(self.values) or not (k == self.width or (partly and k < self.width)):
             raise InternalError(
-                f"rows {list(rows.shape)} written from row {first} on; reserved: {list(self.values.shape)} (G-5, SR-6)"
+                f"rows {list(rows.shape)} written from row {first} on; reserved: {list(self.values.shape)}"  # G-5, SR-6
             )
         self.values[first : first + n, :k].copy_(rows)
         self.counts[first : first + n] = k

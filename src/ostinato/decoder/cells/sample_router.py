@@ -62,10 +62,10 @@ class SampleRouter:
         False, and no sampler for the sequence, when this one cannot run in a graph (SR-1).
         """
         if self._begun is not None:
-            raise InternalError(f"a sampler for sequence {sequence} was registered while a batch was running (D-20)")
+            raise InternalError(f"a sampler for sequence {sequence} was registered while a batch was running")  # D-20
         if not 0 <= sequence < self._n_seq_limit:
             raise InvalidBatch(
-                f"no sampler can serve sequence {sequence}: ids are 0 to {self._n_seq_limit - 1} (SR-1)",
+                f"no sampler can serve sequence {sequence}: ids are 0 to {self._n_seq_limit - 1}",  # SR-1
                 reason="seq_range",
             )
         wanted = sampler if sampler is not None and sampler.supported else None
@@ -94,7 +94,7 @@ class SampleRouter:
         if exceeding:
             index, sequence = min(exceeding)
             raise InvalidBatch(
-                f"token {index}: sequence {sequence} has a backend sampler and more than {limit} outputs (SR-4); "
+                f"token {index}: sequence {sequence} has a backend sampler and more than {limit} outputs; "  # SR-4
                 "send fewer of its outputs at once, or raise n_outputs_max_per_seq",
                 reason="seq_output_limit",
                 index=index,
@@ -103,7 +103,7 @@ class SampleRouter:
     def begin(self) -> None:
         """Begin a new logical batch: save every sampler's state (SR-11), then call its `begin` once (D-14)."""
         if self._begun is not None:
-            raise InternalError("a batch began while another was running (D-20)")
+            raise InternalError("a batch began while another was running")  # D-20
         self._begun = []
         try:
             for sampler in {id(sampler): sampler for sampler in self._samplers.values()}.values():

@@ -66,9 +66,9 @@ def settle(
     ubatch = min(n_ubatch or batch, batch)
     outputs = batch if has_encoder or n_outputs_max == 0 else n_outputs_max
     if outputs < n_seqs:
-        raise _refused("n_outputs_max", f"{outputs} outputs are fewer than {n_seqs} sequences (C-6)")
+        raise _refused("n_outputs_max", f"{outputs} outputs are fewer than {n_seqs} sequences")  # C-6
     if n_rs_seq > 0 and ubatch <= n_rs_seq + 1:
-        raise _refused("n_rs_seq", f"{n_rs_seq} snapshots need ubatches of more than {n_rs_seq + 1} tokens (C-7)")
+        raise _refused("n_rs_seq", f"{n_rs_seq} snapshots need ubatches of more than {n_rs_seq + 1} tokens")  # C-7
     cells, capacity = _cells(n_ctx, n_seqs, unified=unified)
     return Settings(
         n_ctx=cells,
@@ -90,7 +90,7 @@ def _check_counts(asked: dict[str, int]) -> None:
         if value < least:
             raise _refused(name, f"it is {value}, and must be at least {least}")
     if asked["n_seq_max"] > MAX_SEQ:
-        raise _refused("n_seq_max", f"{asked['n_seq_max']} sequences are more than {MAX_SEQ} (C-2)")
+        raise _refused("n_seq_max", f"{asked['n_seq_max']} sequences are more than {MAX_SEQ}")  # C-2
 
 
 def _cells(n_ctx: int, n_seqs: int, *, unified: bool) -> tuple[int, int]:

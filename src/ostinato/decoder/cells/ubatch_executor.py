@@ -48,15 +48,15 @@ class UbatchExecutor:
             memory.apply()
             rows = compute()
             if rows != expected:
-                raise ComputeFailed(
-                    f"the run produced {rows} output rows where {expected} were due (UX-1)", reason="rows"
+                raise ComputeFailed(  # UX-1
+                    f"the run produced {rows} output rows where {expected} were due", reason="rows"
                 )
         # BaseException: an interrupt from the keyboard must not leave half a ubatch in memory either.
         except BaseException as failure:
             self._roll_back(memory, failure)
             if isinstance(failure, DecodeError | InternalError) or not isinstance(failure, Exception):
                 raise
-            raise ComputeFailed(f"memory could not be applied: {failure} (UX-1)", reason="apply") from failure
+            raise ComputeFailed(f"memory could not be applied: {failure}", reason="apply") from failure  # UX-1
         return Executed(rows, memory.n_kv)
 
     def _roll_back(self, memory: AppliedMemory, failure: BaseException) -> None:
@@ -67,5 +67,5 @@ class UbatchExecutor:
             both = BaseExceptionGroup("a ubatch failed and could not be undone", [failure, second])
             raise InternalError(
                 f"rolling back a failed ubatch failed: {second}; the ubatch had failed with: {failure}; "
-                "memory can no longer be trusted (UX-2)"
+                "memory can no longer be trusted"  # UX-2
             ) from both

@@ -353,11 +353,11 @@ def test_a_copy_that_one_cache_refuses_is_made_in_neither_hy_5() -> None:
     memory = two_cache(unified=False)
     decode(memory, [[0]] * 3)
     before = contents(memory)
-    with pytest.raises(InvalidBatch, match="SQ-6"):
+    with pytest.raises(InvalidBatch, match="only the whole of 0 can be copied"):
         memory.seq_cp(0, 1, 0, 2)
-    with pytest.raises(InvalidBatch, match="SQ-1"):
+    with pytest.raises(InvalidBatch, match="does not exist"):
         memory.seq_keep(4)
-    with pytest.raises(InvalidBatch, match="SQ-1"):
+    with pytest.raises(InvalidBatch, match="does not exist"):
         memory.seq_rm(4)
     assert contents(memory) == before
 
@@ -379,7 +379,7 @@ def test_caches_of_different_size_cannot_shift_hy_7() -> None:
     before = contents(memory)
     assert not memory.can_shift
     for name in ("seq_add", "seq_div"):
-        with pytest.raises(InvalidBatch, match="HY-7") as refused:
+        with pytest.raises(InvalidBatch, match="the caches have") as refused:
             getattr(memory, name)(0, None, None, 2)
         assert refused.value.reason == "shift_unsupported"
     memory.seq_add(0, None, None, 0)  # what changes nothing is no shift
@@ -410,7 +410,7 @@ def test_shared_tokens_are_refused_where_sequences_have_memory_of_their_own_mc_6
 @pytest.mark.parametrize("all_outputs", [False, True])
 def test_a_hybrid_with_streams_refuses_shared_tokens_however_it_splits_rm_5(all_outputs: bool) -> None:
     memory = hybrid(unified=False)
-    with pytest.raises(InvalidBatch, match="RM-5"):
+    with pytest.raises(InvalidBatch, match="one sequence"):
         prepare(memory, [[0, 1]], all_outputs=all_outputs)
     decode(memory, [[0], [1], [0]], all_outputs=all_outputs)
     assert (memory.pos_max(0), memory.pos_max(1)) == (1, 0)
@@ -509,7 +509,7 @@ def test_a_full_memory_is_no_slot_and_unchanged_g_3() -> None:
     memory = kv(size=4)
     decode(memory, [[0]] * 4)
     before = contents(memory)
-    with pytest.raises(NoSlot, match="D-12"):
+    with pytest.raises(NoSlot, match="no room"):
         prepare_with_retry(memory, splitter_of([[1]], memory=memory), 8, False)
     assert contents(memory) == before
     assert len([cell for cell in told(full(memory).streams[0].cells) if cell is not None]) == 4

@@ -204,7 +204,7 @@ def walk(used: list[bool], head: int, n: int, contiguous: bool) -> list[int] | N
 
 
 def test_a_size_that_is_no_multiple_of_the_padding_is_a_mistake_kv_1() -> None:
-    with pytest.raises(InternalError, match="KV-1"):
+    with pytest.raises(InternalError, match="no multiple"):
         KVCache(100, n_seq_max=1, unified=True, padding=32)
     assert KVCache(128, n_seq_max=1, unified=True, padding=32).n_kv() == 128
 
@@ -213,7 +213,7 @@ def test_rows_that_are_not_grouped_by_stream_are_a_mistake_kv_4() -> None:
     cache = cache_of(unified=False)
     for ids in ([[0], [1], [0]], [[0], [1], [0], [1]], [[0, 1], [0]], [[1], [1], [0], [0]]):
         before = digest(cache)
-        with pytest.raises(InternalError, match="KV-4"):
+        with pytest.raises(InternalError, match="grouped by sequence"):
             cache.prepare([ubatch_of(ids)])
         assert digest(cache) == before
 
@@ -271,7 +271,7 @@ def test_rolling_back_takes_shared_tokens_from_all_their_sequences_kv_14() -> No
     assert cache.pos_max(1) == 3
     cache.roll_back(ubatch, slot)
     assert digest(cache) == before
-    with pytest.raises(InternalError, match="KV-14"):
+    with pytest.raises(InternalError, match="rolled back"):
         cache.roll_back(ubatch, slot)
 
 
@@ -318,9 +318,9 @@ def test_equal_positions_of_an_image_are_ordered_by_row_and_column_kv_16() -> No
     cache.apply(ubatch, slot)
     seen = cache.visible(ubatch, slot)[0][:, :4]
     assert seen.tolist() == np.tri(4, dtype=bool).tolist()
-    with pytest.raises(InvalidBatch, match="SQ-12"):
+    with pytest.raises(InvalidBatch, match="cannot be shifted"):
         cache.seq_add(0, None, None, 2)
-    with pytest.raises(InvalidBatch, match="SQ-12"):
+    with pytest.raises(InvalidBatch, match="cannot be shifted"):
         cache.seq_div(0, None, None, 2)
 
 
@@ -342,7 +342,7 @@ def test_ids_out_of_range_are_refused_by_every_operation_sq_1(unified: bool) -> 
         ("seq_rm", (-1, 0, None)),
     ]
     for name, arguments in calls:
-        with pytest.raises(InvalidBatch, match="SQ-1"):
+        with pytest.raises(InvalidBatch, match="does not exist"):
             getattr(cache, name)(*arguments)
     assert digest(cache) == before
 
@@ -351,7 +351,7 @@ def test_shared_cells_cannot_be_divided_either_sq_13() -> None:
     cache = cache_of()
     decode(cache, [[0, 1], [0, 1]])
     before = digest(cache)
-    with pytest.raises(InvalidBatch, match="SQ-13") as refused:
+    with pytest.raises(InvalidBatch, match="cannot move") as refused:
         cache.seq_div(0, None, None, 2)
     assert refused.value.reason == "shared_cell"
     assert digest(cache) == before

@@ -276,7 +276,7 @@ class Cells:
 
     def _require(self, holds: Bools, cells: Ints, what: str) -> None:
         if not holds.all():
-            raise InternalError(f"cell {cells[~holds][0]} of {self.size} {what} (KC-12)")
+            raise InternalError(f"cell {cells[~holds][0]} of {self.size} {what}")  # KC-12
 
     def _distinct(self, cells: ArrayLike) -> Ints:
         at = indices(cells)
@@ -286,4 +286,4 @@ class Cells:
     def _require_distinct(self, keys: Ints) -> None:
         ascending = bool((keys[1:] > keys[:-1]).all())  # nearly always true, and cheaper than sorting
         if not ascending and len(np.unique(keys)) != len(keys):
-            raise InternalError("the same cell was named twice (KC-12)")
+            raise InternalError("the same cell was named twice")  # KC-12

@@ -84,7 +84,7 @@ class Coordinator(SequenceMemory):
         if change.changes(span) and not self._are_equally_large:
             sizes = " and ".join(str(cache.size) for cache in self._caches)
             raise InvalidBatch(
-                f"positions cannot be shifted or divided: the caches have {sizes} cells (HY-7)",
+                f"positions cannot be shifted or divided: the caches have {sizes} cells",  # HY-7
                 reason="shift_unsupported",
             )
         for part in reversed(self._parts):
@@ -159,9 +159,9 @@ def flush(memory: Coordinator) -> bool:
     """Carry out pending work; returns whether there was any, which invalidates graphs (D-11, MC-5, UP-8)."""
     status = memory.prepare_update(optimise=False)
     if status is Status.FAILED_PREPARE:
-        raise AllocationFailed("memory cannot prepare its pending update (MC-5)", reason="update")
+        raise AllocationFailed("memory cannot prepare its pending update", reason="update")  # MC-5
     if status is Status.FAILED_COMPUTE:
-        raise ComputeFailed("memory cannot compute its pending update (MC-5)", reason="update")
+        raise ComputeFailed("memory cannot compute its pending update", reason="update")  # MC-5
     if status is Status.SUCCESS:
         memory.apply_update()
     return status is Status.SUCCESS
@@ -189,9 +189,9 @@ def prepare_with_retry(
         cursor = memory.prepare_batch(splitter, n_ubatch, all_outputs)
     if cursor.status is Status.FAILED_PREPARE:
         raise NoSlot(
-            "memory has no room for the batch; retry later, with a smaller batch, or after removing sequences (D-12)",
+            "memory has no room for the batch; retry later, with a smaller batch, or after removing sequences",  # D-12
             reason="no_slot",
         )
     if cursor.status is not Status.SUCCESS:
-        raise AllocationFailed(f"memory answered {cursor.status.value!r} to a batch (MC-5)", reason="status")
+        raise AllocationFailed(f"memory answered {cursor.status.value!r} to a batch", reason="status")  # MC-5
     return cursor

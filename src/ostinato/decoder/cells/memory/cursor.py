@@ -44,7 +44,7 @@ class PreparedBatch:
     def ubatch(self) -> Ubatch:
         """The current one."""
         if self._at >= len(self.ubatches):
-            raise InternalError("there is no current ubatch: the prepare failed, or the end is reached (MC-7)")
+            raise InternalError("there is no current ubatch: the prepare failed, or the end is reached")  # MC-7
         return self.ubatches[self._at]
 
     def place(self, part: MemoryPart[At]) -> At | None:
@@ -64,7 +64,7 @@ class PreparedBatch:
     def apply(self) -> None:
         """Put the current ubatch into every part of memory, or into none."""
         if self._applied is not None:
-            raise InternalError("the current ubatch is applied already (MC-7)")
+            raise InternalError("the current ubatch is applied already")  # MC-7
         ubatch, self._applied = self.ubatch, []
         try:
             for part, places in self._places:
@@ -85,7 +85,7 @@ class PreparedBatch:
     def advance(self) -> bool:
         """Move to the next ubatch, after the current one was applied; False at the end."""
         if self._applied is None:
-            raise InternalError("a ubatch that is not applied cannot be left behind (MC-7)")
+            raise InternalError("a ubatch that is not applied cannot be left behind")  # MC-7
         self._applied = None
         self._at += 1
         return self._at < len(self.ubatches)

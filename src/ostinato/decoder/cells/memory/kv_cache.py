@@ -56,7 +56,7 @@ class KVCache(SequenceMemory):
         tensors: CellTensors | None = None,
     ) -> None:
         if size < 1 or size % padding:
-            raise InternalError(f"a cache of {size} cells is no multiple of its padding of {padding} (KV-1)")
+            raise InternalError(f"a cache of {size} cells is no multiple of its padding of {padding}")  # KV-1
         self.size = size
         self.unified = unified
         self.window = window or Window()
@@ -103,7 +103,7 @@ class KVCache(SequenceMemory):
         """Put the ubatch into its slot, completely or, on any failure, not at all (KV-10..12)."""
         groups = [(number, rows.start, rows.stop) for number, rows in self._groups(ubatch)]
         if groups != [(part.stream, part.rows.start, part.rows.stop) for part in slot.streams]:
-            raise InternalError("the slot is not of this ubatch: their rows or streams differ (KV-10)")
+            raise InternalError("the slot is not of this ubatch: their rows or streams differ")  # KV-10
         for part in slot.streams:
             self.streams[part.stream].check(part.cells)
         with Journal() as journal:
@@ -115,7 +115,7 @@ class KVCache(SequenceMemory):
             cells = self.streams[part.stream].cells
             if not np.array_equal(cells.position[part.cells], ubatch.first_pos[part.rows]):
                 raise InternalError(
-                    f"stream {part.stream} no longer holds the ubatch that is to be rolled back (KV-14)"
+                    f"stream {part.stream} no longer holds the ubatch that is to be rolled back"  # KV-14
                 )
         for part in slot.streams:
             self.streams[part.stream].take_back(part.cells)
@@ -194,8 +194,8 @@ class KVCache(SequenceMemory):
 
     def check_id(self, s: int) -> None:
         if not 0 <= s < self._n_ids:
-            raise InvalidBatch(
-                f"sequence {s} does not exist; ids are 0 to {self._n_ids - 1} (SQ-1)", reason="seq_range"
+            raise InvalidBatch(  # SQ-1
+                f"sequence {s} does not exist; ids are 0 to {self._n_ids - 1}", reason="seq_range"
             )
 
     def check_cp(self, a: int, b: int, p0: int | None, p1: int | None) -> None:
@@ -207,7 +207,7 @@ class KVCache(SequenceMemory):
         if span.start > 0 or span.stop <= (-1 if last is None else last):
             raise InvalidBatch(
                 f"sequences {a} and {b} are in streams of their own, so only the whole of {a} can be copied, not "
-                f"positions {p0} to {p1} of {last} (SQ-6)",
+                f"positions {p0} to {p1} of {last}",  # SQ-6
                 reason="partial_copy",
             )
 
@@ -217,8 +217,8 @@ class KVCache(SequenceMemory):
             return
         change.check()
         if not self.can_shift:
-            raise InvalidBatch(
-                "positions cannot be shifted or divided in this cache (SQ-12)", reason="shift_unsupported"
+            raise InvalidBatch(  # SQ-12
+                "positions cannot be shifted or divided in this cache", reason="shift_unsupported"
             )
         ops.check_not_shared(self._stream_of(s), s, span)
 
@@ -283,7 +283,7 @@ class KVCache(SequenceMemory):
         n_each, rest = divmod(n_rows, ubatch.n_seqs_unq)
         if rest or not np.array_equal(ubatch.seq_id, np.repeat(ubatch.seq_id_unq, n_each)):
             raise InternalError(
-                "rows for streams of their own must be grouped by sequence, each of one sequence (KV-4)"
+                "rows for streams of their own must be grouped by sequence, each of one sequence"  # KV-4
             )
         for k, s in enumerate(ubatch.seq_id_unq.tolist()):
             yield s, slice(k * n_each, (k + 1) * n_each)

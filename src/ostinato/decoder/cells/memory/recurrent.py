@@ -56,7 +56,7 @@ class RecurrentMemory(SequenceMemory):
             if too_big.any():
                 entry = int(too_big.argmax())
                 row = int(ubatch.seq_start.searchsorted(entry, side="right")) - 1
-                what = f"sequence {ubatch.seq_id[entry]} has no recurrent state; ids are 0 to {self.size - 1} (RM-4)"
+                what = f"sequence {ubatch.seq_id[entry]} has no recurrent state; ids are 0 to {self.size - 1}"  # RM-4
                 raise InvalidBatch.of_token(int(ubatch.index[row]), what, "seq_range")
 
     def prepare(self, ubatches: Sequence[Ubatch]) -> list[StateRun] | None:
@@ -72,13 +72,13 @@ class RecurrentMemory(SequenceMemory):
         """Place the ubatch as `prepare` said (RM-6)."""
         state = self._state.copy()
         if place(state, ubatch) != run:
-            raise InternalError("recurrent memory has changed since the ubatch was prepared (RM-6)")
+            raise InternalError("recurrent memory has changed since the ubatch was prepared")  # RM-6
         self._state, self._before = state, self._state
 
     def roll_back(self, ubatch: Ubatch, run: StateRun) -> None:
         """Every sequence is as before the last `apply`; its run must not have written any state (RM-19)."""
         if self._before is None:
-            raise InternalError("there is no applied ubatch to roll back in recurrent memory (RM-19)")
+            raise InternalError("there is no applied ubatch to roll back in recurrent memory")  # RM-19
         self._state, self._before = self._before, None
 
     def shape(self, run: StateRun) -> tuple[int, int]:
@@ -144,8 +144,8 @@ class RecurrentMemory(SequenceMemory):
 
     def check_id(self, s: int) -> None:
         if not 0 <= s < self.size:
-            raise InvalidBatch(
-                f"sequence {s} has no recurrent state; ids are 0 to {self.size - 1} (RM-11)", reason="seq_range"
+            raise InvalidBatch(  # RM-11
+                f"sequence {s} has no recurrent state; ids are 0 to {self.size - 1}", reason="seq_range"
             )
 
     def check_cp(self, a: int, b: int, p0: int | None, p1: int | None) -> None:
@@ -163,14 +163,14 @@ class RecurrentMemory(SequenceMemory):
         if len(self._state.ids[cell]) > 1:
             raise InvalidBatch(
                 f"the state of sequence {s} is shared by sequences {sorted(self._state.ids[cell])}, so its position "
-                "cannot move for one of them (RM-16)",
+                "cannot move for one of them",  # RM-16
                 reason="shared_cell",
             )
         position = self._state.position_of(cell)
         if change.of(position) < 0:
             raise InvalidBatch(
                 f"the state of sequence {s} is at position {position} and cannot be shifted by {change.distance}, to "
-                "below 0 (RM-16)",
+                "below 0",  # RM-16
                 reason="shift_range",
             )
 
@@ -187,7 +187,7 @@ class RecurrentMemory(SequenceMemory):
         for s in ids:
             self.check_id(s)
             if self._state.tail[s] is not None:
-                raise InternalError(f"sequence {s} has a state already; remove it before one is loaded (ST-5)")
+                raise InternalError(f"sequence {s} has a state already; remove it before one is loaded")  # ST-5
         # There is a cell for each sequence, and these have none, so `empty_from` cannot fail (RM-7).
         return load(self._change(), ids, position)
 

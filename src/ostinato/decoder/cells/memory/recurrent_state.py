@@ -52,7 +52,7 @@ class State:
         """The position of a used cell."""
         position = self.position[cell]
         if position is None:
-            raise InternalError(f"recurrent cell {cell} is empty and has no position (RM-2)")
+            raise InternalError(f"recurrent cell {cell} is empty and has no position")  # RM-2
         return position
 
     def lower_head(self, freed: Iterable[int]) -> None:
@@ -117,7 +117,7 @@ def place(state: State, ubatch: Ubatch) -> StateRun:
     """Give every set of an equal-length ubatch a cell, side by side; returns what its run must do (RM-6)."""
     sets = [ubatch.ids_of(k * ubatch.n_seq_tokens) for k in range(ubatch.n_seqs)]
     if not ubatch.equal_seqs:
-        raise InternalError("recurrent memory takes ubatches of equally long sets only (RM-6)")
+        raise InternalError("recurrent memory takes ubatches of equally long sets only")  # RM-6
     if state.head > state.used + 2 * len(sets):
         state.head = 0
     for ids in sets:

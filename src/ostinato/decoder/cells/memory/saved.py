@@ -52,7 +52,7 @@ class SavedKV:
 
     def check_ready(self, s: int | None) -> None:
         if self.cache.pending_copies or self.cache.has_shift:
-            raise InternalError("copies or shifts are pending: carry them out before saving or loading (ST-10)")
+            raise InternalError("copies or shifts are pending: carry them out before saving or loading")  # ST-10
         if s is not None:
             self.cache.check_id(s)
 
@@ -89,7 +89,7 @@ class SavedKV:
         if cells is None:
             raise NoSlot(
                 f"sequence {s} was not loaded and is empty now: it needs {block.n_cells} cells, and fewer of the "
-                f"{self.cache.size} are free; remove another sequence first (ST-5)",
+                f"{self.cache.size} are free; remove another sequence first",  # ST-5
                 reason="no_room",
             )
         self._fill(self._stream(s), cells, block)
@@ -100,7 +100,7 @@ class SavedKV:
         if mine is None or mine < last:
             raise BadFile(
                 f"the partial state ends at position {last}, and of sequence {s} the part that it left out ends at "
-                f"{mine}; load a full state, or run the tokens again (ST-12)"
+                f"{mine}; load a full state, or run the tokens again"  # ST-12
             )
         self.cache.seq_rm(s, last + 1)
 
@@ -204,7 +204,7 @@ class SavedStates:
     def _source(self, s: int) -> StateSource:
         source = self.memory.source_of(s)
         if source is None:
-            raise InternalError(f"sequence {s} has a recurrent cell and no state (RM-2)")
+            raise InternalError(f"sequence {s} has a recurrent cell and no state")  # RM-2
         return source
 
     @property
@@ -229,5 +229,5 @@ def _together(runs: Sequence[StateRun]) -> StateRun:
     if len(runs) == 1:
         return runs[0]
     if [run.head for run in runs] != list(range(len(runs))) or any(run.moves for run in runs):
-        raise InternalError("the states of a whole memory go to its first cells, and it was not empty (ST-7)")
+        raise InternalError("the states of a whole memory go to its first cells, and it was not empty")  # ST-7
     return StateRun(0, len(runs), (None,) * len(runs), ())

@@ -56,8 +56,8 @@ class PositionChange:
         if abs(self.distance) >= MAX_DISTANCE:
             raise InvalidBatch(f"positions cannot be shifted by {self.distance}: it is too far", reason="shift_range")
         if not 1 <= self.divisor < MAX_DISTANCE:
-            raise InvalidBatch(
-                f"positions cannot be divided by {self.divisor}: it must be at least 1 (SQ-14)", reason="divisor"
+            raise InvalidBatch(  # SQ-14
+                f"positions cannot be divided by {self.divisor}: it must be at least 1", reason="divisor"
             )
 
     def of(self, position: int) -> int:
@@ -140,6 +140,6 @@ def check_not_shared(stream: Stream, s: int, span: PositionSpan) -> None:
         position, owners = int(stream.cells.position[shared[0]]), stream.cells.ids(int(shared[0]))
         raise InvalidBatch(
             f"position {position} of sequence {s} is shared by sequences {owners}, so it cannot move for one of them; "
-            "remove it from the others first (SQ-13)",
+            "remove it from the others first",  # SQ-13
             reason="shared_cell",
         )

@@ -48,7 +48,7 @@ def refuse_coupling(splitter: Splitter) -> None:
         index = int((batch.n_seq_id > 1).argmax())
         raise InvalidBatch(
             f"token {index}: belongs to sequences {batch.ids_of(index)}, and each sequence has memory of its own here; "
-            "give every token one sequence (RM-5)",
+            "give every token one sequence",  # RM-5
             reason="coupled_unsupported",
             index=index,
         )
