@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from ostinato import cli
 from ostinato.errors import BadInput, FetchFailed, HardwareCannot, OstinatoError
@@ -49,6 +54,28 @@ def test_without_a_verb_the_help_is_shown(ostinato: RunCli) -> None:
     ran = ostinato()
     assert ran.code == 0
     assert "doctor" in ran.out
+
+
+@pytest.mark.parametrize(("group", "verb"), [("bench", "decode"), ("scale", "plan")])
+def test_a_group_without_a_verb_shows_its_help(ostinato: RunCli, group: str, verb: str) -> None:
+    ran = ostinato(group)
+    assert (ran.code, ran.err) == (0, "")
+    assert f" {verb} " in ran.out
+
+
+def test_help_shows_words_and_no_types(ostinato: RunCli) -> None:
+    """Python's types would stand there as `<bool>` or `<int range>`; a flag has no value."""
+    pages = {" ".join(verb): ostinato(*verb, "--help").out for verb in verbs_of(get_command(cli.app))}
+    assert [verb for verb, page in pages.items() if re.search(r"<\w", page)] == []
+    assert re.search(r"--raw +The prompt", pages["run"])
+    assert re.search(r"--kv-type +f32\|bf16", pages["run"])
+    assert re.search(r"--repeats +N ", pages["bench decode"])
+
+
+def verbs_of(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield words
+    for name, verb in getattr(command, "commands", {}).items():
+        yield from verbs_of(verb, (*words, name))
 
 
 def test_help_imports_nothing_heavy() -> None:
@@ -212,6 +239,24 @@ def test_a_shell_can_complete_verbs_and_model_names(home: Path) -> None:
 
     assert completions("ostinato to", 1).split() == ["tokenize"]
     assert completions("ostinato run --model smo", 3).split() == ["smollm2"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "option", "begun", "offered"),
+    [
+        ("run", "--mode", "", ["auto", "eager", "graph", "loop", "persistent"]),
+        ("run", "--device", "c", ["cpu", "cuda"]),
+        ("run", "--dtype", "b", ["bfloat16"]),
+        ("run", "--kv-type", "", ["f32", "bf16", "f16", "q8_0"]),
+        ("verify", "--mode", "l", ["loop"]),
+        ("lab", "--body", "", ["axpy", "tail"]),
+    ],
+)
+def test_a_shell_can_complete_the_values_of_a_choice(verb: str, option: str, begun: str, offered: list[str]) -> None:
+    command = cast(TyperGroup, get_command(cli.app)).commands[verb]
+    context = command.make_context(verb, [], resilient_parsing=True)
+    (parameter,) = (one for one in command.params if option in one.opts)
+    assert [item.value for item in parameter.shell_complete(context, begun)] == offered
 
 
 def test_the_entry_point_leaves_with_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:

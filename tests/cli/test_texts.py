@@ -94,6 +94,8 @@ def test_score_gives_tokens_likelihood_and_perplexity(ostinato: RunCli, tiny: Pa
     plain = dict(line.split() for line in ostinato("score", "--model", tiny, "--file", file).out.splitlines())
     assert list(plain) == ["n_tokens", "nll", "perplexity"]
     assert float(plain["nll"]) == pytest.approx(record["nll"], abs=1e-5)
+    as_argument = ostinato("score", "--json", "--model", tiny, file.read_text("utf-8"))
+    assert as_argument.out == ran.out
     from_stdin = ostinato("score", "--json", "--model", tiny, stdin=file.read_bytes())
     assert json.loads(from_stdin.out) == record
 

@@ -19,6 +19,7 @@ from ostinato.cli.bench import bench
 from ostinato.cli.bench_serve import serve_load
 from ostinato.cli.chat import chat
 from ostinato.cli.doctor import doctor
+from ostinato.cli.groups import Verbs, show_help
 from ostinato.cli.inspect import inspect
 from ostinato.cli.lab import lab
 from ostinato.cli.models import models, pull, rm
@@ -31,7 +32,7 @@ from ostinato.cli.verify import verify
 from ostinato.errors import HardwareCannot, OstinatoError
 from ostinato.other_engines import answer_flag
 
-app = typer.Typer(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
+app = Verbs(name="ostinato", pretty_exceptions_enable=False, rich_markup_mode="rich")
 for _verb in (run, chat, serve, batch, tokenize, score, embed, inspect, pull, models, rm, doctor, verify):
     app.command()(_verb)
 bench.command("serve")(serve_load)
@@ -48,7 +49,7 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback(invoke_without_command=True)
+@app.callback()
 def _ostinato(
     context: typer.Context,
     version: Annotated[
@@ -57,8 +58,7 @@ def _ostinato(
     verbose: flags.Verbose = False,
 ) -> None:
     """A language-model engine that lets the device own the token loop."""
-    if context.invoked_subcommand is None:
-        write_line(context.get_help())
+    show_help(context)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

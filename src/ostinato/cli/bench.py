@@ -21,6 +21,7 @@ import typer
 from ostinato.cli import flags
 from ostinato.cli.bare import Bare, opened_bare
 from ostinato.cli.flags import Flag
+from ostinato.cli.groups import Verbs, show_help
 from ostinato.cli.output import detail, talk, write_columns, write_json, write_line
 from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption, HardwareCannot, listing
@@ -37,12 +38,13 @@ if TYPE_CHECKING:
 MOST_BATCH: Final = 64
 ALL: Final = "all"
 
-bench = typer.Typer(no_args_is_help=True)
+bench = Verbs()
 
 
 @bench.callback()
-def _bench(verbose: flags.Verbose = False) -> None:
+def _bench(context: typer.Context, verbose: flags.Verbose = False) -> None:
     """Measure this machine."""
+    show_help(context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +77,12 @@ def decode(
     type: Annotated[
         str | None, Flag("Random weights as this; by default what --dtype would be.", "f32|f16|bf16|q8_0|q4_k_m|...")
     ] = None,
-    mode: Annotated[str, Flag(f"{','.join(MODES)}; or all.", "LIST")] = ALL,
+    mode: Annotated[str, Flag(f"{','.join(MODES)}; or all.", "LIST", autocompletion=flags.among(ALL, *MODES))] = ALL,
     batch: Annotated[str, Flag("Sequences at once.", "LIST")] = "1",
     n_gen: Annotated[str, Flag("Tokens to generate (tg); 0 leaves it out.", "LIST")] = "128",
     n_prompt: Annotated[str, Flag("Tokens of a prompt (pp); 0 leaves it out.", "LIST")] = "512",
     depth: Annotated[str, Flag("Positions in memory before that.", "LIST")] = "0",
-    repeats: Annotated[int, Flag("Runs of each, after one to warm up.", min=1)] = 5,
+    repeats: Annotated[int, Flag("Runs of each, after one to warm up.", "N", min=1)] = 5,
     profile: Annotated[bool, Flag("Also the time of each kind of node; on a CPU, eager's alone.")] = False,
     plot: Annotated[Path | None, Flag("Draw a bar chart (needs the extra `lab`).", "FILE.png")] = None,
     load: flags.ToMeasure,

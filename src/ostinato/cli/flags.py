@@ -32,6 +32,11 @@ def complete_installed(incomplete: str) -> list[str]:
     return [model.name for model in store.installed() if model.name.startswith(incomplete)]
 
 
+def among(*values: str) -> Callable[[str], list[str]]:
+    """Completes an option whose values are these."""
+    return lambda incomplete: [value for value in values if value.startswith(incomplete)]
+
+
 class Flag:
     """An option of a verb, marked in the annotation of its parameter: its help, and the word for its value there.
 
@@ -215,8 +220,12 @@ _FOLLOWING = _under(
 _LOADING = _under(
     "Loading and running",
     {
-        "device": Flag("Where to run.", "auto|cpu|cuda[:N]"),
-        "mode": Flag("How the decode loop is paced; auto is the highest that can run.", "|".join(("auto", *MODES))),
+        "device": Flag("Where to run.", "auto|cpu|cuda[:N]", autocompletion=among("auto", "cpu", "cuda")),
+        "mode": Flag(
+            "How the decode loop is paced; auto is the highest that can run.",
+            "|".join(("auto", *MODES)),
+            autocompletion=among("auto", *MODES),
+        ),
         "dtype": Flag("auto: float32 on the CPU, bfloat16 on CUDA."),
         "kv_type": Flag("How keys and values are stored."),
         "context": Flag("Tokens of prompt and answer together.", "N"),

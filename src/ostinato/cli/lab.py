@@ -14,9 +14,10 @@ import typer
 from ostinato.cli import flags
 from ostinato.cli.bench import numbers
 from ostinato.cli.flags import Flag, RecordFlags
+from ostinato.cli.groups import Verbs
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.errors import BadInput, BadOption, HardwareCannot
-from ostinato.lab.model import Workload
+from ostinato.lab.model import BODIES, Workload
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from ostinato.lab.experiment import ExperimentRow
     from ostinato.lab.work import LabMachine
 
-lab = typer.Typer(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
+lab = Verbs(help="Measure launch overhead: kernels one by one, graphs, loops and persistent kernels.")
 
 _WORK: Final = {
     "n": Flag("Length of the vector.", "N"),
@@ -34,7 +35,12 @@ _WORK: Final = {
     "blocks": Flag("Blocks of a GPU's grid; 0: one per multiprocessor.", "N"),
     "threads": Flag("Threads of a GPU's block.", "N"),
     "a": Flag("Factor of the vector that each step adds: h += a x.", "X"),
-    "body": Flag("What a kernel computes: axpy, or tail (bias, GELU, residual).", "NAME", type=str),
+    "body": Flag(
+        "What a kernel computes: axpy, or tail (bias, GELU, residual).",
+        "NAME",
+        type=str,
+        autocompletion=flags.among(*BODIES),
+    ),
 }
 _PROFILED: Final = {name: _WORK[name] for name in ("n", "steps", "kernels", "threads", "body")}
 Work = Annotated[Workload, RecordFlags(Workload, _WORK, body="axpy")]
@@ -46,7 +52,7 @@ DEFAULT_SHAPE: Final = {"gpu": "llama-1b", "cpu": "smollm2-135m"}
 _HEADINGS: Final = ("start", "us a step", "tokens/s", "speed-up", "predicted", "launches", "max_abs_err")
 
 
-@lab.callback(invoke_without_command=True)
+@lab.callback()
 @flags.verb
 def everything(
     *,

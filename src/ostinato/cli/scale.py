@@ -15,6 +15,7 @@ import typer
 
 from ostinato.cli import flags
 from ostinato.cli.flags import Flag
+from ostinato.cli.groups import Verbs, show_help
 from ostinato.cli.output import talk, write_columns, write_json, write_line
 from ostinato.cli.plot import figure_kind, save
 from ostinato.errors import BadInput, BadOption
@@ -28,12 +29,13 @@ if TYPE_CHECKING:
 
 _LOADS: Final = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95)
 
-scale = typer.Typer(no_args_is_help=True)
+scale = Verbs()
 
 
 @scale.callback()
-def _scale(verbose: flags.Verbose = False) -> None:
+def _scale(context: typer.Context, verbose: flags.Verbose = False) -> None:
     """Beyond one machine: what a load needs."""
+    show_help(context)
 
 
 @scale.command("plan")
@@ -46,7 +48,9 @@ def plan(
     p99_first_token: Annotated[float, Flag("Seconds that 99 of 100 first tokens may take.", "S")] = 1.0,
     slots: Annotated[int | None, Flag("Of each replica; the most measured, if not given.", "N")] = None,
     route_ms: Annotated[float, Flag("What the route to a replica adds to a first token.", "X")] = 0.0,
-    model: Annotated[str | None, Flag("For the memory: its KV bytes per token.", "PATH|NAME")] = None,
+    model: Annotated[
+        str | None, Flag("For the memory: its KV bytes per token.", "PATH|NAME", autocompletion=flags.complete_model)
+    ] = None,
     kv_type: flags.KvType = None,
     memory_gb: Annotated[float | None, Flag("Memory of one replica for KV.", "GB", name="--kv-memory")] = None,
     plot: Annotated[Path | None, Flag("Draw latency over load (needs `lab`).", "FILE.svg")] = None,

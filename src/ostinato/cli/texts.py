@@ -64,17 +64,18 @@ def tokenize(
 @flags.verb
 def score(
     *,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="The text; else --file or standard input.")] = None,
     file: flags.TextFile = None,
     model: flags.Model = DEFAULT,
     load: flags.ToCompute,
     as_json: flags.Json = False,
 ) -> None:
     """How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced."""
-    text = read_text(None, file, "the text to score")
-    if not text:
+    given = read_text(text, file, "the text to score")
+    if not given:
         raise BadInput("the text to score is empty")
     with opened(model, load) as llm:
-        result = llm.score(text)
+        result = llm.score(given)
     _check_numbers(llm, (result.nll, result.perplexity))
     if as_json:
         figures = {"n_tokens": result.n_tokens, "nll": result.nll, "perplexity": result.perplexity}

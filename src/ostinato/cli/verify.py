@@ -16,7 +16,7 @@ from ostinato.cli.flags import Flag
 from ostinato.cli.output import detail, write_columns, write_json, write_line
 from ostinato.errors import OstinatoError
 from ostinato.files.store import DEFAULT
-from ostinato.options import LoadOptions
+from ostinato.options import MODES, LoadOptions
 
 if TYPE_CHECKING:
     from ostinato.engine.verify import Check, VerifyReport
@@ -27,7 +27,10 @@ def verify(
     *,
     model: flags.ModelAnywhere = DEFAULT,
     load: flags.ToMeasure,
-    mode: Annotated[str, Flag("Compare this one alone; auto: every one.", "MODE")] = "auto",
+    mode: Annotated[
+        str,
+        Flag("Compare this one alone; auto: every one.", "MODE", autocompletion=flags.among("auto", *MODES)),
+    ] = "auto",
     as_json: flags.Json = False,
 ) -> None:
     """Compare the modes that can run here, buffer by buffer, and the weights with the file.
