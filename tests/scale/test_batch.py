@@ -7,7 +7,9 @@ import json
 import os
 import random
 import re
+import signal
 import sys
+import time
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
@@ -22,7 +24,7 @@ from ostinato.options import LoadOptions
 from ostinato.scale.batch import Tally, answer_all, run_here
 from ostinato.scale.batch_file import Requests, Results
 from ostinato.serve.settings import ServeOptions
-from tests.cli.conftest import RunCli, home, ostinato  # noqa: F401  fixtures
+from tests.cli.conftest import RunCli, home, ostinato, start  # noqa: F401  fixtures
 from tests.scale.conftest import line, read_lines, write_lines
 from tests.scale.running import killed_at
 from tests.serve.running import serving
@@ -67,7 +69,7 @@ def test_answers_and_digests_are_those_of_the_server(tiny: Path, tmp_path: Path)
                 assert response["body"] == reply.json()
     assert found[8]["response"] is None
     assert found[8]["error"]["code"] == "invalid_json_line"
-    assert (tally.answered, tally.refused, tally.damaged) == (6, 1, 1)
+    assert (tally.answered, tally.refused, tally.invalid) == (6, 1, 1)
     assert tally.tokens == sum(
         found[number]["response"]["body"]["usage"]["completion_tokens"] for number in range(1, 7)
     )
@@ -116,15 +118,15 @@ def test_five_hundred_lines_killed_twice_have_one_result_each(ostinato: RunCli, 
     done = ostinato(*words)
     assert done.code == 0, done.err
     on_progress = json.loads(done.out)
-    assert on_progress["before"] >= 250
-    assert on_progress["before"] + on_progress["answered"] + on_progress["damaged"] == N
+    assert on_progress["already_done"] >= 250
+    assert on_progress["already_done"] + on_progress["answered"] + on_progress["invalid"] == N
     results = read_lines(out)
     assert Counter(one["line"] for one in results) == Counter(range(1, N + 1))
     assert sum(one["error"] is not None for one in results) == N // 50
     again = ostinato(*words)
     assert again.code == 0
     assert "has a result for each of 500 lines already" in again.err
-    assert json.loads(again.out)["before"] == N
+    assert json.loads(again.out)["already_done"] == N
 
 
 def test_the_verb_says_what_it_did(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
@@ -132,7 +134,7 @@ def test_the_verb_says_what_it_did(ostinato: RunCli, tiny: Path, tmp_path: Path)
     words = ("--model", tiny, "--device", "cpu", "--context", "256")
     ran = ostinato("batch", requests, tmp_path / "out", *words)
     assert ran.code == 0, ran.err
-    assert "2 answered, 0 refused, 0 damaged; 8 tokens in" in ran.err
+    assert "out: 2 answered, 0 refused, 0 invalid, 0 already done; 8 tokens in" in ran.err
     refused = ostinato("batch", write_lines(tmp_path / "other", [line(3)]), tmp_path / "out", *words)
     assert refused.code == 2
     assert "belongs to something else" in refused.err
@@ -146,7 +148,7 @@ def test_who_watches_sees_a_bar_with_the_rate_and_the_time_left(monkeypatch: pyt
         patch.setattr(sys, "stderr", watched)
         with Bar() as bar:
             for answered in range(4):
-                bar(Tally(lines=10, before=2, answered=answered, tokens=8 * answered))
+                bar(Tally(lines=10, already_done=2, answered=answered, tokens=8 * answered))
     shown = ""
     with os.fdopen(screen, "rb", buffering=0) as seen, suppress(OSError):  # its end, once nobody writes
         while part := seen.read(100_000):
@@ -156,8 +158,32 @@ def test_who_watches_sees_a_bar_with_the_rate_and_the_time_left(monkeypatch: pyt
     assert re.search(r"\d:\d\d:\d\d|-:--:--", shown)
 
 
-def test_a_log_gets_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(sys.modules[Bar.__module__], "_LINE_EVERY_S", 0.0)
+def test_a_log_gets_a_line_at_the_start_and_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Bar() as bar:
-        bar(Tally(lines=10, before=2, answered=3, tokens=24))
-    assert re.fullmatch(r"5 of 10 lines, \d+\.\d tokens/s\n", capsys.readouterr().err)
+        for answered in range(4):
+            bar(Tally(lines=10, already_done=2, answered=answered, tokens=8 * answered))
+        monkeypatch.setattr(sys.modules[Bar.__module__], "_LINE_EVERY_S", 0.0)
+        bar(Tally(lines=10, already_done=2, answered=4, tokens=32))
+    assert re.fullmatch(r"2 of 10 lines\n6 of 10 lines, \d+\.\d tokens/s\n", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_an_interrupted_batch_says_how_to_go_on(ostinato: RunCli, tiny: Path, tmp_path: Path) -> None:  # noqa: F811
+    requests, out = write_lines(tmp_path / "in", [line(n, max_tokens=32) for n in range(40)]), tmp_path / "out"
+    words = ("batch", requests, out, "--model", tiny, "--device", "cpu", "--context", "256", "--mode", "eager")
+    with start(words) as program:
+        assert program.stderr is not None
+        while not (out.exists() and out.read_bytes()):
+            time.sleep(0.02)
+        program.send_signal(signal.SIGINT)
+        said = program.stderr.read().decode()
+        assert program.wait(30) == 130
+    done = len(read_lines(out))
+    assert 0 < done < 40
+    assert said.splitlines()[-1] == (
+        f"interrupted: {done} of 40 lines have a result in {out}; the same command answers the rest"
+    )
+    again = ostinato(*words)
+    assert f"{40 - done} answered, 0 refused, 0 invalid, {done} already done; " in again.err

@@ -13,11 +13,11 @@ from ostinato.errors import BadInput
 from ostinato.scale.batch_file import (
     MOST_LINE_BYTES,
     BatchRequest,
-    DamagedLine,
+    InvalidLine,
     Requests,
     Results,
     result_of,
-    result_of_damaged,
+    result_of_invalid,
 )
 from tests.scale.conftest import line, read_lines, write_lines
 
@@ -27,7 +27,7 @@ ANSWER = json.dumps({"id": "cmpl-1", "model": "m", "choices": []}).encode()
 def answer(requests: Requests, results: Results, n: int | None = None) -> None:
     """Answer the next n lines that have no result, or all."""
     for one in list(requests.read(set(results.done)))[:n]:
-        result = result_of(one, 200, ANSWER) if isinstance(one, BatchRequest) else result_of_damaged(one)
+        result = result_of(one, 200, ANSWER) if isinstance(one, BatchRequest) else result_of_invalid(one)
         results.write(one.line.number, result)
 
 
@@ -54,9 +54,9 @@ def test_each_line_says_its_request_and_blank_lines_say_nothing(tmp_path: Path) 
         (json.dumps(line(1, stream=True)), "invalid_request"),
     ],
 )
-def test_a_damaged_line_is_told_by_name_and_spoils_no_other(tmp_path: Path, content: str, code: str) -> None:
+def test_an_invalid_line_is_told_by_name_and_spoils_no_other(tmp_path: Path, content: str, code: str) -> None:
     found = list(Requests(write_lines(tmp_path / "in", [content, line(2)])).read(set()))
-    assert isinstance(found[0], DamagedLine)
+    assert isinstance(found[0], InvalidLine)
     assert found[0].code == code
     assert isinstance(found[1], BatchRequest)
 
@@ -64,15 +64,15 @@ def test_a_damaged_line_is_told_by_name_and_spoils_no_other(tmp_path: Path, cont
 def test_a_custom_id_given_twice_is_answered_once_and_refused_once(tmp_path: Path) -> None:
     requests = Requests(write_lines(tmp_path / "in", [line(1), line(2), line(1)]))
     found = list(requests.read(set()))
-    assert [type(one) for one in found] == [BatchRequest, BatchRequest, DamagedLine]
-    assert [type(one) for one in requests.read({1, 2})] == [DamagedLine]  # the same after a restart
+    assert [type(one) for one in found] == [BatchRequest, BatchRequest, InvalidLine]
+    assert [type(one) for one in requests.read({1, 2})] == [InvalidLine]  # the same after a restart
 
 
 def test_a_line_too_long_is_not_read_into_memory(tmp_path: Path) -> None:
     path = tmp_path / "in"
     path.write_bytes(b"x" * (MOST_LINE_BYTES + 1) + b"\n" + json.dumps(line(2)).encode())
     found = list(Requests(path).read(set()))
-    assert [type(one) for one in found] == [DamagedLine, BatchRequest]
+    assert [type(one) for one in found] == [InvalidLine, BatchRequest]
 
 
 @settings(max_examples=60, deadline=None)

@@ -52,7 +52,7 @@ def test_a_batch_killed_on_a_cluster_is_finished_on_this_machine_with_the_answer
     command += ["--ray-address", cluster.address]
     assert killed_at(20, out, command, cluster.environment) < N
     on_progress = json.loads(ran("ostinato", "batch", requests, out, *words, "--replicas", 2).stdout)
-    assert on_progress["before"] + on_progress["answered"] + on_progress["damaged"] == N
+    assert on_progress["already_done"] + on_progress["answered"] + on_progress["invalid"] == N
     assert ostinato("batch", requests, alone, *words).code == 0
     assert Counter(one["line"] for one in read_lines(out)) == Counter(range(1, N + 1))
     found, wanted = ({one["line"]: one for one in read_lines(path)} for path in (out, alone))

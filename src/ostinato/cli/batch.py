@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from rich.progress import ProgressColumn
 
     from ostinato.scale.batch import Tally
+    from ostinato.scale.batch_file import Requests, Results
+    from ostinato.serve.settings import ServeOptions
 
 _LINE_EVERY_S: Final = 10.0
 _SCALE: Final = "Beyond this process"
@@ -43,11 +45,11 @@ def batch(
 ) -> None:
     """Answer a file of requests in OpenAI's batch format.
 
-    Every line gets exactly one result, in the order they are ready. Run the same command again after it was stopped or
-    killed: what has a result is not asked again.
+    Every line gets exactly one result, in the order of completion. After an interruption, run the same command
+    again: it answers the lines that have no result.
     """
     check_installed()
-    from ostinato.scale.batch import Tally, run_here
+    from ostinato.scale.batch import Tally
     from ostinato.scale.batch_file import Requests, Results
     from ostinato.serve.service import name_of
     from ostinato.serve.settings import ServeOptions
@@ -58,28 +60,45 @@ def batch(
         if len(written.done) == len(asked.lines):
             talk(f"{results} has a result for each of {len(asked.lines)} lines already")
             tally = Tally(len(asked.lines), len(written.done))
-        elif replicas is not None or ray_address is not None:
-            from ostinato.scale.data import run_on_ray
-
-            tally = run_on_ray(
-                options, asked, written, replicas=replicas or 1, address=ray_address, on_progress=bar, talk=talk
-            )
         else:
-            import asyncio
-
-            from ostinato.llm import LLM
-
-            tally = asyncio.run(
-                run_here(options, lambda: LLM(model, load=load, talk=talk), asked, written, on_progress=bar)
-            )
+            try:
+                tally = _answer(options, asked, written, bar, replicas, ray_address)
+            except KeyboardInterrupt:
+                bar.close()
+                talk(
+                    f"interrupted: {len(written.done)} of {len(asked.lines)} lines have a result in {results}; "
+                    "the same command answers the rest"
+                )
+                raise typer.Exit(130) from None
     _sum_up(tally, bar.seconds, results, as_json=as_json)
+
+
+def _answer(
+    options: ServeOptions, asked: Requests, written: Results, bar: Bar, replicas: int | None, ray_address: str | None
+) -> Tally:
+    """Answer the lines that have no result: in this process, or on Ray if its options are given."""
+    if replicas is not None or ray_address is not None:
+        from ostinato.scale.data import run_on_ray
+
+        return run_on_ray(
+            options, asked, written, replicas=replicas or 1, address=ray_address, on_progress=bar, talk=talk
+        )
+    import asyncio
+
+    from ostinato.llm import LLM
+    from ostinato.scale.batch import run_here
+
+    def load() -> LLM:
+        return LLM(options.model, load=options.load, talk=talk)
+
+    return asyncio.run(run_here(options, load, asked, written, on_progress=bar))
 
 
 def _sum_up(tally: Tally, seconds: float, results: Path, *, as_json: bool) -> None:
     rate = tally.tokens / seconds if seconds else 0.0
-    earlier = f", {tally.before} before" if tally.before else ""
     talk(
-        f"{results}: {tally.answered} answered, {tally.refused} refused, {tally.damaged} damaged{earlier}; "
+        f"{results}: {tally.answered} answered, {tally.refused} refused, {tally.invalid} invalid, "
+        f"{tally.already_done} already done; "
         f"{tally.tokens} tokens in {seconds:.1f} s, {rate:.1f} tokens/s"
     )
     if as_json:
@@ -91,7 +110,7 @@ class Bar(ProgressBar):
 
     def __init__(self) -> None:
         super().__init__()
-        self._began = self._said = time.monotonic()
+        self._began = time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -110,7 +129,8 @@ class Bar(ProgressBar):
         return BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn()
 
     def __call__(self, tally: Tally) -> None:
-        if tally.done == tally.before:
+        if tally.done == tally.already_done:
             self._began = time.monotonic()
         rate = f"{tally.tokens / max(self.seconds, 1e-9):.1f} tokens/s"
-        self._show(tally.done, tally.lines, f"{tally.done} of {tally.lines} lines, {rate}", _LINE_EVERY_S, rate=rate)
+        line = f"{tally.done} of {tally.lines} lines" + (f", {rate}" if tally.tokens else "")
+        self._show(tally.done, tally.lines, line, _LINE_EVERY_S, rate=rate)

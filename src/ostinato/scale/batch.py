@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ostinato.errors import EngineDead
-from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
+from ostinato.scale.batch_file import BatchRequest, InvalidLine, Requests, Results, result_of, result_of_invalid
 from ostinato.scale.local import LoadLLM, LocalServer
 from ostinato.serve.settings import ServeOptions
 
@@ -23,16 +23,16 @@ class Tally:
     """What a run has done so far."""
 
     lines: int  # of the input
-    before: int  # answered by earlier runs
+    already_done: int  # by earlier runs
     answered: int = 0  # with status 200
     refused: int = 0  # with another
-    damaged: int = 0
+    invalid: int = 0
     prompt_tokens: int = 0
     tokens: int = 0
 
     @property
     def done(self) -> int:
-        return self.before + self.answered + self.refused + self.damaged
+        return self.already_done + self.answered + self.refused + self.invalid
 
     def count(self, status: int, answer: bytes) -> None:
         """Count one more answer."""
@@ -68,13 +68,13 @@ async def answer_all(
 
 
 async def _answer(
-    left: Iterator[BatchRequest | DamagedLine], results: Results, ask: Ask, tally: Tally, on_progress: OnProgress
+    left: Iterator[BatchRequest | InvalidLine], results: Results, ask: Ask, tally: Tally, on_progress: OnProgress
 ) -> None:
     """One of the concurrent clients: it takes the next line until none is left."""
     for one in left:
-        if isinstance(one, DamagedLine):
-            results.write(one.line.number, result_of_damaged(one))
-            tally.damaged += 1
+        if isinstance(one, InvalidLine):
+            results.write(one.line.number, result_of_invalid(one))
+            tally.invalid += 1
         else:
             status, answer = await asked(ask, one.line.number, one.url, one.body)
             results.write(one.line.number, result_of(one, status, answer))

@@ -49,7 +49,7 @@ class BatchRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class DamagedLine:
+class InvalidLine:
     """An invalid line, and why."""
 
     line: BatchLine
@@ -73,7 +73,7 @@ class Requests:
         if not self.lines:
             raise BadInput(f"{path} holds no request; put one on each line, as docs/scale.md shows")
 
-    def read(self, done: set[int]) -> Generator[BatchRequest | DamagedLine, None, None]:
+    def read(self, done: set[int]) -> Generator[BatchRequest | InvalidLine, None, None]:
         """The requests of all lines that are not done, in order."""
         first: dict[bytes, int] = {}
         with self.path.open("rb") as file:
@@ -81,7 +81,7 @@ class Requests:
                 if line.n_bytes > MOST_LINE_BYTES:
                     if line.number not in done:
                         words = f"the line has {line.n_bytes} bytes; {MOST_LINE_BYTES} are the most"
-                        yield DamagedLine(line, None, words, "line_too_long")
+                        yield InvalidLine(line, None, words, "line_too_long")
                     continue
                 file.seek(line.offset)
                 if _measured(file)[0] != line.sum:
@@ -93,7 +93,7 @@ class Requests:
                     before = first.setdefault(key, line.number)
                     if before != line.number:
                         words = f"custom_id {found.custom_id!r} is that of line {before} too; give each its own"
-                        found = DamagedLine(line, found.custom_id, words, "duplicate_custom_id")
+                        found = InvalidLine(line, found.custom_id, words, "duplicate_custom_id")
                 if line.number not in done:
                     yield found
 
@@ -120,31 +120,31 @@ def _measured(file: BinaryIO) -> tuple[str, int, bool]:
     return sum.hexdigest()[:16], n_bytes, blank
 
 
-def parse(line: BatchLine, content: bytes) -> BatchRequest | DamagedLine:
+def parse(line: BatchLine, content: bytes) -> BatchRequest | InvalidLine:
     """The request of a line; an error names the field that is wrong."""
     custom_id: str | None = None
 
-    def damaged(message: str, code: str = "invalid_request") -> DamagedLine:
-        return DamagedLine(line, custom_id, message, code)
+    def invalid(message: str, code: str = "invalid_request") -> InvalidLine:
+        return InvalidLine(line, custom_id, message, code)
 
     try:
         given = json.loads(content)
     except (ValueError, RecursionError) as error:
-        return damaged(f"the line is no JSON: {error}", "invalid_json_line")
+        return invalid(f"the line is no JSON: {error}", "invalid_json_line")
     if not isinstance(given, dict):
-        return damaged("the line is no JSON object", "invalid_json_line")
+        return invalid("the line is no JSON object", "invalid_json_line")
     if not isinstance(given.get("custom_id"), str) or not given["custom_id"]:
-        return damaged("custom_id is missing, or is no text", "missing_custom_id")
+        return invalid("custom_id is missing, or is no text", "missing_custom_id")
     custom_id = given["custom_id"]
     if given.get("method", "POST") != "POST":
-        return damaged(f"method is {given['method']!r}; it must be POST", "invalid_method")
+        return invalid(f"method is {given['method']!r}; it must be POST", "invalid_method")
     url, body = given.get("url"), given.get("body")
     if url not in URLS:
-        return damaged(f"url is {url!r}; it must be one of {', '.join(URLS)}", "invalid_url")
+        return invalid(f"url is {url!r}; it must be one of {', '.join(URLS)}", "invalid_url")
     if not isinstance(body, dict):
-        return damaged("body is missing, or is no JSON object")
+        return invalid("body is missing, or is no JSON object")
     if body.get("stream"):
-        return damaged("body.stream: a batch answers at the end of each line; leave it out")
+        return invalid("body.stream: a batch answers at the end of each line; leave it out")
     return BatchRequest(line, custom_id, url, json.dumps(body).encode())
 
 
@@ -159,9 +159,9 @@ def result_of(asked: BatchRequest, status: int, answer: bytes) -> bytes:
     return _written(asked.line, asked.custom_id, response, None)
 
 
-def result_of_damaged(damaged: DamagedLine) -> bytes:
+def result_of_invalid(invalid: InvalidLine) -> bytes:
     """The output line of an invalid request."""
-    return _written(damaged.line, damaged.custom_id, None, {"code": damaged.code, "message": damaged.message})
+    return _written(invalid.line, invalid.custom_id, None, {"code": invalid.code, "message": invalid.message})
 
 
 def _written(line: BatchLine, custom_id: str | None, response: Any, error: Any) -> bytes:

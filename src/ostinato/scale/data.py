@@ -16,7 +16,7 @@ from ostinato.files.store import resolve
 from ostinato.llm import LLM
 from ostinato.options import Talk
 from ostinato.scale.batch import OnProgress, Tally, asked, at_once
-from ostinato.scale.batch_file import BatchRequest, DamagedLine, Requests, Results, result_of, result_of_damaged
+from ostinato.scale.batch_file import BatchRequest, InvalidLine, Requests, Results, result_of, result_of_invalid
 from ostinato.scale.cluster import START_S, check_ray, error_elsewhere, free_nodes, joined, placed, with_whole_path
 from ostinato.scale.local import LocalServer
 from ostinato.serve.settings import ServeOptions
@@ -40,9 +40,9 @@ def run_on_ray(
     on_progress(tally)
     lines: list[BatchRequest] = []
     for one in requests.read(set(results.done)):
-        if isinstance(one, DamagedLine):
-            results.write(one.line.number, result_of_damaged(one))
-            tally.damaged += 1
+        if isinstance(one, InvalidLine):
+            results.write(one.line.number, result_of_invalid(one))
+            tally.invalid += 1
         else:
             lines.append(one)
     if not lines:
