@@ -72,7 +72,18 @@ class BadTemplate(BadInput):
 
 
 class PromptTooLong(BadInput):
-    """A prompt that does not fit the context."""
+    """A prompt that does not fit the context.
+
+    Its argument says how long the prompt is and how much fits. What to do about it depends on the face that was used:
+    `str` says it for Python, and `told` in other words.
+    """
+
+    def told(self, other_way: str) -> str:
+        """The message, with what to do other than shorten the prompt."""
+        return f"{self.args[0]}; shorten it, or {other_way}"
+
+    def __str__(self) -> str:
+        return self.told("open the model with a larger context= (`ostinato inspect` shows what it was trained for)")
 
 
 class ContextTooLarge(BadInput):

@@ -100,7 +100,7 @@ def test_a_conversation_that_no_longer_fits_says_what_to_do(capsys: pytest.Captu
     parrot = talked("one", "too long", "two")
     assert contents(parrot.seen[2]) == ["one", "one", "two"]
     err = capsys.readouterr().err
-    assert "120 tokens and the context 100" in err
+    assert "120 tokens and the context 100; shorten it, or give a larger --context" in err
     assert "/reset" in err
 
 

@@ -173,7 +173,8 @@ def test_a_model_without_a_template_takes_the_prompt_as_it_is(ostinato: RunCli, 
 def test_a_prompt_longer_than_the_context_says_how_long(ostinato: RunCli, tiny: Path) -> None:
     ran = ostinato("run", "--model", tiny, "--context", "16", "--raw", "hello there " * 10)
     assert ran.code == 2
-    assert "16" in ran.err
+    assert "the context holds 16" in ran.err
+    assert "shorten it, or give a larger --context (" in ran.err
 
 
 def test_a_device_that_is_not_here_is_the_hardwares_limit(ostinato: RunCli, tiny: Path) -> None:

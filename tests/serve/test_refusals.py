@@ -131,6 +131,7 @@ def test_a_body_that_cannot_be_read_is_told_why(server: Running, content: bytes,
 def test_a_prompt_that_does_not_fit_is_refused_with_openais_code(server: Running) -> None:
     error = refused(server, {"messages": [{"role": "user", "content": "long " * 2000}]})
     assert (error["code"], error["param"]) == ("context_length_exceeded", "messages")
+    assert error["message"].endswith("; shorten it, or ask the server's operator for a larger context")
     error = refused(server, {"prompt": [5] * 5000}, "/v1/completions")
     assert (error["code"], error["param"]) == ("context_length_exceeded", "prompt")
 

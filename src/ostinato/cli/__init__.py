@@ -23,7 +23,7 @@ from ostinato.cli.groups import Verbs, show_help
 from ostinato.cli.inspect import inspect
 from ostinato.cli.lab import lab
 from ostinato.cli.models import models, pull, rm
-from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, write_line
+from ostinato.cli.output import ReaderGone, drop_output, is_verbose, prepare, talk, told, write_line
 from ostinato.cli.run import run
 from ostinato.cli.scale import scale
 from ostinato.cli.serve import serve
@@ -90,7 +90,7 @@ def call(arguments: Sequence[str]) -> int:
 def _refuse(error: OstinatoError) -> int:
     if error.exit_code == OstinatoError.exit_code:
         return _blame_ourselves(error)
-    talk(f"error: {error}")
+    talk(f"error: {told(error)}")
     if is_verbose() and error.__cause__ is not None:
         talk(f"caused by {type(error.__cause__).__name__}: {error.__cause__}")
     return error.exit_code

@@ -16,7 +16,7 @@ from ostinato.cli import flags
 from ostinato.cli.flags import Flag
 from ostinato.cli.input import check_text, decode_text, is_typed
 from ostinato.cli.loading import opened
-from ostinato.cli.output import detail, talk, write
+from ostinato.cli.output import detail, talk, told, write
 from ostinato.errors import BadInput, BadTemplate, PromptTooLong, listing
 from ostinato.files.store import DEFAULT
 from ostinato.options import Sampling
@@ -80,7 +80,7 @@ class Dialogue:
                 opening = [{"role": "system", "content": self.system}] if self.system else []
                 self._stream([*opening, *self.messages, question], answer)
         except PromptTooLong as error:
-            talk(f"the conversation no longer fits: {error}; your message was dropped, /reset starts a new one")
+            talk(f"the conversation no longer fits: {told(error)}; your message was dropped, /reset starts a new one")
             return
         except BadTemplate as error:
             talk(f"error: {error}; your message was dropped")

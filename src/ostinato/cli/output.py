@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from ostinato.errors import BadInput
+from ostinato.errors import BadInput, OstinatoError, PromptTooLong
 
 _UTF8: Final = ("utf-8", "utf8")
 
@@ -42,6 +42,13 @@ def prepare() -> None:
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  open as long as we run
         getattr(sys, name).reconfigure(errors="replace")
+
+
+def told(error: OstinatoError) -> str:
+    """An error's message in the words of the command line."""
+    if isinstance(error, PromptTooLong):
+        return error.told("give a larger --context (`ostinato inspect` shows what the model was trained for)")
+    return str(error)
 
 
 def talk(text: str) -> None:

@@ -107,7 +107,6 @@ def check_prompt(ids: Sequence[int], *, vocab: int, context: int, room: int = 0)
         raise PromptTooLong(
             f"the prompt has {len(ids)} tokens and the context holds {context}"
             + (f", of which {room} must be left for the answer" if room else "")
-            + "; shorten it, or give a larger --context (`ostinato inspect` tells what the model was trained for)"
         )
 
 

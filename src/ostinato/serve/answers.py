@@ -20,7 +20,7 @@ from ostinato.engine.token_queue import TokenQueue
 from ostinato.errors import EngineDead, PromptTooLong
 from ostinato.llm import LLM
 from ostinato.options import MAX_SEED, Sampling
-from ostinato.serve.errors import Refusal
+from ostinato.serve.errors import Refusal, told
 from ostinato.serve.log import Record
 from ostinato.serve.service import Service
 
@@ -97,7 +97,7 @@ class Answers:
         except BaseException as error:
             self.close()
             if isinstance(error, PromptTooLong):
-                raise Refusal(400, str(error), param=self._field, code="context_length_exceeded") from error
+                raise Refusal(400, told(error), param=self._field, code="context_length_exceeded") from error
             raise
         service.metrics.prompt_tokens.inc(record.prompt_tokens)
 

@@ -66,7 +66,14 @@ def refusal_of(error: Exception) -> Refusal:
     code = "engine_restarting" if status == 503 else None
     if isinstance(error, PromptTooLong):
         code = "context_length_exceeded"
-    return Refusal(status, str(error), param=param, code=code)
+    return Refusal(status, told(error), param=param, code=code)
+
+
+def told(error: OstinatoError) -> str:
+    """An error's message in words for a client, who did not start this server."""
+    if isinstance(error, PromptTooLong):
+        return error.told("ask the server's operator for a larger context")
+    return str(error)
 
 
 def _field_named_in(message: str) -> str | None:
