@@ -247,4 +247,5 @@ def test_a_signal_lets_running_requests_end_and_then_the_program(server: Replica
     reading.join(DEADLINE_S)
     assert lines[-1] == "data: [DONE]"
     assert code == 0
-    assert any("draining: 1 requests run" in line for line in server.said)
+    (draining,) = (place for place, line in enumerate(server.said) if "draining: 1 requests run" in line)
+    assert [line for line in server.said[draining:] if "raylet" in line] == []  # Ray's reports of what we stopped

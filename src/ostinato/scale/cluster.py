@@ -12,7 +12,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import chdir, contextmanager, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -109,7 +109,15 @@ def joined(address: str | None, *, quiet: bool = False) -> Iterator[Any]:
         try:
             yield ray
         finally:
-            ray.shutdown()
+            with unheard():
+                ray.shutdown()
+
+
+@contextmanager
+def unheard() -> Iterator[None]:
+    """While we stop our own actors: Ray reports each of them as an error, on this process's standard output."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def free_nodes(ray: Any) -> list[NodeResources]:

@@ -24,6 +24,7 @@ from ostinato.scale.cluster import (
     joined,
     last_line,
     placed,
+    unheard,
     with_whole_path,
 )
 from ostinato.scale.settings import Routing, ScaleOptions
@@ -66,7 +67,8 @@ def run_replicas(
             _watch(signals)
             _drain(signals, talk)
         finally:
-            _stop(place)
+            with unheard():
+                _stop(place)
     return 0
 
 
