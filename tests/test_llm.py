@@ -443,7 +443,7 @@ def test_what_was_cached_is_told_and_gives_the_same_tokens(tiny_gguf: Path) -> N
 def test_an_llm_tells_its_mode_and_why_not_a_higher_one(tiny_gguf: Path) -> None:
     with LLM(tiny_gguf, device="cpu", mode="eager") as llm:
         assert llm.mode == llm.stats().mode == "eager"
-        assert [reason.partition(":")[0] for reason in llm.why_not] == ["graph", "loop", "persistent"]
+        assert [reason.partition(":")[0] for reason in llm.why_not] == ["loop"]
         eager = llm.generate([5, 6, 7], GREEDY).token_ids
     with LLM(tiny_gguf, device="cpu") as llm:
         assert llm.mode == "loop"

@@ -60,10 +60,10 @@ def test_json_alone_is_one_object(ostinato: RunCli) -> None:
     assert [figure["test"] for figure in json.loads(ran.out)["figures"]] == ["tg4"]
 
 
-def test_all_modes_that_can_run_are_measured_and_the_others_named(ostinato: RunCli) -> None:
+def test_all_modes_of_the_device_are_measured(ostinato: RunCli) -> None:
     ran = ostinato(*TINY, "--n-prompt", "0", "--json")
     assert [figure["mode"] for figure in json.loads(ran.out)["figures"]] == ["eager", "loop"]
-    assert "not graph: graphs are CUDA's" in ran.err
+    assert "graph" not in ran.err  # which a CPU does not have
 
 
 def test_a_profile_tells_the_time_of_each_kind_of_node(ostinato: RunCli) -> None:

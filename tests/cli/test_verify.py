@@ -23,8 +23,7 @@ def test_a_model_whose_modes_agree_is_said_to(ostinato: RunCli, tiny: Path) -> N
     assert (ran.code, ran.err) == (0, "")
     assert f"{tiny} on cpu, float32, activations wide, KV f32" in ran.out
     assert ["loop", "eager", "within", "0.001", "near,"] in [line.split()[:5] for line in ran.out.splitlines()]
-    assert "graph" in ran.out
-    assert "cannot run here" in ran.out
+    assert "cannot run here" not in ran.out
     assert ran.out.endswith("all agree\n")
 
 
@@ -40,7 +39,7 @@ def test_json_is_one_object_with_every_check(ostinato: RunCli, tiny: Path) -> No
     ]
     assert all(check["difference"] is None and check["compared"] > 0 for check in found["checks"])
     assert found["checks"][1]["figures"]["cosine"] > 0.999
-    assert set(found["not_run"]) == {"graph", "persistent"}
+    assert found["not_run"] == {}  # graphs and the persistent kernel are not a CPU's
 
 
 def test_one_mode_alone_can_be_asked_for(ostinato: RunCli, tiny: Path) -> None:

@@ -136,7 +136,7 @@ def test_on_the_cpu_it_is_refused_with_its_reason() -> None:
     with pytest.raises(HardwareCannot, match=f"mode 'persistent' cannot run here: {reason}"):
         open_loop(mode="persistent")
     driver = open_loop(mode="auto")
-    assert driver.runner.why_not == (f"persistent: {reason}",)
+    assert driver.runner.why_not == ()  # it is not of this kind of device, and was not asked for
     assert driver.runner.settled.fallback == "eager"  # graphs are CUDA's
     driver.runner.close()
 

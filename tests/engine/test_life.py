@@ -184,7 +184,7 @@ def test_a_mode_that_cannot_run_is_refused_with_the_reason() -> None:
     assert our_threads() == before
     with open_engine(mode="eager") as engine:
         assert engine.mode == "eager"
-        assert [reason.partition(":")[0] for reason in engine.why_not] == ["graph", "loop", "persistent"]
+        assert [reason.partition(":")[0] for reason in engine.why_not] == ["loop"]
 
 
 def test_a_sequence_may_end_with_its_first_token() -> None:

@@ -194,8 +194,10 @@ def test_a_mode_that_cannot_run_here_is_refused_with_the_reason(mode: str) -> No
         open_loop(mode=mode)
 
 
-def test_auto_takes_the_highest_mode_that_can_run_and_says_why_not_a_higher_one() -> None:
+def test_auto_takes_the_highest_mode_that_can_run_and_says_why_not_a_higher_one_of_the_device() -> None:
     driver = open_loop(mode="auto")
-    assert driver.runner.settled.mode == "loop"
-    assert any(reason.startswith("persistent: ") for reason in driver.runner.why_not)
+    assert (driver.runner.settled.mode, driver.runner.why_not) == ("loop", ())
+    driver.runner.close()
+    driver = open_loop(mode="eager")
+    assert [reason.partition(":")[0] for reason in driver.runner.why_not] == ["loop"]
     driver.runner.close()

@@ -94,7 +94,7 @@ def test_the_native_loop_agrees_with_eager_over_the_same_tiles_and_with_dense_tw
         ("loop", "tolerance"),
         ("weights", "bits"),
     ]
-    assert "CUDA" in report.not_run["graph"]
+    assert report.not_run == {}  # a CPU has no graphs, and none were asked for
 
 
 @pytest.mark.parametrize("kind", ["kv", "swa", "recurrent", "hybrid"])

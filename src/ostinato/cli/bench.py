@@ -288,8 +288,10 @@ def _by_weights(modes: list[str], source: BenchModel) -> list[tuple[bool, list[s
 
 def _modes_here(wanted: list[str] | None, source: BenchModel) -> list[str]:
     """The requested modes, refused if one cannot run; or all that can."""
+    from ostinato.engine.choose import modes_of
+
     if wanted is None:
-        return _possible(source.why_not, "not")
+        return _possible({mode: source.why_not[mode] for mode in modes_of(source.settled.kind)}, "not")
     for mode in wanted:
         if (reason := source.why_not[mode]) is not None:
             raise HardwareCannot(f"mode {mode!r} cannot run here: {reason}")

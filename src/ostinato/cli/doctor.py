@@ -71,15 +71,15 @@ def examine() -> dict[str, Any]:
 
 
 def _modes(cuda: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every mode on either device, as far as it depends on the machine; loading reports models that lack kernels."""
-    from ostinato.engine.choose import why_not_here
+    """The modes of either device, as far as they depend on the machine; loading reports models that lack kernels."""
+    from ostinato.engine.choose import modes_of, why_not_here
 
-    def modes(device: str, reasons: dict[str, str | None]) -> list[dict[str, Any]]:
-        return [{"device": device, "mode": m, "can_run": why is None, "reason": why} for m, why in reasons.items()]
+    def modes(machine: Machine, why_none: str | None = None) -> list[dict[str, Any]]:
+        found, kind = why_not_here(machine), machine.kind
+        reasons = {mode: why_none or found[mode] for mode in modes_of(kind)}
+        return [{"device": kind, "mode": mode, "can_run": why is None, "reason": why} for mode, why in reasons.items()]
 
-    found = why_not_here(_gpu_machine(cuda))
-    on_gpu = found if cuda["reason"] is None else dict.fromkeys(found, cuda["reason"])
-    return [*modes("cpu", why_not_here(Machine("cpu", 0, 0))), *modes("cuda", on_gpu)]
+    return [*modes(Machine("cpu", 0, 0)), *modes(_gpu_machine(cuda), cuda["reason"])]
 
 
 def _gpu_machine(cuda: dict[str, Any]) -> Machine:
@@ -192,7 +192,11 @@ def _rows(report: dict[str, Any]) -> list[tuple[str, ...]]:
     for device in cuda["devices"]:
         rows.append(("gpu", _gpu_line(device)))
         rows += [(one["what"], f"{one['choice']} ({one['reason']})") for one in device["kernels"]]
+    if cuda["reason"] is not None:
+        rows.append(("cuda", f"cannot: {cuda['reason']}"))
     for mode in report["modes"]:
+        if mode["device"] == "cuda" and cuda["reason"] is not None:
+            continue
         answer = "can run" if mode["can_run"] else f"cannot: {mode['reason']}"
         rows.append((f"{mode['device']} {mode['mode']}", answer))
     writable = "" if kept["writable"] else ", NOT WRITABLE: set OSTINATO_HOME to another folder"

@@ -339,12 +339,14 @@ def _model(machine: LabMachine, shape: str) -> Model:
 
 
 def _decoded(model: Model, name: str, n_prompt: int, n_gen: int) -> Iterable[dict[str, Any]]:
-    from ostinato.engine.choose import why_not_model
+    from ostinato.backends.machine import kind_of
+    from ostinato.engine.choose import modes_of, why_not_model
     from ostinato.lab.bench import Bench
 
     bench = Bench(model, "bf16" if model.device.type == "cuda" else "f32", repeats=3)
-    for mode, reason in why_not_model(model).items():
-        if reason is not None:
+    reasons = why_not_model(model)
+    for mode in modes_of(kind_of(str(model.device))):
+        if (reason := reasons[mode]) is not None:
             talk(f"not {mode}: {reason}")
         else:
             yield {"model": name, **bench.decoded(mode, n_prompt=n_prompt, n_gen=n_gen)}

@@ -52,6 +52,11 @@ def backend_for(mode: str, kind: DeviceKind) -> Backend:
     return next(backend for backend in BACKENDS if backend.device == kind and mode in backend.modes)
 
 
+def modes_of(kind: DeviceKind) -> tuple[str, ...]:
+    """The modes that there are on this kind of device, from low to high: a CPU has no graphs, say."""
+    return tuple(mode for mode in MODES if any(one.device == kind and mode in one.modes for one in BACKENDS))
+
+
 @dataclass(frozen=True, slots=True)
 class LoadCase:
     """What a choice depends on: a model's header, the user's options and the machine."""
@@ -128,7 +133,8 @@ def decide(case: LoadCase, failed: Mapping[str, str] = MappingProxyType({})) -> 
             reasons[mode] = unasked
             continue
         below = [lower for lower in MODES[: MODES.index(mode)] if lower not in reasons]
-        higher = MODES[MODES.index(mode) + 1 :] if case.shape.causal else ()
+        above = MODES[MODES.index(mode) + 1 :] if case.shape.causal else ()
+        higher = [one for one in above if one in modes_of(machine.kind)]
         return replace(
             settled,
             why_not=tuple(f"{one}: {reasons.get(one, 'not asked for')}" for one in higher),
@@ -177,8 +183,8 @@ def _check_options(options: LoadOptions, machine: Machine, reasons: dict[str, st
 
 
 def _may_run(mode: str, options: LoadOptions, machine: Machine, reasons: dict[str, str]) -> bool:
-    on_this_device = any(backend.device == machine.kind and mode in backend.modes for backend in BACKENDS)
-    return on_this_device and (options.mode == mode or (options.mode == "auto" and mode not in reasons))
+    wanted = options.mode == mode or (options.mode == "auto" and mode not in reasons)
+    return wanted and mode in modes_of(machine.kind)
 
 
 def _why_not_unasked(settled: Settled, case: LoadCase) -> str | None:

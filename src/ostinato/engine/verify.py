@@ -18,6 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from ostinato.backends.base import PAGE_TOKENS, Settled
+from ostinato.backends.machine import kind_of
 from ostinato.backends.native.tiles import TileMatrix
 from ostinato.backends.runner import Runner
 from ostinato.backends.torch import compare
@@ -25,7 +26,7 @@ from ostinato.backends.torch.compare import Difference, RouteJudge, first_differ
 from ostinato.backends.torch.model import Model
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
-from ostinato.engine.choose import settle_model, why_not_model
+from ostinato.engine.choose import modes_of, settle_model, why_not_model
 from ostinato.engine.driver import GREEDY, LoopDriver
 from ostinato.engine.open import open_runner
 from ostinato.errors import EngineDead, HardwareCannot, InternalError
@@ -34,7 +35,7 @@ from ostinato.loop.host import OutEntry
 from ostinato.loop.layout import Word
 from ostinato.loop.memory import memory_in
 from ostinato.loop.plan import Plan
-from ostinato.options import MODES, Activations, KVType, Sampling
+from ostinato.options import Activations, KVType, Sampling
 
 Comparison = Literal["bits", "tolerance"]
 
@@ -127,7 +128,7 @@ class Verifier:
         """Run every check that is possible here. `again` loads the same model once more, on the CPU, from its source;
         `dense` loads it with plain weights for the twins, where the first is packed."""
         found = why_not_model(self.model)
-        reasons = {mode: found[mode] for mode in (BASE, *(self.modes or MODES[1:]))}
+        reasons = {mode: found[mode] for mode in (BASE, *(self.modes or modes_of(kind_of(str(self.model.device)))))}
         if reasons[BASE] is not None:
             raise HardwareCannot(f"mode {BASE}, with which the others are compared, cannot run here: {reasons[BASE]}")
         for mode in self.modes or ():
