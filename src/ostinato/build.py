@@ -28,6 +28,7 @@ CXX_FLAGS: Final = ("-std=c++17", "-O2", "-Wall", "-Wextra")
 
 _NONE: Final[Mapping[str, str]] = MappingProxyType({})
 _COMPILERS: Final = ("c++", "g++", "clang++")
+_INSTALL: Final = "`apt install g++`, `dnf install gcc-c++`, `apk add g++`, or `xcode-select --install` on macOS"
 
 # One lock per process: compilers take seconds and a core, and compiling the same source twice gains nothing.
 _lock: Final = threading.Lock()
@@ -110,7 +111,7 @@ def cxx() -> str:
         if candidate and (found := shutil.which(candidate)):
             return found
     tried = f"$CXX is {given!r}, which is not there" if given else f"none of {', '.join(_COMPILERS)} is there"
-    raise HardwareCannot(f"no C++ compiler: {tried}; install one, or name it in the variable CXX")
+    raise HardwareCannot(f"no C++ compiler: {tried}; install one ({_INSTALL}), or name yours in the variable CXX")
 
 
 # --- once, and on disk ---

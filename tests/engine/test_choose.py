@@ -154,7 +154,7 @@ def test_deciding_prepares_nothing_and_a_backend_that_cannot_be_prepared_is_pass
     assert decide(case).mode == "loop"
     settled = prepared(case, said.append)
     assert (settled.mode, settled.fallback) == ("eager", None)
-    assert said == ["the native loop cannot run here: there is no compiler; eager runs instead"]
+    assert said == ["the native loop cannot run here: there is no compiler; eager runs instead, many times slower"]
     asked = replace(case, options=LoadOptions(mode="loop"))
     with pytest.raises(HardwareCannot, match="mode 'loop' cannot run here: there is no compiler"):
         prepared(asked, said.append)

@@ -301,7 +301,7 @@ def test_so_does_a_machine_without_compiler_and_object(tiny_gguf: Path, monkeypa
     with LLM(tiny_gguf, device="cpu", talk=said.append) as llm:
         assert llm.mode == "eager"
         assert len(llm.generate([5, 6], Sampling(max_tokens=3, ignore_eos=True)).token_ids) == 3
-    assert said == ["the native loop cannot run here: no compiler is here; eager runs instead"]
+    assert said == ["the native loop cannot run here: no compiler is here; eager runs instead, many times slower"]
 
 
 def test_a_dtype_and_the_native_loop_exclude_each_other(tiny_gguf: Path) -> None:

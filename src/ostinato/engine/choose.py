@@ -160,7 +160,9 @@ def prepared(case: LoadCase, talk: Talk) -> Settled:
         if settled.kind == "cpu" and case.options.mode == case.options.dtype == "auto":
             for mode, _, why in (told.partition(": ") for told in settled.why_not):
                 if mode in NATIVE.modes:
-                    talk(f"the native loop cannot run here: {why}; {settled.mode} runs instead")
+                    lacking = why in (failed.get(mode), NATIVE.why_not_here(mode, case.machine))  # not the model's
+                    much = ", many times slower" if lacking else ""
+                    talk(f"the native loop cannot run here: {why}; {settled.mode} runs instead{much}")
         return settled
 
 

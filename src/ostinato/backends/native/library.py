@@ -48,7 +48,7 @@ class NativeStatus:
     @property
     def line(self) -> str:
         if self.why_not is not None:
-            return f"no native loop on this CPU: {self.why_not}"
+            return f"no native loop on this CPU: {self.why_not}; eager, which runs instead, is many times slower"
         noted = f" ({self.note})" if self.note else ""
         return f"native loop for {self.words} (level {self.level}), {self.origin}{noted}"
 
