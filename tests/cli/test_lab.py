@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import importlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from ostinato.lab.cpu import CpuMachine
+from ostinato.lab.model import Workload
+from ostinato.lab.work import Timing
 from tests.cli.conftest import RunCli
 
 SMALL = ("--n", "64", "--steps", "10", "--repeats", "1", "--device", "cpu")
@@ -34,6 +38,22 @@ def test_a_sweep_prints_tables_and_one_line_of_json(ostinato: RunCli) -> None:
     found = json.loads(ran.out.splitlines()[-1])
     assert [row["kernels"] for row in found["rows"]] == [1, 3]
     assert found["machine"]["kind"] == "cpu"
+
+
+@pytest.mark.parametrize("late", [1.0, 1.5])
+def test_a_busy_machine_is_said_to_be_busy(ostinato: RunCli, monkeypatch: pytest.MonkeyPatch, late: float) -> None:
+    """Half of the runs take 1.5 times as long as the fastest."""
+    timed = CpuMachine.time
+
+    def time(machine: CpuMachine, work: Workload, start: str, repeats: int) -> Timing:
+        found = timed(machine, work, start, repeats)
+        return replace(found, step_us=(found.us, found.us * late, found.us * late))
+
+    monkeypatch.setattr(CpuMachine, "time", time)
+    ran = ostinato("lab", "sweep", "--over", "n", "--values", "4096", *SMALL)
+    assert ran.code == 0, ran.err
+    assert ("this machine is busy: the same work took 50% longer" in ran.err) == (late > 1)
+    assert ("off by" in ran.out) == (late == 1)
 
 
 def test_everything_leaves_a_report_and_two_of_them_are_compared(

@@ -112,3 +112,32 @@ def test_one_measurement_names_every_start(machine: CpuMachine) -> None:
     row = measured(machine, WORK, 2)
     assert tuple(t.start for t in row.timings) == machine.starts
     assert set(row.record()["starts"]) == set(machine.starts)
+
+
+class Timed(CpuMachine):
+    """A CPU whose calls take 1.5 us and whose numpy goes over memory twice; `late`: what other programs add to runs."""
+
+    late = (1.0, 1.0, 1.0)
+
+    def time(self, work: Workload, start: str, repeats: int) -> Timing:
+        times, call_us = (1.0, 0.01) if start == self.starts[-1] else (2.0, 1.5)
+        us = work.kernels * (times * work.n * 1e-4 + call_us)
+        return Timing(start, work, tuple(us * late for late in self.late), 0.0, 0.0, 1)
+
+
+@pytest.mark.parametrize("n", [1 << 8, 1 << 20])
+def test_predictions_know_that_numpy_goes_over_memory_more_than_once(n: int) -> None:
+    row = measured(Timed(), Workload(n=n))
+    predicted, found = row.overhead
+    assert predicted == pytest.approx(found, abs=1e-3)
+    assert [row.predicted_speedup(t.start) for t in row.timings] == pytest.approx([row.speedup(t) for t in row.timings])
+    assert not row.is_busy
+
+
+@pytest.mark.parametrize(("late", "spread"), [((1.0, 1.0, 9.0), 0.0), ((1.0, 1.5, 1.6), 0.5)])
+def test_a_machine_is_busy_where_half_of_the_runs_are_late(late: tuple[float, ...], spread: float) -> None:
+    machine = Timed()
+    machine.late = late  # type: ignore[assignment]  # as many as there are
+    row = measured(machine, WORK)
+    assert row.spread == row.record()["spread"] == pytest.approx(spread)
+    assert row.is_busy == (spread > 0)

@@ -84,6 +84,7 @@ def everything(
     n_prompt, n_gen = (512, 256) if machine.kind == "gpu" else (64, 32)
     decode = list(_decoded(_model(machine, shape), shape, n_prompt, n_gen))
     found = result(machine, work, rows, decode=decode)
+    _warn_if_busy(rows)
     if not as_json:
         _show_sweep(rows[1:])
         _show_costs(found)
@@ -116,6 +117,7 @@ def sweep(
     if not rows:
         raise HardwareCannot("none of these values could be measured here")
     found = result(machine, work, rows)
+    _warn_if_busy(rows)
     if not as_json:
         for row in rows:
             _show(row)
@@ -400,8 +402,17 @@ def _show(row: ExperimentRow) -> None:
     ]
     write_columns([_HEADINGS, *lines])
     predicted, found = row.overhead
-    off = f", off by {predicted / found - 1:+.0%}" if found > 0 else ""
+    off = f", off by {predicted / found - 1:+.0%}" if found > 0 and not row.is_busy else ""
     write_line(f"overhead of the first: predicted {predicted:.1%}, measured {found:.1%}{off}")
+
+
+def _warn_if_busy(rows: Sequence[ExperimentRow]) -> None:
+    if any(row.is_busy for row in rows):
+        spread = max(row.spread for row in rows)
+        talk(
+            f"this machine is busy: the same work took {spread:.0%} longer in half of its runs than in the fastest, so "
+            "figures and predictions cannot be compared; end other programs, or give more --repeats"
+        )
 
 
 def _show_sweep(rows: Sequence[ExperimentRow]) -> None:

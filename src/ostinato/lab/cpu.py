@@ -9,14 +9,15 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
 
 from ostinato.backends.machine import cpu_name, free_host_bytes
 from ostinato.errors import HardwareCannot, InternalError, OstinatoError
-from ostinato.lab.model import BODIES, StartCost, Workload
+from ostinato.lab.model import BODIES, BodyName, StartCost, Workload
 from ostinato.lab.programs import host_library
 from ostinato.lab.work import ERF_SERIES, ERF_SLOPE, Data, Timing, checked, error_of, factors_of, gelu
 
@@ -24,6 +25,7 @@ OP_BY_OP: Final = "op by op"
 RECORDED: Final = "recorded"
 NATIVE: Final = "native"
 TINY: Final = Workload(n=1, steps=2000)
+LONG: Final = Workload(n=1 << 16, steps=100)  # beside which the cost of a call is small
 
 
 class CpuMachine:
@@ -35,6 +37,8 @@ class CpuMachine:
     def __init__(self) -> None:
         self.name = cpu_name()
         self.why_not: dict[str, str] = {}
+        self.spread = 0.0
+        self._costs: dict[BodyName, dict[str, StartCost]] = {}
         starts = [OP_BY_OP, RECORDED]
         try:
             self._host = host_library()
@@ -70,15 +74,23 @@ class CpuMachine:
 
     def body_us(self, work: Workload) -> float:
         """By the slope over the vector's length: what is not proportional to it is not the body's."""
-        start = NATIVE if NATIVE in self.starts else RECORDED
+        start = self.starts[-1]
         return max(1e-6, self.time(work, start, 3).kernel_us - self.costs(work)[start].kernel_us)
 
     def costs(self, work: Workload) -> dict[str, StartCost]:
-        return self._costs
-
-    @cached_property
-    def _costs(self) -> dict[str, StartCost]:
-        return {start: StartCost(self.time(TINY, start, 5).kernel_us) for start in self.starts}
+        """By a vector of one number, which shows what a call costs, and by a long one."""
+        if work.body not in self._costs:
+            tiny, long = (
+                {start: self.time(replace(size, body=work.body), start, 5) for start in self.starts}
+                for size in (TINY, LONG)
+            )
+            self.spread = max(self.spread, *(timing.spread for timing in (*tiny.values(), *long.values())))
+            bodies = {start: max(1e-6, long[start].kernel_us - tiny[start].kernel_us) for start in self.starts}
+            plain = bodies[self.starts[-1]]
+            self._costs[work.body] = {
+                start: StartCost(tiny[start].kernel_us, body_times=bodies[start] / plain) for start in self.starts
+            }
+        return self._costs[work.body]
 
     def facts(self) -> dict[str, Any]:
         return {"kind": "cpu", "name": self.name, "python": platform.python_version(), "numpy": np.__version__}

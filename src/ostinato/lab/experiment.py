@@ -14,6 +14,7 @@ from ostinato.lab.model import Workload, stops_paying_us
 from ostinato.lab.work import LabMachine, Timing
 
 REPEATS: Final = 5
+BUSY_SPREAD: Final = 0.2  # of runs of the same work
 LENGTHS: Final = tuple(1 << power for power in range(8, 25, 2))  # of the vector, for the picture
 FORMAT: Final = "ostinato lab 1"
 _PARTS: Final = frozenset({"date", "machine", "costs", "stops_paying_us", "rows"})  # of a result, that are compared
@@ -27,6 +28,7 @@ class ExperimentRow:
     body_us: float
     timings: tuple[Timing, ...]  # the first is the baseline
     predicted_us: dict[str, float]  # of a step
+    calibration_spread: float = 0.0
 
     @property
     def baseline(self) -> Timing:
@@ -45,6 +47,16 @@ class ExperimentRow:
         predicted = self.predicted_us[self.baseline.start]
         return 1 - bodies / predicted, 1 - bodies / self.baseline.us
 
+    @property
+    def spread(self) -> float:
+        """How far the medians are above the least, at most: of the calibration, and of this work."""
+        return max(self.calibration_spread, *(timing.spread for timing in self.timings))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether other programs disturbed the figures so much that a prediction cannot be compared with them."""
+        return self.spread > BUSY_SPREAD
+
     def record(self) -> dict[str, Any]:
         predicted, measured = self.overhead
         return {
@@ -52,6 +64,7 @@ class ExperimentRow:
             "body_us": self.body_us,
             "overhead_predicted": predicted,
             "overhead_measured": measured,
+            "spread": self.spread,
             "starts": {
                 timing.start: {
                     "us_per_step": timing.us,
@@ -75,7 +88,7 @@ def measured(machine: LabMachine, work: Workload, repeats: int = REPEATS) -> Exp
     costs, body_us = machine.costs(work), machine.body_us(work)
     predicted = {start: cost.step(work.kernels, body_us) for start, cost in costs.items()}
     timings = tuple(machine.time(work, start, repeats) for start in machine.starts)
-    return ExperimentRow(work, body_us, timings, predicted)
+    return ExperimentRow(work, body_us, timings, predicted, machine.spread)
 
 
 def swept(

@@ -89,6 +89,7 @@ class GpuMachine:
         self._stream = stream(device)
         self._own = Stream.from_handle(self._stream.cuda_stream)
         self._costs: dict[tuple[int, int], dict[str, StartCost]] = {}
+        self.spread = 0.0  # the device's own clock, in medians: what disturbs it is seen in the rows
 
     # What may run
 

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from ostinato.errors import BadOption
 
 PAYS: Final = 1.05  # a start that wins less than this is said not to pay
+LONGEST_US: Final = 1e5  # of a body, up to which this is looked for
 BodyName = Literal["axpy", "tail"]
 BODIES: Final[tuple[BodyName, ...]] = ("axpy", "tail")
 MOST_PASSES: Final = 2_000_000  # of one measurement: kernels of all its steps
@@ -98,12 +99,17 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class StartCost:
-    """What one way to start a step adds, in microseconds: on the device, and on the host that submits."""
+    """What one way to start a step adds, in microseconds: on the device, and on the host that submits.
+
+    `body_times`: how long its kernel computes, in times of the body by itself. On a GPU every start runs the same
+    kernel; on a CPU numpy goes over the memory more than once.
+    """
 
     kernel_us: float
     step_us: float = 0.0
     submit_kernel_us: float = 0.0
     submit_step_us: float = 0.0
+    body_times: float = 1.0
 
     def step(self, kernels: int, body_us: float) -> float:
         """The time of a step: the device's, or the host's where it cannot keep ahead.
@@ -111,12 +117,13 @@ class StartCost:
         >>> StartCost(1.0, submit_kernel_us=3.0).step(10, 1.0), StartCost(1.0, submit_kernel_us=3.0).step(10, 9.0)
         (30.0, 100.0)
         """
-        device = kernels * (body_us + self.kernel_us) + self.step_us
+        device = kernels * (self.body_times * body_us + self.kernel_us) + self.step_us
         return max(device, kernels * self.submit_kernel_us + self.submit_step_us)
 
 
-def stops_paying_us(baseline: StartCost, other: StartCost, kernels: int, longest_us: float = 1e5) -> float | None:
-    """The body length from which `other` wins less than PAYS over the baseline; None where it never pays.
+def stops_paying_us(baseline: StartCost, other: StartCost, kernels: int) -> float | None:
+    """The body length from which `other` wins less than PAYS over the baseline; None where it never pays, LONGEST_US
+    where it always does.
 
     The gain falls with the length of a body, so that halving finds the place.
     """
@@ -124,9 +131,11 @@ def stops_paying_us(baseline: StartCost, other: StartCost, kernels: int, longest
     def pays(body_us: float) -> bool:
         return baseline.step(kernels, body_us) > PAYS * other.step(kernels, body_us)
 
-    low, high = 0.0, longest_us
+    low, high = 0.0, LONGEST_US
     if not pays(low):
         return None
+    if pays(high):
+        return high
     while high - low > 1e-3 * max(1.0, low):
         middle = (low + high) / 2
         low, high = (middle, high) if pays(middle) else (low, middle)

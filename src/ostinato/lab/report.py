@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, Final
 
+from ostinato.lab.model import LONGEST_US
 from ostinato.lab.picture import speedup_picture
 
 _STYLE: Final = """
@@ -70,7 +71,9 @@ def cost_table(result: Mapping[str, Any]) -> Iterable[Sequence[str]]:
     yield "start", "kernel, us", "step, us", "submit a kernel, us", "pays up to, us"
     for start, cost in result["costs"].items():
         pays = result["stops_paying_us"].get(start)
-        words = "the baseline" if start not in result["stops_paying_us"] else "never" if pays is None else f"{pays:.1f}"
+        words = "never" if pays is None else "any" if pays >= LONGEST_US else f"{pays:.1f}"
+        if start not in result["stops_paying_us"]:
+            words = "the baseline"
         yield start, f"{cost['kernel_us']:.2f}", f"{cost['step_us']:.2f}", f"{cost['submit_kernel_us']:.2f}", words
 
 

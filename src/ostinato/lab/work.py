@@ -88,6 +88,11 @@ class Timing:
         return 1e6 / self.us
 
     @property
+    def spread(self) -> float:
+        """How far the median is above the least: much where other programs disturbed most of the runs."""
+        return self.us / min(self.step_us) - 1
+
+    @property
     def kernel_us(self) -> float:
         return self.us / self.work.kernels
 
@@ -111,6 +116,7 @@ class LabMachine(Protocol):
     starts: tuple[str, ...]
     sizes: tuple[str, ...]  # of a work, that make a difference here
     why_not: dict[str, str]  # starts that cannot run here, and why
+    spread: float  # the largest of the timings that `costs` was computed from
 
     def settle(self, work: Workload) -> Workload:
         """The work with its open sizes filled in; refuses what cannot run here, naming the limit."""
