@@ -280,7 +280,7 @@ def test_prompts_in_one_chunk_go_on_as_they_do_alone(mode: str) -> None:
         with closing(open_loop(model=model, mode=mode)) as driver:
             generations = []
             for slot, text in enumerate(texts):
-                driver.prefill = lambda *_: None  # type: ignore[method-assign]  # by hand, below
+                driver.prefill = lambda *_, **__: None  # type: ignore[method-assign]  # by hand, below
                 if not together:
                     run(driver, [text.part(0, len(text.ids))])
                 elif slot == 0:
