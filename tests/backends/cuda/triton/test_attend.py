@@ -368,7 +368,7 @@ def compile_all() -> None:
         (Case((5,), n_heads=32, n_kv_heads=8, width=64, store="bf16"), True),
         (odd, False),
         (gemma, False),
-        (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32), False),
+        (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32, rope_sets=2), False),
     ):
         step = made(case)
         args = (step.qkv, step.seen, step.kv, step.rows, step.heads, step.workspace, 132)

@@ -281,6 +281,9 @@ def compile_all() -> None:
         heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024)
         kv, pages = store_of(store, width, 4)
         chunk = chunk_of(0, 1, pages, 64)
+        if store == "f32":  # and two rope sets
+            heads = replace(heads, frequencies=torch.ones(2, width // 2))
+            chunk = replace(chunk, rope_set=torch.zeros(64, dtype=torch.int32))
         qkv = torch.zeros(64, heads.n_columns, dtype=dtype)
         q, seen = torch.zeros(64, n_heads, width, dtype=dtype), torch.zeros(64, n_heads * width, dtype=dtype)
         compile_launch(bind_append_chunk(qkv, q, kv, chunk, heads), amd=amd)
