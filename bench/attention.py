@@ -59,7 +59,7 @@ SIZES: Final = (Size("1B", 32, 8, 64), Size("8B", 32, 8, 128))
 
 
 def heads_of(size: Size, device: torch.device) -> Heads:
-    frequencies = 1 / 500_000 ** (torch.arange(0, size.width, 2, device=device).float() / size.width)
+    frequencies = 1 / 500_000 ** (torch.arange(0, size.width, 2, device=device).float()[None] / size.width)
     return Heads(size.n_heads, size.n_kv_heads, size.width, size.width**-0.5, frequencies=frequencies, pairing="halves")
 
 

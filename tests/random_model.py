@@ -62,11 +62,11 @@ class RandomWeights:
             return torch.cat(parts, 1)
         return torch.cat([self.take(name, shape, exact=reference.exact) for name, shape in reference.wanted])
 
-    def model(self, family: Family, shape: Shape, context: int) -> Model:
+    def model(self, family: Family, shape: Shape) -> Model:
         """A model of that family and shape."""
         with torch.inference_mode(False):
             blocks = with_leaves(family.blocks(shape, self), cache(self.leaf))
-            return Model.of(blocks, dtype=self.dtype, device=CPU, context=context)
+            return Model.of(blocks, dtype=self.dtype, device=CPU)
 
 
 def attention_shape(family: str, n_vocab: int, hidden: int, context: int) -> Shape:
@@ -116,4 +116,4 @@ def random_model(
 ) -> Model:
     """A model of two layers whose memory is of that kind."""
     family, shape = shape_of(kind, n_vocab, hidden, context)
-    return RandomWeights(seed).model(family, shape, context)
+    return RandomWeights(seed).model(family, shape)

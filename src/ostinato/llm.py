@@ -29,7 +29,16 @@ from ostinato.engine.choose import choose
 from ostinato.engine.defaults import default_sampling
 from ostinato.engine.engine import Engine
 from ostinato.engine.load import load_model
-from ostinato.engine.request import CLOSED, MessageQueue, Request, RequestMessage, RequestSpec, Token, check_prompt
+from ostinato.engine.request import (
+    CLOSED,
+    HeldSequence,
+    MessageQueue,
+    Request,
+    RequestMessage,
+    RequestSpec,
+    Token,
+    check_prompt,
+)
 from ostinato.engine.saved import largest_state_bytes, load_sequence, save_sequence
 from ostinato.engine.stats import SlotView, Stats
 from ostinato.engine.texts import TextLogprobs, logits_of, logprobs_of, vectors_of
@@ -139,7 +148,8 @@ class LLM:
         facts: dict[str, Any] = {"dtype": self.dtype, "kv_type": self.kv_type, "context": self.context}
         if self.activations is not None:
             facts["activations"] = self.activations  # whose arithmetic is not eager's
-        self._origin = Origin(self.tokenizer, self.load_s, facts, self._checkpoint.fingerprint)
+        fingerprint, n_sets = self._checkpoint.fingerprint, self.shape.n_rope_sets
+        self._origin = Origin(self.tokenizer, self.load_s, facts, fingerprint, n_sets)
 
     def _load(self, talk: Callable[[str], None], progress: Callable[[int, int], None] | None) -> Settled:
         checkpoint = self._checkpoint
@@ -167,7 +177,7 @@ class LLM:
             self._encoder = TextEncoder(model)
         for sentence in () if self._loop_engine is None else self._loop_engine.runner.fallen_back:
             talk(sentence)
-        self._recent: list[int] = []  # tokens of the last answer and its prompt, or of a loaded state
+        self._recent: HeldSequence | None = None  # the last answer and its prompt, or a loaded state
         return settled
 
     def __repr__(self) -> str:
@@ -617,7 +627,7 @@ class LLM:
         Raises:
             BadInput: there is no answer yet, or the file cannot be written.
         """
-        if not self._recent:
+        if self._recent is None:
             raise BadInput("there is no answer yet whose state could be saved")
         content = {
             "model": self._checkpoint.fingerprint(),

@@ -16,8 +16,9 @@ from ostinato.models.rope import Rope
 from ostinato.models.shape import ExpertShape, Shape
 from tests.random_model import RandomWeights
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "gpt2")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3moe", "mixtral", "gemma2", "gemma3", "phi3", "phi3-long", "gpt2")
 HIDDEN, N_LAYERS, VOCAB, CONTEXT = 96, 2, 131, 256
+BORDER = 20  # positions of the longest sequence that the short factors of phi3-long rotate
 
 
 class FamilyWeights(RandomWeights):
@@ -48,6 +49,9 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
     gemma = replace(plain, activation="gelu_tanh", embedding_scale=HIDDEN**0.5, windows=(20, None))
     experts = ExpertShape(5, 2, 48, renormalise=True)
     gpt2 = replace(plain, n_kv_heads=6, ropes=(None, None), activation="gelu_tanh", attention_bias=True, mlp_bias=True)
+    part = replace(rope, width=24)
+    long = tuple(1.0 + i / 2 for i in range(12))
+    two_sets = replace(part, divisors=(1.0,) * 12, amplitude=1.1, long_divisors=long, original_context=BORDER)
     family, own = {
         "llama": (LLAMA, plain),
         "qwen2": (QWEN2, replace(plain, attention_bias=True)),
@@ -56,7 +60,8 @@ def family_model(name: str, seed: int = 0, shape: Shape | None = None) -> Model:
         "mixtral": (MIXTRAL, replace(plain, experts=experts)),
         "gemma2": (GEMMA2, replace(gemma, attention_softcap=20.0, logit_softcap=15.0)),
         "gemma3": (GEMMA3, two_ropes(gemma, rope, 5_000.0)),
-        "phi3": (PHI3, replace(plain, ropes=(replace(rope, width=24), replace(rope, width=24)))),
+        "phi3": (PHI3, replace(plain, ropes=(part, part))),
+        "phi3-long": (PHI3, replace(plain, family="phi3", ropes=(two_sets, two_sets))),
         "gpt2": (GPT2, gpt2),
     }[name]
-    return FamilyWeights(seed).model(family, shape or own, CONTEXT)
+    return FamilyWeights(seed).model(family, shape or own)

@@ -190,7 +190,7 @@ def test_states_advance_beside_others_as_they_do_alone(kind: str) -> None:
 
 def forward(model: Model, ids: Sequence[int]) -> Tensor:
     """Logits after each id, by one forward of the decoder's own flow."""
-    decoder = Decoder(model, n_ctx=256, n_batch=256, n_ubatch=256)
+    decoder = Decoder(model, n_ctx=len(ids), n_batch=256, n_ubatch=256)
     decoder.decode(Batch(token=list(ids), output=[1] * len(ids)))
     return torch.stack([torch.as_tensor(decoder.logits(i)) for i in range(len(ids))])
 
@@ -199,6 +199,7 @@ def check_outputs(driver: Driver, model: Model, tolerance: float) -> None:
     vocab = model.shape.vocab
     texts = texts_of(vocab, (30, 9, 1, 24), seed=8, slots=True)
     parts = [text.part(0, len(text.ids), range(0, len(text.ids), 1 + i % 2)) for i, text in enumerate(texts)]
+    parts = [replace(part, rope_set=model.shape.rope_set(len(part.tokens))) for part in parts]
     expected = torch.cat([forward(model, part.tokens)[list(part.outputs)] for part in parts])
     scale = float(expected.abs().max())
     hidden = run(driver, parts, want_of("hidden", parts, vocab)).hidden
@@ -280,7 +281,7 @@ def test_prompts_in_one_chunk_go_on_as_they_do_alone(mode: str) -> None:
         with closing(open_loop(model=model, mode=mode)) as driver:
             generations = []
             for slot, text in enumerate(texts):
-                driver.prefill = lambda *_: None  # type: ignore[method-assign]  # by hand, below
+                driver.prefill = lambda *_, **__: None  # type: ignore[method-assign]  # by hand, below
                 if not together:
                     run(driver, [text.part(0, len(text.ids))])
                 elif slot == 0:

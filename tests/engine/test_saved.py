@@ -13,6 +13,7 @@ from ostinato import LLM, Sampling
 from ostinato.decoder.batch.batch import Batch
 from ostinato.decoder.cells.decoder import Decoder
 from ostinato.engine.engine import Engine
+from ostinato.engine.request import HeldSequence
 from ostinato.engine.saved import load_sequence, save_sequence
 from ostinato.errors import BadFile, BadInput
 from ostinato.options import KVType
@@ -56,7 +57,7 @@ def test_an_answer_that_is_kept_is_gone_on_from_and_saved_without_computing_it_a
     with open_engine(kind, mode=mode) as engine:
         held = answered(engine, prompt(1, 21))
         n_computed = computed(engine)
-        data = save_sequence(engine, held, {})
+        data = save_sequence(engine, HeldSequence(held), {})
         assert n_computed == []
         longer = [*held, 5, 6, 7]
         found = going_on(engine, longer)
@@ -64,7 +65,7 @@ def test_an_answer_that_is_kept_is_gone_on_from_and_saved_without_computing_it_a
     with open_engine(kind, mode=mode, n_slots=2) as other:
         expected = bits(other.submit(longer, SHORT))
         assert [token for token, *_ in found] == [token for token, *_ in expected]
-        assert load_sequence(other, data) == held
+        assert load_sequence(other, data).tokens == held
         n_computed = computed(other)
         assert going_on(other, longer) == found
         assert n_computed == [3]
@@ -128,14 +129,14 @@ def test_one_that_begins_otherwise_shares_what_is_alike_and_spoils_nothing() -> 
 def test_a_state_without_its_ids_or_with_others_is_refused() -> None:
     with open_engine() as engine:
         held = answered(engine, prompt(1, 21))
-        data = save_sequence(engine, held, {})
+        data = save_sequence(engine, HeldSequence(held), {})
         decoder = Decoder(engine.runner.model, n_ctx=256)
         decoder.decode(Batch(token=held))
         notes: list[dict[str, Any]] = [{}, {"ids": "none"}, {"ids": held[:-1]}, {"ids": []}]
         for note in notes:
             with pytest.raises(BadFile):
                 load_sequence(engine, decoder.save_sequence(0, note))
-        assert load_sequence(engine, data) == held
+        assert load_sequence(engine, data).tokens == held
 
 
 def test_nothing_can_be_saved_before_there_is_an_answer(tiny_gguf: Path, tmp_path: Path) -> None:

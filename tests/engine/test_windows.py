@@ -12,6 +12,7 @@ from ostinato.backends import base
 from ostinato.backends.memory_rows import shared_rows
 from ostinato.cache.groups import lease_pages, one_group
 from ostinato.engine.choose import choose_context, choose_pages, settle_model
+from ostinato.engine.request import HeldSequence
 from ostinato.engine.saved import load_sequence, save_sequence
 from tests.engine.opened import LONG, PAGE, bits, model_of, open_engine, prompt, sampling, until
 from tests.random_model import WIDE_WINDOW, WINDOW, MemoryKind
@@ -73,10 +74,10 @@ def test_a_sequence_that_has_left_its_window_far_behind_is_saved_and_loaded(kind
     with open_engine(kind, mode=mode, context=CONTEXT) as engine:
         made = [token.token for token in engine.submit(asked, wanted, keep=True)]
         held = [*asked, *made[:-1]]
-        data = save_sequence(engine, held, {})
+        data = save_sequence(engine, HeldSequence(held), {})
         expected = bits(engine.submit([*held, 3], wanted, resume=True))
     with open_engine(kind, mode=mode, context=CONTEXT) as other:
-        assert load_sequence(other, data) == held
+        assert load_sequence(other, data).tokens == held
         assert bits(other.submit([*held, 3], wanted, resume=True)) == expected
 
 

@@ -55,7 +55,8 @@ def load(path: Path, *, context: int | None = None, dtype: torch.dtype = torch.f
     checkpoint = open_checkpoint(path)
     shape = read_shape(checkpoint)
     context = context or shape.default_context
-    return build_model(checkpoint, shape, dtype=dtype, device=torch.device("cpu"), context=context)
+    model = build_model(checkpoint, shape, dtype=dtype, device=torch.device("cpu"), context=context)
+    return model.for_length(context)
 
 
 def hidden(model: Model, ids: list[int], *, cuts: tuple[int, ...] = (), types: list[int] | None = None) -> Tensor:

@@ -51,6 +51,7 @@ class ChunkPart:
 
     `slot`: the slot whose first token is sampled from the last row (`Chunks.first`), or whose recurrent state advances;
     None for a sequence that holds no slot. `outputs`: which rows are asked for, by their index in `tokens`.
+    `rope_set`: of the frequencies that rotate the sequence (`Shape.rope_set`).
     """
 
     tokens: Sequence[int]
@@ -58,6 +59,7 @@ class ChunkPart:
     page_tables: PageTables
     slot: int | None = None
     outputs: Sequence[int] = ()
+    rope_set: int = 0
 
 
 @dataclass(frozen=True, slots=True)

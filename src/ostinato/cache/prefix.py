@@ -45,7 +45,7 @@ class PrefixCache:
         self._pools, self._windows, self._kind = tuple(pools), tuple(windows), kind
         self._page_tokens = pools[0].page_cells
         self._whole = [number for number, window in enumerate(windows) if window is None]
-        self._roots: defaultdict[int, _Node] = defaultdict(lambda: _Node([], (), None))
+        self._roots: defaultdict[tuple[int, int], _Node] = defaultdict(lambda: _Node([], (), None))
         # Of each group, the nodes with a page, from the least recently used. Without a window, a child comes before its
         # parent, so that leaves go first; with one, a parent comes first, because the last positions are needed.
         self._by_use: list[OrderedDict[_Node, None]] = [OrderedDict() for _ in pools]
@@ -54,10 +54,10 @@ class PrefixCache:
         """The number of cached pages, of all groups."""
         return sum(map(len, self._by_use))
 
-    def find(self, prompt: Sequence[int]) -> Found:
-        """The prompt's longest cached beginning; at least one token is left to compute."""
+    def find(self, prompt: Sequence[int], rope_set: int = 0) -> Found:
+        """The prompt's longest cached beginning of this rope set; at least one token is left to compute."""
         size, path = self._page_tokens, list[_Node]()
-        node: _Node | None = self._roots[self._kind(len(prompt))]
+        node: _Node | None = self._roots[self._kind(len(prompt)), rope_set]
         for start in range(0, (len(prompt) - 1) // size * size, size):
             assert node is not None
             node = node.children.get(tuple(prompt[start : start + size]))
@@ -69,9 +69,9 @@ class PrefixCache:
             self._use(group, path[self._first(group, n) : n])
         return Found(n, tuple(self._run(path, group, n) for group in range(len(self._pools))))
 
-    def add(self, prompt: Sequence[int], runs: Sequence[PageRun], n_pages: int) -> None:
+    def add(self, prompt: Sequence[int], runs: Sequence[PageRun], n_pages: int, rope_set: int = 0) -> None:
         """Cache the first pages of a prompt; where another page with the same tokens is cached, that one stays."""
-        size, path, node = self._page_tokens, list[_Node](), self._roots[self._kind(len(prompt))]
+        size, path, node = self._page_tokens, list[_Node](), self._roots[self._kind(len(prompt)), rope_set]
         for number in range(n_pages):
             key = tuple(prompt[number * size : (number + 1) * size])
             child = node.children.get(key)

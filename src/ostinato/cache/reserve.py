@@ -56,12 +56,14 @@ def all_can_finish(free: int, holdings: Sequence[Holding]) -> bool:
 @dataclass(slots=True, eq=False)
 class Lease:
     """The pages of one sequence: those of layers that see everything, in position order, of which it may get more, and
-    those of layers that see a window. `worst`: the entries of its page tables, in the worst case. It grows.
+    those of layers that see a window. `worst`: the entries of its page tables, in the worst case. Only leases of one
+    `rope_set` share pages. It grows.
     """
 
     pages: list[int]
     worst: int
     windows: tuple[WindowLease, ...] = ()
+    rope_set: int = 0
 
     @property
     def short(self) -> int:
@@ -128,7 +130,13 @@ class Reserve:
         return -(-n_positions // self.page_tokens)
 
     def open(
-        self, prompt: Sequence[int], n_positions: int, *, all_now: bool, begin: Sequence[PageRun] | None = None
+        self,
+        prompt: Sequence[int],
+        n_positions: int,
+        *,
+        all_now: bool,
+        begin: Sequence[PageRun] | None = None,
+        rope_set: int = 0,
     ) -> Lease | None:
         """Lease pages for a prompt that may grow to n_positions; None, and no change, while that is not safe.
 
@@ -139,8 +147,8 @@ class Reserve:
         windows = self._open_windows(n_positions)
         if windows is None:
             return None
-        runs = self.find(prompt).runs if begin is None else begin
-        lease = Lease([], self.pages_for(n_positions), windows)
+        runs = self.find(prompt, rope_set).runs if begin is None else begin
+        lease = Lease([], self.pages_for(n_positions), windows, rope_set)
         self._leases.append(lease)
         self._begin_windows(lease, runs)
         if self._pages is None:
@@ -190,7 +198,7 @@ class Reserve:
 
     def share(self, lease: Lease, prompt: Sequence[int]) -> int:
         """Replace a lease's own pages by cached ones, before they are written; the number of cached positions."""
-        found = self.find(prompt)
+        found = self.find(prompt, lease.rope_set)
         self._begin_windows(lease, found.runs)
         if self._pages is not None and found.runs:
             own = [(place, page) for place, page in enumerate(found.runs[0].pages) if lease.pages[place] != page]
@@ -208,7 +216,7 @@ class Reserve:
         if self._prefixes is not None:
             whole = () if self._pages is None else (PageRun(0, lease.pages),)
             runs = (*whole, *(PageRun(own.first, own.pages) for own in lease.windows))
-            self._prefixes.add(prompt, runs, n_done // self.page_tokens)
+            self._prefixes.add(prompt, runs, n_done // self.page_tokens, lease.rope_set)
 
     def trim(self, lease: Lease, n_held: int) -> None:
         """Release the windowed pages that no later position sees."""
@@ -266,9 +274,9 @@ class Reserve:
             self._discount(lease.pages)
             self._pages.release(lease.pages)
 
-    def find(self, prompt: Sequence[int]) -> Found:
+    def find(self, prompt: Sequence[int], rope_set: int = 0) -> Found:
         """The prompt's longest beginning that is cached."""
-        return Found(0, ()) if self._prefixes is None else self._prefixes.find(prompt)
+        return Found(0, ()) if self._prefixes is None else self._prefixes.find(prompt, rope_set)
 
     # Groups
 

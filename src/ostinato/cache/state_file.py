@@ -56,10 +56,13 @@ class StatePart(Protocol):
         """Load checked blocks; what they replace has been removed."""
 
 
-def attention_layout(layers: Iterable[int], window: Window, form: Form) -> dict[str, Any]:
-    """The layout of a part with the keys and values of these layers."""
+def attention_layout(
+    layers: Iterable[int], window: Window, form: Form, *, rope_set: int | None = None
+) -> dict[str, Any]:
+    """The layout of a part with the keys and values of these layers. `rope_set`: of a model that has several."""
     seen = {"window": f"{window.kind} {window.size}", "grid": form.grid}
-    return {"part": "attention", **seen, "layers": list(layers), "tensors": list(map(str, form.cells))}
+    rotated = {} if rope_set is None else {"rope_set": rope_set}
+    return {"part": "attention", **seen, **rotated, "layers": list(layers), "tensors": list(map(str, form.cells))}
 
 
 def recurrent_layout(layers: Iterable[int], form: Form) -> dict[str, Any]:

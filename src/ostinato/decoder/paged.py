@@ -42,10 +42,11 @@ class SequencePart:
 
 @dataclass(frozen=True, slots=True)
 class KeptSequence:
-    """A sequence that has ended: its tokens, and the slot that holds its state."""
+    """A sequence that has ended: its tokens, the slot that holds its state, and the rope set of its keys."""
 
     tokens: Sequence[int]
     slot: int | None
+    rope_set: int
 
 
 class PagedSequences:
@@ -64,16 +65,18 @@ class PagedSequences:
         all_now: bool = True,
         shared: bool = True,
         least_left: int | None = None,
+        rope_set: int = 0,
     ) -> PagedSequence | None:
         """Lease pages for a sequence that may grow to n_positions; None, and no change, while too few are free.
 
         `shared`: its cached beginning is not computed again, and later sequences may reuse what it computes.
         `least_left`: it continues the kept sequence, as far as both begin alike and so many tokens are left to compute.
+        `rope_set`: what rotates it; only sequences of one set share or continue pages.
         """
-        begin: Sequence[PageRun] | None = None if shared else ()
-        n_held = 0 if least_left is None else self._n_alike(tokens, slot, least_left)
+        n_held = 0 if least_left is None else self._n_alike(tokens, slot, least_left, rope_set)
         kept = self.reserve.kept(n_held) if n_held else None
-        lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin if kept is None else kept)
+        begin: Sequence[PageRun] | None = kept if kept is not None else None if shared else ()
+        lease = self.reserve.open(tokens, n_positions, all_now=all_now, begin=begin, rope_set=rope_set)
         if lease is None:
             return None
         # The new sequence takes the place of the kept one, or its state will be overwritten.
@@ -85,7 +88,7 @@ class PagedSequences:
         """Release its pages, but keep those of its first tokens until they are needed, unless the loop has written
         over some of them: it has written `n_written` positions."""
         self.reserve.keep(sequence.lease, len(tokens), n_written)
-        self._kept = KeptSequence(tuple(tokens), sequence.slot)
+        self._kept = KeptSequence(tuple(tokens), sequence.slot, sequence.lease.rope_set)
 
     def forget(self) -> None:
         """Drop the kept sequence."""
@@ -108,7 +111,8 @@ class PagedSequences:
         sequence, start = part.sequence, part.sequence.n_held
         tokens = list(sequence.tokens[start : start + part.n])
         self.reserve.cover(sequence.lease, start, start + part.n)
-        return ChunkPart(tokens, start, self.reserve.tables(sequence.lease), sequence.slot, part.outputs)
+        lease = sequence.lease
+        return ChunkPart(tokens, start, self.reserve.tables(lease), sequence.slot, part.outputs, lease.rope_set)
 
     def apply(self, part: SequencePart) -> None:
         """Record that a part was computed and is in memory."""
@@ -133,10 +137,10 @@ class PagedSequences:
         """Release its pages."""
         self.reserve.close(sequence.lease)
 
-    def _n_alike(self, tokens: Sequence[int], slot: int | None, least_left: int) -> int:
+    def _n_alike(self, tokens: Sequence[int], slot: int | None, least_left: int, rope_set: int) -> int:
         """How many positions of the kept sequence a sequence of these tokens can reuse."""
         kept, reserve = self._kept, self.reserve
-        if kept is None:
+        if kept is None or kept.rope_set != rope_set:
             return 0
         most = min(len(kept.tokens), len(tokens) - least_left)
         alike = next((n for n in range(most) if kept.tokens[n] != tokens[n]), most)
@@ -144,4 +148,4 @@ class PagedSequences:
             return alike if alike == len(kept.tokens) and kept.slot == slot else 0  # a state cannot be rolled back
         if alike % reserve.page_tokens and alike < len(tokens) and not reserve.is_kept_alone(alike):
             alike -= alike % reserve.page_tokens  # other sequences read the page that would be written
-        return alike if alike > reserve.find(tokens).n_pages * reserve.page_tokens else 0
+        return alike if alike > reserve.find(tokens, rope_set).n_pages * reserve.page_tokens else 0

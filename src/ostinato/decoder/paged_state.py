@@ -80,8 +80,8 @@ class HostPart:
 class PagedState:
     """A sequence between pages and bytes. Made for one save or one load."""
 
-    def __init__(self, shape: Shape, copy: SequenceCopy, context: int) -> None:
-        self._copy = copy
+    def __init__(self, shape: Shape, copy: SequenceCopy, context: int, rope_set: int = 0) -> None:
+        self._copy, self._rope_set = copy, rope_set if shape.n_rope_sets > 1 else None
         kv: list[HostPart] = []
         if shape.attention:
             window = window_of(shape)
@@ -134,4 +134,5 @@ class PagedState:
 
     def _attention(self, layers: Sequence[int], window: Window, context: int) -> HostPart:
         form = Form(context, False, self._copy.kv_cells(layers))
-        return HostPart(form, state_file.attention_layout(layers, window, form), layers, window)
+        layout = state_file.attention_layout(layers, window, form, rope_set=self._rope_set)
+        return HostPart(form, layout, layers, window)

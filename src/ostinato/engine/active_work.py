@@ -113,7 +113,7 @@ class ActiveWork:
         if copy is not None:
             shared = copy.computes
         least_left = 0 if copy is not None and copy.computes else None
-        sequence = memory.open(text.tokens, n, slot=slot, shared=shared, least_left=least_left)
+        sequence = memory.open(text.tokens, n, slot=slot, shared=shared, least_left=least_left, rope_set=text.rope_set)
         if sequence is not None and copy is not None and not copy.computes:
             memory.fill(sequence)
         elif sequence is not None:

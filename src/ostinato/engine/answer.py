@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ostinato.engine.request import FinishReason, Request, Token
+from ostinato.engine.request import FinishReason, HeldSequence, Request, Token
 from ostinato.options import Sampling
 from ostinato.text.stream import TextStream
 from ostinato.text.tokenizer import Tokenizer
@@ -119,8 +119,11 @@ class Origin:
     load_s: float
     facts: Mapping[str, Any]
     fingerprint: Callable[[], str]
+    n_rope_sets: int = 1
 
-    def digest(self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int]) -> Callable[[], str]:
+    def digest(
+        self, sampling: Sampling, prompt: Sequence[int], ids: Sequence[int], rope_set: int = 0
+    ) -> Callable[[], str]:
         """A function that computes the digest on demand: hashing a large model takes seconds the first time."""
         words = dataclasses.asdict(sampling)
         for name in ("schema", "json_mode", "regex", "choice", "grammar"):
@@ -130,7 +133,8 @@ class Origin:
         if not sampling.temperature:
             words["seed"] = None  # greedy: the seed was not used
         words["logit_bias"] = sorted(sampling.logit_bias.items())
-        content = {**self.facts, "sampling": words, "prompt_ids": list(prompt), "token_ids": list(ids)}
+        rotated = {"rope_set": rope_set} if self.n_rope_sets > 1 else {}
+        content = {**self.facts, **rotated, "sampling": words, "prompt_ids": list(prompt), "token_ids": list(ids)}
 
         def digest() -> str:
             whole = {**content, "model": self.fingerprint()}
@@ -161,9 +165,10 @@ class Answer:
         self._shown: list[str] = []
 
     @property
-    def held(self) -> list[int]:
+    def held(self) -> HeldSequence:
         """Prompt and answer without the last token, which no step has read."""
-        return [*self._prompt, *(token.token for token in self._tokens[:-1])]
+        tokens = [*self._prompt, *(token.token for token in self._tokens[:-1])]
+        return HeldSequence(tokens, self.source.spec.rope_set)
 
     def push(self, token: Token) -> Piece:
         """Take the next token and return its piece of text. The last piece has the completion."""
@@ -201,5 +206,5 @@ class Answer:
             ),
             seed=sampling.seed,
             cached_tokens=source.cached_tokens,
-            _digest=self._origin.digest(sampling, self._prompt, ids),
+            _digest=self._origin.digest(sampling, self._prompt, ids, source.spec.rope_set),
         )

@@ -54,24 +54,29 @@ class LoopDriver:
         runner = self.runner
         self._generation += 1
         n_positions = len(prompt) + most
+        rope_set = runner.model.shape.rope_set(n_positions - 1)  # no step reads the last token
         if pages is None:
-            tables = self._prefilled(slot, prompt, n_positions)
+            tables = self._prefilled(slot, prompt, n_positions, rope_set)
         else:
             tables = self.tables(pages)
-            self.prefill(slot, prompt, pages)
+            self.prefill(slot, prompt, pages, rope_set=rope_set)
         granted = -(-n_positions // runner.page_tokens) * runner.page_tokens if granted is None else granted
-        admission = Admission(self._generation, prompt, most, tables, granted, sampling, stop_ids=stop_ids)
+        admission = Admission(
+            self._generation, prompt, most, tables, granted, sampling, stop_ids=stop_ids, rope_set=rope_set
+        )
         runner.host.stage(slot, admission)
         runner.beside(lambda: runner.chunks.first(slot)).result(DEADLINE_S)
         if admit and not runner.host.admit(slot, self._generation):
             raise InternalError("the inbox is full: more sequences than it holds were admitted before a step")
         return self._generation
 
-    def prefill(self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0) -> None:
+    def prefill(
+        self, slot: int, prompt: Sequence[int], pages: Sequence[int], *, start: int = 0, rope_set: int = 0
+    ) -> None:
         """Compute positions from `start` on of a prompt into these pages of every layer, to the end."""
         rows, tables = self.runner.chunks.rows_for(len(prompt)), self.tables(pages)
         for first in range(start, len(prompt), rows):
-            self._run_chunk(ChunkPart(list(prompt[first : first + rows]), first, tables, slot), rows)
+            self._run_chunk(ChunkPart(list(prompt[first : first + rows]), first, tables, slot, rope_set=rope_set), rows)
 
     def tables(self, pages: Sequence[int]) -> list[list[int]]:
         """A page table for each group of layers, with these pages in all of them."""
@@ -80,9 +85,9 @@ class LoopDriver:
             raise InternalError(f"pages up to {max(pages)}; there are {[group.n_pages for group in groups]}")
         return [list(pages)] * len(groups)
 
-    def _prefilled(self, slot: int, prompt: Sequence[int], n_positions: int) -> list[list[int]]:
+    def _prefilled(self, slot: int, prompt: Sequence[int], n_positions: int, rope_set: int) -> list[list[int]]:
         """Compute a prompt into pages of its own; the page tables with which the loop goes on."""
-        sequence = self._memory.open(prompt, n_positions, slot=slot, shared=False)
+        sequence = self._memory.open(prompt, n_positions, slot=slot, shared=False, rope_set=rope_set)
         if sequence is None:
             raise InternalError(f"{self._memory.reserve.n_pages} pages of keys and values do not hold these sequences")
         self._sequences.append(sequence)

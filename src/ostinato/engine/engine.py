@@ -61,7 +61,7 @@ class Engine:
         """`n_tokens`: ids that the tokenizer knows; ids beyond it, padding of the embedding, are never sampled.
         `queue`: how many requests may wait. `share_prefixes`: do not compute a prompt's beginning again if it is still
         in memory. `constrain` makes the constraint of an answer from its sampling options."""
-        vocab = model.shape.vocab
+        self._shape, vocab = model.shape, model.shape.vocab
         self.context, self._vocab = settled.context, vocab
         self._eog_ids = frozenset(token for token in eog_ids if token < vocab)
         self._constrain = constrain
@@ -128,7 +128,12 @@ class Engine:
         self._runner.host.check(sampling, stop_ids)
         room = self.context - len(prompt)
         most = min(room, sampling.max_tokens or room)
-        return RequestSpec(tuple(prompt), sampling, stop_ids, most, constraint, resume, keep)
+        spec = RequestSpec(tuple(prompt), sampling, stop_ids, most, constraint, resume, keep)
+        return replace(spec, rope_set=self.rope_set(spec.n_positions))
+
+    def rope_set(self, n_positions: int) -> int:
+        """Which set of frequencies rotates a sequence of at most so many positions, from its admission to its end."""
+        return self._shape.rope_set(n_positions)
 
     def submit(
         self,

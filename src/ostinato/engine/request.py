@@ -78,6 +78,7 @@ class RequestSpec:
 
     `constraint` is what the answer must follow; it belongs to this request alone. `resume`: continue the sequence that
     was kept last, as far as both begin alike; `keep`: keep this sequence afterwards, until its pages are needed.
+    `rope_set`: of the frequencies that rotate the whole sequence.
     """
 
     prompt: Sequence[int]
@@ -87,11 +88,19 @@ class RequestSpec:
     constraint: Constraint | None = None
     resume: bool = False
     keep: bool = False
+    rope_set: int = 0
 
     @property
     def n_positions(self) -> int:
         """Positions that need pages: no step reads the last token of an answer, so it has none."""
         return len(self.prompt) + self.most - 1
+
+
+class HeldSequence(NamedTuple):
+    """Tokens that were computed, and the rope set of their keys."""
+
+    tokens: list[int]
+    rope_set: int = 0
 
 
 def check_prompt(ids: Sequence[int], *, vocab: int, context: int, room: int = 0) -> None:

@@ -270,7 +270,9 @@ class Scheduler:
         slot = self._free_slot(self._memory.kept_slot if spec.resume else None)
         assert slot is not None
         least_left = 1 if spec.resume else None
-        paged = self._memory.open(spec.prompt, spec.n_positions, slot=slot, all_now=all_now, least_left=least_left)
+        paged = self._memory.open(
+            spec.prompt, spec.n_positions, slot=slot, all_now=all_now, least_left=least_left, rope_set=spec.rope_set
+        )
         if paged is None:
             return False
         self._queue.take_slot(request)
@@ -432,6 +434,7 @@ class Scheduler:
             sampling=spec.sampling,
             stop_ids=spec.stop_ids,
             mask=None if spec.constraint is None else spec.constraint.mask(),
+            rope_set=spec.rope_set,
         )
         self._host.stage(sequence.slot, admission)
 

@@ -31,7 +31,7 @@ class TextLogprobs:
 
 def logits_of(engine: Engine, ids: Sequence[int]) -> Floats:
     """Logits of a text's tokens (teacher forced), float32 [n, vocab]."""
-    work = engine.work(WorkSpec([WorkText(ids, range(len(ids)))], "logits"))
+    work = engine.work(WorkSpec([WorkText(ids, range(len(ids)), rope_set=engine.rope_set(len(ids)))], "logits"))
     return np.concatenate([rows.output.logits for rows in work if rows.output.logits is not None])
 
 
@@ -39,7 +39,7 @@ def logprobs_of(
     engine: Engine, texts: Sequence[Sequence[int]], top: int = 0, n_tokens: int | None = None
 ) -> list[TextLogprobs]:
     """Log-probabilities of the tokens of texts, and the `top` most likely among the first `n_tokens` ids."""
-    asked = [WorkText(ids[:-1], range(len(ids) - 1), ids[1:]) for ids in texts]
+    asked = [WorkText(ids[:-1], range(len(ids) - 1), ids[1:], engine.rope_set(len(ids))) for ids in texts]
     found: list[list[ChunkOutput]] = [[] for _ in texts]
     for number, output in engine.work(WorkSpec(asked, "logprobs", top, n_tokens)):
         found[number].append(output)
@@ -54,7 +54,8 @@ def vectors_of(engine: Engine, texts: Sequence[Sequence[int]], pooling: str) -> 
     pooled = Pooled(pooling_named(pooling, ranks=False))
     asked = [(ids, pooled.kind.rows_of(len(ids))) for ids in texts]
     # Tokens after the last row that is asked for are left out: attention is causal, so no row depends on them.
-    work = engine.work(WorkSpec([WorkText(ids[: rows.stop], rows) for ids, rows in asked], "hidden"))
+    cut = [WorkText(ids[: rows.stop], rows, rope_set=engine.rope_set(len(ids))) for ids, rows in asked]
+    work = engine.work(WorkSpec(cut, "hidden"))
     positions = [iter(rows) for _, rows in asked]
     for number, output in work:
         assert output.hidden is not None

@@ -182,7 +182,8 @@ class Verifier:
             tolerance = OF_ROUNDED[self.model.embedding.wide]
         judge = RouteJudge.of(routes, tolerance) if routes else None
         twins = fresh if judge is None else judge.routed(fresh)
-        expected = twin_logits(twins, [*case.prompt, first.token], self.kv_type)
+        n_ctx = len(case.prompt) + case.most - 1  # all its positions, from which its rope set follows
+        expected = twin_logits(twins, [*case.prompt, first.token], self.kv_type, n_ctx)
         apart = abs(first.logprob - _log_softmax(expected[0])[first.token])
         figures = {**_nearness(found, expected[1]), "prefill_logprob": apart, "tolerance": tolerance}
         if judge is not None:
@@ -442,10 +443,10 @@ def _unequal(node: str, pairs: Iterable[tuple[str, tuple[int, ...], object, obje
 # Tolerance
 
 
-def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType) -> Floats:
+def twin_logits(model: Model, ids: Sequence[int], kv_type: KVType, n_ctx: int) -> Floats:
     """Float32 logits [2, vocab] after all ids but the last, and after all, by the decoder over the model's blocks."""
     n = max(len(ids), 2)
-    decoder = Decoder(model, n_ctx=n, n_batch=n, n_ubatch=n, kv_type=kv_type)
+    decoder = Decoder(model, n_ctx=max(n, n_ctx), n_batch=n, n_ubatch=n, kv_type=kv_type)
     decoder.decode(Batch(token=ids, output=[int(i >= len(ids) - 2) for i in range(len(ids))]))
     rows = decoder.outputs.all_logits().value
     if rows is None:

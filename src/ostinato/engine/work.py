@@ -18,11 +18,13 @@ from ostinato.loop.start import Helper
 
 @dataclass(frozen=True, slots=True)
 class WorkText:
-    """Token ids, and which of their rows are asked for; for log-probabilities, the token that follows each of those."""
+    """Token ids, and which of their rows are asked for; for log-probabilities, the token that follows each of those.
+    `rope_set` follows from the length of the whole text, of which `tokens` may be the beginning."""
 
     tokens: Sequence[int]
     outputs: range
     targets: Sequence[int] = ()
+    rope_set: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,7 @@ class Admission:
     sampling: Sampling
     stop_ids: Sequence[int]
     mask: np.ndarray | None = None  # of the first token; each later one waits for its own
+    rope_set: int = 0
 
 
 class HostSide:
@@ -107,6 +108,7 @@ class HostSide:
             "left": admission.left,
             "granted": admission.granted,
             "min_tokens": s.min_tokens,
+            "rope_set": admission.rope_set,
             "top_k": min(s.top_k or 0, self._layout.vocab),
             "n_logprobs": s.logprobs or 0,
             "n_stop": len(admission.stop_ids),

@@ -202,6 +202,7 @@ class Layout:
             ("left", "int32", (n,)),  # tokens that may still be generated
             ("granted", "int32", (n,)),  # positions that have pages
             ("min_tokens", "int32", (n,)),
+            ("rope_set", "int32", (n,)),  # of the frequencies that rotate it
             *((one.field, one.kind, (n,)) for one in SAMPLING_NUMBERS if one.kind == "int32"),
             ("n_logprobs", "int32", (n,)),
             ("n_stop", "int32", (n,)),

@@ -205,7 +205,7 @@ class ModelBlocks(Block):
     embedding_norm: Norm | None = None
     ranking: RankingHead | None = None
     spare: frozenset[str] = frozenset()  # tensors that a file may have besides: read elsewhere, or of no use here
-    frequencies: Mapping[Rope, Leaf] = field(default_factory=dict)  # the angles of each rope, once a backend has them
+    frequencies: Mapping[Rope, Leaf] = field(default_factory=dict)  # [rope sets, width / 2], once a backend has them
 
 
 B = TypeVar("B", bound=Block)

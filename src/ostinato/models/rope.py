@@ -26,14 +26,9 @@ class Rope:
     pairing: Pairing
     divisors: tuple[float, ...] | None = None
     amplitude: float = 1.0
-    # longrope keeps two sets of divisors: `divisors` up to original_context, these beyond it
+    # longrope keeps two sets of divisors: `divisors` for sequences up to original_context, these for longer ones
     long_divisors: tuple[float, ...] | None = None
     original_context: int | None = None
-
-    def divisors_for(self, context: int) -> tuple[float, ...] | None:
-        """What the frequencies are divided by in an engine of that context; None for nothing."""
-        long = self.long_divisors if self.original_context and context > self.original_context else None
-        return long or self.divisors
 
 
 def linear(width: int, factor: float) -> tuple[float, ...]:

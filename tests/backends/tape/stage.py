@@ -39,6 +39,7 @@ _SHAPE: Final[Mapping[str, int | str]] = {
     "NORM_EPS": "1e-5f",
     "QK_NORM_EPS": "1e-6f",
     "QUERY_SCALE": "0.125f",
+    "ROPE_SETS": 1,
     "ROPE_HALF": 32,
     "ROPE_NEIGHBOURS": 0,
     "ROPE_AMPLITUDE": "1.0f",

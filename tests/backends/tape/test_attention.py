@@ -101,6 +101,7 @@ class Case:
     rope_half: int | None = None  # None: all of a head turns
     pairing: Pairing = "halves"
     amplitude: float = 1.0
+    rope_sets: int = 1  # the rows have them in turn
     windows: tuple[int, int] = (0, 0)
     n_blocks: int = 3
     n_compute_warps: int = 2
@@ -135,6 +136,7 @@ class Case:
             "N_KV_HEADS": self.n_kv_heads,
             "HEAD_WIDTH": self.width,
             "QUERY_SCALE": f"{self.width**-0.5}f",
+            "ROPE_SETS": self.rope_sets,
             "ROPE_HALF": self.half,
             "ROPE_NEIGHBOURS": int(self.pairing == "neighbours"),
             "ROPE_AMPLITUDE": f"{float(self.amplitude)}f",
@@ -170,7 +172,10 @@ def made(case: Case) -> Step:
     tables.table["position"][slots] = torch.tensor(case.positions, dtype=torch.int32)
     tables.table["n_rows"].fill_(len(slots))
     norms = torch.rand(N_LAYERS, 2, case.width, generator=torch.Generator().manual_seed(4)) + 0.5
-    frequencies = 10_000.0 ** (-torch.arange(case.half) / max(case.half, 1))
+    tables.table["rope_set"].fill_(66_666_666)
+    tables.table["rope_set"][slots] = torch.arange(len(slots), dtype=torch.int32) % case.rope_sets
+    plain = 10_000.0 ** (-torch.arange(case.half) / max(case.half, 1))
+    frequencies = torch.stack([plain / (1 + 3 * number) for number in range(case.rope_sets)])
     heads = [
         Heads(
             case.n_heads,
@@ -287,6 +292,7 @@ CASES = {
     "a part of the head cos_sin": Case((35, 99), width=64, rope_half=16, amplitude=1.25, store="f32"),
     "a part of the head cos_sin, neighbours": Case((35, 99), width=96, rope_half=20, pairing="neighbours"),
     "nothing cos_sin": Case((50,), rope_half=0),
+    "two rope sets": Case((35, 36, 99), width=64, rope_half=16, rope_sets=2, store="f32"),
     "windows": Case((10, 33, 64, 200, 700), windows=(33, 0), group=4),
     "windows of every layer": Case((95, 96, 97, 511), windows=(64, 20), store="f32"),
     "long": Case((3000, 1025), n_kv_heads=2, splits=16, n_blocks=8, page_tokens=64),

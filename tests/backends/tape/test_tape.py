@@ -21,6 +21,7 @@ from ostinato.engine.engine import Engine
 from ostinato.errors import EngineDead
 from ostinato.loop.host import Admission, bits_of
 from ostinato.loop.layout import End, Fault, Finish, SlotState, Word
+from ostinato.models.rope import Rope
 from ostinato.options import Sampling
 from tests.backends.tape.emulator import compiled
 from tests.backends.tape.loop import CONTEXT, N_PAGES, OUTBOX, EmulatedLoop, tape_driver, widened
@@ -66,7 +67,8 @@ def check_near_torch(model: Model, *, most: int = 12, tolerance: float = TOLERAN
     prompt = [5, 9, 33, 7, 8, 120]
     with closing(tape_driver(model, **how)) as tape:
         tokens, logits = by_steps(tape, prompt, most)
-    expected = forward(widened(model), [*prompt, *tokens[:-1]])[len(prompt) :]
+    whole = [*prompt, *tokens[:-1]]
+    expected = forward(widened(model).for_length(len(whole)), whole)[len(prompt) :]
     assert len(logits) == len(expected) == most - 1
     errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
     assert float(errors.max()) < tolerance
@@ -82,6 +84,13 @@ def check_near_torch(model: Model, *, most: int = 12, tolerance: float = TOLERAN
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
 def test_every_family_has_the_logits_of_torch(family: str) -> None:
     check_near_torch(small(shape_of(family)))
+
+
+@pytest.mark.parametrize("most", [5, 12])
+def test_sequences_on_both_sides_of_longropes_border_have_the_logits_of_torch(most: int) -> None:
+    long = tuple(1.0 + i / 4 for i in range(32))
+    rope = Rope(10_000.0, 64, "halves", (1.0,) * 32, 1.1, long, original_context=10)
+    check_near_torch(small(shape_of("phi3", ropes=(rope, rope))), most=most)
 
 
 def test_windows_of_a_mistral_are_seen() -> None:

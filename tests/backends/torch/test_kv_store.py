@@ -21,7 +21,7 @@ TYPES: Sequence[KVType] = ("f32", "bf16", "f16", "q8_0")
 
 
 def store_of(shape: Shape, kv_type: KVType, *, streams: int = 1, cells: int = 8) -> KVStore:
-    ropes = {rope: frequencies_of(rope, 64) for rope in shape.ropes if rope is not None}
+    ropes = {rope: frequencies_of(rope) for rope in shape.ropes if rope is not None}
     return KVStore(shape, {0: cells, 1: cells}, kv_type, streams=streams, device=CPU, frequencies=ropes)
 
 
@@ -65,7 +65,7 @@ def test_shifted_keys_are_those_of_the_new_position_and_values_never_turn(shape:
     assert isinstance(rope, Rope)
 
     def at(position: int) -> torch.Tensor:
-        cos, sin = cos_sin(rope, torch.tensor([position]), frequencies_of(rope, 64))
+        cos, sin = cos_sin(rope, torch.tensor([position]), frequencies_of(rope))
         return rope_torch(noise(1, 2, 32), cos, sin, rope.pairing)
 
     store = store_of(shape, kv_type)

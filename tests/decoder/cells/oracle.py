@@ -67,7 +67,7 @@ class Truth:
         rope = self.model.shape.ropes[layer]
         if rope is None or distance == 0:
             return key
-        angles = distance * self.model.frequencies[rope].double()
+        angles = distance * self.model.frequencies[rope][0].double()
         half = len(angles)
         assert rope.pairing == "halves"
         assert 2 * half == key.shape[-1]

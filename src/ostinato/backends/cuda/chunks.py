@@ -61,20 +61,18 @@ class FusedChunks:
         def made(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return zeros(size, dtype, device)
 
-        # What a chunk brings, in one copy: how many rows and tiles, the tiles, ids, positions and parts of the rows,
-        # and the parts' page tables, as many as there are. The staged side is ours and stays, because the copy runs
-        # on when the caller has gone (E-34).
-        size = 4 + 7 * most + most * n_groups * max_pages
+        # What a chunk brings, in one copy: how many rows and tiles, the tiles, ids, positions, parts and rope sets of
+        # the rows, and the parts' page tables, as many as there are. The staged side is ours and stays, because the
+        # copy runs on when the caller has gone (E-34).
+        size = 4 + 8 * most + most * n_groups * max_pages
         self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._brought = made(size, dtype=torch.int32)
         self._to_stage, brought = (
             _Brought.over(memory, most, n_groups, max_pages) for memory in (self._staged, self._brought)
         )
         self._n, self._tokens, self._positions = brought.n, brought.tokens, brought.positions
-        self._chunks = [
-            Chunk(brought.n, brought.n_tiles, brought.tiles, brought.positions, brought.parts, brought.pages[:, group])
-            for group in range(n_groups)
-        ]
+        of_rows = brought.n, brought.n_tiles, brought.tiles, brought.positions, brought.parts
+        self._chunks = [Chunk(*of_rows, brought.pages[:, group], brought.rope_set) for group in range(n_groups)]
 
         wide = model.dtype if model.dtype == torch.float32 else torch.bfloat16
         n_qkv = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_width
@@ -265,18 +263,19 @@ class _Brought:
     n: Tensor
     n_tiles: Tensor
     tiles: Tensor  # [rows, 4]
-    tokens: Tensor  # [rows], as the next two
+    tokens: Tensor  # [rows], as the next three
     positions: Tensor
     parts: Tensor
+    rope_set: Tensor
     pages: Tensor  # [parts, groups, max_pages], at most as many parts as rows
 
     @staticmethod
     def over(memory: Tensor, rows: int, n_groups: int, max_pages: int) -> _Brought:
-        n, n_tiles, _, tiles, tokens, positions, parts, pages = memory.split(
-            [1, 1, 2, 4 * rows, rows, rows, rows, rows * n_groups * max_pages]
+        n, n_tiles, _, tiles, tokens, positions, parts, rope_set, pages = memory.split(
+            [1, 1, 2, 4 * rows, rows, rows, rows, rows, rows * n_groups * max_pages]
         )
         tables = pages.view(rows, n_groups, max_pages)
-        return _Brought(n, n_tiles, tiles.view(rows, 4), tokens, positions, parts, tables)
+        return _Brought(n, n_tiles, tiles.view(rows, 4), tokens, positions, parts, rope_set, tables)
 
     def fill(self, parts: Sequence[ChunkPart], counts: Sequence[int]) -> int:
         """Write a chunk's rows; returns how many numbers of the memory are to be copied."""
@@ -290,6 +289,7 @@ class _Brought:
         # Padding rows have the last position: any valid one will do, since their results are not read.
         self.positions.numpy()[n:] = placed.positions[-1]
         self.parts.numpy()[:n] = placed.parts
+        self.rope_set.numpy()[:n] = [part.rope_set for part in parts for _ in part.tokens]
         for number, part in enumerate(parts):
             for group, table in enumerate(part.page_tables):
                 self.pages.numpy()[number, group, : len(table)] = table

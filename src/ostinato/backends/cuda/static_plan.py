@@ -102,9 +102,10 @@ class StaticStep(BlockStep):
         super().__init__(model, memory, tables, n_tokens)
         shape, device, n_slots, self._kernels = model.shape, model.device, self._n_slots, kernels
         self.from_row, self.to_row = (zeros((n_slots,), torch.int64, device) for _ in range(2))
+        sizes = {rope: (n_slots, rope.width // 2) for rope in model.frequencies}
         self.cos_sin = {
-            rope: (zeros((n_slots, len(f)), torch.float32, device), zeros((n_slots, len(f)), torch.float32, device))
-            for rope, f in model.frequencies.items()
+            rope: (zeros(size, torch.float32, device), zeros(size, torch.float32, device))
+            for rope, size in sizes.items()
         }
         self._row = torch.arange(n_slots, dtype=torch.int32, device=device)
         # On the device before any capture: a number that torch must carry there would end one.
@@ -128,7 +129,8 @@ class StaticStep(BlockStep):
         position = table["position"].index_select(0, slot).long().masked_fill(dead, 0)
         x = rows_of(model.embedding, token, model.dtype)
         self.x.copy_(model.embed_inputs(x if self._scale is None else x * self._scale, position))
-        for rope, found in model.angles(position).items():
+        rope_set = table["rope_set"].index_select(0, slot).long() if model.shape.n_rope_sets > 1 else 0
+        for rope, found in model.angles(position, rope_set).items():
             for kept, new in zip(self.cos_sin[rope], found, strict=True):
                 kept.copy_(new)
 

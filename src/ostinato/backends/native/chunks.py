@@ -36,9 +36,10 @@ class NativeChunks:
         ids = np.array([token for part in parts for token in part.tokens], np.int32)
         self._check(parts, ids)
         pages = [_page_tables(part) for part in parts]
+        slots = [-1 if part.slot is None else part.slot for part in parts]
         placed = [
-            PartStruct(_at(own), len(part.tokens), part.start, -1 if part.slot is None else part.slot, own.shape[1])
-            for part, own in zip(parts, pages, strict=True)
+            PartStruct(_at(own), len(part.tokens), part.start, slot, own.shape[1], part.rope_set)
+            for part, own, slot in zip(parts, pages, slots, strict=True)
         ]
         asked = np.array(output_rows(parts, want, self.max_outputs, self._native.vocab), np.int32)
         targets = np.array(want.targets if want is not None else (), np.int32)

@@ -59,7 +59,10 @@ class _Rope(Structure):
 
 
 class PartStruct(Structure):
-    _fields_ = (("pages", c_void_p), *((name, c_int) for name in ("n_rows", "start", "slot", "table_pages")))
+    _fields_ = (
+        ("pages", c_void_p),
+        *((name, c_int) for name in ("n_rows", "start", "slot", "table_pages", "rope_set")),
+    )
 
 
 class OutputsStruct(Structure):

@@ -277,6 +277,7 @@ def shape_header(
         "NORM_EPS": _float(s.norm_eps),
         "QK_NORM_EPS": _float(s.norm_eps if attention.q_norm is None else attention.q_norm.eps),
         "QUERY_SCALE": _float(s.query_scale),
+        "ROPE_SETS": s.n_rope_sets,
         "ROPE_HALF": rope.width // 2,
         "ROPE_NEIGHBOURS": int(rope.pairing == "neighbours"),
         "ROPE_AMPLITUDE": _float(rope.amplitude),

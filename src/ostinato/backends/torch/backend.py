@@ -159,7 +159,7 @@ def loaded_with(
     from ostinato.backends.torch.load import load
 
     dtype, device = getattr(torch, settled.dtype), torch.device(settled.device)
-    return load(blocks, table, dtype=dtype, device=device, context=settled.context, progress=progress, loader=loader)
+    return load(blocks, table, dtype=dtype, device=device, progress=progress, loader=loader)
 
 
 def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
@@ -171,7 +171,7 @@ def model_of(blocks: ModelBlocks, settled: Settled) -> Model:
     if isinstance(blocks, Model):
         return blocks
     dtype, device = getattr(torch, settled.dtype), torch.device(settled.device)
-    return Model.of(blocks, dtype=dtype, device=device, context=settled.context)
+    return Model.of(blocks, dtype=dtype, device=device)
 
 
 def dense_bytes(tensors: HeaderTensors, settled: Settled) -> int:

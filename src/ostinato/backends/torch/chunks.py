@@ -85,7 +85,7 @@ class TorchChunks:
         memory = ChunkMemory(
             self._memory, model, slot, start, n, [np.array(table, np.int64) for table in part.page_tables]
         )
-        hidden = model.hidden(ids, positions, memory)
+        hidden = model.hidden(ids, positions, memory, rope_set=part.rope_set)
         if part.slot is not None:
             self._last[slot] = hidden[n - 1]
         return hidden

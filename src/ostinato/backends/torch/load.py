@@ -126,14 +126,13 @@ def load(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    context: int,
     progress: Progress | None = None,
     loader: type[DenseLoader] = DenseLoader,
 ) -> Model:
-    """The model with its weights on `device`, for an engine of that context."""
+    """The model with its weights on `device`."""
     measure = Measure()
     with_leaves(blocks, cache(loader(table, dtype, torch.device("meta"), measure).leaf))
     reader = loader(table, dtype, device, BumpAllocator(measure.n_bytes, device))
     loaded = with_leaves(blocks, cache(reader.leaf))  # a tied head is the embedding: made once
     reader.read(progress)
-    return Model.of(loaded, dtype=dtype, device=device, context=context)
+    return Model.of(loaded, dtype=dtype, device=device)

@@ -26,20 +26,28 @@ class Model(ModelBlocks):
     device: torch.device
 
     @staticmethod
-    def of(blocks: ModelBlocks, *, dtype: torch.dtype, device: torch.device, context: int) -> Model:
-        """The model of loaded blocks, for an engine of that context; their arrays become tensors over that memory."""
+    def of(blocks: ModelBlocks, *, dtype: torch.dtype, device: torch.device) -> Model:
+        """The model of loaded blocks; their arrays become tensors over that memory."""
         blocks = with_leaves(blocks, lambda leaf: tensor_of(leaf) if isinstance(leaf, np.ndarray) else leaf)
         ropes = [rope for rope in dict.fromkeys(blocks.shape.ropes) if rope is not None]
-        blocks = replace(blocks, frequencies={rope: frequencies_of(rope, context).to(device) for rope in ropes})
+        n_sets = blocks.shape.n_rope_sets
+        blocks = replace(blocks, frequencies={rope: frequencies_of(rope, n_sets).to(device) for rope in ropes})
         given = {field.name: getattr(blocks, field.name) for field in fields(ModelBlocks)}
         return Model(**given, dtype=dtype, device=device)
 
-    def hidden(self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
+    def for_length(self, n_positions: int) -> Model:
+        """The same model with only the rope set of sequences of so many positions."""
+        one = self.shape.rope_set(n_positions)
+        return replace(self, frequencies={rope: sets[one : one + 1] for rope, sets in self.frequencies.items()})
+
+    def hidden(
+        self, tokens: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None, rope_set: int = 0
+    ) -> Tensor:
         """tokens, positions int64 [rows] to the normalised last hidden rows [rows, hidden]; memory gains the rows.
 
         types int64 [rows], for models that tell two texts apart: 0, the first, unless given.
         """
-        return self.through(self.embed(tokens), positions, memory, types)
+        return self.through(self.embed(tokens), positions, memory, types, rope_set)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens int64 [rows] to what the model takes in for them, [rows, hidden]."""
@@ -49,10 +57,12 @@ class Model(ModelBlocks):
             x = x * torch.tensor(self.shape.embedding_scale, dtype=x.dtype, device=x.device)
         return x
 
-    def through(self, x: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None) -> Tensor:
+    def through(
+        self, x: Tensor, positions: Tensor, memory: ForwardState, types: Tensor | None = None, rope_set: int = 0
+    ) -> Tensor:
         """Rows [rows, hidden], embedded tokens or given, to the last hidden rows; otherwise as `hidden`."""
         x = self.embed_inputs(x, positions, types)
-        angles = self.angles(positions)
+        angles = self.angles(positions, rope_set)
         for layer in self.layers:
             x = self.through_layer(layer, x, angles, memory)
         return self.final_norm(x)
@@ -67,9 +77,9 @@ class Model(ModelBlocks):
             x = normed(self.ops, self.embedding_norm, x)
         return x.float() if self.shape.wide_residual else x
 
-    def angles(self, positions: Tensor) -> Angles:
-        """RoPE's cos and sin, for every kind of rope in the model."""
-        return {rope: cos_sin(rope, positions, frequencies) for rope, frequencies in self.frequencies.items()}
+    def angles(self, positions: Tensor, rope_set: int | Tensor = 0) -> Angles:
+        """RoPE's cos and sin, for every kind of rope in the model. `rope_set`: of all rows, or int64 [rows]."""
+        return {rope: cos_sin(rope, positions, sets[rope_set]) for rope, sets in self.frequencies.items()}
 
     def through_layer(self, layer: AnyLayer, x: Tensor, angles: Angles, memory: ForwardState) -> Tensor:
         """Rows through one layer."""

@@ -81,13 +81,14 @@ class TorchStep(BlockStep):
         n_rows = int(table["n_rows"])
         slots = table["row_slot"][:n_rows].tolist()
         positions, pages = table["position"].tolist(), table["pages"].cpu().numpy()
+        rope_sets = table["rope_set"].tolist()
         self._rows = [RowMemory(self._memory, model, slot, positions[slot], 1, pages[slot]) for slot in slots]
         self._angles = []
         for row, memory in enumerate(self._rows):
             position = torch.tensor([memory.start], device=model.device)
             token = table["token"][memory.slot : memory.slot + 1].long()
             self.x[row] = model.embed_inputs(model.embed(token), position)[0]
-            self._angles.append(model.angles(position))
+            self._angles.append(model.angles(position, rope_sets[memory.slot]))
 
     def layer(self, layer: AnyLayer) -> None:
         for row, (memory, angles) in enumerate(zip(self._rows, self._angles, strict=True)):

@@ -66,7 +66,8 @@ class Decoder:
 
     Args:
         model: the loaded weights.
-        n_ctx: positions of memory; with `unified`, shared by all sequences.
+        n_ctx: positions of memory; with `unified`, shared by all sequences. The factors of longrope follow it: beyond
+            the original context, the long ones rotate every sequence.
         n_batch: tokens that one call may have.
         n_ubatch: tokens of one forward.
         n_seq_max: sequences.
@@ -113,6 +114,8 @@ class Decoder:
             causal=causal,
             has_encoder=not causal,
         )
+        model, shape = model.for_length(n_ctx), model.shape
+        self._rope_set = shape.rope_set(n_ctx) if shape.n_rope_sets > 1 else None
         self.model, self._embeddings = model, embeddings or not causal
         self._pooled = _pooled(model, pooling) if self._embeddings else None
         self._parts = memory_for(model, self.settings, kv_type)
@@ -222,7 +225,7 @@ class Decoder:
 
     def _saved_parts(self) -> state_file.StateParts:
         parts = self.parts
-        caches = tuple(SavedKV(*part) for part in (parts.full, parts.windowed) if part is not None)
+        caches = tuple(SavedKV(*part, self._rope_set) for part in (parts.full, parts.windowed) if part is not None)
         states = None if parts.recurrent is None else SavedStates(*parts.recurrent)
         return state_file.StateParts(self.model.shape.family, caches, states)
 

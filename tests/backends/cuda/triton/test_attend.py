@@ -44,6 +44,7 @@ class Case:
     normed: bool = False
     n_rotary: int | None = None  # elements of a head that turn; None: all
     pairing: Pairing = "halves"
+    rope_sets: int = 1  # the rows have them in turn
     softcap: float | None = None
     window: int | None = None
     seed: int = 0
@@ -72,6 +73,9 @@ def made(case: Case) -> Step:
     row_slot = torch.full((n_slots,), 77_777_777, dtype=torch.int32)
     row_slot[:n] = slots.int()
     n_rotary = case.width if case.n_rotary is None else case.n_rotary
+    factors = torch.tensor([[1.0], [5.0]])[: case.rope_sets]
+    rope_set = torch.full((n_slots,), 66_666_666, dtype=torch.int32)
+    rope_set[slots] = torch.arange(n, dtype=torch.int32) % case.rope_sets
     heads = Heads(
         case.n_heads,
         case.n_kv_heads,
@@ -79,13 +83,13 @@ def made(case: Case) -> Step:
         scale=case.width**-0.5,
         softcap=case.softcap,
         window=case.window,
-        frequencies=1 / 10_000 ** (torch.arange(0, n_rotary, 2).float() / n_rotary) if n_rotary else None,
+        frequencies=factors / 10_000 ** (torch.arange(0, n_rotary, 2).float() / n_rotary) if n_rotary else None,
         amplitude=1.1,
         pairing=case.pairing,
         q_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
         k_norm=torch.rand(case.width, generator=g) + 0.5 if case.normed else None,
     )
-    rows = StepRows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages)
+    rows = StepRows(torch.tensor([n], dtype=torch.int32), row_slot, position, pages, rope_set)
     kv = poisoned(n_slots * max_pages * case.page_tokens, case)
     for slot, p in zip(slots, case.positions, strict=True):
         first = max(0, p - case.window + 1) if case.window else 0
@@ -165,8 +169,8 @@ def reference(step: Step, row: int) -> np.ndarray:
     parts = step.qkv[row].double().numpy().reshape(-1, width)
     q, k, v = np.split(parts, [heads.n_heads, heads.n_heads + heads.n_kv_heads])
     assert heads.frequencies is not None
-    half = len(heads.frequencies)
-    angles = np.float32(p) * heads.frequencies.numpy()
+    half = heads.frequencies.shape[1]
+    angles = np.float32(p) * heads.frequencies[0].numpy()
     turn = np.exp(1j * angles.astype(np.float64)) * heads.amplitude
 
     def rotated(x: np.ndarray) -> np.ndarray:
@@ -246,6 +250,11 @@ def test_several_kv_heads_small_pages_and_no_rotary_positions_equal_the_twin() -
     assert_like_the_twin(Case((5, 66, 17), n_heads=6, n_kv_heads=3, width=32, store="bf16", page_tokens=16, n_rotary=0))
 
 
+@pytest.mark.parametrize("pairing", ["halves", "neighbours"])
+def test_rows_of_two_rope_sets_equal_the_twin(pairing: Pairing) -> None:
+    assert_like_the_twin(Case((5, 66, 67, 17), n_heads=2, width=32, n_rotary=24, rope_sets=2, pairing=pairing))
+
+
 def test_splits_longer_than_the_least_equal_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows past MAX_SPLITS * SPLIT positions: lengths of one and of several blocks in a split, the last one short."""
     monkeypatch.setattr(attend, "MAX_SPLITS", 2)
@@ -315,7 +324,7 @@ def test_keys_turn_right_to_six_digits_at_every_position(position: int, pairing:
     rows = replace(step.rows, pages=torch.zeros(1, position // 64 + 1, dtype=torch.int32))
     rows.position.fill_(position)
     frequencies = 1 / 500_000 ** (torch.arange(0, 128, 2).float() / 128)
-    step = replace(step, rows=rows, heads=replace(step.heads, frequencies=frequencies, amplitude=1.0))
+    step = replace(step, rows=rows, heads=replace(step.heads, frequencies=frequencies[None], amplitude=1.0))
     _, kv = run(step, programs=1)
     k = step.qkv[0, 128:256].double()
     angles = (torch.tensor(float(position)) * frequencies).double()
@@ -359,7 +368,7 @@ def compile_all() -> None:
         (Case((5,), n_heads=32, n_kv_heads=8, width=64, store="bf16"), True),
         (odd, False),
         (gemma, False),
-        (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32), False),
+        (Case((5,), n_heads=4, n_kv_heads=4, width=64, store="f32", n_rotary=32, rope_sets=2), False),
     ):
         step = made(case)
         args = (step.qkv, step.seen, step.kv, step.rows, step.heads, step.workspace, 132)

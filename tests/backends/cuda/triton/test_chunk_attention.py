@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ def heads_of(
         scale=width**-0.5,
         softcap=softcap,
         window=window,
-        frequencies=1 / 10_000 ** (torch.arange(0, n_rotary, 2).float() / n_rotary),
+        frequencies=1 / 10_000 ** (torch.arange(0, n_rotary, 2).float()[None] / n_rotary),
         pairing=pairing,
         q_norm=torch.rand(width, generator=g) + 0.5 if normed else None,
         k_norm=torch.rand(width, generator=g) + 0.5 if normed else None,
@@ -131,6 +132,30 @@ def test_appending_equals_the_twin_and_touches_nobody_else(store: str, dtype: to
     for part in (*parts(kv), *parts(twin_kv)):
         part[own] = 0
     assert same_store(kv, twin_kv)
+
+
+def test_parts_of_two_rope_sets_are_rotated_each_by_its_own() -> None:
+    heads = heads_of(2, 32)
+    assert heads.frequencies is not None
+    both = torch.cat((heads.frequencies, heads.frequencies / 5))
+    rope_set = torch.tensor([0] * 20 + [1] * 25 + [-1_000_000] * 3, dtype=torch.int32)
+    qkv = torch.randn(48, heads.n_columns, generator=torch.Generator().manual_seed(2))
+    kv, pages = store_of("f32", 32, 5, page_tokens=16)
+    chunk = replace(chunk_of_parts([13, 0], [20, 25], torch.stack((pages, pages.roll(3))), 48), rope_set=rope_set)
+
+    def appended(heads: Heads, append: Any) -> Tensor:
+        q = torch.zeros(48, 2, 32)
+        append(qkv, q, copied(kv), chunk, heads)
+        return q[:45]
+
+    found = appended(replace(heads, frequencies=both), lambda *given: bind_append_chunk(*given)())
+    twin = appended(replace(heads, frequencies=both), append_chunk_torch)
+    assert (found - twin).abs().max() < 3e-6 * twin.abs().max()
+    alone = [
+        appended(replace(heads, frequencies=each[None]), lambda *given: bind_append_chunk(*given)()) for each in both
+    ]
+    assert torch.equal(found, torch.cat((alone[0][:20], alone[1][20:])))
+    assert not torch.equal(found, alone[0])
 
 
 @pytest.mark.parametrize(
@@ -256,6 +281,9 @@ def compile_all() -> None:
         heads = replace(heads_of(n_heads, width, normed=True), softcap=30.0, window=1024)
         kv, pages = store_of(store, width, 4)
         chunk = chunk_of(0, 1, pages, 64)
+        if store == "f32":  # and two rope sets
+            heads = replace(heads, frequencies=torch.ones(2, width // 2))
+            chunk = replace(chunk, rope_set=torch.zeros(64, dtype=torch.int32))
         qkv = torch.zeros(64, heads.n_columns, dtype=dtype)
         q, seen = torch.zeros(64, n_heads, width, dtype=dtype), torch.zeros(64, n_heads * width, dtype=dtype)
         compile_launch(bind_append_chunk(qkv, q, kv, chunk, heads), amd=amd)

@@ -58,6 +58,7 @@ class LayerSizes:
     width: int
     d: int  # as wide or wider, a power of two
     n_rotary: int
+    n_rope_sets: int  # with more than one, a row says which it has
     neighbours: bool
     normed: bool
     page: int
@@ -108,10 +109,11 @@ def bind_attend(
         programs = gpu.chip_of(device).attention_programs if device.type == "cuda" else PROGRAMS_PER_MULTIPROCESSOR
     given = layer_arguments(kv, heads, qkv)
     wide = given["S"].d
+    of_rows = {"n_rows": (1,), "row_slot": (n_slots,), "position": (n_slots,), "pages": paged}
     given |= {
         "qkv": checked("qkv", qkv, dtype=torch.float32, shape=(n_slots, heads.n_columns), device=device),
         "attended": checked("attended", attended, dtype=torch.float32, shape=(n_slots, n_attended), device=device),
-        "rows": placed(rows, {"n_rows": (1,), "row_slot": (n_slots,), "position": (n_slots,), "pages": paged}, device),
+        "rows": placed(rows, of_rows | rope_sets(heads, n_slots), device),
         "space": grouped(
             {
                 "sums": checked("sums", workspace.sums, dtype=torch.float32, shape=sums, device=device),
@@ -144,6 +146,11 @@ def placed(rows: Any, shapes: Mapping[str, tuple[int | None, ...]], device: torc
     return grouped({**given, "table_stride": rows.pages.stride(0)})
 
 
+def rope_sets(heads: Heads, n: int) -> dict[str, tuple[int]]:
+    """What rows say of their rope sets, for `placed`: nothing where there is one."""
+    return {} if heads.frequencies is None or len(heads.frequencies) == 1 else {"rope_set": (n,)}
+
+
 def stages_for(heads: Heads, kv: PagedKV) -> int:
     """How many blocks of K and V are under way at once: as many as leave room for two programs on a processor."""
     if torch.version.hip:
@@ -164,7 +171,7 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
         if weight is not None:
             checked(name, weight, dtype=FLOATS, shape=(width,), device=device)
     if heads.frequencies is not None:
-        checked("frequencies", heads.frequencies, dtype=torch.float32, shape=heads.frequencies.shape, device=device)
+        checked("frequencies", heads.frequencies, dtype=torch.float32, shape=(1, None), device=device)
 
     def there(tensor: Tensor | None) -> Tensor:
         return stand_in if tensor is None else tensor
@@ -181,7 +188,8 @@ def layer_arguments(kv: PagedKV, heads: Heads, stand_in: Tensor) -> dict[str, An
             kv_heads=heads.n_kv_heads,
             width=width,
             d=max(16, triton.next_power_of_2(width)),
-            n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[0],
+            n_rotary=0 if heads.frequencies is None else 2 * heads.frequencies.shape[1],
+            n_rope_sets=1 if heads.frequencies is None else heads.frequencies.shape[0],
             neighbours=heads.pairing == "neighbours",
             normed=heads.q_norm is not None,
             page=kv.page_tokens,
@@ -219,7 +227,10 @@ def attend_kernel(qkv, attended, kv, rows, turn, space, scale, softcap, S: tl.co
 
         d = tl.arange(0, D)
         line = qkv + row * ((S.heads + 2 * S.kv_heads) * S.width)
-        cos, sin = rope_cos_sin(p, turn.frequencies, turn.amplitude, S)
+        frequencies = turn.frequencies
+        if S.n_rope_sets > 1:
+            frequencies += tl.load(rows.rope_set + slot) * (S.n_rotary // 2)
+        cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
         members = tl.arange(0, MANY)
         q_mask = (members < C.group)[:, None] & (d < S.width)[None, :]
         q_at = line + ((head * C.group + members) * S.width)[:, None]
@@ -444,7 +455,7 @@ def rotated(at, mask, weight, cos, sin, eps, S: tl.constexpr):
 
 @triton.jit
 def rope_cos_sin(p, frequencies, amplitude, S: tl.constexpr):
-    """RoPE's cos and sin, times the amplitude, for each element of a head at position p (or [n, 1] of them)."""
+    """RoPE's cos and sin, times the amplitude, for each element of a head at position p (or [n, 1] of both)."""
     d = tl.arange(0, S.d)[None, :]
     if S.n_rotary:
         pair = d // 2 if S.neighbours else d % (S.n_rotary // 2)

@@ -33,6 +33,7 @@ from ostinato.backends.cuda.triton.attend import (
     placed,
     product,
     rope_cos_sin,
+    rope_sets,
     rotated,
     scored,
     stages_for,
@@ -52,7 +53,7 @@ def bind_append_chunk(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads: 
     given = {
         "qkv": checked("qkv", qkv, dtype=FLOATS, shape=(m, heads.n_columns), device=device),
         "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, heads.head_width), device=device),
-        "chunk": _placed(chunk, m, device),
+        "chunk": _placed(chunk, m, device, heads),
         **layer_arguments(kv, heads, qkv),
         "ROWS": _APPENDED,
     }
@@ -66,7 +67,7 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
     given = {
         "q": checked("q", q, dtype=FLOATS, shape=(m, heads.n_heads, width), device=device),
         "attended": checked("attended", attended, dtype=q.dtype, shape=(m, heads.n_heads * width), device=device),
-        "chunk": _placed(chunk, m, device),
+        "chunk": _placed(chunk, m, device, heads),
         **layer_arguments(kv, heads, q),
         **{"ROWS": TILE_ROWS, "BLOCK": _BLOCK, "WINDOW": heads.window or 0, "CAPPED": heads.softcap is not None},
     }
@@ -78,9 +79,9 @@ def bind_chunk_attention(q: Tensor, attended: Tensor, kv: PagedKV, chunk: Chunk,
     return TritonLaunch.of(chunk_attention_kernel, grid, given, num_warps=warps, num_stages=stages)
 
 
-def _placed(chunk: Chunk, m: int, device: torch.device) -> Any:
+def _placed(chunk: Chunk, m: int, device: torch.device, heads: Heads) -> Any:
     rows = {"n": (1,), "n_tiles": (1,), "tiles": (1, 4), "positions": (m,), "parts": (m,)}
-    return placed(chunk, {**rows, "pages": (1, None)}, device)
+    return placed(chunk, {**rows, "pages": (1, None), **rope_sets(heads, m)}, device)
 
 
 @triton.jit
@@ -93,9 +94,12 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
         live = row < n_live
         mask = live & (d < S.width)
         p = tl.load(chunk.positions + row, mask=live, other=0)
+        frequencies = turn.frequencies
+        if S.n_rope_sets > 1:
+            frequencies += tl.load(chunk.rope_set + row, mask=live, other=0) * (S.n_rotary // 2)
         at = qkv + row * ((S.heads + 2 * S.kv_heads) * S.width) + head * S.width
         if head < S.heads:
-            cos, sin = rope_cos_sin(p, turn.frequencies, turn.amplitude, S)
+            cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
             x = rotated(at, mask, turn.q_weight, cos, sin, turn.eps, S)
             to = q + (row * S.heads + head) * S.width + d
             tl.store(to, narrowed(x, q.dtype.element_ty), mask=mask)
@@ -104,7 +108,7 @@ def append_chunk_kernel(qkv, q, kv, chunk, turn, S: tl.constexpr, ROWS: tl.const
             page = tl.load(its_pages + p // S.page, mask=live, other=0).to(tl.int64)
             cell = page * S.page + p % S.page
             if head < S.heads + S.kv_heads:
-                cos, sin = rope_cos_sin(p, turn.frequencies, turn.amplitude, S)
+                cos, sin = rope_cos_sin(p, frequencies, turn.amplitude, S)
                 x = rotated(at, mask, turn.k_weight, cos, sin, turn.eps, S)
                 store_cells(kv.key, kv.key_scales, cell * S.kv_heads + head - S.heads, x, mask, ROWS, S)
             else:

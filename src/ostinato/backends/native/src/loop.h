@@ -46,7 +46,7 @@ struct Layer {
 };
 
 struct Rope {
-    const float* frequencies;  // [half]
+    const float* frequencies;  // [sets][half]; a row says which set it has
     int half, neighbours;
     float amplitude;
 };
@@ -73,7 +73,7 @@ struct Plan {
 struct Part {
     const int* pages;         // [groups][table_pages]
     int n_rows, start, slot;  // the slot whose `last` row gets the last of these; -1: none
-    int table_pages;
+    int table_pages, rope_set;
 };
 
 // The requested outputs of some rows of a chunk; null where one is not requested. Rows are computed in slices, so that
@@ -208,6 +208,9 @@ struct ForwardPass {
     int slot_of(int row) const { return TABLE_row_slot(plan.view)[row]; }
     int token_of(int row) const { return is_chunk ? tokens[row] : TABLE_token(plan.view)[slot_of(row)]; }
     int position_of(int row) const { return is_chunk ? chunk_position[row] : TABLE_position(plan.view)[slot_of(row)]; }
+    int rope_set_of(int row) const {
+        return is_chunk ? parts[part_of[row]].rope_set : TABLE_rope_set(plan.view)[slot_of(row)];
+    }
     const int* pages_of(const Layer& layer, int row) const {
         if (!is_chunk) return PAGE_TABLE(plan.view, slot_of(row), layer.group);
         const Part& part = parts[part_of[row]];
@@ -321,7 +324,8 @@ struct ForwardPass {
             for (int i = 0; i < plan.n_ropes; i++) {
                 const Rope& rope = plan.ropes[i];
                 float* to = const_cast<float*>(cos_sin_of(row, i));
-                block::cos_sin_of(position_of(row), rope.frequencies, rope.half, rope.amplitude, to);
+                const float* frequencies = rope.frequencies + size_t(rope_set_of(row)) * rope.half;
+                block::cos_sin_of(position_of(row), frequencies, rope.half, rope.amplitude, to);
             }
         });
         m.barrier();

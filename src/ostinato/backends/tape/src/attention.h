@@ -86,8 +86,9 @@ DEVICE u32 line_at(int page, int position, int head) {
 DEVICE void note_cos_sin(const ComputeThread& p, const Tape& tape, int n_rows, AttentionPlan& plan) {
     for (int i = p.thread; i < n_rows * ROPE_HALF; i += N_COMPUTE_THREADS) {
         const int row = i / ROPE_PAIRS, pair = i % ROPE_PAIRS;
+        const int set = ROPE_SETS > 1 ? load_fresh(TABLE_rope_set(tape.view) + p.shared->slot[row]) : 0;
         float sine, cosine;
-        sincos_exact((float)p.shared->position[row] * tape.frequencies[pair], sine, cosine);
+        sincos_exact((float)p.shared->position[row] * tape.frequencies[set * ROPE_HALF + pair], sine, cosine);
         plan.cos_sin[row][pair] = float2{cosine * ROPE_AMPLITUDE, sine * ROPE_AMPLITUDE};
     }
     for (int i = p.thread; i < N_LAYERS; i += N_COMPUTE_THREADS) plan.caches[i] = tape.caches[i];

@@ -40,7 +40,7 @@ class Heads:
     scale: float
     softcap: float | None = None
     window: int | None = None  # a row at position p sees positions above p - window
-    frequencies: Tensor | None = None  # [rotary / 2], the angle of each pair per position; None: no RoPE
+    frequencies: Tensor | None = None  # [sets, rotary / 2], the angle of each pair per position; None: no RoPE
     amplitude: float = 1.0
     pairing: Pairing = "halves"
     q_norm: Tensor | None = None  # [head_width], with k_norm or not at all
@@ -112,11 +112,13 @@ class StepRows:
     row_slot: Tensor  # [n_slots]
     position: Tensor  # [n_slots], by slot
     pages: Tensor  # [n_slots, max_pages], by slot: the page table of one group of layers
+    rope_set: Tensor | None = None  # [n_slots], by slot: of the frequencies; None: the first
 
     @staticmethod
     def of(table: Arena, group: int = 0) -> StepRows:
         """The rows as a slot table has them, for the layers of a group."""
-        return StepRows(table["n_rows"], table["row_slot"], table["position"], table["pages"][:, group])
+        pages = table["pages"][:, group]
+        return StepRows(table["n_rows"], table["row_slot"], table["position"], pages, table["rope_set"])
 
     @property
     def n_slots(self) -> int:
@@ -131,7 +133,8 @@ def attend_torch(qkv: Tensor, attended: Tensor, kv: PagedKV, rows: StepRows, hea
     for row in range(int(rows.n_rows)):
         slot = int(rows.row_slot[row])
         position = rows.position[slot : slot + 1].long()
-        q, k, v = rotate_qk_torch(qkv[row : row + 1], position, heads)
+        rope_set = None if rows.rope_set is None else rows.rope_set[slot : slot + 1]
+        q, k, v = rotate_qk_torch(qkv[row : row + 1], position, heads, rope_set)
         pages = rows.pages[slot]
         kv.append(kv.cells(pages, position), k, v)
         keys, values = kv.read(kv.cells(pages, visible(int(position), heads.window, qkv.device)))
@@ -139,15 +142,18 @@ def attend_torch(qkv: Tensor, attended: Tensor, kv: PagedKV, rows: StepRows, hea
         attended[row] = attend_row_torch(q[0], keys, values, heads).flatten()
 
 
-def rotate_qk_torch(qkv: Tensor, positions: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of q, k and v side by side at positions [n] to q, k, v float32 [n, heads, width], normed, with RoPE."""
+def rotate_qk_torch(
+    qkv: Tensor, positions: Tensor, heads: Heads, rope_set: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of q, k and v side by side at positions [n], of rope sets [n], to q, k, v float32 [n, heads, width], normed,
+    with RoPE."""
     parts = qkv.float().view(len(qkv), heads.n_heads + 2 * heads.n_kv_heads, heads.head_width)
     n = heads.n_heads + heads.n_kv_heads
     q, k, v = parts[:, : heads.n_heads], parts[:, heads.n_heads : n], parts[:, n:]
     if heads.q_norm is not None and heads.k_norm is not None:
         q, k = (rms_norm_torch(x, w, heads.norm_eps) for x, w in ((q, heads.q_norm), (k, heads.k_norm)))
     if heads.frequencies is not None:
-        angles = positions.float().unsqueeze(-1) * heads.frequencies
+        angles = positions.float().unsqueeze(-1) * heads.frequencies[0 if rope_set is None else rope_set.long()]
         cos, sin = angles.cos() * heads.amplitude, angles.sin() * heads.amplitude
         q, k = (rope_torch(x, cos, sin, heads.pairing) for x in (q, k))
     return q, k, v

@@ -30,6 +30,7 @@ class Chunk:
     positions: Tensor  # [M], by row
     parts: Tensor  # [M], by row: whose page table
     pages: Tensor  # [parts, max_pages]: the page tables of one group of layers
+    rope_set: Tensor | None = None  # [M], by row: of the frequencies; None: the first
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def append_chunk_torch(qkv: Tensor, q: Tensor, kv: PagedKV, chunk: Chunk, heads:
     """
     n = int(chunk.n)
     positions, parts = chunk.positions[:n].long(), chunk.parts[:n].long()
-    rotated, k, v = rotate_qk_torch(qkv[:n], positions, heads)
+    rotated, k, v = rotate_qk_torch(qkv[:n], positions, heads, None if chunk.rope_set is None else chunk.rope_set[:n])
     q[:n] = rotated.to(q.dtype)
     pages = chunk.pages[parts, positions // kv.page_tokens].long()
     kv.append(pages * kv.page_tokens + positions % kv.page_tokens, k, v)

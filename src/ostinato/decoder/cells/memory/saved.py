@@ -31,6 +31,7 @@ class SavedKV:
 
     cache: KVCache
     store: KVStore
+    rope_set: int | None = None  # of a model that has several
 
     @property
     def n_streams(self) -> int:
@@ -43,7 +44,7 @@ class SavedKV:
 
     @property
     def layout(self) -> dict[str, Any]:
-        return attention_layout(self.store.keys, self.cache.window, self.form)
+        return attention_layout(self.store.keys, self.cache.window, self.form, rope_set=self.rope_set)
 
     @property
     def forgets_nothing(self) -> bool:
