@@ -147,6 +147,16 @@ def test_it_returns_to_full_strength_when_the_neighbour_ends(machine: Callable[[
     assert set(team.jobs(quiet, 5)) == {n}
 
 
+def test_it_falls_back_soon_when_the_neighbour_returns(machine: Callable[[int], Machine]) -> None:
+    team = machine(2)
+    team.jobs(contended(2, 1), 10)
+    while team.members == 1:
+        team.job(quiet)
+    team.jobs(quiet, 0.5)
+    team.jobs(contended(2, 1), 1.5)
+    assert team.members == 1
+
+
 def test_a_trial_that_was_lucky_is_corrected_at_once(machine: Callable[[int], Machine]) -> None:
     """Two members run well for as long as the trial lasts, since a thread that slept is favoured at first."""
     team = machine(2)
@@ -157,14 +167,25 @@ def test_a_trial_that_was_lucky_is_corrected_at_once(machine: Callable[[int], Ma
     assert [team.job(contended(2, 1)) for _ in range(3)] == [2, 1, 1]
 
 
-def test_full_strength_is_kept_where_it_is_best_though_members_wait(machine: Callable[[int], Machine]) -> None:
-    def time(members: int) -> tuple[float, float]:
-        return quiet(members)[0], 0.5 * quiet(members)[0]
+def unbalanced(members: int) -> tuple[float, float]:
+    """All cores are free; members sleep since their shares of the work differ."""
+    return quiet(members)[0], 0.5 * quiet(members)[0]
 
+
+def test_full_strength_is_kept_where_it_is_best_though_members_wait(machine: Callable[[int], Machine]) -> None:
     team = machine(4)
-    used = team.jobs(time, 20)
+    used = team.jobs(unbalanced, 20)
     assert len(used) > 0.96 * 20 / quiet(4)[0]
     assert used.count(4) > 0.9 * len(used)
+
+
+def test_a_neighbour_that_comes_in_a_pause_ends_it(machine: Callable[[int], Machine]) -> None:
+    team = machine(2)
+    while team.trials < 6:  # pauses have become long
+        team.job(unbalanced)
+    while team.members == 1:
+        team.job(unbalanced)
+    assert [team.job(contended(2, 1)) for _ in range(3)] == [2, 1, 1]
 
 
 def test_noise_of_a_third_costs_little(machine: Callable[[int], Machine]) -> None:
@@ -197,6 +218,21 @@ def test_only_jobs_of_one_kind_are_compared(machine: Callable[[int], Machine]) -
         assert team.job(quiet) == 2
     used = [team.job(time) for _ in range(200) for _ in [team.job(late_chunk, CHUNK, 256)]]
     assert used.count(1) > 150
+
+
+def test_slower_jobs_of_a_quiet_machine_start_no_trial(machine: Callable[[int], Machine]) -> None:
+    """As those of a longer context, after a neighbour has ended."""
+    team = machine(2)
+    team.jobs(contended(2, 1), 2)
+    team.jobs(quiet, 5)
+    trials = team.trials
+
+    def longer(members: int) -> tuple[float, float]:
+        took, slept = quiet(members)
+        return 3 * took, 3 * slept
+
+    assert set(team.jobs(longer, 5)) == {2}
+    assert team.trials == trials
 
 
 def test_a_trial_whose_kind_of_job_does_not_come_again_is_given_up(machine: Callable[[int], Machine]) -> None:

@@ -2,15 +2,17 @@
 //
 // On a machine of its own a team is fastest with all members. Beside other busy processes it is not: a job waits at
 // every barrier for the member whose core was taken, and fewer members can be several times faster. How many are best
-// depends on the neighbours, and they change, so it is measured, in windows over jobs that do the same work:
+// depends on the neighbours, and they change, so it is measured, over jobs that do the same work:
 //
 //   watch   Members report how long they slept at barriers. While that is a small share of the jobs' time, all take
 //           part, and nothing is tried.
 //   trial   Otherwise other sizes run for a window each, and the least time of a job decides.
-//   pause   The next trial may begin after a pause, long enough for the cost of trials to be a small share of the time.
-//           With less than all members every pause ends in a trial, whether members slept or not: this is how a team
-//           finds that its neighbours have ended. A pause ends early if jobs become slower than the second best size
-//           was: a thread that has slept is favoured by the system at first, and so is the size that it is tried with.
+//   pause   The next trial may begin after a pause: the longer the more the last one cost, and twice as long as before
+//           if it changed nothing. With less than all members every pause ends in a trial, whether members slept or
+//           not: this is how a team finds that its neighbours have ended.
+//   doubt   If jobs become much slower than in the trial, and slower than with fewer members, the next trial begins at
+//           once: a neighbour came in the pause, or the trial was misled. The system favours threads that have slept,
+//           so more members than before are fast at first.
 #pragma once
 
 #include <algorithm>
@@ -25,9 +27,10 @@ namespace team {
 
 constexpr int64_t WINDOW_NS = 50'000'000;        // several of the system's time slices
 constexpr int64_t POOR_WINDOW_NS = 10'000'000;   // for a size with which jobs take twice as long as with another
-constexpr int64_t STALE_WINDOW_NS = 500'000'000;  // of time passed: jobs of its kind are rare, or have ended
+constexpr int64_t STALE_NS = 200'000'000;        // without a job of its kind: they are rare, or have ended
 constexpr double SLEPT_SHARE = 0.15;             // of the jobs' time, at barriers: then a trial may gain something
 constexpr double BETTER = 0.95;                  // of the time of a job: what another size must reach to be taken
+constexpr double MUCH_SLOWER = 1.5;              // than in the trial: then its result may be doubted
 constexpr int PAUSE_PER_COST = 30;               // trials cost 3 % of the time, or less
 constexpr int64_t PAUSE_NS = 200'000'000, LONGEST_PAUSE_NS = 3'200'000'000;
 
@@ -48,18 +51,23 @@ class TeamSize {
     // A job of next() members has ended; `slept_ns` is how long a member slept at its barriers, on average.
     void job_ended(Kind kind, int64_t now_ns, int64_t took_ns, int64_t slept_ns) {
         if (n_ == 1 || TEAM_IS_FIXED) return;
-        const int64_t began_ns = now_ns - took_ns;
-        if (began_ns >= stale_ns_) watch(kind, began_ns);
+        if (now_ns - took_ns >= stale_ns_) {
+            if (is_trial()) next_trial_ns_ = now_ns + PAUSE_NS;  // it is given up
+            watch(kind);
+        }
         if (!(kind == kind_)) return;
+        stale_ns_ = now_ns + STALE_NS;
         Window& window = windows_[at_];
         window.took_ns += took_ns, window.slept_ns += slept_ns, window.n_jobs++;
         const bool is_poor = is_trial() && window.job_ns() > 2 * best().job_ns();
         if (window.took_ns < (is_poor ? POOR_WINDOW_NS : WINDOW_NS)) return;
-        if (!is_trial() && may_gain(now_ns)) begin_trial();
-        stale_ns_ = now_ns + STALE_WINDOW_NS;
-        if (++at_ < windows_.size()) return;
-        if (windows_.size() > 1) end_trial(now_ns);
-        watch(kind, now_ns);
+        if (is_trial()) {
+            if (++at_ == windows_.size()) end_trial(now_ns);
+        } else if (may_gain(now_ns)) {
+            begin_trial();
+        } else if (!is_held_up()) {
+            watch(kind);
+        }
     }
 
  private:
@@ -68,26 +76,28 @@ class TeamSize {
         int64_t took_ns = 0, slept_ns = 0;
         int n_jobs = 0;
         double job_ns() const { return double(took_ns) / n_jobs; }
+        double cost_ns(const Window& other) const { return double(took_ns) - n_jobs * other.job_ns(); }
     };
 
     bool is_trial() const { return at_ > 0; }
+    bool is_held_up() const {
+        return windows_[0].size < n_ || windows_[0].slept_ns > SLEPT_SHARE * windows_[0].took_ns;
+    }
+    bool may_gain(int64_t now_ns) const {
+        const bool is_doubted = kind_ == tried_ && windows_[0].job_ns() > doubted_ns_;
+        return is_held_up() && (now_ns >= next_trial_ns_ || is_doubted);
+    }
 
-    // A new window of the present size; a trial that has not ended is given up.
-    void watch(Kind kind, int64_t now_ns) {
+    // A new window of the present size.
+    void watch(Kind kind) {
         windows_.resize(1, {0});
         windows_[0] = {windows_[0].size};
         at_ = 0;
         kind_ = kind;
-        stale_ns_ = now_ns + STALE_WINDOW_NS;
     }
 
-    bool may_gain(int64_t now_ns) const {
-        const Window& window = windows_[0];
-        if (kind_ == tried_ && window.job_ns() > limit_ns_) return true;
-        return now_ns >= next_trial_ns_ && (window.size < n_ || window.slept_ns > SLEPT_SHARE * window.took_ns);
-    }
-
-    // After the present size: all members, half of them, a quarter and so on, and one more and one less than now.
+    // After the present size, whose window is the whole pause: all members, half of them, a quarter and so on, and one
+    // more and one less than at present.
     void begin_trial() {
         const int now = windows_[0].size;
         auto add = [&](int size) {
@@ -97,6 +107,7 @@ class TeamSize {
         for (int size = n_; size > 0; size /= 2) add(size);
         add(std::min(now + 1, n_));
         add(now - 1);
+        at_ = 1;
         n_trials_++;
     }
 
@@ -109,27 +120,30 @@ class TeamSize {
     }
 
     void end_trial(int64_t now_ns) {
-        const Window& taken = best();
-        double cost_ns = 0;
-        limit_ns_ = 2 * taken.job_ns();
-        for (const Window& window : windows_) {
-            cost_ns += window.took_ns - window.n_jobs * taken.job_ns();
-            if (&window != &taken) limit_ns_ = std::min(limit_ns_, window.job_ns());
-        }
-        next_trial_ns_ = now_ns + std::clamp(int64_t(PAUSE_PER_COST * cost_ns), PAUSE_NS, LONGEST_PAUSE_NS);
+        const Window before = windows_[0], taken = best();
+        double cost_ns = std::min(before.cost_ns(taken), double(WINDOW_NS));  // its window is longer than a trial
+        for (size_t i = 1; i < windows_.size(); i++) cost_ns += windows_[i].cost_ns(taken);
+        double fewer_ns = 1e18;
+        for (const Window& window : windows_)
+            if (window.size < taken.size) fewer_ns = std::min(fewer_ns, window.job_ns());
         tried_ = kind_;
+        doubted_ns_ = std::max(fewer_ns, MUCH_SLOWER * taken.job_ns());
+        const int64_t longer_ns = taken.size == before.size ? 2 * pause_ns_ : 0;
+        pause_ns_ = std::clamp(std::max(int64_t(PAUSE_PER_COST * cost_ns), longer_ns), PAUSE_NS, LONGEST_PAUSE_NS);
+        next_trial_ns_ = now_ns + pause_ns_;
         windows_[0].size = taken.size;
+        watch(kind_);
     }
 
     const int n_;
     std::vector<Window> windows_;  // of the present size, and of those that a trial compares it with
     size_t at_ = 0;                // the window of the next job
     Kind kind_;                    // of the jobs that windows count
-    int64_t stale_ns_ = 0;         // when this window is given up
+    int64_t stale_ns_ = 0;         // when they are given up
+    int64_t pause_ns_ = 0, next_trial_ns_ = 0;
     int n_trials_ = 0;
-    int64_t next_trial_ns_ = 0;
-    Kind tried_;           // the kind of the last trial, and
-    double limit_ns_ = 0;  // how long a job may take before its result is doubted
+    Kind tried_;             // the kind of the last trial, and
+    double doubted_ns_ = 0;  // what its jobs may take before the result is doubted
 };
 
 }  // namespace team
