@@ -34,6 +34,7 @@ bench: .venv/installed-dev
 	$(BIN)/python -m bench.cpu
 	$(BIN)/python -m bench.batch
 	$(BIN)/python -m bench.kv_planner
+	$(BIN)/python -m bench.neighbours
 
 soak: .venv/installed-dev
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak

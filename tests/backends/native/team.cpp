@@ -67,7 +67,7 @@ extern "C" {
 void* team_new(int n) { return new Team(n); }
 void team_free(void* t) { delete static_cast<Team*>(t); }
 int team_active(void* t) { return static_cast<Team*>(t)->active(); }
-int team_rests(void* t) { return static_cast<Team*>(t)->n_rests(); }
+int team_trials(void* t) { return static_cast<Team*>(t)->n_trials(); }
 
 // How often a member was let through a barrier too early, over so many jobs.
 int team_wrong(void* t, int n_jobs, int n_phases) {
@@ -76,7 +76,7 @@ int team_wrong(void* t, int n_jobs, int n_phases) {
     mine.acquire();
     for (int i = 0; i < n_jobs; i++) {
         Phases job(n_phases);
-        mine.run(count_phases, &job);
+        mine.run(count_phases, &job, 1);
         wrong += job.wrong;
     }
     mine.release();
@@ -88,7 +88,7 @@ void team_caller_dies(void* t, int in_a_job) {
     Team& mine = *static_cast<Team*>(t);
     std::thread([&] {
         mine.acquire();
-        if (in_a_job) mine.run(die_in_the_middle, nullptr);
+        if (in_a_job) mine.run(die_in_the_middle, nullptr, 1);
         pthread_exit(nullptr);
     }).join();
 }
@@ -96,7 +96,7 @@ void team_caller_dies(void* t, int in_a_job) {
 void team_keep_waiting(void* t, int n_jobs, int late_us) {
     Team& mine = *static_cast<Team*>(t);
     mine.acquire();
-    for (int i = 0; i < n_jobs; i++) mine.run(keep_waiting, &late_us);
+    for (int i = 0; i < n_jobs; i++) mine.run(keep_waiting, &late_us, 1);
     mine.release();
 }
 
@@ -107,7 +107,7 @@ void team_play(void* t, int n, int step_us) {
     n_steps = 0;
     for (int i = 0; i < n; i++) {
         mine.hand_over();
-        mine.run(one_step, &step_us);
+        mine.run(one_step, &step_us, 1);
     }
     mine.release();
 }
@@ -186,7 +186,7 @@ int team_wrong_after_a_passed_turn_died(void* t) {
     pause_ms(5);
     mine.hand_over();
     Phases job(20);
-    mine.run(count_phases, &job);
+    mine.run(count_phases, &job, 1);
     mine.release();
     dying.join();
     return job.wrong;

@@ -713,7 +713,7 @@ struct Loop : ForwardPass {
 
     template <void (Loop::*JOB)(team::Member&)>
     void run() {
-        team.run([](void* loop, team::Member& m) { (static_cast<Loop*>(loop)->*JOB)(m); }, this);
+        team.run([](void* loop, team::Member& m) { (static_cast<Loop*>(loop)->*JOB)(m); }, this, n_rows);
     }
 
     // A step boundary, then steps while the boundary returns true. A thread that waits for the team gets it between two

@@ -3,14 +3,12 @@
 // A job is one function that every member runs with its number; inside it members synchronise at barriers, so a job is
 // a series of phases, each shared out by outputs. The caller is member 0. A member that waits at a barrier spins for a
 // while, which costs 50 ns if all members are running, and then sleeps: by design no phase lasts that long, but the
-// system may preempt a core.
+// system may preempt a core. team_size.h decides from these sleeps how many members take part in a job. Results do not
+// depend on the number of members.
 //
 // The thread that holds the owner mutex runs jobs: any thread may acquire it, one at a time, and the loop hands it over
 // between two steps if another thread waits. The mutex is robust: if its holder dies, the members waiting at a barrier
 // detect this and leave the job, and the next caller finds the team complete.
-//
-// Preempted cores: if one member keeps the others waiting much longer than they worked, fewer threads are faster. The
-// team then runs with one member less for a while, and tries again. Results do not depend on the number of members.
 #pragma once
 
 #include <atomic>
@@ -33,15 +31,13 @@
 #include <immintrin.h>
 #endif
 
+#include "team_size.h"
+
 namespace team {
 
-constexpr int SPINS = 4000;                       // about 0.1 to 0.2 ms of spinning before a waiting member sleeps
-constexpr int64_t LOOK_AGAIN_NS = 20'000'000;     // how long it sleeps before it checks whether its caller is alive
-constexpr int64_t LATE_NS = 300'000;              // a wait this long may mean a preempted core
-constexpr int LATE_TIMES = 3;                     // ... if it was this many times the work that was done before it
-constexpr double STOLEN_SHARE = 0.25;             // of the last jobs' time, lost in such waits: then one member rests
-constexpr double NEWEST = 0.1;                    // the weight of one job in that share: one long wait is not enough
-constexpr int64_t REST_NS = 200'000'000, LONGEST_REST_NS = 3'200'000'000;
+constexpr int64_t SPIN_NS = 100'000;           // how long a waiting member spins before it sleeps
+constexpr int64_t SPIN_CONTENDED_NS = 20'000;  // ... while a neighbour may need its core
+constexpr int64_t LOOK_AGAIN_NS = 20'000'000;  // how long it sleeps before it checks whether its caller is alive
 
 inline int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
@@ -79,7 +75,6 @@ class Team;
 struct Member {  // a job's argument: its number, and the number of members
     Team* team;
     int me, n;
-    int64_t began_ns = 0;  // when its phase began
 
     void barrier();
     void share(int64_t n_parts, int& first, int& last) const {
@@ -98,7 +93,7 @@ using Job = void (*)(void* what, Member& member);
 
 class Team {
  public:
-    explicit Team(int n_members) : n_(n_members < 1 ? 1 : n_members), active_(n_), calls_(new Call[n_]) {
+    explicit Team(int n_members) : n_(n_members < 1 ? 1 : n_members), active_(n_), size_(n_), calls_(new Call[n_]) {
         pthread_mutexattr_t attributes;
         pthread_mutexattr_init(&attributes);
 #if defined(__linux__)
@@ -118,7 +113,7 @@ class Team {
 
     int size() const { return n_; }
     int active() const { return active_; }
-    int n_rests() const { return n_rests_.load(std::memory_order_relaxed); }
+    int n_trials() const { return size_.n_trials(); }
 
     // --- ownership of the team ---
 
@@ -155,17 +150,19 @@ class Team {
 
     // --- a job: called by the thread that owns the team ---
 
-    void run(Job job, void* what) {
+    // Jobs of one function and one number of rows do the same amount of work.
+    void run(Job job, void* what, int n_rows) {
         const int64_t began = now_ns();
-        rest_or_return(began);
         job_ = job, what_ = what;
         here_.store(0, std::memory_order_relaxed);
-        const int n = active_;
+        const int n = active_ = size_.next();
+        spin_ns_.store(size_.is_contended() ? SPIN_CONTENDED_NS : SPIN_NS, std::memory_order_relaxed);
         for (int me = 1; me < n; me++) call(me, calls_[me].number.load(std::memory_order_relaxed) + 1);
-        Member caller{this, 0, n, began};
+        Member caller{this, 0, n};
         job(what, caller);
         caller.barrier();  // all members have left the job
-        if (n > 1) judge(now_ns() - began);
+        const int64_t slept = n > 1 ? slept_ns_.exchange(0) / (n - 1) : 0, ended = now_ns();
+        size_.job_ended({reinterpret_cast<uintptr_t>(job), n_rows}, ended, ended - began, slept);
     }
 
     void barrier(Member& member) {
@@ -178,7 +175,6 @@ class Team {
         } else {
             wait_for(member, phase);
         }
-        member.began_ns = now_ns();
     }
 
  private:
@@ -238,7 +234,7 @@ class Team {
     void run_thread(int me) {
         Call& mine = calls_[me];
         for (uint32_t seen = 0;;) {
-            for (int spin = 0; spin < SPINS && mine.number.load(std::memory_order_acquire) == seen; spin++) relax();
+            spin_while(mine.number, seen, now_ns());
             while (mine.number.load() == seen) {
                 mine.asleep.store(true);
                 if (mine.number.load() == seen) sleep_on(mine.number, seen, INT64_C(3'600'000'000'000));
@@ -246,7 +242,7 @@ class Team {
             }
             seen = mine.number.load();
             if (closing_.load()) return;
-            Member member{this, me, active_, now_ns()};
+            Member member{this, me, active_};
             try {
                 job_(what_, member);
                 member.barrier();
@@ -257,11 +253,8 @@ class Team {
     }
 
     void wait_for(Member& member, uint32_t phase) {
-        for (int spin = 0; spin < SPINS; spin++) {
-            if (phase_.load(std::memory_order_acquire) != phase) return;
-            relax();
-        }
         const int64_t arrived = now_ns();
+        if (!spin_while(phase_, phase, arrived)) return;
         while (phase_.load() == phase) {
             sleepers_.fetch_add(1);
             if (phase_.load() == phase) sleep_on(phase_, phase, LOOK_AGAIN_NS);
@@ -269,8 +262,17 @@ class Team {
             if (phase_.load() != phase) break;
             if (member.me != 0 && caller_died(phase)) throw Abandoned{};
         }
-        const int64_t waited = now_ns() - arrived, worked = arrived - member.began_ns;
-        if (waited > LATE_NS && waited > LATE_TIMES * worked) late_ns_.fetch_add(waited, std::memory_order_relaxed);
+        slept_ns_.fetch_add(now_ns() - arrived, std::memory_order_relaxed);
+    }
+
+    // Spin while the word is `seen`, for spin_ns_ at most; whether it still is.
+    bool spin_while(const std::atomic<uint32_t>& word, uint32_t seen, int64_t began) {
+        const int64_t until = began + spin_ns_.load(std::memory_order_relaxed);
+        do {
+            for (int i = 0; i < 64; i++, relax())
+                if (word.load(std::memory_order_acquire) != seen) return false;
+        } while (now_ns() < until);
+        return true;
     }
 
     // --- a caller that died ---
@@ -309,30 +311,9 @@ class Team {
         abandoned_.store(false);
     }
 
-    // --- preempted cores ---
-
-    void judge(int64_t elapsed_ns) {
-        const double lost = double(late_ns_.exchange(0)) / double(elapsed_ns > 0 ? elapsed_ns : 1) / (active_ - 1);
-        stolen_ = (1 - NEWEST) * stolen_ + NEWEST * (lost < 1 ? lost : 1);
-        if (stolen_ < STOLEN_SHARE) return;
-        const int64_t now = now_ns();
-        const bool again = now - back_ns_ < rest_ns_;  // soon after the last rest: the next one is longer
-        rest_ns_ = !again ? REST_NS : 2 * rest_ns_ < LONGEST_REST_NS ? 2 * rest_ns_ : LONGEST_REST_NS;
-        active_ = active_ - 1;
-        stolen_ = 0;
-        back_ns_ = now + rest_ns_;
-        n_rests_.fetch_add(1, std::memory_order_relaxed);
-    }
-
-    void rest_or_return(int64_t now) {
-        if (active_ < n_ && now >= back_ns_) {
-            active_ = n_;
-            stolen_ = 0;
-        }
-    }
-
     const int n_;
     int active_;
+    TeamSize size_;
     std::unique_ptr<Call[]> calls_;
     std::vector<std::thread> threads_;
     Job job_ = nullptr;
@@ -345,10 +326,8 @@ class Team {
     std::atomic<int> n_asking_{0};
     enum Passing : uint32_t { NOT_PASSING, OFFERED, PASSED };
     std::atomic<uint32_t> passing_{NOT_PASSING};
-    std::atomic<int64_t> late_ns_{0};
-    double stolen_ = 0;
-    int64_t rest_ns_ = REST_NS, back_ns_ = 0;
-    std::atomic<int> n_rests_{0};
+    std::atomic<int64_t> slept_ns_{0};  // at the barriers of this job, all members together
+    std::atomic<int64_t> spin_ns_{SPIN_NS};
 };
 
 inline void Member::barrier() { team->barrier(*this); }
