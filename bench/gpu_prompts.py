@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final
 
@@ -88,7 +89,8 @@ def _hosted(model: Model) -> Model:
             return weight.clone()  # all weights lie in one piece of memory, which is then freed
         return Stack(tuple(map(there, weight.parts))) if isinstance(weight, Stack) else weight.to("cpu")
 
-    return with_leaves(model, cache(there))
+    frequencies = {rope: sets.clone() for rope, sets in model.frequencies.items()}
+    return replace(with_leaves(model, cache(there)), frequencies=frequencies)
 
 
 def _bytes(part: Any) -> int:

@@ -125,7 +125,8 @@ def without_matrices_on(model: Model, device: torch.device) -> Model:
             return embedding
         return weight.to(device) if isinstance(weight, Tensor) and weight.dim() == 1 else weight
 
-    return replace(with_leaves(model, there), device=device)
+    frequencies = {rope: sets.to(device) for rope, sets in model.frequencies.items()}
+    return replace(with_leaves(model, there), device=device, frequencies=frequencies)
 
 
 # --- sizes ---

@@ -37,6 +37,8 @@ class Model(ModelBlocks):
 
     def for_length(self, n_positions: int) -> Model:
         """The same model with only the rope set of sequences of so many positions."""
+        if self.shape.n_rope_sets == 1:
+            return self
         one = self.shape.rope_set(n_positions)
         return replace(self, frequencies={rope: sets[one : one + 1] for rope, sets in self.frequencies.items()})
 
