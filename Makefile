@@ -19,7 +19,7 @@ serve: .venv/installed
 test: .venv/installed-dev
 	@$(MAKE) --no-print-directory --jobs 2 check tests
 tests: .venv/installed-dev
-	$(BIN)/pytest --numprocesses 2 --dist loadscope
+	$(BIN)/pytest --numprocesses 3 --dist loadscope
 test quick: export PYTHONDONTWRITEBYTECODE :=
 
 quick: .venv/installed-dev  # without what takes seconds, servers, Ray and the emulated tape

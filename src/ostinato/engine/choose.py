@@ -30,6 +30,7 @@ from ostinato.engine.machine import choose_device, machine_at
 from ostinato.engine.memory_plan import LEAST_CONTEXT, MemoryPlan
 from ostinato.errors import BadOption, ContextTooLarge, HardwareCannot
 from ostinato.models.header import HeaderTensors, tensors_in, tensors_of
+from ostinato.models.registry import describe
 from ostinato.options import MODES, Activations, DType, KVType, LoadOptions, Talk
 
 if TYPE_CHECKING:
@@ -106,6 +107,7 @@ def choose(
     """Settle what the options leave open, and refuse what cannot run or does not fit. `talk` is called with a sentence
     where a choice may surprise the user."""
     machine = machine or machine_at(choose_device(options.device))
+    describe(checkpoint, shape)  # a file that contradicts itself is refused before its sizes are believed
     case = LoadCase(shape, tensors_of(checkpoint), options, machine)
     return fit(prepared(case, talk), case, talk)
 

@@ -59,7 +59,7 @@ class Reasoning:
         optional = "" if self.is_open(prompt) else "?"
         lark = "\n".join([f"start: think{optional} @answer", *rules, r"BLANK: /[ \n]{0,4}/"])
         grammars = {"grammars": [{"name": "thinking", "lark_grammar": lark}, {"name": "answer", **_part(rule)}]}
-        bare = replace(sampling, schema=None, json_mode=False, regex=None, choice=(), grammar=None)
+        bare = replace(sampling, schema=None, json_mode=False, regex=None, choice=None, grammar=None)
         return replace(bare, grammar=json.dumps(grammars))
 
     def _mark(self, text: str) -> str:

@@ -32,6 +32,7 @@ constexpr double SLEPT_SHARE = 0.15;             // of the jobs' time, at barrie
 constexpr double BETTER = 0.95;                  // of the time of a job: what another size must reach to be taken
 constexpr double MUCH_SLOWER = 1.5;              // than in the trial: then its result may be doubted
 constexpr int PAUSE_PER_COST = 30;               // trials cost 3 % of the time, or less
+constexpr int LONGEST_TRIAL = 36;                // windows: the present size, 31 halvings, one more and one less
 constexpr int64_t PAUSE_NS = 200'000'000, LONGEST_PAUSE_NS = 3'200'000'000;
 
 struct Kind {  // jobs of one kind do the same work
@@ -42,7 +43,9 @@ struct Kind {  // jobs of one kind do the same work
 
 class TeamSize {
  public:
-    explicit TeamSize(int n_members) : n_(n_members), windows_{{n_members}} {}
+    explicit TeamSize(int n_members) : n_(n_members), windows_{{n_members}} {
+        windows_.reserve(LONGEST_TRIAL);  // no memory is asked for while the loop decodes
+    }
 
     int next() const { return windows_[at_].size; }
     bool is_contended() const { return is_trial() || windows_[0].size < n_; }
