@@ -15,7 +15,8 @@ export PROMPT
 serve: .venv/installed
 	@$(BIN)/ostinato serve
 
-# Three processes on two cores, since tests of servers and clusters mostly wait; types are checked meanwhile. What Python compiles is kept, whatever the shell says.
+# Three processes, since tests of servers and clusters mostly wait; types are checked meanwhile. What Python compiles is
+# kept, whatever the shell says.
 test: .venv/installed-dev
 	@$(MAKE) --no-print-directory --jobs 2 check tests
 tests: .venv/installed-dev

@@ -2,7 +2,7 @@
 
     python -m bench.beside --models llama-1b:bf16,llama-8b:q4_k_m [--cuda] [--rounds 2] [--source FILE.tar.gz]
 
-Random weights of named shapes; llama.cpp (`bench/rival.py`) gets them as a file. Both take turns, round by round: a
+Random weights of named shapes; llama.cpp (`bench/llama_cpp.py`) gets them as a file. Both take turns, round by round: a
 prompt of 512 tokens, and 128 tokens after 500 positions, alone and eight at once (ours). The limit is what the memory
 could give: its bandwidth, measured by a plain read, over the bytes that a step reads.
 """
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from bench import rival
+from bench import llama_cpp
 from bench.note import Series, as_json, command, versions
 from bench.random_gguf import random_gguf
 from ostinato.processes import python_command
@@ -51,8 +51,8 @@ def ours(shape: str, type: str, *, cuda: bool, modes: str) -> Mapping[str, float
 def theirs(programs: Path, model: Path, *, cuda: bool) -> tuple[Mapping[str, float], dict[str, str]]:
     """llama.cpp's tokens per second, with its flash attention, all layers on the card or none; and what it found."""
     layers = ("--n-gpu-layers", "999" if cuda else "0", "--flash-attn", "on", "--repetitions", "2")
-    prompt = rival.bench(programs, model, "--n-prompt", str(PROMPT), "--n-gen", "0", *layers)
-    new = rival.bench(programs, model, "--n-prompt", "0", "--n-gen", str(NEW), "--n-depth", str(DEPTH), *layers)
+    prompt = llama_cpp.bench(programs, model, "--n-prompt", str(PROMPT), "--n-gen", "0", *layers)
+    new = llama_cpp.bench(programs, model, "--n-prompt", "0", "--n-gen", str(NEW), "--n-depth", str(DEPTH), *layers)
     facts = {name: str(new[0][name]) for name in ("build_commit", "backends", "cpu_info", "gpu_info")}
     return {"prefill": prompt[0]["avg_ts"], "decode of 1": new[0]["avg_ts"]}, facts
 
@@ -67,7 +67,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=tempfile.gettempdir(), help="for the files of llama.cpp")
     asked = parser.parse_args()
     modes = asked.modes or ("loop,persistent" if asked.cuda else "loop")
-    programs = rival.built(cuda=asked.cuda, source=asked.source)
+    programs = llama_cpp.built(cuda=asked.cuda, source=asked.source)
     found: dict[tuple[str, str], list[float]] = {}
     facts: dict[str, str] = {}
     for model in asked.models.split(","):
@@ -84,10 +84,10 @@ def main() -> None:
     series = [Series(engine, task, "tok/s", tuple(runs)) for (engine, task), runs in found.items()]
     for one in series:
         print(f"{one.engine:12}{one.task:44}{one.median:12.1f}   {' '.join(f'{run:.1f}' for run in one.runs)}")
-    about = {**versions("torch", "triton"), "llama.cpp": f"xllamacpp {rival.VERSION}"}
+    about = {**versions("torch", "triton"), "llama.cpp": f"xllamacpp {llama_cpp.VERSION}"}
     device = facts["gpu_info"] if asked.cuda else facts["cpu_info"]
     question = "how fast do we decode beside llama.cpp, built here?"
-    print(as_json(question, command("bench.beside"), about, device, llama_cpp=facts, series=series))
+    print(as_json(question, command("bench.beside"), about, device, found=facts, series=series))
 
 
 if __name__ == "__main__":

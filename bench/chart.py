@@ -2,8 +2,7 @@
 
     python -m bench.chart
 
-Each bar is as long as its share of what the memory could give, and ends with its tokens per second. A figure that was
-quoted and not run in the same note would be hatched, with its date.
+Each bar is as long as its share of what the memory could give, and ends with its tokens per second.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ LABEL = 90  # a bar that leaves less than this has its label inside
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One bar: whose it is, its colour, and the address of its figure. `quoted`: the date, where it was not run."""
+    """One bar: whose it is, its colour, and the address of its figure."""
 
     name: str
     colour: str
     address: str
-    quoted: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +48,7 @@ def gpu(name: str, line: int, model: str) -> Group:
         (
             Figure("ostinato, persistent", "ours", series("ostinato", "decode of 1, persistent")),
             Figure("ostinato, loop", "light", series("ostinato", "decode of 1, loop")),
-            Figure("llama.cpp", "rival", series("llama.cpp", "decode of 1")),
+            Figure("llama.cpp", "theirs", series("llama.cpp", "decode of 1")),
         ),
     )
 
@@ -65,8 +63,8 @@ def cpu(task: str) -> Group:
         (
             Figure("ostinato, int8", "ours", series("ostinato int8")),
             Figure("ostinato, wide", "light", series("ostinato wide")),
-            Figure("llama.cpp, Q4_0", "rival", series("llama.cpp Q4_0")),
-            Figure("llama.cpp, same file", "rival", series("llama.cpp")),
+            Figure("llama.cpp, Q4_0", "theirs", series("llama.cpp Q4_0")),
+            Figure("llama.cpp, same file", "theirs", series("llama.cpp")),
         ),
     )
 
@@ -90,17 +88,17 @@ BELOW: Final = (
 )
 STYLE: Final = """
   svg { --paper: #ffffff; --ink: #1d2430; --soft: #4a5260; --line: #b6bec9; --ours: #2f6fde; --light: #9dbcf2;
-        --rival: #b9bfc9 }
+        --theirs: #b9bfc9 }
   @media (prefers-color-scheme: dark) {
     svg { --paper: #161b22; --ink: #e6edf3; --soft: #aab6c3; --line: #47505c; --ours: #74a4ff; --light: #3a5c9c;
-          --rival: #6b7480 }
+          --theirs: #6b7480 }
   }
   text { font: 13px system-ui, sans-serif; fill: var(--ink) }
   .small { font-size: 11.5px; fill: var(--soft) }
   .head { font-weight: 600 }
   .end { text-anchor: end }
   .inside { fill: var(--paper) }
-  .ours { fill: var(--ours) } .light { fill: var(--light) } .rival { fill: var(--rival) }
+  .ours { fill: var(--ours) } .light { fill: var(--light) } .theirs { fill: var(--theirs) }
   .limit { stroke: var(--soft); stroke-dasharray: 4 3 }
 """
 
@@ -119,9 +117,9 @@ def drawn() -> Iterator[str]:
                 found = value(bar.address)
                 length = WIDTH * found / limit
                 yield f'<text x="{LEFT - 8}" y="{y + 5}" class="small end">{escape(bar.name)}</text>'
-                fill = f'class="{bar.colour}"' if bar.quoted is None else 'fill="url(#quoted)"'
-                yield f'<rect x="{LEFT}" y="{y - 8}" width="{length:.1f}" height="{BAR}" rx="2" {fill}/>'
-                label = f"{found:,.0f} tok/s" + (f" (quoted, {bar.quoted})" if bar.quoted else "")
+                size = f'width="{length:.1f}" height="{BAR}"'
+                yield f'<rect x="{LEFT}" y="{y - 8}" {size} rx="2" class="{bar.colour}"/>'
+                label = f"{found:,.0f} tok/s"
                 inside = length > WIDTH - LABEL
                 place = f'x="{LEFT + length + (-6 if inside else 6):.1f}" y="{y + 5}"'
                 yield f'<text {place} class="small{" end inside" if inside else ""}">{label}</text>'
@@ -138,14 +136,10 @@ def drawn() -> Iterator[str]:
 def picture() -> str:
     body = "\n".join(drawn())
     height = max(int(float(part.split('"')[0])) for part in body.split(' y="')[1:]) + 24
-    hatch = (
-        '<defs><pattern id="quoted" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
-        '<rect width="3" height="6" class="rival"/></pattern></defs>'
-    )
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 930 {height}" role="img" aria-labelledby="title">\n'
         '<title id="title">Decode speed beside llama.cpp, as a share of what the memory could give</title>\n'
-        f"<style>{STYLE}</style>\n{hatch}\n"
+        f"<style>{STYLE}</style>\n"
         f'<rect width="930" height="{height}" rx="10" fill="var(--paper)"/>\n{body}\n</svg>\n'
     )
 

@@ -3,9 +3,9 @@
     python -m bench.cpu [--rounds 5] [--threads N] [--transformers]
 
 Every round runs each engine once, one after the other, in a process of its own, so that both sides of a ratio saw the
-same minute; ratios are taken round by round. Measured: loading, a prompt of 512 tokens, 128 greedy tokens after a short
-prompt, 64 after 2,048 positions; of ours also four sequences at once, and a plain loop that reads the same packed
-weights and does nothing else. llama.cpp, compiled on this machine (`bench/rival.py`), runs the same file, and that
+same minute; ratios are taken round by round. Measured: a prompt of 512 tokens, 128 greedy tokens after a short prompt,
+64 after 2,048 positions, four sequences at once; of ours also loading, and a plain loop that reads the same packed
+weights and does nothing else. llama.cpp, compiled for the CPU (`bench/llama_cpp.py`), runs the same file, and that
 model in Q4_0, for which it has its best kernels; it rounds activations to 8 bits, as our `int8` does, and keeps keys
 and values in 16 bits, where ours are float32. Then, once a round: the time from `ostinato run` to its first character,
 and what importing torch takes of it.
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from bench import rival
+from bench import llama_cpp
 from bench.note import Series, as_json, ratio, versions
 from bench.requantise import requantised
 
@@ -84,17 +84,17 @@ def ostinato(path: Path, threads: int, activations: Any) -> Figures:
     return figures
 
 
-def llama_cpp(path: Path, threads: int) -> Figures:
-    programs, words = rival.built(), ("--threads", str(threads), "--repetitions", "1")
+def theirs(path: Path, threads: int) -> Figures:
+    programs, words = llama_cpp.built(), ("--threads", str(threads), "--repetitions", "1")
 
     def measured(*task: str) -> float:
-        return float(rival.bench(programs, path, *task, *words)[0]["avg_ts"])
+        return float(llama_cpp.bench(programs, path, *task, *words)[0]["avg_ts"])
 
     return {
         "decode_tok_s": measured("--n-prompt", "0", "--n-gen", str(NEW_TOKENS), "--n-depth", str(SHORT)),
         "prefill_tok_s": measured("--n-prompt", str(PROMPT_TOKENS), "--n-gen", "0"),
         "decode_2048_tok_s": measured("--n-prompt", "0", "--n-gen", str(NEW_TOKENS_DEEP), "--n-depth", str(DEEP)),
-        "four_slots_tok_s": rival.batched(programs, path, SLOTS, SHORT, NEW_TOKENS, threads),
+        "four_slots_tok_s": llama_cpp.batched(programs, path, SLOTS, SHORT, NEW_TOKENS, threads),
     }
 
 
@@ -142,8 +142,8 @@ OURS: Final = ("ostinato wide", "ostinato int8")
 ENGINES: Final[dict[str, Callable[[Path, int], Figures]]] = {
     "ostinato wide": lambda path, threads: ostinato(path, threads, "wide"),
     "ostinato int8": lambda path, threads: ostinato(path, threads, "int8"),
-    "llama.cpp": llama_cpp,
-    "llama.cpp Q4_0": lambda path, threads: llama_cpp(requantised(path, Path(tempfile.gettempdir())), threads),
+    "llama.cpp": theirs,
+    "llama.cpp Q4_0": lambda path, threads: theirs(requantised(path, Path(tempfile.gettempdir())), threads),
     "transformers": transformers,
     "ostinato run": first_token,
 }
@@ -178,7 +178,7 @@ def compile_seconds() -> float:
 def measure(path: Path, rounds: int, threads: int, engines: Sequence[str]) -> list[Series]:
     figures: dict[str, list[Figures]] = {engine: [] for engine in engines}
     if any(engine.startswith("llama.cpp") for engine in engines):
-        rival.built()
+        llama_cpp.built()
     if "llama.cpp Q4_0" in engines:
         requantised(path, Path(tempfile.gettempdir()))  # takes seconds, and none of them are measured
     for n in range(rounds):
@@ -280,7 +280,10 @@ def main() -> None:
     facts = {"threads": asked.threads, "model": path.name, "compile_s": compile_s, "series": series}
     print(
         as_json(
-            question, command, {**versions("torch", "transformers"), "llama.cpp": f"xllamacpp {rival.VERSION}"}, **facts
+            question,
+            command,
+            {**versions("torch", "transformers"), "llama.cpp": f"xllamacpp {llama_cpp.VERSION}"},
+            **facts,
         )
     )
 

@@ -1,6 +1,6 @@
 """Processes: how we start Python, and what a forked child must not use.
 
-A folder that somebody works in may hold a `random.py` or an `http.py`; a process that we start must not run it.
+The current folder may hold a `random.py` or an `http.py`; a process that we start must not import it.
 """
 
 import os
@@ -25,7 +25,7 @@ class OpenedHere:
         return self._process == os.getpid()
 
     def check(self) -> None:
-        """Refuse to be used in another process, where nobody would ever answer."""
+        """Refuse use in a forked child, which has none of the threads."""
         if not self:
             raise Unsupported(
                 f"this model was opened in process {self._process} and is used in its forked child {os.getpid()}, "

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class MessageQueue(Generic[T]):
-    """MessageQueue of the engine's thread to one reader."""
+    """Messages from the engine's thread to one reader, in order."""
 
     def __init__(self, helper: Helper | None) -> None:
         """`helper`: the device's work, with which a reader on the main thread helps while it waits."""

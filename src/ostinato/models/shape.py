@@ -274,7 +274,7 @@ def layer_types(c: Fields, n_layers: int) -> Sequence[str]:
 def activation_from_config(c: Fields) -> Activation:
     name = c.word("hidden_activation", c.word("hidden_act", c.word("activation_function", "silu")))
     if name not in ACTIVATIONS:
-        known = "silu, gelu, gelu_pytorch_tanh, gelu_new"
+        known = ", ".join(ACTIVATIONS)
         raise Unsupported(f"{c.path}: the activation {name!r} is not supported; known: {known}")
     return ACTIVATIONS[name]
 

@@ -32,7 +32,7 @@ constexpr double SLEPT_SHARE = 0.15;             // of the jobs' time, at barrie
 constexpr double BETTER = 0.95;                  // of the time of a job: what another size must reach to be taken
 constexpr double MUCH_SLOWER = 1.5;              // than in the trial: then its result may be doubted
 constexpr int PAUSE_PER_COST = 30;               // trials cost 3 % of the time, or less
-constexpr int LONGEST_TRIAL = 36;                // windows: the present size, 31 halvings, one more and one less
+constexpr int LONGEST_TRIAL = 34;                // windows: the present size, 31 halvings, one more and one less
 constexpr int64_t PAUSE_NS = 200'000'000, LONGEST_PAUSE_NS = 3'200'000'000;
 
 struct Kind {  // jobs of one kind do the same work

@@ -1,10 +1,9 @@
-"""llama.cpp, compiled on this machine with all that its CPU or card has: the rival that our figures stand beside.
+"""Builds llama.cpp for the CPU or GPU of the machine that runs it, once, and prints the folder of its programs.
 
-    python -m bench.rival [--cuda] [--source FILE.tar.gz]
+    python -m bench.llama_cpp [--cuda] [--source FILE.tar.gz]
 
-builds it once, into the cache folder of our models, and prints where it is and what it found in the machine. Its source
-comes with the source distribution of the package `xllamacpp`; the prebuilt package knows AVX2 and nothing newer.
-Needed: a C++ compiler, cmake, and for `--cuda` nvcc.
+`bench.cpu` and `bench.beside` run them beside us. The source comes with the source distribution of the package
+`xllamacpp`, whose prebuilt library knows AVX2 and nothing newer. Needed: a C++ compiler, cmake, and for `--cuda` nvcc.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def built(*, cuda: bool = False, source: Path | None = None) -> Path:
     if all((programs / name).exists() for name in PROGRAMS):
         return programs
     if shutil.which("cmake") is None:
-        sys.exit("cmake is needed to compile llama.cpp beside us; pip install cmake brings it")
+        sys.exit("cmake is needed to compile llama.cpp; `pip install cmake` installs it")
     _unpack(source or _download(folder), folder)
     options = [*_OPTIONS, *(("-DGGML_CUDA=ON", "-DCMAKE_CUDA_ARCHITECTURES=native") if cuda else ())]
     print(f"compiling llama.cpp {VERSION} into {folder}; this takes minutes", file=sys.stderr)
