@@ -1,12 +1,13 @@
 """Options of other engines by name, and what Ostinato has instead of each.
 
 A user who comes from vLLM, llama.cpp, Ollama or transformers types their words first: Python, the command line and HTTP
-answer them from this one table. Nothing here is an option of ours.
+answer them from this one table, each with the names that it has itself. Nothing here is an option of ours.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Final
 
@@ -40,17 +41,21 @@ _QUANTISED = (
     "file of the size that you want (Q4_K_M, Q8_0, ...)"
 )
 _DRAFT = "there is no speculative decoding; every token comes from a step of the model itself"
-_OFFLOAD = "a model runs whole on one device and its layers are not split between CPU and GPU; choose with device"
+_OFFLOAD = "a model runs whole on one device and its layers are not split between CPU and GPU; choose with {device}"
 _ONE_GPU = "a model runs on one GPU; several GPUs or machines each run a whole copy with `ostinato serve --replicas N`"
-_MEMORY = "memory is planned from context, slots and kv_type; `ostinato inspect` shows the plan"
-_SAMPLED = "temperature decides: 0 takes the most likely token, above 0 tokens are sampled"
+_MEMORY = "`ostinato inspect` shows the memory plan, which follows from {context}, {slots} and {kv_type}"
+_SAMPLED = "{temperature} decides: 0 takes the most likely token, above 0 tokens are sampled"
 _BEAMS = "there is no beam search; over HTTP n asks for several samples, in Python a list with the same prompt does"
 _VISION = "vision models are not supported; prompts are text or token ids"
-_FILTER = "this filter of tokens is not there; top_k, top_p and min_p are"
+_FILTER = "this filter of tokens is not there; {top_k}, {top_p} and {min_p} are"
 _REMOTE = "no code of a model folder is ever run; families are built in, and docs/add-a-family.md says how to add one"
 _ALWAYS = "prefixes that prompts share are always computed once; there is nothing to switch on"
-_EAGER = "mode says how the decode loop runs: eager, graph, loop or persistent"
-_MAPPED = "files are always memory-mapped while weights load"
+_EAGER = "how the decode loop is paced (eager, graph, loop or persistent) is set with {mode}"
+_MAPPED = "files are always memory-mapped while weights load, and their pages are not locked"
+_ATTENTION = "there is no option for it; the kernel of attention follows from {device} and {mode}"
+_NUMA = "there is no option for NUMA; start the program under `numactl` to keep it on one node"
+_KEPT = "a server keeps its one model in memory until it ends"
+_BATCHED = "new requests always join those that are being decoded; there is nothing to switch on"
 
 _INSTEAD: Final = {
     LORA: "lora lora_path lora_modules lora_request lora_adapter lora_adapters lora_scaled enable_lora adapter "
@@ -62,6 +67,7 @@ _INSTEAD: Final = {
     _OFFLOAD: "gpu_layers n_gpu_layers num_gpu ngl cpu_offload_gb cpu_offload offload_folder n_cpu_moe",
     _ONE_GPU: "tensor_parallel_size pipeline_parallel_size data_parallel_size tp tp_size tensor_split split_mode",
     _MEMORY: "gpu_memory_utilization mem_fraction_static max_memory swap_space block_size max_num_batched_tokens "
+    "chunked_prefill_size enable_chunked_prefill "
     "n_batch batch_size n_ubatch ubatch_size low_vram low_cpu_mem_usage",
     _SAMPLED: "do_sample",
     _BEAMS: "num_beams use_beam_search best_of num_return_sequences length_penalty beam_width",
@@ -72,15 +78,21 @@ _INSTEAD: Final = {
     _ALWAYS: "enable_prefix_caching cache_prompt prompt_cache use_cache",
     _EAGER: "enforce_eager cuda_graph use_cuda_graph",
     _MAPPED: "use_mmap no_mmap mmap use_mlock mlock",
+    _ATTENTION: "flash_attn flash_attention attn_implementation attention_backend",
+    _NUMA: "numa",
+    _KEPT: "keep_alive keepalive",
+    _BATCHED: "cont_batching continuous_batching",
 }
 
 
 _CALLED_HERE: Final = {word: name for name, words in _CALLED.items() for word in words.split()}
 
-# The word of another engine, and the sentence that answers it.
+_SENTENCES: Final = {word: sentence for sentence, words in _INSTEAD.items() for word in words.split()}
+
+# The word of another engine, and the sentence that answers it in Python.
 OTHER_ENGINES: Final[Mapping[str, str]] = MappingProxyType(
     {word: f"it is called {name} here" for word, name in _CALLED_HERE.items()}
-    | {word: sentence for sentence, words in _INSTEAD.items() for word in words.split()}
+    | {word: re.sub(r"[{}]", "", sentence) for word, sentence in _SENTENCES.items()}
 )
 
 # Short options of llama.cpp's programs, which the command line is asked for and Python is not.
@@ -95,6 +107,11 @@ _SHORT: Final = {
     "-f": "it is called --file here",
     "-sys": "it is called --system here",
     "-b": _MEMORY,
+    "-ub": _MEMORY,
+    "-ctk": "it is called --kv-type here",
+    "-ctv": "it is called --kv-type here",
+    "-fa": _ATTENTION,
+    "-cb": _BATCHED,
     "-ngl": _OFFLOAD,
     "-md": _DRAFT,
     "-hf": "a model of the Hugging Face hub is --model hf:owner/repo/file.gguf here",
@@ -111,11 +128,47 @@ def answer_flag(flag: str) -> str | None:
     """
     given = flag.partition("=")[0]
     if not given.startswith("--"):
-        return _SHORT.get(given)
+        return _named(_SHORT.get(given), _flag_of)
     word = given[2:].replace("-", "_")
-    if word in _CALLED_HERE:
-        return f"it is called {_flag_of(_CALLED_HERE[word])} here"
-    return OTHER_ENGINES.get(word)
+    ours = _CALLED_HERE.get(word)
+    if ours in _NO_FLAG:
+        return f"it is called {ours} in Python and over HTTP; the command line does not have it"
+    if ours is not None:
+        return f"it is called {_flag_of(ours)} here"
+    return _named(_SENTENCES.get(word), _flag_of)
+
+
+def answer_field(word: str, fields: Collection[str]) -> str | None:
+    """The answer to a field of a body over HTTP, which has these fields; None for a word that is not in the table.
+
+    >>> answer_field("num_ctx", ())
+    "the server's operator sets it with --context"
+    """
+    ours = _CALLED_HERE.get(word)
+    if ours in _OPERATORS:
+        return f"the server's operator sets it with {_flag_of(ours)}"
+    if ours is not None:
+        name = "response_format" if ours in _FORMATS else ours
+        return f"it is called {_FORMATS.get(ours, ours)} here" if name in fields else None
+    sentence = _SENTENCES.get(word, "")
+    whose = " (the server's operator sets it)" if any(f"{{{name}}}" in sentence for name in _OPERATORS) else ""
+    return _named(sentence + whose, lambda name: _flag_of(name) if name in _OPERATORS else name) or None
+
+
+def _named(sentence: str | None, name: Callable[[str], str]) -> str | None:
+    """A sentence with our options as a face names them."""
+    return sentence and re.sub(r"{(\w+)}", lambda found: name(found[1]), sentence)
+
+
+# What the command line does not have, what a server's operator sets, and what has another form over HTTP.
+_NO_FLAG: Final = frozenset({"min_tokens", "logprobs"})
+_OPERATORS: Final = frozenset({"model", "device", "dtype", "context", "slots", "threads", "kv_type", "mode"})
+_FORMATS: Final = {
+    "schema": 'response_format {"type": "json_schema", "json_schema": {"schema": {...}}}',
+    "regex": 'response_format {"type": "regex", "regex": "..."}',
+    "choice": 'response_format {"type": "choice", "choice": ["...", "..."]}',
+    "grammar": 'response_format {"type": "grammar", "grammar": "..."}',
+}
 
 
 def _flag_of(name: str) -> str:

@@ -1,6 +1,7 @@
 """docs/names.md is what the code has: names, flags, fields of bodies and defaults."""
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -10,7 +11,9 @@ from typer.main import get_command
 
 from ostinato import LoadOptions, Sampling, Timings, cli
 from ostinato.files.store import DEFAULT
-from ostinato.serve.shapes import ChatBody, CompletionBody, ResponseFormat
+from ostinato.other_engines import OTHER_ENGINES, answer_flag
+from ostinato.serve.errors import Refusal
+from ostinato.serve.shapes import NEUTRAL, ChatBody, CompletionBody, EmbeddingBody, ResponseFormat
 from tests.cli.conftest import RunCli
 
 PAGE = Path(__file__).parents[2] / "docs" / "names.md"
@@ -114,3 +117,38 @@ def test_a_model_given_twice_is_refused(ostinato: RunCli, tiny: Path) -> None:
         ran = ostinato(verb, tiny, "--model", tiny)
         assert ran.code == 2
         assert "a model was given twice" in ran.err
+
+
+def test_hints_for_words_of_other_engines_name_flags_that_there_are() -> None:
+    known = flags("run") | flags("serve")
+    for word in OTHER_ENGINES:
+        answer = answer_flag(f"--{word.replace('_', '-')}")
+        assert answer is not None
+        assert set(re.findall(r"--[a-z-]+", answer)) <= known, answer
+        if "in Python" not in answer:
+            assert not {"top_p", "kv_type", "max_tokens", "context,"} & set(answer.split()), answer
+
+
+@pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
+def test_hints_for_words_of_other_engines_name_fields_that_there_are(kind: type[ChatBody | CompletionBody]) -> None:
+    whole: Any = {"messages": [{"role": "user", "content": "hello"}]} if kind is ChatBody else {"prompt": "hello"}
+    kinds = set()
+    for word in OTHER_ENGINES.keys() - NEUTRAL.keys():
+        with pytest.raises(Refusal, match=f"^{word} is not supported here: ") as told:
+            kind.model_validate({**whole, word: "x"})
+        hint = str(told.value)
+        assert set(re.findall(r"--[a-z-]+", hint)) <= flags("serve"), hint
+        called = re.search(r"it is called (\w+)(.*) here$", hint)
+        if called is not None and called[2]:
+            given = json.loads(called[2].replace("{...}", "{}"))
+            kinds.add(kind.model_validate({**whole, called[1]: given}).sampling().rule)
+        elif called is not None:
+            assert called[1] in kind.model_fields
+    assert len(kinds) == 4
+
+
+def test_a_body_without_the_field_is_not_sent_to_it() -> None:
+    with pytest.raises(Refusal, match="num_predict is not supported here; known: "):
+        EmbeddingBody.model_validate({"input": "x", "num_predict": 5})
+    with pytest.raises(Refusal, match="operator sets it with --context"):
+        EmbeddingBody.model_validate({"input": "x", "num_ctx": 5})

@@ -80,6 +80,9 @@ def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> Non
     picture = {"type": "image_url", "image_url": {"url": "data:,"}}
     error = refused(server, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, picture]}]})
     assert error["param"] == "messages[0].content[1].type"
+    assert error["message"].endswith("is 'image_url'; images are not supported: only text parts are")
+    error = refused(server, {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]})
+    assert "vision models are not supported" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +93,9 @@ def test_a_part_that_is_no_text_is_named_where_it_stands(server: Running) -> Non
         (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, "response_format.json_schema", "req"),
         (CHAT, {"messages": HELLO, "response_format": {"type": "regex", "regex": ""}}, "response_format.regex", "at"),
         (CHAT, {"messages": HELLO, "stop_token_ids": [999_999]}, "stop_token_ids", "999999"),
+        (CHAT, {"messages": []}, "messages", "messages is empty; give it at least 1 item"),
+        (CHAT, {"prompt": "x"}, "messages", "messages is missing, and it is required here; prompt is for /v1/compl"),
+        ("/v1/completions", {"messages": HELLO}, "prompt", "; messages is for /v1/chat/completions"),
         ("/v1/completions", {"prompt": []}, "prompt", "at least 1 item"),
         ("/v1/completions", {"prompt": 5}, "prompt", "valid string, or"),
         ("/v1/completions", {"prompt": [1, "a"]}, "prompt[1]", "valid integer"),
@@ -151,6 +157,7 @@ def test_paths_methods_and_types_that_are_not_there_are_told_in_the_same_shape(s
     with server.http() as http:
         for reply, status in (
             (http.get("/nowhere"), 404),
+            (http.post("/api/generate", content=b"{}"), 404),
             (http.get(CHAT), 405),
             (http.post(CHAT, content=b"{}", headers={"content-type": "text/plain"}), 415),
             (http.post(CHAT, content=b"{}", headers={"content-type": JSON, "content-encoding": "gzip"}), 415),

@@ -272,9 +272,11 @@ def _refusal(request: Request, error: Exception) -> Refusal:
         return invalid_body(error)
     if not isinstance(error, HTTPException):
         return refusal_of(error)
+    if isinstance(error.__cause__, Refusal):
+        return error.__cause__  # of the body, from the front, when the endpoint came to read it
     words = {
         400: f"the body cannot be read: {_why_unread(error.__cause__)}",  # FastAPI raises 400 for this reason only
-        404: f"there is no {request.url.path} here",
+        404: f"there is no {request.url.path} here; /docs lists what there is",
         405: f"{request.method} is not for {request.url.path}",
     }
     return Refusal(error.status_code, words.get(error.status_code, str(error.detail)))
@@ -306,9 +308,30 @@ def invalid_body(error: RequestValidationError) -> Refusal:
     param = _place(worst["loc"])
     if not param:
         return Refusal(400, "the body is empty" if worst["type"] == "missing" else "the body is no JSON object")
+    if plain := _in_plain_words(worst, param):
+        return Refusal(400, plain, param=param)
     alike = [one for one in found if _place(one["loc"]) == param and _is_no_branch(one)]
     messages = [one["msg"] for one in alike] if worst in alike else [worst["msg"]]
     return Refusal(400, f"{param}: {', or '.join(dict.fromkeys(messages))}", param=param)
+
+
+_SENT_TO: Final = {"messages": ("prompt", "/v1/completions"), "prompt": ("messages", "/v1/chat/completions")}
+
+
+def _in_plain_words(error: Mapping[str, Any], param: str) -> str | None:
+    """What is often wrong with a body, in a sentence; None for the rest, where Pydantic's words do."""
+    given = error["input"]
+    match error["type"]:
+        case "missing":
+            other, path = _SENT_TO.get(param, ("", ""))
+            hint = f"; {other} is for {path}" if isinstance(given, dict) and other in given else ""
+            return f"{param} is missing, and it is required here{hint}"
+        case "too_short" if given == []:
+            return f"{param} is empty; give it at least 1 item"
+        case "literal_error" if re.fullmatch(r"messages\[\d+\]\.content\[\d+\]\.type", param):
+            images = "images are not supported: " if "image" in str(given) else ""
+            return f"{param} is {str(given)[:100]!r}; {images}only text parts are"
+    return None
 
 
 def _is_no_branch(error: Mapping[str, Any]) -> bool:

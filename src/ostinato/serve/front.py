@@ -128,14 +128,10 @@ class Gateway:
             raise Refusal(401, "no valid API key was given; send it as `Authorization: Bearer KEY`")
 
     async def _with_body(self, headers: Headers, receive: Receive) -> Receive:
-        """Read the whole body under its limits; later readers get the body, and then the client's disconnect."""
-        kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+        """Read the whole body under its limits; later readers get the body, and then the client's disconnect.
+
+        The refusal of a wrong type is for those who read it: a path that does not exist is told so first."""
         body = await self._body(headers, receive)
-        if kind != "application/json":
-            raise Refusal(415, f"the body's type is {kind or 'not given'}; send Content-Type: application/json")
-        packed = headers.get("content-encoding", "identity").strip().lower()
-        if packed != "identity":
-            raise Refusal(415, f"the body is packed with {packed}; send it as it is, without Content-Encoding")
         given = False
 
         async def replay() -> Message:
@@ -143,6 +139,7 @@ class Gateway:
             if given:
                 return await receive()
             given = True
+            _check_type(headers)
             return {"type": "http.request", "body": body, "more_body": False}
 
         return replay
@@ -205,6 +202,15 @@ class Gateway:
         metrics.duration.observe(time.perf_counter() - record.started)
         if path not in OPEN_PATHS and path not in ("/metrics", "/slots"):  # polled every few seconds
             self._service.write(record.line())
+
+
+def _check_type(headers: Headers) -> None:
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(415, f"the body's type is {kind or 'not given'}; send Content-Type: application/json")
+    packed = headers.get("content-encoding", "identity").strip().lower()
+    if packed != "identity":
+        raise Refusal(415, f"the body is packed with {packed}; send it as it is, without Content-Encoding")
 
 
 class ClientGone(Exception):

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ostinato.errors import listing
 from ostinato.options import MAX_LOGPROBS, MAX_SEED, MAX_STOP_STRINGS, SAMPLING_NUMBERS, Sampling
-from ostinato.other_engines import OTHER_ENGINES
+from ostinato.other_engines import answer_field
 from ostinato.serve.errors import Refusal
 
 # Accepted and ignored: nothing of an answer would change.
@@ -75,8 +75,8 @@ class Body(BaseModel):
                 continue
             if name in NEUTRAL:
                 raise Refusal(400, f"{name} is {_short(value)}; that is not supported here", param=name)
-            if name in OTHER_ENGINES:
-                raise Refusal(400, f"{name} is not supported here: {OTHER_ENGINES[name]}", param=name)
+            if answer := answer_field(name, type(self).model_fields):
+                raise Refusal(400, f"{name} is not supported here: {answer}", param=name)
             raise Refusal(400, f"{name} is not supported here; known: {listing(name, known)}", param=name)
         return self
 
@@ -125,7 +125,9 @@ class Message(BaseModel):
         for name, value in (self.model_extra or {}).items():
             # Clients send back the messages that they received, with absent fields as null or empty.
             if value not in (None, [], {}, ""):
-                raise Refusal(400, f"messages[].{name} is not supported here", param=f"messages.{name}")
+                answer = answer_field(name, ())
+                why = f": {answer}" if answer else ""
+                raise Refusal(400, f"messages[].{name} is not supported here{why}", param=f"messages.{name}")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -175,7 +177,7 @@ class ChoiceFormat(Strict):
 
 
 class GrammarFormat(Strict):
-    """An extension: the answer follows a grammar in Lark's syntax."""
+    """An extension: the answer follows a grammar, in Lark or GBNF."""
 
     type: Literal["grammar"]
     grammar: Annotated[str, Field(min_length=1)]
