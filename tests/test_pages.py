@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ostinato.models.registry import FAMILIES
 from tests.rules import ROOT
 from tests.test_layers import PACKAGES
 
@@ -141,3 +142,10 @@ def test_a_page_has_a_drawing_with_colours_for_light_and_dark(page: str, drawing
     assert set(re.findall(r"var\((--[\w-]+)\)", style)) == named[0].keys()
     assert "#" not in re.sub(r"url\(#\w+\)", "", shapes), "a shape has a class, not a colour"
     assert set(re.findall(r'class="(\w+)"', shapes)) <= set(re.findall(r"\.(\w+) {", style))
+
+
+def test_the_families_of_the_readme_and_their_number_are_those_of_the_code() -> None:
+    rows = re.findall(r"^\| (?:models)? ?\| (.*) \|$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    listed = re.sub(r"\([^)]*\)|[a-z ]+:", "", "; ".join(rows))
+    assert set(re.findall(r"[\w-]+", listed)) == {family.name for family in FAMILIES}
+    assert f"| model families | {len(FAMILIES)} |" in (DOCS / "compare.md").read_text(encoding="utf-8")

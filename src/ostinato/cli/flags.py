@@ -229,7 +229,7 @@ _LOADING = _under(
         "dtype": Flag("auto: float32 on the CPU, bfloat16 on CUDA."),
         "kv_type": Flag("How keys and values are stored."),
         "context": Flag("Tokens of prompt and answer together.", "N"),
-        "threads": Flag("Threads on the CPU; by default its cores.", "N"),
+        "threads": Flag("Threads on the CPU; by default its physical cores.", "N"),
         "slots": Flag("Requests decoded at once.", "N"),
         "queue": Flag("Requests that may wait.", "N"),
         "activations": Flag(

@@ -26,7 +26,7 @@ from ostinato.errors import OstinatoError
 from ostinato.serve.chat import chat, template_text
 from ostinato.serve.completions import complete
 from ostinato.serve.embeddings import embed
-from ostinato.serve.errors import Refusal, error_response, refusal_of
+from ostinato.serve.errors import RETRY_AFTER_S, Refusal, error_response, refusal_of
 from ostinato.serve.front import Gateway
 from ostinato.serve.log import Record
 from ostinato.serve.metrics import CONTENT_TYPE
@@ -39,6 +39,9 @@ _ICON: Final = (
     b'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 32 32"><path fill="none" stroke="#2f7d6b" '
     b'stroke-width="3" stroke-linecap="round" d="M4 20c4-12 8-12 12 0s8 12 12 0"/></svg>'
 )
+
+
+_NOT_READY: Final = "Loading, draining or restarting; try again after `Retry-After` seconds."
 
 
 class ErrorDetail(BaseModel):
@@ -67,7 +70,7 @@ def _responses(*statuses: int, streams: bool = False) -> dict[int | str, dict[st
         415: "The body is no JSON.",
         429: "The queue is full; try again after `Retry-After` seconds.",
         500: "The server's fault.",
-        503: "Loading, draining or restarting; try again after `Retry-After` seconds.",
+        503: _NOT_READY,
     }
     made: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorBody, "description": words[status]} for status in (401, 403, 500, *statuses)
@@ -167,16 +170,23 @@ def _add_status(app: FastAPI, service: Service) -> None:
         service.check_name(id)
         return json_response(model_card(id))
 
-    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": "Loading, draining or restarting."}}
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"description": _NOT_READY}}
+
+    def status(facts: dict[str, Any], ready: bool) -> Response:
+        reply = json_response(facts, 200 if ready else 503)
+        if not ready:
+            reply.headers["retry-after"] = str(RETRY_AFTER_S)
+        return reply
 
     @app.get("/health", tags=["status"], summary="What runs, and whether it is ready", responses={**_GET, **not_ready})
     async def health() -> Response:
         facts = service.health()
-        return json_response(facts, 200 if facts["ready"] else 503)
+        return status(facts, facts["ready"])
 
     @app.get("/ready", tags=["status"], summary="Whether requests are taken", responses={**_GET, **not_ready})
     async def ready() -> Response:
-        return json_response({"ready": service.state == "ready"}, 200 if service.state == "ready" else 503)
+        ready = service.state == "ready"
+        return status({"ready": ready}, ready)
 
     @app.get("/live", tags=["status"], summary="Whether the process answers", responses=_GET)
     async def live() -> Response:
