@@ -1,53 +1,59 @@
-# Two commands: `make run` and `make test`. Everything lives in .venv; nothing is installed elsewhere.
+# `make run` and `make serve` to use it, `make test` before a change; `make help` lists the rest. What is installed goes
+# into .venv, models into OSTINATO_HOME or your cache folder.
 PYTHON ?= python3
 PROMPT ?= Tell me a short story about a lighthouse keeper.
+MODEL :=
+PORT :=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NVIDIA := $(shell command -v nvidia-smi 2>/dev/null)
 EXTRAS := serve$(if $(NVIDIA),$(shell echo ,)gpu)
 
-.PHONY: run serve test tests quick check bench soak docs sanitize test-gpu wheel clean
+.PHONY: help run serve test tests quick check bench soak docs sanitize test-gpu wheel clean
 
-run: .venv/installed
-	@$(BIN)/ostinato run --max-tokens 256 "$$PROMPT"
-export PROMPT
+run: .venv/installed  # streams an answer; PROMPT="..." and MODEL=file.gguf choose
+	@$(BIN)/ostinato run $${MODEL:+--model "$$MODEL"} --max-tokens 256 "$$PROMPT"
+export PROMPT MODEL PORT
 
-serve: .venv/installed
-	@$(BIN)/ostinato serve
+serve: .venv/installed  # a server at http://127.0.0.1:8000; MODEL=file.gguf and PORT=8001 choose
+	@$(BIN)/ostinato serve $${MODEL:+--model "$$MODEL"} $${PORT:+--port "$$PORT"}
+
+help:  # this list
+	@sed -n 's/^\([a-z-]*\):[^=]*  # \(.*\)/make \1\t\2/p' Makefile | expand --tabs=18
 
 # Three processes, since tests of servers and clusters mostly wait; types are checked meanwhile. What Python compiles is
 # kept, whatever the shell says.
-test: .venv/installed-dev
+test: .venv/installed-dev  # format, lint, types and all tests
 	@$(MAKE) --no-print-directory --jobs 2 check tests
-tests: .venv/installed-dev
+tests: .venv/installed-dev  # the tests alone
 	$(BIN)/pytest --numprocesses 3 --dist loadscope
 test quick: export PYTHONDONTWRITEBYTECODE :=
 
-quick: .venv/installed-dev  # without what takes seconds, servers, Ray and the emulated tape
+quick: .venv/installed-dev  # the tests without what takes seconds, servers, Ray and the emulated tape
 	$(BIN)/pytest --numprocesses 2 --dist loadscope -m "not slow" --ignore tests/serve --ignore tests/scale --ignore tests/backends/tape
 
-check: .venv/installed-dev
+check: .venv/installed-dev  # format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-bench: .venv/installed-dev
+bench: .venv/installed-dev  # measures this machine
 	$(BIN)/python -m bench.cpu
 	$(BIN)/python -m bench.batch
 	$(BIN)/python -m bench.kv_planner
 	$(BIN)/python -m bench.neighbours
 
-soak: .venv/installed-dev
+soak: .venv/installed-dev  # tests with their full counts, in the thousands
 	OSTINATO_SOAK=1 $(BIN)/pytest --numprocesses 2 -m soak
 
 docs: .venv/installed-dev  # the reference of the Python API, as HTML
 	@$(BIN)/python -m tests.reference build/docs
 
-test-gpu: .venv/installed-dev
+test-gpu: .venv/installed-dev  # compares CUDA with the CPU
 	for part in exact speed stress tape; do $(BIN)/python -m bench.gpu_check --part $$part || exit 1; done
 
 # With objects of the CPU loop for two levels of x86-64, where there is a compiler; OSTINATO_WHEEL_OBJECTS=0 leaves them out.
-wheel: .venv/installed
+wheel: .venv/installed  # builds a wheel into dist
 	rm -rf build
 	SETUPTOOLS_USE_DISTUTILS=local $(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
@@ -57,13 +63,13 @@ SANITIZED := tests/backends/native
 sanitize: export OSTINATO_CPU_FLAGS := -O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: export ASAN_OPTIONS := detect_leaks=0:use_sigaltstack=0
 sanitize: export UBSAN_OPTIONS := print_stacktrace=1
-sanitize: .venv/installed-dev
+sanitize: .venv/installed-dev  # the native loop's tests under the sanitizers
 	for level in v4 v3 plain; do OSTINATO_CPU_LEVEL=$$level \
 	  $(BIN)/python -c "from ostinato.backends.native.library import compile_object; compile_object(print)" || true; done
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libubsan.so)" \
 	  $(BIN)/pytest -p no:xdist $(SANITIZED)
 
-clean:
+clean:  # removes .venv and what was built
 	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .hypothesis
 
 .venv/python:
