@@ -79,6 +79,8 @@ def test_the_memory_plan_is_told_before_anything_is_loaded(ostinato: RunCli, tin
     assert plan["fits"]
     shown = ostinato("inspect", tiny).out
     assert "plan: KV pages" in shown
+    assert "weights dequantised" in shown
+    assert "needs: weights" not in shown  # beside the plan, which states what is needed
     assert "plan: rows of output (at first use)" in shown
 
 

@@ -119,9 +119,9 @@ def test_a_stop_string_ends_the_text_and_is_not_shown(ostinato: RunCli, tiny: Pa
         (("--file", "/no/such/file"), "cannot read /no/such/file: No such file"),
         (("--file", "/"), "cannot read /: Is a directory"),
         (("hi", "--raw", "--system", "x"), "--raw leaves it out"),
-        (("hi", "--temperature", "-1"), "temperature is -1.0; it must be a number from 0 to 100"),
-        (("hi", "--max-tokens", "0"), "max_tokens is 0"),
-        (("hi", "--top-p", "nan"), "top_p is nan"),
+        (("hi", "--temperature", "-1"), "--temperature is -1.0; it must be a number from 0 to 100"),
+        (("hi", "--max-tokens", "0"), "error: --max-tokens is 0"),
+        (("hi", "--top-p", "nan"), "error: --top-p is nan"),
         (("hi", "--seed", "-5"), "seed is -5"),
         (("hi", "--device", "gpu"), "device is 'gpu'; it must be auto, cpu, cuda or cuda:N"),
         (("hi", "--threads", "0"), "threads is 0"),
@@ -288,7 +288,7 @@ def test_an_answer_follows_a_regex_a_choice_or_a_grammar(ostinato: RunCli, tiny:
     [
         (("--schema", "nowhere.json"), "cannot read nowhere.json"),
         (("--regex", "(a"), "this regex cannot be followed"),
-        (("--regex", "a", "--json-mode"), "json_mode and regex are both given"),
+        (("--regex", "a", "--json-mode"), "--json-mode and --regex are both given"),
     ],
 )
 def test_what_cannot_be_followed_is_refused(ostinato: RunCli, tiny: Path, words: tuple[str, ...], why: str) -> None:

@@ -91,8 +91,11 @@ def test_score_gives_tokens_likelihood_and_perplexity(ostinato: RunCli, tiny: Pa
     assert ran.code == 0, ran.err
     record = json.loads(ran.out)
     assert record["perplexity"] == pytest.approx(math.exp(record["nll"] / record["n_tokens"]))
-    plain = dict(line.split() for line in ostinato("score", "--model", tiny, "--file", file).out.splitlines())
+    n_tokens = len(json.loads(ostinato("tokenize", "--json", "--model", tiny, file.read_text("utf-8")).out)["ids"])
+    assert record["n_tokens"] == n_tokens - 1
+    plain = dict(line.split(maxsplit=1) for line in ostinato("score", "--model", tiny, "--file", file).out.splitlines())
     assert list(plain) == ["n_tokens", "nll", "perplexity"]
+    assert plain["n_tokens"].startswith(f"{n_tokens - 1} (the first token is not predicted")
     assert float(plain["nll"]) == pytest.approx(record["nll"], abs=1e-5)
     as_argument = ostinato("score", "--json", "--model", tiny, file.read_text("utf-8"))
     assert as_argument.out == ran.out

@@ -57,7 +57,7 @@ def _ostinato(
     ] = False,
     verbose: flags.Verbose = False,
 ) -> None:
-    """A language-model engine that lets the device own the token loop."""
+    """Run language models on your own machine: GGUF files and safetensors folders."""
     show_help(context)
 
 

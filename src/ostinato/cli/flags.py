@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
@@ -60,6 +61,10 @@ class Flag:
         self.name, self.panel, self.type, self.read, self.old = name, panel, type, read, old
         self._words = {"help": help, "metavar": metavar, **more}
 
+    def called(self, name: str) -> str:
+        """The flag of a parameter of that name."""
+        return self.name or f"--{name.replace('_', '-')}"
+
     def old_parameter(self, name: str, type: Any) -> inspect.Parameter:
         """The hidden parameter of its old name."""
         annotation = Annotated[type | None, typer.Option(self.old, hidden=True)]
@@ -67,8 +72,7 @@ class Flag:
 
     def parameter(self, name: str, type: Any, default: Any) -> inspect.Parameter:
         """A parameter of that name as typer reads it."""
-        called = self.name or f"--{name.replace('_', '-')}"
-        annotation = Annotated[type, typer.Option(called, rich_help_panel=self.panel, **self._words)]
+        annotation = Annotated[type, typer.Option(self.called(name), rich_help_panel=self.panel, **self._words)]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -98,7 +102,19 @@ class RecordFlags:
                 value = old if value is None else value
             if value is not None:
                 given[field] = value if flag.read is None else flag.read(value)
-        return self._kind(**given)
+        try:
+            return self._kind(**given)
+        except BadOption as error:
+            raise BadOption(self._in_flags(str(error))) from error.__cause__
+
+    def _in_flags(self, message: str) -> str:
+        """A record's refusal with its fields as the flags that were typed, where they stand for the option."""
+
+        def called(found: re.Match[str]) -> str:
+            flag = self._flags.get(found[0])
+            return found[0] if flag is None else flag.called(found[0])
+
+        return re.sub(r"^[a-z_]+|(?<= and )[a-z_]+(?= are both given)|(?<=at most )[a-z_]+", called, message)
 
 
 class ModelFlags:

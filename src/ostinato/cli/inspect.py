@@ -260,7 +260,7 @@ def _rows(facts: dict[str, Any]) -> list[tuple[str, ...]]:
     if memory:
         weights = ", ".join(f"{megabytes(n)} as {dtype}" for dtype, n in memory["weights"].items())
         kv = ", ".join(f"{megabytes(n)} as {kv_type}" for kv_type, n in memory["kv"].items())
-        rows += [("needs: weights", weights), ("needs: KV", f"{kv}, at a context of {memory['context']:,}")]
+        rows += [("weights dequantised", weights), ("KV of a context", f"{kv}, at {memory['context']:,} tokens")]
     if facts["native_loop"]:
         reason = facts["native_loop"]["why_not"]
         rows.append(("native loop", "can run it on a CPU" if reason is None else f"cannot: {reason}"))

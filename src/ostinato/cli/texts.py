@@ -70,7 +70,10 @@ def score(
     load: flags.ToCompute,
     as_json: flags.Json = False,
 ) -> None:
-    """How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced."""
+    """How well a model predicts a text: tokens, negative log-likelihood, perplexity; teacher forced.
+
+    The tokens are those that are predicted: all but the first, which has nothing before it.
+    """
     given = read_text(text, file, "the text to score")
     if not given:
         raise BadInput("the text to score is empty")
@@ -81,7 +84,10 @@ def score(
         figures = {"n_tokens": result.n_tokens, "nll": result.nll, "perplexity": result.perplexity}
         write_json({**figures, "model": llm.name})
     else:
-        rows = [("n_tokens", str(result.n_tokens)), ("nll", f"{result.nll:.6f}")]
+        rows = [
+            ("n_tokens", f"{result.n_tokens} (the first token is not predicted, so not counted)"),
+            ("nll", f"{result.nll:.6f}"),
+        ]
         write_columns([*rows, ("perplexity", f"{result.perplexity:.4f}")])
 
 
