@@ -120,12 +120,20 @@ _SHORT: Final = {
 }
 
 
-def answer_flag(flag: str) -> str | None:
-    """The answer to an option on the command line; None for a word that is not in the table.
+def answer_flag(flag: str, of_verb: Collection[str]) -> str | None:
+    """The answer to an option of a verb, which has these flags; None for a word that is not in the table.
 
-    >>> answer_flag("--n-ctx=4096")
+    >>> answer_flag("--n-ctx=4096", ["--context"])
     'it is called --context here'
     """
+    answer = _answer_flag(flag)
+    called = re.fullmatch(r"it is called (--\S+) here", answer or "")
+    if called is None or called[1] in of_verb:
+        return answer
+    return f"it is called {called[1]} in `ostinato run`, and this command does not have it"
+
+
+def _answer_flag(flag: str) -> str | None:
     given = flag.partition("=")[0]
     if not given.startswith("--"):
         return _named(_SHORT.get(given), _flag_of)

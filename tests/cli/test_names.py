@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 from typer.main import get_command
 
-from ostinato import LoadOptions, Sampling, Timings, cli
+from ostinato import LoadOptions, Sampling, Timings, cli, other_engines
 from ostinato.files.store import DEFAULT
 from ostinato.other_engines import OTHER_ENGINES, answer_flag
 from ostinato.serve.errors import Refusal
@@ -121,12 +121,19 @@ def test_a_model_given_twice_is_refused(ostinato: RunCli, tiny: Path) -> None:
 
 def test_hints_for_words_of_other_engines_name_flags_that_there_are() -> None:
     known = flags("run") | flags("serve")
-    for word in OTHER_ENGINES:
-        answer = answer_flag(f"--{word.replace('_', '-')}")
+    for word in [*(f"--{word.replace('_', '-')}" for word in OTHER_ENGINES), *other_engines._SHORT]:
+        answer = answer_flag(word, flags("run"))
         assert answer is not None
         assert set(re.findall(r"--[a-z-]+", answer)) <= known, answer
+        assert "this command does not have it" not in answer  # the other verbs are told that `run` has it
         if "in Python" not in answer:
             assert not {"top_p", "kv_type", "max_tokens", "context,"} & set(answer.split()), answer
+
+
+def test_a_verb_without_the_option_is_told_which_has_it(ostinato: RunCli) -> None:
+    assert "it is called --temperature here" in ostinato("run", "--temp", "1", "hi").err
+    told = ostinato("serve", "--temp", "1").err
+    assert "it is called --temperature in `ostinato run`, and this command does not have it" in told
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])

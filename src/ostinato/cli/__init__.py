@@ -108,7 +108,9 @@ def _answer_to(error: typer.TyperException, arguments: Sequence[str]) -> str | N
     begins = getattr(error, "option_name", None)
     if not isinstance(begins, str):
         return None
-    answers = ((word, answer_flag(word)) for word in arguments if word.startswith(begins))
+    context = getattr(error, "ctx", None)
+    known = [flag for one in context.command.params for flag in one.opts] if context is not None else []
+    answers = ((word, answer_flag(word, known)) for word in arguments if word.startswith(begins))
     return next((f"no such option {word}: {answer}" for word, answer in answers if answer is not None), None)
 
 
