@@ -75,13 +75,17 @@ class BadTemplate(BadInput):
 class PromptTooLong(BadInput):
     """A prompt that does not fit the context.
 
-    Its argument says how long the prompt is and how much fits. What to do about it depends on the face that was used:
-    `str` says it for Python, and `told` in other words.
+    Its arguments say how long the prompt is and how much fits, and whether the model was trained for no more. What to
+    do about it depends on the face that was used: `str` says it for Python, and `told` in other words.
     """
 
+    def __init__(self, what: str, is_most: bool = False) -> None:
+        super().__init__(what, is_most)
+
     def told(self, other_way: str) -> str:
-        """The message, with what to do other than shorten the prompt."""
-        return f"{self.args[0]}; shorten it, or {other_way}"
+        """The message, with what to do other than shorten the prompt, if the context could be larger."""
+        what, is_most = self.args
+        return f"{what}; shorten it, " + ("as the model was trained for no more" if is_most else f"or {other_way}")
 
     def __str__(self) -> str:
         return self.told("open the model with a larger context= (`ostinato inspect` shows what it was trained for)")
