@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def call(arguments: Sequence[str]) -> int:
     """Run a verb; every error ends here as one line on standard error and an exit code."""
-    if arguments[:1] == ["help"]:
+    if list(arguments[:1]) == ["help"]:
         arguments = [*arguments[1:], "--help"]
     try:
         code = app(list(arguments), prog_name="ostinato", standalone_mode=False)

@@ -82,16 +82,16 @@ def standard_input_is_given() -> bool:
 def holds_unread_text() -> bool:
     """Whether standard input is a pipe that holds text, or a file of which nothing was read. Takes nothing and never
     waits: a pipe may stay open for ever, and a file or a pipe may be the list of a shell's loop."""
-    import fcntl
-    import termios
-
     try:
+        import fcntl
+        import termios
+
         handle = sys.stdin.fileno()
         status = os.fstat(handle)
         if stat.S_ISREG(status.st_mode):
             return status.st_size > 0 and os.lseek(handle, 0, os.SEEK_CUR) == 0
         return stat.S_ISFIFO(status.st_mode) and any(fcntl.ioctl(handle, termios.FIONREAD, bytes(4)))
-    except (AttributeError, OSError, ValueError):  # closed, or no file
+    except (AttributeError, ImportError, OSError, ValueError):  # closed, no file, or no Unix
         return False
 
 
